@@ -42,6 +42,18 @@ def refuse(rank: int, world_size: int) -> None:
             gradwire.attach(model, given, scheme)
     with pytest.raises(gradwire.InvalidArgument, match="timeout_s must be positive"):
         gradwire.attach(ddp, optimizer, "plain", timeout_s=0)
+    for given, options, words in [
+        ("one-bit", {"floor": 0.5}, "has no option 'floor'"),
+        (schemes.by_name("plain"), {"seed": 1}, "options go with a scheme's name"),
+        ("gcomp", {"bucket_mb": 3}, "DDP has its own bucket_mb"),
+    ]:
+        with pytest.raises(gradwire.InvalidArgument, match=words):
+            gradwire.attach(ddp, optimizer, given, **options)
+    for door, more in ((ddp, {}), (bare, {"bucket_mb": 1})):
+        torch.manual_seed(0)
+        attachment = gradwire.attach(door, sgd(door), "top-k", share=0.25, timeout_s=100, **more)
+        assert attachment.scheme.configuration["share"] == 0.25
+        attachment.close()
     attachment = gradwire.attach(ddp, optimizer, "plain", timeout_s=100)
     with pytest.raises(gradwire.Unsupported, match=r"attachment\.switch"):
         gradwire.attach(ddp, optimizer, "gcomp")
@@ -195,15 +207,3 @@ def raise_between_steps(rank: int, world_size: int) -> None:
 
 def test_error_of_the_users_between_two_steps_harms_nothing() -> None:
     run_ranks(raise_between_steps, 2)
-
-
-def send_sparse_gradients(rank: int, world_size: int) -> None:
-    ddp = wrap(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)))
-    gradwire.attach(ddp, sgd(ddp), "gcomp", timeout_s=100)
-    ddp(torch.tensor([rank, 3])).sum().backward()
-
-
-def test_sparse_gradient_is_refused_with_advice_on_all_ranks() -> None:
-    for outcome in try_ranks(send_sparse_gradients, 2):
-        assert type(outcome.error) is gradwire.Unsupported, outcome
-        assert "Embedding(sparse=False)" in str(outcome.error)

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.errors import Unsupported
 from gradwire.schemes.auto.scheme import Auto
 from ranks import run_ranks
 
@@ -294,28 +293,3 @@ def two_models(rank: int, world_size: int) -> tuple[str, str]:
 
 def test_two_attachments_decide_each_for_itself() -> None:
     assert run_ranks(two_models, 2) == [("one-bit", "plain")] * 2
-
-
-def by_hand(rank: int, world_size: int) -> tuple[list[str], str]:
-    ddp, optimizer = build(rank)
-    attachment = gradwire.attach(ddp, optimizer)
-    generator = torch.Generator().manual_seed(rank)
-    seen = []
-    for name in (None, "gcomp", "plain", "auto"):
-        if name:
-            attachment.switch(name)
-        for _ in range(3):
-            step_once(ddp, optimizer, generator)
-        seen.append(attachment.stats()["scheme"])
-    with pytest.raises(Unsupported, match="an attachment already"):
-        gradwire.attach(ddp, optimizer)
-    attachment.close()
-    step_once(ddp, optimizer, generator)
-    attachment = gradwire.attach(ddp, optimizer)
-    step_once(ddp, optimizer, generator)
-    attachment.close()
-    return seen, attachment.stats()["auto"]["fidelity"]
-
-
-def test_switching_by_hand_ends_auto_and_takes_it_up_again() -> None:
-    assert run_ranks(by_hand, 2) == [(["auto", "gcomp", "plain", "auto"], "exact")] * 2

@@ -190,7 +190,7 @@ class Quantised:
             if divisor == 1 and not adds:
                 _native.quantiser_decode(bytes_of(message), self._kind, code, bytes_of(out))
                 return
-            values = torch.empty(n)
+            values = torch.empty(n, dtype=torch.float32, device="cpu")
             _native.quantiser_decode(bytes_of(message), self._kind, 0, bytes_of(values))
             values /= divisor
             out.copy_(out + values if adds else values)
@@ -324,7 +324,7 @@ class Quantised:
         _, n_groups, n_words = rows[-1]
         scale_bytes = 4 * parts(2 * self._per_group * n_groups, 4)
         n_bytes = _HEADER_BYTES + 4 + 4 * len(cuts) + scale_bytes + 4 * n_words
-        return _Layout(n_bytes, n_groups, n_words, torch.tensor(rows, dtype=torch.int64))
+        return _Layout(n_bytes, n_groups, n_words, torch.tensor(rows, dtype=torch.int64, device="cpu"))
 
 
 def check_scale_values(scale_values: int | None) -> int | None:

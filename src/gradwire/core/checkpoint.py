@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Protocol
 
-from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
+from gradwire.errors import CorruptMessage, GradwireError, IncompatibleVersion, InvalidArgument
 from gradwire.wire.communicator import Communicator
 
 STATE_VERSION = 1
@@ -77,8 +77,20 @@ def load(scheme: Saved, communicator: Communicator, saved: dict[str, Any], stric
         raise InvalidArgument(
             f"this is the state of rank {saved['rank']}, loaded by rank {communicator.rank}; load each rank's own file"
         )
-    scheme.load_state_dict(saved["state"])
+    take(scheme, saved["state"])
     return int(saved["step"])
+
+
+def take(scheme: Saved, state: dict[str, Any]) -> None:
+    """Give a scheme its saved state; one that it cannot read changes nothing. Raises: what it raises, InvalidArgument."""
+    before = scheme.state_dict()
+    try:
+        scheme.load_state_dict(state)
+    except Exception as error:
+        scheme.load_state_dict(before)
+        if isinstance(error, GradwireError):
+            raise
+        raise not_the_state(f"scheme {scheme.name!r}", f"it does not read ({type(error).__name__}: {error})") from error
 
 
 def check(saved: Any) -> None:
@@ -90,6 +102,10 @@ def check(saved: Any) -> None:
             raise CorruptMessage(
                 f"the gradwire state_dict lacks {field!r} ({kind.__name__}): pass what attachment.state_dict() returned"
             )
+    if not 0 <= saved["step"] < 1 << 62:
+        raise CorruptMessage(
+            f"the gradwire state_dict is of step {saved['step']}: pass what attachment.state_dict() returned"
+        )
     if saved["version"] != STATE_VERSION:
         raise IncompatibleVersion(
             f"the gradwire state_dict has version {saved['version']}, this build reads {STATE_VERSION}; "

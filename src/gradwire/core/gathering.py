@@ -22,8 +22,8 @@ def gather(state: dict[str, Any], communicator: Communicator) -> dict[str, Any]:
     received: list[torch.Tensor] = []
 
     def exchange() -> None:
-        sizes = communicator.all_gather(torch.tensor([own.numel()])).view(-1).tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        sizes = communicator.all_gather(torch.tensor([own.numel()], dtype=torch.int64, device="cpu")).view(-1).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: own.numel()] = own
         received.extend(theirs[:size] for theirs, size in zip(communicator.gather(padded), sizes, strict=False))
 

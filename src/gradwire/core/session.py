@@ -26,7 +26,7 @@ class Session:
         slots: what is reduced, by name; read live, as named tensors are added at first sight. Empty if gradwire was not
             told names.
         loss_scale: what the loss, and so every gradient, is multiplied by now (AMP); 1.0 without a scaler.
-        module: the DDP model; None if gradwire was not given it.
+        module_ref: of the DDP model, which is not kept alive: it goes when its user lets go of it.
         has_scaler: whether there is a GradScaler.
         feedback: what the scheme at work has not sent yet.
     """
@@ -37,9 +37,14 @@ class Session:
     optimizer: torch.optim.Optimizer | None
     slots: Mapping[str, Slot]
     loss_scale: Callable[[], float]
-    module: torch.nn.Module | None = None
+    module_ref: Callable[[], torch.nn.Module | None] = lambda: None
     has_scaler: bool = False
     feedback: Feedback = field(default_factory=Feedback)
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The DDP model; None if gradwire was not given it."""
+        return self.module_ref()
 
     @property
     def names(self) -> dict[torch.Tensor, str]:

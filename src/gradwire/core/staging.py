@@ -118,6 +118,11 @@ class LossScale:
         self._scaler = scaler
         self._read: Callable[[], float] | None = None
 
+    def take(self, scaler: Any) -> float:
+        """Read `scaler` from now on. Returns: its scale, which nobody had heard of."""
+        self._scaler = scaler
+        return float(scaler.get_scale())
+
     def note(self, staging: Staging) -> None:
         """Start reading the scale, with the first bucket of a pass that comes from a device."""
         # GradScaler has no public way to it but get_scale(), which waits for all that the device was given.
@@ -139,7 +144,7 @@ class _Device:
         check_accelerator(device)
         self._name = device
         self.stream = torch.Stream(device=device)
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._n_taken = 0
         self._results: dict[int, torch.Tensor] = {}  # by position in the step, of what was computed on the device
         self._n_results = 0
@@ -165,7 +170,7 @@ class _Device:
 
     def _pin(self, n_bytes: int) -> torch.Tensor:
         try:
-            return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         except RuntimeError as error:
             raise OutOfMemory(
                 f"{n_bytes / 1e6:.0f} MB of host memory could not be pinned for the gradients of {self._name}: free host "

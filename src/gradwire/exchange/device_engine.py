@@ -187,7 +187,9 @@ class DeviceMeans:
             return [[part.row_bytes for part in own] for own in rows]
         own = self._site.read(self._n_bytes[: len(rows[self._rank])])
         with record.timing("communicate"):
-            by_rank: list[list[int]] = self._communicator.all_gather(torch.tensor(own)).tolist()
+            by_rank: list[list[int]] = self._communicator.all_gather(
+                torch.tensor(own, dtype=torch.int64, device="cpu")
+            ).tolist()
         record.count_exchanged((self._world - 1) * _LENGTH_BYTES * len(own))
         for rank, (told, parts) in enumerate(zip(by_rank, rows, strict=True)):
             for length, part in zip(told, parts, strict=True):

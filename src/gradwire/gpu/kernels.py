@@ -99,4 +99,4 @@ def upload_rows(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor
 
 @functools.lru_cache(maxsize=1024)
 def _rows_on(device: torch.device, stream: torch.Stream | None, rows: tuple[tuple[int, ...], ...]) -> Tensor:
-    return upload(torch.tensor(rows, dtype=torch.int64), device)
+    return upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)

@@ -106,6 +106,10 @@ class Compressed(Scheme):
         kept = {"residuals": self.session.feedback} if self.error_feedback else {}
         return kept if self.momenta is None else {**kept, "momenta": self.momenta}
 
+    def divide_kept(self, by: float) -> None:
+        for feedback in self._kept.values():
+            feedback.divide(by)
+
     # ---- a step
 
     def begin_step(self, step: int) -> None:
@@ -165,7 +169,7 @@ class Compressed(Scheme):
         """Replace the bucket by its mean, and stage what was not sent; returns as `step`."""
         feedback, unused = self.session.feedback, None
         residual, unsent = feedback.pair(bucket) if self.error_feedback else (None, None)
-        part = Part(bucket, wire, residual, unsent, self.session.loss_scale() if self.session.has_scaler else 1.0)
+        part = Part(bucket, wire, residual, unsent, self.session.loss_scale())
         if residual is not None and not all(part.is_used):
             unused = Unused(bucket.spans, part.is_used, residual)
         try:

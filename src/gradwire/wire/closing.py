@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from gradwire.errors import PeerLost, RankMismatch
@@ -11,10 +12,10 @@ _CURE = "every rank calls close() between the same two steps, or ends its traini
 
 
 class Closing:
-    """One rank's view of a group's end. `name`: the group's prefix in the store."""
+    """One rank's view of a group's end. `name`: the group's prefix in the store. `members`: its ranks among all."""
 
-    def __init__(self, store: Any, name: str, rank: int, world_size: int) -> None:
-        self._store, self._name, self._rank, self._world_size = store, name, rank, world_size
+    def __init__(self, store: Any, name: str, rank: int, members: Sequence[int]) -> None:
+        self._store, self._name, self._rank, self._members = store, name, rank, members
         self._step: int | None = None
 
     def tell(self, step: int) -> None:
@@ -26,14 +27,15 @@ class Closing:
     def blame(self, lost: PeerLost) -> list[PeerLost]:
         """What to raise in the place of `lost`, if peers have closed their ends."""
         others = [
-            rank for rank in range(self._world_size) if rank != self._rank and self._store.check([self._key(rank)])
+            rank for rank in range(len(self._members)) if rank != self._rank and self._store.check([self._key(rank)])
         ]
         if not others:
             return []
         closed = [
-            f"rank {rank} closed its attachment at step {self._store.get(self._key(rank)).decode()}" for rank in others
+            f"rank {self._members[rank]} closed its attachment at step {self._store.get(self._key(rank)).decode()}"
+            for rank in others
         ]
-        better = PeerLost(f"{', '.join(closed)}, rank {self._rank} did not: {_CURE}. Backend: {lost}")
+        better = PeerLost(f"{', '.join(closed)}, rank {self._members[self._rank]} did not: {_CURE}. Backend: {lost}")
         better.__cause__ = lost
         return [better]
 
@@ -45,7 +47,7 @@ class Closing:
         deadline = time.monotonic() + timeout_s
         alone = f"this rank closed its attachment at step {self._step}, the others did not"
         try:
-            while not self._store.check([self._key(rank) for rank in range(self._world_size)]):
+            while not self._store.check([self._key(rank) for rank in range(len(self._members))]):
                 if self._store.check([self._name + "/failure"]):
                     raise RankMismatch(f"{alone}: {_CURE}")
                 if time.monotonic() > deadline:

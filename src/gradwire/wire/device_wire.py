@@ -120,7 +120,7 @@ class DeviceWire(Wire):
     def read(self, *values: Tensor) -> list[int]:
         numbers = torch.cat([one.long() for one in values])
         if self._step.read.numel() < numbers.numel():
-            self._step.read = torch.empty(numbers.numel(), dtype=torch.int64, pin_memory=True)
+            self._step.read = torch.empty(numbers.numel(), dtype=torch.int64, pin_memory=True, device="cpu")
         found: list[int] = Reading(numbers, self._step.read[: numbers.numel()]).wait().tolist()
         self.communicator.raise_if_failed()  # what was read then is not what ranks have sent
         return found
@@ -210,9 +210,9 @@ class _DeviceStep:
     """What the ends of all buckets of a step share on the host."""
 
     def __init__(self) -> None:
-        self.pinned = torch.empty(2, dtype=torch.int32, pin_memory=True)
+        self.pinned = torch.empty(2, dtype=torch.int32, pin_memory=True, device="cpu")
         self.arrival: Reading | None = None
-        self.read = torch.empty(0, dtype=torch.int64)
+        self.read = torch.empty(0, dtype=torch.int64, device="cpu")
         self.times: DeviceTimes | None = None
 
 
@@ -258,7 +258,9 @@ class Reading:
         self._arrival: torch.Event | None = None
         if values.device.type == "cpu":
             return
-        target = torch.empty(values.shape, dtype=values.dtype, pin_memory=True) if on_host is None else on_host
+        target = (
+            torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu") if on_host is None else on_host
+        )
         self._on_host = target.copy_(values, non_blocking=True)
         self._arrival = torch.Event(device=values.device, blocking=True)
         self._arrival.record(torch.accelerator.current_stream(values.device))

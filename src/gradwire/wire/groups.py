@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,18 +13,17 @@ import torch.distributed as dist
 
 from gradwire.errors import InvalidArgument
 
-# How many groups this process has made over the same ranks. All ranks of a group make them in the same order.
-_n_groups: Counter[tuple[int, ...]] = Counter()
 
-
-def name_group(members: list[int]) -> str:
+def name_group(store: Any, members: list[int]) -> str:
     """The prefix of the next group over `members` in the store: the same on all of them, and never used before.
 
-    A launcher that restarts its ranks may keep the store of their life before.
+    All ranks of a group make groups in the same order, and each counts its own in the store: who takes a lost rank's place
+    finds its count there, or a new store with all counts at none. A launcher that restarts its ranks may keep the store of
+    their life before.
     """
-    _n_groups[tuple(members)] += 1
     digest = hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
-    return f"gradwire/{digest}/{_life()}/{_n_groups[tuple(members)]}"
+    name = f"gradwire/{digest}/{_life()}"
+    return f"{name}/{store.add(f'{name}/made by {dist.get_rank()}', 1)}"
 
 
 def ranks_of(group: dist.ProcessGroup | Sequence[int] | None) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -34,13 +35,16 @@ class Rendezvous:
         Raises: InvalidArgument, and whatever `all_gather` raises.
         """
         mesh = _native.Mesh(self._rank, self._world_size, own_address(self._store), self._timeout_s)
-        if self._rank == 0:
-            self._store.set("secret", secrets.token_hex(_native.MESH_SECRET_BYTES))
-        host, port = mesh.endpoint
-        self._store.set(str(self._rank), f"{port} {host}")
-        all_gather(torch.zeros(1, dtype=torch.uint8))
-        places = [self._store.get(str(rank)).decode().split(" ", 1) for rank in range(self._world_size)]
-        mesh.join([(host, int(port)) for port, host in places], bytes.fromhex(self._store.get("secret").decode()))
+        with contextlib.ExitStack() as undo:
+            undo.callback(mesh.shut)
+            if self._rank == 0:
+                self._store.set("secret", secrets.token_hex(_native.MESH_SECRET_BYTES))
+            host, port = mesh.endpoint
+            self._store.set(str(self._rank), f"{port} {host}")
+            all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
+            places = [self._store.get(str(rank)).decode().split(" ", 1) for rank in range(self._world_size)]
+            mesh.join([(host, int(port)) for port, host in places], bytes.fromhex(self._store.get("secret").decode()))
+            undo.pop_all()
         return mesh
 
 

@@ -177,7 +177,9 @@ class LowRank(Compressed):
                 # 32 bits as floats: their means are 0 or 1 if ranks share them. bfloat16 counts up to 256 exactly.
                 facts = (self.configuration_hash, bucket.layout_hash, bucket.step, work.plan.checksum)
                 bits = zlib.crc32(repr(facts).encode())
-                work.fingerprint = torch.tensor([float(bits >> place & 1) for place in range(32)])
+                work.fingerprint = torch.tensor(
+                    [float(bits >> place & 1) for place in range(32)], dtype=torch.float32, device="cpu"
+                )
                 work.dense.insert(0, work.fingerprint)
             self._start_check(bucket)
             self.fusion.take(work)

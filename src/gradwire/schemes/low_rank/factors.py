@@ -40,7 +40,7 @@ def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, subtrac
     """
     kernels = kernels_for(out.device)
     if kernels is None:
-        product = out if out.dtype == torch.float32 else torch.empty(out.shape)
+        product = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device="cpu")
         _native.multiply_factors(left.view(-1), right.view(-1), left.shape[0], subtract, product.view(-1))
         if product is not out:
             out.copy_(product)

@@ -60,8 +60,8 @@ class MatrixGroup:
         self.shape, self._feedback = shape, feedback
         self.slots, self.keys, self._spans = map(list, zip(*members, strict=True))
         # Zeros, so that ranks agree on the other factors even where their turn comes before they were ever summed.
-        self.p = torch.zeros(len(members), shape.rank, shape.n_rows, device=device)
-        self.q = torch.zeros(len(members), shape.rank, shape.n_columns, device=device)
+        self.p = torch.zeros(len(members), shape.rank, shape.n_rows, device=device, dtype=torch.float32)
+        self.q = torch.zeros(len(members), shape.rank, shape.n_columns, device=device, dtype=torch.float32)
         self._withheld: list[tuple[Tensor, Tensor, float]] = []
         self._loss_scale = 1.0
 

@@ -34,7 +34,7 @@ class HostClock:
 
     def time(self, wire: Wire, send: Callable[[], None]) -> Later:
         """Have all ranks `send` by this end of the wire at the same time: waiting for a slow one is not communication."""
-        wire.communicator.all_reduce(torch.zeros(1))
+        wire.communicator.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"))
         watch = Stopwatch()
         with watch:
             send()

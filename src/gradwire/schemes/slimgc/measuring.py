@@ -77,7 +77,7 @@ class Measuring:
         self.is_due = False
         self._first_step: int | None = None
         self._sizes: set[int] = set()  # values of each tensor of the model
-        self._sample = torch.empty(0)
+        self._sample = torch.empty(0, dtype=torch.float32, device="cpu")
         self._times: dict[int, list[_Times]] = {}
         self._communicate_s: deque[float] = deque(maxlen=max(1, drift_every))
         self._reference_s: float | None = None
@@ -164,7 +164,9 @@ class Measuring:
 
     def _is_outdated(self, communicator: Communicator) -> bool:
         """Say if the network has changed, or any rank wants to know: the same on all of them."""
-        facts = torch.tensor([statistics.median(self._communicate_s), -float(self.is_requested)], dtype=torch.float64)
+        facts = torch.tensor(
+            [statistics.median(self._communicate_s), -float(self.is_requested)], dtype=torch.float64, device="cpu"
+        )
         communicator.all_reduce(facts, dist.ReduceOp.MIN)
         current_s, is_requested = float(facts[0]), facts[1] < 0
         self._communicate_s.clear()
@@ -194,7 +196,9 @@ class Measuring:
         sizes = sorted(self._times)
         if not sizes:
             return None
-        rows = torch.tensor([[_mean(self._times[size], i) for i in range(3)] for size in sizes], dtype=torch.float64)
+        rows = torch.tensor(
+            [[_mean(self._times[size], i) for i in range(3)] for size in sizes], dtype=torch.float64, device="cpu"
+        )
         communicator.all_reduce(rows, dist.ReduceOp.MAX)
         self._times.clear()
         self.table = ThresholdTable(

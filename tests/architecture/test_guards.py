@@ -80,9 +80,9 @@ BUDGETS = {
         "gradwire_lab/schemes": 320,
     },
     "native": {"native": 16_530, "gradwire/gpu/source": 2_930},
-    "tests": {"tests": 37_468},
+    "tests": {"tests": 37_473},
 }
-RESERVES = {"Python": 3_626, "native": 1_000, "tests": 1_532}
+RESERVES = {"Python": 3_626, "native": 1_000, "tests": 1_527}
 TOTALS = {"Python": 50_130, "native": 20_460, "tests": 39_000}
 
 UPWARD_ARROWS: set[tuple[str, str]] = set()

@@ -9,6 +9,8 @@ from __future__ import annotations
 class GradwireError(Exception):
     """Base of all errors that gradwire raises on purpose."""
 
+    names_global_ranks = False  # in its text; else ranks are named by their place in the group
+
 
 class InvalidArgument(GradwireError, ValueError):
     """An argument or option is out of range, of the wrong type, shape or dtype."""

@@ -7,7 +7,10 @@ type, by `close_pass`, where the door's training thread can take it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,11 +28,14 @@ from gradwire.core.staging import Staging
 from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.schemes import Scheme, by_name
+from gradwire.stepping.scaling import watch_scalers
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire, ResidentBucket
 from gradwire.wire.preamble import compare_preambles
 from gradwire.wire.wire import HostWire, Wire
+
+_log = logging.getLogger("gradwire")
 
 # As DDP's own buckets: large enough for the wire, small enough that the first is on its way early.
 BUCKET_MB = 25.0
@@ -88,6 +94,7 @@ class Reducer:
         self._layouts: dict[int, Layout] = {}  # the last one of each bucket index
         self._compared: set[tuple[int, int]] = set()  # bucket index and layout hash
         module = names if isinstance(names, nn.Module) else None
+        self._check_gradients(self.scheme, module)
         self.slots = slots_by_name(named_parameters(names) if isinstance(names, nn.Module) else names or {})
         self._flattener = Flattener(self.slots, bucket_mb * (1 << 20))
         self.communicator = communicator = group if isinstance(group, Communicator) else Communicator(group, timeout_s)
@@ -96,12 +103,15 @@ class Reducer:
         try:
             wire = self._make_wire(communicator)
             self.session = Session(
-                communicator, wire, self.recorder, _unwrapped(optimizer), self.slots, self._loss_scale, module,
+                communicator, wire, self.recorder, _unwrapped(optimizer), self.slots, self._loss_scale,
+                _no_module if module is None else weakref.ref(module),
                 scaler is not None,
             )  # fmt: skip
             self._staging = Staging(() if wire.on_device else self._parameters_of_buckets())
             self.scheme.bind(self.session)
             self.scheme.take_over()
+            untold = self.session.optimizer if scaler is None else None
+            self._scaler_watches = [] if untold is None else [watch_scalers(untold, self._meet_scaler)]
         except Exception as error:
             communicator.fail(error)  # the other ranks, which may have bound theirs, would wait for this one
             communicator.close()
@@ -130,6 +140,16 @@ class Reducer:
         """The slot called `name`, made at first sight. Raises: InvalidArgument (another shape than before)."""
         return self._flattener.slot(name, tensor)
 
+    def _meet_scaler(self, scaler: Any, has_stepped: bool) -> None:
+        """A GradScaler that nobody told of steps the optimizer: take it, as if it had been given, and say so."""
+        self._scaler_watches.pop().remove()
+        if self.scheme.owns_step or self.session.wire.on_device:
+            return  # an owner sees by itself that gradients were scaled
+        self.communicator.submit(self.scheme.divide_kept, self._loss_scale.take(scaler)).wait()
+        _log.warning(
+            "a GradScaler steps the optimizer: its scale counts from now on; better attach(..., scaler=scaler)"
+        )
+
     # ---- one bucket
 
     def reduce(
@@ -149,7 +169,8 @@ class Reducer:
                 self.scheme.begin_step(step)
             layout, is_known = self._layouts.get(index), True
             if layout is None or not layout.is_of(buffer, slots, offsets):
-                check_gradient(buffer, on_any_device=True)
+                if not self.scheme.takes_any_gradient or buffer.device.type != "cpu":
+                    check_gradient(buffer, on_any_device=True)
                 layout = self._layouts[index] = Layout(buffer, tuple(map(slot_of, slots)), offsets)
                 is_known = (index, layout.hash) in self._compared
             bucket = self._bucket(buffer, layout, index=index, step=step, is_last=is_last, record=record)
@@ -184,6 +205,9 @@ class Reducer:
         staged = self._staging.stage(place["index"], buffer, bounds)
         return Bucket(staged.on_host, layout, staged=staged, **place)
 
+    def _check_gradients(self, scheme: Scheme, module: nn.Module | None) -> None:
+        """Refuse what `scheme` cannot take of the module's gradients; here they are looked at as they come."""
+
     def _parameters_of_buckets(self) -> list[torch.Tensor]:
         """Those whose gradients come as buckets: memory to stage them is pinned beforehand. None are known here."""
         return []
@@ -192,7 +216,7 @@ class Reducer:
         """Where buckets are reduced: here in host memory, to which those of a device come."""
         return HostWire(communicator)
 
-    def fail(self, error: Exception) -> GradwireError:
+    def fail(self, error: BaseException) -> GradwireError:
         """Note an error for `close_pass`, tell the peers, and return what to raise."""
         self._error = self.communicator.fail(error)
         return self._error
@@ -299,6 +323,7 @@ class Reducer:
         checkpoint.check(state)
         self.wait_until_idle()
         self.step = checkpoint.load(self.scheme, self.communicator, state, strict)
+        self.scheme.begin_at(self.step)
 
     def switch(self, scheme: Scheme | str) -> None:
         """Use another scheme from the next step on; every rank calls it between the same two steps.
@@ -306,6 +331,7 @@ class Reducer:
         The next bucket of every layout begins with a full preamble again, so ranks that disagree get RankMismatch.
         """
         successor = _free_scheme(scheme)
+        self._check_gradients(successor, self.session.module)
         self.flush()
         self.wait_until_idle()
         successor.bind(self.session)  # the old scheme stays if this raises
@@ -314,8 +340,17 @@ class Reducer:
         self.scheme.unbind()
         self.scheme = successor
         successor.take_over()
+        successor.begin_at(self.step)
         self._layouts.clear()
         self._compared.clear()
+
+    def _close_with(self, module: nn.Module) -> None:
+        """Close when the module's user has let go of it, and nobody has closed; what is kept here must not hold it."""
+        weakref.finalize(module, self._close_quietly).atexit = False
+
+    def _close_quietly(self) -> None:
+        with contextlib.suppress(GradwireError):
+            self.close()
 
     def close(self) -> None:
         """Stop, and release the model and the optimizer. Every rank calls it.
@@ -325,6 +360,8 @@ class Reducer:
         if self.closed:
             return
         self.closed = True
+        for watch in self._scaler_watches:
+            watch.remove()
         self.communicator.close(self.step)
         try:
             self.scheme.close()
@@ -338,7 +375,13 @@ class Reducer:
             self.recorder.close()
             self.slots, self._flattener, self._layouts = {}, Flattener({}, 0), {}
             self._loss_scale, self._staging = LossScale(), Staging()
-            self.session = replace(self.session, optimizer=None, slots={}, loss_scale=self._loss_scale, module=None)
+            self.session = replace(
+                self.session, optimizer=None, slots={}, loss_scale=self._loss_scale, module_ref=_no_module
+            )
+
+
+def _no_module() -> None:
+    return None
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:

@@ -55,6 +55,18 @@ def test_what_cannot_be_attached_is_refused_by_name(rank: int, world_size: int) 
             gradwire.attach(model, given, scheme)
     with pytest.raises(gradwire.InvalidArgument, match="timeout_s must be positive"):
         gradwire.attach(ddp, optimizer, "plain", timeout_s=0)
+    for given, options, words in [
+        ("one-bit", {"floor": 0.5}, "has no option 'floor'"),
+        (schemes.by_name("plain"), {"seed": 1}, "options go with a scheme's name"),
+        ("gcomp", {"bucket_mb": 3}, "DDP has its own bucket_mb"),
+    ]:
+        with pytest.raises(gradwire.InvalidArgument, match=words):
+            gradwire.attach(ddp, optimizer, given, **options)
+    for door, more in ((ddp, {}), (bare, {"bucket_mb": 1})):
+        torch.manual_seed(0)
+        attachment = gradwire.attach(door, sgd(door), "top-k", share=0.25, timeout_s=100, **more)
+        assert attachment.scheme.configuration["share"] == 0.25
+        attachment.close()
     attachment = gradwire.attach(ddp, optimizer, "plain", timeout_s=100)
     with pytest.raises(gradwire.Unsupported, match=r"attachment\.switch"):
         gradwire.attach(ddp, optimizer, "gcomp")
@@ -173,10 +185,3 @@ def test_error_of_the_users_between_two_steps_harms_nothing(rank: int, world_siz
                 ddp(batch[:, :3])
         take_step(ddp, optimizer, batch)
     assert agree(finish(ddp, attachment))
-
-
-@on_ranks(2, raises=gradwire.Unsupported, match=r"Embedding\(sparse=False\)")
-def test_sparse_gradient_is_refused_with_advice_on_all_ranks(rank: int, world_size: int) -> None:
-    ddp = wrap(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)))
-    gradwire.attach(ddp, sgd(ddp), "gcomp", timeout_s=100)
-    ddp(torch.tensor([rank, 3])).sum().backward()

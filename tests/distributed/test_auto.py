@@ -10,8 +10,6 @@ import torch
 from auto_cases import Quick, quick
 from torch import Tensor, nn
 
-import gradwire
-from gradwire.errors import Unsupported
 from gradwire.schemes.auto.scheme import Auto
 from ranks import on_ranks, run_ranks
 from small_training import Training, adamw
@@ -212,25 +210,3 @@ def test_two_attachments_decide_each_for_itself(rank: int, world_size: int) -> N
         for training in trainings:
             training.take_steps([step])
     assert [training.close()["auto"]["scheme"] for training in trainings] == ["one-bit", "plain"]
-
-
-@on_ranks(2)
-def test_switching_by_hand_ends_auto_and_takes_it_up_again(rank: int, world_size: int) -> None:
-    training = Training(rank)
-    ddp, optimizer = training.ddp, training.optimizer
-    attachment = gradwire.attach(ddp, optimizer)
-    seen = []
-    for name in (None, "gcomp", "plain", "auto"):
-        if name:
-            attachment.switch(name)
-        training.take_steps(range(3))
-        seen.append(attachment.stats()["scheme"])
-    assert seen == ["auto", "gcomp", "plain", "auto"]
-    with pytest.raises(Unsupported, match="an attachment already"):
-        gradwire.attach(ddp, optimizer)
-    attachment.close()
-    training.take_steps([3])
-    attachment = gradwire.attach(ddp, optimizer)
-    training.take_steps([4])
-    attachment.close()
-    assert attachment.stats()["auto"]["fidelity"] == "exact"

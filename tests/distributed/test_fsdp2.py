@@ -93,15 +93,18 @@ def test_float16_reductions_differ_from_native_hsdp_by_their_rounding(rank: int,
 def test_a_native_hsdp_model_is_taken_over_as_it_is(rank: int, world_size: int) -> None:
     """A native HSDP model gets the `attach` line only; after `close` it all-reduces by itself again."""
     mesh = make_mesh()
-    for case in ("clip", "micro sync", "micro all-reduce", "noreshard"):
+    for case in ("clip", "micro sync", "micro all-reduce", "noreshard", "unfrozen"):
         nets = []
         for is_ours in (False, True):
             net, optimizer = build(mesh, case)
+            net.blocks[0].requires_grad_(case != "unfrozen")  # type: ignore[index,union-attr,operator]
             state = gradwire.attach(net, optimizer, "plain", bucket_mb=0.01, timeout_s=100) if is_ours else None
             between: Any = lambda is_last: None  # noqa: E731
             if "micro" in case:
                 between = net.set_requires_gradient_sync if "sync" in case else net.set_requires_all_reduce
-            train(net, optimizer, rank, between=between, **options_of(case))
+            train(net, optimizer, rank, steps=range(2), between=between, **options_of(case))
+            net.blocks[0].requires_grad_(True)  # type: ignore[index,union-attr,operator]
+            train(net, optimizer, rank, steps=range(2, 5), between=between, **options_of(case))
             if state is not None:
                 assert state.step == 5
                 assert state.stats()["bytes_sent"] > 0
@@ -307,7 +310,18 @@ def test_a_bare_module_needs_no_ddp(rank: int, world_size: int) -> None:
     optimizer.zero_grad()
     hooked(x).square().mean().backward()
     assert state.step == 2
+    hooked.requires_grad_(False)
+    net["body"].requires_grad_(True)
     state.close()
+    state = gradwire.attach(hooked, optimizer, "plain", timeout_s=100)
+    for is_frozen in (True, False):  # unfrozen later: as if it had been trained all along
+        net["extra"].requires_grad_(not is_frozen)
+        optimizer.zero_grad()
+        hooked(x).square().mean().backward()
+        optimizer.step()
+    state.close()
+    parameters = torch.cat([p.detach().flatten() for p in net.parameters()])
+    assert agree(parameters)
 
     torch.manual_seed(rank)
     other = nn.Linear(3, 3)

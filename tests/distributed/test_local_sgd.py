@@ -184,6 +184,43 @@ def test_misuse_is_named_and_feedback_meets_no_momentum(rank: int, world_size: i
         gradwire.LocalSgd(net, optimizer, "embedded-float", 3, timeout_s=100).close()
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("case", ["skips", "unfrozen"])
+def test_ranks_stay_equal_where_steps_are_skipped_and_parameters_unfrozen(
+    rank: int, world_size: int, case: str
+) -> None:
+    net, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    net[0].requires_grad_(case != "unfrozen")
+    loop = gradwire.LocalSgd(net, optimizer, "plain", EVERY, delay=2 * (case == "unfrozen"), timeout_s=100)
+    for step in range(3 * EVERY):
+        if step == EVERY + 3:  # under way
+            net[0].requires_grad_(True)
+        if case == "skips" and rank and step in (0, 3, 4):
+            scaler.scale(sum(p.sum() for p in net.parameters()) * torch.inf).backward()
+        else:
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * step + rank))
+            scaler.scale(nn.functional.cross_entropy(net(x), x[:, :5].argmax(1))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert loop.reducer.step == 3
+    anchored = dict(zip(dict(net.named_parameters()), loop._anchors.values(), strict=True))
+    loop.close()
+    for name, mine in (anchored if case == "unfrozen" else dict(net.named_parameters())).items():
+        assert agree(mine.detach()), (case, name)
+
+
+@on_ranks(2)
+def test_unequal_starts_are_refused(rank: int, world_size: int) -> None:
+    net, optimizer = make()
+    with torch.no_grad():
+        next(net.parameters()).add_(rank)
+    gradwire.LocalSgd(net, optimizer, "plain", EVERY, timeout_s=100)
+    with pytest.raises(gradwire.InvalidArgument, match=r"ranks \[1\] have other parameters than rank 0"):
+        step_inner(net, optimizer, rank, range(1))
+
+
 SHAPES = {"w": (24, 20), "b": (24,)}
 ELASTIC = ["one-bit", "two-bit", "acp-sgd", "dgc", "gcomp", "top-k"]
 

@@ -221,6 +221,8 @@ def test_groups_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
     for nodes, words in [(3, "whole nodes of 3"), ([[0, 1], [2]], "once"), ([[0, 1, 2], [3]], "unequally many")]:
         with pytest.raises(gradwire.InvalidArgument, match=words):
             gradwire.Reducer(TwoLevel("plain", nodes), timeout_s=5)
+    with pytest.raises(gradwire.InvalidArgument, match='"paper" reads the optimizer'):  # what it is around refuses
+        gradwire.Reducer(TwoLevel("gcomp", 2), timeout_s=100)
     for name in ("aqgb", "periodic"):
         with pytest.raises(gradwire.Unsupported, match=name):
             TwoLevel(name)

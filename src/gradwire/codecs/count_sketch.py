@@ -119,7 +119,7 @@ def write_index(gradient: torch.Tensor, words: torch.Tensor) -> IndexFacts:
     code = _DTYPES[torch.bfloat16] if is_half else _dtype_code(gradient)
     n_nonzeros, bits = _native.sketch_write_index(gradient.view(torch.uint8), code, words.view(torch.uint32))
     if is_half:
-        largest = float(torch.tensor([bits >> 16], dtype=torch.int16).view(torch.float16))
+        largest = float(torch.tensor([bits >> 16], dtype=torch.int16, device="cpu").view(torch.float16))
         return IndexFacts(n_nonzeros, largest if math.isfinite(largest) else math.inf)
     return IndexFacts(n_nonzeros, _float_of(bits) if bits < _INFINITY_BITS else math.inf)
 
@@ -181,7 +181,7 @@ class CountSketch:
             attempt: as for `prepare`: the salt alone.
         Raises: InvalidArgument. `adopt` comes before `peel`.
         """
-        rows_of_blocks = torch.tensor(rows, dtype=torch.int32).view(torch.uint32)
+        rows_of_blocks = torch.tensor(rows, dtype=torch.int32, device="cpu").view(torch.uint32)
         self._plan.assume(n_elements, batch_values, rows_of_blocks, self.seed, attempt)
         self._n_elements = n_elements
         return self.n_cells
@@ -268,7 +268,7 @@ class CountSketch:
 
     def core(self) -> torch.Tensor:
         """(n_core,) int64: positions of the values that do not come out, in the same order on all ranks."""
-        positions = torch.empty(self._n_core, dtype=torch.int64)
+        positions = torch.empty(self._n_core, dtype=torch.int64, device="cpu")
         self._plan.write_core(positions)
         return positions
 
@@ -308,4 +308,4 @@ def _dtype_code(tensor: torch.Tensor) -> int:
 
 
 def _float_of(bits: int) -> float:
-    return float(torch.tensor([bits], dtype=torch.int32).view(torch.float32))
+    return float(torch.tensor([bits], dtype=torch.int32, device="cpu").view(torch.float32))

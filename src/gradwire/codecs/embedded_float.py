@@ -137,8 +137,8 @@ class EmbeddedValues:
         self.dtype = dtype
         self.partition = partition
         self._dtype_code = dtype_code(dtype)
-        self._codes = torch.empty(n_elements, dtype=torch.int32)
-        self._exponents = torch.empty(-(-n_elements // partition), dtype=torch.uint8)
+        self._codes = torch.empty(n_elements, dtype=torch.int32, device="cpu")
+        self._exponents = torch.empty(-(-n_elements // partition), dtype=torch.uint8, device="cpu")
 
     def reset(self) -> None:
         """Know nothing again: the next message begins with bit 0. Keeps the memory."""

@@ -21,7 +21,7 @@ from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, WARP, grid, parts
 from gradwire.gpu.structs import fill_struct
 
-__all__ = ["GCompCodec", "HuffmanTable", "Truncate", "describe"]
+__all__ = ["GCompCodec", "HuffmanTable", "describe"]
 
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 _ROUNDINGS = ("nearest", "truncate")
@@ -311,16 +311,6 @@ class GCompCodec:
                 "Every rank has to add_table() a new table before any rank may use it"
             )
         return table
-
-
-class Truncate(GCompCodec):
-    """GComp's message with the `bits` lowest mantissa bits always cut off: the comparator of the paper's Fig. 18."""
-
-    name = "truncate"
-
-    def __init__(self, bits: int = 18, table: HuffmanTable | None = None, format: int = 2) -> None:
-        """See `GCompCodec`. Raises: InvalidArgument."""
-        super().__init__(importance="truncate", bits=bits, table=table, format=format)
 
 
 def describe(message: Tensor) -> dict[str, Any]:

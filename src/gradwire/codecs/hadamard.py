@@ -138,7 +138,9 @@ class Thc(Quantised):
             kernels.launch("gw_thc_write", norms.numel(), THREADS, _SHARED_BYTES, parameters)
             return
         check_tensor("codes", codes, torch.uint8, self.code_bytes(values.numel(), n_ranks))
-        narrow = torch.empty(codes.numel() // 2, dtype=torch.uint8) if self.sums_are_wide(n_ranks) else codes
+        narrow = (
+            torch.empty(codes.numel() // 2, dtype=torch.uint8, device="cpu") if self.sums_are_wide(n_ranks) else codes
+        )
         summed = bytes_of(values), dtype_code(values.dtype), residual, residual_scale
         _native.thc_write_codes(
             *summed, new_residual, norms, self.clip, self.sign_seed, sign_step, self.seed, step, narrow

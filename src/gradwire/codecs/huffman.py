@@ -102,7 +102,7 @@ class HuffmanTable:
 
     def _laid_out(self) -> torch.Tensor:
         codes = self._codes()
-        look_up = torch.zeros(1 << LOOK_UP_BITS, dtype=torch.int32)
+        look_up = torch.zeros(1 << LOOK_UP_BITS, dtype=torch.int32, device="cpu")
         for symbol, (length, code) in enumerate(codes):
             if length:
                 look_up[code :: 1 << length] = length | (symbol if symbol < 256 else self.placeholder) << 8
@@ -111,7 +111,7 @@ class HuffmanTable:
             length << 16 | code if length else 1 << 31 | escape_length << 16 | escape_code
             for length, code in codes[:-1]
         ]
-        by_exponent = torch.tensor(entries).to(torch.int32)
+        by_exponent = torch.tensor(entries, dtype=torch.int64, device="cpu").to(torch.int32)
         return torch.cat([look_up.to(torch.int16).view(torch.uint8), by_exponent.view(torch.uint8)])
 
     def _codes(self) -> list[tuple[int, int]]:

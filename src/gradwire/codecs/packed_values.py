@@ -101,7 +101,9 @@ def count(index: Tensor, n_elements: int, head: Tensor | None = None) -> Tensor:
     """
     kernels = kernels_for(index.device)
     if kernels is None:
-        return torch.tensor([_native.sketch_count_index(index.view(torch.uint32), n_elements)])
+        return torch.tensor(
+            [_native.sketch_count_index(index.view(torch.uint32), n_elements)], dtype=torch.int64, device="cpu"
+        )
     n_blocks = parts(n_elements, _BLOCK)
     counts = torch.empty(n_blocks, dtype=torch.int32, device=index.device)
     parameters = fill_struct("Index", words=index, head=head, counts=counts, n=n_elements, n_blocks=n_blocks)

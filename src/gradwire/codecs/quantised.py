@@ -198,7 +198,7 @@ class Quantised:
             if divisor == 1 and not adds:
                 _native.quantiser_decode(encoded, self._kind, code, decoded)
                 return
-            values = torch.empty(n)
+            values = torch.empty(n, dtype=torch.float32, device="cpu")
             _native.quantiser_decode(encoded, self._kind, 0, bytes_of(values))
             values /= divisor
             out.copy_(out + values if adds else values)

@@ -68,8 +68,8 @@ def take_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         is_finite = values.isfinite().all()
         _, indices, taken = _take(kernels, values, [(0, values.numel())], [k], [_EXACTLY], None)
         return indices, taken, is_finite
-    indices = torch.empty(k, dtype=torch.int32)
-    is_finite = torch.tensor(_native.select_largest(values, indices) == 0)
+    indices = torch.empty(k, dtype=torch.int32, device="cpu")
+    is_finite = torch.tensor(_native.select_largest(values, indices) == 0, dtype=torch.bool, device="cpu")
     places = indices.long()
     taken = values[places]
     values[places] = 0
@@ -101,7 +101,10 @@ def take_by_sample(
     kernels = kernels_for(values.device)
     if kernels is not None:
         return _take(kernels, values, spans, counts, samples, beside)
-    indices, taken = torch.zeros(sum(counts), dtype=torch.int32), torch.zeros(sum(counts))
+    indices, taken = (
+        torch.zeros(sum(counts), dtype=torch.int32, device="cpu"),
+        torch.zeros(sum(counts), dtype=torch.float32, device="cpu"),
+    )
     n_taken = 0
     for (start, end), k, sample in zip(spans, counts, samples, strict=True):
         if k:
@@ -112,7 +115,7 @@ def take_by_sample(
     taken[:n_taken] = values[places]
     for emptied in (values,) if beside is None else (values, beside):
         emptied[places] = 0
-    return torch.tensor([n_taken], dtype=torch.int32), indices, taken
+    return torch.tensor([n_taken], dtype=torch.int32, device="cpu"), indices, taken
 
 
 def add_elements(indices: Tensor, taken: Tensor, sums: Tensor, error: Tensor, n_taken: Tensor | None = None) -> None:
@@ -166,7 +169,7 @@ def _select_by_sample(values: Tensor, k: int, sample: Sample) -> Tensor:
     """(at most k,) int32: the places in `values` of a span that `take_by_sample` takes."""
     tried = values if sample.places is None else values[sample.places]
     threshold = float(tried.abs().topk(sample.n_top).values[-1].nan_to_num(nan=math.inf, posinf=math.inf))
-    found = torch.empty(min(values.numel(), 2 * k + 1), dtype=torch.int32)
+    found = torch.empty(min(values.numel(), 2 * k + 1), dtype=torch.int32, device="cpu")
     lowest, highest = 0.0, math.inf  # thresholds known to select too many, too few
     count = _native.select_from(values, threshold, found)
     for _ in range(_ADAPTATIONS):
@@ -181,12 +184,12 @@ def _select_by_sample(values: Tensor, k: int, sample: Sample) -> Tensor:
         threshold = (lowest + highest) / 2 if is_bracketed else lowest * _MOST or highest * _FEWEST
         count = _native.select_from(values, threshold, found)
     if count > found.numel() or (count < _FEWEST * k and threshold > 0):
-        found = torch.empty(k, dtype=torch.int32)
+        found = torch.empty(k, dtype=torch.int32, device="cpu")
         _native.select_largest(values, found)
         return found[values[found.long()] != 0]
     found = found[:count]
     if count > k:  # of equal magnitudes the first
-        kept = torch.empty(k, dtype=torch.int32)
+        kept = torch.empty(k, dtype=torch.int32, device="cpu")
         _native.select_largest(values[found.long()], kept)
         found = found[kept.long()]
     return found
@@ -222,7 +225,7 @@ def _take(
     work_sizes = _CHOICE_BYTES * n_segments, 4 * _BINS * n_segments, _PIECES_BYTES * n_tiles
     choices, bins, pieces = torch.empty(sum(work_sizes), dtype=torch.uint8, device=device).split(work_sizes)
     n_taken, indices = (torch.zeros(n, dtype=torch.int32, device=device) for n in (1, room))
-    taken = torch.zeros(room, device=device)
+    taken = torch.zeros(room, device=device, dtype=torch.float32)
     parameters = fill_struct(
         "Select",
         values=values,

@@ -37,7 +37,7 @@ class Signs:
         kernels = kernels_for(values.device)
         if kernels is None:
             code, bits = dtype_code(values.dtype), words.view(torch.uint32)
-            return torch.tensor(_native.pack_signs(bytes_of(values), code, bits))
+            return torch.tensor(_native.pack_signs(bytes_of(values), code, bits), dtype=torch.bool, device="cpu")
         words[:1].zero_()
         n, code = values.numel(), dtype_code(values.dtype)
         parameters = fill_struct("Signs", values=values, words=words, n=n, dtype=code)
@@ -55,7 +55,7 @@ class Signs:
         """
         n_ranks, code = len(words), dtype_code(values.dtype)
         unit = int.from_bytes(
-            bytes(torch.tensor([loss_scale], dtype=values.dtype).view(torch.uint8).tolist()), "little"
+            bytes(torch.tensor([loss_scale], dtype=values.dtype, device="cpu").view(torch.uint8).tolist()), "little"
         )
         kernels, words = kernels_for(values.device), words.contiguous()
         if kernels is None:

@@ -105,7 +105,7 @@ class Ternary(Quantised):
         if kernels is None:
             code = dtype_code(values.dtype)
             found = [_native.ternary_scale(bytes_of(values[slice(*span)]), code, self.clip) for span in shares.spans]
-            scales.copy_(torch.tensor(found))
+            scales.copy_(torch.tensor(found, dtype=torch.float32, device="cpu"))
             return
         sums = torch.empty(_SUMS_BYTES * shares.n_blocks, dtype=torch.uint8, device=values.device)
         parameters = self._struct(values, shares, scales, sums=sums)
@@ -148,7 +148,7 @@ class Ternary(Quantised):
             parameters = self._struct(out, shares, scales, n_ranks, counts=counts)
             kernels.launch("gw_ternary_mean", grid(shares.n), THREADS, 0, parameters)
             return
-        means = out if shares.is_single else torch.empty(shares.n)
+        means = out if shares.is_single else torch.empty(shares.n, dtype=torch.float32, device="cpu")
         scale = float(scales) if shares.is_single else 1.0
         bits, code = self.field_bits(n_ranks), dtype_code(means.dtype)
         _native.read_ternary_counts(counts, bits, n_ranks, scale, code, bytes_of(means))

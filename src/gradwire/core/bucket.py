@@ -22,6 +22,14 @@ from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.device_wire import ResidentBucket
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WRONG_DTYPE = (
+    "gradient dtype {} is not one of float32, bfloat16, float16; convert the model, leave its parameters of other dtypes out "
+    'of DDP with requires_grad_(False), or take the scheme "plain"'
+)
+_SPARSE = (
+    "a sparse gradient reached gradwire; make the layer's gradient dense (for instance Embedding(sparse=False)), or take the "
+    'scheme "plain"'
+)
 
 
 class Slot:
@@ -211,24 +219,35 @@ class Bucket:
 def check_gradient(gradient: torch.Tensor, on_any_device: bool = False) -> None:
     """Raise unless `gradient` is what codecs and collectives take: (n,) dense float, contiguous, on the CPU."""
     if gradient.layout is not torch.strided:
-        raise Unsupported(
-            "a sparse gradient reached gradwire; make the layer's gradient dense (for instance Embedding(sparse=False))"
-        )
+        raise Unsupported(_SPARSE)
     if gradient.device.type != "cpu" and not on_any_device:
         raise Unsupported(
             f"a gradient on {gradient.device}: schemes work on host memory; let a Reducer stage it (gradwire.attach), or pass "
             "gradient.cpu()"
         )
     if gradient.dtype not in SUPPORTED_DTYPES:
-        raise InvalidArgument(
-            f"gradient dtype {gradient.dtype} is not one of float32, bfloat16, float16; convert the model, "
-            "or leave its parameters of other dtypes out of DDP with requires_grad_(False)"
-        )
+        raise InvalidArgument(_WRONG_DTYPE.format(gradient.dtype))
     if gradient.dim() != 1 or not gradient.is_contiguous():
         raise InvalidArgument(
             f"a gradient must be one-dimensional and contiguous, got shape {tuple(gradient.shape)} with strides "
             f"{gradient.stride()}; pass gradient.contiguous().view(-1)"
         )
+
+
+def check_trained(module: nn.Module) -> None:
+    """Raise, and name the layer, if codecs and collectives do not take a gradient that `module` will have.
+
+    Raises: Unsupported (sparse), InvalidArgument (dtype).
+    """
+    ignored: set[str] = getattr(module, "parameters_to_ignore", set())
+    for name, parameter in named_parameters(module).items():
+        dtype = torch.float32 if parameter.dtype == torch.complex64 else parameter.dtype  # it travels as pairs of those
+        if parameter.requires_grad and name not in ignored and dtype not in SUPPORTED_DTYPES:
+            raise InvalidArgument(f"parameter {name}: {_WRONG_DTYPE.format(parameter.dtype)}")
+    inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+    for name, layer in inner.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad:
+            raise Unsupported(f"layer {name}: {_SPARSE}")
 
 
 def cut_into_buckets(

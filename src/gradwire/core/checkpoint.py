@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from gradwire.core.feedback import redistribute
-from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
+from gradwire.errors import CorruptMessage, GradwireError, IncompatibleVersion, InvalidArgument
 from gradwire.wire.communicator import Communicator
 
 STATE_VERSION = 1
@@ -82,8 +82,20 @@ def load(scheme: Saved, communicator: Communicator, saved: dict[str, Any], stric
         raise InvalidArgument(
             f"this is the state of rank {saved['rank']}, loaded by rank {communicator.rank}; load each rank's own file"
         )
-    scheme.load_state_dict(saved["state"])
+    take(scheme, saved["state"])
     return int(saved["step"])
+
+
+def take(scheme: Saved, state: dict[str, Any]) -> None:
+    """Give a scheme its saved state; one that it cannot read changes nothing. Raises: what it raises, InvalidArgument."""
+    before = scheme.state_dict()
+    try:
+        scheme.load_state_dict(state)
+    except Exception as error:
+        scheme.load_state_dict(before)
+        if isinstance(error, GradwireError):
+            raise
+        raise not_the_state(f"scheme {scheme.name!r}", f"it does not read ({type(error).__name__}: {error})") from error
 
 
 def check(saved: Any) -> None:
@@ -95,6 +107,10 @@ def check(saved: Any) -> None:
             raise CorruptMessage(
                 f"the gradwire state_dict lacks {field!r} ({kind.__name__}): pass what attachment.state_dict() returned"
             )
+    if not 0 <= saved["step"] < 1 << 62:
+        raise CorruptMessage(
+            f"the gradwire state_dict is of step {saved['step']}: pass what attachment.state_dict() returned"
+        )
     if saved["version"] != STATE_VERSION:
         raise IncompatibleVersion(
             f"the gradwire state_dict has version {saved['version']}, this build reads {STATE_VERSION}; "
@@ -110,8 +126,8 @@ def gather(state: dict[str, Any], communicator: Communicator) -> dict[str, Any]:
     received: list[torch.Tensor] = []
 
     def exchange() -> None:
-        sizes = communicator.all_gather(torch.tensor([own.numel()])).view(-1).tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        sizes = communicator.all_gather(torch.tensor([own.numel()], dtype=torch.int64, device="cpu")).view(-1).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: own.numel()] = own
         received.extend(theirs[:size] for theirs, size in zip(communicator.gather(padded), sizes, strict=False))
 

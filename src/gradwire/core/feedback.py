@@ -189,6 +189,11 @@ class Feedback:
         self.clear()
         return taken
 
+    def divide(self, by: float) -> None:
+        """Divide all residuals: they were kept without a loss scale that there was."""
+        for kept in self._by_slot().values():
+            kept.values.div_(by)
+
     # ---- between steps
 
     def state_by_name(self, slots: Mapping[str, Slot]) -> dict[str, Tensor]:

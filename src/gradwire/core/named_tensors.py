@@ -62,11 +62,11 @@ class Flattener:
     def _fill(self, group: list[tuple[Slot, torch.Tensor]]) -> FlatBucket:
         *offsets, n = offsets_of([slot for slot, _ in group])
         dtype = group[0][1].dtype
-        bucket = FlatBucket(torch.empty(0), [slot for slot, _ in group], offsets)
+        bucket = FlatBucket(torch.empty(0, dtype=torch.float32, device="cpu"), [slot for slot, _ in group], offsets)
         # Taken out while it travels, until it is given back: a second call meanwhile makes another.
         flat = self._spare.pop(bucket.names, None)
         if flat is None or flat.numel() != n or flat.dtype != dtype:
-            flat = torch.empty(n, dtype=dtype)
+            flat = torch.empty(n, dtype=dtype, device="cpu")
         for (slot, tensor), offset in zip(group, offsets, strict=True):
             flat[offset : offset + slot.numel()].view(slot.shape).copy_(local_of(tensor.detach()))
         return bucket._replace(values=flat)

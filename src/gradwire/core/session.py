@@ -28,6 +28,11 @@ class LossScale:
         self._reading: Reading | None = None
         self._pinned: torch.Tensor | None = None
 
+    def take(self, scaler: Any) -> float:
+        """Read `scaler` from now on. Returns: its scale, which nobody had heard of."""
+        self._scaler = scaler
+        return float(scaler.get_scale())
+
     def note(self) -> None:
         """Start reading the scale, with the first bucket of a pass that comes from a device, on its stream."""
         # GradScaler has no public way to it but get_scale(), which waits for all that the device was given.
@@ -54,7 +59,7 @@ class Session:
         slots: what is reduced, by name; read live, as named tensors are added at first sight. Empty if gradwire was not
             told names.
         loss_scale: what the loss, and so every gradient, is multiplied by now (AMP); 1.0 without a scaler.
-        module: the DDP model; None if gradwire was not given it.
+        module_ref: of the DDP model, which is not kept alive: it goes when its user lets go of it.
         has_scaler: whether there is a GradScaler.
         feedback: what the scheme at work has not sent yet.
     """
@@ -65,9 +70,14 @@ class Session:
     optimizer: torch.optim.Optimizer | None
     slots: Mapping[str, Slot]
     loss_scale: Callable[[], float]
-    module: torch.nn.Module | None = None
+    module_ref: Callable[[], torch.nn.Module | None] = lambda: None
     has_scaler: bool = False
     feedback: Feedback = field(default_factory=Feedback)
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The DDP model; None if gradwire was not given it."""
+        return self.module_ref()
 
     @property
     def names(self) -> dict[torch.Tensor, str]:

@@ -105,7 +105,7 @@ class _Device:
         check_accelerator(device)
         self._name = device
         self.stream = torch.Stream(device=device)
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._n_taken = 0
         self._results: dict[int, torch.Tensor] = {}  # by position in the step, of what was computed on the device
         self._n_results = 0
@@ -131,7 +131,7 @@ class _Device:
 
     def _pin(self, n_bytes: int) -> torch.Tensor:
         try:
-            return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         except RuntimeError as error:
             raise OutOfMemory(
                 f"{n_bytes / 1e6:.0f} MB of host memory could not be pinned for the gradients of {self._name}: free host "

@@ -56,6 +56,9 @@ _TAKEN = (
 _doors: weakref.WeakKeyDictionary[DistributedDataParallel, _Door] = weakref.WeakKeyDictionary()
 
 
+_DOORS_OWN = ("bucket_mb", "bucket_dtype", "op")
+
+
 # What `attach` returns: the door itself.
 Attachment = Reducer
 
@@ -64,24 +67,20 @@ class _Attached(HookState):
     """A HookState that puts its own hook in, when it is needed: from the start, or late under `auto`."""
 
     _door: _Door
-    _models: tuple[DistributedDataParallel, torch.nn.Module] | None = None  # as DDP has it, and as the user calls it
+    _called: weakref.ref[torch.nn.Module] | None = None  # the model as its user calls it
 
     def connect(self, door: _Door, model: DistributedDataParallel, called: torch.nn.Module) -> None:
         """Take the model's door. Raises: Unsupported (it has another hook)."""
-        self._door, self._models = door, (model, called)
+        self._door, self._called = door, weakref.ref(called)
         if not self.scheme.is_transparent:
             door.register()
         self._watch_steps()
 
     def _watch_steps(self) -> None:
         """`auto` sees steps from outside; no other scheme does."""
-        if self._watch is None and self._models is not None and isinstance(self.scheme, Auto):
-            self._watch = Watch(self, *self._models, self._door.register)
-
-    def close(self) -> None:
-        """As any HookState."""
-        self._models = None
-        super().close()
+        model, called = self.session.module, None if self._called is None else self._called()
+        if self._watch is None and isinstance(model, DistributedDataParallel) and isinstance(self.scheme, Auto):
+            self._watch = Watch(self, model, called or model, self._door.register)
 
     def switch(self, scheme: Scheme | str) -> None:
         """As any Reducer; a scheme by name ends `auto`, "auto" takes it up again."""
@@ -122,7 +121,8 @@ def attach(
         trace: record the spans of a Chrome trace.
         placement: for DDP on a GPU: "staged" reduces in host memory (default; every scheme), "device" on the GPU, by the
             backend that torch has there (plain, bf16, one-bit, two-bit, qsgd, terngrad; tested without a GPU only).
-        options: bucket_mb, bucket_dtype, op (see GradientState); not for DDP.
+        options: those of a scheme given by name, as "aqgb", floor=0.25; and for modules other than DDP bucket_mb, bucket_dtype
+            and op (see GradientState).
     Raises: Unsupported (a wrapper, optimizer or scheme that is not supported here), InvalidArgument.
     """
     optimizer = _checked_optimizer(optimizer)
@@ -130,20 +130,28 @@ def attach(
     if not isinstance(model, DistributedDataParallel):
         fsdp2.check(model)
     _check_stepped(model, optimizer)
-    if fidelity is not None and scheme != "auto":
-        raise InvalidArgument('fidelity is an argument of scheme "auto"; leave one of the two out')
+    if fidelity is not None:
+        if scheme != "auto":
+            raise InvalidArgument('fidelity is an argument of scheme "auto"; leave one of the two out')
+        options["fidelity"] = fidelity
+    doors_own = {name: options.pop(name) for name in _DOORS_OWN if name in options}
+    if isinstance(scheme, str):
+        scheme = schemes.by_name(scheme, **options)
+    elif options:
+        raise InvalidArgument(
+            f'{", ".join(options)}: options go with a scheme\'s name, as in attach(ddp, optimizer, "name", option=value); a '
+            "scheme that is made has its own"
+        )
     if not isinstance(model, DistributedDataParallel):
         if placement != "staged":
             raise Unsupported('placement="device" is for DDP models: leave it out')
-        if scheme == "auto":
+        if isinstance(scheme, Auto):
             raise Unsupported(
                 'scheme "auto" watches DDP; name a scheme for other modules: attach(module, optimizer, "gcomp")'
             )
-        return GradientState(scheme, model, optimizer, scaler, group, timeout_s=timeout_s, trace=trace, **options)
-    if options or group is not None:
-        raise InvalidArgument(f"DDP has its own {', '.join(options) or 'group'}; give it to DistributedDataParallel")
-    chosen = {} if fidelity is None else {"fidelity": fidelity}
-    scheme = schemes.by_name(scheme, **chosen) if isinstance(scheme, str) else scheme
+        return GradientState(scheme, model, optimizer, scaler, group, timeout_s=timeout_s, trace=trace, **doors_own)
+    if doors_own or group is not None:
+        raise InvalidArgument(f"DDP has its own {', '.join(doors_own) or 'group'}; give it to DistributedDataParallel")
     if getattr(scheme, "owns_step", False) and model is not module:
         raise Unsupported(
             f"scheme {scheme.name!r} steps parameters inside the forward pass, which torch.compile would trace: attach it to "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire import _native
-from gradwire.core.bucket import Slot, cut_into_buckets, local_of, offsets_of
+from gradwire.core.bucket import Slot, check_trained, cut_into_buckets, local_of, offsets_of
 from gradwire.doors import fsdp2
 from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 from gradwire.reducer import BUCKET_MB, Reducer
@@ -63,6 +63,7 @@ class GradientState(Reducer):
         **options: Any,
     ) -> None:
         fsdp2.check(module)
+        self._bucket_dtype = bucket_dtype
         replicas, self._give_back = fsdp2.take_over(module)
         group = replicas if group is None else group
         self._handles: list[Any] = []
@@ -80,23 +81,35 @@ class GradientState(Reducer):
                 "choose a scheme that leaves the step to the optimizer"
             )
         if not fsdp2.is_fsdp2(module):
-            self._compare_parameters()
+            check_equal(self, {name: _parameter(slot) for name, slot in self.slots.items()})
         self._is_syncing = True
         self._pass: int | None = None  # the graph task of the backward pass that is under way
         self._next = 0  # the bucket that goes next
         self._sharded = {p.sharded_param: group for group in fsdp2.param_groups(module) for p in group.fsdp_params}
-        trained = [slot for slot in self.slots.values() if slot.parameter is not None and slot.parameter.requires_grad]
-        self._homes = list(self._build(trained[::-1], options.get("bucket_mb", BUCKET_MB), bucket_dtype))
-        self._home = {slot: home for home in self._homes for slot in home.places}
-        self._handles = [
-            _parameter(slot).register_post_accumulate_grad_hook(_Arrival(self, slot)) for slot in self._home
-        ]
+        self._bucket_mb = options.get("bucket_mb", BUCKET_MB)
+        self._homes: list[_Home] = []
+        self._home: dict[Slot, _Home] = {}
+        self._take_up_trained()
+        if not self._sharded:
+            self._close_with(module)
         # Where the backward pass begins: a callback queued from a hook inside a re-entrant checkpoint would run too early.
         self._handles.append(module.register_forward_hook(self._after_forward))
 
-    def _build(self, slots: list[Slot], bucket_mb: float, dtype: torch.dtype | None) -> Iterator[_Home]:
+    def _check_gradients(self, scheme: Scheme, module: nn.Module | None) -> None:
+        if module is not None and self._bucket_dtype is None and not scheme.takes_any_gradient:
+            check_trained(module)
+
+    def _take_up_trained(self) -> None:
+        """Give a place to what trains and has none: at first, and when parameters are unfrozen, on all ranks alike."""
+        new = [slot for slot in self.slots.values() if slot not in self._home and _parameter(slot).requires_grad]
+        for home in self._build(new[::-1], self._bucket_dtype):
+            self._homes.append(home)
+            self._home.update(dict.fromkeys(home.places, home))
+        self._handles += [_parameter(slot).register_post_accumulate_grad_hook(_Arrival(self, slot)) for slot in new]
+
+    def _build(self, slots: list[Slot], dtype: torch.dtype | None) -> Iterator[_Home]:
         """Buckets in the order in which gradients usually come: last parameters first."""
-        for group in cut_into_buckets([(slot, _parameter(slot)) for slot in slots], bucket_mb * (1 << 20)):
+        for group in cut_into_buckets([(slot, _parameter(slot)) for slot in slots], self._bucket_mb * (1 << 20)):
             own, first = [slot for slot, _ in group], group[0][1]
             offsets = offsets_of(own)
             flat = torch.zeros(offsets.pop(), dtype=dtype or first.dtype, device=local_of(first).device)
@@ -105,22 +118,6 @@ class GradientState(Reducer):
                 for slot, offset in zip(own, offsets, strict=True)
             }
             yield _Home(flat, places, offsets, set(own))
-
-    def _compare_parameters(self) -> None:
-        """Nobody has made the replicas equal, as DDP does. Raises: InvalidArgument, on all ranks."""
-        crc = 0
-        for slot in self.slots.values():
-            values = _parameter(slot).detach().cpu().contiguous().view(-1).view(torch.uint8)
-            crc = _native.crc32c(values, crc)
-        crcs = self.communicator.submit(self.communicator.all_gather, torch.tensor([crc])).wait().view(-1).tolist()
-        members = self.communicator.members
-        odd = [rank for rank, other in zip(members, crcs, strict=True) if other != crcs[0]]
-        if odd:
-            self.close()
-            raise InvalidArgument(
-                f"ranks {odd} have other parameters than rank {members[0]}: seed the ranks alike, load one checkpoint, or "
-                "broadcast the parameters before attaching; DDP would do it by itself"
-            )
 
     # ---- the pass
 
@@ -135,6 +132,8 @@ class GradientState(Reducer):
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
+            if self._pass is None and not self.closed:
+                self._take_up_trained()
             for tensor in _tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._begin)
@@ -169,6 +168,9 @@ class GradientState(Reducer):
         gradient = parameter.grad
         assert gradient is not None
         gradient = local_of(gradient.detach())
+        if gradient.layout is not torch.strided:
+            self.fail(Unsupported(f"{slot.name}: a sparse gradient, which only DDP sums; make it dense (sparse=False)"))
+            return
         if gradient.device.type == "cpu" and torch.cuda.is_initialized():  # offloaded: before torch 2.13 not waited for
             torch.cuda.current_stream().synchronize()
         home.places[slot].copy_(gradient)
@@ -233,6 +235,24 @@ class GradientState(Reducer):
         self._handles, self._homes, self._home, self._sharded = [], [], {}, {}
         self._give_back()
         super().close()
+
+
+def check_equal(reducer: Reducer, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Nobody has made the replicas equal, as DDP does. Closes the reducer and raises: InvalidArgument, on all ranks."""
+    crc = 0
+    for tensor in tensors.values():
+        values = local_of(tensor.detach()).cpu().contiguous().view(-1).view(torch.uint8)
+        crc = _native.crc32c(values, crc)
+    communicator, mine = reducer.communicator, torch.tensor([crc], dtype=torch.int64, device="cpu")
+    crcs = communicator.submit(communicator.all_gather, mine).wait().view(-1).tolist()
+    members = communicator.members
+    odd = [rank for rank, other in zip(members, crcs, strict=True) if other != crcs[0]]
+    if odd:
+        reducer.close()
+        raise InvalidArgument(
+            f"ranks {odd} have other parameters than rank {members[0]}: seed the ranks alike, load one checkpoint, or "
+            "broadcast the parameters before attaching; DDP would do it by itself"
+        )
 
 
 class _Arrival:

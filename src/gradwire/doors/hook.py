@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from gradwire.checks import choice as check_choice
-from gradwire.core.bucket import Slot, slot_of
+from gradwire.core.bucket import Slot, check_trained, slot_of
 from gradwire.doors.watching import Watch
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
@@ -25,6 +25,10 @@ from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.wire import HostWire, Wire
 
 PLACEMENTS = ("staged", "device")
+_NO_BUCKETS = (
+    'with torch._dynamo.config.optimize_ddp = "python_reducer" DDP makes no buckets, which a scheme reduces: leave it at True '
+    'before DistributedDataParallel(...), or attach scheme "auto", which leaves such a model as it is'
+)
 
 
 class Copied:
@@ -82,6 +86,8 @@ class HookState(Reducer):
             slot.parameter: slot for slot in self.slots.values() if slot.parameter is not None
         }
         self._places: dict[int, _Places] = {}
+        if module is not None and not self.scheme.owns_step:
+            self._close_with(module)
 
     def __reduce__(self) -> Any:
         return (Copied, ())  # connections and threads stay with the model that they serve
@@ -120,9 +126,10 @@ class HookState(Reducer):
     def _find_places(self, bucket: GradBucket, buffer: torch.Tensor, parameters: list[torch.Tensor]) -> "_Places":
         """Where DDP has put these parameters' gradients: there they stay, as long as it puts the same ones together."""
         slots = [self._slot_of.setdefault(parameter, slot_of(parameter)) for parameter in parameters]
-        # As long as nobody asks for its buffer, a sparse bucket has no storage.
-        start = 0 if buffer.is_sparse else buffer.storage_offset()
-        offsets = [0 if g.is_sparse else int(g.storage_offset() - start) for g in bucket.gradients()]
+        if buffer.is_sparse:  # it has no storage, and is of one parameter
+            return _Places(parameters, slots, [0])
+        start = buffer.storage_offset()
+        offsets = [int(g.storage_offset() - start) for g in bucket.gradients()]
         return _Places(parameters, slots, offsets)
 
     def _look_from_outside(self) -> None:
@@ -134,6 +141,14 @@ class HookState(Reducer):
     def _parameters_of_buckets(self) -> list[torch.Tensor]:
         known = [slot.parameter for slot in self.slots.values() if slot.parameter is not None]
         return [parameter for parameter in known if parameter.requires_grad]
+
+    def _check_gradients(self, scheme: Scheme, module: torch.nn.Module | None) -> None:
+        if module is None or scheme.is_transparent:
+            return
+        if getattr(module, "_use_python_reducer", False):
+            raise Unsupported(_NO_BUCKETS)
+        if not scheme.takes_any_gradient:
+            check_trained(module)
 
     def _make_wire(self, communicator: Communicator) -> Wire:
         if self._placement == "staged":
@@ -206,6 +221,8 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch
 
     Raises: InvalidArgument (`state` is no HookState).
     """
+    if isinstance(bucket, tuple):
+        raise Unsupported(_NO_BUCKETS)
     reduce_bucket = getattr(state, "reduce_bucket", None)
     if reduce_bucket is None:
         raise InvalidArgument(

@@ -22,9 +22,11 @@ from torch import nn
 
 from gradwire.core.bucket import local_of, named_parameters
 from gradwire.core.named_tensors import AllReduceWork
-from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
+from gradwire.doors.gradients import check_equal
+from gradwire.errors import CorruptMessage, GradwireError, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme, by_name
+from gradwire.stepping.scaling import watch_scalers
 
 OuterOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 # Error feedback delays what it carries, and momentum multiplies what comes late: two-bit ended at a held-out loss of 1.81 with
@@ -61,8 +63,9 @@ class LocalSgd:
         feedback_decay: of a scheme with error feedback, the share of a residual that is kept from one exchange to the next:
             1 keeps all of it; below, what was left out long ago fades, and takes the outer momentum's place
             (SparseLoCo, arXiv 2508.15706).
+        scaler: the GradScaler, if there is one. A step that any GradScaler skips counts as a step, given or not.
         options: as for Reducer: bucket_mb, timeout_s, trace.
-    Raises: InvalidArgument, Unsupported.
+    Raises: InvalidArgument, Unsupported; the first `optimizer.step()` InvalidArgument, on all ranks, if these start apart.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class LocalSgd:
         group: Any = None,
         delay: int = 0,
         feedback_decay: float = 1.0,
+        scaler: Any = None,
         **options: Any,
     ) -> None:
         if every < 1 or not 0 <= delay < every:
@@ -82,9 +86,10 @@ class LocalSgd:
         if not 0 <= feedback_decay <= 1:
             raise InvalidArgument(f"feedback_decay is a share from 0 to 1, got {feedback_decay}")
         self._every, self._delay, self._count = every, delay, 0
-        self._parameters = {n: p for n, p in named_parameters(module).items() if p.requires_grad}
+        self._named = named_parameters(module)
         # On the host and in float32: the outer step comes once in H, and needs no memory of the device.
-        self._anchors = {name: nn.Parameter(_on_host(p).clone()) for name, p in self._parameters.items()}
+        self._anchors: dict[str, nn.Parameter] = {}
+        self._anchor_trained()
         self._outer = outer(list(self._anchors.values()))
         momentum = max(float(group.get("momentum", 0.0)) for group in self._outer.param_groups)
         self.reducer = Reducer(_fit_scheme(scheme, momentum), group, self._anchors, **options)
@@ -92,13 +97,35 @@ class LocalSgd:
         self._deltas: dict[str, torch.Tensor] = {}
         self._sent: dict[str, torch.Tensor] = {}
         self._work: AllReduceWork | None = None
-        self._handle = optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self._is_compared = False
+        self._handles = [
+            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+            watch_scalers(optimizer, self._after_scaler),
+        ]
+
+    def _anchor_trained(self) -> list[nn.Parameter]:
+        """Anchor what trains and has no anchor: before the first step that changes it, when all ranks have the same."""
+        new = {n: p for n, p in self._named.items() if p.requires_grad and n not in self._anchors}
+        self._anchors.update({name: nn.Parameter(_on_host(p).clone()) for name, p in new.items()})
+        return [self._anchors[name] for name in new]
+
+    def _before_step(self) -> None:
+        if not self._is_compared:
+            self._is_compared = True
+            check_equal(self.reducer, self._anchors)
+        self._outer.param_groups[0]["params"] += self._anchor_trained()
+
+    def _after_scaler(self, scaler: Any, has_stepped: bool) -> None:
+        if not has_stepped:
+            self._before_step()
+            self._after_step()
 
     @torch.no_grad()
     def _after_step(self) -> None:
         self._count += 1
         if self._count == self._every - self._delay:
-            self._deltas = {name: a.detach() - _on_host(self._parameters[name]) for name, a in self._anchors.items()}
+            self._deltas = {name: a.detach() - _on_host(self._named[name]) for name, a in self._anchors.items()}
             self._sent = {name: delta.clone() for name, delta in self._deltas.items()} if self._delay else {}
             self._work = self.reducer.all_reduce(self._deltas)
         if self._count == self._every:
@@ -109,13 +136,14 @@ class LocalSgd:
         assert self._work is not None
         work, self._work = self._work, None
         work.wait()
-        before = {name: a.detach().clone() for name, a in self._anchors.items()} if self._delay else {}
-        for name, anchor in self._anchors.items():
+        exchanged = {name: self._anchors[name] for name in self._deltas}
+        before = {name: a.detach().clone() for name, a in exchanged.items()} if self._delay else {}
+        for name, anchor in exchanged.items():
             anchor.grad = self._deltas[name]
         self._outer.step()
-        for name, anchor in self._anchors.items():
+        for name, anchor in exchanged.items():
             anchor.grad = None
-            local = local_of(self._parameters[name])
+            local = local_of(self._named[name])
             if self._delay:  # the new anchor, and what was learnt since the exchange began
                 local.add_((anchor.detach() - before[name] + self._sent[name]).to(local.device))
             else:
@@ -147,20 +175,35 @@ class LocalSgd:
             or anchors.keys() != self._anchors.keys()
             or any(anchors[name].shape != anchor.shape for name, anchor in self._anchors.items())
             or not isinstance(state.get("count"), int)
+            or not 0 <= state["count"] < self._every
         ):
             raise CorruptMessage(
                 "this is not the state of a LocalSgd over this model: pass what its state_dict() returned"
             )
-        self.reducer.load_state_dict(state["reducer"])
-        with torch.no_grad():
-            for name, anchor in self._anchors.items():
-                anchor.copy_(anchors[name])
-        self._outer.load_state_dict(state["outer"])
-        self._count = state["count"]
+        before = {name: anchor.detach().clone() for name, anchor in self._anchors.items()}, self.reducer.state_dict()
+        try:
+            self.reducer.load_state_dict(state["reducer"])
+            self._set_anchors(anchors)
+            self._outer.load_state_dict(state["outer"])  # which looks before it takes anything
+        except Exception as error:
+            self._set_anchors(before[0])
+            self.reducer.load_state_dict(before[1])
+            if isinstance(error, GradwireError):
+                raise
+            raise CorruptMessage(
+                f"this state of a LocalSgd does not read ({type(error).__name__}: {error}): pass what its state_dict() returned"
+            ) from error
+        self._count, self._is_compared = state["count"], False
+
+    @torch.no_grad()
+    def _set_anchors(self, values: dict[str, torch.Tensor]) -> None:
+        for name, anchor in self._anchors.items():
+            anchor.copy_(values[name])
 
     def close(self) -> None:
         """Every rank calls it; ranks keep the parameters that they have."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         self.reducer.close()
 
 

@@ -5,6 +5,7 @@ Until then, and wherever plain is best, DDP runs as it does without gradwire: th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -29,7 +30,7 @@ class Watch:
     def __init__(
         self, state: Reducer, model: DistributedDataParallel, called: torch.nn.Module, register: Callable[[], None]
     ) -> None:
-        self._state, self._model, self._register = state, model, register
+        self._state, self._model, self._register = state, weakref.ref(model), register
         self._n_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         self._clock = StepClock(model, called, self._begin, self._end)
 
@@ -40,7 +41,7 @@ class Watch:
     @property
     def _is_joining(self) -> bool:
         """Whether some ranks may run out of input and see no steps of their own: from the first `ddp.join()` on, for good."""
-        return bool(getattr(getattr(self._model, "_join_config", None), "enable", False))
+        return bool(getattr(getattr(self._model(), "_join_config", None), "enable", False))
 
     def _begin(self) -> None:
         auto, state = self._auto, self._state

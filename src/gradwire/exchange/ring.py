@@ -284,7 +284,8 @@ class DeviceRing:
             return [[part[-1].room.stop for part in own] for own in rows]
         own = self._wire.read(self._n_bytes[: len(rows[self._rank])])
         with record.timing("communicate"):
-            by_rank: list[list[int]] = self._wire.communicator.all_gather(torch.tensor(own)).tolist()
+            told_here = torch.tensor(own, dtype=torch.int64, device="cpu")
+            by_rank: list[list[int]] = self._wire.communicator.all_gather(told_here).tolist()
         record.count_exchanged((self._world - 1) * _LENGTH_BYTES * len(own))
         for rank, (told, parts) in enumerate(zip(by_rank, rows, strict=True)):
             for length, part in zip(told, parts, strict=True):

@@ -101,4 +101,4 @@ def _uploaded(
 
 def table_of(*rows: tuple[int, ...]) -> Tensor:
     """(n_rows, n) int64."""
-    return torch.tensor(rows, dtype=torch.int64)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")

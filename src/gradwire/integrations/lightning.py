@@ -50,6 +50,13 @@ class GradwireCallback(Callback):
         """Before there is anything to load into."""
         self._loaded = checkpoint.get("gradwire")
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Tell the other ranks what ended the fit, and close: another one may attach again."""
+        if self.attachment is not None:
+            self.attachment.fail(exception)
+            self.attachment.close()
+            self.attachment = None
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Close; all ranks are here."""
         if self.attachment is not None:

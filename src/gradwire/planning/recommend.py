@@ -144,7 +144,7 @@ def _time(
             )
         if n_done >= _WARMUP + _FEWEST and _is_over(elapsed, limit_s, communicator):
             break
-    rows = torch.tensor([(took, -waited) for took, waited in timing.rows[_WARMUP:]], dtype=torch.float64)
+    rows = torch.tensor([(took, -waited) for took, waited in timing.rows[_WARMUP:]], dtype=torch.float64, device="cpu")
     communicator.submit(communicator.all_reduce, rows, dist.ReduceOp.MAX).wait()
     took, waited = rows.median(dim=0).values.tolist()
     return took, min(-waited, took)
@@ -152,7 +152,7 @@ def _time(
 
 def _is_over(elapsed: Stopwatch, limit_s: float, communicator: Communicator) -> bool:
     """Whether the slowest rank's watch has passed the limit: the same on all ranks, which take the same steps. Collective."""
-    spent = torch.tensor([elapsed.elapsed_ns], dtype=torch.int64)
+    spent = torch.tensor([elapsed.elapsed_ns], dtype=torch.int64, device="cpu")
     communicator.submit(communicator.all_reduce, spent, dist.ReduceOp.MAX).wait()
     return int(spent) / 1e9 > limit_s
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +36,12 @@ class Scheme(metaclass=ABCMeta):
 
     # Whether it can reduce buckets on their device (`Session.wire`).
     works_on_device: ClassVar[bool] = False
+
+    # Whether it takes every gradient that DDP takes, sparse ones and all dtypes.
+    takes_any_gradient: ClassVar[bool] = False
+
+    # Who is told what a bound scheme notices in mid-run that it cannot serve; None: it is raised. Set before `bind`.
+    objection: Callable[[Unsupported], None] | None = None
 
     # Whether it takes the optimizer's step itself (gradwire.stepping); it then needs the model and the optimizer.
     owns_step: bool = False
@@ -78,6 +84,20 @@ class Scheme(metaclass=ABCMeta):
             shared = {**shared, "placement": "device"}
         self.session = session
         self.configuration_hash = hash_configuration(self.name, shared)
+
+    def begin_at(self, step: int) -> None:
+        """The next step is number `step`: told when it is bound late, and when a state has been loaded."""
+
+    def object_to(self, error: Unsupported) -> None:
+        """What the scheme has noticed in mid-run. Raises: it, unless there is somebody who has another scheme to go on with."""
+        if self.objection is None:
+            raise error
+        self.objection(error)
+
+    @property
+    def may_object(self) -> bool:
+        """Whether it looks for what it cannot serve while it is at work."""
+        return False
 
     def begin_step(self, step: int) -> None:
         """Called on the training thread before the first bucket of a step, be it the scheme's own or not.
@@ -125,6 +145,10 @@ class Scheme(metaclass=ABCMeta):
 
     def flush(self) -> None:
         """Take every optimizer step that was called for; only schemes that own the step have any outstanding."""
+
+    def divide_kept(self, by: float) -> None:
+        """On the lane: divide what is kept of gradients by a loss scale that nobody had told of."""
+        self.session.feedback.divide(by)
 
     def step_figures(self) -> dict[str, float]:
         """Figures of the last step that a training log keeps beside bytes and times; none by default."""

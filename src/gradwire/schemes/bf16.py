@@ -20,4 +20,5 @@ class Bf16(Plain):
     """Mean of bfloat16 values. Inf and NaN travel as they are, so a GradScaler sees them; half precisions keep theirs."""
 
     name = "bf16"
+    takes_any_gradient = False
     wire_dtype: ClassVar[torch.dtype | None] = torch.bfloat16

@@ -116,6 +116,10 @@ class Compressed(Scheme):
         if self.settles_plainly:
             self.plain.tell(self)
 
+    def divide_kept(self, by: float) -> None:
+        for feedback in self._kept.values():
+            feedback.divide(by)
+
     # ---- a step
 
     def begin_step(self, step: int) -> None:
@@ -176,7 +180,7 @@ class Compressed(Scheme):
         """Replace the bucket by its mean, and stage what was not sent."""
         feedback, unused = self.session.feedback, None
         residual, unsent = feedback.pair(bucket) if self.error_feedback else (None, None)
-        part = Part(bucket, wire, residual, unsent, self.session.loss_scale() if self.session.has_scaler else 1.0)
+        part = Part(bucket, wire, residual, unsent, self.session.loss_scale())
         if residual is not None and not all(part.is_used):
             unused = Unused(bucket.spans, part.is_used, residual)
         try:

@@ -249,5 +249,5 @@ def draw_sample(n_elements: int, k: int, generator: torch.Generator) -> Sample:
     n_samples = max(math.ceil(_SAMPLED_SHARE * n_elements), math.ceil(2 * n_elements / max(k, 1)), _MIN_SAMPLES)
     if n_samples >= n_elements:
         return Sample(None, k)
-    places = torch.randint(n_elements, (n_samples,), generator=generator)
+    places = torch.randint(n_elements, (n_samples,), generator=generator, dtype=torch.int64, device="cpu")
     return Sample(places, max(1, round(n_samples * k / n_elements)))

@@ -119,7 +119,8 @@ def multiply(
     """
     for one, other, matrix in zip(left, right, out, strict=True):
         if kernels is None:
-            product = matrix if matrix.dtype == torch.float32 else torch.empty(matrix.shape)
+            is_direct = matrix.dtype == torch.float32
+            product = matrix if is_direct else torch.empty(matrix.shape, dtype=torch.float32, device="cpu")
             _native.multiply_factors(one.view(-1), other.view(-1), one.shape[0], subtract, product.view(-1))
             if product is not matrix:
                 matrix.copy_(product)
@@ -193,8 +194,8 @@ class MatrixGroup:
         self.shape = shape
         self.slots, self.keys, self.spans = map(list, zip(*members, strict=True))
         # Zeros, so that ranks agree on the other factors even where their turn comes before they were ever summed.
-        self.p = torch.zeros(len(members), shape.rank, shape.n_rows, device=device)
-        self.q = torch.zeros(len(members), shape.rank, shape.n_columns, device=device)
+        self.p = torch.zeros(len(members), shape.rank, shape.n_rows, dtype=torch.float32, device=device)
+        self.q = torch.zeros(len(members), shape.rank, shape.n_columns, dtype=torch.float32, device=device)
 
     @functools.cached_property
     def new_q(self) -> Tensor:
@@ -234,7 +235,7 @@ class BucketPlan:
         self.sizes = [group.p.shape[0] * group.shape.n_rows * group.shape.n_columns for group in groups]
         slots = [slot for group in groups for slot in group.slots]
         *offsets, n = offsets_of(slots)
-        values = torch.empty(1, device=device).expand(n)
+        values = torch.empty(1, dtype=torch.float32, device=device).expand(n)
         self.matrices = Bucket(values, Layout(values, slots, offsets))
 
     def keep(self, turn: str) -> None:
@@ -623,7 +624,8 @@ class LowRank(Compressed):
             # 32 bits as floats: their means are 0 or 1 if ranks share them. bfloat16 counts up to 256 exactly.
             facts = (self.configuration_hash, bucket.layout_hash, bucket.step, work.plan.checksum)
             bits = zlib.crc32(repr(facts).encode())
-            work.fingerprint = torch.tensor([float(bits >> place & 1) for place in range(32)])
+            ones = [float(bits >> place & 1) for place in range(32)]
+            work.fingerprint = torch.tensor(ones, dtype=torch.float32, device="cpu")
             work.dense.insert(0, work.fingerprint)
         self._works.append(work)
 

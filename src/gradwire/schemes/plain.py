@@ -23,6 +23,7 @@ class Plain(Scheme):
     # What wider gradients are rounded to for the sum; None: nothing.
     wire_dtype: ClassVar[torch.dtype | None] = None
     works_on_device = True
+    takes_any_gradient = True
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def start_plain_mean(
     timing = bucket.record.timing("communicate")
     summed = communicator.start_all_reduce(travelling)
 
-    def finish(summed: torch.futures.Future) -> None:
+    def finish(_: torch.futures.Future) -> None:
         try:
             communicator.finish(summed)
         except Exception as error:

@@ -135,8 +135,8 @@ class TwoLevel(Scheme):
         self._pending[number] = done
         cut = self._cut_of(bucket)
         # The last one of the step before may still be gathered from: buckets keep their buffers apart by number.
-        flat = torch.zeros(self._size, cut.n_share, dtype=bucket.buffer.dtype)
-        share = torch.empty(cut.n_share, dtype=bucket.buffer.dtype)
+        flat = torch.zeros(self._size, cut.n_share, dtype=bucket.buffer.dtype, device="cpu")
+        share = torch.empty(cut.n_share, dtype=bucket.buffer.dtype, device="cpu")
 
         def sum_in_node() -> None:
             bucket.wait_for_all()

@@ -107,7 +107,7 @@ class FiniteFlag:
 
     def _share(self, buffer: torch.Tensor) -> None:
         assert self._communicator is not None
-        flag = torch.tensor([float(not self._is_finite)])
+        flag = torch.tensor([float(not self._is_finite)], dtype=torch.float32, device="cpu")
         self._communicator.all_reduce(flag)
         if flag.item() > 0 and buffer.numel():
             buffer[0] = torch.inf

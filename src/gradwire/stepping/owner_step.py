@@ -119,7 +119,7 @@ class ShardedState:
         for key in sorted(whole):
             if _is_cut(key, whole[key]):
                 # As integers: each value is one rank's bits and the others' zeros, whatever the bits mean as a float.
-                bits = torch.zeros(parameter.numel(), dtype=torch.int32)
+                bits = torch.zeros(parameter.numel(), dtype=torch.int32, device="cpu")
                 bits[start:end] = whole[key].view(torch.int32)
                 add_up(bits)
                 whole[key] = bits.view(torch.float32).view(parameter.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -90,7 +91,11 @@ class StepClock:
         begin: Callable[[], None],
         end: Callable[[int, int], None],
     ) -> None:
-        self._ddp, self._begin, self._end = ddp, begin, end
+        self._ddp, self._begin, self._end = (
+            weakref.ref(ddp),
+            begin,
+            end,
+        )  # whose parameters hold this, and may live longer
         self._began_ns = self._computed_ns = 0
         self._is_queued = False
         self._handles: list[Any] = [called.register_forward_pre_hook(_BeforeForward(self._before_forward))]
@@ -109,7 +114,8 @@ class StepClock:
         self._began_ns = time.perf_counter_ns()
 
     def _on_gradient(self, _: torch.Tensor) -> None:
-        if self._is_queued or not self._began_ns or not self._ddp.require_backward_grad_sync:
+        ddp = self._ddp()
+        if self._is_queued or not self._began_ns or ddp is None or not ddp.require_backward_grad_sync:
             return
         self._is_queued = True
         torch.autograd.Variable._execution_engine.queue_callback(self._before_ddp_waits)

@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import functools
 import queue
+import re
 import threading
 import time
 import weakref
@@ -79,10 +80,10 @@ class Communicator:
         self.rank = members.index(dist.get_rank())
         self.world_size = len(members)
         self._store = dist.distributed_c10d._get_default_store()
-        self._name = name_group(members)
+        self._name = name_group(self._store, members)
         self._failure: GradwireError | None = None
         self._failure_lock = threading.Lock()
-        self.notes = Notes(self._store, self._name, self.rank, self.world_size)
+        self.notes = Notes(self._store, self._name, self.rank, members)
         self._subgroups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
         self._break_too: list[Callable[[], None]] = []
         self._mesh: _native.Mesh | None = None
@@ -100,7 +101,9 @@ class Communicator:
             lost = PeerLost(
                 f"{error} Every rank of the model calls attach(): did this one come alone?{restart_advice()}"
             )
+            lost.names_global_ranks = True
             raise self.fail(lost) from error  # a peer that was quicker may have failed already, and left a note
+        self._started: weakref.WeakKeyDictionary[torch.futures.Future, float] = weakref.WeakKeyDictionary()
         self._n_streams = 0
         self._scratch: dict[str, torch.Tensor] = {}
         self._closed = False
@@ -210,16 +213,17 @@ class Communicator:
         """Start reducing `tensor` in place over all ranks; `finish` the future before touching the tensor."""
         with self._naming_peers():
             future: torch.futures.Future = self._group.allreduce([tensor], op).get_future()
+        self._started[future] = time.monotonic()
         return future
 
     def finish(self, started: torch.futures.Future) -> None:
         """Wait for a started collective. Raises: PeerLost."""
-        with self._naming_peers():
+        with self._naming_peers(self._started.pop(started, None)):
             started.wait()
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """(world, n): every rank's `tensor` (n,), by rank. Raises: PeerLost."""
-        gathered = torch.empty((self.world_size, tensor.numel()), dtype=tensor.dtype)
+        gathered = torch.empty((self.world_size, tensor.numel()), dtype=tensor.dtype, device="cpu")
         with self._naming_peers():
             self._group.allgather([list(gathered.unbind(0))], [tensor]).wait()
         return gathered
@@ -284,7 +288,7 @@ class Communicator:
         buffer = self._scratch.get(name)
         if buffer is None or buffer.numel() < n_bytes:
             self._scratch.pop(name, None)  # the old one goes before the new one comes
-            buffer = self._scratch[name] = torch.empty(n_bytes, dtype=torch.uint8)
+            buffer = self._scratch[name] = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
         return buffer[:n_bytes]
 
     @property
@@ -306,7 +310,7 @@ class Communicator:
         if self.notes.is_failure_left():
             raise self.fail(PeerLost("a peer has failed"))
 
-    def fail(self, error: Exception) -> GradwireError:
+    def fail(self, error: BaseException) -> GradwireError:
         """Mark the group as failed, tell every peer why, and return the error to raise here.
 
         The first failure of the whole group wins: a rank that fails because another did gets the other's error.
@@ -314,8 +318,9 @@ class Communicator:
         with self._failure_lock:
             if self._failure is not None:
                 return self._failure
-            failure = error if isinstance(error, GradwireError) else None
-            if failure is None:
+            if isinstance(error, GradwireError):
+                failure = self._in_global_ranks(error)
+            else:
                 failure = RankMismatch(f"rank {self.members[self.rank]} failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
             if isinstance(failure, PeerLost):
@@ -330,11 +335,27 @@ class Communicator:
                 told = note.cls(note.message if is_lost else f"rank {self.members[note.rank]} raised: {note.message}")
                 told.__cause__ = error
                 failure = told
+            failure.names_global_ranks = True
             self._failure = failure
         self._break_connections()
         if dist.get_rank() == 0:  # it usually hosts the store
             self.notes.let_peers_read()
         return failure
+
+    def _in_global_ranks(self, error: GradwireError) -> GradwireError:
+        """What is below knows ranks by their place in the group; people know them by their number among all."""
+        if error.names_global_ranks or self.members == list(range(self.world_size)):
+            return error
+
+        numbers = {str(place): str(member) for place, member in enumerate(self.members)}
+
+        def name(found: re.Match[str]) -> str:
+            return re.sub(r"\d+", lambda place: numbers.get(place[0], place[0]), found[0])
+
+        text = re.sub(r"\branks? \[?\d+(?:(?:, | and )\d+)*\b", name, str(error))
+        translated = type(error)(text)
+        translated.__cause__ = error
+        return translated
 
     def _break_connections(self) -> None:
         """Close every connection of this group, which wakes all peers that wait on them.
@@ -352,13 +373,16 @@ class Communicator:
             break_off()
         peer = (self.rank + 1) % self.world_size
         with contextlib.suppress(Exception):
-            work = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _SILENT_TAG)
+            work = self._group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _SILENT_TAG)
             work.wait(timedelta(milliseconds=1))
 
     @contextlib.contextmanager
-    def _naming_peers(self) -> Any:
-        """Turn the backend's RuntimeError into PeerLost; it does not say who was waited for, of two peers and more."""
-        started = time.monotonic()
+    def _naming_peers(self, started: float | None = None) -> Any:
+        """Turn the backend's RuntimeError into PeerLost; it does not say who was waited for, of two peers and more.
+
+        `started`: when what is waited for began, if that is not now.
+        """
+        started = time.monotonic() if started is None else started
         try:
             yield
         except GradwireError:
@@ -371,11 +395,13 @@ class Communicator:
             if self.world_size == 2:
                 lost, their = f"rank {self.members[1 - self.rank]}, which", "its"
             cure = " If it was only slow, pass attach(..., timeout_s=) more." if was_slow else ""
-            raise PeerLost(
+            named = PeerLost(
                 f"rank {self.members[self.rank]} lost {lost} {what} (waited {waited_s:.1f} s, "
                 f"timeout_s={self.timeout_s:g}). Look at {their} output for the cause, and restart from the last "
                 f"checkpoint.{cure} Backend: {error}"
-            ) from error
+            )
+            named.names_global_ranks = True
+            raise named from error
 
     def close(self, step: int | None = None) -> None:
         """Finish the lane. Every rank calls it; safe to call twice. `step`: told to peers that go on without this one."""
@@ -391,7 +417,7 @@ class Communicator:
             self._mesh.shut()
         # By this thread and now: the group's own threads run callbacks that hold this object, and a group that is let go
         # on one of its threads waits for itself.
-        del self._group
+        self._group = None
 
     def _abandon(self) -> None:
         """End the lane without waiting for peers: the interpreter goes down."""

@@ -121,7 +121,7 @@ class DeviceWire(Wire):
     def read(self, *values: Tensor) -> list[int]:
         numbers = torch.cat([one.long() for one in values])
         if self._step.read.numel() < numbers.numel():
-            self._step.read = torch.empty(numbers.numel(), dtype=torch.int64, pin_memory=True)
+            self._step.read = torch.empty(numbers.numel(), dtype=torch.int64, pin_memory=True, device="cpu")
         found: list[int] = Reading(numbers, self._step.read[: numbers.numel()]).wait().tolist()
         self.communicator.raise_if_failed()  # what was read then is not what ranks have sent
         return found
@@ -211,9 +211,9 @@ class _DeviceStep:
     """Shared on the host by the ends of all buckets of a step."""
 
     def __init__(self) -> None:
-        self.pinned = torch.empty(2, dtype=torch.int32, pin_memory=True)
+        self.pinned = torch.empty(2, dtype=torch.int32, pin_memory=True, device="cpu")
         self.arrival: Reading | None = None
-        self.read = torch.empty(0, dtype=torch.int64)
+        self.read = torch.empty(0, dtype=torch.int64, device="cpu")
         self.times: DeviceTimes | None = None
 
 
@@ -334,8 +334,9 @@ class Reading:
         self._arrival: torch.Event | None = None
         if values.device.type == "cpu":
             return
-        target = torch.empty(values.shape, dtype=values.dtype, pin_memory=True) if on_host is None else on_host
-        self.on_host = target.copy_(values, non_blocking=True)
+        if on_host is None:
+            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
+        self.on_host = on_host.copy_(values, non_blocking=True)
         # Blocking, where it is heeded: who waits leaves its core.
         self._arrival = torch.Event(device=values.device, blocking=True)
         self._arrival.record(torch.accelerator.current_stream(values.device))

@@ -35,7 +35,7 @@ def probe_link(communicator: Communicator) -> tuple[float, float]:
 
 
 def _time_of(communicator: Communicator, n_elements: int) -> float:
-    values = torch.zeros(n_elements)
+    values = torch.zeros(n_elements, dtype=torch.float32, device="cpu")
     started = time.perf_counter()
     communicator.all_reduce(values)
     return time.perf_counter() - started
@@ -59,7 +59,7 @@ def probe_pairs(communicator: Communicator) -> list[tuple[int, int, float, float
     n = communicator.world_size
     all_pairs = [(one, other) for one in range(n) for other in range(one + 1, n)]
     pairs = all_pairs if n <= _MOST_ALL_PAIRS else [(one, one + 1) for one in range(n - 1)]
-    found = torch.zeros((len(pairs), 2), dtype=torch.float64)
+    found = torch.zeros((len(pairs), 2), dtype=torch.float64, device="cpu")
     for index, pair in enumerate(pairs):
         if communicator.rank in pair:
             peer = sum(pair) - communicator.rank
@@ -69,7 +69,7 @@ def probe_pairs(communicator: Communicator) -> list[tuple[int, int, float, float
                 found[index, 0] = 8 * PROBE_ELEMENTS / max(large_s - min(swap_s), 1e-7)
                 found[index, 1] = min(swap_s)
         if n > 1:
-            communicator.all_reduce(torch.zeros(1))  # the others wait their turn
+            communicator.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"))  # the others wait their turn
     if n > 1:
         communicator.all_reduce(found)
     return [(*pair, *row) for pair, row in zip(pairs, found.tolist(), strict=True)]
@@ -77,5 +77,5 @@ def probe_pairs(communicator: Communicator) -> list[tuple[int, int, float, float
 
 def _swap_s(communicator: Communicator, peer: int, n_elements: int) -> float:
     started = time.perf_counter()
-    communicator.swap(torch.zeros(n_elements), peer)
+    communicator.swap(torch.zeros(n_elements, dtype=torch.float32, device="cpu"), peer)
     return time.perf_counter() - started

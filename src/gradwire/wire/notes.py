@@ -7,7 +7,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gradwire import errors
@@ -28,10 +28,11 @@ class Note(NamedTuple):
 
 
 class Notes:
-    """One rank's view of its group's notes. `name`: the group's prefix in the store."""
+    """One rank's view of its group's notes. `name`: the group's prefix in the store. `members`: its ranks among all."""
 
-    def __init__(self, store: Any, name: str, rank: int, world_size: int) -> None:
-        self._store, self._name, self._rank, self._world_size = store, name, rank, world_size
+    def __init__(self, store: Any, name: str, rank: int, members: Sequence[int]) -> None:
+        self._store, self._name, self._rank, self._members = store, name, rank, members
+        self._world_size = len(members)
         self._closed_at: int | None = None
 
     # ---- a failure
@@ -85,9 +86,10 @@ class Notes:
         if not others:
             return []
         closed = [
-            f"rank {rank} closed its attachment at step {self._store.get(self._key(rank)).decode()}" for rank in others
+            f"rank {self._members[rank]} closed its attachment at step {self._store.get(self._key(rank)).decode()}"
+            for rank in others
         ]
-        better = PeerLost(f"{', '.join(closed)}, rank {self._rank} did not: {_CURE}. Backend: {lost}")
+        better = PeerLost(f"{', '.join(closed)}, rank {self._members[self._rank]} did not: {_CURE}. Backend: {lost}")
         better.__cause__ = lost
         return [better]
 

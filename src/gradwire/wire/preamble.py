@@ -110,8 +110,8 @@ class StepCheck:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         # The largest of x and of -x over the ranks: ranks agree where the two are each other's negative.
-        self._extremes = torch.zeros((2, 3), dtype=torch.int64)
-        self._smallest = torch.zeros(3, dtype=torch.int64)
+        self._extremes = torch.zeros((2, 3), dtype=torch.int64, device="cpu")
+        self._smallest = torch.zeros(3, dtype=torch.int64, device="cpu")
         self._pending: torch.futures.Future | None = None
         self._mine: Preamble | None = None
         self._factors = 0
@@ -156,7 +156,7 @@ class StepCheck:
 
 def name_other_factors(communicator: Communicator, mine: Preamble, factors: int) -> NoReturn:
     """Once all else was found to be equal; every rank calls it. `factors`: 32 bits of them. Raises: RankMismatch."""
-    held = communicator.all_gather(torch.tensor([factors])).view(-1).tolist()
+    held = communicator.all_gather(torch.tensor([factors], dtype=torch.int64, device="cpu")).view(-1).tolist()
     listing = ", ".join(f"rank {rank}: {bits:08x}" for rank, bits in enumerate(held))
     raise RankMismatch(
         f"ranks hold different factors before bucket {mine.bucket} of step {mine.step} ({listing}). What to do: "

@@ -8,7 +8,6 @@ import hashlib
 import os
 import secrets
 import socket
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,20 +17,20 @@ import torch.distributed as dist
 from gradwire import _native
 from gradwire.errors import InvalidArgument
 
-# How many groups this process has made over the same ranks. All ranks of a group make them in the same order.
-_n_groups: Counter[tuple[int, ...]] = Counter()
 # The first that is set names the interface that this rank listens on. The second is Gloo's own.
 INTERFACE_VARIABLES = ("GRADWIRE_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
-def name_group(members: list[int]) -> str:
+def name_group(store: Any, members: list[int]) -> str:
     """The prefix of the next group over `members` in the store: the same on all of them, and never used before.
 
-    A launcher that restarts its ranks may keep the store of their life before.
+    All ranks of a group make groups in the same order, and each counts its own in the store: who takes a lost rank's place
+    finds its count there, or a new store with all counts at none. A launcher that restarts its ranks may keep the store of
+    their life before.
     """
-    _n_groups[tuple(members)] += 1
     digest = hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
-    return f"gradwire/{digest}/{_life()}/{_n_groups[tuple(members)]}"
+    name = f"gradwire/{digest}/{_life()}"
+    return f"{name}/{store.add(f'{name}/made by {dist.get_rank()}', 1)}"
 
 
 def ranks_of(group: dist.ProcessGroup | Sequence[int] | None) -> list[int]:
@@ -83,13 +82,16 @@ def meet(
     Raises: InvalidArgument, and whatever `all_gather` raises.
     """
     mesh = _native.Mesh(rank, world_size, own_address(store), timeout_s)
-    if rank == 0:
-        store.set("secret", secrets.token_hex(_native.MESH_SECRET_BYTES))
-    host, port = mesh.endpoint
-    store.set(str(rank), f"{port} {host}")
-    all_gather(torch.zeros(1, dtype=torch.uint8))
-    places = [store.get(str(peer)).decode().split(" ", 1) for peer in range(world_size)]
-    mesh.join([(host, int(port)) for port, host in places], bytes.fromhex(store.get("secret").decode()))
+    with contextlib.ExitStack() as undo:
+        undo.callback(mesh.shut)
+        if rank == 0:
+            store.set("secret", secrets.token_hex(_native.MESH_SECRET_BYTES))
+        host, port = mesh.endpoint
+        store.set(str(rank), f"{port} {host}")
+        all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
+        places = [store.get(str(peer)).decode().split(" ", 1) for peer in range(world_size)]
+        mesh.join([(host, int(port)) for port, host in places], bytes.fromhex(store.get("secret").decode()))
+        undo.pop_all()
     return mesh
 
 

@@ -309,7 +309,7 @@ class HostWire(Wire):
     @property
     def error(self) -> Tensor:
         if self._error is None:
-            self._error = torch.zeros(1, dtype=torch.int32)
+            self._error = torch.zeros(1, dtype=torch.int32, device="cpu")
         return self._error
 
     def check(self, rank: int) -> None:
@@ -344,10 +344,10 @@ class HostWire(Wire):
         return self.communicator.all_gather(values)
 
     def gather(self, payload: Tensor, is_finite: Flag) -> Tensor:
-        message = torch.empty(_HEAD_WORDS + payload.numel(), dtype=torch.int32)
+        message = torch.empty(_HEAD_WORDS + payload.numel(), dtype=torch.int32, device="cpu")
         message[_HEAD_WORDS:] = payload
         crc = _crc_of(message[_HEAD_WORDS:])
-        message[:_HEAD_WORDS] = torch.tensor([self.checksum, int(not is_finite), crc], dtype=torch.int32)
+        message[:_HEAD_WORDS] = torch.tensor([self.checksum, int(not is_finite), crc], dtype=torch.int32, device="cpu")
         with self.timing("communicate"):
             messages = self.communicator.all_gather(message)
         self.record.count_exchanged((self.world_size - 1) * 4 * message.numel())
@@ -366,7 +366,7 @@ class HostWire(Wire):
         # Bits of the facts in a sum of floats: all ranks have one alike where it comes to 0 or to their number.
         checksum = self.checksum
         head = [float(not is_finite), *(float(checksum >> bit & 1) for bit in range(_FACT_BITS))]
-        message = torch.cat([torch.tensor(head, dtype=torch.float32), values])
+        message = torch.cat([torch.tensor(head, dtype=torch.float32, device="cpu"), values])
         self.sum(message)
         facts = message[1 : len(head)]
         if not bool(((facts == 0) | (facts == self.world_size)).all()):

@@ -286,7 +286,7 @@ class BlockBroadcast(Scheme):
                     one.gradient.mul_(frozen.inverse_scale.to(one.gradient.dtype))
             gradients = [self._home[p].parts[p] for p in self._in_order if p in frozen.parameters]
             if not gradients:
-                return torch.ones(())
+                return torch.ones((), dtype=torch.float32, device="cpu")
             self._clip = (frozen.step, clip_factor(gradients, max_norm))
         return self._clip[1]
 
@@ -323,7 +323,7 @@ def _make_open_block(block: Block) -> OpenBlock:
             f"block {block.name!r} holds parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))}): name the "
             "modules of each dtype in blocks of their own (blocks=[[...], ...])"
         )
-    gradient = torch.zeros(block.n_elements, dtype=dtypes.pop())
+    gradient = torch.zeros(block.n_elements, dtype=dtypes.pop(), device="cpu")
     parts = gradient.split([parameter.numel() for parameter in block.parameters])
     views = {p: part.view(p.shape) for p, part in zip(block.parameters, parts, strict=True)}
     return OpenBlock(block, gradient, views, len(views))

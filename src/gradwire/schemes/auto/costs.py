@@ -381,7 +381,7 @@ def _measure(
 ) -> CostProfile:
     speeds = [codec_speed(row.codec) for row in rows]
     hop_s, byte_s = probe_link(communicator)
-    slowest = torch.tensor([hop_s, byte_s, *(s for pair in speeds for s in pair)], dtype=torch.float64)
+    slowest = torch.tensor([hop_s, byte_s, *(s for pair in speeds for s in pair)], dtype=torch.float64, device="cpu")
     if communicator.world_size > 1:
         communicator.all_reduce(slowest, dist.ReduceOp.MAX)
     hop_s, byte_s, *flat = slowest.tolist()
@@ -404,12 +404,14 @@ def codec_speed(spec: str) -> tuple[float, float]:
         return _CAST_S, _CAST_S
     name, options = parse_spec(spec)
     generator = torch.Generator().manual_seed(0)
-    sample = torch.randn(_SAMPLE, generator=generator) * torch.exp2(-8 * torch.rand(_SAMPLE, generator=generator))
+    sample = torch.randn(_SAMPLE, generator=generator, dtype=torch.float32, device="cpu") * torch.exp2(
+        -8 * torch.rand(_SAMPLE, generator=generator, dtype=torch.float32, device="cpu")
+    )
     try:
         codec = codecs.by_name(name, **options)
-        message = torch.empty(codec.max_encoded_bytes(_SAMPLE, torch.float32), dtype=torch.uint8)
+        message = torch.empty(codec.max_encoded_bytes(_SAMPLE, torch.float32), dtype=torch.uint8, device="cpu")
         n_bytes = codec.encode(sample, message)
-        out = torch.empty(_SAMPLE)
+        out = torch.empty(_SAMPLE, dtype=torch.float32, device="cpu")
         encode_s = processor_s(lambda: codec.encode(sample, message))
         decode_s = processor_s(lambda: codec.decode(message[:n_bytes], out))
     except GradwireError:  # one that cannot be tried by itself: a trial will tell
@@ -426,7 +428,7 @@ def _machine_of(communicator: Communicator) -> SharedCores:
         host = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
         host = os.uname().nodename
-    mine = torch.tensor([int.from_bytes(host.encode()[:7], "little"), n_cores], dtype=torch.int64)
+    mine = torch.tensor([int.from_bytes(host.encode()[:7], "little"), n_cores], dtype=torch.int64, device="cpu")
     hosts = communicator.all_gather(mine).tolist()
     names = [host for host, _ in hosts]
     fewest = min(range(len(hosts)), key=lambda i: (hosts[i][1] / names.count(names[i]), hosts[i]))

@@ -652,10 +652,13 @@ class Law:
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         """Go on at `step` with what `state_dict` gave, as far as it names schemes that are allowed here."""
-        for name, known in state["candidates"].items():
-            if name in self.candidates:
-                one = self.candidates[name]
-                one.bias, one.measured_us = int(known["bias"]), int(known["measured_us"])
-                one.is_tried = one.is_familiar = bool(known["is_tried"])
-        name = state["incumbent"]
+        known = {
+            name: (int(one["bias"]), int(one["measured_us"]), bool(one["is_tried"]))
+            for name, one in state["candidates"].items()
+        }
+        name = str(state["incumbent"])
+        for one in self.candidates.values():
+            if one.name in known:
+                bias, one.measured_us, one.is_tried = known[one.name]
+                one.bias, one.is_familiar = min(max(bias, BIAS_RANGE[0]), BIAS_RANGE[1]), one.is_tried
         self.go_on_at(step, name if name in self.candidates else PLAIN)

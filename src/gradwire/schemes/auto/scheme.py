@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
-from gradwire.core.bucket import Bucket, Slot
+from gradwire.core.bucket import Bucket, Slot, check_trained
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
@@ -125,6 +125,12 @@ class Auto(Scheme):
         self._told = self._n_steps = 0
         self._last_scale = 0.0
         self._stays_plain = ""
+        self._objection = ""  # of the scheme at work, on this rank
+        self._asked: tuple[torch.futures.Future, torch.Tensor] | None = (
+            None  # the sum of all ranks' in this step, under way
+        )
+        self._plain = schemes.by_name(PLAIN)  # for a step that an objection meets under way
+        self._stepping: Scheme
         self._law: Law
         self.state_is_per_world = False
 
@@ -161,16 +167,20 @@ class Auto(Scheme):
                 'scheme "auto" times the steps of a DDP model: gradwire.attach(ddp, optimizer), or HookState(..., module=ddp)'
             )
         super().bind(session)
+        self._plain.bind(session)
+        self._stays_plain = self._objection = ""
+        self._stepping = self._plain
         self._polls = Polls(session.communicator)
         self._last_scale = session.loss_scale()
         family = family_of_optimizer(session.optimizer)
         rows = rows_for(self.fidelity, family, self._also, self._only)
-        if session.communicator.world_size == 1:
+        if session.communicator.world_size == 1 or self._can_only_be_plain(module):
             rows = rows[:1]
         for row in rows[1:]:
             name, options = parse_spec(row.spec)
             try:
                 sub = schemes.by_name(name, **options)
+                sub.objection = self._note_objection
                 sub.bind(session)
             except (Unsupported, InvalidArgument) as error:
                 self._excluded[row.spec] = str(error)
@@ -190,6 +200,18 @@ class Auto(Scheme):
             {row.spec: FIRST_ADAM_STEP for row in self._rows if row.not_before and family == "adam"},
         )
 
+    def _can_only_be_plain(self, module: DistributedDataParallel) -> bool:
+        """Whether the model has what no scheme takes; it is said once, and the same on all ranks."""
+        try:
+            check_trained(module)
+            if getattr(module, "_use_python_reducer", False):
+                raise Unsupported("torch.compile's python_reducer makes no buckets")
+            if any(parameter.is_complex() for parameter in module.parameters() if parameter.requires_grad):
+                raise Unsupported("complex parameters")
+        except (Unsupported, InvalidArgument) as error:
+            self.stay_plain(str(error))
+        return bool(self._stays_plain)
+
     def _compare_candidates(self) -> None:
         """Raises: RankMismatch if ranks were given other options, or can bind other schemes."""
         communicator = self.session.communicator
@@ -205,6 +227,14 @@ class Auto(Scheme):
         return {row.spec: predicted[row.spec] for row in self._rows if row.spec in predicted}
 
     # ---- a step
+
+    def begin_at(self, step: int) -> None:
+        """Go on at another step than the one after the last: what was measured is kept, what is under way is not."""
+        self._polls.forget()
+        self._probes.forget()
+        self._asked, self._n_steps = None, step
+        self._schedule = [entry for entry in self._schedule if entry[0] < step]
+        self._law.go_on_at(step)
 
     def choose(self, step: int) -> None:
         """Read what is due, and decide: on the training thread, before the first forward pass of `step`.
@@ -222,6 +252,13 @@ class Auto(Scheme):
         if not self._schedule or self._schedule[-1][1] != name:
             self._schedule.append((step, name))
         self.session.recorder.scheme = name
+        self._asked = None
+        if name != PLAIN and self._subs[name].may_object:
+            communicator, said = (
+                self.session.communicator,
+                torch.tensor([int(bool(self._objection))], dtype=torch.int64, device="cpu"),
+            )
+            self._asked = communicator.submit(communicator.start_all_reduce, said), said
 
     def _replayed(self, step: int) -> str:
         assert self._replay is not None
@@ -245,11 +282,22 @@ class Auto(Scheme):
         if self._handover:
             self._handover.add_to(slots, gradients, self.session.loss_scale())
 
+    def _note_objection(self, error: Unsupported) -> None:
+        """What the scheme at work has noticed does not end what DDP trains: the next step is plain, on all ranks."""
+        self._objection = self._objection or str(error)
+
     def begin_step(self, step: int) -> None:
-        self._subs[self._active].begin_step(step)
+        self._stepping = self._subs[self._active]
+        if self._asked is not None:  # in the forward pass ranks have told each other
+            (started, said), self._asked = self._asked, None
+            self.session.communicator.finish(started.wait())
+            if said.item():
+                self._stepping = self._plain
+                self._say_plain(self._objection or "another rank has found what its scheme cannot serve; see its log")
+        self._stepping.begin_step(step)
 
     def end_buckets(self, step: int) -> None:
-        self._subs[self._active].end_buckets(step)
+        self._stepping.end_buckets(step)
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         self._records.append(bucket.record)
@@ -257,14 +305,13 @@ class Auto(Scheme):
             flat = bucket.buffer
             gradients = [flat[o : o + slot.numel()] for slot, o in zip(bucket.slots, bucket.offsets, strict=True)]
             self.add_residuals(bucket.slots, gradients)
-        return self._subs[self._active].reduce(bucket)
+        return self._stepping.reduce(bucket)
 
     def end_step(self, step: int) -> None:
-        self._subs[self._active].end_step(step)
+        self._stepping.end_step(step)
 
     def end_backward(self, step: int) -> int:
-        sub = self._subs.get(self._active)
-        return 0 if sub is None else sub.end_backward(step)
+        return 0 if self.is_transparent else self._stepping.end_backward(step)
 
     def end_watched_step(self, step: int, took_ns: int, waited_ns: int) -> None:
         """Put this rank's numbers to the vote: on the training thread, after the backward pass of `step`."""
@@ -321,8 +368,12 @@ class Auto(Scheme):
 
     def stay_plain(self, why: str) -> None:
         """Never leave DDP's own all-reduce again: something outside forbids it. On all ranks alike."""
-        self._stays_plain = why
+        self._say_plain(why)
         self._active = PLAIN
+
+    def _say_plain(self, why: str) -> None:
+        """From the next step on."""
+        self._stays_plain = why
         _log.warning("auto stays plain: %s", why)
 
     def reconsider(self) -> None:
@@ -332,11 +383,9 @@ class Auto(Scheme):
     def agree_on_step(self, step: int) -> int:
         """The next step's number, after steps that some ranks have not seen. Collective. Raises: PeerLost."""
         communicator = self.session.communicator
-        self._polls.forget()
-        self._probes.forget()
-        latest = torch.tensor([step], dtype=torch.int64)
+        latest = torch.tensor([step], dtype=torch.int64, device="cpu")
         communicator.submit(communicator.all_reduce, latest, dist.ReduceOp.MAX).wait()
-        self._law.go_on_at(int(latest))
+        self.begin_at(int(latest))
         return int(latest)
 
     def stats(self) -> dict[str, Any]:
@@ -394,20 +443,28 @@ class Auto(Scheme):
         Raises: InvalidArgument.
         """
         try:
-            law, saved, carried = state["law"], state["schemes"], state["carried"]
+            law, saved, active = state["law"], state["schemes"], str(state["active"])
+            carried = {self.session.slots[name]: residual for name, residual in state["carried"].items()}
             step, world_size = int(state["step"]), int(state["world_size"])
-        except (KeyError, TypeError, ValueError) as error:
+            is_whole = all(residual.numel() == slot.numel() for slot, residual in carried.items())
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise not_the_state("scheme auto", f"it does not read ({error!r})") from error
+        if not is_whole:
+            raise not_the_state("scheme auto", "what it carries has other sizes than the model's parameters")
         is_same_world = world_size == self.session.communicator.world_size
-        for spec, sub in self._subs.items():
-            if spec in saved and (is_same_world or not sub.state_is_per_world):
-                sub.load_state_dict(saved[spec])
         if is_same_world:
-            self._handover = ResidualHandover()
-            self._handover.take({self.session.slots[name]: residual for name, residual in carried.items()})
             self._law.load_state_dict(law, step)
         else:
             self._law.go_on_at(step, PLAIN)
+        self.session.feedback.clear()  # of the run that is left
+        for spec, sub in self._subs.items():
+            if spec in saved and (is_same_world or not sub.state_is_per_world):
+                sub.load_state_dict(saved[spec])
+        self._handover = ResidualHandover()
+        self._active = active if is_same_world and active in self._subs else PLAIN
+        if is_same_world:
+            self._handover.take(carried)
+        self.begin_at(step)
 
     def hand_over(self) -> None:
         """Leave what an earlier scheme has not sent to the successor."""
@@ -424,7 +481,7 @@ class Auto(Scheme):
             sub.close()
 
     def unbind(self) -> None:
-        for sub in self._subs.values():
+        for sub in (*self._subs.values(), self._plain):
             sub.unbind()
         self._subs.clear()
         super().unbind()

@@ -37,7 +37,9 @@ class Vote:
     def __init__(self, last_step: int, reconsider: bool, density: float | None, rows: list[int]) -> None:
         permille = 0 if density is None else 1 + round(1000 * density)
         self.last_step = last_step
-        self.numbers = torch.tensor([last_step, -last_step, int(reconsider), 0, permille, *rows], dtype=torch.int64)
+        self.numbers = torch.tensor(
+            [last_step, -last_step, int(reconsider), 0, permille, *rows], dtype=torch.int64, device="cpu"
+        )
 
     @property
     def ranks_agree(self) -> bool:

@@ -63,10 +63,13 @@ class QuantisationMetric:
         self._terms_of = _find_terms(optimizer)
         self._world_factor = world_size / 2 ** (world_size - 1).bit_length()
         self._tiles: dict[tuple[int, torch.device], Tensor] = {}
-        self._ready = torch.empty(0, dtype=torch.uint8)  # bytes that are written before they are asked for
+        # Bytes that are written before they are asked for.
+        self._ready = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._n_ready = 0
         for group in optimizer.param_groups:
             _require_supported(optimizer, group)
+            for parameter in group["params"]:
+                _mantissa_bits(parameter.dtype)
 
     @classmethod
     def beside(cls, session: Session) -> QuantisationMetric:
@@ -220,7 +223,7 @@ class QuantisationMetric:
         """(n,) uint8 of this call's own, from memory that grows to what a bucket needs."""
         first, self._n_ready = self._n_ready, self._n_ready + n
         if self._ready.numel() < self._n_ready:  # the smaller one lives on in the windows that read it
-            self._ready, first, self._n_ready = torch.empty(2 * self._n_ready, dtype=torch.uint8), 0, n
+            self._ready, first, self._n_ready = torch.empty(2 * self._n_ready, dtype=torch.uint8, device="cpu"), 0, n
         return self._ready[first : first + n]
 
     def _write(self, operands: _Operands, out: Tensor) -> None:

@@ -79,10 +79,14 @@ class GComp(Compressed):
         if self._reads_optimizer:
             self._metric = QuantisationMetric.beside(session)
             assert session.optimizer is not None
-            self._watch = OptimizerWatch(session.optimizer)
+            self._watch = OptimizerWatch(session.optimizer, self.object_to)
         # A scheme that is bound again keeps its Huffman tables, but not a refresh that the last session left half done.
         self._tables = TableRefresh(self.codec, self._refresh_every, session.wire)
         super().bind(session)
+
+    @property
+    def may_object(self) -> bool:
+        return self._watch is not None
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Raises: Unsupported (the optimizer that importance is read from is not the one that makes the steps)."""

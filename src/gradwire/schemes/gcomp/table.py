@@ -50,7 +50,7 @@ class TableRefresh:
             )
         self._codec = codec
         self._every = refresh_every
-        self._counts = torch.zeros(_NARROW.stop, dtype=torch.int64)
+        self._counts = torch.zeros(_NARROW.stop, dtype=torch.int64, device="cpu")
         self._on_device = _DeviceCounts(wire) if isinstance(wire, DeviceWire) else None
         self._sum: torch.futures.Future | None = None
         self._switch_step: int | None = None
@@ -163,7 +163,7 @@ class _DeviceCounts:
         self._wire = wire
         with wire.stream:
             self.counts = torch.zeros(_WIDE.stop, dtype=torch.int64, device=wire.device)
-        self._on_host = torch.empty(_WIDE.stop, dtype=torch.int64, pin_memory=True)
+        self._on_host = torch.empty(_WIDE.stop, dtype=torch.int64, pin_memory=True, device="cpu")
         self._sum: Reading | None = None
 
     def start_sum(self) -> None:

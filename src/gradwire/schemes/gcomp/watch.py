@@ -7,7 +7,7 @@ count). Both are looked for; neither needs the user to say anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +30,13 @@ class OptimizerWatch:
 
     Args:
         optimizer: the one that importance is read from. Hooks are registered with it until `close`.
+        object_to: called with what is found, which may raise it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, object_to: Callable[[Unsupported], None]) -> None:
+        self._optimizer, self._object_to = optimizer, object_to
         self._n_steps = 0
+        self._stepped: set[int] = set()
         # By the first parameter of a bucket: versions of all and steps at its last reduction, changes without a step.
         self._seen: dict[Tensor, tuple[int, int, int]] = {}
         self._samples: dict[Tensor, tuple[Tensor, float]] = {}  # parameter: gradient as it arrived, loss scale
@@ -44,7 +47,14 @@ class OptimizerWatch:
         ]
 
     def before_reduction(self, parameters: Sequence[Tensor]) -> None:
-        """To be called on the training thread for each bucket. Raises: Unsupported (another optimizer is at work)."""
+        """To be called on the training thread for each bucket. Objects to another optimizer at work.
+
+        Parameters that are not this optimizer's are sent whole, so that nobody needs to look at them.
+        """
+        groups = self._optimizer.param_groups
+        if len(self._stepped) != sum(len(group["params"]) for group in groups):
+            self._stepped = {id(parameter) for group in groups for parameter in group["params"]}
+        parameters = [parameter for parameter in parameters if id(parameter) in self._stepped]
         if not parameters:
             return
         version = sum(parameter._version for parameter in parameters)
@@ -55,9 +65,12 @@ class OptimizerWatch:
             n_changes += 1
         self._seen[parameters[0]] = (version, self._n_steps, n_changes)
         if n_changes >= _CHANGES_WITHOUT_STEP:
-            raise Unsupported(
-                f"the parameters changed {n_changes} times while the optimizer given to attach made no step: importance "
-                f'="paper" reads its state. Close the attachment and attach the optimizer that makes the steps; {_ADVICE}'
+            self._object_to(
+                Unsupported(
+                    f"the parameters changed {n_changes} times while the optimizer given to attach made no step: importance "
+                    '="paper" reads its state. If another optimizer makes the steps, attach that one; if the loop changes '
+                    f"parameters by itself, {_ADVICE}"
+                )
             )
 
     def after_reduction(self, bucket: Bucket, scale: float) -> None:
@@ -86,7 +99,7 @@ class OptimizerWatch:
                 continue
             now = gradient.detach().reshape(-1)[: arrived.numel()].float().to(arrived.device)
             if arrived.device.type == "cpu":
-                _compare(arrived, now, scale)
+                self._compare(arrived, now, scale)
             else:
                 self._look_later(arrived, now, scale)
 
@@ -99,21 +112,22 @@ class OptimizerWatch:
         while self._looks and self._looks[0][0].is_there():
             look, scale = self._looks.pop(0)
             arrived, now = look.wait().unbind()
-            _compare(arrived, now, scale)
+            self._compare(arrived, now, scale)
 
     def _after_step(self, *_: Any) -> None:
         self._n_steps += 1
 
-
-def _compare(arrived: Tensor, now: Tensor, scale: float) -> None:
-    """Raises: Unsupported (gradients were scaled up since they arrived)."""
-    ratio = (now * scale / arrived)[(arrived != 0) & arrived.isfinite() & now.isfinite()]
-    if ratio.numel() < 2:
-        return
-    smallest, largest = float(ratio.min()), float(ratio.max())
-    if smallest > _SCALED_BY and largest < smallest * _SCALED_BY:
-        raise Unsupported(
-            f"gradients are {smallest:.3g} times as large as they arrived after backward: bits that could not "
-            'matter then, and were not sent with importance="paper", count now. Scale the loss instead, pass the '
-            f"GradScaler to attach, or scale before the backward pass; {_ADVICE}"
-        )
+    def _compare(self, arrived: Tensor, now: Tensor, scale: float) -> None:
+        """Object to gradients that were scaled up since they arrived."""
+        ratio = (now * scale / arrived)[(arrived != 0) & arrived.isfinite() & now.isfinite()]
+        if ratio.numel() < 2:
+            return
+        smallest, largest = float(ratio.min()), float(ratio.max())
+        if smallest > _SCALED_BY and largest < smallest * _SCALED_BY:
+            self._object_to(
+                Unsupported(
+                    f"gradients are {smallest:.3g} times as large as they arrived after backward: bits that could not "
+                    'matter then, and were not sent with importance="paper", count now. Scale the loss instead, pass the '
+                    f"GradScaler to attach, or scale before the backward pass; {_ADVICE}"
+                )
+            )

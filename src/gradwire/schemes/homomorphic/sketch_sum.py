@@ -56,7 +56,7 @@ class SketchSum:
     def __init__(self, sketch: CountSketch, mode: str, budget: float, learnt: Learnt, aggregator: Aggregator) -> None:
         self.sketch, self.mode, self.budget = sketch, mode, budget
         self._learnt, self._aggregator = learnt, aggregator
-        self._cells = torch.empty(0)  # on their way together with an index
+        self._cells = torch.empty(0, dtype=torch.float32, device="cpu")  # on their way together with an index
         self.n_core = self.n_resent = self.n_at_once = 0
 
     def assumed(self, values: Tensor, wire: Wire, key: str) -> Callable[[Tensor], Tensor] | None:

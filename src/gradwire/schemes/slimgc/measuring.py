@@ -68,7 +68,7 @@ class HostClock:
 
     def time(self, wire: Wire, send: Callable[[], None]) -> Later:
         """Have all ranks `send` by this end of the wire at the same time: waiting for a slow one is not communication."""
-        wire.communicator.all_reduce(torch.zeros(1))
+        wire.communicator.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"))
         watch = Stopwatch()
         with watch:
             send()
@@ -141,7 +141,7 @@ class Measuring:
         self.is_due = False
         self._first_step: int | None = None
         self._sizes: set[int] = set()  # values of each tensor of the model
-        self._sample = torch.empty(0)
+        self._sample = torch.empty(0, dtype=torch.float32, device="cpu")
         self._times: dict[int, list[_Times]] = {}
         self._communicate_s: deque[float] = deque(maxlen=max(1, drift_every))
         self._reference_s: float | None = None
@@ -228,7 +228,9 @@ class Measuring:
 
     def _is_outdated(self, communicator: Communicator) -> bool:
         """Return whether the network has changed or any rank wants to know, the same on all of them."""
-        facts = torch.tensor([statistics.median(self._communicate_s), -float(self.is_requested)], dtype=torch.float64)
+        facts = torch.tensor(
+            [statistics.median(self._communicate_s), -float(self.is_requested)], dtype=torch.float64, device="cpu"
+        )
         communicator.all_reduce(facts, dist.ReduceOp.MIN)
         current_s, is_requested = float(facts[0]), facts[1] < 0
         self._communicate_s.clear()
@@ -258,7 +260,9 @@ class Measuring:
         sizes = sorted(self._times)
         if not sizes:
             return None
-        rows = torch.tensor([[_mean(self._times[size], i) for i in range(3)] for size in sizes], dtype=torch.float64)
+        rows = torch.tensor(
+            [[_mean(self._times[size], i) for i in range(3)] for size in sizes], dtype=torch.float64, device="cpu"
+        )
         communicator.all_reduce(rows, dist.ReduceOp.MAX)
         self._times.clear()
         self.table = ThresholdTable(

@@ -61,7 +61,7 @@ AREAS = {
         ),
     ),
     "agreement": Area(
-        ("wire/step_check.py", "wire/preamble.py", "schemes/plain.py"),
+        ("wire/preamble.py", "schemes/plain.py"),
         (
             "corruption/test_preamble.py",
             "distributed/test_collectives.py",

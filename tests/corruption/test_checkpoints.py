@@ -21,11 +21,14 @@ class PerRank(schemes.by_name("zlib").__class__):  # type: ignore[misc]
     """Stands for a scheme with residuals: its state is each rank's own."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("zlib", {})
         self.state_is_per_world = True
 
     def state_dict(self) -> dict[str, Any]:
         return {"residual": torch.ones(3)}
+
+
+_models: list[DistributedDataParallel] = []  # an attachment is closed when its model goes
 
 
 def attach(scheme: Any) -> gradwire.Attachment:
@@ -34,6 +37,7 @@ def attach(scheme: Any) -> gradwire.Attachment:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=100)
     ddp(torch.ones(2, 20)).sum().backward()
+    _models.append(ddp)
     return attachment
 
 

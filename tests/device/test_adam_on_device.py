@@ -114,7 +114,7 @@ def read_too_soon(rank: int, world_size: int, library: Path) -> None:
     variances = {torch.empty(1): torch.full((3,), value).to(place.device) for value in (0.0, 1.0, 0.0)}
     late.set_lateness_us(0)
     late.set_stream_lateness_us(0, 0, int(20_000 * patience()))
-    for wait, expected in ((Reading.wait, [False, True, False]), (lambda self: self._on_host, [True, True, True])):
+    for wait, expected in ((Reading.wait, [False, True, False]), (lambda self: self.on_host, [True, True, True])):
         begun = _BegunVariances()
         begun.look(variances)
         with mock.patch.object(Reading, "wait", wait):

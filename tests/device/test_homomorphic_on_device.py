@@ -224,7 +224,7 @@ def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:
     read, pack = DeviceWire.read, packed_values.pack
 
     def read_too_soon(wire: DeviceWire, *numbers: Tensor) -> list[int]:
-        with mock.patch.object(Reading, "wait", lambda reading: reading._on_host):
+        with mock.patch.object(Reading, "wait", lambda reading: reading.on_host):
             return read(wire, *numbers)
 
     def read_one_less(wire: DeviceWire, *numbers: Tensor) -> list[int]:

@@ -291,7 +291,7 @@ def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:
                 seen[name] = not torch.equal(train(rank, place, SCHEMES["one-bit"](), 2), expected)
     site = DeviceWire(Communicator(), [place.device])
     late.set_lateness_us(30_000)
-    for name, wait in (("none", Reading.wait), ("verdict read too soon", lambda reading: reading._on_host)):
+    for name, wait in (("none", Reading.wait), ("verdict read too soon", lambda reading: reading.on_host)):
         site.begin_step()
         with site.stream:
             site.flags.fill_(3)

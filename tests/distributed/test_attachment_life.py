@@ -45,7 +45,7 @@ def test_what_cannot_be_attached_is_refused_by_name(rank: int, world_size: int) 
             optimizer,
             "gcmop",
             gradwire.InvalidArgument,
-            "'gcmop'; did you mean 'gcomp'? there are: acp-sgd, ",
+            "'gcmop'; did you mean 'gcomp'\\? there are: acp-sgd, ",
         ),
         (ddp, optimizer, "GComp", gradwire.InvalidArgument, "did you mean 'gcomp'"),
         (ddp, sgd(bare), "gcomp", gradwire.InvalidArgument, "steps none of the model's parameters"),

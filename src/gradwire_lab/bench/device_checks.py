@@ -28,7 +28,7 @@ from gradwire.doors.attachment import attach
 from gradwire.errors import GradwireError
 from gradwire.gpu.compiler import source_files
 from gradwire.gpu.driver import CudaKernels
-from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on, using
+from gradwire.gpu.kernels import MAKERS, Kernels, kernels_on, using
 from gradwire.gpu.launching import raise_error
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.gcomp.importance import QuantisationMetric
@@ -186,7 +186,7 @@ def check_importance(device: torch.device) -> dict[str, Any]:
 
 def find_kernels(device: torch.device) -> Kernels | dict[str, Any]:
     """The device's kernels, or what a section says of a device that has none. Raises: Unsupported (no NVRTC, ...)."""
-    if kernels_for(device) is not None:
+    if device.type in MAKERS:
         return kernels_on(device)
     return {"status": "not run", "reason": f"kernels are for NVIDIA GPUs, and this is {device}"}
 

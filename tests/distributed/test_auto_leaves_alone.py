@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from auto_cases import Quick, build, flat, step_once
+from auto_cases import Quick
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,14 +16,15 @@ import gradwire
 from gradwire.errors import GradwireError
 from gradwire.schemes.auto.scheme import Auto
 from ranks import run_ranks
+from small_training import Training
 
 
 def goes_on(rank: int, world_size: int, how: str) -> tuple[int, torch.Tensor]:
     """Long enough after whatever it is: votes are of five steps, and read two steps later."""
-    ddp, optimizer = build(rank)
+    training = Training(rank)
+    ddp, optimizer = training.ddp, training.optimizer
     quick = Quick(rank, {"one-bit": 2.0}, fidelity=["one-bit"])
     attachment = gradwire.attach(ddp, optimizer, "gcomp" if how == "switch" else quick, timeout_s=100)
-    generator = torch.Generator().manual_seed(rank)
     saved: Any = None
     for step in range(42):
         if step == 3:
@@ -40,11 +41,11 @@ def goes_on(rank: int, world_size: int, how: str) -> tuple[int, torch.Tensor]:
                 attachment.load_state_dict(saved[2])
                 assert attachment.step == 3
                 assert not attachment.session.feedback.state_by_name(attachment.session.slots)
-        step_once(ddp, optimizer, generator)
+        training.take_steps([step])
     step = attachment.step
     attachment.close()
     gradwire.attach(ddp, optimizer, timeout_s=100).close()  # and it may be attached again
-    return step, flat(ddp)
+    return step, training.flat()
 
 
 @pytest.mark.parametrize(("how", "step"), [("switch", 42), ("away and back", 42), ("load", 32), ("load late", 15)])

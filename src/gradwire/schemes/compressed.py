@@ -17,7 +17,7 @@ from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import Feedback, Part, Unused
 from gradwire.core.session import Session
-from gradwire.errors import Unsupported
+from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange.owners import Owners
 from gradwire.exchange.ring import Ring
 from gradwire.gpu.kernels import kernels_for
@@ -36,7 +36,8 @@ class Compressed(Scheme):
     """A scheme that reduces bucket by bucket on the lane. With one rank the mean is the gradient: nothing is sent.
 
     Args:
-        collective: what takes the mean of a part through a codec; None: the scheme's own `step` does.
+        collective: what takes the mean of a part through a codec (`Owners`: one of the quantisers; `Ring`: any codec, without
+            error feedback); None: the scheme's own `step` does.
         error_feedback: add what was not sent to the next gradient.
         momenta: keep a momentum of every slot, each rank its own, as residuals are kept.
         plain: the first steps, which are reduced plainly.
@@ -59,6 +60,8 @@ class Compressed(Scheme):
         select: ByName | None = None,
         adam: FrozenAdam | None = None,
     ) -> None:
+        if error_feedback and isinstance(collective, Ring):
+            raise InvalidArgument("a ring rounds sums of several ranks: nothing of it is one rank's to feed back")
         self.collective = collective
         self.error_feedback = bool(error_feedback)
         self.momenta = Feedback() if momenta else None

@@ -75,7 +75,10 @@ class OptimizerWatch:
 
     def after_reduction(self, bucket: Bucket, scale: float) -> None:
         """Keep a few values of the mean that `bucket` holds, of gradients whose loss was multiplied by `scale`."""
-        for slot, offset in zip(bucket.slots[:1], bucket.offsets, strict=False):
+        several = [
+            (slot, offset) for slot, offset in zip(bucket.slots, bucket.offsets, strict=True) if slot.numel() > 1
+        ]
+        for slot, offset in several[:1]:  # one value alone cannot tell a scale from another gradient
             parameter = slot.parameter
             if parameter is not None and slot.start == 0 and local_of(parameter).is_contiguous():
                 n = min(_SAMPLE_ELEMENTS, slot.numel())

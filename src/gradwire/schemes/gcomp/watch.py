@@ -67,8 +67,8 @@ class OptimizerWatch:
         if n_changes >= _CHANGES_WITHOUT_STEP:
             self._object_to(
                 Unsupported(
-                    f"the parameters changed {n_changes} times while the optimizer given to attach made no step: importance "
-                    '="paper" reads its state. If another optimizer makes the steps, attach that one; if the loop changes '
+                    f"the parameters changed {n_changes} times while the optimizer given to attach made no step: "
+                    'importance="paper" reads its state. If another optimizer makes the steps, attach that one; if the loop changes '
                     f"parameters by itself, {_ADVICE}"
                 )
             )

@@ -25,7 +25,7 @@ class Channel {
 
   wire::Message take(std::size_t n_bytes) { return mesh_.pool().take(n_bytes); }
 
-  // Sends once at most n_ahead messages before it wait for this peer.
+  // Sends once at most n_ahead messages before it waits for this peer.
   void send(int peer, const wire::Message& message, std::size_t n_ahead) {
     const std::int64_t started = now_ns();
     mesh_.wait_until_sent(peer, n_ahead);

@@ -10,7 +10,7 @@ from ranks import on_ranks
 from small_training import Training, adamw, batch_of
 
 
-@on_ranks(2, raises=gradwire.Unsupported, match="attach the optimizer that makes the steps")
+@on_ranks(2, raises=gradwire.Unsupported, match="makes the steps, attach that one")
 def test_steps_of_another_optimizer_are_noticed(rank: int, world_size: int) -> None:
     training = Training(rank, "gcomp", adamw)
     training.take_steps(range(2))

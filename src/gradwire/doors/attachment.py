@@ -120,7 +120,7 @@ def attach(
         timeout_s: how long to wait for a peer before PeerLost is raised (default: the timeout of the model's process group).
         trace: record the spans of a Chrome trace.
         placement: for DDP on a GPU: "staged" reduces in host memory (default; every scheme), "device" on the GPU, by the
-            backend that torch has there (plain, bf16, one-bit, two-bit, qsgd, terngrad; tested without a GPU only).
+            backend that torch has there (docs/gpu.md lists the schemes; tested without a GPU only).
         options: those of a scheme given by name, as "aqgb", floor=0.25; and for modules other than DDP bucket_mb, bucket_dtype
             and op (see GradientState).
     Raises: Unsupported (a wrapper, optimizer or scheme that is not supported here), InvalidArgument.

@@ -67,9 +67,7 @@ class Watch:
         """What the reducer's hook would note: DDP has done it. Bytes are those of its ring."""
         state = self._state
         record = state.recorder.open_bucket(state.step, 0, self._n_bytes)
-        n_bytes = ring_bytes(self._n_bytes, state.communicator.world_size)
-        record.count_sent(n_bytes)
-        record.count_received(n_bytes)
+        record.count_exchanged(ring_bytes(self._n_bytes, state.communicator.world_size))
         state.recorder.close_bucket(record)
         state.recorder.close_step(state.step, waited_ns)
         state.step += 1

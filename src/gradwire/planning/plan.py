@@ -28,7 +28,6 @@ class Forecast:
     sent_bytes: float
     pays_below_bps: float | None
     by_name_only: bool
-    evidence: str
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,6 @@ class Plan:
                     self._sent_bytes(spec, codec),
                     None if spec == _PLAIN else self._pays_below(spec, codec),
                     row.by_name_only,
-                    row.evidence,
                 )
             )
         return sorted(found, key=lambda forecast: (forecast.step_s, forecast.spec))

@@ -97,7 +97,10 @@ class BucketRecord:
             self.spans += [Span(KINDS[kind], start_ns, end_ns, thread) for kind, start_ns, end_ns in spans]
 
     def count_sent(self, n_bytes: int, n_received: int = 0) -> None:
-        """Count one message of `n_bytes`, headers included, that this rank sent, and what came for it; after the step's end too."""
+        """Count one message of `n_bytes`, headers included, that this rank sent, and the bytes that came with it.
+
+        It may come after the step's end.
+        """
         self._count(n_bytes, n_received, 1)
 
     def count_received(self, n_bytes: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -132,19 +132,12 @@ def _divide_by_name(module: nn.Module, owners: list[_Owner], division: Sequence[
         for name in names:
             if name not in known:
                 raise InvalidArgument(f"blocks[{index}]: the model has no module {name!r}; see model.named_modules()")
-            for inner in _inside(known, name):
+            for inner in (one for one in known if one == name or (name and one.startswith(name + "."))):
                 if home.setdefault(inner, index) != index:
                     raise InvalidArgument(f"module {inner!r} lies in blocks {home[inner]} and {index}: name it once")
     for owner in owners:
         groups[home.get(owner[0], len(division))].append(owner)
     return [group for group in groups if group]
-
-
-def _inside(known: dict[str, nn.Module], name: str) -> Iterator[str]:
-    yield name
-    for other in known:
-        if name and other.startswith(name + "."):
-            yield other
 
 
 class ObservedUse:
@@ -157,19 +150,17 @@ class ObservedUse:
 
     def __init__(self, module: nn.Module, blocks: Sequence[Block]) -> None:
         self._module, self._blocks = module, blocks
-        self._called: set[nn.Module] | None = None
+        self._called: set[nn.Module] = set()
         self._needs: dict[nn.Module, list[Block]] | None = None
 
     def note_call(self, module: nn.Module) -> None:
         """`module` begins its forward pass, in training."""
         if self._needs is None:
-            if self._called is None:
-                self._called = set()
             self._called.add(module)
 
     def finish(self) -> bool:
         """Called at the start of each forward pass; True the one time that the pass before was the one to learn from."""
-        if self._called is None or self._needs is not None:
+        if not self._called or self._needs is not None:
             return False
         names = {inner: name for name, inner in self._module.named_modules()}
         inner_of = dict(self._module.named_modules())

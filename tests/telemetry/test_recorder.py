@@ -98,6 +98,7 @@ def test_totals_hold_what_was_sent_after_the_last_step_had_closed() -> None:
     recorder.close_step(0, 0)
     late.count_sent(8)
     late.count_received(5)
+    late.add("communicate", 10, 40)
     recorder.close_bucket(late)  # no step comes that would sum it up
     early.count_sent(16)  # and a message that ended after its bucket
     apart = recorder.open_apart()
@@ -108,6 +109,7 @@ def test_totals_hold_what_was_sent_after_the_last_step_had_closed() -> None:
         assert totals["bytes_sent"] == 4 + 8 + 16 + 32
         assert (totals["bytes_received"], totals["n_messages"]) == (5 + 64, 4)
         assert (totals["n_buckets"], totals["original_bytes"]) == (2, 12)
+        assert totals["communicate_s"] == 30e-9
         recorder.close_step(1, 0)
     assert sum(step.bytes_sent for step in recorder.steps) == 4 + 8
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -48,10 +49,12 @@ def recommend(
     if not seconds > 0:
         raise InvalidArgument(f"seconds must be positive, got {seconds}")
     family = family_of_optimizer(optimizer)
-    kept, elapsed, was_training = _State(ddp), Stopwatch(), ddp.training
-    communicator = Communicator(ddp.process_group)
-    trials = _Trials(ddp, step_function, communicator)
-    try:
+    elapsed = Stopwatch()
+    with (
+        _restored(ddp),
+        contextlib.closing(Communicator(ddp.process_group)) as communicator,
+        contextlib.closing(_Trials(ddp, step_function, communicator)) as trials,
+    ):
         ddp.train()
         plain_s, waited_s = trials.time(_PLAIN_SHARE * seconds)
         rows = [row for row in TABLE if row.optimizers in ("all", family)]
@@ -68,16 +71,9 @@ def recommend(
                 attachment = attach(ddp, optimizer, schemes.by_name(name, **options))
             except (Unsupported, InvalidArgument):
                 continue
-            try:
+            with contextlib.closing(attachment):
                 measured[spec], _ = trials.time(_TRIAL_SHARE * seconds / _N_TRIED)
-            finally:
-                attachment.close()
-        return replace(plan, measured_s=measured)
-    finally:
-        communicator.close()
-        trials.close()
-        ddp.train(was_training)
-        kept.put_back()
+    return replace(plan, measured_s=measured)
 
 
 def _worth_trying(plan: Plan) -> list[str]:
@@ -129,21 +125,19 @@ class _Trials:
         return int(spent) / 1e9 > limit_s
 
 
-class _State:
-    """What a step changes besides gradients, kept."""
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = ddp
-        self._tensors = {name: tensor.detach().clone() for name, tensor in ddp.module.state_dict().items()}
-        self._gradients = [None if p.grad is None else p.grad.detach().clone() for p in ddp.parameters()]
-        self._random = torch.get_rng_state()
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        for name, tensor in self._ddp.module.state_dict().items():
-            tensor.copy_(self._tensors[name])
-        self._ddp.zero_grad(set_to_none=True)
-        for parameter, gradient in zip(self._ddp.parameters(), self._gradients, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient
-        torch.set_rng_state(self._random)
+@contextlib.contextmanager
+def _restored(ddp: DistributedDataParallel) -> Iterator[None]:
+    """Put back afterwards what steps change: tensors, gradients, random state and mode."""
+    tensors = {name: tensor.detach().clone() for name, tensor in ddp.module.state_dict().items()}
+    gradients = [None if p.grad is None else p.grad.detach().clone() for p in ddp.parameters()]
+    random, was_training = torch.get_rng_state(), ddp.training
+    try:
+        yield
+    finally:
+        ddp.train(was_training)
+        with torch.no_grad():
+            for name, tensor in ddp.module.state_dict().items():
+                tensor.copy_(tensors[name])
+        for parameter, gradient in zip(ddp.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        torch.set_rng_state(random)

@@ -141,7 +141,7 @@ def _divide_by_name(module: nn.Module, owners: list[_Owner], division: Sequence[
 
 
 class ObservedUse:
-    """Which module's forward pass must not begin before a block is up to date: learnt from one forward pass.
+    """Learns from one forward pass which modules must not begin theirs before a block is up to date.
 
     A module may use a parameter of a module inside it without calling that one (MultiheadAttention does): for a user
     that is not called, the nearest module around it that is called has to wait. Until one forward pass was seen there
@@ -162,8 +162,8 @@ class ObservedUse:
         """Called at the start of each forward pass; True the one time that the pass before was the one to learn from."""
         if not self._called or self._needs is not None:
             return False
-        names = {inner: name for name, inner in self._module.named_modules()}
         inner_of = dict(self._module.named_modules())
+        names = {inner: name for name, inner in inner_of.items()}
         self._needs = {}
         for block in self._blocks:
             for user in block.users:

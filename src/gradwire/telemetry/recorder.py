@@ -203,7 +203,7 @@ class StepRecord:
 
 
 class Sink(Protocol):
-    """Where records go. Called once a step on the training thread, never for one sink from two threads at once.
+    """Takes records. Called once a step on the training thread, never for one sink from two threads at once.
 
     A sink that sets `wants_spans = True` turns tracing on. One that raises is reported once and dropped.
     """

@@ -15,11 +15,6 @@ from gradwire.errors import InvalidArgument
 from gradwire.registry import describe_choices, parse_spec
 
 LEVELS = ("exact", "close", "any")
-PROMISES = {
-    "exact": "for 200 steps the loss of every step is within 2e-5 of DDP's",
-    "close": "after 200 steps the held-out loss is within 0.5 % of DDP's",
-    "any": "converges as its paper says; it may need another learning rate, so compare losses first",
-}
 _ADAM_LIKE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam", "Adagrad", "RMSprop", "Adadelta", "Lion")
 # Adam divides by the root of its second moments, which are small numbers from few steps at first: an error is divided too.
 FIRST_ADAM_STEP = 100

@@ -119,7 +119,6 @@ class Auto(Scheme):
         self._handover = ResidualHandover()
         self._active = PLAIN
         self._schedule: list[tuple[int, str]] = []
-        self._polls: Polls
         self._records: list[Any] = []
         self._wants_to_reconsider, self._probes = False, LinkProbes()
         self._told = self._n_steps = 0
@@ -129,7 +128,6 @@ class Auto(Scheme):
         # The sum of all ranks' objections in this step, under way.
         self._asked: tuple[torch.futures.Future, torch.Tensor] | None = None
         self._plain = schemes.by_name(PLAIN)  # for a step that an objection meets under way
-        self._stepping: Scheme
         self.law: Law  # once bound
         self.state_is_per_world = False
 
@@ -272,7 +270,7 @@ class Auto(Scheme):
             self._handover.add_to(slots, gradients, self.session.loss_scale())
 
     def _note_objection(self, error: Unsupported) -> None:
-        """What the scheme at work has noticed does not end what DDP trains: the next step is plain, on all ranks."""
+        """Note what the scheme at work cannot serve: it does not end what DDP trains, the next step is plain, on all ranks."""
         self._objection = self._objection or str(error)
 
     def begin_step(self, step: int) -> None:

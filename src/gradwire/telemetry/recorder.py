@@ -101,19 +101,19 @@ class BucketRecord:
 
         It may come after the step's end.
         """
-        self._count(n_bytes, n_received, 1)
+        with self.lock:
+            self.bytes_sent += n_bytes
+            self.bytes_received += n_received
+            self.n_messages += 1
+            if self._summed_into is not None:
+                self._summed_into.update(bytes_sent=n_bytes, bytes_received=n_received, n_messages=1)
 
     def count_received(self, n_bytes: int) -> None:
         """Count `n_bytes`, headers included, that this rank received."""
-        self._count(0, n_bytes, 0)
-
-    def _count(self, n_sent: int, n_received: int, n_messages: int) -> None:
         with self.lock:
-            self.bytes_sent += n_sent
-            self.bytes_received += n_received
-            self.n_messages += n_messages
+            self.bytes_received += n_bytes
             if self._summed_into is not None:
-                self._summed_into.update(bytes_sent=n_sent, bytes_received=n_received, n_messages=n_messages)
+                self._summed_into["bytes_received"] += n_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, plain values, times in seconds: the fields of a bucket's line in a JSONL log."""

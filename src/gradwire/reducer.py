@@ -194,7 +194,7 @@ class Reducer:
         return reduced
 
     def _bucket(self, buffer: torch.Tensor, layout: Layout, **place: Any) -> Bucket:
-        """What the scheme works on: the buffer itself, or its copy on the way to host memory. The one seam for devices."""
+        """Make what the scheme works on: the buffer itself, or its copy on the way to host memory. The one seam for devices."""
         if buffer.device.type == "cpu":
             return Bucket(buffer, layout, **place)
         if place["index"] == 0:
@@ -213,7 +213,7 @@ class Reducer:
         return []
 
     def _make_wire(self, communicator: Communicator) -> Wire:
-        """Where buckets are reduced: here in host memory, to which those of a device come."""
+        """Make the wire: here in host memory, to which buckets of a device come."""
         return HostWire(communicator)
 
     def fail(self, error: BaseException) -> GradwireError:

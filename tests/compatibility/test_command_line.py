@@ -94,14 +94,15 @@ def test_every_scheme_has_its_row_in_the_page_of_schemes():
 
 def test_the_page_of_auto_holds_the_table_that_the_code_uses():
     page = (_ROOT / "docs" / "auto.md").read_text()
-    lines = ["| level | scheme | optimizers | measured |", "|---|---|---|---|"]
+    lines = []
     for row in sorted(TABLE, key=lambda row: LEVELS.index(row.level)):
         name = f"`{row.spec}`" + (" (by name only)" if row.by_name_only else "")
         when = {"all": "all", "adam": "Adam and its kin", "sgd": "SGD"}[row.optimizers]
         if row.not_before:
             when += f"; Adam from step {row.not_before} on"
-        lines.append(f"| {row.level} | {name} | {when} | {row.evidence} |")
-    assert "\n".join(lines) in page
+        lines.append(f"| {row.level} | {name} | {when} |")
+    rows = re.findall(r"^(\| (?:exact|close|any) \|.*\|) [^|]+ \|$", page, re.MULTILINE)  # without what was measured
+    assert rows == lines
 
 
 def test_every_error_has_its_section_in_the_errors_page():

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from scheme_by_door import markdown
 
-from gradwire.doors.table import markdown
 from gradwire_lab.ranks.launch import start_ranks
 from ranks import patience
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from scheme_by_door import DOORS, refusal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import schemes
 from gradwire.core.bucket import local_of
-from gradwire.doors.table import DOORS, refusal
 from ranks import agree, run_ranks
 
 

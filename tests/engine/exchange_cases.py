@@ -61,10 +61,10 @@ def reduce_case(rank: int, world_size: int, name: str, dtype_name: str) -> tuple
     n_sums = 0
     count_sent = BucketRecord.count_sent
 
-    def count_sum(record: BucketRecord, n_bytes: int) -> None:
+    def count_sum(record: BucketRecord, n_bytes: int, n_received: int = 0) -> None:
         nonlocal n_sums
         n_sums += 1
-        count_sent(record, n_bytes)
+        count_sent(record, n_bytes, n_received)
 
     BucketRecord.count_sent = count_sum  # type: ignore[method-assign]
     header_bytes = _native.MESSAGE_HEADER_BYTES

@@ -23,7 +23,7 @@ from gradwire.schemes.auto.scheme import Auto
 
 
 class _Door:
-    """What is registered with DDP, which takes one hook and never gives it back: for whichever state is attached."""
+    """The hook that is registered with DDP, which takes one and never gives it back: for whichever state is attached."""
 
     def __init__(self, state: HookState, model: DistributedDataParallel) -> None:
         self.take(state)

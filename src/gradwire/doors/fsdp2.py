@@ -1,4 +1,4 @@
-"""What the gradient door has to know of FSDP2 (`fully_shard`): who may be attached, and how its own all-reduce is taken out."""
+"""FSDP2 (`fully_shard`) behind the gradient door: says who may be attached, and takes its own all-reduce out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PUBLIC_WAY = (
 
 
 def is_fsdp2(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called on it or on a part of it."""
+    """Return whether `fully_shard` was called on it or on a part of it."""
     return any(True for _ in param_groups(module))
 
 

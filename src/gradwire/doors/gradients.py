@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,7 +106,9 @@ class GradientState(Reducer):
         for home in self._build(new[::-1], self._bucket_dtype):
             self._homes.append(home)
             self._home.update(dict.fromkeys(home.places, home))
-        self._handles += [_parameter(slot).register_post_accumulate_grad_hook(_Arrival(self, slot)) for slot in new]
+        self._handles += [
+            _parameter(slot).register_post_accumulate_grad_hook(partial(self.arrive, slot)) for slot in new
+        ]
 
     def _build(self, slots: list[Slot], dtype: torch.dtype | None) -> Iterator[_Home]:
         """Buckets in the order in which gradients usually come: last parameters first."""
@@ -153,10 +156,11 @@ class GradientState(Reducer):
             self._reset()
             self._begin(_)
 
-    def arrive(self, slot: Slot) -> None:
+    def arrive(self, slot: Slot, parameter: torch.Tensor) -> None:
         """The gradient of `slot` is final: called by autograd, or by FSDP2 when it has reduced the shard."""
-        parameter = _parameter(slot)
-        if self.closed or not self._is_syncing or not self._is_all_reduced(parameter):
+        group = self._sharded.get(parameter)
+        # HSDP's `set_requires_all_reduce(False)` is as `no_sync`.
+        if self.closed or not self._is_syncing or (group is not None and not group.all_reduce_grads):
             return
         self._begin()
         home = self._home[slot]
@@ -176,11 +180,6 @@ class GradientState(Reducer):
         home.places[slot].copy_(gradient)
         home.missing.discard(slot)
         self._send(only_full=True)
-
-    def _is_all_reduced(self, parameter: torch.Tensor) -> bool:
-        """False while HSDP's `set_requires_all_reduce(False)` is in force: as `no_sync`."""
-        group = self._sharded.get(parameter)
-        return group is None or group.all_reduce_grads
 
     def _send(self, only_full: bool) -> None:
         """Buckets go in one order on all ranks, whatever the order in which they fill."""
@@ -253,16 +252,6 @@ def check_equal(reducer: Reducer, tensors: Mapping[str, torch.Tensor]) -> None:
             f"ranks {odd} have other parameters than rank {members[0]}: seed the ranks alike, load one checkpoint, or "
             "broadcast the parameters before attaching; DDP would do it by itself"
         )
-
-
-class _Arrival:
-    """A hook that says whose it is."""
-
-    def __init__(self, state: GradientState, slot: Slot) -> None:
-        self._state, self._slot = state, slot
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self._state.arrive(self._slot)
 
 
 def _parameter(slot: Slot) -> torch.Tensor:

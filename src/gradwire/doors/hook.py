@@ -32,7 +32,7 @@ _NO_BUCKETS = (
 
 
 class Copied:
-    """What a copied or saved DDP model has in the place of its hook's state. DDP gives the copy no hook, so none asks."""
+    """Stands in a copied or saved DDP model in the place of its hook's state. DDP gives the copy no hook, so none asks."""
 
 
 class _Places(NamedTuple):
@@ -124,7 +124,7 @@ class HookState(Reducer):
         return reduced
 
     def _find_places(self, bucket: GradBucket, buffer: torch.Tensor, parameters: list[torch.Tensor]) -> "_Places":
-        """Where DDP has put these parameters' gradients: there they stay, as long as it puts the same ones together."""
+        """Find where DDP has put these parameters' gradients: they stay there as long as it puts the same ones together."""
         slots = [self._slot_of.setdefault(parameter, slot_of(parameter)) for parameter in parameters]
         if buffer.is_sparse:  # it has no storage, and is of one parameter
             return _Places(parameters, slots, [0])
@@ -133,7 +133,7 @@ class HookState(Reducer):
         return _Places(parameters, slots, offsets)
 
     def _look_from_outside(self) -> None:
-        """Where a framework has put the hook in by itself, `auto` sees its first step here."""
+        """Let `auto` see its first step here, if a framework has put the hook in by itself."""
         model = self.session.module
         if self._watch is None and isinstance(model, torch.nn.parallel.DistributedDataParallel):
             self._watch = Watch(self, model, model, lambda: None)

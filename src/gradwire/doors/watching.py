@@ -40,7 +40,7 @@ class Watch:
 
     @property
     def _is_joining(self) -> bool:
-        """Whether some ranks may run out of input and see no steps of their own: from the first `ddp.join()` on, for good."""
+        """True if some ranks may run out of input and see no steps of their own: from the first `ddp.join()` on, for good."""
         return bool(getattr(getattr(self._model(), "_join_config", None), "enable", False))
 
     def _begin(self) -> None:
@@ -64,12 +64,10 @@ class Watch:
             auto.end_watched_step(state.step - 1, took_ns, waited_ns)
 
     def _count_plain_step(self, waited_ns: int) -> None:
-        """What the reducer's hook would note: DDP has done it. Bytes are those of its ring."""
+        """Note what the reducer's hook would: DDP has done it. Bytes are those of its ring."""
         state = self._state
         record = state.recorder.open_bucket(state.step, 0, self._n_bytes)
-        n_bytes = ring_bytes(self._n_bytes, state.communicator.world_size)
-        record.count_sent(n_bytes)
-        record.count_received(n_bytes)
+        record.count_exchanged(ring_bytes(self._n_bytes, state.communicator.world_size))
         state.recorder.close_bucket(record)
         state.recorder.close_step(state.step, waited_ns)
         state.step += 1

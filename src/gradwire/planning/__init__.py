@@ -1,1 +1,1 @@
-"""What to expect before a run: measured on the user's own model and network, predicted for others."""
+"""Tells before a run what to expect: measured on the user's own model and network, predicted for others."""

@@ -28,12 +28,11 @@ class Forecast:
     sent_bytes: float
     pays_below_bps: float | None
     by_name_only: bool
-    evidence: str
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was measured of a run, and what follows.
+    """The measurements of a run, and what follows.
 
     Attributes:
         profile: the cost model's inputs; scheme "auto" takes it: `by_name("auto", profile=plan.profile.as_dict())`.
@@ -75,7 +74,6 @@ class Plan:
                     self._sent_bytes(spec, codec),
                     None if spec == _PLAIN else self._pays_below(spec, codec),
                     row.by_name_only,
-                    row.evidence,
                 )
             )
         return sorted(found, key=lambda forecast: (forecast.step_s, forecast.spec))
@@ -109,7 +107,7 @@ class Plan:
         return plain
 
     def sentence(self) -> str:
-        """What to do, and why."""
+        """Say what to do, and why."""
         plain, best = self.plain, self.best(self.fidelity)
         waits = max(0.0, 1 - self.compute_s / plain.step_s) if plain.step_s else 0.0
         if best.spec == _PLAIN:
@@ -171,12 +169,15 @@ class Plan:
             "slow_ranks": self.slow_ranks(),
             "sentence": self.sentence(),
             "take": self.best(self.fidelity).spec,
-            "forecasts": [asdict(forecast) | _json_rate(forecast) for forecast in self.forecasts()],
+            "forecasts": [
+                asdict(one) | ({"pays_below_bps": "always"} if one.pays_below_bps == math.inf else {})
+                for one in self.forecasts()
+            ],
         }
 
     @classmethod
     def from_dict(cls, saved: Any) -> Plan:
-        """What `as_dict` gave. Raises: InvalidArgument."""
+        """Read what `as_dict` gave. Raises: InvalidArgument."""
         try:
             if saved["version"] != PLAN_VERSION:
                 raise InvalidArgument(f"this plan has version {saved['version']}, this gradwire reads {PLAN_VERSION}")
@@ -192,11 +193,6 @@ class Plan:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidArgument(f"this is not a plan of `gradwire recommend --json`: {error}") from error
-
-
-def _json_rate(forecast: Forecast) -> dict[str, Any]:
-    rate = forecast.pays_below_bps
-    return {"pays_below_bps": "always" if rate == math.inf else rate}
 
 
 def describe_rate(bps: float | None) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,16 +25,6 @@ from gradwire.wire.link_probe import probe_pairs
 _WARMUP, _FEWEST, _MOST = 2, 3, 10
 _PLAIN_SHARE, _TRIAL_SHARE = 0.2, 0.7  # of the time
 _N_TRIED = 4
-
-
-class _Timing:
-    """Seconds and seconds waiting of each step since the last look."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[float, float]] = []
-
-    def note(self, took_ns: int, waited_ns: int) -> None:
-        self.rows.append((took_ns / 1e9, waited_ns / 1e9))
 
 
 def recommend(
@@ -57,38 +49,31 @@ def recommend(
     if not seconds > 0:
         raise InvalidArgument(f"seconds must be positive, got {seconds}")
     family = family_of_optimizer(optimizer)
-    kept = _State(ddp)
     elapsed = Stopwatch()
-    timing = _Timing()
-    clock = StepClock(ddp, ddp, lambda: None, timing.note)
-    was_training = ddp.training
-    try:
+    with (
+        _restored(ddp),
+        contextlib.closing(Communicator(ddp.process_group)) as communicator,
+        contextlib.closing(_Trials(ddp, step_function, communicator)) as trials,
+    ):
         ddp.train()
-        communicator = Communicator(ddp.process_group)
-        try:
-            plain_s, waited_s = _time(step_function, ddp, timing, communicator, _PLAIN_SHARE * seconds)
-            rows = [row for row in TABLE if row.optimizers in ("all", family)]
-            parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
-            profile = measure_profile(communicator, rows, parameters)
-            links = communicator.submit(probe_pairs, communicator).wait()
-            plan = Plan(profile, plain_s - waited_s, plain_s, {}, fidelity, family == "adam", tuple(links))
-            measured = {"plain": plain_s}
-            for spec in _worth_trying(plan):
-                is_late = _is_over(elapsed, (_PLAIN_SHARE + _TRIAL_SHARE) * seconds, communicator)
-                if is_late and len(measured) > 1:
-                    break
-                tried = _try(
-                    spec, ddp, optimizer, step_function, timing, communicator, _TRIAL_SHARE * seconds / _N_TRIED
-                )
-                if tried is not None:
-                    measured[spec] = tried
-            return Plan(profile, plain_s - waited_s, plain_s, measured, fidelity, family == "adam", tuple(links))
-        finally:
-            communicator.close()
-    finally:
-        clock.close()
-        ddp.train(was_training)
-        kept.put_back()
+        plain_s, waited_s = trials.time(_PLAIN_SHARE * seconds)
+        rows = [row for row in TABLE if row.optimizers in ("all", family)]
+        parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+        profile = measure_profile(communicator, rows, parameters)
+        links = communicator.submit(probe_pairs, communicator).wait()
+        plan = Plan(profile, plain_s - waited_s, plain_s, {}, fidelity, family == "adam", tuple(links))
+        measured = {"plain": plain_s}
+        for spec in _worth_trying(plan):
+            if trials.is_over(elapsed, (_PLAIN_SHARE + _TRIAL_SHARE) * seconds) and len(measured) > 1:
+                break
+            name, options = parse_spec(spec)
+            try:
+                attachment = attach(ddp, optimizer, schemes.by_name(name, **options))
+            except (Unsupported, InvalidArgument):
+                continue
+            with contextlib.closing(attachment):
+                measured[spec], _ = trials.time(_TRIAL_SHARE * seconds / _N_TRIED)
+    return replace(plan, measured_s=measured)
 
 
 def _worth_trying(plan: Plan) -> list[str]:
@@ -96,82 +81,63 @@ def _worth_trying(plan: Plan) -> list[str]:
     promising = [
         f for f in plan.forecasts() if f.spec != "plain" and not f.by_name_only and f.step_s < 1.3 * plan.plain_s
     ]
-    levels = sorted(
-        ("exact", "close", "any"), key=lambda level: level != plan.fidelity
-    )  # what was asked for comes first
+    # What was asked for comes first.
+    levels = sorted(("exact", "close", "any"), key=lambda level: level != plan.fidelity)
     of_level = [[f.spec for f in promising if f.level == level] for level in levels]
     return [specs[i] for i in range(2) for specs in of_level if len(specs) > i]
 
 
-def _try(
-    spec: str,
-    ddp: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    step_function: Callable[[], Any],
-    timing: _Timing,
-    communicator: Communicator,
-    limit_s: float,
-) -> float | None:
-    name, options = parse_spec(spec)
+class _Trials:
+    """Times steps of a model, on all ranks at once."""
+
+    def __init__(
+        self, ddp: DistributedDataParallel, step_function: Callable[[], Any], communicator: Communicator
+    ) -> None:
+        self._ddp, self._step, self._communicator = ddp, step_function, communicator
+        self._rows: list[tuple[float, float]] = []  # seconds and seconds waiting of each step
+        clock = StepClock(ddp, ddp, lambda: None, lambda took, waited: self._rows.append((took / 1e9, waited / 1e9)))
+        self.close = clock.close
+
+    def time(self, limit_s: float) -> tuple[float, float]:
+        """(seconds a step on the slowest rank, seconds it waits on the rank that waits least): medians of some steps."""
+        elapsed, communicator = Stopwatch(), self._communicator
+        self._rows.clear()
+        for n_done in range(1, _WARMUP + _MOST + 1):
+            self._ddp.zero_grad(set_to_none=True)
+            self._step()
+            if len(self._rows) != n_done:
+                raise InvalidArgument(
+                    "step_function has to run one forward and one backward pass of the model that recommend was given"
+                )
+            if n_done >= _WARMUP + _FEWEST and self.is_over(elapsed, limit_s):
+                break
+        rows = torch.tensor(
+            [(took, -waited) for took, waited in self._rows[_WARMUP:]], dtype=torch.float64, device="cpu"
+        )
+        communicator.submit(communicator.all_reduce, rows, dist.ReduceOp.MAX).wait()
+        took, waited = rows.median(dim=0).values.tolist()
+        return took, min(-waited, took)
+
+    def is_over(self, elapsed: Stopwatch, limit_s: float) -> bool:
+        """Return whether the slowest rank's watch has passed the limit: alike on all ranks, which take the same steps."""
+        spent = torch.tensor([elapsed.elapsed_ns], dtype=torch.int64, device="cpu")
+        self._communicator.submit(self._communicator.all_reduce, spent, dist.ReduceOp.MAX).wait()
+        return int(spent) / 1e9 > limit_s
+
+
+@contextlib.contextmanager
+def _restored(ddp: DistributedDataParallel) -> Iterator[None]:
+    """Put back afterwards what steps change: tensors, gradients, random state and mode."""
+    tensors = {name: tensor.detach().clone() for name, tensor in ddp.module.state_dict().items()}
+    gradients = [None if p.grad is None else p.grad.detach().clone() for p in ddp.parameters()]
+    random, was_training = torch.get_rng_state(), ddp.training
     try:
-        attachment = attach(ddp, optimizer, schemes.by_name(name, **options))
-    except (Unsupported, InvalidArgument):
-        return None
-    try:
-        return _time(step_function, ddp, timing, communicator, limit_s)[0]
+        yield
     finally:
-        attachment.close()
-
-
-def _time(
-    step_function: Callable[[], Any],
-    ddp: DistributedDataParallel,
-    timing: _Timing,
-    communicator: Communicator,
-    limit_s: float,
-) -> tuple[float, float]:
-    """(seconds a step on the slowest rank, seconds it waits on the rank that waits least): medians of some steps."""
-    elapsed = Stopwatch()
-    n_done = 0
-    timing.rows.clear()
-    while n_done < _WARMUP + _MOST:
-        ddp.zero_grad(set_to_none=True)
-        step_function()
-        n_done += 1
-        if len(timing.rows) != n_done:
-            raise InvalidArgument(
-                "step_function has to run one forward and one backward pass of the model that recommend was given"
-            )
-        if n_done >= _WARMUP + _FEWEST and _is_over(elapsed, limit_s, communicator):
-            break
-    rows = torch.tensor([(took, -waited) for took, waited in timing.rows[_WARMUP:]], dtype=torch.float64, device="cpu")
-    communicator.submit(communicator.all_reduce, rows, dist.ReduceOp.MAX).wait()
-    took, waited = rows.median(dim=0).values.tolist()
-    return took, min(-waited, took)
-
-
-def _is_over(elapsed: Stopwatch, limit_s: float, communicator: Communicator) -> bool:
-    """Whether the slowest rank's watch has passed the limit: the same on all ranks, which take the same steps. Collective."""
-    spent = torch.tensor([elapsed.elapsed_ns], dtype=torch.int64, device="cpu")
-    communicator.submit(communicator.all_reduce, spent, dist.ReduceOp.MAX).wait()
-    return int(spent) / 1e9 > limit_s
-
-
-class _State:
-    """What a step changes besides gradients, kept."""
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = ddp
-        self._tensors = {name: tensor.detach().clone() for name, tensor in ddp.module.state_dict().items()}
-        self._gradients = [None if p.grad is None else p.grad.detach().clone() for p in ddp.parameters()]
-        self._random = torch.get_rng_state()
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        for name, tensor in self._ddp.module.state_dict().items():
-            tensor.copy_(self._tensors[name])
-        self._ddp.zero_grad(set_to_none=True)
-        for parameter, gradient in zip(self._ddp.parameters(), self._gradients, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient
-        torch.set_rng_state(self._random)
+        ddp.train(was_training)
+        with torch.no_grad():
+            for name, tensor in ddp.module.state_dict().items():
+                tensor.copy_(tensors[name])
+        for parameter, gradient in zip(ddp.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        torch.set_rng_state(random)

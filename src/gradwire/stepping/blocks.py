@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -132,7 +132,7 @@ def _divide_by_name(module: nn.Module, owners: list[_Owner], division: Sequence[
         for name in names:
             if name not in known:
                 raise InvalidArgument(f"blocks[{index}]: the model has no module {name!r}; see model.named_modules()")
-            for inner in _inside(known, name):
+            for inner in (one for one in known if one == name or (name and one.startswith(name + "."))):
                 if home.setdefault(inner, index) != index:
                     raise InvalidArgument(f"module {inner!r} lies in blocks {home[inner]} and {index}: name it once")
     for owner in owners:
@@ -140,15 +140,8 @@ def _divide_by_name(module: nn.Module, owners: list[_Owner], division: Sequence[
     return [group for group in groups if group]
 
 
-def _inside(known: dict[str, nn.Module], name: str) -> Iterator[str]:
-    yield name
-    for other in known:
-        if name and other.startswith(name + "."):
-            yield other
-
-
 class ObservedUse:
-    """Which module's forward pass must not begin before a block is up to date: learnt from one forward pass.
+    """Learns from one forward pass which modules must not begin theirs before a block is up to date.
 
     A module may use a parameter of a module inside it without calling that one (MultiheadAttention does): for a user
     that is not called, the nearest module around it that is called has to wait. Until one forward pass was seen there
@@ -157,22 +150,20 @@ class ObservedUse:
 
     def __init__(self, module: nn.Module, blocks: Sequence[Block]) -> None:
         self._module, self._blocks = module, blocks
-        self._called: set[nn.Module] | None = None
+        self._called: set[nn.Module] = set()
         self._needs: dict[nn.Module, list[Block]] | None = None
 
     def note_call(self, module: nn.Module) -> None:
         """`module` begins its forward pass, in training."""
         if self._needs is None:
-            if self._called is None:
-                self._called = set()
             self._called.add(module)
 
     def finish(self) -> bool:
         """Called at the start of each forward pass; True the one time that the pass before was the one to learn from."""
-        if self._called is None or self._needs is not None:
+        if not self._called or self._needs is not None:
             return False
-        names = {inner: name for name, inner in self._module.named_modules()}
         inner_of = dict(self._module.named_modules())
+        names = {inner: name for name, inner in inner_of.items()}
         self._needs = {}
         for block in self._blocks:
             for user in block.users:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -127,12 +127,6 @@ def clip_factor(gradients: list[torch.Tensor], max_norm: float) -> torch.Tensor:
 # ---- the step
 
 
-def raw_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
-    """The optimizer's own step, without the hooks that users registered and that torch wraps around it."""
-    function: Any = type(optimizer).step
-    return function.__wrapped__ if getattr(function, "hooked", False) else function
-
-
 def takes_step_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> bool:
     """Return whether the optimizer's step is the very one of a class of torch.optim that is called one of `names`."""
     known, step = (
@@ -190,8 +184,9 @@ class FrozenStep:
         groups = [dict(group) for group in optimizer.param_groups]
         kept = {parameter: parameter.grad for parameter in (stepped.get(p, p) for p in chosen)}
         # A GradScaler in its `step` lays these on the optimizer, whose step would unscale, or refuse them.
-        laid = [name for name in ("grad_scale", "found_inf") if name in vars(optimizer)]
-        told: dict[str, Any] = {name: vars(optimizer).pop(name) for name in laid}
+        laid = vars(optimizer)
+        told: dict[str, Any] = {name: laid.pop(name) for name in ("grad_scale", "found_inf") if name in laid}
+        step: Any = type(optimizer).step
         try:
             # Groups that came after the call took no part in it.
             for group, frozen in zip(optimizer.param_groups, self._groups, strict=False):
@@ -200,7 +195,8 @@ class FrozenStep:
                 group["params"] = [stepped.get(p, p) for p in group["params"] if p in chosen]
             for parameter, gradient in chosen.items():
                 stepped.get(parameter, parameter).grad = gradient.to(parameter.device)
-            raw_step(optimizer)(optimizer)
+            # Without the hooks that users registered and that torch wraps around it.
+            (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
         finally:
             for group, before in zip(optimizer.param_groups, groups, strict=True):
                 group.update(before)
@@ -459,13 +455,11 @@ class _TrainLink:
     """`module.train`, which flushes before evaluation; `module.eval()` calls it too."""
 
     def __init__(self, module: nn.Module, interceptor: Interceptor | None = None) -> None:
-        self._module = weakref.ref(module)
-        self._interceptor = None if interceptor is None else weakref.ref(interceptor)
+        self._module, self._flush = weakref.ref(module), _Link(interceptor, "_flush")
 
     def __call__(self, mode: bool = True) -> nn.Module:
-        interceptor = None if self._interceptor is None else self._interceptor()
-        if not mode and interceptor is not None and interceptor._is_active:
-            interceptor._flush()
+        if not mode:
+            self._flush()
         module = self._module()
         assert module is not None
         return type(module).train(module, mode)

@@ -151,7 +151,7 @@ class LocBuf:
             return
         for parameter, version in zip(self._parameters, self._versions, strict=True):
             if parameter._version != version:
-                # Without this the error would come up again when what is pending is settled.
+                # Without this the error would come up again when the pending step is taken.
                 self._versions = [parameter._version for parameter in self._parameters]
                 raise Unsupported(
                     f"a parameter of shape {tuple(parameter.shape)} was changed while it held this rank's local weights, "
@@ -198,7 +198,7 @@ class LookAhead(StepOwner):
             check_peekable(self._optimizer)
         self._parameters = stepped_parameters(session, "backup=True")
         self.loc_buf = LocBuf(self._parameters)
-        self._chunks = list(_chunks(self._parameters))
+        self._chunks = _chunks(self._parameters)
         self._grad_bufs: list[dict[int, torch.Tensor]] = [{}, {}]  # of the step under way, and of the one before
         self._arriving: Aggregate | None = None  # of the backward pass that runs or ran last
         self._pending: Aggregate | None = None  # called for, and not in the global weights yet
@@ -216,7 +216,9 @@ class LookAhead(StepOwner):
         bucket.wait_for_all()
         copied = self._copy(bucket)
         self._arriving.buckets.append(copied)
-        self._arriving.done.append(self._send(copied))
+        done = self._start_mean(copied)
+        done.add_done_callback(lambda _: self._session.recorder.close_bucket(copied.record))
+        self._arriving.done.append(done)
         return self._flag.own_gradient(bucket)
 
     def begin_step(self, step: int) -> None:
@@ -242,11 +244,6 @@ class LookAhead(StepOwner):
             record=record,
         )  # fmt: skip
 
-    def _send(self, bucket: Bucket) -> torch.futures.Future:
-        done = self._start_mean(bucket)
-        done.add_done_callback(lambda _: self._session.recorder.close_bucket(bucket.record))
-        return done
-
     def end_backward(self) -> int:
         """DDP has ended its part; returns how long the step before waited for its aggregate, in ns."""
         self._interceptor.end_backward()
@@ -264,12 +261,12 @@ class LookAhead(StepOwner):
         arrived.frozen = frozen
         # Staleness: at most the aggregate of the step taken before this one is outstanding.
         assert self._pending is None or self._pending.step < arrived.step
-        self._settle()
+        self.flush()
         assert self._pending is None
         self._n_taken += 1
         self._pending = arrived
         if self._n_taken <= self._options.sync_steps:
-            self._settle()
+            self.flush()
             return
         self._n_ahead += 1
         if not frozen.parameters:
@@ -282,18 +279,14 @@ class LookAhead(StepOwner):
     def drop_step(self) -> None:
         """Skip this step, under AMP: the one before must not become two steps old."""
         dropped, self._arriving = self._arriving, None
-        self._settle()
+        self.flush()
         if dropped is not None:
             _wait(dropped)
 
-    @torch.no_grad()
-    def flush(self) -> None:
-        """Bring the parameters to the global weights, with every step that was called for."""
-        self._settle()
-
     # ---- the global step
 
-    def _settle(self) -> None:
+    @torch.no_grad()
+    def flush(self) -> None:
         """Put the global weights back and take the pending step on them. Raises: what the aggregation failed of."""
         pending, self._pending = self._pending, None
         try:
@@ -370,17 +363,16 @@ class LookAhead(StepOwner):
             self._flag.close()
 
 
-def _chunks(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    chunk: list[torch.Tensor] = []
-    n_elements = 0
+def _chunks(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    chunks: list[list[torch.Tensor]] = []
+    room = 0
     for parameter in parameters:
-        if chunk and n_elements + parameter.numel() > _CHUNK_ELEMENTS:
-            yield chunk
-            chunk, n_elements = [], 0
-        chunk.append(parameter)
-        n_elements += parameter.numel()
-    if chunk:
-        yield chunk
+        if not chunks or parameter.numel() > room:
+            chunks.append([])
+            room = _CHUNK_ELEMENTS
+        chunks[-1].append(parameter)
+        room -= parameter.numel()
+    return chunks
 
 
 def _wait(aggregate: Aggregate) -> None:

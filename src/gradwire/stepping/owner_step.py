@@ -79,7 +79,8 @@ class ShardedState:
     @property
     def n_bytes(self) -> int:
         """Bytes of the state that lies here and not in the optimizer."""
-        return sum(_bytes_of(shard.state) for shard in self._shards.values())
+        values = [value for shard in self._shards.values() for value in shard.state.values()]
+        return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
 
     @property
     def is_sharded(self) -> bool:
@@ -221,10 +222,6 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 def _is_cut(key: str, value: Any) -> bool:
     """Return whether it has a value for each of the parameter's; the others count steps."""
     return isinstance(value, torch.Tensor) and key != "step"
-
-
-def _bytes_of(state: Mapping[str, Any]) -> int:
-    return sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, torch.Tensor))
 
 
 @dataclass(frozen=True)

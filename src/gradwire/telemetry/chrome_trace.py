@@ -62,10 +62,15 @@ class ChromeTraceSink:
         """Append one step's events. Raises: OSError (full disk), after putting the file back to its last whole step."""
         if self._full:
             return
-        events = [self._iteration(step_record)]
-        events += self._spans(bucket_records)
-        events += self._buckets(bucket_records)
-        events += self._counters(step_record, bucket_records)
+        step, ended_ns = step_record, step_record.closed_ns
+        events = [
+            self._complete(
+                f"step {step.step}", "step", _ITERATIONS, ended_ns - step.iteration_ns, ended_ns, step.as_dict()
+            ),
+            *self._spans(bucket_records),
+            *self._buckets(bucket_records),
+            *self._counters(step_record, bucket_records),
+        ]
         text = "".join(",\n" + json.dumps(event, separators=(",", ":")) for event in events).encode()
         if self._end + len(text) > self._max_bytes:
             self._full = True
@@ -88,10 +93,6 @@ class ChromeTraceSink:
         rest = memoryview(data)
         while rest:
             rest = rest[self._file.write(rest) or 0 :]
-
-    def _iteration(self, step: StepRecord) -> dict[str, Any]:
-        start_ns = step.closed_ns - step.iteration_ns
-        return self._complete(f"step {step.step}", "step", _ITERATIONS, start_ns, step.closed_ns, step.as_dict())
 
     def _spans(self, buckets: Sequence[BucketRecord]) -> list[dict[str, Any]]:
         spans = [

@@ -1,4 +1,4 @@
-"""Where a result was measured: machine, versions, commit, network. Every benchmark record and run carries it."""
+"""Describes where a result was measured: machine, versions, commit, network. Every benchmark record and run carries it."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class JsonlSink:
 
     @property
     def error(self) -> OSError | None:
-        """Why the log ends early; None while all is well."""
+        """The reason why the log ends early; None while all is well."""
         return self._lines.error
 
     def write_step(self, step_record: StepRecord, bucket_records: Sequence[BucketRecord]) -> None:

@@ -6,11 +6,9 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple, Protocol
-
-from gradwire.errors import InvalidArgument
 
 __all__ = ["KINDS", "BucketRecord", "Recorder", "Sink", "Span", "StepRecord"]
 
@@ -21,6 +19,7 @@ KINDS = ("encode", "decode", "communicate", "importance", "table", "wait")
 
 # What is summed up of buckets, for a step and for the totals.
 _SUMMED = ("original_bytes", "bytes_sent", "bytes_received", "n_messages")
+_COUNTED = ("n_buckets", "n_fallbacks", *_SUMMED)
 
 # A caller that never closes a step (a bare comm hook) must not make the recorder grow: older steps close by themselves.
 _MAX_OPEN_STEPS = 8
@@ -37,57 +36,41 @@ class Span(NamedTuple):
     thread: int
 
 
+@dataclass(slots=True, eq=False)
 class BucketRecord:
     """One bucket in one step. Any thread may add to it until it is closed.
 
-    `fallbacks` takes one reason for each time that the scheme sent this bucket (or a part) some plainer way.
+    `fallbacks` takes one reason for each time that the scheme sent this bucket (or a part) some plainer way. `thread` is the
+    one that opened it: DDP's hook.
     """
 
-    __slots__ = (
-        "_lock",
-        "_summed_into",
-        "bucket",
-        "busy_ns",
-        "bytes_received",
-        "bytes_sent",
-        "ended_ns",
-        "fallbacks",
-        "n_messages",
-        "original_bytes",
-        "spans",
-        "started_ns",
-        "step",
-        "thread",
-    )
+    step: int
+    bucket: int
+    original_bytes: int
+    trace: InitVar[bool]
+    lock: threading.Lock
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    n_messages: int = 0
+    busy_ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    fallbacks: list[str] = field(default_factory=list)
+    spans: list[Span] | None = None
+    thread: int = field(default_factory=threading.get_ident)
+    started_ns: int = field(default_factory=time.perf_counter_ns)
+    ended_ns: int = 0
+    _summed_into: Counter[str] | None = None  # the totals that hold this bucket already
 
-    def __init__(self, step: int, bucket: int, original_bytes: int, trace: bool, lock: threading.Lock) -> None:
-        self.step = step
-        self.bucket = bucket
-        self.original_bytes = original_bytes
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        self.n_messages = 0
-        self.busy_ns = dict.fromkeys(KINDS, 0)
-        self.fallbacks: list[str] = []
-        self.spans: list[Span] | None = [] if trace else None
-        self.thread = threading.get_ident()  # the thread that opened it: DDP's hook
-        self.started_ns = time.perf_counter_ns()
-        self.ended_ns = 0
-        self._lock = lock
-        self._summed_into: Counter[str] | None = None  # the totals that hold this bucket already
+    def __post_init__(self, trace: bool) -> None:
+        self.spans = [] if trace else None
 
     def add(self, kind: str, start_ns: int, end_ns: int) -> None:
         """Count `end_ns - start_ns` (clock: `time.perf_counter_ns`) as time of `kind`, one of `KINDS`.
 
         Spans of different threads may overlap, so the sums are busy time and may exceed the bucket's duration.
-        Raises: InvalidArgument (unknown kind).
         """
-        duration_ns = end_ns - start_ns
-        assert duration_ns >= 0, "a span ends before it starts"
-        if kind not in self.busy_ns:
-            raise InvalidArgument(f"telemetry knows no kind {kind!r}; there are: {', '.join(KINDS)}")
-        with self._lock:  # `+=` is not atomic, and hook and lane both add
-            self.busy_ns[kind] += duration_ns
+        assert end_ns >= start_ns, "a span ends before it starts"
+        with self.lock:  # `+=` is not atomic, and hook and lane both add
+            self.busy_ns[kind] += end_ns - start_ns
         if self.spans is not None:
             self.spans.append(Span(kind, start_ns, end_ns, threading.get_ident()))
 
@@ -97,14 +80,13 @@ class BucketRecord:
 
     def count_exchanged(self, n_bytes: int) -> None:
         """Count a collective in which this rank sent, and received, `n_bytes`."""
-        self.count_sent(n_bytes)
-        self.count_received(n_bytes)
+        self.count_sent(n_bytes, n_bytes)
 
     def add_account(
         self, bytes_sent: int, bytes_received: int, n_messages: int, spans: Sequence[tuple[int, int, int]]
     ) -> None:
         """Count one exchange of the native core: its bytes, and its spans of work (place in `KINDS`, start_ns, end_ns)."""
-        with self._lock:
+        with self.lock:
             self.bytes_sent += bytes_sent
             self.bytes_received += bytes_received
             self.n_messages += n_messages
@@ -114,18 +96,21 @@ class BucketRecord:
             thread = threading.get_ident()
             self.spans += [Span(KINDS[kind], start_ns, end_ns, thread) for kind, start_ns, end_ns in spans]
 
-    def count_sent(self, n_bytes: int) -> None:
-        """Count one message of `n_bytes`, headers included, that this rank sent; after the step's end too."""
-        with self._lock:
+    def count_sent(self, n_bytes: int, n_received: int = 0) -> None:
+        """Count one message of `n_bytes`, headers included, that this rank sent, and the bytes that came with it.
+
+        It may come after the step's end.
+        """
+        with self.lock:
             self.bytes_sent += n_bytes
+            self.bytes_received += n_received
             self.n_messages += 1
             if self._summed_into is not None:
-                self._summed_into["bytes_sent"] += n_bytes
-                self._summed_into["n_messages"] += 1
+                self._summed_into.update(bytes_sent=n_bytes, bytes_received=n_received, n_messages=1)
 
     def count_received(self, n_bytes: int) -> None:
         """Count `n_bytes`, headers included, that this rank received."""
-        with self._lock:
+        with self.lock:
             self.bytes_received += n_bytes
             if self._summed_into is not None:
                 self._summed_into["bytes_received"] += n_bytes
@@ -218,7 +203,7 @@ class StepRecord:
 
 
 class Sink(Protocol):
-    """Where records go. Called once a step on the training thread, never for one sink from two threads at once.
+    """Takes records. Called once a step on the training thread, never for one sink from two threads at once.
 
     A sink that sets `wants_spans = True` turns tracing on. One that raises is reported once and dropped.
     """
@@ -295,24 +280,17 @@ class Recorder:
         """
         now_ns = time.perf_counter_ns()
         with self._lock:
-            closed, self._closed = self._closed, []
-            buckets: list[BucketRecord] = []
-            first_ns, busy_ns = now_ns, dict.fromkeys(KINDS, 0)
-            for record in closed:
-                if record.step > step:
-                    self._closed.append(record)
-                    continue
-                buckets.append(record)
-                first_ns = min(first_ns, record.started_ns)
-                for kind, ns in record.busy_ns.items():
-                    busy_ns[kind] += ns
+            closed = self._closed
+            buckets = [record for record in closed if record.step <= step]
+            self._closed = [record for record in closed if record.step > step]
+            first_ns = min((record.started_ns for record in buckets), default=now_ns)
             started_ns, self._last_step_ns = self._last_step_ns or first_ns, now_ns
             sums = _sum(buckets)
             step_record = StepRecord(
                 step=step,
-                **sums,
-                reference_bytes=2 * (self.world_size - 1) / self.world_size * sums["original_bytes"],
-                busy_ns=busy_ns,
+                **{name: sums[name] for name in _COUNTED},
+                reference_bytes=self._ring_bytes(sums),
+                busy_ns={kind: sums[kind] for kind in KINDS},
                 exposed_ns=exposed_ns,
                 iteration_ns=now_ns - started_ns,
                 first_ns=first_ns,
@@ -321,8 +299,7 @@ class Recorder:
             )
             self.steps.append(step_record)
             self.last_buckets = buckets
-            self._totals.update(sums | busy_ns)
-            self._totals.update(n_steps=1, exposed=exposed_ns, iteration=now_ns - started_ns)
+            self._totals.update(sums, n_steps=1, exposed=exposed_ns, iteration=now_ns - started_ns)
             for record in buckets:
                 record._summed_into = self._totals
                 for reason in record.fallbacks:
@@ -333,7 +310,7 @@ class Recorder:
         return step_record
 
     def unsummed_buckets(self) -> list[BucketRecord]:
-        """The closed buckets that no closed step has counted yet: their traffic ended after their step did."""
+        """List the closed buckets that no closed step has counted yet: their traffic ended after their step did."""
         with self._lock:
             return list(self._closed)
 
@@ -345,16 +322,16 @@ class Recorder:
         with self._lock:
             totals = Counter(self._totals)
             totals.update(_sum(self._closed))
-        reference_bytes = 2 * (self.world_size - 1) / self.world_size * totals["original_bytes"]
-        result: dict[str, float | int] = {
-            name: totals[name]
-            for name in ("n_steps", "n_buckets", "n_messages", "n_fallbacks", "original_bytes", "bytes_sent")
+        reference_bytes = self._ring_bytes(totals)
+        names = ("n_steps", "n_buckets", "n_messages", "n_fallbacks", "original_bytes", "bytes_sent", "bytes_received")
+        return {
+            **{name: totals[name] for name in names},
+            "ratio": totals["bytes_sent"] / reference_bytes if reference_bytes else 1.0,
+            **{f"{name}_s": totals[name] / 1e9 for name in (*KINDS, "exposed", "iteration")},
         }
-        result["bytes_received"] = totals["bytes_received"]
-        result["ratio"] = totals["bytes_sent"] / reference_bytes if reference_bytes else 1.0
-        for name in (*KINDS, "exposed", "iteration"):
-            result[f"{name}_s"] = totals[name] / 1e9
-        return result
+
+    def _ring_bytes(self, sums: Mapping[str, int]) -> float:
+        return 2 * (self.world_size - 1) / self.world_size * sums["original_bytes"]
 
     def close(self) -> None:
         """Close all sinks; the recorder itself stays readable."""
@@ -389,13 +366,15 @@ def _seconds_of(busy_ns: dict[str, int]) -> dict[str, float]:
     return {f"{kind}_s": ns / 1e9 for kind, ns in busy_ns.items()}
 
 
-def _sum(buckets: Sequence[BucketRecord]) -> dict[str, Any]:
-    sums = dict.fromkeys(("n_buckets", "n_fallbacks", *_SUMMED), 0)
+def _sum(buckets: Sequence[BucketRecord]) -> Counter[str]:
+    sums: Counter[str] = Counter()
     for record in buckets:
         sums["n_buckets"] += record.bucket >= 0
         sums["n_fallbacks"] += len(record.fallbacks)
         for name in _SUMMED:
             sums[name] += getattr(record, name)
+        for kind, ns in record.busy_ns.items():
+            sums[kind] += ns
     return sums
 
 

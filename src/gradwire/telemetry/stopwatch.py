@@ -91,11 +91,8 @@ class StepClock:
         begin: Callable[[], None],
         end: Callable[[int, int], None],
     ) -> None:
-        self._ddp, self._begin, self._end = (
-            weakref.ref(ddp),
-            begin,
-            end,
-        )  # whose parameters hold this, and may live longer
+        self._begin, self._end = begin, end
+        self._ddp = weakref.ref(ddp)  # whose parameters hold this, and may live longer
         self._began_ns = self._computed_ns = 0
         self._is_queued = False
         self._handles: list[Any] = [called.register_forward_pre_hook(_BeforeForward(self._before_forward))]

@@ -3,8 +3,7 @@
 A step is three activities that share what there is. The computation hands over buckets at known times. The lane encodes
 and decodes, one bucket after another; the wire is one link, whoever uses it. Computation and lane share cores where ranks
 share a machine. Every number is "wall time while all ranks do the same", which is how it is measured and how it is meant.
-Against 85 cells measured on 2026-11-22 (24 schemes, two models, three networks): median error 9 %, 90th percentile 21 %.
-That is too much to decide by and enough to know what to try.
+It errs too much to decide by, and little enough to know what to try (docs/auto.md).
 
 Seconds, bytes, and bytes a second of payload. Only + - * / and comparisons, so that ranks that share the inputs share the
 outputs, but for `break_even_rate`, which is for people.
@@ -332,17 +331,6 @@ class CostProfile:
             spec: int(1e6 * predict_s(self.shapes[spec], codec, step, self.link, self.machine))
             for spec, codec in self.costs.items()
         }
-
-    def best_at(self, rate_bps: float, computing_us: int, allowed: Sequence[str]) -> tuple[int, str, int]:
-        """(microseconds a step under plain, the best of `allowed`, its microseconds) on a link of that rate.
-
-        The best is plain where nothing wins 3 %.
-        """
-        there = replace(self, link=replace(self.link, rate=rate_bps / 8)).predict_us(computing_us)
-        best = min(allowed, key=lambda spec: (there[spec], spec))
-        if there[best] * 1.03 >= there["plain"]:
-            best = "plain"
-        return there["plain"], best, there[best]
 
     def with_transfer(self, transfer_us: int) -> CostProfile:
         """The same, with the link as `probe_transfer_us` found it on the slowest rank."""

@@ -33,10 +33,8 @@ WINDOW = 10  # steps of one look at a running scheme
 DRIFT, SUDDEN = 150, 1500  # two windows in a row so far off mean another network; so do ...
 JUMP = 3  # ... so many steps in a row
 PROBE_EVERY, PROBING = 100, 3  # steps between two probes of the link at least; of all time that they may cost
-AGAIN_AFTER, CHECK_AFTER = (
-    300,
-    60,
-)  # steps until a loser may race again, doubled with each loss; once, after a narrow one
+AGAIN_AFTER = 300  # steps until a loser may race again, doubled with each loss
+CHECK_AFTER = 60  # the same, once, after a narrow loss
 BIAS_RANGE = (250, 4000)  # a prediction is never corrected by more than a factor of four
 _NEVER = 1 << 62
 

@@ -119,19 +119,16 @@ class Auto(Scheme):
         self._handover = ResidualHandover()
         self._active = PLAIN
         self._schedule: list[tuple[int, str]] = []
-        self._polls: Polls
         self._records: list[Any] = []
         self._wants_to_reconsider, self._probes = False, LinkProbes()
         self._told = self._n_steps = 0
         self._last_scale = 0.0
         self._stays_plain = ""
         self._objection = ""  # of the scheme at work, on this rank
-        self._asked: tuple[torch.futures.Future, torch.Tensor] | None = (
-            None  # the sum of all ranks' in this step, under way
-        )
+        # The sum of all ranks' objections in this step, under way.
+        self._asked: tuple[torch.futures.Future, torch.Tensor] | None = None
         self._plain = schemes.by_name(PLAIN)  # for a step that an objection meets under way
-        self._stepping: Scheme
-        self._law: Law
+        self.law: Law  # once bound
         self.state_is_per_world = False
 
     @property
@@ -151,11 +148,6 @@ class Auto(Scheme):
     def is_transparent(self) -> bool:
         """True where DDP's own all-reduce does this step, as without gradwire."""
         return self._active == PLAIN
-
-    @property
-    def law(self) -> Law:
-        """The control law."""
-        return self._law
 
     # ---- binding
 
@@ -192,7 +184,7 @@ class Auto(Scheme):
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._profile = self._given or measure_profile(session.communicator, self._rows, parameters)
         predicted = self._profile.predict_us(1)
-        self._law = Law(
+        self.law = Law(
             {row.spec: predicted.get(row.spec, predicted[PLAIN]) for row in self._rows},
             math.ceil(1000 * self._budget),
             self._predict,
@@ -201,7 +193,7 @@ class Auto(Scheme):
         )
 
     def _can_only_be_plain(self, module: DistributedDataParallel) -> bool:
-        """Whether the model has what no scheme takes; it is said once, and the same on all ranks."""
+        """Return whether the model has what no scheme takes; it is said once, and the same on all ranks."""
         try:
             check_trained(module)
             if getattr(module, "_use_python_reducer", False):
@@ -234,7 +226,7 @@ class Auto(Scheme):
         self._probes.forget()
         self._asked, self._n_steps = None, step
         self._schedule = [entry for entry in self._schedule if entry[0] < step]
-        self._law.go_on_at(step)
+        self.law.go_on_at(step)
 
     def choose(self, step: int) -> None:
         """Read what is due, and decide: on the training thread, before the first forward pass of `step`.
@@ -244,20 +236,20 @@ class Auto(Scheme):
         self._end_handover_step()
         while (vote := self._polls.next_before(step - self._lag())) is not None:
             self._count(vote)
-        name = self._replayed(step) if self._replay is not None else self._law.scheme_of(step)
+        name = self._replayed(step) if self._replay is not None else self.law.scheme_of(step)
         if self._stays_plain:
             name = PLAIN
         if name != self._active:
-            self._hand_over_to(name)
+            if self._active != PLAIN:  # on the lane, after it has committed its last step
+                self._handover.take(self.session.communicator.submit(self.session.feedback.take).wait())
+            self._active = name
         if not self._schedule or self._schedule[-1][1] != name:
             self._schedule.append((step, name))
         self.session.recorder.scheme = name
         self._asked = None
         if name != PLAIN and self._subs[name].may_object:
-            communicator, said = (
-                self.session.communicator,
-                torch.tensor([int(bool(self._objection))], dtype=torch.int64, device="cpu"),
-            )
+            communicator = self.session.communicator
+            said = torch.tensor([int(bool(self._objection))], dtype=torch.int64, device="cpu")
             self._asked = communicator.submit(communicator.start_all_reduce, said), said
 
     def _replayed(self, step: int) -> str:
@@ -266,11 +258,6 @@ class Auto(Scheme):
         if name != PLAIN and name not in self._subs:
             raise InvalidArgument(f"the schedule to replay names {name!r}, which is not allowed here")
         return name
-
-    def _hand_over_to(self, name: str) -> None:
-        if self._active != PLAIN:  # on the lane, after it has committed its last step
-            self._handover.take(self.session.communicator.submit(self.session.feedback.take).wait())
-        self._active = name
 
     def _end_handover_step(self) -> None:
         scale = self.session.loss_scale()
@@ -283,7 +270,7 @@ class Auto(Scheme):
             self._handover.add_to(slots, gradients, self.session.loss_scale())
 
     def _note_objection(self, error: Unsupported) -> None:
-        """What the scheme at work has noticed does not end what DDP trains: the next step is plain, on all ranks."""
+        """Note what the scheme at work cannot serve: it does not end what DDP trains, the next step is plain, on all ranks."""
         self._objection = self._objection or str(error)
 
     def begin_step(self, step: int) -> None:
@@ -322,7 +309,7 @@ class Auto(Scheme):
         if communicator.world_size == 1 or self._replay is not None or self._stays_plain:
             return
         probe = self._probes.take()
-        at_once = self._law.role_of(step) != "run" or probe  # by what all ranks know alone
+        at_once = self.law.role_of(step) != "run" or probe  # by what all ranks know alone
         if self._polls.add(step, took_ns // 1000, waited_ns // 1000, fell_back, (p.grad for p in self.session.names),
                            at_once=at_once, probe=probe, reconsider=self._wants_to_reconsider):  # fmt: skip
             self._wants_to_reconsider = False
@@ -330,41 +317,43 @@ class Auto(Scheme):
     def _lag(self) -> int:
         """The steps that a vote may take; the same on all ranks."""
         vote_us = 2e6 * (self._profile.machine.n_ranks - 1) * self._profile.link.backend_hop_s
-        is_long = self._law.candidates[PLAIN].expected_us > _LONG_STEP * vote_us
-        return 0 if is_long and self._law.state != "run" else _LAG
+        is_long = self.law.candidates[PLAIN].expected_us > _LONG_STEP * vote_us
+        return 0 if is_long and self.law.state != "run" else _LAG
 
     def _count(self, vote: Vote) -> None:
         """Give the law what the ranks agreed on."""
         if vote.density:
             self._profile = replace(self._profile, density=vote.density)
-        link_changed = self._note_transfer(vote.transfer_us) or vote.reconsider
+        link_changed = vote.reconsider
+        if vote.transfer_us:  # of a probe
+            self.law.probe_us = vote.transfer_us
+            found = self._probes.found(vote.transfer_us, self._profile)
+            self._profile, link_changed = found or self._profile, link_changed or found is not None
         for step, took_us, waited_us, fell_back in vote.steps():
-            if self._law.wants_probe(step):
-                self._probes.ask(is_urgent=not self._law.is_settled)
+            if self.law.wants_probe(step):
+                self._probes.ask(is_urgent=not self.law.is_settled)
             is_last = step == vote.last_step
-            self._law.observe(step, took_us, waited_us, link_changed and is_last, is_typical=not fell_back)
+            self.law.observe(step, took_us, waited_us, link_changed and is_last, is_typical=not fell_back)
         self._tell()
 
-    def _note_transfer(self, transfer_us: int) -> bool:
-        """Return whether a probe, if there was one, has found another link than the profile holds."""
-        if not transfer_us:
-            return False
-        self._law.probe_us = transfer_us
-        found = self._probes.found(transfer_us, self._profile)
-        self._profile = found or self._profile
-        return found is not None
-
     def plan_for(self, rate_bps: float) -> tuple[float, str, float]:
-        """(seconds a step under plain, the best scheme, its seconds) on a link of that rate, by the model alone."""
-        plain_us, best, best_us = self._profile.best_at(rate_bps, self._law.computing_us, list(self._law.candidates))
-        return plain_us / 1e6, best, best_us / 1e6
+        """(seconds a step under plain, the best scheme, its seconds) on a link of that rate, by the model alone.
+
+        The best is plain where nothing wins 3 %.
+        """
+        link = replace(self._profile.link, rate=rate_bps / 8)
+        there = replace(self._profile, link=link).predict_us(self.law.computing_us)
+        best = min(self.law.candidates, key=lambda spec: (there[spec], spec))
+        if there[best] * 1.03 >= there[PLAIN]:
+            best = PLAIN
+        return there[PLAIN] / 1e6, best, there[best] / 1e6
 
     def _tell(self) -> None:
-        for decision in self._law.decisions[self._told :]:
+        for decision in self.law.decisions[self._told :]:
             if self.session.communicator.rank == 0:
                 level = logging.WARNING if decision.kind == "drift" else logging.INFO
                 _log.log(level, "step %d: %s %s: %s", decision.step, decision.kind, decision.scheme, decision.why)
-        self._told = len(self._law.decisions)
+        self._told = len(self.law.decisions)
 
     def stay_plain(self, why: str) -> None:
         """Never leave DDP's own all-reduce again: something outside forbids it. On all ranks alike."""
@@ -390,7 +379,7 @@ class Auto(Scheme):
 
     def stats(self) -> dict[str, Any]:
         """`auto`: state, scheme, candidates with what was predicted and measured, decisions with reasons, the schedule."""
-        law = self._law
+        law = self.law
         return {
             "auto": {
                 "state": "stay" if self._stays_plain else law.state,
@@ -414,25 +403,16 @@ class Auto(Scheme):
 
     # ---- between runs
 
-    def _is_state_its_own(self, spec: str) -> bool:
-        """Return whether a scheme's state is kept with it: residuals belong to the run, and so to whoever is at work."""
-        return spec == self._active or not self._subs[spec].state_is_per_world
-
-    def take_residuals(self) -> dict[Slot, torch.Tensor]:
-        """Give away what the scheme at work and those before it have not sent."""
-        self._end_handover_step()
-        self._handover.take(self.session.feedback.take())
-        left, self._handover = self._handover.left(), ResidualHandover()
-        return left
-
     def state_dict(self) -> dict[str, Any]:
         self._end_handover_step()
         names = {slot: name for name, slot in self.session.slots.items()}
+        # Residuals belong to the run, and so to whoever is at work; other state is kept with its scheme.
+        kept = {s: sub for s, sub in self._subs.items() if s == self._active or not sub.state_is_per_world}
         return {
-            "law": self._law.state_dict(),
+            "law": self.law.state_dict(),
             "step": self._n_steps,
             "active": self._active,
-            "schemes": {spec: sub.state_dict() for spec, sub in self._subs.items() if self._is_state_its_own(spec)},
+            "schemes": {spec: sub.state_dict() for spec, sub in kept.items()},
             "carried": {names[slot]: residual for slot, residual in self._handover.left().items()},
             "world_size": self.session.communicator.world_size,
         }
@@ -453,9 +433,9 @@ class Auto(Scheme):
             raise not_the_state("scheme auto", "what it carries has other sizes than the model's parameters")
         is_same_world = world_size == self.session.communicator.world_size
         if is_same_world:
-            self._law.load_state_dict(law, step)
+            self.law.load_state_dict(law, step)
         else:
-            self._law.go_on_at(step, PLAIN)
+            self.law.go_on_at(step, PLAIN)
         self.session.feedback.clear()  # of the run that is left
         for spec, sub in self._subs.items():
             if spec in saved and (is_same_world or not sub.state_is_per_world):

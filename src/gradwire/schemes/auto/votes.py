@@ -37,14 +37,8 @@ class Vote:
     def __init__(self, last_step: int, reconsider: bool, density: float | None, rows: list[int]) -> None:
         permille = 0 if density is None else 1 + round(1000 * density)
         self.last_step = last_step
-        self.numbers = torch.tensor(
-            [last_step, -last_step, int(reconsider), 0, permille, *rows], dtype=torch.int64, device="cpu"
-        )
-
-    @property
-    def ranks_agree(self) -> bool:
-        """True if all ranks voted on the same steps."""
-        return bool(self.numbers[0] == -self.numbers[1])
+        numbers = [last_step, -last_step, int(reconsider), 0, permille, *rows]
+        self.numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     @property
     def reconsider(self) -> bool:
@@ -80,7 +74,7 @@ class Polls:
 
     def add(self, step: int, took_us: int, waited_us: int, fell_back: bool, gradients: Iterable[torch.Tensor | None], *,
             at_once: bool, probe: bool, reconsider: bool) -> bool:  # fmt: skip
-        """Put a step to the vote, at once or with the next ones; whether it is on its way. On the training thread.
+        """Put a step to the vote, at once or with the next ones; return whether it is on its way. On the training thread.
 
         Args:
             took_us, waited_us: of the step. fell_back: it says nothing of its scheme.
@@ -112,7 +106,7 @@ class Polls:
             return None
         communicator, vote = self._communicator, self._pending.popleft()
         communicator.finish(vote.started.wait())
-        if not vote.ranks_agree:
+        if vote.numbers[0] != -vote.numbers[1]:  # the last steps of the first rank and of the last
             raise communicator.fail(
                 RankMismatch(
                     f"rank {communicator.rank} is at step {vote.last_step}, another is elsewhere: call backward equally often "

@@ -80,7 +80,7 @@ class _Attached(HookState):
         """`auto` sees steps from outside; no other scheme does."""
         model, called = self.session.module, None if self._called is None else self._called()
         if self._watch is None and isinstance(model, DistributedDataParallel) and isinstance(self.scheme, Auto):
-            self._watch = Watch(self, model, called or model, self._door.register)
+            self._watch = Watch(self, model, model if called is None else called, self._door.register)
 
     def switch(self, scheme: Scheme | str) -> None:
         """As any Reducer; a scheme by name ends `auto`, "auto" takes it up again."""

@@ -617,7 +617,7 @@ class LowRank(Compressed):
     def _begin(self, work: Work) -> None:
         bucket = work.bucket
         work.plan = self.plans.find(bucket, self.turn)
-        work.loss_scale = self.session.loss_scale() if self.session.has_scaler else 1.0
+        work.loss_scale = self.session.loss_scale()
         work.steps = self._run(work)
         work.dense = [bucket.buffer[start:end] for start, end in work.plan.dense]
         if not work.wire.on_device:

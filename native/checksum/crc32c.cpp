@@ -117,15 +117,6 @@ GRADWIRE_FOLDING inline __m512i fold_onto(__m512i early, __m512i later) {
                                    _mm512_clmulepi64_epi128(early, factors, 0x11), later, 0x96);  // a ^ b ^ c
 }
 
-template <int kBits>
-GRADWIRE_FOLDING inline __m128i fold_onto(__m128i early, __m128i later) {
-  constexpr auto kFirst = static_cast<long long>(fold_factor(kBits + 32)),
-                 kSecond = static_cast<long long>(fold_factor(kBits - 32));
-  const __m128i factors = _mm_set_epi64x(kSecond, kFirst);
-  return _mm_xor_si128(
-      later, _mm_xor_si128(_mm_clmulepi64_si128(early, factors, 0x00), _mm_clmulepi64_si128(early, factors, 0x11)));
-}
-
 constexpr std::size_t kFoldBytes = 256;  // four registers side by side
 
 GRADWIRE_FOLDING std::uint32_t update_folding(std::uint32_t state, const std::uint8_t* data, std::size_t n_bytes) {
@@ -139,12 +130,8 @@ GRADWIRE_FOLDING std::uint32_t update_folding(std::uint32_t state, const std::ui
     d = fold_onto<2048>(d, _mm512_loadu_si512(data + 192));
   }
   d = fold_onto<512>(fold_onto<512>(fold_onto<512>(a, b), c), d);
-  alignas(64) std::array<std::array<std::uint64_t, 2>, 4> parts;
-  _mm512_store_si512(parts.data(), d);
-  const auto part = [&](std::size_t i) { return _mm_load_si128(reinterpret_cast<const __m128i*>(parts[i].data())); };
-  const __m128i rest = fold_onto<128>(fold_onto<128>(fold_onto<128>(part(0), part(1)), part(2)), part(3));
-  alignas(16) std::array<std::uint8_t, 16> last;
-  _mm_store_si128(reinterpret_cast<__m128i*>(last.data()), rest);
+  alignas(64) std::array<std::uint8_t, 64> last;
+  _mm512_store_si512(last.data(), d);
   return update_sse42(update_sse42(0, last.data(), last.size()), data, n_bytes);
 }
 

@@ -48,6 +48,13 @@ AccountTuple tuple_of(const exchange::Account& account) {
   return {account.bytes_sent, account.bytes_received, account.n_messages, std::move(spans)};
 }
 
+// A torch tensor over memory that outlives the call it is made for, or as long as its owner.
+nb::object tensor_of(const void* data, std::size_t n, nb::dlpack::dtype dtype, nb::handle owner = {}) {
+  const std::size_t shape[1] = {n};
+  const nb::ndarray<nb::pytorch> array(const_cast<void*>(data), 1, shape, owner, nullptr, dtype);
+  return nb::cast(array, nb::rv_policy::reference);
+}
+
 // ---- connections
 
 void bind_mesh(nb::module_& m) {
@@ -101,10 +108,9 @@ void bind_mesh(nb::module_& m) {
             const nb::capsule owner(kept.get(),
                                     [](void* message) noexcept { delete static_cast<wire::Message*>(message); });
             wire::Message& message = *kept.release();
-            const std::size_t shape[1] = {message.n_bytes};
-            const nb::ndarray<nb::pytorch> bytes(message.block->data(), 1, shape, owner, nullptr,
-                                                 nb::dtype<std::uint8_t>());
-            return nb::make_tuple(arrival.peer, nb::cast(bytes, nb::rv_policy::reference), arrival.duration_ns);
+            const nb::object bytes =
+                tensor_of(message.block->data(), message.n_bytes, nb::dtype<std::uint8_t>(), owner);
+            return nb::make_tuple(arrival.peer, bytes, arrival.duration_ns);
           },
           "stream"_a, "peers"_a)
       .def("wait_until_all_sent", &Mesh::wait_until_all_sent, unlocked)
@@ -114,13 +120,6 @@ void bind_mesh(nb::module_& m) {
 }
 
 // ---- codecs
-
-// A torch tensor over memory that outlives the call it is made for.
-nb::object tensor_of(const void* data, std::size_t n, nb::dlpack::dtype dtype) {
-  const std::size_t shape[1] = {n};
-  const nb::ndarray<nb::pytorch> array(const_cast<void*>(data), 1, shape, nb::handle(), nullptr, dtype);
-  return nb::cast(array, nb::rv_policy::reference);
-}
 
 nb::object tensor_of(ConstBytes bytes) { return tensor_of(bytes.data(), bytes.size(), nb::dtype<std::uint8_t>()); }
 
@@ -396,12 +395,7 @@ void bind_broadcast(nb::module_& m) {
       .def_prop_ro("n_copies", &Broadcast::n_copies)
       .def_prop_ro("head_bytes", &Broadcast::head_bytes)
       .def("begin", &Broadcast::begin, "step"_a)
-      .def(
-          "max_body_bytes",
-          [](const Broadcast& broadcast, std::size_t block, int n_bits) {
-            return broadcast.max_body_bytes(block, n_bits);
-          },
-          "block"_a, "n_bits"_a)
+      .def("max_body_bytes", &Broadcast::max_body_bytes, "block"_a, "n_bits"_a, "first_bit"_a = 0)
       .def(
           "encode",
           [](Broadcast& broadcast, std::size_t block, Bytes gradient, Dtype dtype, int n_bits) {

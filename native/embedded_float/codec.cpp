@@ -31,22 +31,9 @@ std::uint64_t max_message_bytes(std::uint64_t n_elements, std::size_t partition,
   return kFront.table_end(chunks_of(n_elements)) + payload_bytes(n_elements, partition, range) + escapes;
 }
 
-void write_entry(const ChunkEntry& entry, std::size_t chunk, std::uint8_t* message) {
-  std::uint8_t* const at = message + kFront.table_end(chunk);
-  store(at, entry.checksum);
-  store(at + 4, entry.n_escapes);
-}
-
 ChunkEntry load_entry(const std::uint8_t* message, std::size_t chunk) {
   const std::uint8_t* const at = message + kFront.table_end(chunk);
   return {load<std::uint32_t>(at), load<std::uint32_t>(at + 4)};
-}
-
-// The header's fields and the checksum over header and chunk table, which is in place already.
-void write_header(const Header& header, std::uint8_t* message) {
-  const auto& [dtype, range, flags, partition, n_elements, message_bytes] = header;
-  floats::write_head(kFront, {dtype, range.first, range.n, flags, partition, n_elements, message_bytes}, message);
-  write_checksum(kFront, message, chunks_of(n_elements));
 }
 
 Header read_header(ConstBytes message) {
@@ -77,6 +64,19 @@ Header read_header(ConstBytes message) {
 }
 
 namespace {
+
+void write_entry(const ChunkEntry& entry, std::size_t chunk, std::uint8_t* message) {
+  std::uint8_t* const at = message + kFront.table_end(chunk);
+  store(at, entry.checksum);
+  store(at + 4, entry.n_escapes);
+}
+
+// The header's fields and the checksum over header and chunk table, which is in place already.
+void write_header(const Header& header, std::uint8_t* message) {
+  const auto& [dtype, range, flags, partition, n_elements, message_bytes] = header;
+  floats::write_head(kFront, {dtype, range.first, range.n, flags, partition, n_elements, message_bytes}, message);
+  write_checksum(kFront, message, chunks_of(n_elements));
+}
 
 constexpr std::size_t padded(std::size_t n) { return (n + planes::kGroup - 1) / planes::kGroup * planes::kGroup; }
 

@@ -92,9 +92,8 @@ void HeadFormat::pack(const Head& head, std::uint32_t step, Bytes out) const {
   for (std::size_t block = 0; block < n_blocks_; ++block)
     if (head.ended[block]) out[sizeof fixed + block / 8] |= static_cast<std::uint8_t>(1 << block % 8);
   Cursor at(sizeof fixed + ended_bytes(n_blocks_));
-  for (std::size_t block = 0; block < n_blocks_; ++block) {
+  for (std::size_t block = 0; block < n_blocks_; ++block)
     at.put(out, head.remaining_s.empty() ? kUnknownUs : microseconds(head.remaining_s[block]));
-  }
   for (const std::uint64_t n : head.received_bytes) at.put(out, n);
   for (const std::uint64_t us : head.receiving_us) at.put(out, us);
   at.put(out, crc32c(out.first(n_bytes_ - kChecksumBytes)));
@@ -220,9 +219,7 @@ void Broadcast::begin(std::uint32_t step) {
 
 // ---- sending
 
-std::size_t Broadcast::max_body_bytes(std::size_t block, int n_bits) const { return max_body_bytes(block, 0, n_bits); }
-
-std::size_t Broadcast::max_body_bytes(std::size_t block, int first_bit, int n_bits) const {
+std::size_t Broadcast::max_body_bytes(std::size_t block, int n_bits, int first_bit) const {
   const auto& [name, n, dtype] = blocks_.at(block);
   if (n_bits == kWordBits) return n * floats::bytes_of(dtype);
   return embedded_float::max_message_bytes(n, partition_, {first_bit, n_bits});
@@ -233,7 +230,7 @@ std::size_t Broadcast::encode(std::size_t block, const Values& gradient, int n_b
   if (gradient.n != n || gradient.dtype != dtype) throw InvalidArgument("the gradient is not of this block");
   const int first_bit = sent_bits_[block];
   embedded_float::check_settings(partition_, {first_bit, n_bits});
-  const std::size_t room = max_body_bytes(block, first_bit, n_bits), bytes = n * gradient.element_bytes();
+  const std::size_t room = max_body_bytes(block, n_bits, first_bit), bytes = n * gradient.element_bytes();
   message_ = mesh_.pool().take(head_bytes_ + room);
   const Bytes body = message_.room().subspan(head_bytes_, room);
   next_ = {};
@@ -336,7 +333,7 @@ void Broadcast::check_body(const Head& head) const {
   const auto& [name, n, dtype] = blocks_[head.block];
   const std::size_t n_words = n * floats::bytes_of(dtype);
   const bool all_at_once = head.n_bits == kWordBits;
-  if (head.body_bytes > max_body_bytes(head.block, head.first_bit, head.n_bits) ||
+  if (head.body_bytes > max_body_bytes(head.block, head.n_bits, head.first_bit) ||
       (head.is_plain && head.body_bytes != n_words))
     throw CorruptMessage(rank_name(head.origin), " announced ", head.body_bytes, " bytes for ", head.n_bits,
                          " bits of ", block_name(blocks_[head.block]), " in this step", kSameGradwire);

@@ -80,8 +80,8 @@ class Broadcast {
   // A new gradient begins, on all blocks; the step before is over.
   void begin(std::uint32_t step);
 
-  // Of a first message, with these bits.
-  std::size_t max_body_bytes(std::size_t block, int n_bits) const;
+  // Of a message with n_bits bits from first_bit on.
+  std::size_t max_body_bytes(std::size_t block, int n_bits, int first_bit = 0) const;
   // Makes a body of the next n_bits of every value of a block, which is sent next; returns its bytes. All 32 bits at
   // once travel as the words that they are.
   std::size_t encode(std::size_t block, const Values& gradient, int n_bits);
@@ -108,13 +108,11 @@ class Broadcast {
     std::vector<std::uint8_t> exponents;
     int n_known = 0;
     wire::Message words;  // all of them, plain
-    std::size_t words_at = 0;
   };
   struct Source {
     int peer;
     std::vector<int> origins;  // whose heads come from there
   };
-  std::size_t max_body_bytes(std::size_t block, int first_bit, int n_bits) const;
   void check_body(const Head& head) const;
   void take(const Head& head, const wire::Message& message);
   void add_copy(Copy& copy, std::size_t block, std::size_t rank, Floats sums);

@@ -575,6 +575,15 @@ void add_group(Codec& codec, ConstBytes message, std::size_t first, Sizes sizes,
 
 // ---- the mean of them
 
+namespace {
+
+// Sums of a group, or what is added to them.
+Floats floats_of(const wire::Message& memory, const Group& group) {
+  return {reinterpret_cast<float*>(memory.block->data()), group.end - group.start};
+}
+
+}  // namespace
+
 PieceEnds::PieceEnds(wire::Mesh& mesh, Codec& push, Codec& pull, const Groups& groups, PieceBucket bucket,
                      Account& account)
     : push_(push),
@@ -609,14 +618,6 @@ std::int64_t PieceEnds::weigh(Codec& codec, const Group& group) {
   return account_.spans.back().end_ns;
 }
 
-Floats PieceEnds::total_of(const Group& group) const {
-  return {reinterpret_cast<float*>(total_.block->data()), group.end - group.start};
-}
-
-Floats PieceEnds::scratch_of(const Group& group) const {
-  return {reinterpret_cast<float*>(scratch_.block->data()), group.end - group.start};
-}
-
 Feedback PieceEnds::feedback_of(const Group& group, bool has_residual) const {
   const std::size_t n = group.end - group.start;
   Feedback feedback{{}, bucket_.left_out.subspan(group.start, n), bucket_.first_draw + group.start};
@@ -637,9 +638,9 @@ void PieceEnds::add_pushed(std::size_t source, std::size_t number, ConstBytes me
   const Group& group = groups_[rank_][number];
   const std::int64_t started = weigh(push_, group);
   if (source == 0)
-    decode_group(push_, message, group.start, group.sizes, 1, total_of(group));
+    decode_group(push_, message, group.start, group.sizes, 1, floats_of(total_, group));
   else
-    add_group(push_, message, group.start, group.sizes, total_of(group), scratch_of(group));
+    add_group(push_, message, group.start, group.sizes, floats_of(total_, group), floats_of(scratch_, group));
   account_.add(Kind::decode, started);
 }
 
@@ -647,7 +648,7 @@ void PieceEnds::add_pushed(std::size_t source, std::size_t number, ConstBytes me
 void PieceEnds::add_own(std::size_t number) {
   const std::int64_t started = now_ns();
   const Group& group = groups_[rank_][number];
-  const Floats total = total_of(group), own = bucket_.values.subspan(group.start, total.size());
+  const Floats total = floats_of(total_, group), own = bucket_.values.subspan(group.start, total.size());
   float* __restrict sum = total.data();
   const float* __restrict mine = own.data();
   if (bucket_.residual.empty()) {
@@ -665,7 +666,7 @@ void PieceEnds::add_own(std::size_t number) {
 std::size_t PieceEnds::encode_pull(std::size_t number, Bytes out) {
   const Group& group = groups_[rank_][number];
   const std::int64_t started = bucket_.has_pull ? weigh(pull_, group) : now_ns();
-  const Floats total = total_of(group);
+  const Floats total = floats_of(total_, group);
   std::size_t n_bytes = 0;
   if (bucket_.has_pull) {
     // It will adopt the very values that the others decode: sum - what the encoding lost would round differently.

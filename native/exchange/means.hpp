@@ -213,8 +213,6 @@ class PieceEnds final : public Ends {
  private:
   // Returns when what comes after begins.
   std::int64_t weigh(Codec& codec, const Group& group);
-  Floats total_of(const Group& group) const;
-  Floats scratch_of(const Group& group) const;
   Feedback feedback_of(const Group& group, bool has_residual) const;
 
   Codec &push_, &pull_;

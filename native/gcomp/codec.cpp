@@ -20,13 +20,6 @@ static_assert(kChunkValues == kMaxSegmentValues);
 
 std::string got(std::uint64_t expected, std::uint64_t actual) { return text("expected ", expected, ", got ", actual); }
 
-}  // namespace
-
-const char* name_of(Mode mode) {
-  constexpr const char* names[kModes] = {"none", "paper", "uniform", "truncate"};
-  return names[static_cast<int>(mode)];
-}
-
 // Bytes that no chunk of n_values exceeds, what its encoder scribbles past the end included.
 std::size_t max_chunk_bytes(std::size_t n_values, Dtype dtype, Mode mode, Version version) {
   // The exponent segment is at most one byte a value, but touches max_segment_bytes before that shows.
@@ -37,34 +30,17 @@ std::size_t max_chunk_bytes(std::size_t n_values, Dtype dtype, Mode mode, Versio
   return std::max(n_values + rest, max_segment_bytes(n_values)) + kPackSlackBytes;
 }
 
+}  // namespace
+
+const char* name_of(Mode mode) {
+  constexpr const char* names[kModes] = {"none", "paper", "uniform", "truncate"};
+  return names[static_cast<int>(mode)];
+}
+
 std::uint64_t max_message_bytes(std::uint64_t n_elements, Dtype dtype, Mode mode, Version version) {
   const std::uint64_t n_full = n_elements / kChunkValues, n_rest = n_elements % kChunkValues;
   return kFront.table_end(chunks_of(n_elements)) + n_full * max_chunk_bytes(kChunkValues, dtype, mode, version) +
          (n_rest > 0 ? max_chunk_bytes(n_rest, dtype, mode, version) : 0);
-}
-
-// Both headers' fields and the checksum over them; the chunk headers are in place already.
-void write_block_header(const BlockHeader& header, std::uint8_t* message) {
-  write_front(kFront, static_cast<int>(header.version), static_cast<int>(header.dtype), static_cast<int>(header.mode),
-              header.kept_bits, message);
-  store(message + 8, header.table_id);
-  store(message + 16, header.n_elements);
-  store(message + 24, header.message_bytes);
-  store(message + 32, header.n_chunks);
-  store(message + 36, header.flags);
-  store(message + 40, std::uint32_t{0});
-  write_checksum(kFront, message, header.n_chunks);
-}
-
-void write_chunk_header(const ChunkHeader& header, Version version, std::size_t chunk, std::uint8_t* message) {
-  std::uint8_t* const at = message + kFront.table_end(chunk);
-  store(at, header.offset);
-  store(at + 8, header.exponent_bytes);
-  store(at + 12, version == Version::levels ? header.level_bits : header.importance_checksum);
-  store(at + 16, header.mantissa_bits);
-  store(at + 20, header.n_values);
-  store(at + 24, header.flags);
-  store(at + 28, header.checksum);
 }
 
 ChunkHeader load_chunk_header(const std::uint8_t* message, Version version, std::size_t chunk) {
@@ -108,6 +84,32 @@ BlockHeader read_block_header(ConstBytes message) {
   return header;
 }
 
+namespace {
+
+// Both headers' fields and the checksum over them; the chunk headers are in place already.
+void write_block_header(const BlockHeader& header, std::uint8_t* message) {
+  write_front(kFront, static_cast<int>(header.version), static_cast<int>(header.dtype), static_cast<int>(header.mode),
+              header.kept_bits, message);
+  store(message + 8, header.table_id);
+  store(message + 16, header.n_elements);
+  store(message + 24, header.message_bytes);
+  store(message + 32, header.n_chunks);
+  store(message + 36, header.flags);
+  store(message + 40, std::uint32_t{0});
+  write_checksum(kFront, message, header.n_chunks);
+}
+
+void write_chunk_header(const ChunkHeader& header, Version version, std::size_t chunk, std::uint8_t* message) {
+  std::uint8_t* const at = message + kFront.table_end(chunk);
+  store(at, header.offset);
+  store(at + 8, header.exponent_bytes);
+  store(at + 12, version == Version::levels ? header.level_bits : header.importance_checksum);
+  store(at + 16, header.mantissa_bits);
+  store(at + 20, header.n_values);
+  store(at + 24, header.flags);
+  store(at + 28, header.checksum);
+}
+
 // The header of one chunk: number of values, lengths and offsets are possible and lie within the message.
 ChunkHeader read_chunk_header(ConstBytes message, const BlockHeader& block, std::size_t chunk) {
   const ChunkHeader header = load_chunk_header(message.data(), block.version, chunk);
@@ -145,8 +147,6 @@ void check_chunks_adjoin(ConstBytes message, const BlockHeader& block) {
   }
   expect(kName, "bytes used by its chunks", message.size(), end);
 }
-
-namespace {
 
 // What every chunk of one message has in common.
 struct MessageCoding {

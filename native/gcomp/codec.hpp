@@ -7,7 +7,9 @@
 namespace gradwire::gcomp {
 
 using floats::bytes_of;
+using floats::chunks_of;
 using floats::Dtype;
+using floats::kChunkValues;
 using floats::kDtypes;
 using floats::name_of;
 enum class Mode : std::uint8_t { none = 0, paper = 1, uniform = 2, truncate = 3 };
@@ -15,8 +17,6 @@ enum class Mode : std::uint8_t { none = 0, paper = 1, uniform = 2, truncate = 3 
 inline constexpr int kModes = 4;
 // Format 1 sends levels; in format 2 the receiver derives what was kept.
 enum class Version : std::uint8_t { levels = 1, derived = 2 };
-// Values of every chunk but the last. 64 KiB of float32 with their exponents and output stay in a 512 KiB L2.
-inline constexpr std::size_t kChunkValues = 16384;
 inline constexpr std::size_t kBlockHeaderBytes = 48;
 inline constexpr std::size_t kChunkHeaderBytes = 32;
 inline constexpr Front kFront{"GComp", "GWGC", 2, kBlockHeaderBytes, kChunkHeaderBytes};
@@ -64,8 +64,6 @@ struct ChunkHeader {
   std::uint64_t mantissa_offset() const { return level_offset() + (std::uint64_t{level_bits} + 7) / 8; }
   std::uint64_t end_offset() const { return mantissa_offset() + (std::uint64_t{mantissa_bits} + 7) / 8; }
 };
-
-constexpr std::uint64_t chunks_of(std::uint64_t n_elements) { return (n_elements + kChunkValues - 1) / kChunkValues; }
 
 // Bytes that no message of n_elements values exceeds.
 std::uint64_t max_message_bytes(std::uint64_t n_elements, Dtype dtype, Mode mode, Version version);

@@ -19,24 +19,29 @@ void require_length(const char* name, std::size_t expected, std::size_t got) {
     throw InvalidArgument("importance: ", name, " holds ", got, " elements, the parameter ", expected);
 }
 
+// All of it, however long.
+void write_tiles(const ImportanceTile& all, const ImportanceTerms& terms) {
+  WriteTile& write_tile = at_current_level<1>([](auto level) -> WriteTile& { return write_tile_at(level); });
+  parallel_for_runs(all.n_elements, kTileElements, [&](std::size_t begin, std::size_t n) {
+    const auto at = [begin](const float* values) { return values == nullptr ? nullptr : values + begin; };
+    write_tile({all.parameter + begin, at(all.second_moment), at(all.first_moment), all.out + begin, n}, terms);
+  });
+}
+
 }  // namespace
 
 void write_importance(ConstFloats parameter, std::optional<ConstFloats> second_moment,
                       std::optional<ConstFloats> first_moment, float a, float b, float c, Bytes out) {
   const std::size_t n_elements = parameter.size();
   require_length("out", n_elements, out.size());
-  if (second_moment) require_length("second_moment", n_elements, second_moment->size());
-  if (first_moment) require_length("first_moment", n_elements, first_moment->size());
-
-  WriteTile& write_tile = at_current_level<1>([](auto level) -> WriteTile& { return write_tile_at(level); });
-  const std::size_t n_tiles = (n_elements + kTileElements - 1) / kTileElements;
-  parallel_for(n_tiles, [&](std::size_t tile) {
-    const std::size_t begin = tile * kTileElements;
-    const auto at = [begin](const auto& values) { return values ? values->data() + begin : nullptr; };
-    write_tile({parameter.data() + begin, at(second_moment), at(first_moment), out.data() + begin,
-                std::min(kTileElements, n_elements - begin)},
-               {a, b, c});
-  });
+  const auto data_of = [&](const char* name, const std::optional<ConstFloats>& moment) -> const float* {
+    if (!moment) return nullptr;
+    require_length(name, n_elements, moment->size());
+    return moment->data();
+  };
+  write_tiles({parameter.data(), data_of("second_moment", second_moment), data_of("first_moment", first_moment),
+               out.data(), n_elements},
+              {a, b, c});
 }
 
 // ---- of a bucket
@@ -89,12 +94,9 @@ void BucketImportance::write(std::size_t first, Bytes out) const {
     if (window->ready != nullptr) {
       std::memcpy(to, window->ready + skipped, n);
     } else {
-      const auto part = [&](const float* values) { return std::span(values + skipped, n); };
-      const auto optional_part = [&](const float* values) {
-        return values == nullptr ? std::nullopt : std::optional(part(values));
-      };
-      write_importance(part(window->parameter), optional_part(window->second_moment),
-                       optional_part(window->first_moment), window->a, window->b, window->c, {to, n});
+      const auto part = [&](const float* values) { return values == nullptr ? nullptr : values + skipped; };
+      write_tiles({part(window->parameter), part(window->second_moment), part(window->first_moment), to, n},
+                  {window->a, window->b, window->c});
     }
   }
 }

@@ -25,8 +25,6 @@ std::vector<int> sorted_by_weight(std::span<const std::uint64_t> weights) {
   return order;
 }
 
-}  // namespace
-
 // Optimal code lengths under a limit (package-merge: Larmore and Hirschberg, JACM 1990). `weights` are all positive, at
 // least two and at most 2^limit of them, with a sum below 2^57. Ties are broken by position: the same weights give the
 // same lengths everywhere. The code is complete: the sum of 2^-length is 1.
@@ -67,6 +65,8 @@ std::vector<int> limited_code_lengths(std::span<const std::uint64_t> weights, in
   return lengths;
 }
 
+}  // namespace
+
 std::vector<int> native_code_lengths(std::span<const std::uint64_t> weights) {
   std::vector<int> lengths(weights.size(), 0);
   const std::vector<int> order = sorted_by_weight(weights);
@@ -86,6 +86,8 @@ std::vector<int> native_code_lengths(std::span<const std::uint64_t> weights) {
   }
   return lengths;
 }
+
+namespace {
 
 // Code lengths of every symbol of `histogram`, with the escape's appended as the last entry; 0: no code, escape it.
 // Which of the rare symbols are escaped (escape code + 8 raw bits) is chosen so that the coded histogram is shortest.
@@ -119,8 +121,6 @@ std::vector<int> escaped_code_lengths(std::span<const std::uint64_t> histogram, 
   }
   return best;
 }
-
-namespace {
 
 constexpr std::array<std::uint8_t, 4> kMagic = {'G', 'W', 'H', 'T'};
 constexpr std::uint8_t kVersion = 1;

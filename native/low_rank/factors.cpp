@@ -50,12 +50,11 @@ void multiply_factors(ConstFloats left, ConstFloats right, std::size_t rank, boo
   thread_local std::vector<float> packed;
   pack_panels(right, rank, n_columns, use.panel_columns, packed);
   const std::vector<float>& panels = packed;  // the caller's, in all threads
-  parallel_for((n_rows + kTaskRows - 1) / kTaskRows, [&](std::size_t task) {
+  parallel_for_runs(n_rows, kTaskRows, [&](std::size_t begin, std::size_t n_own) {
     thread_local std::vector<float> block;
     block.resize(rank * use.block_rows);
-    const std::size_t end = std::min(n_rows, (task + 1) * kTaskRows);
-    for (std::size_t row = task * kTaskRows; row < end; row += use.block_rows) {
-      const std::size_t n = std::min(use.block_rows, end - row);
+    for (std::size_t row = begin; row < begin + n_own; row += use.block_rows) {
+      const std::size_t n = std::min(use.block_rows, begin + n_own - row);
       for (std::size_t k = 0; k < rank; ++k)
         for (std::size_t i = 0; i < n; ++i) block[k * use.block_rows + i] = left[k * n_rows + row + i];
       use.multiply_block(block.data(), panels.data(), rank, n, n_columns, subtract, matrix.data() + row * n_columns);

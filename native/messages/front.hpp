@@ -46,12 +46,12 @@ std::uint64_t elements_of(ConstBytes values, floats::Dtype dtype);
 // Throws BufferTooSmall.
 void check_room(const char* name, ConstBytes out, std::uint64_t n_needed);
 
-// ---- float codecs: values in partitions within chunks
+// ---- float codecs: values in chunks, which some cut into partitions
 
 namespace floats {
 
-// Values of every chunk but the last: what one partition after another needs stays in a 32 KiB L1d, and a chunk is work
-// enough (some 4 us) for a thread.
+// Values of every chunk but the last: what one partition after another needs stays in a 32 KiB L1d, 64 KiB of float32
+// with GComp's exponents and output in a 512 KiB L2, and a chunk is work enough (some 4 us) for a thread.
 inline constexpr std::size_t kChunkValues = 16384;
 inline constexpr std::size_t kMinPartition = 32, kMaxPartition = 1024;  // powers of two between; they divide a chunk
 inline constexpr std::uint16_t kFlagNonfinite = 1;  // some value is Inf or NaN, and bits are cut off

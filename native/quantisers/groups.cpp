@@ -54,14 +54,13 @@ std::uint64_t scale_bytes(std::uint64_t n_groups, int per_group) {
   return 4 * quotient_up(n_groups * static_cast<std::uint64_t>(per_group) * kScaleBytes, 4);
 }
 
-// `cut(i)` of n_cuts, ascending, all of them within the values.
-template <typename Cut>
-Layout lay_out(const Header& header, std::size_t n_cuts, const Cut& cut) {
+// `cuts`: ascending, all of them within the values.
+Layout lay_out(const Header& header, ConstWords cuts) {
   Layout layout;
   const std::size_t n = header.n_elements, group = header.block, per_word = values_a_word(header.kind);
-  layout.blocks.reserve(n / kBlock + n_cuts + 1);
-  for (std::size_t piece = 0, begin = 0; piece <= n_cuts && n > 0; ++piece) {
-    const std::size_t end = piece < n_cuts ? cut(piece) : n;
+  layout.blocks.reserve(n / kBlock + cuts.size() + 1);
+  for (std::size_t piece = 0, begin = 0; piece <= cuts.size() && n > 0; ++piece) {
+    const std::size_t end = piece < cuts.size() ? cuts[piece] : n;
     for (; begin < end; begin = std::min(end, begin + kBlock)) {
       const std::size_t count = std::min(kBlock, end - begin);
       layout.blocks.push_back({begin, count, layout.n_groups, layout.n_words});
@@ -70,7 +69,7 @@ Layout lay_out(const Header& header, std::size_t n_cuts, const Cut& cut) {
     }
   }
   layout.cuts_at = kHeaderBytes + kCutBytes;
-  layout.scales_at = layout.cuts_at + kCutBytes * n_cuts;
+  layout.scales_at = layout.cuts_at + kCutBytes * cuts.size();
   layout.codes_at = layout.scales_at + scale_bytes(layout.n_groups, header.levels);
   layout.end = layout.codes_at + 4 * layout.n_words;
   return layout;
@@ -78,9 +77,8 @@ Layout lay_out(const Header& header, std::size_t n_cuts, const Cut& cut) {
 
 template <typename Body>
 void for_laid_out(const Layout& layout, const Body& body) {
-  parallel_for(quotient_up(layout.blocks.size(), kTaskBlocks), [&](std::size_t task) {
-    const std::size_t end = std::min<std::size_t>(layout.blocks.size(), (task + 1) * kTaskBlocks);
-    for (std::size_t at = task * kTaskBlocks; at < end; ++at) body(layout.blocks[at]);
+  parallel_for_runs(layout.blocks.size(), kTaskBlocks, [&](std::size_t begin, std::size_t n) {
+    for (const Block& block : std::span(layout.blocks).subspan(begin, n)) body(block);
   });
 }
 
@@ -168,12 +166,11 @@ Header header_for(const Options& options, std::uint64_t n_elements) {
   return {options.kind, true, per_group, options.block, n_elements, 0, 0};
 }
 
-void check_cuts(ConstWords cuts, std::uint64_t n_elements) {
-  std::uint64_t last = 0;
-  for (const std::uint32_t cut : cuts) {
-    if (cut <= last || cut >= n_elements) throw InvalidArgument("cuts ascend and lie within the values, not at ", cut);
-    last = cut;
-  }
+// The first cut that does not lie behind the one before it and within the values; the end if there is none.
+ConstWords::iterator find_wrong_cut(ConstWords cuts, std::uint64_t n_elements) {
+  auto cut = cuts.begin();
+  for (std::uint64_t last = 0; cut != cuts.end() && *cut > last && *cut < n_elements; ++cut) last = *cut;
+  return cut;
 }
 
 }  // namespace
@@ -193,8 +190,9 @@ std::uint64_t max_grouped_bytes(const Options& options, std::uint64_t n_elements
 
 std::uint64_t encode_groups(const Options& options, const Source& source, Floats new_residual, Bytes out) {
   Header header = header_for(options, source.n_elements());
-  check_cuts(options.cuts, header.n_elements);
-  const Layout layout = lay_out(header, options.cuts.size(), [&](std::size_t i) { return options.cuts[i]; });
+  if (const auto cut = find_wrong_cut(options.cuts, header.n_elements); cut != options.cuts.end())
+    throw InvalidArgument("cuts ascend and lie within the values, not at ", *cut);
+  const Layout layout = lay_out(header, options.cuts);
   check_room(name_of(options.kind), out, layout.end);
   std::uint8_t* const to = out.data();
   store(to + kHeaderBytes, static_cast<std::uint32_t>(options.cuts.size()));
@@ -227,21 +225,18 @@ std::uint64_t encode_groups(const Options& options, const Source& source, Floats
 
 void decode_groups(const Header& header, ConstBytes message, Dtype dtype, Bytes out, const Use& use) {
   const char* const name = name_of(header.kind);
-  std::size_t n_cuts = 0;
   std::vector<std::uint32_t> cuts;
   if (header.is_finite) {
     if (message.size() < kHeaderBytes + kCutBytes) fail_message(name, "it ends before its cuts");
-    n_cuts = load<std::uint32_t>(message.data() + kHeaderBytes);
-    if (n_cuts > (message.size() - kHeaderBytes - kCutBytes) / kCutBytes) fail_message(name, "it ends before its cuts");
-    std::uint64_t last = 0;
-    for (std::size_t i = 0; i < n_cuts; ++i) {
-      cuts.push_back(load<std::uint32_t>(message.data() + kHeaderBytes + kCutBytes * (1 + i)));
-      if (cuts[i] <= last || cuts[i] >= header.n_elements)
-        fail_message(name, "its cuts do not ascend within its values");
-      last = cuts[i];
-    }
+    const ConstBytes from = message.subspan(kHeaderBytes + kCutBytes);
+    const std::size_t n_cuts = load<std::uint32_t>(message.data() + kHeaderBytes);
+    if (n_cuts > from.size() / kCutBytes) fail_message(name, "it ends before its cuts");
+    cuts.resize(n_cuts);
+    if (n_cuts > 0) std::memcpy(cuts.data(), from.data(), kCutBytes * n_cuts);
+    if (ConstWords all = cuts; find_wrong_cut(all, header.n_elements) != all.end())
+      fail_message(name, "its cuts do not ascend within its values");
   }
-  const Layout layout = lay_out(header, n_cuts, [&](std::size_t i) { return cuts[i]; });
+  const Layout layout = lay_out(header, cuts);
   expect(name, "length in bytes", header.is_finite ? layout.end : kHeaderBytes, message.size());
   std::atomic<bool> valid{true};
   for_laid_out(layout, [&](const Block& block) {

@@ -12,11 +12,8 @@ inline constexpr std::size_t kTaskBlocks = 16;  // 65,536 values, 256 KiB of flo
 
 template <typename Body>
 void for_block_numbers(std::size_t n_elements, const Body& body) {
-  const std::size_t n_blocks = (n_elements + kBlock - 1) / kBlock;
-  parallel_for((n_blocks + kTaskBlocks - 1) / kTaskBlocks, [&](std::size_t task) {
-    const std::size_t end = std::min(n_blocks, (task + 1) * kTaskBlocks);
-    for (std::size_t block = task * kTaskBlocks; block < end; ++block)
-      body(block, std::min(kBlock, n_elements - block * kBlock));
+  parallel_for_runs(n_elements, kTaskBlocks * kBlock, [&](std::size_t begin, std::size_t n) {
+    for (std::size_t at = 0; at < n; at += kBlock) body((begin + at) / kBlock, std::min(kBlock, n - at));
   });
 }
 

@@ -1,6 +1,5 @@
 #include "signs/votes.hpp"
 
-#include <algorithm>
 #include <atomic>
 
 #include "errors.hpp"
@@ -11,14 +10,6 @@ namespace {
 
 constexpr std::size_t kTaskElements = std::size_t{1} << 17;  // 512 KiB of float32: some 50 us from memory
 
-template <typename Body>
-void for_tasks(std::size_t n_elements, const Body& body) {
-  parallel_for((n_elements + kTaskElements - 1) / kTaskElements, [&](std::size_t task) {
-    const std::size_t begin = task * kTaskElements;
-    body(begin, std::min(kTaskElements, n_elements - begin));
-  });
-}
-
 }  // namespace
 
 bool pack_signs(ConstBytes values, Dtype dtype, Words words) {
@@ -26,7 +17,7 @@ bool pack_signs(ConstBytes values, Dtype dtype, Words words) {
   if (values.size() != n_elements * bytes_of(dtype) || words.size() != words_for(n_elements))
     throw InvalidArgument("pack_signs: one word for every 32 elements");
   std::atomic<bool> all_finite{true};
-  for_tasks(n_elements, [&](std::size_t begin, std::size_t n) {
+  parallel_for_runs(n_elements, kTaskElements, [&](std::size_t begin, std::size_t n) {
     if (!kernels_for(dtype).pack(values.data() + begin * bytes_of(dtype), n, words.data() + begin / 32))
       all_finite.store(false, std::memory_order_relaxed);
   });
@@ -39,7 +30,7 @@ void write_majority(ConstWords words, std::size_t n_ranks, Dtype dtype, std::uin
   if (n_ranks < 1 || n_ranks > kMaxRanks) throw InvalidArgument("write_majority: 1 to 255 ranks");
   if (values.size() != n_elements * bytes_of(dtype) || words.size() != n_ranks * n_words)
     throw InvalidArgument("write_majority: one word for every 32 elements and rank");
-  for_tasks(n_elements, [&](std::size_t begin, std::size_t n) {
+  parallel_for_runs(n_elements, kTaskElements, [&](std::size_t begin, std::size_t n) {
     const Ballot ballot{words.data() + begin / 32, n_words, n_ranks, scale_bits, ties_are_positive};
     kernels_for(dtype).vote(ballot, n, values.data() + begin * bytes_of(dtype));
   });

@@ -49,13 +49,11 @@ IndexFacts write_index(ConstBytes values, Dtype dtype, Words words) {
   check_dtype(dtype);
   const std::size_t n = values.size() / bytes_of(dtype);
   check_words(words, n);
-  const std::size_t n_chunks = (n + kIndexChunk - 1) / kIndexChunk;
   std::atomic<std::size_t> n_nonzeros{0};
   std::atomic<std::uint32_t> max_magnitude{0};
   const auto index = kernels().index[static_cast<int>(dtype)];
-  parallel_for(n_chunks, [&](std::size_t chunk) {
-    const std::size_t first = chunk * kIndexChunk, end = std::min(n, first + kIndexChunk);
-    const IndexFacts facts = index(values.data(), first, end, words.data() + first / 32);
+  parallel_for_runs(n, kIndexChunk, [&](std::size_t first, std::size_t count) {
+    const IndexFacts facts = index(values.data(), first, first + count, words.data() + first / 32);
     n_nonzeros += facts.n_nonzeros;
     std::uint32_t seen = max_magnitude.load();
     while (seen < facts.max_magnitude && !max_magnitude.compare_exchange_weak(seen, facts.max_magnitude)) {
@@ -333,10 +331,8 @@ std::size_t query_bloom(ConstWords filter, std::size_t n_elements, int n_hashes,
   std::memset(words.data(), 0, words.size_bytes());
   const Geometry geometry(n_elements, kMaxBatchValues);
   auto* const granules = reinterpret_cast<std::uint16_t*>(words.data());
-  const std::size_t n_tasks = (geometry.n_batches + kTaskBatches - 1) / kTaskBatches;
-  parallel_for(n_tasks, [&](std::size_t task) {
-    const std::size_t end = std::min(geometry.n_batches, (task + 1) * kTaskBatches);
-    for (std::size_t batch = task * kTaskBatches; batch < end; ++batch) {
+  parallel_for_runs(geometry.n_batches, kTaskBatches, [&](std::size_t begin, std::size_t n) {
+    for (std::size_t batch = begin; batch < begin + n; ++batch) {
       Row row;
       std::fill_n(row.bits, kRowLongs, ~std::uint64_t{0});
       for (int hash = 0; hash < n_hashes && row.any(); ++hash) {

@@ -6,6 +6,7 @@
 #include <random>
 
 #include "errors.hpp"
+#include "wire/socket.hpp"
 
 namespace gradwire::innet {
 namespace {
@@ -264,20 +265,16 @@ std::uint32_t draw_epoch() {
   return static_cast<std::uint32_t>(random());
 }
 
-Clock::duration duration_of(double seconds) {
-  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
-}
-
 }  // namespace
 
 Server::Server(const std::string& address, std::uint16_t port, std::size_t n_slots, double lease_s)
-    : pipeline_(n_slots, draw_epoch(), duration_of(lease_s)) {
+    : pipeline_(n_slots, draw_epoch(), wire::seconds(lease_s)) {
   socket_.grow_buffers(kBufferBytes);
   socket_.bind(address, port);
 }
 
 void Server::run(double seconds) {
-  const auto end = Clock::now() + duration_of(seconds);
+  const auto end = Clock::now() + wire::seconds(seconds);
   for (auto now = Clock::now(); now < end; now = Clock::now()) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - now).count();
     socket_.receive(static_cast<int>(std::clamp<std::int64_t>(left, 1, 1000)),

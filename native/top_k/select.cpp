@@ -23,18 +23,10 @@ constexpr std::size_t kFewElements = std::size_t{1} << 16;
 
 std::uint32_t magnitude_of(float value) { return std::bit_cast<std::uint32_t>(value) & 0x7FFFFFFF; }
 
-template <typename Body>
-void for_tasks(std::size_t n, const Body& body) {
-  parallel_for((n + kTaskElements - 1) / kTaskElements, [&](std::size_t task) {
-    const std::size_t begin = task * kTaskElements;
-    body(task, begin, std::min(kTaskElements, n - begin));
-  });
-}
-
 std::vector<std::size_t> count_leading_bits(ConstFloats values) {
   std::vector<std::size_t> counts(kBins);
   std::mutex merging;
-  for_tasks(values.size(), [&](std::size_t, std::size_t begin, std::size_t n) {
+  parallel_for_runs(values.size(), kTaskElements, [&](std::size_t begin, std::size_t n) {
     // Two sets, so that neighbours of the same bin do not wait for each other's increment.
     std::vector<std::uint32_t> even(kBins), odd(kBins);
     const float* const from = values.data() + begin;
@@ -69,8 +61,8 @@ std::pair<std::size_t, std::size_t> find_threshold(const std::vector<std::size_t
 std::vector<std::int32_t> gather(ConstFloats values, std::uint32_t lowest, std::size_t at_least) {
   Gather& gather_task = at_current_level<1>([](auto level) -> Gather& { return gather_at(level); });
   std::vector<std::vector<std::int32_t>> parts((values.size() + kTaskElements - 1) / kTaskElements);
-  for_tasks(values.size(), [&](std::size_t task, std::size_t begin, std::size_t n) {
-    gather_task(values.data() + begin, n, lowest, static_cast<std::int32_t>(begin), parts[task]);
+  parallel_for_runs(values.size(), kTaskElements, [&](std::size_t begin, std::size_t n) {
+    gather_task(values.data() + begin, n, lowest, static_cast<std::int32_t>(begin), parts[begin / kTaskElements]);
   });
   std::vector<std::int32_t> indices;
   indices.reserve(at_least);

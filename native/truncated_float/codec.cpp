@@ -19,6 +19,13 @@ constexpr Layout kNative[floats::kDtypes] = {
 constexpr Layout kCompact[kFormats - 1] = {
     {16, 5, 10, 15, 0x7BFF}, {8, 4, 3, 7, 0x7E}, {8, 5, 2, 15, 0x7B}, {4, 2, 1, 1, 0x7}, {6, 3, 2, 3, 0x1F}};
 
+// Where payloads begin and end; marks follow where there are any.
+std::uint64_t payload_end(std::uint64_t n_elements, const Settings& settings) {
+  const std::uint64_t n_full = n_elements / kChunkValues;
+  return kFront.table_end(chunks_of(n_elements)) + n_full * payload_bytes(kChunkValues, settings) +
+         payload_bytes(n_elements - n_full * kChunkValues, settings);
+}
+
 }  // namespace
 
 const char* name_of(Format format) {
@@ -42,28 +49,8 @@ std::uint64_t payload_bytes(std::uint64_t n_values, const Settings& settings) {
   return scales + word_packing::packed_bytes(n_values, settings.n_bits);
 }
 
-// Where payloads begin and end; marks follow where there are any.
-std::uint64_t payload_end(std::uint64_t n_elements, const Settings& settings) {
-  const std::uint64_t n_full = n_elements / kChunkValues;
-  return kFront.table_end(chunks_of(n_elements)) + n_full * payload_bytes(kChunkValues, settings) +
-         payload_bytes(n_elements - n_full * kChunkValues, settings);
-}
-
 std::uint64_t max_message_bytes(std::uint64_t n_elements, const Settings& settings) {
   return payload_end(n_elements, settings) + (settings.is_exact() ? 0 : marks_bytes(n_elements, settings.partition));
-}
-
-// Writes header and checksum; chunk table and marks are in place. Returns the message's bytes.
-std::uint64_t write_header(const Header& header, std::uint8_t* message) {
-  const Settings& settings = header.settings;
-  const std::uint64_t end = payload_end(header.n_elements, settings);
-  const std::uint64_t n_marks = header.holds_nonfinite() ? marks_bytes(header.n_elements, settings.partition) : 0;
-  floats::write_head(kFront,
-                     {settings.dtype, static_cast<int>(settings.format), settings.n_bits, header.flags,
-                      settings.partition, header.n_elements, end + n_marks},
-                     message);
-  write_checksum(kFront, message, chunks_of(header.n_elements), {message + end, n_marks});
-  return end + n_marks;
 }
 
 Header read_header(ConstBytes message) {
@@ -90,6 +77,19 @@ namespace {
 
 constexpr std::uint32_t kInfinity = 0x7F800000;
 constexpr std::size_t kMaxPartitionsAChunk = kChunkValues / kMinPartition;
+
+// Writes header and checksum; chunk table and marks are in place. Returns the message's bytes.
+std::uint64_t write_header(const Header& header, std::uint8_t* message) {
+  const Settings& settings = header.settings;
+  const std::uint64_t end = payload_end(header.n_elements, settings);
+  const std::uint64_t n_marks = header.holds_nonfinite() ? marks_bytes(header.n_elements, settings.partition) : 0;
+  floats::write_head(kFront,
+                     {settings.dtype, static_cast<int>(settings.format), settings.n_bits, header.flags,
+                      settings.partition, header.n_elements, end + n_marks},
+                     message);
+  write_checksum(kFront, message, chunks_of(header.n_elements), {message + end, n_marks});
+  return end + n_marks;
+}
 
 floats::Chunk chunk_at(std::size_t index, std::uint64_t n_elements, const Settings& settings) {
   return floats::chunk_at(index, n_elements, settings.partition, kFront.table_end(chunks_of(n_elements)),

@@ -96,9 +96,7 @@ Message Pool::take(std::size_t n_bytes) {
     else if (best == nullptr || block->capacity() < (*best)->capacity())
       best = &block;
   }
-  if (best != nullptr) {
-    return {*best, n_bytes};
-  }
+  if (best != nullptr) return {*best, n_bytes};
   // The one that is too small goes before the new one comes.
   if (unused == nullptr) unused = &blocks_.emplace_back();
   unused->reset();

@@ -9,7 +9,7 @@ from float_messages import LEVELS, at_level
 from gcomp_oracle import CRC_TABLE
 from gradwire import _native
 
-# Three lanes side by side begin at 3,072 bytes.
+# Folding begins at 512 bytes and goes on in steps of 256, three lanes side by side at 3,072.
 LENGTHS = [
     *range(301),
     *(edge + near for edge in (512, 768, 1024, 3072, 6144) for near in (-17, -8, -1, 0, 1, 7, 16, 255)),

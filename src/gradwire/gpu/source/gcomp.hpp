@@ -364,17 +364,14 @@ struct Count {
 
 // A row of counts a warp, so that fewer threads meet at one.
 GW_KERNEL(gw_gcomp_count, Count) {
-  struct Shared {
-    u32 counts[kEncodeThreads / kWarp][256];
-  };
-  Shared& shared = shared_as<Shared>();
-  for (u32 warp = 0; warp < kEncodeThreads / kWarp; ++warp) shared.counts[warp][threadIdx.x] = 0;
+  auto& counts = shared_as<u32[kEncodeThreads / kWarp][256]>();
+  for (u32 warp = 0; warp < kEncodeThreads / kWarp; ++warp) counts[warp][threadIdx.x] = 0;
   __syncthreads();
   for (u64 i = thread_number(); i < p.n; i += thread_count())
-    atomicAdd(&shared.counts[threadIdx.x / kWarp][__float_as_uint(value_at(p.values, p.dtype, i)) >> 23 & 255], 1u);
+    atomicAdd(&counts[threadIdx.x / kWarp][__float_as_uint(value_at(p.values, p.dtype, i)) >> 23 & 255], 1u);
   __syncthreads();
   u64 sum = 0;
-  for (u32 warp = 0; warp < kEncodeThreads / kWarp; ++warp) sum += shared.counts[warp][threadIdx.x];
+  for (u32 warp = 0; warp < kEncodeThreads / kWarp; ++warp) sum += counts[warp][threadIdx.x];
   if (sum != 0) atomicAdd(&p.counts[threadIdx.x], sum);
 }
 
@@ -515,17 +512,14 @@ __device__ inline bool decode_stream(const Decode& p, const u16* look_up, const 
 
 // A thread a stream.
 GW_KERNEL(gw_gcomp_streams, Decode) {
-  struct Shared {
-    u16 look_up[kLookUpEntries];
-  };
-  Shared& shared = shared_as<Shared>();
-  for (u32 i = threadIdx.x; i < kLookUpEntries; i += blockDim.x) shared.look_up[i] = p.table->look_up[i];
+  auto& look_up = shared_as<u16[kLookUpEntries]>();
+  for (u32 i = threadIdx.x; i < kLookUpEntries; i += blockDim.x) look_up[i] = p.table->look_up[i];
   __syncthreads();
   const u64 number = thread_number(), chunk = number / kStreams;
   if (!is_whole(p) || chunk >= chunks_of(p.n)) return;
   const ChunkHeader own = chunk_header(p.message, chunk);
   const bool is_right =
-      own.is_raw() || decode_stream(p, shared.look_up, own, number % kStreams, p.exponents + chunk * kChunkValues);
+      own.is_raw() || decode_stream(p, look_up, own, number % kStreams, p.exponents + chunk * kChunkValues);
   p.stream_is_bad[number] = !is_right;
 }
 

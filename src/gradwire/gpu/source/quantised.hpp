@@ -96,17 +96,14 @@ inline constexpr u32 kChooseThreads = 256;
 
 // By one block of threads: the sums of n blocks in their order; thread 0 has them.
 __device__ inline Sums sum_of_blocks(const Sums* sums, u64 n_blocks) {
-  struct Shared {
-    Sums sums[kChooseThreads];
-  };
-  Shared& shared = shared_as<Shared>();
+  auto& parts = shared_as<Sums[kChooseThreads]>();
   Sums all{0, 0, 0, 0, 0};
   for (u64 first = 0; first < n_blocks; first += kChooseThreads) {
-    if (first + threadIdx.x < n_blocks) shared.sums[threadIdx.x] = sums[first + threadIdx.x];
+    if (first + threadIdx.x < n_blocks) parts[threadIdx.x] = sums[first + threadIdx.x];
     __syncthreads();
     if (threadIdx.x == 0)
       for (u64 i = 0; i < smaller(kChooseThreads, n_blocks - first); ++i) {
-        const Sums part = shared.sums[i];
+        const Sums part = parts[i];
         all.positive += part.positive;
         all.negative += part.negative;
         all.n_negative += part.n_negative;
@@ -446,23 +443,20 @@ GW_KERNEL(gw_grouped_measure, QuantiseGroups) {
 
 // One block: all but scales, codes and checksum.
 GW_KERNEL(gw_grouped_head, QuantiseGroups) {
-  struct Shared {
-    u32 largest;
-  };
-  Shared& shared = shared_as<Shared>();
+  u32& largest_of_all = shared_as<u32>();
   u8* const message = p.base.message;
   const u64 n_groups = end_of(p.by).first_group;
-  if (threadIdx.x == 0) shared.largest = 0;
+  if (threadIdx.x == 0) largest_of_all = 0;
   __syncthreads();
   u32 largest = 0;
   for (u64 i = threadIdx.x; i < n_groups; i += blockDim.x)
     if (p.largest[i] > largest) largest = p.largest[i];
-  atomicMax(&shared.largest, largest);
+  atomicMax(&largest_of_all, largest);
   for (u64 i = threadIdx.x; i < cuts_of(p.by); i += blockDim.x)
     store32(message + kHeaderBytes + kCutBytes * (1 + i), static_cast<u32>(p.by.pieces[i + 1].begin));
   __syncthreads();
   if (threadIdx.x != 0) return;
-  const bool is_finite = shared.largest < kInfinity;
+  const bool is_finite = largest_of_all < kInfinity;
   write_header(p.base, kGroupedVersion, is_finite, p.by.per_group, p.by.values);
   store32(message + kHeaderBytes, static_cast<u32>(cuts_of(p.by)));
   for (u64 at = scales_at(p.by) + n_groups * p.by.per_group * kScaleBytes; at < codes_at(p.by); ++at) message[at] = 0;

@@ -86,47 +86,41 @@ GW_KERNEL(gw_select_begin, Select) {
 
 // A block a tile: how often values that begin with the leading bits have which next ones.
 GW_KERNEL(gw_select_count, Select) {
-  struct Shared {
-    u32 bins[kSelectBins];
-  };
-  Shared& shared = shared_as<Shared>();
+  auto& bins = shared_as<u32[kSelectBins]>();
   const u64 tile = blockIdx.x;
   const u64 number = segment_of(p, p.of_samples ? &Segment::first_sample_tile : &Segment::first_tile, tile);
   const Segment segment = p.segments[number];
   if (!p.of_samples && !p.choices[number].is_exact) return;
   const u32 leading = p.choices[number].leading, end_bit = p.shift + p.n_bits, mask = (1u << p.n_bits) - 1;
-  for (u32 bin = threadIdx.x; bin < kSelectBins; bin += kSelectThreads) shared.bins[bin] = 0;
+  for (u32 bin = threadIdx.x; bin < kSelectBins; bin += kSelectThreads) bins[bin] = 0;
   __syncthreads();
   const u64 n = p.of_samples ? segment.n_samples : segment.end - segment.begin;
   const u64 first = (tile - (p.of_samples ? segment.first_sample_tile : segment.first_tile)) * kSelectTile;
   const bool is_drawn = p.of_samples && segment.first_sample != kNoSamples;
   for (u64 i = first + threadIdx.x; i < smaller(first + kSelectTile, n); i += kSelectThreads) {
     const u32 bits = magnitude_bits(p.values[segment.begin + (is_drawn ? p.samples[segment.first_sample + i] : i)]);
-    if ((bits ^ leading) >> end_bit == 0) atomicAdd(&shared.bins[bits >> p.shift & mask], 1u);
+    if ((bits ^ leading) >> end_bit == 0) atomicAdd(&bins[bits >> p.shift & mask], 1u);
   }
   __syncthreads();
   for (u32 bin = threadIdx.x; bin < kSelectBins; bin += kSelectThreads)
-    if (shared.bins[bin] != 0) atomicAdd(&p.bins[number * kSelectBins + bin], shared.bins[bin]);
+    if (bins[bin] != 0) atomicAdd(&p.bins[number * kSelectBins + bin], bins[bin]);
 }
 
 // A block a segment: the bin in which the last of the largest lies.
 GW_KERNEL(gw_select_narrow, Select) {
-  struct Shared {
-    u32 sums[kSelectThreads];
-  };
-  Shared& shared = shared_as<Shared>();
+  auto& sums = shared_as<u32[kSelectThreads]>();
   constexpr u32 kEach = kSelectBins / kSelectThreads;
   u32* const bins = p.bins + blockIdx.x * static_cast<u64>(kSelectBins);
   Choice& choice = p.choices[blockIdx.x];
   if (!p.of_samples && !choice.is_exact) return;
   u32 sum = 0;
   for (u32 i = 0; i < kEach; ++i) sum += bins[threadIdx.x * kEach + i];
-  shared.sums[threadIdx.x] = sum;
+  sums[threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.x == 0) {
     u64 n_above = 0;
     u32 group = kSelectThreads - 1;
-    while (group > 0 && n_above + shared.sums[group] < choice.n_left) n_above += shared.sums[group--];
+    while (group > 0 && n_above + sums[group] < choice.n_left) n_above += sums[group--];
     u32 bin = group * kEach + kEach - 1;
     while (bin > group * kEach && n_above + bins[bin] < choice.n_left) n_above += bins[bin--];
     choice.leading |= bin << p.shift;

@@ -20,8 +20,8 @@ from gradwire_lab.bench.measures import Call, by_name, commands
 from gradwire_lab.bench.measures.float_methods import Method
 from gradwire_lab.bench.measures.trainings import configure
 from gradwire_lab.bench.train_methods import BASELINES, SHARDED, check_baseline_options
-from gradwire_lab.cli.bench import allreduce, codec, regret, train
-from gradwire_lab.cli.bench.running import choose
+from gradwire_lab.cli.bench import parser_of
+from gradwire_lab.cli.bench.experiments import choose
 from gradwire_lab.results.experiment import Experiment, Plot, Table
 from gradwire_lab.simulator.schemes import registry
 from gradwire_lab.simulator.workloads import by_name as simulated_workload
@@ -57,14 +57,14 @@ def check_method(spec: str) -> None:
         schemes.by_name(name, **options)
 
 
-def parse(module: Any, words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    module.add_arguments(parser)
+def parse(bench: str, words: list[str]) -> argparse.Namespace:
+    parser = parser_of(bench)
+    parser.exit_on_error = False
     return parser.parse_args(words)
 
 
 def check_train(call: Call) -> None:
-    args = parse(train, commands.to_words(call.arguments("scheme")))
+    args = parse("train", commands.to_words(call.arguments("scheme")))
     assert args.warmup >= 1
     assert parse_spec(args.workload)[0] in workloads.names()
     for spec in args.scheme:
@@ -72,7 +72,7 @@ def check_train(call: Call) -> None:
 
 
 def check_regret(call: Call) -> None:
-    args = parse(regret, commands.to_words(call.arguments("scheme")))
+    args = parse("regret", commands.to_words(call.arguments("scheme")))
     assert parse_spec(args.workload)[0] in workloads.names()
     assert args.scheme[0] == "ddp"
     for spec in args.scheme:
@@ -81,7 +81,7 @@ def check_regret(call: Call) -> None:
 
 def check_allreduce(call: Call) -> None:
     axes = [axis for axis in ("n_bytes", "scheme") if axis in call.cells[0] and axis not in call.shared]
-    for spec in parse(allreduce, commands.to_words(call.arguments(*axes))).scheme:
+    for spec in parse("allreduce", commands.to_words(call.arguments(*axes))).scheme:
         check_method(spec)
 
 
@@ -99,7 +99,7 @@ _CHECKS: dict[str, Any] = {
     "regret": check_regret,
     "simulator-sizes": check_train,
     "allreduce": check_allreduce,
-    "codec": lambda call: parse(codec, commands.to_words(call.arguments("codec"))),
+    "codec": lambda call: parse("codec", commands.to_words(call.arguments("codec"))),
     "training": lambda call: [configure(call, cell, str(cell["scheme"])) for cell in call.cells],
     "simulate": check_simulated,
     "simulate-rates": check_simulated,

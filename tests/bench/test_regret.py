@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from gradwire.errors import InvalidArgument
-from gradwire_lab.bench.regret import below_the_bars
+from gradwire_lab.bench.regret import below_the_bars, run
 from gradwire_lab.bench.regret_figures import make_records, steps_until_good
-from gradwire_lab.cli.bench import regret
+from gradwire_lab.cli.bench import parser_of
 
 
 def auto_that(schedule: list[tuple[int, str]], *allowed: str, **more: Any) -> dict[str, Any]:
@@ -108,9 +108,7 @@ def test_a_cell_below_a_bar_is_named() -> None:
 
 
 def parse(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    regret.add_arguments(parser)
-    args = parser.parse_args(words)
+    args = parser_of("regret").parse_args(words)
     args.arguments = list(words)
     return args
 
@@ -126,14 +124,14 @@ def parse(*words: str) -> argparse.Namespace:
 )
 def test_bad_options_say_what_would_do(words: list[str], text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
-        regret.run(parse(*words))
+        run(parse(*words))
 
 
 def test_a_run_writes_a_flat_record_for_each_method(tmp_path: Path) -> None:
     out = tmp_path / "records.json"
     words = ["--workload", "many-tensors:depth=3", "--ranks", "2", "--steps", "20", "--json", str(out)]
     words += ["--scheme", "ddp", "auto:fidelity=exact", "auto:fidelity=close"]
-    assert regret.run(parse(*words)) == 0
+    assert run(parse(*words)) == 0
     ddp, exact, close = json.loads(out.read_text())
     assert (ddp["scheme"], exact["fidelity"], close["fidelity"]) == ("ddp", "exact", "close")
     assert {"plain", "gcomp"} <= json.loads(exact["fixed_ms"]).keys()

@@ -26,7 +26,7 @@ def test_what_is_reckoned_depends_on_what_it_imports_and_not_on_what_shows_it() 
 
 def test_what_starts_ranks_depends_on_everything_that_can_run_there() -> None:
     trained = names_of(f"{MEASURES}.trainings")
-    for name in ("src/gradwire/schemes/thc.py", "src/gradwire_lab/bench/train_rank.py", "native/exchange/ring.cpp"):
+    for name in ("src/gradwire/schemes/thc.py", "src/gradwire_lab/bench/train_methods.py", "native/exchange/means.cpp"):
         assert name in trained
     assert names_of(f"{MEASURES}.commands") == trained
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gradwire_lab.results.experiment import Claim, Column, Experiment, Goal, Table, ms
-from gradwire_lab.results.grids import answer_of, judge, make_grid, show_value
+from gradwire_lab.results.grids import answer_of, make_grid, show_value
 from gradwire_lab.results.summary import Summary
 from gradwire_lab.results.tables import Grid, to_markdown, to_text
 
@@ -86,8 +86,8 @@ def test_differences_are_paired_and_their_interval_is_students() -> None:
     assert mean.middle == pytest.approx(sum(better) / 3)
     assert show_value(mean, Column("accuracy", form=".1f")) == "82.0, none in 1 run"
     goal = Goal("high", Column("accuracy"), ">=", 0.1, {"scheme": "everything"})
-    assert [verdict for verdict, _ in judge(ACCURACY, goal, records)] == ["missed"], "one run diverged"
-    assert [verdict for verdict, _ in judge(ACCURACY, goal, records[:-1])] == ["reached"]
+    assert answer_of(ACCURACY, goal, records).verdict == "missed", "one run diverged"
+    assert answer_of(ACCURACY, goal, records[:-1]).verdict == "reached"
 
 
 def test_mean_and_spread_are_over_seeds_and_a_difference_over_the_seeds_that_both_have() -> None:
@@ -104,19 +104,18 @@ def test_mean_and_spread_are_over_seeds_and_a_difference_over_the_seeds_that_bot
 def test_goals_are_reached_missed_or_undecided() -> None:
     records = [timed("ddp", 1.0), timed("plain", 1.0), timed("gcomp", 0.5)]
     goal = Goal("half", X_DDP, "<=", 0.6, {"scheme": "gcomp"})
-    assert [verdict for verdict, _ in judge(SPEED, goal, records)] == ["reached"]
-    assert [verdict for verdict, _ in judge(SPEED, dataclasses.replace(goal, bound=0.4), records)] == ["missed"]
-    assert [verdict for verdict, _ in judge(SPEED, dataclasses.replace(goal, bound=0.502), records)] == ["undecided"]
-    assert judge(SPEED, dataclasses.replace(goal, where={"scheme": "absent"}), records) == []
+    assert answer_of(SPEED, goal, records).verdict == "reached"
+    assert answer_of(SPEED, dataclasses.replace(goal, bound=0.4), records).verdict == "missed"
+    assert answer_of(SPEED, dataclasses.replace(goal, bound=0.502), records).verdict == "undecided"
+    assert answer_of(SPEED, dataclasses.replace(goal, where={"scheme": "absent"}), records).here == "not measured"
 
 
 def test_each_phase_of_a_run_is_held_to_a_goal_and_not_their_mean() -> None:
     records = [timed(scheme, s, phase=phase) for scheme, times in (("ddp", (1, 1)), ("gcomp", (0.2, 0.9)))
                for phase, s in enumerate(times)]  # fmt: skip
     goal = Goal("half", X_DDP, "<=", 0.6, {"scheme": "gcomp"}, by=("phase",))
-    verdicts = judge(SPEED, goal, records)
-    assert [verdict for verdict, _ in verdicts] == ["reached", "missed"]
-    assert [words.partition(":")[0] for _, words in verdicts] == ["1gbit, gcomp, phase 0", "1gbit, gcomp, phase 1"]
+    answer = answer_of(SPEED, goal, records)
+    assert (answer.verdict, answer.here) == ("missed, 1 of 2 reached", "0.20 to 0.90 (2 cells)")
 
 
 def test_axes_that_are_neither_rows_nor_columns_name_rows_too() -> None:

@@ -133,16 +133,6 @@ def test_finished_trainings_are_not_done_again_and_others_are(tmp_path: Path, mo
     assert started[5:] == ["truncate"], "with other code it is another training"
 
 
-def test_parameters_are_equal_on_all_ranks_in_every_world_and_topology(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trainings, "run_in_ranks", train_in_ranks)
-    cells = [{"topology": topology, "ranks": n} for topology in ("ring", "direct") for n in (1, 2)]
-    records = [record for _, record in trainings.measure_hashes(call(cells, tmp_path, scheme="gcomp:importance=paper"))]
-    assert all(record["replicas_equal"] for record in records)
-    assert records[0]["parameters_sha256"] == records[2]["parameters_sha256"], "one rank has nobody to add to"
-
-
 def test_one_set_of_real_ranks_trains_every_scheme(tmp_path: Path) -> None:
     cells = [{"scheme": scheme} for scheme in ("ddp", "one-bit")]
     (_, ddp), (_, one_bit) = trainings.measure(call(cells, tmp_path, steps=3, baseline="ddp"))

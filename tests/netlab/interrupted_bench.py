@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 from gradwire_lab.cli import main
-from gradwire_lab.cli.bench import running
+from gradwire_lab.cli.bench import experiments
 from gradwire_lab.results.experiment import Experiment
 
 if __name__ == "__main__":
     rates, *rest = sys.argv[1:]
-    running.EXPERIMENTS = (
+    experiments.EXPERIMENTS = (
         Experiment(
             "small", "schemes", "?", "train",
             axes={"seed": [1, 2], "scheme": ["ddp", "gcomp"]},

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire_lab.report import inputs
 from gradwire_lab.report.inputs import Inputs
 from gradwire_lab.report.sections import Section, make_sections
 from gradwire_lab.results.palette import css_variables
+from gradwire_lab.results.records import write_text
 
 __all__ = ["write_report"]
 
@@ -41,15 +41,10 @@ def write_report(
     sections = make_sections(found.runs, found.records, baseline)
     page = _render(title, sections, found)
     out = Path(out)
-    draft = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(page, encoding="utf-8")
-        draft.replace(out)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise InvalidArgument(f"cannot write the report to {out}: {error.strerror}") from error
+        write_text(out, page)
+    except GradwireError as error:
+        raise InvalidArgument(f"cannot write the report to {out}: {error.__cause__}") from error
     return out
 
 

@@ -94,7 +94,7 @@ class Answer:
 def answer_of(experiment: Experiment, asked: Goal | Claim, records: Sequence[Record]) -> Answer:
     """All cells that it speaks of as one row: the value, or how far they reach."""
     judged = _judged(experiment, asked, records)
-    verdicts = [verdict for verdict, *_ in judged]
+    verdicts = [verdict for verdict, _ in judged]
     verdict, goal = "", ""
     if isinstance(asked, Goal):
         verdict = next((word for word in VERDICTS[::-1] if word in verdicts), "")
@@ -102,7 +102,7 @@ def answer_of(experiment: Experiment, asked: Goal | Claim, records: Sequence[Rec
             verdict += f", {n_reached} of {len(verdicts)} reached"
         goal = f"{asked.sign} {format(asked.bound, asked.column.form if asked.column.kind == 'value' else '.4g')}"
     column = replace(asked.column, spread=False)
-    values = sorted((value.middle, show_value(value, column)) for _, _, value in judged)
+    values = sorted((value.middle, show_value(value, column)) for _, value in judged)
     here = "not measured" if not values else values[0][1]
     if len(values) > 1:
         here += f" to {values[-1][1]} ({len(values)} cells)"
@@ -110,18 +110,8 @@ def answer_of(experiment: Experiment, asked: Goal | Claim, records: Sequence[Rec
     return Answer(asked.says, figure, asked.paper, here, goal, verdict)
 
 
-def judge(experiment: Experiment, goal: Goal, records: Sequence[Record]) -> list[tuple[str, str]]:
-    """(verdict, in words) of every cell that a goal speaks of: reached, missed, or undecided where the noise decides."""
-    column = Column(goal.column.field, form=goal.column.form, kind=goal.column.kind, spread=True)
-    return [
-        (verdict, f"{', '.join(names)}: {show_value(value, column)}")
-        for verdict, names, value in _judged(experiment, goal, records)
-    ]
-
-
-def _judged(
-    experiment: Experiment, asked: Goal | Claim, records: Sequence[Record]
-) -> list[tuple[str, list[str], Value]]:
+def _judged(experiment: Experiment, asked: Goal | Claim, records: Sequence[Record]) -> list[tuple[str, Value]]:
+    """(verdict, value) of every cell that is spoken of: reached, missed, or undecided where the noise decides."""
     summary = Summary(experiment, records, asked.by)
     found = []
     for row in summary.rows:
@@ -133,7 +123,5 @@ def _judged(
             is_met = value.middle <= asked.bound if asked.sign == "<=" else value.middle >= asked.bound
             is_between = value.low is not None and value.high is not None and value.low < asked.bound < value.high
             verdict = "missed" if value.n_without else "undecided" if is_between else "reached" if is_met else "missed"
-        names = [experiment.label(axis, row.get(axis)) for axis in experiment.axes if axis not in experiment.over]
-        names += [f"{_axis_title(name)} {row.get(name)}" for name in asked.by]
-        found.append((verdict, names, value))
+        found.append((verdict, value))
     return found

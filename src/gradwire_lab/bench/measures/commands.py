@@ -1,4 +1,4 @@
-"""Measures that are commands of `gradwire bench`, in processes of their own: train, allreduce, codec, regret; and netlab."""
+"""Measures that are commands of `gradwire bench`, in processes of their own: train, allreduce, codec, regret."""
 
 from __future__ import annotations
 
@@ -57,13 +57,6 @@ def regret(call: Call) -> list[tuple[Cell, Record]]:
     """`bench regret` of the cells' schemes in turns; with `then` a record for each phase."""
     cells = {cell["scheme"]: cell for cell in call.cells}
     return [(cells[spec_of(record)], record) for record in run_command("regret", call.arguments("scheme"), call)]
-
-
-def netlab(call: Call) -> list[tuple[Cell, Record]]:
-    """What a plain all-reduce gets through links of each rate."""
-    from gradwire_lab.ranks.netlab.check import measure_rate
-
-    return [(cell, dict(measure_rate(int(call.get("ranks")), cell["rate"]).to_record())) for cell in call.cells]
 
 
 def to_words(arguments: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,6 @@ def load(call: Call) -> list[tuple[Cell, GradientFile]]:
     return [(cell, load_gradients(gradient_file(str(cell["gradients"]), call.folder))) for cell in call.cells]
 
 
-def measure_values(call: Call) -> list[tuple[Cell, Record]]:
-    """Figs. 2 and 3 of each file."""
-    return [(cell, describe_values(file)) for cell, file in load(call)]
-
-
 def measure_cross_tables(call: Call) -> list[tuple[Cell, Record]]:
     """Fig. 12: the exponent part (share of 8 bits) of every file under the table made from every file."""
     files = [(cell, file.name, exponent_histogram(file.gradient)) for cell, file in load(call)]
@@ -47,22 +41,6 @@ def measure_cross_tables(call: Call) -> list[tuple[Cell, Record]]:
                 "entropy_ratio": entropy_bits(coded) / 8,
             }
             found.append((cell, record))
-    return found
-
-
-def measure_table_refresh(call: Call) -> list[tuple[Cell, Record]]:
-    """Fig. 13a over files in the order of training: the exponent part under the first file's table for ever, and under the
-    table of the file before it; of the first there is nothing to say."""
-    files = [(cell, file.name, exponent_histogram(file.gradient)) for cell, file in load(call)]
-    static, found = gradwire_lengths(files[0][2]), []
-    for (_, _, before), (cell, name, histogram) in itertools.pairwise(files):
-        record = {
-            "gradients": name,
-            "static_bits": mean_bits(static, histogram),
-            "refreshed_bits": mean_bits(gradwire_lengths(before), histogram),
-            "entropy_bits": entropy_bits(histogram),
-        }
-        found.append((cell, record))
     return found
 
 
@@ -98,37 +76,6 @@ def spread(file: GradientFile) -> Records:
         for x, y in zip(xs, ys, strict=True)
         if y > 0
     ]
-
-
-def describe_values(file: GradientFile) -> Record:
-    """Figs. 2 and 3: spread of the values, exponents, zeros, and |gradient| / |parameter| where known."""
-    values = file.gradient
-    finite = values[np.isfinite(values)]
-    histogram = exponent_histogram(values)
-    ratio = gradient_parameter_ratio(file)
-    return {
-        "gradients": file.name,
-        "n_elements": values.size,
-        "zeros_share": float((values == 0).mean()),
-        "mean": float(finite.mean(dtype=np.float64)),
-        "standard_deviation": float(finite.std(dtype=np.float64)),
-        "exponent_entropy_bits": entropy_bits(histogram),
-        **_in_mean_magnitudes(finite),
-        "n_exponents": int((histogram > 0).sum()),
-        "top_15_exponents_share": float(np.sort(histogram)[-15:].sum() / values.size),
-        **{
-            f"gradient_parameter_ratio_{name}": float(np.quantile(ratio, quantile)) if ratio.size else None
-            for name, quantile in (("p10", 0.1), ("median", 0.5), ("p90", 0.9))
-        },
-    }
-
-
-def _in_mean_magnitudes(values: npt.NDArray[np.float32]) -> dict[str, float]:
-    """SlimGC's Fig. 5: the mean magnitude, and the values in units of it."""
-    magnitude = np.abs(values)
-    mean = float(magnitude.mean(dtype=np.float64))
-    shares = {f"below_{limit:g}_means_share": float((magnitude < limit * mean).mean()) for limit in (0.1, 0.5, 1, 3)}
-    return {"mean_magnitude": mean, "largest_in_means": float(magnitude.max()) / mean if mean else 0.0, **shares}
 
 
 def gradient_parameter_ratio(file: GradientFile) -> npt.NDArray[np.float64]:

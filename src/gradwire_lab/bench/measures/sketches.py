@@ -1,23 +1,21 @@
-"""Numbers of the homomorphic paper's figures 2 and 3, and of the codec's speed."""
+"""Numbers of the homomorphic paper's figures 2 and 3."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from gradwire.codecs import bloom_filter, sketch_sizes
-from gradwire.codecs.bloom_filter import BloomShape
-from gradwire.codecs.count_sketch import MAX_CORE, CountSketch, Outcome, index_words, write_index
-from gradwire.core.threads import thread_count
-from gradwire.errors import CorruptMessage, InvalidArgument
+from gradwire.codecs.count_sketch import CountSketch, index_words, write_index
+from gradwire.errors import InvalidArgument
 from gradwire_lab.bench.measures import Call
 from gradwire_lab.bench.sources import GradientSource
-from gradwire_lab.bench.timing import Task, threads, time_interleaved
 from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.store import Record
 
-_BUILT_BITS = 32
+PAPER_GAMMA = 1.23  # cells a non-zero, for infinitely many of them (Jiang et al., 2017)
+_LN2 = math.log(2)
 
 
 def measure_formulas(call: Call) -> list[tuple[Cell, Record]]:
@@ -31,8 +29,7 @@ def measure_formulas(call: Call) -> list[tuple[Cell, Record]]:
 def formulas(value_bits: int, density: float) -> Record:
     """One record of `measure_formulas`."""
     bound, bitmap, bloom = (
-        size(1.0, density, value_bits) / value_bits
-        for size in (sketch_sizes.bound_bits, sketch_sizes.bitmap_bits, sketch_sizes.bloom_bits)
+        size(1.0, density, value_bits) / value_bits for size in (bound_bits, bitmap_bits, bloom_bits)
     )
     return {
         "value_bits": value_bits,
@@ -43,12 +40,6 @@ def formulas(value_bits: int, density: float) -> Record:
         "best_over_bound": min(bitmap, bloom) / bound,
         "best": "bitmap" if bitmap <= bloom else "bloom",
     }
-
-
-def measure_sizes(call: Call) -> list[tuple[Cell, Record]]:
-    """Fig. 2 as built: axes `density`, `pattern`."""
-    n = int(call.get("n_elements"))
-    return [(cell, built_sizes(n, _density(cell["density"]), str(cell["pattern"]))) for cell in call.cells]
 
 
 def measure_recovery(call: Call) -> list[tuple[Cell, Record]]:
@@ -62,56 +53,10 @@ def measure_recovery(call: Call) -> list[tuple[Cell, Record]]:
     return found
 
 
-def measure_speed(call: Call) -> list[tuple[Cell, Record]]:
-    """GB/s of float32 values, medians: compression, what can be done while the sketch travels, and what comes after.
-
-    Axes `n_elements`, `density`; `threads`, `rounds`.
-    """
-    found = []
-    with threads(int(call.get("threads", 1))):
-        for cell in call.cells:
-            n, density = int(cell["n_elements"]), _density(cell["density"])
-            record = _time_one(n, density, str(call.get("pattern", "element")), int(call.get("rounds", 7)))
-            found.append((cell, {**record, "share_of_nonzeros": record["density"]}))
-    return found
-
-
 def _density(value: Any) -> float:
     if not 0 < float(value) < 1:
         raise InvalidArgument(f"density {value}: expected above 0 and below 1")
     return float(value)
-
-
-def built_sizes(n_elements: int, density: float, pattern: str) -> Record:
-    """What the codec sends for a random index of `n_elements` float32, beside formulas and bound; every sketch peels."""
-    index, n_nonzeros = _random_index(n_elements, density, pattern)
-    share = n_nonzeros / n_elements
-    sketch = CountSketch()
-    bitmap_cells, attempts = _peeled_cells(sketch, index, n_elements)
-    shape = BloomShape.fit(n_nonzeros, n_elements, sketch.gamma)
-    filter_words = torch.empty(shape.n_words, dtype=torch.int32)
-    bloom_filter.insert(index, n_elements, shape, 0, filter_words)
-    candidates = torch.empty_like(index)
-    n_candidates = bloom_filter.query(filter_words, n_elements, shape, 0, candidates).n_candidates
-    bloom_cells, _ = _peeled_cells(sketch, candidates, n_elements)
-    bitmap = (32 * index.numel() + _BUILT_BITS * bitmap_cells) / (_BUILT_BITS * n_elements)
-    bloom = (32 * shape.n_words + _BUILT_BITS * bloom_cells) / (_BUILT_BITS * n_elements)
-    bound = sketch_sizes.bound_bits(1.0, share, _BUILT_BITS) / _BUILT_BITS
-    formula = sketch_sizes.bitmap_bits(1.0, share, _BUILT_BITS, sketch.gamma) / _BUILT_BITS
-    bloom_formula = sketch_sizes.bloom_bits(1.0, share, _BUILT_BITS, sketch.gamma) / _BUILT_BITS
-    return {
-        "n_elements": n_elements,
-        "pattern": pattern,
-        "density": share,
-        "bound_share": bound,
-        "bitmap_share": bitmap,
-        "bitmap_over_formula": bitmap / formula,
-        "bloom_share": bloom,
-        "bloom_over_formula": bloom / bloom_formula,
-        "false_positives": (n_candidates - n_nonzeros) / max(1, n_elements - n_nonzeros),
-        "best_over_bound": min(bitmap, bloom) / bound,
-        "attempts": attempts,
-    }
 
 
 def recovery(gradient: torch.Tensor, size: float) -> Record:
@@ -142,79 +87,40 @@ def recovery(gradient: torch.Tensor, size: float) -> Record:
     }
 
 
-def _time_one(n_elements: int, density: float, pattern: str, n_rounds: int) -> Record:
-    gradient = torch.from_numpy(GradientSource(None, density, pattern).gradient(0, n_elements))
-    own = torch.empty(index_words(n_elements), dtype=torch.int32)
-    sketch = CountSketch()
-    facts = write_index(gradient, own)
-    sketch.prepare(own, n_elements)
-    cells = torch.empty(sketch.n_cells)
-    sketch.add(gradient, own, cells)
-    summed, out = cells.clone(), torch.empty(n_elements)
-    n_core = sketch.peel(own)
-
-    def structure() -> None:
-        sketch.prepare(own, n_elements)
-        sketch.peel(own)
-
-    def verify() -> None:
-        found = out.clone()
-        found[sketch.core()] = gradient[sketch.core()]
-        error = float((found - gradient).norm() / gradient.norm()) if facts.n_nonzeros else float(found.abs().max())
-        if not error < 1e-5:
-            raise CorruptMessage(f"recovered values stray by {error:g}: the timing would mean nothing")
-
-    def replay() -> None:
-        if sketch.recover(cells, 1.0, out) is Outcome.FOREIGN:
-            raise CorruptMessage("a sketch did not fit its own index: the timing would mean nothing")
-
-    def refill() -> None:
-        cells.copy_(summed)
-
-    def compress() -> None:
-        write_index(gradient, own)
-        sketch.add(gradient, own, cells)
-
-    tasks = {
-        "index": Task(lambda: write_index(gradient, own)),
-        "compress": Task(compress),
-        "structure": Task(structure),
-    }
-    times = time_interleaved(tasks, n_rounds)
-    # Recovery uses the cells up, so a sample is one call.
-    times |= time_interleaved({"replay": Task(replay, before=refill, after=verify)}, n_rounds, min_sample_s=0.0)
-    n_bytes = 4 * n_elements
-
-    def gb_per_s(*names: str) -> float:
-        return n_bytes / sum(times[name].median_s for name in names) / 1e9
-
-    return {
-        "n_elements": n_elements,
-        "density": facts.n_nonzeros / n_elements,
-        "pattern": pattern,
-        "threads": thread_count(),
-        "compress_gb_per_s": gb_per_s("compress"),
-        "index_gb_per_s": gb_per_s("index"),
-        "structure_gb_per_s": gb_per_s("structure"),
-        "replay_gb_per_s": gb_per_s("replay"),
-        "recover_gb_per_s": gb_per_s("structure", "replay"),
-        "core": n_core,
-        "rounds": sketch.n_rounds,
-        "n_samples": n_rounds,
-    }
+# ---- sizes by the paper's formulas (Li et al., ICML 2024, 3.3)
+# All in bits for a gradient of `n_elements` values of `value_bits` bits, of which a share `density` is not zero. Whole
+# numbers of hashes, rows and cells are not rounded here: a built sketch is larger by what docs/format.md#count-sketch says.
 
 
-def _random_index(n_elements: int, density: float, pattern: str) -> tuple[torch.Tensor, int]:
-    gradient = torch.zeros(n_elements)
-    gradient[torch.from_numpy(GradientSource(None, density, pattern).positions(n_elements))] = 1.0
-    index = torch.empty(index_words(n_elements), dtype=torch.int32)
-    return index, write_index(gradient, index).n_nonzeros
+def bound_bits(n_elements: float, density: float, value_bits: int) -> float:
+    """The least that any code needs: which values are not zero, n f(0, lambda) = N H(n/N), and what they are."""
+    return n_elements * (_entropy_bits(density) + density * _log2_nonzeros(value_bits))
 
 
-def _peeled_cells(sketch: CountSketch, index: torch.Tensor, n_elements: int) -> tuple[int, int]:
-    """Cells of the first attempt that peels, and how many that took, as the scheme does it."""
-    for attempt in range(64):
-        n_cells = sketch.prepare(index, n_elements, attempt)
-        if sketch.peel(index) <= MAX_CORE:
-            return n_cells, attempt + 1
-    raise CorruptMessage(f"no sketch of {sketch.n_nonzeros} values peels")
+def bitmap_bits(n_elements: float, density: float, value_bits: int, gamma: float = PAPER_GAMMA) -> float:
+    """A bit a value, and gamma cells a non-zero."""
+    return n_elements * (1 + gamma * value_bits * density)
+
+
+def false_positive_rate(density: float, value_bits: int, gamma: float = PAPER_GAMMA) -> float:
+    """The share of zeros for which filter and sketch together are smallest; 1 where no filter is."""
+    zeros_a_nonzero = (1 - density) / density if density > 0 else math.inf
+    inverse = _LN2 * _LN2 * gamma * value_bits * zeros_a_nonzero
+    return 1.0 if inverse <= 1 else 1 / inverse
+
+
+def bloom_bits(n_elements: float, density: float, value_bits: int, gamma: float = PAPER_GAMMA) -> float:
+    """A Bloom filter of the non-zeros, and gamma cells for each of them and for each zero that the filter lets through."""
+    share = false_positive_rate(density, value_bits, gamma)
+    filter_bits = 0.0 if share in (0.0, 1.0) else density / _LN2 * -math.log2(share)
+    return n_elements * (filter_bits + gamma * value_bits * (density + share * (1 - density)))
+
+
+def _entropy_bits(share: float) -> float:
+    """The entropy of a yes that comes with this probability."""
+    return -sum(p * math.log2(p) for p in (share, 1 - share) if p > 0)
+
+
+def _log2_nonzeros(value_bits: int) -> float:
+    """log2 of how many values there are beside zero."""
+    return value_bits + math.log1p(-(2.0**-value_bits)) / _LN2

@@ -87,17 +87,6 @@ def measure(call: Call) -> list[tuple[Cell, Record]]:
     return records
 
 
-def measure_hashes(call: Call) -> list[tuple[Cell, Record]]:
-    """Parameters after training, which are to be equal bit by bit on all ranks: axes `topology`, `ranks`."""
-    spec, found = str(call.get("scheme")), []
-    for cell in call.cells:
-        config = configure(call, cell, f"{spec},topology={cell['topology']}")
-        runs = train_all({"run": config}, int(cell["ranks"]), "none", call.folder)
-        kept = ("n_parameters", "replicas_equal", "parameters_sha256")
-        found.append((cell, {key: runs["run"].summary[key] for key in kept}))
-    return found
-
-
 def configure(call: Call, cell: Cell, spec: str) -> TrainConfig:
     """The training of a cell under the scheme `spec`. Raises: InvalidArgument, Unsupported (what there is not)."""
     (workload, workload_options), (scheme, options) = parse_spec(str(call.get("workload"))), parse_spec(spec)

@@ -1,4 +1,4 @@
-"""A codec of one's own is one class: here sign, exponent and 3 bits of the mantissa. It works in both exchanges of a ring, in host memory."""
+"""A codec of one's own is one class: here sign, exponent and 3 bits of the mantissa. It works in host memory, in any `Ring`."""
 
 from __future__ import annotations
 

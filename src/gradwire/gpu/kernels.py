@@ -52,8 +52,8 @@ def kernels_on(device: torch.device) -> Kernels:
 
 
 def kernels_for(device: torch.device) -> Kernels | None:
-    """As `kernels_on`; None for host memory, where the native core works."""
-    return _made.get(device) if device.type == "cpu" else kernels_on(device)
+    """As `kernels_on`; None where native functions do the work, or refuse it."""
+    return kernels_on(device) if device.type in MAKERS else _made.get(device)
 
 
 @contextlib.contextmanager

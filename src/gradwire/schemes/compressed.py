@@ -20,7 +20,7 @@ from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange.owners import Owners
 from gradwire.exchange.ring import Ring
-from gradwire.gpu.kernels import kernels_for
+from gradwire.gpu.kernels import kernels_on
 from gradwire.gpu.launching import raise_error
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.frozen_adam import FrozenAdam
@@ -110,8 +110,8 @@ class Compressed(Scheme):
             self._kept["momenta"] = self.momenta
         if self.collective is not None:
             self.collective.bind(session.wire)
-        else:
-            kernels_for(session.wire.device)
+        elif session.wire.on_device:
+            kernels_on(session.wire.device)
         self._check = StepCheck(session.communicator)
         self.n_not_finite = 0
         if self.adam is not None:

@@ -28,7 +28,6 @@ from gradwire.core.bucket import Bucket, Slot, flatten_like, local_of
 from gradwire.core.feedback import Part, Unused
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
-from gradwire.gpu.kernels import kernels_for
 from gradwire.schemes.compressed import Compressed, count_of
 from gradwire.schemes.plain_steps import check_steps
 from gradwire.schemes.selection import Selection, matrices
@@ -114,7 +113,6 @@ class Dgc(Compressed):
     def bind(self, session: Session) -> None:
         """Raises: Unsupported (no kernels on the device)."""
         super().bind(session)
-        kernels_for(session.wire.device)
         groups = session.optimizer.param_groups if session.optimizer is not None else []
         if self.momentum and any(group.get("momentum") or "betas" in group for group in groups):
             _log.warning(

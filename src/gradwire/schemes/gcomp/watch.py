@@ -68,8 +68,8 @@ class OptimizerWatch:
             self._object_to(
                 Unsupported(
                     f"the parameters changed {n_changes} times while the optimizer given to attach made no step: "
-                    'importance="paper" reads its state. If another optimizer makes the steps, attach that one; if the loop changes '
-                    f"parameters by itself, {_ADVICE}"
+                    'importance="paper" reads its state. If another optimizer makes the steps, attach that one; if the loop '
+                    f"changes parameters by itself, {_ADVICE}"
                 )
             )
 

@@ -85,7 +85,7 @@ def test_versions_on_the_wire_are_those_on_the_page() -> None:
 def test_broadcast_heads_are_as_the_page_has_them() -> None:
     """Their version; a peer written from the page is in tests/broadcast/test_broadcast_heads.py."""
     version = number(row("Broadcast", "version")[2])
-    assert f"kHeadVersion = {version};" in (ROOT / "native" / "exchange" / "heads.hpp").read_text()
+    assert f"kHeadVersion = {version};" in (ROOT / "native" / "exchange" / "broadcast.hpp").read_text()
     assert f"Version {version}," in section("Broadcast")
 
 

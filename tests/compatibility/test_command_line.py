@@ -250,5 +250,5 @@ def test_inspect_refuses_an_array_that_is_larger_than_memory(tmp_path):
     header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (100000000000000,), }".ljust(117) + b"\n"
     with zipfile.ZipFile(tmp_path / "huge.npz", "w") as archive:
         archive.writestr("gradient.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(8))
-    with pytest.raises(InvalidArgument, match="not a readable .npz"):
+    with pytest.raises(InvalidArgument, match=r"not a readable \.npz"):
         inspect_path(tmp_path / "huge.npz")

@@ -106,7 +106,7 @@ class Mesh {
     bool is_hung = false;  // over, but for what has come and is not read yet
     std::uint32_t watched_for = 0;
     Progress in{}, out{};
-    Clock::time_point free_since{};             // when what came before the present message was there
+    Clock::time_point free_since{};  // when what came before the present message was there
   };
   struct Stream {
     Facts facts;

@@ -54,8 +54,8 @@ Header unpack_header(const RawHeader& raw, int peer) {
     throw CorruptMessage("rank ", peer,
                          " sent a message header that gradwire did not write; check that all ranks run the same "
                          "gradwire, and the host's memory and network");
-  return {get<std::uint32_t>(raw, 4), get<std::uint32_t>(raw, 16), get<std::uint64_t>(raw, 8),
-          get<Facts>(raw, 20),        flags == kSealed,            get<std::uint32_t>(raw, 36)};
+  return {get<std::uint32_t>(raw, 4), get<std::uint32_t>(raw, 16), get<std::uint64_t>(raw, 8), get<Facts>(raw, 20),
+          flags == kSealed,           get<std::uint32_t>(raw, 36)};
 }
 
 void compare_facts(const Facts& mine, const Facts& theirs, int rank, int peer) {

@@ -78,7 +78,7 @@ def test_length_of_a_message_is_where_the_page_has_it() -> None:
 
 def test_versions_on_the_wire_are_those_on_the_page() -> None:
     assert number(row("Message header", "version")[2]) == _native.MESSAGE_VERSION
-    packet = (ROOT / "native" / "switch" / "packet.hpp").read_text()
+    packet = (ROOT / "native" / "switch" / "udp_socket.hpp").read_text()
     assert f"kVersion = {number(row('Switch packets', 'version')[2])};" in packet
 
 

@@ -29,7 +29,7 @@ using Bytes = std::vector<std::uint8_t>;
 namespace {
 
 constexpr wire::Facts kFacts{1, 2, 3, 4};
-constexpr std::size_t kHeader = 40;
+constexpr std::size_t kHeader = 44;
 constexpr std::uint32_t kStreams = 4;
 
 void require(bool holds) {
@@ -72,6 +72,7 @@ Bytes make_header(wire::Header header, unsigned lie, std::uint8_t by) {
                                    &header.facts.layout, &header.facts.step, &header.facts.bucket};
   if (lie >= 1 && lie <= 6) *fields[lie - 1] ^= by;
   if (lie == 7) header.n_bytes ^= std::uint64_t{by} << by % 57;
+  header.is_sealed = true;  // bodies are anything
   wire::RawHeader raw = wire::pack_header(header);
   if (lie >= 8 && lie < 12) {
     raw[lie - 8] ^= by;  // magic, version, flags
@@ -123,7 +124,7 @@ struct Peer {
       const auto checksum = gradwire::crc32c(std::span(header).first(kHeader - 4));
       if (is_ours && header[2] != wire::kVersion)
         fault = Fault::version;
-      else if (!is_ours || header[3] != 0 || number_at<std::uint32_t>(header, kHeader - 4) != checksum)
+      else if (!is_ours || header[3] > 1 || number_at<std::uint32_t>(header, kHeader - 4) != checksum)
         fault = Fault::corrupt;
       if (fault != Fault::none) return;
       const auto stream = number_at<std::uint32_t>(header, 4);
@@ -139,6 +140,11 @@ struct Peer {
       if (sent.size() - at - kHeader < n_bytes) return;
       stream_now.reset();
       const auto body = sent.begin() + static_cast<std::ptrdiff_t>(at + kHeader);
+      if (header[3] == 0 && number_at<std::uint32_t>(header, 36) !=
+                                gradwire::crc32c({sent.data() + at + kHeader, static_cast<std::size_t>(n_bytes)})) {
+        fault = Fault::corrupt;
+        return;
+      }
       inboxes[stream].emplace_back(body, body + static_cast<std::ptrdiff_t>(n_bytes));
       ++n_arrived[stream];
       at += kHeader + n_bytes;

@@ -243,6 +243,7 @@ std::size_t Broadcast::encode(std::size_t block, const Values& gradient, int n_b
     n_body = embedded_float::encode({gradient.data, bytes}, dtype, partition_, {first_bit, n_bits}, body);
   else if (bytes > 0)
     std::memcpy(body.data(), gradient.data, bytes);
+  message_.is_sealed = !next_.is_plain;
   next_.body_bytes = static_cast<std::uint32_t>(n_body);
   if (next_.body_bytes != n_body) throw InvalidArgument("a block's message is longer than 2^32 - 1 bytes");
   sent_bits_[block] += n_bits;

@@ -23,11 +23,13 @@ void ring_mean(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Value
   const auto encode = [&](const Values& values, std::size_t first) {
     wire::Message message = channel.take(max_bytes);
     message.n_bytes = coder.encode(values, first, message.room());
+    message.is_sealed = true;
     return message;
   };
   const auto encode_mean = [&](const Values& total, std::size_t first, const Values& mean) {
     wire::Message message = channel.take(max_bytes);
     message.n_bytes = coder.encode_mean(total, first, mean, message.room());
+    message.is_sealed = true;
     return message;
   };
   // What arrives in hop h leaves again in hop h+1, at the same chunk.
@@ -133,6 +135,7 @@ void OwnersExchange::push(std::size_t group) {
     if (group >= n_groups_[peer]) continue;
     wire::Message message = pushes_->take(ends_.max_push_bytes());
     message.n_bytes = ends_.encode_push(static_cast<std::size_t>(peer), group, message.room());
+    message.is_sealed = true;
     pushes_->send(peer, message, SIZE_MAX);
   }
 }
@@ -146,6 +149,7 @@ void OwnersExchange::answer(std::size_t group) {
       ends_.add_pushed(source, group, pushes_->receive(static_cast<int>(source)).bytes());
   wire::Message& result = results_[group] = pushes_->take(std::max<std::size_t>(1, ends_.max_pull_bytes()));
   result.n_bytes = ends_.encode_pull(group, result.room());
+  result.is_sealed = ends_.seals_pull();
   if (pulls_)
     for (const int peer : peers_) pulls_->send(peer, result, SIZE_MAX);
 }
@@ -263,6 +267,8 @@ class QuantisedEnds final : public Ends {
   std::size_t max_pull_bytes() const override {
     return bucket_.pulls_raw ? cut_.largest() * bucket_.gradient.element_bytes() : max_push_bytes_;
   }
+
+  bool seals_pull() const override { return !bucket_.pulls_raw; }
 
   ConstBytes opening() override { return packed_; }
   void take_opening(std::size_t source, ConstBytes message) override {

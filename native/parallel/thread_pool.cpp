@@ -100,22 +100,24 @@ class Pool {
 std::atomic<std::size_t> wanted_threads{1};
 std::atomic<Pool*> pool{nullptr};
 
+std::mutex pool_mutex;
+std::size_t pool_workers = 0;
+
 // A forked child has none of its parent's threads: it starts a pool of its own at the next call, and leaks the old one,
-// whose threads it could not join.
+// whose threads it could not join. Nobody holds the lock when a process forks: none would be left to let go of it.
 void forget_pool_after_fork() {
   pool.store(nullptr);
   inside_task = false;
+  pool_mutex.unlock();
 }
 
-std::mutex pool_mutex;
-std::size_t pool_workers = 0;
+[[maybe_unused]] const int registered =
+    pthread_atfork([] { pool_mutex.lock(); }, [] { pool_mutex.unlock(); }, forget_pool_after_fork);
 
 Pool& pool_with(std::size_t n_workers) {
   const std::lock_guard lock(pool_mutex);
   Pool* current = pool.load();
   if (current == nullptr) {
-    static const int registered = pthread_atfork(nullptr, nullptr, forget_pool_after_fork);
-    (void)registered;
     current = new Pool;  // never deleted: its threads may outlive every static destructor
     pool_workers = 0;
     pool.store(current);

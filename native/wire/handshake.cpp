@@ -221,19 +221,22 @@ void Doorkeeper::close_descriptors() {
 }
 
 void Doorkeeper::serve() {
-  std::vector<pollfd> entries;
+  std::array<pollfd, 2 + kMaxVisitors> entries;
   for (;;) {
-    entries.clear();
-    entries.push_back({stop_.get(), POLLIN, 0});
-    entries.push_back({visitors_.size() < kMaxVisitors ? listener_.get() : -1, POLLIN, 0});
+    std::size_t n_entries = 2;
+    entries[0] = {stop_.get(), POLLIN, 0};
+    entries[1] = {visitors_.size() < kMaxVisitors ? listener_.get() : -1, POLLIN, 0};
     auto deadline = Clock::time_point::max();
     for (const Visitor& visitor : visitors_) {
-      entries.push_back({visitor.connection.get(), POLLIN, 0});
+      entries[n_entries++] = {visitor.connection.get(), POLLIN, 0};
       deadline = std::min(deadline, visitor.deadline);
     }
-    const int n = poll(entries.data(), entries.size(), visitors_.empty() ? -1 : milliseconds_until(deadline));
-    if (n < 0 && errno != EINTR) return;
+    const int n = poll(entries.data(), n_entries, visitors_.empty() ? -1 : milliseconds_until(deadline));
     if (entries[0].revents != 0) return;
+    if (n < 0 && errno != EINTR) {  // more of them than the process may open by now, say
+      visitors_.clear();
+      continue;
+    }
     std::size_t index = 2;
     const auto now = Clock::now();
     for (auto visitor = visitors_.begin(); visitor != visitors_.end(); ++index) {
@@ -242,7 +245,10 @@ void Doorkeeper::serve() {
       const bool stays = (!was_heard || hear(*visitor)) && now < visitor->deadline;
       visitor = stays ? std::next(visitor) : visitors_.erase(visitor);
     }
-    if (n > 0 && entries[1].revents != 0) admit();
+    if (n > 0 && entries[1].revents != 0) try {
+        admit();
+      } catch (const std::exception&) {  // no memory, no random numbers: this one may come again
+      }
   }
 }
 

@@ -13,6 +13,7 @@
 #include <set>
 #include <system_error>
 
+#include "checksum/crc32c.hpp"
 #include "errors.hpp"
 
 namespace gradwire::wire {
@@ -60,14 +61,16 @@ Mesh::Stream& Mesh::stream_of(std::uint32_t number) {
 }
 
 void Mesh::send(int peer, std::uint32_t number, Message message) {
+  const bool is_sealed = message.is_sealed;
+  const std::uint32_t checksum = is_sealed ? 0 : crc32c(message.bytes());
   const std::lock_guard lock(mutex_);
   throw_if_broken();
   Stream& stream = stream_of(number);
   Connection& connection = *connections_[peer];
   if (connection.has_ended) lose(peer, connection.end, Clock::now());
-  const Header header{number, stream.n_sent[peer]++, message.n_bytes, stream.facts};
+  const Header header{number, stream.n_sent[peer]++, message.n_bytes, stream.facts, is_sealed, checksum};
   connection.queue.push_back({pack_header(header), std::move(message)});
-  if (connection.queue.size() == 1) connection.moved_out = Clock::now();
+  if (connection.queue.size() == 1) connection.out = {Clock::now()};
   write(connection);
 }
 
@@ -155,7 +158,7 @@ void Mesh::add(int peer, Descriptor socket) {
   auto connection = std::make_unique<Connection>();
   connection->socket = std::move(socket);
   connection->peer = peer;
-  connection->moved_in = connection->moved_out = connection->free_since = Clock::now();
+  connection->in.last = connection->out.last = connection->free_since = Clock::now();
   connections_[peer] = std::move(connection);
   watch(*connections_[peer]);
   wake();
@@ -213,6 +216,13 @@ void Mesh::begin_body(Connection& connection, Stream& stream) {
 
 void Mesh::deliver(Connection& connection, Stream& stream) {
   const auto now = Clock::now();
+  const Header& header = connection.header;
+  connection.message->is_sealed = header.is_sealed;
+  if (!header.is_sealed && crc32c(connection.message->bytes()) != header.checksum)
+    throw CorruptMessage("rank ", connection.peer, " sent message ", header.number, " (bucket ", stream.facts.bucket,
+                         ", step ", stream.facts.step,
+                         "), whose checksum does not match: bytes were changed on the way; check the host's memory and "
+                         "network");
   const std::chrono::nanoseconds duration = now - connection.free_since;
   connection.free_since = now;
   ++stream.n_arrived[connection.peer];
@@ -244,10 +254,11 @@ void Mesh::read(Connection& connection) {
     // Where nothing had come, the first bytes of a message are on their way since about now.
     if (!connection.message && connection.n_header == 0 && static_cast<std::size_t>(n) <= kHeaderBytes)
       connection.free_since = now;
-    connection.moved_in = now;
     const std::size_t n_of_body = std::min<std::size_t>(n, n_rest);
     connection.n_body += n_of_body;
     connection.n_header += static_cast<std::size_t>(n) - n_of_body;
+    connection.in.add(static_cast<std::size_t>(n),
+                      (n_of_body > 0 && n_of_body == n_rest) || connection.n_header == kHeaderBytes);
     if (connection.message && connection.n_body == connection.message->n_bytes) {
       const auto stream = streams_.find(connection.header.stream);
       if (stream != streams_.end())
@@ -286,7 +297,7 @@ void Mesh::write(Connection& connection) {
       if (errno != EAGAIN) return end(connection, "closed the connection (" + describe(errno) + ")");
       break;
     }
-    connection.moved_out = Clock::now();
+    bool is_whole = false;
     for (std::size_t left = static_cast<std::size_t>(n); left > 0;) {
       Outgoing& outgoing = connection.queue.front();
       const std::size_t rest = kHeaderBytes + outgoing.message.n_bytes - outgoing.n_sent;
@@ -294,7 +305,9 @@ void Mesh::write(Connection& connection) {
       outgoing.n_sent += taken;
       left -= taken;
       if (taken == rest) connection.queue.pop_front();
+      is_whole |= taken == rest;
     }
+    connection.out.add(static_cast<std::size_t>(n), is_whole);
     if (static_cast<std::size_t>(n) < n_asked) break;
   }
   watch(connection);
@@ -318,7 +331,7 @@ void Mesh::serve_until(Lock& lock, std::span<const int> peers, Since waiting_sin
     for (const int peer : peers) {
       auto since = waiting_since(peer);
       if (const auto& connection = connections_[peer])
-        since = std::max({since, connection->moved_in, connection->queue.empty() ? since : connection->moved_out});
+        since = std::max({since, connection->in.last, connection->queue.empty() ? since : connection->out.last});
       if (Clock::now() >= since + seconds(timeout_s_)) lose(peer, "did not answer", waiting_since(peer));
       deadline = std::min(deadline, since + seconds(timeout_s_));
     }

@@ -27,8 +27,8 @@ struct Arrival {
   std::int64_t duration_ns;
 };
 
-// Thread-safe. Every wait ends with PeerLost when the peer that is waited for closes its connection, or moves no byte
-// for `timeout_s`, and when this rank breaks off.
+// Thread-safe. Every wait ends with PeerLost when the peer that is waited for closes its connection, or moves less
+// than 16 KiB of a message within `timeout_s`, and when this rank breaks off.
 class Mesh {
  public:
   // Listens on `host`, a numeric address, from now on. Throws InvalidArgument.
@@ -78,6 +78,19 @@ class Mesh {
     Message message;
     std::size_t n_sent = 0;
   };
+  // When a connection last got on: by a whole header or message, or so many bytes of one that one now and then is not
+  // taken for life.
+  struct Progress {
+    static constexpr std::size_t kStride = 1 << 14;
+    Clock::time_point last{};
+    std::size_t n_bytes = 0;  // since then
+    void add(std::size_t n, bool is_whole) {
+      n_bytes += n;
+      if (!is_whole && n_bytes < kStride) return;
+      last = Clock::now();
+      n_bytes = 0;
+    }
+  };
   struct Connection {
     Descriptor socket;
     int peer = -1;
@@ -92,8 +105,8 @@ class Mesh {
     bool has_ended = false, is_watched = false;
     bool is_hung = false;  // over, but for what has come and is not read yet
     std::uint32_t watched_for = 0;
-    Clock::time_point moved_in{}, moved_out{};  // the last bytes
-    Clock::time_point free_since{};             // when what came before the present message was there
+    Progress in{}, out{};
+    Clock::time_point free_since{};  // when what came before the present message was there
   };
   struct Stream {
     Facts facts;

@@ -14,6 +14,7 @@ namespace {
 
 constexpr std::uint16_t kMagic = 0x4757;  // "WG"
 constexpr std::size_t kChecksumAt = kHeaderBytes - 4;
+constexpr std::uint8_t kSealed = 1;
 
 template <class T>
 void put(RawHeader& raw, std::size_t at, T value) {
@@ -32,11 +33,12 @@ RawHeader pack_header(const Header& header) {
   RawHeader raw;
   put(raw, 0, kMagic);
   put(raw, 2, kVersion);
-  put(raw, 3, std::uint8_t{0});
+  put(raw, 3, header.is_sealed ? kSealed : std::uint8_t{0});
   put(raw, 4, header.stream);
   put(raw, 8, header.n_bytes);
   put(raw, 16, header.number);
   put(raw, 20, header.facts);
+  put(raw, 36, header.checksum);
   put(raw, kChecksumAt, crc32c(std::span(raw).first(kChecksumAt)));
   return raw;
 }
@@ -47,12 +49,13 @@ Header unpack_header(const RawHeader& raw, int peer) {
   if (magic == kMagic && version != kVersion)
     throw IncompatibleVersion("rank ", peer, " sends messages of version ", version, ", this build reads ", kVersion,
                               "; install the same gradwire on every host");
-  if (magic != kMagic || flags != 0 ||
+  if (magic != kMagic || flags > kSealed ||
       get<std::uint32_t>(raw, kChecksumAt) != crc32c(std::span(raw).first(kChecksumAt)))
     throw CorruptMessage("rank ", peer,
                          " sent a message header that gradwire did not write; check that all ranks run the same "
                          "gradwire, and the host's memory and network");
-  return {get<std::uint32_t>(raw, 4), get<std::uint32_t>(raw, 16), get<std::uint64_t>(raw, 8), get<Facts>(raw, 20)};
+  return {get<std::uint32_t>(raw, 4), get<std::uint32_t>(raw, 16), get<std::uint64_t>(raw, 8), get<Facts>(raw, 20),
+          flags == kSealed,           get<std::uint32_t>(raw, 36)};
 }
 
 void compare_facts(const Facts& mine, const Facts& theirs, int rank, int peer) {

@@ -20,10 +20,12 @@ struct Header {
   std::uint32_t number;   // of the message within its stream from this sender
   std::uint64_t n_bytes;  // behind the header
   Facts facts;
+  bool is_sealed;          // the message has a checksum of its own
+  std::uint32_t checksum;  // CRC32C of the message if it has none, else 0
 };
 
-inline constexpr std::uint8_t kVersion = 3;
-inline constexpr std::size_t kHeaderBytes = 40;
+inline constexpr std::uint8_t kVersion = 4;
+inline constexpr std::size_t kHeaderBytes = 44;
 using RawHeader = std::array<std::uint8_t, kHeaderBytes>;
 
 RawHeader pack_header(const Header& header);
@@ -51,6 +53,7 @@ class Block {
 struct Message {
   std::shared_ptr<Block> block;
   std::size_t n_bytes = 0;
+  bool is_sealed = false;  // its decoder checks a checksum within it; others travel with one in the header
   ConstBytes bytes() const { return {block ? block->data() : nullptr, n_bytes}; }
   Bytes room() { return {block->data(), block->capacity()}; }
 };

@@ -38,3 +38,11 @@ def whole(name: str, value: int, low: int, high: int) -> int:
     if not low <= value <= high:
         raise InvalidArgument(f"{name} must be in {low}..{high}, got {value}")
     return value
+
+
+def count(name: str, value: int, at_least: int = 1, at_most: int | None = None) -> int:
+    """`value` if it is a whole number from `at_least` (to `at_most`). Raises: InvalidArgument."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least or value > (at_most or value):
+        bound = "" if at_most is None else f" to {at_most}"
+        raise InvalidArgument(f"{name} is {value!r}; it must be a whole number from {at_least}{bound}")
+    return value

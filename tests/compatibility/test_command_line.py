@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 import gradwire
 from gradwire.codecs.huffman import HuffmanTable
+from gradwire.errors import InvalidArgument
 from gradwire.schemes.auto.fidelity import LEVELS, TABLE
 from gradwire_lab.cli import COMMANDS, main
 from gradwire_lab.cli.inspection import inspect_path
@@ -222,3 +224,32 @@ def test_code_in_a_torch_file_does_not_run(tmp_path):
     with pytest.raises(gradwire.CorruptMessage, match="weights_only=True"):
         inspect_path(path)
     assert not sign.exists()
+
+
+@pytest.mark.parametrize("command", [["train", "--steps", "1"], ["demo"]])
+@pytest.mark.parametrize("option", [("--rate", "5zbit"), ("--ranks", "0"), ("--workload", "nosuch")])
+def test_options_are_checked_before_anything_is_printed(command, option, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main([*command, *option]) != 0
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.strip().splitlines()) == 1, printed.err
+
+
+def test_inspect_shows_what_lies_within_in_rows_of_its_own(tmp_path, capsys):
+    (tmp_path / "summary.json").write_text(json.dumps({"stats": {"sent": 7, "auto": {"why": "fast", "of": [{}]}}}))
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["inspect", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "{" not in printed
+    assert all(
+        words in printed for words in ("stats.sent", "stats.auto.why", "fast", "1 entries (in full with --json)")
+    )
+
+
+def test_inspect_refuses_an_array_that_is_larger_than_memory(tmp_path):
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (100000000000000,), }".ljust(117) + b"\n"
+    with zipfile.ZipFile(tmp_path / "huge.npz", "w") as archive:
+        archive.writestr("gradient.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(8))
+    with pytest.raises(InvalidArgument, match=r"not a readable \.npz"):
+        inspect_path(tmp_path / "huge.npz")

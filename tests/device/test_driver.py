@@ -135,6 +135,18 @@ def test_what_others_may_have_written_is_not_loaded(machine: Machine, tmp_path: 
         assert machine.library.stub_compilations() == before + 1
 
 
+def test_nor_what_lies_where_others_may_put_another_folder(tmp_path: Path) -> None:
+    kept = tmp_path / "open" / "gradwire" / "kernels" / "sm_90"
+    kept.parent.mkdir(mode=0o700, parents=True)
+    kept.write_bytes(b"compiled")
+    kept.chmod(0o600)
+    verdicts = {}
+    for mode in (0o755, 0o777, 0o1777):
+        (tmp_path / "open").chmod(mode)
+        verdicts[mode] = compiler._is_ours_alone(kept)
+    assert verdicts == {0o755: True, 0o777: False, 0o1777: True}
+
+
 def test_nothing_is_kept_where_nothing_can_be(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,14 +78,14 @@ def test_length_of_a_message_is_where_the_page_has_it() -> None:
 
 def test_versions_on_the_wire_are_those_on_the_page() -> None:
     assert number(row("Message header", "version")[2]) == _native.MESSAGE_VERSION
-    packet = (ROOT / "native" / "switch" / "packet.hpp").read_text()
+    packet = (ROOT / "native" / "switch" / "udp_socket.hpp").read_text()
     assert f"kVersion = {number(row('Switch packets', 'version')[2])};" in packet
 
 
 def test_broadcast_heads_are_as_the_page_has_them() -> None:
     """Their version; a peer written from the page is in tests/broadcast/test_broadcast_heads.py."""
     version = number(row("Broadcast", "version")[2])
-    assert f"kHeadVersion = {version};" in (ROOT / "native" / "exchange" / "heads.hpp").read_text()
+    assert f"kHeadVersion = {version};" in (ROOT / "native" / "exchange" / "broadcast.hpp").read_text()
     assert f"Version {version}," in section("Broadcast")
 
 

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import struct
@@ -29,7 +30,7 @@ FACTS = (1, 2, 3, 4)
 STREAM, MAX_BYTES = 6, 1_000
 CHALLENGE = struct.Struct("<4sI16s")
 PROOF = struct.Struct("<4sIII16s32s")
-HEADER = struct.Struct("<HBBIQIIIII")
+HEADER = struct.Struct("<HBBIQIIIIII")
 
 
 @contextlib.contextmanager
@@ -226,7 +227,8 @@ def header(**changes: int) -> bytes:
         "n_bytes": 5,
         "number": 0,
     }
-    fields |= dict(zip(("configuration", "layout", "step", "bucket"), FACTS, strict=True)) | changes
+    fields |= dict(zip(("configuration", "layout", "step", "bucket"), FACTS, strict=True))
+    fields |= {"checksum": _native.crc32c(b"hello")} | changes
     raw = HEADER.pack(*fields.values())
     return raw + struct.pack("<I", _native.crc32c(raw))
 
@@ -253,7 +255,8 @@ def test_message_of_a_peer_written_from_the_document_is_read() -> None:
     [
         ({"magic": 0x1234}, errors.CorruptMessage),
         ({"version": 99}, errors.IncompatibleVersion),
-        ({"flags": 1}, errors.CorruptMessage),
+        ({"flags": 2}, errors.CorruptMessage),
+        ({"checksum": 7}, errors.CorruptMessage),
         ({"n_bytes": MAX_BYTES + 1}, errors.CorruptMessage),
         ({"n_bytes": 2**64 - 1}, errors.CorruptMessage),
         ({"number": 1}, errors.CorruptMessage),
@@ -272,8 +275,12 @@ def test_wrong_header_field_raises_its_error(changes: dict[str, int], error: typ
         assert f"{value} there" in str(heard)
 
 
-@pytest.mark.parametrize("place", range(_native.MESSAGE_HEADER_BYTES))
-def test_flipped_bit_in_a_header_is_found(place: int) -> None:
+def test_message_that_says_that_it_has_a_checksum_of_its_own_is_left_to_its_decoder() -> None:
+    assert bytes(hear(header(flags=1, checksum=0) + b"hello")[1].tolist()) == b"hello"
+
+
+@pytest.mark.parametrize("place", range(_native.MESSAGE_HEADER_BYTES + 5))
+def test_flipped_bit_in_a_header_or_behind_it_is_found(place: int) -> None:
     raw = bytearray(header() + b"hello")
     raw[place] ^= 1 << place % 8
     assert isinstance(hear(bytes(raw)), errors.CorruptMessage | errors.IncompatibleVersion)
@@ -300,6 +307,41 @@ def test_peer_that_says_nothing_more_is_lost_after_the_timeout() -> None:
     assert_lost(heard, "did not answer")
     assert "timeout_s=2" in str(heard)
     assert 1.9 < time.monotonic() - started < 10 * patience()
+
+
+def test_peer_that_sends_a_byte_now_and_then_is_lost_after_the_timeout() -> None:
+    started = time.monotonic()
+    with meshes(timeout_s=2) as made:
+        fake = introduce(made[0].endpoint, SECRET)
+        made[0].open(STREAM, FACTS, MAX_BYTES, [1])
+        fake.sendall(header(n_bytes=500))
+        stop = threading.Event()
+
+        def trickle() -> None:
+            with contextlib.suppress(OSError):
+                while not stop.wait(0.3):
+                    fake.sendall(b"x")
+
+        (heard, _) = at_once(lambda: [at_once(lambda: made[0].receive_any(STREAM, [1])), stop.set()][0], trickle)
+    assert_lost(heard[0], "did not answer")
+    assert time.monotonic() - started < 10 * patience()
+
+
+def test_door_stays_open_when_fewer_descriptors_are_allowed_meanwhile() -> None:
+    """The system then refuses to watch all who stand at the door."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with meshes() as made:
+        crowd = [socket.create_connection(made[0].endpoint, timeout=5 * patience()) for _ in range(200)]
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
+            crowd[0].sendall(b"GET")  # the door looks, and then waits again
+            time.sleep(0.3)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        open_all(made)
+        assert carries(made)
+        for stranger in crowd:
+            stranger.close()
 
 
 def test_message_of_a_stream_that_is_not_open_waits() -> None:

@@ -371,3 +371,24 @@ def test_command_ends_with_status_1_and_the_message_on_bad_input(
 ) -> None:
     assert main(["report", str(tmp_path / "nowhere")]) == 1
     assert "nowhere does not exist" in capsys.readouterr().err
+
+
+def test_folder_of_a_demo_is_told_from_runs(tmp_path: Path) -> None:
+    (tmp_path / "demo.json").write_text("{}")
+    for given in (tmp_path, tmp_path / "demo.json"):
+        with pytest.raises(InvalidArgument, match=r"`gradwire demo`.* takes run folders of `gradwire train --out`"):
+            write_report([given], tmp_path / "page.html")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[" + "9" * 5_000 + "]", '[{"time_s": 1' + "0" * 400 + "}]"])
+def test_json_that_nobody_would_write_is_one_sentence(tmp_path: Path, text: str, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "bench.json").write_text(text)
+    assert main(["recommend", "--profile", str(tmp_path / "bench.json")]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+    with pytest.raises(CorruptMessage, match=r"bench\.json:"):
+        write_report([tmp_path / "bench.json"], tmp_path / "page.html")
+
+
+def test_page_of_a_machine_without_fields(tmp_path: Path) -> None:
+    records = [{**record, "environment": {"os": "x"}} for record in codec_records()]
+    assert write_report([write_json(tmp_path / "bench.json", records)], tmp_path / "page.html").exists()

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
 from gradwire.doors import fsdp2
+from gradwire.doors.alone import Alone, is_alone
 from gradwire.doors.gradients import GradientState
 from gradwire.doors.hook import Copied, HookState, ddp_hook
 from gradwire.doors.watching import Watch
@@ -112,7 +113,8 @@ def attach(
             ranks of a node, or HSDP; or a module whose gradients nothing else reduces.
         optimizer: the optimizer that steps its parameters, or Accelerate's wrapper of it; read, never changed.
         scheme: a Scheme, or a registry name such as "gcomp". The default "auto" measures and chooses, and keeps DDP's
-            own all-reduce if no scheme is faster. Modules other than DDP need a scheme by name.
+            own all-reduce if no scheme is faster. Modules other than DDP need a scheme by name, or there is one rank,
+            where nothing is exchanged and what is returned does nothing.
         fidelity: for scheme "auto": "exact" (default: the losses of DDP), "close", "any", or a list of schemes.
         scaler: the torch.amp.GradScaler, if the loss is scaled.
         group: the ranks to reduce over; with FSDP2 those that hold the same shard, one on each node. Not for DDP, which has
@@ -145,9 +147,12 @@ def attach(
     if not isinstance(model, DistributedDataParallel):
         if placement != "staged":
             raise Unsupported('placement="device" is for DDP models: leave it out')
+        if group is None and is_alone() and (isinstance(scheme, Auto) or not dist.is_initialized()):
+            return Alone(scheme)
         if isinstance(scheme, Auto):
             raise Unsupported(
-                'scheme "auto" watches DDP; name a scheme for other modules: attach(module, optimizer, "gcomp")'
+                'scheme "auto" watches DDP, which this module is not: attach(DistributedDataParallel(module), optimizer); '
+                'or name a scheme that exchanges its gradients itself: attach(module, optimizer, "gcomp")'
             )
         return GradientState(scheme, model, optimizer, scaler, group, timeout_s=timeout_s, trace=trace, **doors_own)
     if doors_own or group is not None:

@@ -27,6 +27,9 @@ def source_files() -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cu", ".hpp")}
 
 
+_OPEN = stat.S_IWGRP | stat.S_IWOTH
+
+
 class Compiler:
     """NVRTC.
 
@@ -120,7 +123,7 @@ def compiled_for(architecture: int, load: _Load = ctypes.CDLL, *, again: bool = 
     kept = _cache_folder() / f"{target}_{key}"
     if not again:
         with contextlib.suppress(OSError):
-            if _is_ours_alone(kept.parent) and _is_ours_alone(kept):
+            if _is_ours_alone(kept):
                 return kept.read_bytes()
     image = compiler.compile(target)
     with contextlib.suppress(OSError):  # no home, a full disk: it is compiled in every process then
@@ -134,9 +137,19 @@ def compiled_for(architecture: int, load: _Load = ctypes.CDLL, *, again: bool = 
 
 
 def _is_ours_alone(path: Path) -> bool:
-    """True if nobody but this user can have written it: what lies there runs with this user's data. Raises: OSError."""
+    """True if nobody but this user can have written it: what lies there runs with this user's data. Raises: OSError.
+
+    Nor may others have put another in its place: folders above are this user's or the administrator's, and open to others
+    only as /tmp is, where each may take away only what is theirs.
+    """
+    path = path.resolve()
     found = path.stat()
-    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if found.st_uid != os.geteuid() or found.st_mode & _OPEN:
+        return False
+    above = [folder.stat() for folder in path.parents]
+    return all(
+        one.st_uid in (0, os.geteuid()) and (not one.st_mode & _OPEN or one.st_mode & stat.S_ISVTX) for one in above
+    )
 
 
 def _cache_folder() -> Path:

@@ -191,7 +191,7 @@ class Plan:
                 tuple((int(a), int(b), float(rate), float(rtt)) for a, b, rate, rtt in saved["links"]),
                 bool(saved["is_here"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InvalidArgument(f"this is not a plan of `gradwire recommend --json`: {error}") from error
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import os
 import queue
 import re
 import threading
@@ -39,6 +40,7 @@ from gradwire.wire.rendezvous import meet, name_group, ranks_of, restart_advice,
 _SILENT_TAG = 1 << 20
 # A lane with nothing to wait for ends in microseconds; one that waits for a peer is torn loose after this long.
 _EXIT_WAIT_S = 0.5
+_LONGEST_S = 10**9  # more than any clock here has to count
 
 
 @dataclass
@@ -72,10 +74,13 @@ class Communicator:
                 "torch.distributed.init_process_group('gloo') before attach()"
             )
         if timeout_s is None:
-            timeout_s = timeout_of(group)
-        if not timeout_s > 0:
-            raise InvalidArgument(f"timeout_s must be positive, got {timeout_s}")
+            timeout_s = min(timeout_of(group), _LONGEST_S)
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
+            raise InvalidArgument(
+                f"timeout_s is a number of seconds above 0, at most {_LONGEST_S}, not {timeout_s!r:.40}"
+            )
         self.timeout_s = timeout_s
+        self._process = os.getpid()
         self.members = members = ranks_of(group)
         self.rank = members.index(dist.get_rank())
         self.world_size = len(members)
@@ -140,9 +145,18 @@ class Communicator:
         """
         if self._closed:
             raise InvalidArgument("this attachment is closed: attach a scheme again first")
+        self.check_process()
         future: torch.futures.Future = torch.futures.Future()
         self._tasks.put(_Task(future, functools.partial(task, *args), may_overtake))
         return future
+
+    def check_process(self) -> None:
+        """Raises: InvalidArgument in a process that was forked from the one with the lane and the connections."""
+        if os.getpid() != self._process:
+            raise InvalidArgument(
+                "this process was forked from the one that attached, which keeps the connections: attach in this one, "
+                "after its own init_process_group, to train here"
+            )
 
     def defer(self, work: Callable[[], None]) -> None:
         """Have `work` run when this task is over, on the lane, before the task's future is done; in the order of calls.

@@ -67,9 +67,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _start_ranks(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    from gradwire.registry import parse_spec
+    from gradwire_lab import workloads
     from gradwire_lab.ranks.launch import start_ranks
+    from gradwire_lab.ranks.netlab.rate import parse_rate
     from gradwire_lab.ranks.supervisor import end_on_signals
 
+    parse_rate(args.rate)
+    name, options = parse_spec(args.workload)
+    workloads.by_name(name, **options)
     found: dict[str, Any] = {}
 
     def take_line(rank: int, line: str) -> None:

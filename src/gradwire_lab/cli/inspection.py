@@ -9,7 +9,7 @@ import pickle
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from gradwire.errors import CorruptMessage, InvalidArgument
 __all__ = ["inspect_path"]
 
 _MAX_LISTED = 20  # records or steps beyond this are counted, not shown
+_MAX_DEPTH = 3
 _FORMAT_ADVICE = (
     "expected a message or Huffman table (docs/format.md), a run folder or JSON file of gradwire train or bench, "
     "a checkpoint, or a gradient file (.npz)"
@@ -44,9 +45,8 @@ def run(args: argparse.Namespace) -> int:
         # Text, not markup, and without a terminal's escape sequences: names come from files that anyone may have written.
         title = Text(_printable(f"{path}: {record['kind']}"))
         table = Table(title=title, title_justify="left", show_header=False)
-        for key, value in record.items():
-            if key not in ("path", "kind"):
-                table.add_row(Text(_printable(key)), Text(_printable(_show(value))))
+        for key, value in _rows({key: value for key, value in record.items() if key not in ("path", "kind")}):
+            table.add_row(Text(_printable(key)), Text(_printable(_show(value))))
         console.print(table)
     if args.json is not None:
         try:
@@ -243,6 +243,15 @@ def _printable(text: str) -> str:
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 
+def _rows(record: dict[str, Any], above: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """What a table shows of a record, a row each: a value that lies within another one is called "outer.inner"."""
+    for key, value in record.items():
+        if isinstance(value, dict) and value and depth < _MAX_DEPTH:
+            yield from _rows(value, f"{above}{key}.", depth + 1)
+        else:
+            yield f"{above}{key}", value
+
+
 def _show(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
@@ -252,7 +261,9 @@ def _show(value: Any) -> str:
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, list) and len(value) <= 2 * _MAX_LISTED and not any(isinstance(v, dict | list) for v in value):
         return ", ".join(map(str, value))
-    return json.dumps(value, default=str)[:400]
+    if isinstance(value, list | dict):
+        return f"{len(value)} entries (in full with --json)" if value else "none"
+    return str(value)
 
 
 _BY_MAGIC: dict[bytes, Callable[[Path], dict[str, Any]]] = {

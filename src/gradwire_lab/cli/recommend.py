@@ -161,8 +161,8 @@ def _read(path: Path) -> Plan:
         return Plan.from_dict(json.loads(path.read_text()))
     except OSError as error:
         raise Unsupported(f"cannot read {path}: {error}") from error
-    except json.JSONDecodeError as error:
-        raise InvalidArgument(f"{path} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path} is not JSON that gradwire writes: {error}") from error
 
 
 def _show(plan: Plan, json_path: Path | None) -> None:

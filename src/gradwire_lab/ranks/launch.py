@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire_lab.ranks.network import Network
 from gradwire_lab.ranks.rank_environment import find_free_port, rank_environment
@@ -86,8 +87,7 @@ def start_ranks(
     from gradwire_lab.ranks.netlab import Netlab, parse_rate
 
     if rate is None or (isinstance(rate, str | int | float) and parse_rate(rate) is None):
-        if isinstance(n_ranks, bool) or not isinstance(n_ranks, int) or n_ranks < 1:
-            raise InvalidArgument(f"ranks is {n_ranks!r}; it must be a whole number from 1")
+        checks.count("ranks", n_ranks)
         per_node = lab_options.get("ranks_per_node", 1)
         if per_node < 1 or n_ranks % per_node:
             raise InvalidArgument(f"{n_ranks} ranks do not make whole nodes of {per_node}")

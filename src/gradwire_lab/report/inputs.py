@@ -6,8 +6,8 @@ Nothing here draws. Every complaint names the file and, where there is one, the 
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +43,7 @@ BENCH_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "allreduce": (("scheme", "ranks", "rate_bps", "n_bytes", "time_s"), ("ranks", "n_bytes", "time_s")),
     "train": (("scheme", "workload", "ranks", "rate_bps", "iteration_s"), ("ranks", "iteration_s")),
 }
+_DEMO = "demo.json"
 _ENVIRONMENT_FIELDS = (
     "cpu",
     "n_cores",
@@ -152,6 +153,11 @@ def _sources(path: Path) -> list[Path]:
     """Run folders and JSON files at `path`: itself, or what it holds."""
     if not path.exists():
         raise InvalidArgument(f"{path} does not exist; give run folders of `gradwire train` or files of `--json`")
+    if path.name == _DEMO or (path / _DEMO).exists():
+        raise InvalidArgument(
+            f"{path} is of `gradwire demo`, whose page is the demo.svg beside its demo.json; a report takes run folders "
+            "of `gradwire train --out` and files of `gradwire bench --json`"
+        )
     if path.is_file() or _is_run(path):
         return [path]
     found = sorted(child for child in path.iterdir() if _is_run(child) or child.suffix in (".json", ".jsonl"))
@@ -195,7 +201,7 @@ def _load_steps(path: Path) -> dict[str, Column]:
             continue
         where = f"{path}:{number}"
         try:
-            record = json.loads(line)
+            record = _parse(line, where)
         except json.JSONDecodeError as error:
             raise CorruptMessage(
                 f"{where}: not JSON ({error.msg} at column {error.colno}); is the file cut short?"
@@ -223,9 +229,9 @@ def _load_bench(path: Path) -> list[tuple[str, Record]]:
     text = _read(path)
     try:
         if text.lstrip().startswith("{") and path.suffix == ".jsonl":
-            records = [json.loads(line) for line in text.splitlines() if line.strip()]
+            records = [_parse(line, str(path)) for line in text.splitlines() if line.strip()]
         else:
-            records = json.loads(text)
+            records = _parse(text, str(path))
     except json.JSONDecodeError as error:
         raise CorruptMessage(f"{path}:{_error_line(text, path, error)}: not JSON ({error.msg})") from error
     if not isinstance(records, list):
@@ -267,7 +273,17 @@ def _environment(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _parse(text: str, where: str) -> Any:
+    """The value of JSON text. Raises: json.JSONDecodeError, CorruptMessage (for the rest that a parser does not take)."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except (RecursionError, ValueError) as error:
+        raise CorruptMessage(f"{where}: JSON that nobody would write ({error})") from error
 
 
 def _read(path: Path) -> str:
@@ -283,7 +299,7 @@ def _read(path: Path) -> str:
 def _load_object(path: Path) -> Record:
     text = _read(path)
     try:
-        value = json.loads(text)
+        value = _parse(text, str(path))
     except json.JSONDecodeError as error:
         raise CorruptMessage(f"{path}:{error.lineno}: not JSON ({error.msg})") from error
     if not isinstance(value, dict):

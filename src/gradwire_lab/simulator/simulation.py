@@ -12,6 +12,7 @@ from typing import Any
 
 import simpy
 
+from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire_lab.simulator.bandwidth import Trace
 from gradwire_lab.simulator.metrics import Metrics
@@ -102,8 +103,8 @@ class Simulation(Stage):
             raise InvalidArgument("say how long to simulate: seconds=... or rounds=...")
         if seconds is not None and not 0 < seconds < float("inf"):
             raise InvalidArgument(f"{seconds} seconds: expected a time above 0")
-        if rounds is not None and rounds < 1:
-            raise InvalidArgument(f"{rounds} rounds: expected at least 1")
+        if rounds is not None:
+            checks.count("rounds", rounds)
         self._last_round = rounds
         for group in self.groups:
             self.environment.process(self._train(group))

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import simpy
 
+from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire_lab.simulator.bandwidth import Trace
 from gradwire_lab.simulator.jitter import Jitter, Uniform
@@ -42,8 +43,7 @@ class Setting:
     shares_groups: bool = True
 
     def __post_init__(self) -> None:
-        if self.n_workers < 1:
-            raise InvalidArgument(f"{self.n_workers} workers: expected at least 1")
+        checks.count("n_workers", self.n_workers)
         if self.rates_bps is not None and len(self.rates_bps) != self.n_workers:
             raise InvalidArgument(f"{len(self.rates_bps)} rates for {self.n_workers} workers")
         for rate_bps in self.rates_bps or (self.rate_bps,):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire_lab.simulator.network import Crossing, FlowClass, Link, SimulatedNetwork
 
@@ -149,8 +150,7 @@ class Topology:
         The servers share the parameters evenly and are hosts of their own, at the core where there are racks.
         Raises: InvalidArgument.
         """
-        if n_servers < 1:
-            raise InvalidArgument(f"{n_servers} parameter servers: expected at least 1")
+        checks.count("n_servers", n_servers)
         classes = []
         for direction in ("push", "pull"):
             server = self.network.add_link(f"server {'down' if direction == 'push' else 'up'}", n_servers, rate_bps)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gradwire import checks
 from gradwire.errors import InvalidArgument
 
 
@@ -60,10 +61,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Raises: InvalidArgument."""
-        if self.steps < 1:
-            raise InvalidArgument(f"steps={self.steps}: expected at least 1")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise InvalidArgument(f"batch_size={self.batch_size}: expected at least 1")
+        checks.count("steps", self.steps)
+        if self.batch_size is not None:
+            checks.count("batch_size", self.batch_size)
         if self.save_every < 0:
             raise InvalidArgument(f"save_every={self.save_every}: expected 0 (at the end only) or more")
         if self.checkpoint is None and (self.resume or self.save_every):

@@ -7,6 +7,7 @@ import os
 import sys
 from typing import Any
 
+from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire.registry import describe_choices
 from gradwire_lab.training.config import TrainConfig, TrainResult
@@ -27,9 +28,12 @@ def run_ranks(
     Raises: InvalidArgument, Unsupported (before any rank starts), PeerLost (a rank failed; its own words are on stderr).
     """
     from gradwire_lab.ranks.launch import start_ranks
+    from gradwire_lab.ranks.netlab.rate import parse_rate
     from gradwire_lab.ranks.supervisor import end_on_signals
 
     check(config)
+    checks.count("ranks", n_ranks)
+    parse_rate(rate)
     summary: dict[str, Any] = {}
     command = [sys.executable, "-m", "gradwire", *to_command_line(config)]
     with ProgressDisplay(config, start=show_progress) as display:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire_lab.workloads import optimizers
 
@@ -76,8 +77,7 @@ class Workload(ABC):
             raise InvalidArgument(f"warmup_steps={warmup_steps}: expected 0 <= warmup_steps < {schedule_steps=}")
         self.schedule, self.schedule_steps, self.warmup_steps = schedule, schedule_steps, warmup_steps
         self.batch_size = batch_size if batch_size is not None else self.default_batch_size
-        if self.batch_size < 1:
-            raise InvalidArgument(f"batch_size={self.batch_size}: expected at least 1")
+        checks.count("batch_size", self.batch_size)
 
     @abstractmethod
     def make_model(self) -> nn.Module:

@@ -92,7 +92,7 @@ def _read_arrays(path: Path) -> dict[str, AnyArray]:
             if not hasattr(archive, "files"):
                 raise InvalidArgument(f"{path}: a single array; expected an .npz with the arrays by name")
             return {key: archive[key] for key in archive.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
+    except (ValueError, OSError, EOFError, MemoryError, zipfile.BadZipFile, AttributeError, TypeError) as error:
         if isinstance(error, InvalidArgument):
             raise
         raise InvalidArgument(f"{path}: not a readable .npz file ({error})") from error

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire_lab.workloads.base import Batch, Workload
@@ -189,8 +190,7 @@ class ReplayWorkload(Workload):
         **options: Any,
     ) -> None:
         super().__init__(name=shape.name, **options)
-        if n_captures < 1:
-            raise InvalidArgument(f"n_captures={n_captures}: expected at least 1")
+        checks.count("n_captures", n_captures)
         if step_ms is not None and not step_ms >= 0:
             raise InvalidArgument(f"step_ms={step_ms}: expected a time of 0 or more")
         self._shape, self._update = shape, update

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradwire import checks
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire_lab.ranks.netlab.rate import format_rate, parse_rate
 from gradwire_lab.ranks.netlab.stale import LAB_VARIABLE, lab_identity
@@ -89,8 +90,7 @@ class Netlab:
         switch: bool = False,
         ranks_per_node: int = 1,
     ) -> None:
-        if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:
-            raise InvalidArgument(f"ranks is {ranks!r}; it must be a whole number from 1 to {MAX_RANKS}")
+        checks.count("ranks", ranks, 1, MAX_RANKS)
         if ranks_per_node < 1 or ranks % ranks_per_node:
             raise InvalidArgument(f"{ranks} ranks do not make whole nodes of {ranks_per_node}")
         n_nodes = ranks // ranks_per_node

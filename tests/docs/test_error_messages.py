@@ -25,9 +25,13 @@ from ranks import patience, try_ranks
 Said = dict[str, tuple[str, str]]
 
 
+_models: list[DistributedDataParallel] = []  # an attachment is closed when its model goes
+
+
 def wrapped() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     torch.manual_seed(1)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
+    _models.append(ddp)
     return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)
 
 
@@ -183,7 +187,8 @@ def test_tensor_on_a_device_without_a_door_is_told_where_to_go() -> None:
         check_gradient(torch.empty(4, device="meta"))
 
 
-def test_attach_without_a_process_group_names_both_calls() -> None:
+def test_attach_without_a_process_group_names_both_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as a launcher says
     model = nn.Linear(3, 2)
     with pytest.raises(
         errors.InvalidArgument, match=r"not initialised: .*torchrun.*init_process_group\('gloo'\) before"

@@ -80,10 +80,10 @@ BUDGETS = {
         "gradwire_lab/schemes": 370,
     },
     "native": {"native": 15_230, "gradwire/gpu/source": 2_820},
-    "tests": {"tests": 37_920},
+    "tests": {"tests": 37_930},
 }
 RESERVES = {"Python": 4_000, "native": 950, "tests": 2_000}
-TOTALS = {"Python": 47_220, "native": 19_000, "tests": 39_920}
+TOTALS = {"Python": 47_220, "native": 19_000, "tests": 39_930}
 
 UPWARD_ARROWS: set[tuple[str, str]] = set()
 

@@ -166,8 +166,8 @@ FAULTS = {
     ),
     "a barrier is missing before the table is read": (
         "gcomp.hpp",
-        "shared.look_up[i] = p.table->look_up[i];\n  __syncthreads();",
-        "shared.look_up[i] = p.table->look_up[i];",
+        "look_up[i] = p.table->look_up[i];\n  __syncthreads();",
+        "look_up[i] = p.table->look_up[i];",
     ),
     "bits that share a word are written as if they did not": (
         "gcomp.hpp",

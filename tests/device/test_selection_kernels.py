@@ -84,9 +84,9 @@ def test_kernels_are_clean_under_the_sanitizers() -> None:
 # A planted fault, which an order of threads shows.
 FAULTS = {
     "a barrier is missing before what was counted is given on": (
-        "    if ((bits ^ leading) >> end_bit == 0) atomicAdd(&shared.bins[bits >> p.shift & mask], 1u);\n  }\n"
+        "    if ((bits ^ leading) >> end_bit == 0) atomicAdd(&bins[bits >> p.shift & mask], 1u);\n  }\n"
         "  __syncthreads();",
-        "    if ((bits ^ leading) >> end_bit == 0) atomicAdd(&shared.bins[bits >> p.shift & mask], 1u);\n  }",
+        "    if ((bits ^ leading) >> end_bit == 0) atomicAdd(&bins[bits >> p.shift & mask], 1u);\n  }",
     ),
     "a barrier is missing within the sum of what lies before": (
         "    shared.sums[now][threadIdx.x] = sum;\n    __syncthreads();\n  }",

@@ -53,7 +53,7 @@ def test_what_cannot_be_attached_is_refused_by_name(rank: int, world_size: int) 
     ]:
         with pytest.raises(error, match=words):
             gradwire.attach(model, given, scheme)
-    with pytest.raises(gradwire.InvalidArgument, match="timeout_s must be positive"):
+    with pytest.raises(gradwire.InvalidArgument, match="timeout_s is a number of seconds above 0"):
         gradwire.attach(ddp, optimizer, "plain", timeout_s=0)
     for given, options, words in [
         ("one-bit", {"floor": 0.5}, "has no option 'floor'"),

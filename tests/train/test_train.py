@@ -267,7 +267,7 @@ def test_options_are_numbers_truths_or_words() -> None:
         (["--scheme", "plain", "--scheme-option", "no_such=1"], "scheme 'plain'"),
         (["--scheme", "plain", "--workload-option", "no_such=1"], "no_such"),
         (["--scheme", "plain", "--resume"], "checkpoint"),
-        (["--scheme", "plain", "--steps", "0"], "steps=0"),
+        (["--scheme", "plain", "--steps", "0"], "steps is 0; it must be a whole number from 1"),
         (["--scheme", "plain", "ddp", "--checkpoint", "x"], "one --scheme"),
         (["--scheme", "plain", "--trace"], "out=RUN_DIR"),
         (["--scheme", "plain", "--ranks", "0"], "ranks"),

@@ -148,5 +148,5 @@ def test_loops_that_a_scheme_cannot_serve_go_on_plainly_on_all_ranks() -> None:
     assert found == others
     for (loop, words), (off, why) in zip(LOOPS.items(), found, strict=True):
         # One step of length 0.01 had lost bits that counted after it was scaled up; all others are DDP's.
-        assert off < (1e-2 if loop == "scales up" else 1e-5), (loop, off)
+        assert off < (2e-3 if loop == "scales up" else 1e-5), (loop, off)
         assert words in why if words else not why, (loop, why)

@@ -8,12 +8,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire import _native
+from gradwire.checks import choice as check_choice
+from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.tensors import check_tensor
 from gradwire.core.bucket import Slot, flatten_like, local_of, offsets_of, slot_of
 from gradwire.core.session import Session
@@ -21,7 +24,7 @@ from gradwire.core.staging import StagedBucket
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.gcomp.terms import TERMS_BY_OPTIMIZER, Terms
 
-__all__ = ["QuantisationMetric"]
+__all__ = ["Promise", "QuantisationMetric"]
 
 _ADVICE = 'importance="uniform" (a fixed number of bits) and importance="none" (lossless) work with every optimizer'
 
@@ -36,13 +39,62 @@ _LOWEST_CODE, _INFINITY = 348, 0x7F800000
 _TILE_ELEMENTS = 1 << 18
 
 
+# Below, no bit of any gradient could be let go of; above, nothing is left of a parameter's mantissa.
+_LEAST_TOLERANCE, _MOST_TOLERANCE = 2.0**-20, 2.0**20
+HORIZONS = ("step", "life")
+
+
+@dataclass(frozen=True)
+class Promise:
+    """How far the bits that are let go of may move a parameter.
+
+    One message moves what the optimizer adds to A (terms.py) by at most tolerance x 2^-23 |A|, A's last place or two
+    (times 1 + rho under Adam; 2^-10 and 2^-7 for float16 and bfloat16). N ranks round N times: together that is as much
+    in the mean square, as roundings to nearest are independent, and at the worst sqrt(N) times as much.
+
+    Args:
+        tolerance: last places of the parameter, from 2^-20 to 2^20.
+        horizon: "step": what one step adds. "life": what a gradient adds while the momentum holds it, 1 / (1 - mu) or
+            1 / (1 - beta1) times as much.
+        rounding, format: of the codec. Truncating goes one way, so the N errors are added up; format 1 is as published.
+    Raises: InvalidArgument.
+    """
+
+    tolerance: float = 1.0
+    horizon: str = "step"
+    rounding: str = "nearest"
+    format: int = 2
+
+    def __post_init__(self) -> None:
+        check_choice("horizon", self.horizon, HORIZONS)
+        is_number = isinstance(self.tolerance, int | float) and not isinstance(self.tolerance, bool)
+        if not (is_number and _LEAST_TOLERANCE <= self.tolerance <= _MOST_TOLERANCE):
+            raise InvalidArgument(
+                f"tolerance is {self.tolerance!r}; it is a number of the parameter's last places, from 2^-20 to 2^20: 1 for "
+                "the promise as it is, 32 for fewer bytes than bfloat16"
+            )
+
+    @classmethod
+    def of(cls, codec: GCompCodec) -> Promise:
+        """What this codec keeps by default."""
+        return cls(rounding=codec.rounding, format=codec.format)
+
+    def room(self, world_size: int) -> float:
+        """S x this is what the importance byte holds.
+
+        A codec of format 2 sends multiples of 2^-24 of the byte's power of two. Truncated to them, a mean of N is off by
+        less than 2^-24 of it, rounded to nearest by half of that at most, or 1/sqrt(N) of it in the mean square.
+        """
+        if self.format == 1:
+            return self.tolerance * world_size / 2 ** (world_size - 1).bit_length()
+        return self.tolerance * (2.0 if self.rounding == "truncate" else 4.0 * math.sqrt(world_size))
+
+
 class QuantisationMetric:
     """Importance bytes of gradients, read from a live optimizer just before its step.
 
-    S = |A| N / (gain 2^ceil(log2 N)) for N ranks (terms.py): delta of the paper's table times |g|, and the safety that
-    N truncations of partial sums need. Dropping the low n bits of every partial sum s with S > 2^n |s| moves the
-    parameter by less than 2^-23 |A|, two units in A's last place (times 1 + rho under Adam, see terms.py; 2^-10 and
-    2^-7 for float16 and bfloat16). The byte is S to a quarter octave, rounded down; byte 0: nothing may be dropped.
+    S = |A| / gain (terms.py) is delta of the paper's table times |g|. The byte is S x `Promise.room` to a quarter octave,
+    rounded down; byte 0: nothing may be dropped.
 
     Hyper-parameters, groups and state are read at every call: schedules, `add_param_group` and `load_state_dict` need
     no notice. A parameter in no group of the optimizer, or whose state does not exist yet (first step), has bytes 0.
@@ -52,16 +104,20 @@ class QuantisationMetric:
     Args:
         optimizer: SGD, Adagrad, RMSprop, Adam or AdamW of torch.optim, or a subclass that inherits their `step`.
         world_size: ranks whose gradients are averaged.
+        promise: how much may be lost.
     Raises: InvalidArgument (world_size), Unsupported (unknown optimizer, `differentiable`).
     Source: Li et al., GComp, SoCC 2024, section 5.1, table 2, appendix A. The byte: native/gcomp/importance.hpp.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, world_size: int) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, world_size: int, promise: Promise = Promise()  # noqa: B008
+    ) -> None:
         if world_size < 1:
             raise InvalidArgument(f"world_size must be at least 1, got {world_size}")
+        self.promise = promise
+        self._world_size = world_size
         self._optimizer = optimizer
         self._terms_of = _find_terms(optimizer)
-        self._world_factor = world_size / 2 ** (world_size - 1).bit_length()
         self._tiles: dict[tuple[int, torch.device], Tensor] = {}
         # Bytes that are written before they are asked for.
         self._ready = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -72,14 +128,14 @@ class QuantisationMetric:
                 _mantissa_bits(parameter.dtype)
 
     @classmethod
-    def beside(cls, session: Session) -> QuantisationMetric:
+    def beside(cls, session: Session, promise: Promise) -> QuantisationMetric:
         """That of the session's optimizer. Raises: InvalidArgument (there is none), Unsupported."""
         if session.optimizer is None:
             raise InvalidArgument(
                 'importance="paper" reads the optimizer, and none was given: pass HookState(scheme, optimizer=optimizer), or '
                 'choose importance="uniform" or "none"'
             )
-        return cls(session.optimizer, session.communicator.world_size)
+        return cls(session.optimizer, session.communicator.world_size, promise)
 
     def write_importance(
         self,
@@ -191,6 +247,7 @@ class QuantisationMetric:
         if not (math.isfinite(loss_scale) and loss_scale > 0):
             raise InvalidArgument(f"loss_scale must be positive and finite, got {loss_scale}")
         groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
+        room, is_for_life = self.promise.room(self._world_size), self.promise.horizon == "life"
 
         def read(slot: Slot) -> _Operands | None:
             parameter = slot.parameter
@@ -200,7 +257,7 @@ class QuantisationMetric:
             if terms is None:
                 return None
             gap = _mantissa_bits(gradient_dtype or parameter.dtype) - _mantissa_bits(parameter.dtype)
-            factor = self._world_factor * loss_scale * 2.0**gap
+            factor = room * loss_scale * 2.0**gap / (terms.life if is_for_life else 1.0)
             return _operands(terms, parameter, factor, slice(slot.start, slot.start + slot.numel()))
 
         return read

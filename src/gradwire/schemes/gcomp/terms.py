@@ -256,8 +256,6 @@ _RULES: dict[type[torch.optim.Optimizer] | str, Rule | str] = {
     torch.optim.Adamax: adamax,
     "Muon": muon,
     "Lion": lion,
-    "AcceleratedOptimizer": "optimizer",
-    "LightningOptimizer": "optimizer",
 }
 
 
@@ -286,14 +284,24 @@ def register_update(optimizer: type[torch.optim.Optimizer] | str, rule: Rule | s
     _RULES[optimizer] = rule
 
 
-def rule_of(optimizer: torch.optim.Optimizer) -> Rule | str | None:
-    """What is registered for the code that this optimizer's `step` runs."""
+def rule_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, Rule | None]:
+    """The optimizer, or the one within a wrapper, and what is registered for the code that its `step` runs.
+
+    Raises: InvalidArgument (a wrapper has no optimizer where its rule says).
+    """
     # torch wraps `step` anew in every class that is instantiated; what is inside tells whether it is the same.
     code = inspect.unwrap(type(optimizer).step)
+    names = getattr(code, "__qualname__", "").split(".")[-2:]
     for known, rule in _RULES.items():
-        if isinstance(known, str):
-            if getattr(code, "__qualname__", "").split(".")[-2:] == [known, "step"]:
-                return rule
-        elif isinstance(optimizer, known) and inspect.unwrap(known.step) is code:
-            return rule
-    return None
+        is_it = names == [known, "step"] if isinstance(known, str) else inspect.unwrap(known.step) is code
+        if not is_it or (isinstance(known, type) and not isinstance(optimizer, known)):
+            continue
+        if not isinstance(rule, str):
+            return optimizer, rule
+        within = getattr(optimizer, rule, None)
+        if not isinstance(within, torch.optim.Optimizer) or within is optimizer:
+            raise InvalidArgument(
+                f"{type(optimizer).__name__} is registered as a wrapper, but its attribute {rule!r} is no optimizer: {within!r}"
+            )
+        return rule_of(within)
+    return optimizer, None

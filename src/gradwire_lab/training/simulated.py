@@ -64,7 +64,7 @@ class SimulatedRanks:
         self._importance = torch.zeros(self._n, dtype=torch.uint8)
         if isinstance(scheme, GComp) and scheme.codec.importance == "paper":
             assert optimizer is not None, "GComp reads the optimizer"
-            self._metric = QuantisationMetric(optimizer, n_ranks)
+            self._metric = QuantisationMetric(optimizer, n_ranks, scheme.promise)
         self._residuals: list[Tensor | None] = [None] * n_ranks
         self._room = torch.empty(0, dtype=torch.uint8)
 

@@ -79,7 +79,7 @@ class GComp(Compressed):
     ) -> None:
         check_choice("importance", importance, ("paper", "uniform", "none"))
         self.codec = GCompCodec(importance, bits, rounding=rounding, format=format)
-        self._promise = Promise(tolerance, horizon, rounding, format)
+        self.promise = Promise(tolerance, horizon, rounding, format)
         if importance != "paper" and (tolerance, horizon) != (1, "step"):
             raise InvalidArgument(f'tolerance and horizon mean nothing with importance="{importance}": leave them out')
         super().__init__(collective=Ring(self.codec, topology, chunk_elements))
@@ -91,14 +91,14 @@ class GComp(Compressed):
     @property
     def configuration(self) -> dict[str, Any]:
         of_codec = {"importance": self.codec.importance, "bits": self._bits, "rounding": self.codec.rounding}
-        of_promise = {"tolerance": float(self._promise.tolerance), "horizon": self._promise.horizon}
+        of_promise = {"tolerance": float(self.promise.tolerance), "horizon": self.promise.horizon}
         own = {"refresh_every": self._refresh_every, "format": self._format}
         return {**self.frame_configuration, **of_codec, **(of_promise if self._reads_optimizer else {}), **own}
 
     def bind(self, session: Session) -> None:
         """Raises: InvalidArgument (no optimizer), Unsupported (one whose steps are differentiated)."""
         if self._reads_optimizer:
-            self._metric = QuantisationMetric.beside(session, self._promise)
+            self._metric = QuantisationMetric.beside(session, self.promise)
             self._watch = OptimizerWatch(self._metric.optimizers, self.object_to)
             self.codec.bits = self._bits
             if not self._metric.is_known:
@@ -147,7 +147,7 @@ class GComp(Compressed):
         bucket, loss_scale, dtype = part.bucket, part.loss_scale, part.values.dtype
         if self._metric is None:
             return None
-        self._metric.promise = replace(self._promise, format=self.codec.format)
+        self._metric.promise = replace(self.promise, format=self.codec.format)
         if not bucket.slots:
             raise Unsupported(
                 'importance="paper" needs the parameters behind a gradient, and this bucket has none; '

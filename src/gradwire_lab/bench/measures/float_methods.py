@@ -121,7 +121,7 @@ def train(
     name, options = parse_spec(workload)
     task = workloads.by_name(name, **options)
     model, method = task.build_model(seed), Method(spec)
-    optimizer = task.build_optimizer(model)
+    several = task.build_optimizers(model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     n_values = sum(parameter.numel() for parameter in parameters)
     residuals = torch.zeros(n_workers, n_values)
@@ -129,11 +129,11 @@ def train(
     losses, n_bits = [], 0.0
     for step in range(n_steps):
         if decay_every and step and step % decay_every == 0:
-            for group in optimizer.param_groups:
+            for group in (group for optimizer in several for group in optimizer.param_groups):
                 group["lr"] /= 10
         total, summed = torch.zeros(n_values), 0.0
         for worker, residual in enumerate(residuals):
-            optimizer.zero_grad()
+            model.zero_grad()
             loss = task.loss(model, next(batches[worker]))
             loss.backward()
             summed += task.reported_loss(loss)
@@ -149,7 +149,8 @@ def train(
         total /= n_workers
         for parameter, mean in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = mean.view_as(parameter).clone()
-        optimizer.step()
+        for optimizer in several:
+            optimizer.step()
         losses.append(summed / n_workers)
     end = {
         "workload": workload,

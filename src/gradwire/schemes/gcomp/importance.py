@@ -139,12 +139,12 @@ class QuantisationMetric:
     @classmethod
     def beside(cls, session: Session, promise: Promise) -> QuantisationMetric:
         """That of the session's optimizer. Raises: InvalidArgument (there is none), Unsupported."""
-        if session.optimizer is None:
+        if not session.optimizers:
             raise InvalidArgument(
                 'importance="paper" reads the optimizer, and none was given: pass HookState(scheme, optimizer=optimizer), or '
                 'choose importance="uniform" or "none"'
             )
-        return cls(session.optimizer, session.communicator.world_size, promise)
+        return cls(session.optimizers, session.communicator.world_size, promise)
 
     def write_importance(
         self,

@@ -86,7 +86,7 @@ class GComp(Compressed):
         self._reads_optimizer, self._format, self._refresh_every = importance == "paper", format, refresh_every
         self._tables, self._bits = TableRefresh(self.codec, refresh_every), bits
         self._metric: QuantisationMetric | None = None
-        self._watch: OptimizerWatch | None = None
+        self._watches: list[OptimizerWatch] = []
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class GComp(Compressed):
         """Raises: InvalidArgument (no optimizer), Unsupported (one whose steps are differentiated)."""
         if self._reads_optimizer:
             self._metric = QuantisationMetric.beside(session, self.promise)
-            self._watch = OptimizerWatch(self._metric.optimizers, self.object_to)
+            self._watches = [OptimizerWatch(optimizer, self.object_to) for optimizer in self._metric.optimizers]
             self.codec.bits = self._bits
             if not self._metric.is_known:
                 self.codec.bits = min(_CAREFUL_BITS, self._bits or _CAREFUL_BITS)
@@ -114,7 +114,7 @@ class GComp(Compressed):
 
     @property
     def may_object(self) -> bool:
-        return self._watch is not None
+        return bool(self._watches)
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Raises: Unsupported (the optimizer that importance is read from is not the one that makes the steps)."""
@@ -123,8 +123,8 @@ class GComp(Compressed):
                 'ddp.join() with importance="paper" sends levels of format 1, for which devices have no kernels: leave '
                 'placement out, or use importance="uniform" or "none"'
             )
-        if self._watch is not None:
-            self._watch.before_reduction(bucket.parameters)
+        for watch in self._watches:
+            watch.before_reduction(bucket.parameters)
         return super().reduce(bucket)
 
     def step(self, part: Part, wire: Wire) -> None:
@@ -135,8 +135,8 @@ class GComp(Compressed):
         self.codec.format = 1 if self._reads_optimizer and self._is_joining() else self._format
         importance = self._importance_of(part, wire)
         self.collective.mean(part, wire, importance, self._tables.counts_for(bucket.step, bucket.buffer.dtype))
-        if self._watch is not None:
-            self._watch.after_reduction(bucket, part.loss_scale)
+        for watch in self._watches:
+            watch.after_reduction(bucket, part.loss_scale)
 
     def _is_joining(self) -> bool:
         module = self.session.module
@@ -168,9 +168,8 @@ class GComp(Compressed):
 
     def close(self) -> None:
         self._metric = None  # which holds the optimizer
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        while self._watches:
+            self._watches.pop().close()
         super().close()
 
     def stats(self) -> dict[str, Any]:

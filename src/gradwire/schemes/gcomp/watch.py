@@ -1,9 +1,9 @@
 """Notices when importance bytes are about an optimizer that does not make the steps, or about gradients that are not used.
 
-Importance is read from the optimizers given to `attach`, before their steps. Three things make it silently wrong: parameters
-that another optimizer changes, gradients that are scaled up after the backward pass (bits that were dropped then
-count), and a learning rate that is set after it. All are looked for; none needs the user to say anything. The last is
-told of once, as a warm-up that does so loses little.
+Importance is read from the optimizer given to `attach`, before its step. Two things make it silently wrong: parameters
+that another optimizer changes, and gradients that are scaled up after the backward pass (bits that were dropped then
+count). Both are looked for; neither needs the user to say anything. A learning rate that is raised after the backward pass is
+told of, once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from gradwire.core.bucket import Bucket, local_of
-from gradwire.core.optimizers import Optimizers, has_hooks
 from gradwire.errors import Unsupported
 from gradwire.wire.device_wire import Reading
 
@@ -28,7 +27,7 @@ _CHANGES_WITHOUT_STEP = 2
 _SAMPLE_ELEMENTS = 64
 # Gradients this much larger than they arrived were scaled; below it lies what rounding does to float16.
 _SCALED_BY = 1.01
-# A learning rate this many times that of the backward pass is told of: the parameter moves as many last places more.
+# A rate this many times that of the backward pass is worth a word: the tolerance is for that one.
 _FASTER_BY = 2.0
 
 
@@ -36,27 +35,23 @@ class OptimizerWatch:
     """Counts an optimizer's steps against the reductions of its parameters, and looks at gradients before each step.
 
     Args:
-        optimizers: those that importance is read from. Hooks are registered with them until `close`.
+        optimizer: the one that importance is read from. Hooks are registered with it until `close`.
         object_to: called with what is found, which may raise it.
     """
 
-    def __init__(self, optimizers: Optimizers, object_to: Callable[[Unsupported], None]) -> None:
-        self._optimizers, self._object_to = optimizers, object_to
+    def __init__(self, optimizer: torch.optim.Optimizer, object_to: Callable[[Unsupported], None]) -> None:
+        self._optimizer, self._object_to = optimizer, object_to
         self._n_steps = 0
         self._rates: list[float] = []  # of the groups, at the last reduction
         self._has_told = False
+        self._stepped: set[int] = set()
         # By the first parameter of a bucket: versions of all and steps at its last reduction, changes without a step.
         self._seen: dict[Tensor, tuple[int, int, int]] = {}
         self._samples: dict[Tensor, tuple[Tensor, float]] = {}  # parameter: gradient as it arrived, loss scale
         self._looks: list[tuple[Reading, float]] = []  # both, on their way from a device, loss scale
         self._hooks = [
-            register(hook)
-            for one in optimizers
-            if has_hooks(one)
-            for register, hook in (
-                (one.register_step_pre_hook, self._before_step),
-                (one.register_step_post_hook, self._after_step),
-            )
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
         ]
 
     def before_reduction(self, parameters: Sequence[Tensor]) -> None:
@@ -64,10 +59,12 @@ class OptimizerWatch:
 
         Parameters that are not this optimizer's are sent whole, so that nobody needs to look at them.
         """
+        groups = self._optimizer.param_groups
         self._rates = self._learning_rates()
-        places = self._optimizers.places()
-        parameters = [parameter for parameter in parameters if parameter in places]
-        if not parameters or not self._hooks:
+        if len(self._stepped) != sum(len(group["params"]) for group in groups):
+            self._stepped = {id(parameter) for group in groups for parameter in group["params"]}
+        parameters = [parameter for parameter in parameters if id(parameter) in self._stepped]
+        if not parameters:
             return
         version = sum(parameter._version for parameter in parameters)
         last_version, last_steps, n_changes = self._seen.get(parameters[0], (version, self._n_steps, 0))
@@ -88,7 +85,9 @@ class OptimizerWatch:
     def after_reduction(self, bucket: Bucket, scale: float) -> None:
         """Keep a few values of the mean that `bucket` holds, of gradients whose loss was multiplied by `scale`."""
         several = [
-            (slot, offset) for slot, offset in zip(bucket.slots, bucket.offsets, strict=True) if slot.numel() > 1
+            (slot, offset)
+            for slot, offset in zip(bucket.slots, bucket.offsets, strict=True)
+            if slot.numel() > 1 and id(slot.parameter) in self._stepped  # another's may be unscaled at another time
         ]
         for slot, offset in several[:1]:  # one value alone cannot tell a scale from another gradient
             parameter = slot.parameter
@@ -106,16 +105,7 @@ class OptimizerWatch:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         samples, self._samples = self._samples, {}
         self._compare_what_is_there()
-        rates, self._rates = self._rates, []
-        pairs = zip(self._learning_rates(), rates, strict=False)
-        faster = max((now / then for now, then in pairs if then > 0), default=0.0)
-        if faster > _FASTER_BY and not self._has_told:
-            self._has_told = True
-            _log.warning(
-                "a learning rate is %.3g times what it was in the backward pass: gcomp's tolerance was kept for that one. "
-                "Set it before the backward pass",
-                faster,
-            )
+        self._compare_rates()
         if getattr(optimizer, "grad_scale", None) is not None:
             return  # a fused step under a GradScaler takes the loss scale out by itself
         for parameter, (arrived, scale) in samples.items():
@@ -129,9 +119,20 @@ class OptimizerWatch:
                 self._look_later(arrived, now, scale)
 
     def _learning_rates(self) -> list[float]:
-        """Of the groups; 0 where that is not a number in host memory, which nobody waits for."""
-        rates = [group.get("lr") for group in self._optimizers.param_groups]
+        """Of the groups; 0 where one is not a number in host memory."""
+        rates = [group.get("lr") for group in self._optimizer.param_groups]
         return [float(rate) if isinstance(rate, int | float) else 0.0 for rate in rates]
+
+    def _compare_rates(self) -> None:
+        pairs = zip(self._learning_rates(), self._rates, strict=False)
+        faster = max((now / then for now, then in pairs if then > 0), default=0.0)
+        if faster > _FASTER_BY and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "a learning rate is %.3g times what it was in the backward pass, by which gcomp kept its tolerance: set it "
+                "before the backward pass",
+                faster,
+            )
 
     def _look_later(self, arrived: Tensor, now: Tensor, scale: float) -> None:
         """Nobody waits for a device: what it holds is compared before a later step."""

@@ -53,6 +53,7 @@ class GComp(Compressed):
         importance: which mantissa bits travel: "paper" (per value, from the optimizer), "uniform" (`bits`) or "none" (all).
         tolerance: with "paper", how far a message may move a parameter, in its last places (`Promise`). Each doubling sends a
             bit a value less.
+        least_bits: mantissa bits that every value keeps, 0 to 7, however small its update beside its parameter.
         horizon: of the tolerance, "step" or "life": what one step adds, or all that a gradient adds by a momentum.
         bits, rounding, format: see `GCompCodec`.
         refresh_every: steps between two Huffman tables (50 as published); 0 keeps the built-in one. None: by need, when
@@ -76,9 +77,10 @@ class GComp(Compressed):
         format: int = 2,
         tolerance: float = 1.0,
         horizon: str = "step",
+        least_bits: int = 0,
     ) -> None:
         check_choice("importance", importance, ("paper", "uniform", "none"))
-        self.codec = GCompCodec(importance, bits, rounding=rounding, format=format)
+        self.codec = GCompCodec(importance, bits, rounding=rounding, format=format, least_bits=least_bits)
         self.promise = Promise(tolerance, horizon, rounding, format)
         if importance != "paper" and (tolerance, horizon) != (1, "step"):
             raise InvalidArgument(f'tolerance and horizon mean nothing with importance="{importance}": leave them out')
@@ -92,6 +94,7 @@ class GComp(Compressed):
     def configuration(self) -> dict[str, Any]:
         of_codec = {"importance": self.codec.importance, "bits": self._bits, "rounding": self.codec.rounding}
         of_promise = {"tolerance": float(self.promise.tolerance), "horizon": self.promise.horizon}
+        of_promise["least_bits"] = self.codec.least_bits
         own = {"refresh_every": self._refresh_every, "format": self._format}
         return {**self.frame_configuration, **of_codec, **(of_promise if self._reads_optimizer else {}), **own}
 
@@ -134,7 +137,9 @@ class GComp(Compressed):
         # A rank that ran out of input (ddp.join) makes no steps: what it would derive is not what the others do.
         self.codec.format = 1 if self._reads_optimizer and self._is_joining() else self._format
         importance = self._importance_of(part, wire)
-        self.collective.mean(part, wire, importance, self._tables.counts_for(bucket.step, bucket.buffer.dtype))
+        counts = self._tables.counts_for(bucket.step, bucket.buffer.dtype)
+        mean_room = 0 if self._metric is None else self._metric.promise.mean_room(wire.world_size)
+        self.collective.mean(part, wire, importance, counts, mean_room)
         for watch in self._watches:
             watch.after_reduction(bucket, part.loss_scale)
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from campaign.findings import hash_of, launch, require, require_equal, results_of
-from campaign.schemes_drawn import draw_variant, variant_of
+from campaign.schemes_drawn import draw_variant, optimizer_of, variant_of
 from gradwire.schemes.auto.scheme import Auto
 from ranks import patience
 
@@ -84,12 +84,14 @@ def train(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any] | 
             held.append(len(os.listdir("/proc/self/task")) + len(os.listdir("/proc/self/fd")))
         return {"hashes": [], "held": held}
     group = dist.new_group(list(range(1, world_size))) if "group" in case["habit"] else None
-    if group is not None and rank == 0:
-        return None
-    found = {"hashes": _train(rank, case, group)}
-    if "default" in case["habit"]:
-        found["without"] = _train(rank, {**case, "habit": "none"}, group)
-    return found
+    try:
+        found = None if group is not None and rank == 0 else {"hashes": _train(rank, case, group)}
+        if found is not None and "default" in case["habit"]:
+            found["without"] = _train(rank, {**case, "habit": "none"})
+        return found
+    finally:
+        if group is not None:
+            dist.barrier()  # rank 0 has the store
 
 
 def _model() -> nn.Sequential:
@@ -104,7 +106,7 @@ def _train(rank: int, case: dict[str, Any], group: Any = None) -> list[str]:
         model[3].requires_grad_(False)
     is_ddp = case["door"] == "ddp"
     ddp: nn.Module = DistributedDataParallel(model, process_group=group) if is_ddp else model
-    made = getattr(torch.optim, case["optimizer"])
+    made = torch.optim.AdamW if optimizer_of(case) == "adamw" else getattr(torch.optim, case["optimizer"])
     optimizers = [made(model.parameters(), 1e-2)]
     if habit == "has two optimizers":
         matrices = [one for one in model.parameters() if one.dim() == 2]

@@ -188,7 +188,8 @@ def _check_stepped(model: torch.nn.Module, optimizers: Optimizers) -> None:
         raise Unsupported(
             "ZeroRedundancyOptimizer is not supported yet; use the optimizer that it wraps, or DDP without gradwire"
         )
-    if not any(map(optimizers.of, model.parameters())):
+    stepped = {id(parameter) for group in optimizers.param_groups for parameter in group["params"]}
+    if stepped.isdisjoint(id(parameter) for parameter in model.parameters()):
         raise InvalidArgument(
             "no optimizer steps any of the model's parameters; give those made from the model's parameters, after the "
             "model took its final form (after DDP(...), or fully_shard(...))"

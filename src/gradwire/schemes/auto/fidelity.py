@@ -27,8 +27,7 @@ class FidelityRow:
     Attributes:
         spec: NAME:option=value,...
         level: the least faithful level that takes it is any, the most faithful exact.
-        families: of the optimizers under which it holds its level (core/optimizers.py). A row may be used where it holds
-            for every family that steps a parameter of the model.
+        families: of the optimizers under which it holds its level (core/optimizers.py).
         shape: how it communicates (costs.py).
         bits: a value on the wire, of a dense gradient.
         codec: whose speed stands for its own (`codecs.by_name`); "" where it has none to speak of.
@@ -46,6 +45,11 @@ class FidelityRow:
     by_name_only: bool = False
     not_before: int = 0
     zero_bits: float | None = None
+
+    def holds_under(self, families: Iterable[str]) -> bool:
+        """Return whether it may be used where these step the model: all of them. SGD beside others counts as unknown."""
+        several = frozenset(families)
+        return self.families >= (several - _SGD | {"unknown"} if len(several) > 1 and several & _SGD else several)
 
 
 _ALL = frozenset(FAMILIES)
@@ -127,7 +131,7 @@ def rows_for(
     chosen = [
         row
         for row in TABLE
-        if only is None and row.level in allowed and row.families.issuperset(families) and not row.by_name_only
+        if only is None and row.level in allowed and row.holds_under(families) and not row.by_name_only
     ]
     by_spec = {row.spec: row for row in [TABLE[0], *chosen, *named]}
     return list(by_spec.values())

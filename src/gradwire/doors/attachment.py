@@ -12,6 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
+from gradwire.core.optimizers import Optimizers
 from gradwire.doors import fsdp2
 from gradwire.doors.alone import Alone, is_alone
 from gradwire.doors.gradients import GradientState
@@ -95,7 +96,7 @@ class _Attached(HookState):
 
 def attach(
     module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     scheme: Scheme | str = "auto",
     scaler: Any = None,
     *,
@@ -111,7 +112,8 @@ def attach(
     Args:
         module: a DistributedDataParallel model, compiled or not; a module that FSDP2's `fully_shard` has sharded over the
             ranks of a node, or HSDP; or a module whose gradients nothing else reduces.
-        optimizer: the optimizer that steps its parameters, or Accelerate's wrapper of it; read, never changed.
+        optimizer: the optimizer that steps its parameters, or a list of all that do, as [muon, adamw]; read, never changed.
+            Wrappers that hand calls through, as Accelerate's, are looked through.
         scheme: a Scheme, or a registry name such as "gcomp". The default "auto" measures and chooses, and keeps DDP's
             own all-reduce if no scheme is faster. Modules other than DDP need a scheme by name, or there is one rank,
             where nothing is exchanged and what is returned does nothing.
@@ -127,11 +129,11 @@ def attach(
             and op (see GradientState).
     Raises: Unsupported (a wrapper, optimizer or scheme that is not supported here), InvalidArgument.
     """
-    optimizer = _checked_optimizer(optimizer)
+    optimizers = Optimizers(optimizer)
     model = getattr(module, "_orig_mod", module)  # torch.compile keeps the module it was given here
     if not isinstance(model, DistributedDataParallel):
         fsdp2.check(model)
-    _check_stepped(model, optimizer)
+    _check_stepped(model, optimizers)
     if fidelity is not None:
         if scheme != "auto":
             raise InvalidArgument('fidelity is an argument of scheme "auto"; leave one of the two out')
@@ -154,7 +156,7 @@ def attach(
                 'scheme "auto" watches DDP, which this module is not: attach(DistributedDataParallel(module), optimizer); '
                 'or name a scheme that exchanges its gradients itself: attach(module, optimizer, "gcomp")'
             )
-        return GradientState(scheme, model, optimizer, scaler, group, timeout_s=timeout_s, trace=trace, **doors_own)
+        return GradientState(scheme, model, optimizers, scaler, group, timeout_s=timeout_s, trace=trace, **doors_own)
     if doors_own or group is not None:
         raise InvalidArgument(f"DDP has its own {', '.join(doors_own) or 'group'}; give it to DistributedDataParallel")
     if getattr(scheme, "owns_step", False) and model is not module:
@@ -169,7 +171,7 @@ def attach(
         )
     if door is None and not all(isinstance(state, Copied) for _, state in getattr(model, "_comm_hooks", [])):
         raise Unsupported(_TAKEN)
-    state = _Attached(scheme, model, optimizer, scaler, model.process_group, timeout_s, trace, placement)
+    state = _Attached(scheme, model, optimizers, scaler, model.process_group, timeout_s, trace, placement)
     door = door or _Door(state, model)
     try:
         door.take(state)
@@ -181,26 +183,14 @@ def attach(
     return state
 
 
-def _checked_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer itself; Accelerate wraps it."""
-    if type(optimizer).__name__ == "AcceleratedOptimizer":
-        optimizer = optimizer.optimizer
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
+def _check_stepped(model: torch.nn.Module, optimizers: Optimizers) -> None:
+    if any(isinstance(optimizer, ZeroRedundancyOptimizer) for optimizer in optimizers):
         raise Unsupported(
             "ZeroRedundancyOptimizer is not supported yet; use the optimizer that it wraps, or DDP without gradwire"
         )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise Unsupported(
-            f"attach(ddp, optimizer, scheme) takes a torch.optim.Optimizer second, got {type(optimizer).__name__}; pass "
-            "the one whose step() you call"
-        )
-    return optimizer
-
-
-def _check_stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stepped = {id(parameter) for group in optimizers.param_groups for parameter in group["params"]}
     if stepped.isdisjoint(id(parameter) for parameter in model.parameters()):
         raise InvalidArgument(
-            "this optimizer steps none of the model's parameters; give the one made from the model's parameters, after the "
+            "no optimizer steps any of the model's parameters; give those made from the model's parameters, after the "
             "model took its final form (after DDP(...), or fully_shard(...))"
         )

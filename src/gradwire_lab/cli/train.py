@@ -20,7 +20,7 @@ from gradwire_lab.training.run_files import write_json
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--workload", default="gpt", metavar="NAME", help="what to train (default: gpt)")
-    parser.add_argument("--workload-option", action="append", default=[], metavar="K=V", help="such as optimizer=sgd, "
+    parser.add_argument("--workload-option", action="append", default=[], metavar="K=V", help="such as optimizer=muon, "
                         "learning_rate=0.1, data_dir=..., fold=2")  # fmt: skip
     parser.add_argument("--compute", choices=["real", "emulate"], default="real",
                         help="emulate: replay captured gradients behind calibrated waits")  # fmt: skip

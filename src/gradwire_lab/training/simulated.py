@@ -18,6 +18,7 @@ from gradwire.codecs import Codec
 from gradwire.codecs.gcomp import GCompCodec, HuffmanTable
 from gradwire.codecs.quantised import Quantised
 from gradwire.core.bucket import Bucket, Slot, slots_by_name
+from gradwire.core.optimizers import Optimizers
 from gradwire.errors import Unsupported
 from gradwire.exchange.owners import Owners
 from gradwire.exchange.parts import QUANTISED_MIN_CHUNKS, Chunk, count_chunks, cut_into_chunks
@@ -39,7 +40,7 @@ class SimulatedRanks:
     Args:
         scheme: as attached; what it derives from an optimizer when it is bound has to be said by its options.
         n_ranks: 1 or more.
-        named: the parameters by name, in the order of the gradient; GComp reads them and `optimizer`.
+        named: the parameters by name, in the order of the gradient; GComp reads them and `optimizers`.
     Raises: Unsupported (another scheme).
 
     Attributes:
@@ -51,7 +52,7 @@ class SimulatedRanks:
         scheme: schemes.Scheme,
         n_ranks: int,
         named: dict[str, Tensor],
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizers: Optimizers | None = None,
     ) -> None:
         if not isinstance(scheme, Plain) and not isinstance(getattr(scheme, "collective", None), Ring | Owners):
             raise Unsupported(f"scheme {scheme.name!r} has no ring and no owners to be simulated")
@@ -63,8 +64,8 @@ class SimulatedRanks:
         self._metric: QuantisationMetric | None = None
         self._importance = torch.zeros(self._n, dtype=torch.uint8)
         if isinstance(scheme, GComp) and scheme.codec.importance == "paper":
-            assert optimizer is not None, "GComp reads the optimizer"
-            self._metric = QuantisationMetric(optimizer, n_ranks)
+            assert optimizers is not None, "GComp reads the optimizers"
+            self._metric = QuantisationMetric(optimizers, n_ranks)
         self._residuals: list[Tensor | None] = [None] * n_ranks
         self._room = torch.empty(0, dtype=torch.uint8)
 
@@ -205,25 +206,25 @@ def play(
     n_ranks: int,
     n_steps: int,
     seed: int,
-    make_mean: Callable[[dict[str, Tensor], torch.optim.Optimizer], MeanOf],
+    make_mean: Callable[[dict[str, Tensor], Optimizers], MeanOf],
 ) -> tuple[list[float], dict[str, float]]:
     """Train as `n_ranks` ranks would, one after the other.
 
     Args:
-        make_mean: given the parameters by name and their optimizer, returns what takes the step's number and the (n,)
-            gradients of all ranks, and returns what the optimizer gets.
+        make_mean: given the parameters by name and their optimizers, returns what takes the step's number and the (n,)
+            gradients of all ranks, and returns what the optimizers get.
     Returns: the loss of every step, the mean over the ranks; what the workload evaluates in the end.
     """
     model = workload.build_model(seed)
-    optimizer = workload.build_optimizer(model)
+    optimizers = Optimizers(workload.build_optimizers(model))
     named: dict[str, Tensor] = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    sizes, mean_of = [one.numel() for one in named.values()], make_mean(named, optimizer)
+    sizes, mean_of = [one.numel() for one in named.values()], make_mean(named, optimizers)
     batches = [workload.batches(rank, n_ranks, seed=seed) for rank in range(n_ranks)]
     losses = []
     for step in range(n_steps):
         gradients, total = [], 0.0
         for batch in batches:
-            optimizer.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
             loss = workload.loss(model, next(batch))
             loss.backward()
             total += workload.reported_loss(loss)
@@ -232,7 +233,8 @@ def play(
         losses.append(total / n_ranks)
         for parameter, part in zip(named.values(), mean_of(step, gradients).split(sizes), strict=True):
             parameter.grad = part.view_as(parameter)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     return losses, workload.evaluate(model)
 
 
@@ -246,8 +248,8 @@ def train(
     ranks: list[SimulatedRanks] = []
     noise = torch.Generator().manual_seed(seed)
 
-    def make(named: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> MeanOf:
-        ranks.append(SimulatedRanks(schemes.by_name(spec), n_ranks, named, optimizer))
+    def make(named: dict[str, Tensor], optimizers: Optimizers) -> MeanOf:
+        ranks.append(SimulatedRanks(schemes.by_name(spec), n_ranks, named, optimizers))
         return mean_of
 
     def mean_of(step: int, gradients: list[Tensor]) -> Tensor:

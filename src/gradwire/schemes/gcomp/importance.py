@@ -74,12 +74,14 @@ class QuantisationMetric:
     @classmethod
     def beside(cls, session: Session) -> QuantisationMetric:
         """That of the session's optimizer. Raises: InvalidArgument (there is none), Unsupported."""
-        if session.optimizer is None:
+        if not session.optimizers:
             raise InvalidArgument(
                 'importance="paper" reads the optimizer, and none was given: pass HookState(scheme, optimizer=optimizer), or '
                 'choose importance="uniform" or "none"'
             )
-        return cls(session.optimizer, session.communicator.world_size)
+        if len(session.optimizers) > 1:
+            raise Unsupported(f'importance="paper" reads one optimizer, not {session.optimizers}: {_ADVICE}')
+        return cls(next(iter(session.optimizers)), session.communicator.world_size)
 
     def write_importance(
         self,

@@ -67,7 +67,7 @@ class GComp(Compressed):
         self._reads_optimizer, self._format, self._refresh_every = importance == "paper", format, refresh_every
         self._tables = TableRefresh(self.codec, refresh_every)
         self._metric: QuantisationMetric | None = None
-        self._watch: OptimizerWatch | None = None
+        self._watches: list[OptimizerWatch] = []
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -78,15 +78,14 @@ class GComp(Compressed):
         """Raises: InvalidArgument (no optimizer), Unsupported (an optimizer that the paper's table does not hold)."""
         if self._reads_optimizer:
             self._metric = QuantisationMetric.beside(session)
-            assert session.optimizer is not None
-            self._watch = OptimizerWatch(session.optimizer, self.object_to)
+            self._watches = [OptimizerWatch(optimizer, self.object_to) for optimizer in session.optimizers]
         # A scheme that is bound again keeps its Huffman tables, but not a refresh that the last session left half done.
         self._tables = TableRefresh(self.codec, self._refresh_every, session.wire)
         super().bind(session)
 
     @property
     def may_object(self) -> bool:
-        return self._watch is not None
+        return bool(self._watches)
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Raises: Unsupported (the optimizer that importance is read from is not the one that makes the steps)."""
@@ -95,8 +94,8 @@ class GComp(Compressed):
                 'ddp.join() with importance="paper" sends levels of format 1, for which devices have no kernels: leave '
                 'placement out, or use importance="uniform" or "none"'
             )
-        if self._watch is not None:
-            self._watch.before_reduction(bucket.parameters)
+        for watch in self._watches:
+            watch.before_reduction(bucket.parameters)
         return super().reduce(bucket)
 
     def step(self, part: Part, wire: Wire) -> None:
@@ -107,8 +106,8 @@ class GComp(Compressed):
         self.codec.format = 1 if self._reads_optimizer and self._is_joining() else self._format
         importance = self._importance_of(part, wire)
         self.collective.mean(part, wire, importance, self._tables.counts_for(bucket.step, bucket.buffer.dtype))
-        if self._watch is not None:
-            self._watch.after_reduction(bucket, part.loss_scale)
+        for watch in self._watches:
+            watch.after_reduction(bucket, part.loss_scale)
 
     def _is_joining(self) -> bool:
         module = self.session.module
@@ -139,9 +138,8 @@ class GComp(Compressed):
 
     def close(self) -> None:
         self._metric = None  # which holds the optimizer
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        while self._watches:
+            self._watches.pop().close()
         super().close()
 
     def stats(self) -> dict[str, Any]:

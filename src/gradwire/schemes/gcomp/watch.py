@@ -76,7 +76,9 @@ class OptimizerWatch:
     def after_reduction(self, bucket: Bucket, scale: float) -> None:
         """Keep a few values of the mean that `bucket` holds, of gradients whose loss was multiplied by `scale`."""
         several = [
-            (slot, offset) for slot, offset in zip(bucket.slots, bucket.offsets, strict=True) if slot.numel() > 1
+            (slot, offset)
+            for slot, offset in zip(bucket.slots, bucket.offsets, strict=True)
+            if slot.numel() > 1 and id(slot.parameter) in self._stepped  # another's may be unscaled at another time
         ]
         for slot, offset in several[:1]:  # one value alone cannot tell a scale from another gradient
             parameter = slot.parameter

@@ -216,10 +216,11 @@ void bind_exchange_codecs(nb::module_& m) {
       "dtype"_a, "format"_a, "n_bits"_a, "partition"_a, "rounding"_a, "seed"_a, "first_step"_a);
   m.def(
       "embedded_float_exchange_codec",
-      [](Dtype dtype, std::size_t partition, std::size_t n_bits) -> Made {
-        return std::make_unique<exchange::EmbeddedFloatCodec>(partition, n_bits, dtype);
+      [](Dtype dtype, std::size_t partition, int format, std::size_t n_bits) -> Made {
+        return std::make_unique<exchange::EmbeddedFloatCodec>(embedded_float::Settings{partition, format}, n_bits,
+                                                              dtype);
       },
-      "dtype"_a, "partition"_a, "n_bits"_a);
+      "dtype"_a, "partition"_a, "format"_a, "n_bits"_a);
   m.def(
       "quantiser_exchange_codec",
       [](const Quantiser& quantiser, std::uint64_t first_step) -> Made {
@@ -385,12 +386,13 @@ void bind_broadcast(nb::module_& m) {
       .def(
           "__init__",
           [](Broadcast* place, wire::Mesh& mesh, std::uint32_t stream, bool is_ring, const Shapes& shapes,
-             std::size_t partition, std::uint32_t configuration, std::uint32_t blocks_hash) {
+             std::size_t partition, int format, std::uint32_t configuration, std::uint32_t blocks_hash) {
             std::vector<exchange::BlockShape> blocks;
             for (const auto& [name, n, dtype] : shapes) blocks.push_back({name, n, dtype});
-            new (place) Broadcast(mesh, stream, is_ring, std::move(blocks), partition, configuration, blocks_hash);
+            new (place)
+                Broadcast(mesh, stream, is_ring, std::move(blocks), {partition, format}, configuration, blocks_hash);
           },
-          "mesh"_a, "stream"_a, "is_ring"_a, "blocks"_a, "partition"_a, "configuration"_a, "blocks_hash"_a,
+          "mesh"_a, "stream"_a, "is_ring"_a, "blocks"_a, "partition"_a, "format"_a, "configuration"_a, "blocks_hash"_a,
           nb::keep_alive<1, 2>(), unlocked)
       .def_prop_ro("n_copies", &Broadcast::n_copies)
       .def_prop_ro("head_bytes", &Broadcast::head_bytes)

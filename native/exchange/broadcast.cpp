@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "checksum/crc32c.hpp"
-#include "embedded_float/codec.hpp"
 #include "errors.hpp"
 
 namespace gradwire::exchange {
@@ -162,12 +161,12 @@ std::string block_name(const BlockShape& block) { return "block '" + block.name 
 }  // namespace
 
 Broadcast::Broadcast(wire::Mesh& mesh, std::uint32_t stream, bool is_ring, std::vector<BlockShape> blocks,
-                     std::size_t partition, std::uint32_t configuration, std::uint32_t blocks_hash)
+                     const embedded_float::Settings& settings, std::uint32_t configuration, std::uint32_t blocks_hash)
     : mesh_(mesh),
       stream_(stream),
       is_ring_(is_ring),
       blocks_(std::move(blocks)),
-      partition_(partition),
+      settings_(settings),
       world_(static_cast<std::size_t>(mesh.world_size())),
       rank_(static_cast<std::size_t>(mesh.rank())),
       heads_(blocks_.size(), world_, configuration, blocks_hash),
@@ -175,7 +174,7 @@ Broadcast::Broadcast(wire::Mesh& mesh, std::uint32_t stream, bool is_ring, std::
       received_bytes_(world_, 0),
       receiving_us_(world_, 0),
       copies_(blocks_.size()) {
-  embedded_float::check_settings(partition, {0, 1});
+  embedded_float::check_settings(settings, {0, 1});
   for (auto& of_block : copies_) of_block.resize(world_);
   // It begins with the right neighbour, so that not all ranks send to the same one at once.
   std::vector<int> others;
@@ -222,14 +221,14 @@ void Broadcast::begin(std::uint32_t step) {
 std::size_t Broadcast::max_body_bytes(std::size_t block, int n_bits, int first_bit) const {
   const auto& [name, n, dtype] = blocks_.at(block);
   if (n_bits == kWordBits) return n * floats::bytes_of(dtype);
-  return embedded_float::max_message_bytes(n, partition_, {first_bit, n_bits});
+  return embedded_float::max_message_bytes(n, settings_.partition, {first_bit, n_bits});
 }
 
 std::size_t Broadcast::encode(std::size_t block, const Values& gradient, int n_bits) {
   const auto& [name, n, dtype] = blocks_.at(block);
   if (gradient.n != n || gradient.dtype != dtype) throw InvalidArgument("the gradient is not of this block");
   const int first_bit = sent_bits_[block];
-  embedded_float::check_settings(partition_, {first_bit, n_bits});
+  embedded_float::check_settings(settings_, {first_bit, n_bits});
   const std::size_t room = max_body_bytes(block, n_bits, first_bit), bytes = n * gradient.element_bytes();
   message_ = mesh_.pool().take(head_bytes_ + room);
   const Bytes body = message_.room().subspan(head_bytes_, room);
@@ -240,7 +239,7 @@ std::size_t Broadcast::encode(std::size_t block, const Values& gradient, int n_b
   next_.is_plain = n_bits == kWordBits;
   std::size_t n_body = bytes;
   if (!next_.is_plain)
-    n_body = embedded_float::encode({gradient.data, bytes}, dtype, partition_, {first_bit, n_bits}, body);
+    n_body = embedded_float::encode({gradient.data, bytes}, dtype, settings_, {first_bit, n_bits}, body);
   else if (bytes > 0)
     std::memcpy(body.data(), gradient.data, bytes);
   message_.is_sealed = !next_.is_plain;
@@ -358,9 +357,9 @@ void Broadcast::take(const Head& head, const wire::Message& message) {
   }
   if (!copy.codes) {
     copy.codes = std::make_unique_for_overwrite<std::uint32_t[]>(n);
-    copy.exponents.resize(embedded_float::partitions_of(n, partition_));
+    copy.exponents.resize(embedded_float::partitions_of(n, settings_.partition));
   }
-  const embedded_float::Known known{{copy.codes.get(), n}, copy.exponents, dtype, partition_, copy.n_known};
+  const embedded_float::Known known{{copy.codes.get(), n}, copy.exponents, dtype, settings_, copy.n_known};
   const int n_known = embedded_float::refine(message.bytes().subspan(head_bytes_), known);
   if (n_known != head.first_bit + head.n_bits) throw out_of_order();
   copy.n_known = n_known;
@@ -379,7 +378,7 @@ void Broadcast::mean(std::size_t block, const Values& gradient, const Values& le
   const wire::Message own_memory = mesh_.pool().take(bytes), sum_memory = mesh_.pool().take(4 * n);
   const Values own = is_whole ? gradient : Values{own_memory.block->data(), n, dtype};
   if (!is_whole)
-    embedded_float::quantise({gradient.data, bytes}, dtype, partition_, sent_bits_[block], {own.data, bytes});
+    embedded_float::quantise({gradient.data, bytes}, dtype, settings_, sent_bits_[block], {own.data, bytes});
   if (has_left_out) {
     if (bytes > 0) std::memcpy(left_out.data, gradient.data, bytes);
     subtract(left_out, own);
@@ -407,7 +406,7 @@ void Broadcast::add_copy(Copy& copy, std::size_t block, std::size_t rank, Floats
   if (copy.n_known == 0)
     throw CorruptMessage(rank_name(rank), " said that ", block_name(blocks_[block]),
                          " is complete before it sent any of it", kSameGradwire);
-  const embedded_float::Known known{{copy.codes.get(), n}, copy.exponents, dtype, partition_, copy.n_known};
+  const embedded_float::Known known{{copy.codes.get(), n}, copy.exponents, dtype, settings_, copy.n_known};
   if (dtype == Dtype::float32) return embedded_float::add(known, sums);
   // As its sender adds it: rounded to the gradient's dtype.
   const wire::Message rounded = mesh_.pool().take(n * floats::bytes_of(dtype));

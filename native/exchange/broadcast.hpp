@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "embedded_float/codec.hpp"
 #include "exchange/codec.hpp"
 #include "exchange/means.hpp"
 
@@ -70,9 +71,9 @@ struct Heard {
 // One thread sends and one receives at a time.
 class Broadcast {
  public:
-  // The stream is open until this object is gone. `partition`: values that share an exponent.
-  Broadcast(wire::Mesh& mesh, std::uint32_t stream, bool is_ring, std::vector<BlockShape> blocks, std::size_t partition,
-            std::uint32_t configuration, std::uint32_t blocks_hash);
+  // The stream is open until this object is gone.
+  Broadcast(wire::Mesh& mesh, std::uint32_t stream, bool is_ring, std::vector<BlockShape> blocks,
+            const embedded_float::Settings& settings, std::uint32_t configuration, std::uint32_t blocks_hash);
   ~Broadcast();
   Broadcast(const Broadcast&) = delete;
   Broadcast& operator=(const Broadcast&) = delete;
@@ -121,7 +122,8 @@ class Broadcast {
   const std::uint32_t stream_;
   const bool is_ring_;
   const std::vector<BlockShape> blocks_;
-  const std::size_t partition_, world_, rank_;
+  const embedded_float::Settings settings_;
+  const std::size_t world_, rank_;
   const HeadFormat heads_;
   const std::size_t head_bytes_;  // with what it is filled up by
   std::vector<int> receivers_;

@@ -16,7 +16,7 @@ import torch
 
 from gradwire import _native
 from gradwire.checks import choice as check_choice
-from gradwire.codecs.embedded_float import DEFAULT_PARTITION
+from gradwire.codecs.embedded_float import DEFAULT_PARTITION, FORMAT, check_format
 from gradwire.codecs.tensors import check_partition, dtype_code
 from gradwire.core.bucket import Bucket, slot_of
 from gradwire.core.checkpoint import not_the_state
@@ -53,7 +53,7 @@ class BlockBroadcast(Scheme):
         blocks: how many, or lists of module names, as in `find_blocks`.
         max_grad_norm: clip the norm of the mean gradient, as clip_grad_norm_ does. Its norm is known only when all blocks
             have arrived, so the next forward pass then waits for all of them.
-        partition: values that share an exponent.
+        partition, format: of `EmbeddedFloat`.
         topology: "fan-out" to all peers, or "ring": each passes on what comes from the left.
         error_feedback: keep what was never sent for the next step (off in the paper).
         clock: seconds, for the control law; must not run backwards.
@@ -63,13 +63,13 @@ class BlockBroadcast(Scheme):
 
     def __init__(
         self, blocks: Division = 4, max_grad_norm: float | None = None, partition: int = DEFAULT_PARTITION,
-        topology: str = "fan-out", error_feedback: bool = False, clock: Clock = now_s,
+        topology: str = "fan-out", error_feedback: bool = False, clock: Clock = now_s, format: int = FORMAT,
     ) -> None:  # fmt: skip
         self._division = check_division(blocks)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise InvalidArgument(f"max_grad_norm must be positive, got {max_grad_norm}")
         self.max_grad_norm = max_grad_norm
-        self._partition = check_partition(partition)
+        self._partition, self._format = check_partition(partition), check_format(format)
         self.topology = check_choice("topology", topology, _TOPOLOGIES)
         self.error_feedback = self.state_is_per_world = error_feedback
         self._clock = clock
@@ -88,6 +88,7 @@ class BlockBroadcast(Scheme):
             "blocks": self._division,
             "max_grad_norm": self.max_grad_norm,
             "partition": self._partition,
+            "format": self._format,
             "topology": self.topology,
             "error_feedback": self.error_feedback,
         }
@@ -126,7 +127,7 @@ class BlockBroadcast(Scheme):
         shapes = [(one.block.name, one.block.n_elements, dtype_code(one.gradient.dtype)) for one in self._open]
         return _native.Broadcast(
             *communicator.open_exchange(), self.topology == "ring", shapes, self._partition,
-            self.configuration_hash, self.blocks_hash,
+            self._format, self.configuration_hash, self.blocks_hash,
         )  # fmt: skip
 
     def take_over(self) -> None:

@@ -65,7 +65,7 @@ def peer() -> Iterator[Peer]:
 
     def broadcast_of(mesh: _native.Mesh) -> _native.Broadcast:
         shapes = [(f"part.{index}", n, 0) for index, n in enumerate(SIZES)]
-        return _native.Broadcast(mesh, STREAM, False, shapes, 256, CONFIGURATION, BLOCKS)
+        return _native.Broadcast(mesh, STREAM, False, shapes, 256, 2, CONFIGURATION, BLOCKS)
 
     with ThreadPoolExecutor(WORLD) as pool:
         first = pool.submit(broadcast_of, made[0])

@@ -65,7 +65,7 @@ def peer() -> Iterator[Peer]:
 
     def broadcast_of(mesh: _native.Mesh) -> _native.Broadcast:
         shapes = [(f"part.{index}", n, 0) for index, n in enumerate(SIZES)]
-        return _native.Broadcast(mesh, STREAM, False, shapes, 256, 2, CONFIGURATION, BLOCKS)
+        return _native.Broadcast(mesh, STREAM, 0, shapes, 256, 2, CONFIGURATION, BLOCKS)
 
     with ThreadPoolExecutor(WORLD) as pool:
         first = pool.submit(broadcast_of, made[0])
@@ -84,7 +84,7 @@ def test_head_is_read_as_the_document_has_it(peer: Peer) -> None:
     origin, block, body_bytes, forwarded, received, receiving, remaining_s, ceiling, ended, *_ = peer.told(
         head(ended=0b1001001001)
     )
-    assert (origin, block, body_bytes, forwarded, received, receiving, ceiling) == (2, None, 0, 0, 1 << 40, 0, 12)
+    assert (origin, block, body_bytes, forwarded, received, receiving, ceiling) == (2, None, 0, [], 1 << 40, 0, 12)
     assert remaining_s == pytest.approx([index / 8 - 0.5 for index in range(N_BLOCKS)], abs=0.01)
     assert ended == [0, 3, 6, 9]
     assert peer.told(head(sequence=1, ended=0b1001001011))[8] == [1]
@@ -95,12 +95,12 @@ def test_head_is_read_as_the_document_has_it(peer: Peer) -> None:
 def test_head_is_written_as_the_document_has_it(peer: Peer) -> None:
     gradient = torch.randn(SIZES[4], generator=torch.Generator().manual_seed(1))
     n_body = peer.broadcast.encode(4, gradient.view(torch.uint8), 0, 9)
+    assert peer.broadcast.queued_bytes == 2 * [_native.MESSAGE_HEADER_BYTES + PADDED + n_body]
     peer.broadcast.send([4, 9], 17, [1e9, -1e9, *([0.25] * (N_BLOCKS - 2))])
     peer.broadcast.send([0], 32, None)
     for mesh in peer.meshes[1:]:
         source, message, _ = mesh.receive_any(STREAM, [0])
         assert (source, message.numel()) == (0, PADDED + n_body)
-        assert peer.broadcast.head_bytes == _native.MESSAGE_HEADER_BYTES + PADDED
         most = (1 << 31) - 1
         remaining = [most, -most, *([250_000] * (N_BLOCKS - 2))]
         expected = head(
@@ -141,7 +141,8 @@ def test_every_flipped_bit_is_noticed(peer: Peer) -> None:
         {"block": 9},
         {"block": 9, "first_bit": 5, "n_bits": 28},
         {"body_bytes": 1},
-        {"flags": 2},
+        {"flags": 4},
+        {"flags": 2, "block": 0, "n_bits": 4},  # an answer, where nobody owns a part
         {"ceiling_bits": 0},
         {"ceiling_bits": 33},
         {"sequence": 1},

@@ -41,7 +41,7 @@ from gradwire.telemetry.stopwatch import Stopwatch, now_s
 from gradwire.wire.communicator import completed
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
 
-_TOPOLOGIES = ("fan-out", "ring")
+_TOPOLOGIES = ("fan-out", "ring", "owners")  # as exchange::Topology
 
 
 class BlockBroadcast(Scheme):
@@ -54,7 +54,8 @@ class BlockBroadcast(Scheme):
         max_grad_norm: clip the norm of the mean gradient, as clip_grad_norm_ does. Its norm is known only when all blocks
             have arrived, so the next forward pass then waits for all of them.
         partition, format: of `EmbeddedFloat`.
-        topology: "fan-out" to all peers, or "ring": each passes on what comes from the left.
+        topology: "fan-out" to all peers, "ring": each passes on what comes from the left, or "owners": an all-reduce. There
+            each rank is sent its part of a block, adds it, and answers with as many bits of the sum.
         error_feedback: keep what was never sent for the next step (off in the paper).
         clock: seconds, for the control law; must not run backwards.
     """
@@ -110,7 +111,9 @@ class BlockBroadcast(Scheme):
         self._home = {parameter: one for one in self._open for parameter in one.parts}
         self._flag = FiniteFlag(session)
         communicator, sizes = session.communicator, [block.n_elements for block in blocks]
-        self.pacing = self._make_pacing(communicator.rank, communicator.world_size, sizes)
+        # To each receiver: the block, or its part and the answer's.
+        each = [-(-2 * n // communicator.world_size) if self.topology == "owners" else n for n in sizes]
+        self.pacing = self._make_pacing(communicator.rank, communicator.world_size, each)
         self.figures = OverlapFigures([block.name for block in blocks], sizes, self._clock)
         if communicator.world_size > 1:
             # Before ranks connect: one with another scheme compares first what it is, and has to meet the like. It counts
@@ -120,13 +123,15 @@ class BlockBroadcast(Scheme):
             communicator.submit(compare_preambles, communicator, mine, never_closed).wait()
             native = communicator.submit(self._connect).wait()
             feedback = session.feedback if self.error_feedback else None
-            self._exchange = BlockExchange(session, native, self._open, self.pacing, self.figures, feedback)
+            self._exchange = BlockExchange(
+                session, native, self._open, self.pacing, self.figures, feedback, self.topology == "owners"
+            )
 
     def _connect(self) -> _native.Broadcast:
         communicator = self.session.communicator
         shapes = [(one.block.name, one.block.n_elements, dtype_code(one.gradient.dtype)) for one in self._open]
         return _native.Broadcast(
-            *communicator.open_exchange(), self.topology == "ring", shapes, self._partition,
+            *communicator.open_exchange(), _TOPOLOGIES.index(self.topology), shapes, self._partition,
             self._format, self.configuration_hash, self.blocks_hash,
         )  # fmt: skip
 

@@ -21,7 +21,11 @@ _TRAINING = {
 _GIVEN = {**_TRAINING, "model": "given", "pattern": "normal"}
 _FAULT = {
     "harm": "kill", "scheme": ("plain", {}), "world_size": 2, "victim": 1, "step": 2, "delay_ms": 0, "width": 20,
-    "bucket_cap_mb": 25, "optimizer": "sgd",
+    "bucket_cap_mb": 25, "optimizer": "sgd", "place": 0,
+}  # fmt: skip
+_HABIT = {
+    "habit": "sets a default dtype", "scheme": ("plain", {}), "fidelity": None, "door": "ddp", "world_size": 2,
+    "optimizer": "SGD", "dtype": "float64", "steps": 4, "at": 2,
 }  # fmt: skip
 _RESUMPTION = {
     "mode": "exact", "scheme": ("top-k", {"share": 0.02}), "world_size": 1, "model": "mlp", "optimizer": "sgd",
@@ -47,6 +51,10 @@ PLANTS: list[tuple[str, dict[str, Any], str, str]] = [
     ("trainings", {**_GIVEN, "scheme": ("one-bit", {"warmup_steps": 0})}, "lost", "residual"),
     ("faults", _FAULT, "untyped", "got no typed error"),
     ("faults", _FAULT, "silent", "noticed nothing"),
+    ("faults", {**_FAULT, "harm": "flip a bit"}, "drift", "differ between ranks"),
+    ("habits", _HABIT, "drift", "parameters differ between ranks"),
+    ("habits", _HABIT, "default", "a global default changes"),
+    ("habits", {**_HABIT, "habit": "makes folds and closes none"}, "descriptors", "grow from fold to fold"),
     ("resuming", _RESUMPTION, "stale", "other bits resumed than in one go"),
     ("resuming", {**_RESUMPTION, "mode": "tampered"}, "untyped", "planted"),
     ("hostile", _HOSTILE, "accepts", "bytes were taken that are no message"),

@@ -459,9 +459,14 @@ void Broadcast::take(const Head& head, const wire::Message& message) {
 void Broadcast::take_answer(const Head& head, const wire::Message& message) {
   const auto [first, count] = part_of(head.block, head.origin);
   Shared& shared = shared_[head.block];
-  if (!shared.sum.block)
+  bool was_last;
+  {
+    const std::lock_guard lock(mutex_);
+    was_last = answered_[head.origin][head.block];
+  }
+  if (!shared.sum.block || was_last)
     throw CorruptMessage(rank_name(head.origin), " answered ", block_name(blocks_[head.block]),
-                         " before it had anything of it", kSameGradwire);
+                         " before it had anything of it, or after its last answer", kSameGradwire);
   const Floats sum = Floats(reinterpret_cast<float*>(shared.sum.block->data()), blocks_[head.block].n);
   if (head.is_plain)
     return add_to(sum.subspan(first, count), {message.block->data() + head_bytes_, count, Dtype::float32});
@@ -477,15 +482,16 @@ bool Broadcast::answer(std::size_t block, std::vector<std::size_t>& sent_bytes) 
   std::size_t n_known = static_cast<std::size_t>(most_bits);
   if (shared.is_final || most_bits == 0) return false;
   for (std::size_t rank = 0; rank < world_; ++rank) {
+    bool has_ended;
     {
       const std::lock_guard lock(mutex_);
-      all_ended = all_ended && ended_[rank][block];
+      has_ended = ended_[rank][block];
     }
+    all_ended = all_ended && has_ended;
     if (rank == rank_) continue;
     const Copy& copy = copies_[block][rank];
     const int known = copy.words.block ? kWordBits : copy.n_known;
-    const std::lock_guard lock(mutex_);
-    if (known == 0 && !ended_[rank][block]) return false;
+    if (known == 0 && !has_ended) return false;
     most_bits = std::max(most_bits, known);
     least_bits = std::min(least_bits, known);
     n_known += static_cast<std::size_t>(known);

@@ -57,7 +57,8 @@ class Peer:
 
 
 @pytest.fixture
-def peer() -> Iterator[Peer]:
+def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
+    topology = getattr(request, "param", 0)
     made = [_native.Mesh(rank, WORLD, "127.0.0.1", 20) for rank in range(WORLD)]
     for mesh in made:
         mesh.join([mesh.endpoint for mesh in made], bytes(16))
@@ -65,7 +66,7 @@ def peer() -> Iterator[Peer]:
 
     def broadcast_of(mesh: _native.Mesh) -> _native.Broadcast:
         shapes = [(f"part.{index}", n, 0) for index, n in enumerate(SIZES)]
-        return _native.Broadcast(mesh, STREAM, 0, shapes, 256, 2, CONFIGURATION, BLOCKS)
+        return _native.Broadcast(mesh, STREAM, topology, shapes, 256, 2, CONFIGURATION, BLOCKS)
 
     with ThreadPoolExecutor(WORLD) as pool:
         first = pool.submit(broadcast_of, made[0])
@@ -197,6 +198,19 @@ def test_block_that_was_ended_unsent_is_corrupt(peer: Peer) -> None:
     peer.broadcast.encode(0, gradient.view(torch.uint8), 0, 4)
     with pytest.raises(CorruptMessage, match=r"rank 1 said that block 'part.0' is complete before it sent any of it"):
         peer.broadcast.mean(0, gradient.view(torch.uint8), 0, None)
+
+
+@pytest.mark.parametrize("peer", [2], indirect=True)
+def test_an_answer_is_taken_once_the_part_was_sent_and_until_the_last_one(peer: Peer) -> None:
+    answer, sums = {"block": 0, "n_bits": 32, "flags": 3, "body_bytes": 400}, torch.ones(100).numpy().tobytes()
+    with pytest.raises(CorruptMessage, match="before it had anything of it"):
+        peer.told(head(**answer), sums)
+    peer.broadcast.encode(0, torch.zeros(SIZES[0]).view(torch.uint8), 0, 4)
+    with pytest.raises(CorruptMessage, match="bytes for 32 bits"):
+        peer.told(head(**answer | {"sequence": 1, "body_bytes": 404}), sums + bytes(4))
+    assert peer.told(head(**answer, sequence=2, ended=1), sums)[8] == [0]
+    with pytest.raises(CorruptMessage, match="after its last answer"):
+        peer.told(head(**answer, sequence=3, ended=1), sums)
 
 
 def test_ranks_that_disagree_are_told_on_what(peer: Peer) -> None:

@@ -343,8 +343,8 @@ class Aqgb(BlockBroadcast):
     optimizer steps a block just before that pass; read parameters in between only after `Attachment.flush()`.
 
     When not to use this: on more than about 8 ranks, since a broadcast sends every gradient to every rank (at 4 bits
-    a value and 16 ranks as much as an uncompressed ring), but for `topology="owners"`; where a forward pass is too short to hide anything; where two runs
-    must give the same bits, as what is sent depends on the network's speed.
+    a value and 16 ranks as much as an uncompressed ring), but for `topology="owners"`; where a forward pass is too short
+    to hide anything; where two runs must give the same bits, as what is sent depends on the network's speed.
 
     Args:
         floor, ceiling, confidence, max_contention: see PacingLimits.

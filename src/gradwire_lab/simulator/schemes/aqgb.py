@@ -61,7 +61,10 @@ class AqgbModel(SchemeModel):
         self.exchange_s = exchange_s
         self.blocks = simulation.setting.workload.blocks
         self.deadlines = Deadlines(len(simulation.groups))
-        classes = {id(site): simulation.topology.broadcasts(site, is_fan_out or has_owners) for site in simulation.topology.sites}
+        classes = {
+            id(site): simulation.topology.broadcasts(site, is_fan_out or has_owners)
+            for site in simulation.topology.sites
+        }
         self._workers = [_Worker(self, group, classes[id(group.site)]) for group in simulation.groups]
         self._board: list[tuple[float, float | None]] = [(-1.0, None)] * len(self.blocks)
 

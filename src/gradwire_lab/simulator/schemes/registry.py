@@ -29,7 +29,7 @@ _OWN = {
     "broadcast-4": "the same with 4 bits a value",
     "broadcast": "gradwire's scheme of this name: option bits, 4 by default",
     "aqgb": "adaptive quantised gradient broadcast",
-    "aqgb-owners": "the same over an all-reduce (topology=\"owners\")",
+    "aqgb-owners": 'the same over an all-reduce (topology="owners")',
     "direct-32": "uncompressed direct all-reduce",
     "parameter-server": "uncompressed, one server",
 }

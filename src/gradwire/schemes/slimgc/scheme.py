@@ -30,7 +30,7 @@ from gradwire.exchange.parts import CHUNK_ELEMENTS, QUANTISED_CHUNK_ELEMENTS, Cu
 from gradwire.exchange.ring import Importance
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.compressed import Compressed
-from gradwire.schemes.gcomp.importance import QuantisationMetric
+from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 from gradwire.schemes.plain import start_plain_mean
 from gradwire.schemes.selection import tensors_of
 from gradwire.schemes.slimgc.exchange import CutSelection, FusedExchange
@@ -157,7 +157,7 @@ class SlimGC(Compressed):
         device, options that need the host)."""
         wire, metric = session.wire, None
         if getattr(self.codec, "importance", None) == "paper":
-            metric = QuantisationMetric.beside(session)
+            metric = QuantisationMetric.beside(session, Promise.of(self.codec))
             if self.update == "owner":
                 raise Unsupported(
                     'importance="paper" reads the optimizer\'s whole state, and with update="owner" no rank has it: choose '

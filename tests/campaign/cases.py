@@ -8,13 +8,14 @@ import traceback
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from campaign import faults, hostile, links, resuming, soak, trainings
+from campaign import faults, hostile, links, residuals, resuming, soak, trainings
 from campaign.findings import Refused
 
 KINDS: dict[str, ModuleType] = {
     "trainings": trainings,
     "faults": faults,
     "resuming": resuming,
+    "residuals": residuals,
     "hostile": hostile,
     "soak": soak,
     "links": links,
@@ -22,7 +23,7 @@ KINDS: dict[str, ModuleType] = {
 # The order in which kinds take turns: by what a case of them costs and finds.
 TURNS = ("trainings", "faults", "hostile", "trainings", "faults", "resuming")
 # What takes longer, and in how many rounds of these turns it has one.
-SELDOM = {"soak": 8, "links": 4}
+SELDOM = {"soak": 8, "links": 4, "residuals": 2}
 
 
 class Case(NamedTuple):

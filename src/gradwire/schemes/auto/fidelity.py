@@ -67,7 +67,7 @@ TABLE: tuple[FidelityRow, ...] = (
     FidelityRow("truncated-float:bits=8,rounding=stochastic", "close", "sgd", "ring", 8.03, "truncated-float:bits=8"),
     FidelityRow("embedded-float:bits=4", "any", "all", "ring", 4.03, "embedded-float:bits=4"),
     FidelityRow("thc", "any", "all", "agreed-sum", 8, "thc"),
-    FidelityRow("qsgd", "any", "all", "quantised", 4.1, "qsgd"),
+    FidelityRow("qsgd", "any", "all", "quantised", 6.2, "qsgd"),
     FidelityRow("terngrad", "any", "all", "agreed-sum", 4, "ternary"),
     FidelityRow("homomorphic", "exact", "all", "sum", 32, by_name_only=True),
     FidelityRow("one-bit", "any", "all", "quantised", 1.1, "one-bit", True, FIRST_ADAM_STEP),

@@ -268,17 +268,17 @@ void bind_means(nb::module_& m) {
       [](Mesh& mesh, std::uint32_t stream, const Facts& facts, const Quantiser& quantiser, Bytes gradient, Dtype dtype,
          ConstFloats residual, Floats unsent, float residual_scale,
          std::vector<std::pair<std::size_t, std::size_t>> spans, std::vector<bool> is_used, std::size_t n_chunks,
-         std::vector<std::uint64_t> draws, bool pulls_raw) {
+         std::vector<std::uint64_t> draws, bool pulls_raw, int pull_levels) {
         const exchange::QuantisedBucket bucket{
             values_of(gradient, dtype), residual, unsent,           residual_scale, std::move(spans),
-            std::move(is_used),         n_chunks, std::move(draws), pulls_raw};
+            std::move(is_used),         n_chunks, std::move(draws), pulls_raw,      pull_levels};
         exchange::Account account;
         const auto result =
             exchange::quantised_mean(mesh, {stream, facts_of(facts)}, options_of(quantiser, 0), bucket, account);
         return std::tuple(result.is_used_by_any, result.is_finite, tuple_of(account));
       },
       "mesh"_a, "stream"_a, "facts"_a, "quantiser"_a, "gradient"_a, "dtype"_a, "residual"_a.none(), "unsent"_a.none(),
-      "residual_scale"_a, "spans"_a, "is_used"_a, "n_chunks"_a, "draws"_a, "pulls_raw"_a, unlocked);
+      "residual_scale"_a, "spans"_a, "is_used"_a, "n_chunks"_a, "draws"_a, "pulls_raw"_a, "pull_levels"_a, unlocked);
 }
 
 struct PieceGroups {

@@ -343,6 +343,7 @@ def quantised_mean(
     mesh: Mesh, stream: int, facts: Sequence[int], quantiser: _Quantiser, gradient: Any, dtype: int,
     residual: Any | None, unsent: Any | None, residual_scale: float, spans: Sequence[tuple[int, int]],
     is_used: Sequence[bool], n_chunks: int, draws: Sequence[int], pulls_raw: bool,
+    pull_levels: int,
 ) -> tuple[list[bool], bool, _Account]: ...  # fmt: skip
 
 # Groups of pieces as one message; see native/exchange/means.hpp.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gradwire.codecs import Codec, choose_feedback
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import Feedback, Part, Unused
@@ -38,7 +39,7 @@ class Compressed(Scheme):
     Args:
         collective: what takes the mean of a part through a codec (`Owners`: one of the quantisers; `Ring`: any codec, without
             error feedback); None: the scheme's own `step` does.
-        error_feedback: add what was not sent to the next gradient.
+        error_feedback: add what was not sent to the next gradient; not with a codec that does not want it (`feeds_back`).
         momenta: keep a momentum of every slot, each rank its own, as residuals are kept.
         plain: the first steps, which are reduced plainly.
         select: which tensors are compressed; the others are reduced plainly.
@@ -94,8 +95,11 @@ class Compressed(Scheme):
         return self.plain.last + 1 >= self.plain.n if self.adam is None else bool(self.adam.frozen_at)
 
     def bind(self, session: Session) -> None:
-        """Raises: InvalidArgument (names of no tensor), Unsupported (no Adam for a scheme of its momenta; on a device: error
-        feedback where DDP looks for unused parameters; no kernels for the codec)."""
+        """Raises: InvalidArgument (names of no tensor; error feedback that the codec does not want), Unsupported (no Adam for a
+        scheme of its momenta; on a device: error feedback where DDP looks for unused parameters; no kernels for the codec)."""
+        codec: Codec | None = getattr(self, "codec", None) or getattr(self.collective, "codec", None)
+        if self.error_feedback and codec is not None:
+            choose_feedback(codec, True)
         if self.adam is not None:
             self.adam.check(session)
         if session.wire.on_device and (self.error_feedback or self.momenta is not None):

@@ -135,7 +135,7 @@ void OwnersExchange::push(std::size_t group) {
     if (group >= n_groups_[peer]) continue;
     wire::Message message = pushes_->take(ends_.max_push_bytes());
     message.n_bytes = ends_.encode_push(static_cast<std::size_t>(peer), group, message.room());
-    message.is_sealed = true;
+    message.is_sealed = ends_.seals_push();
     pushes_->send(peer, message, SIZE_MAX);
   }
 }

@@ -88,7 +88,8 @@ class Ends {
   virtual void add_own(std::size_t group) = 0;
   // Writes the result of a group of this rank's part, of which all has been added.
   virtual std::size_t encode_pull(std::size_t group, Bytes out) = 0;
-  // Whether a result has a checksum of its own, as all that is pushed has.
+  // Whether what is pushed, and a result, has a checksum of its own.
+  virtual bool seals_push() const { return true; }
   virtual bool seals_pull() const { return true; }
   // Takes over the owner's result of a group; the owner its own, by the same message.
   virtual void adopt(std::size_t part, std::size_t group, const wire::Message& message) = 0;

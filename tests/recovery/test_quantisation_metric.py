@@ -22,7 +22,11 @@ states = pytest.mark.parametrize(
 
 
 def importance_of(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, world_size: int = 1, promise: Promise = PUBLISHED, **options: float
+    optimizer: torch.optim.Optimizer,
+    parameter: Tensor,
+    world_size: int = 1,
+    promise: Promise = PUBLISHED,
+    **options: float,
 ) -> Tensor:
     out = torch.full((parameter.numel(),), 7, dtype=torch.uint8)
     QuantisationMetric(optimizer, world_size, promise).write_importance([parameter], [0], out, **options)

@@ -22,6 +22,7 @@ from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange.owners import Owners
 from gradwire.exchange.ring import Ring
+from gradwire.exchange.shards import Scatter
 from gradwire.gpu.kernels import kernels_on
 from gradwire.gpu.launching import raise_error
 from gradwire.schemes.base import Scheme
@@ -56,7 +57,7 @@ class Compressed(Scheme):
     def __init__(
         self,
         *,
-        collective: Owners | Ring | None = None,
+        collective: Owners | Ring | Scatter | None = None,
         error_feedback: bool = False,
         momenta: bool = False,
         plain: PlainSteps | None = None,
@@ -65,7 +66,7 @@ class Compressed(Scheme):
     ) -> None:
         if error_feedback and isinstance(collective, Ring):
             raise InvalidArgument("a ring rounds sums of several ranks: nothing of it is one rank's to feed back")
-        self.collective = collective
+        self.collective: Owners | Ring | Scatter | None = collective
         self.error_feedback = bool(error_feedback)
         self.momenta = Feedback() if momenta else None
         self.state_is_per_world = self.error_feedback or momenta

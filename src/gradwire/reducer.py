@@ -152,11 +152,14 @@ class Reducer:
         several = set(optimizers.shared())
         for strays, what in (
             (
-                [parameter for parameter in trained if optimizers.of(parameter) is None],
+                [parameter for parameter in trained if optimizers.of(parameter) is None and parameter not in several],
                 "none of the optimizers given steps; give all that do, as attach(model, [muon, adamw]), or freeze what nothing "
                 "steps with requires_grad_(False) before DDP: its gradients are reduced too",
             ),
-            ([parameter for parameter in trained if parameter in several], "two optimizers step; the first one counts"),
+            (
+                [parameter for parameter in trained if parameter in several],
+                "two optimizers step: it counts as stepped by one that is unknown",
+            ),
         ):
             if strays:
                 _log.warning("attach: parameter %s (%d in all) is one that %s", names[strays[0]], len(strays), what)
@@ -245,7 +248,7 @@ class Reducer:
         return self._error
 
     def _compare_layout(self, bucket: Bucket) -> None:
-        compare_preambles(self.communicator, self.scheme.preamble(bucket), bucket.record)
+        compare_preambles(self.communicator, self.scheme.preamble(bucket), bucket.record, self.session.stepped_by)
 
     def _finish_bucket(
         self, bucket: Bucket, buffer: torch.Tensor, reduced: torch.futures.Future, done: torch.futures.Future

@@ -84,7 +84,8 @@ def test_several_are_read_live_and_a_shared_parameter_is_named() -> None:
     assert list(optimizers) == [muon, adamw]
     assert str(optimizers) == "Muon and AdamW"
     assert [parameter is first for parameter in optimizers.shared()] == [True]
-    assert optimizers.of(late) is None
+    assert optimizers.of(late) is optimizers.of(first) is None
+    assert optimizers.family_of(first) == "unknown"
     adamw.add_param_group({"params": [late], "lr": 0.5})
     assert optimizers.of(late) == (adamw, adamw.param_groups[1])
     adamw.load_state_dict(adamw.state_dict())  # makes new groups

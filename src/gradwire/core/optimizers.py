@@ -65,25 +65,28 @@ class Optimizers:
         return [group for optimizer in self._all for group in optimizer.param_groups]
 
     def places(self) -> Mapping[Tensor, Place]:
-        """Where each parameter is stepped, as the groups are now; the first of several optimizers that share one."""
+        """Where each parameter is stepped, as the groups are now; without those that two optimizers share."""
         read = [(group, group["params"], len(group["params"])) for group in self.param_groups]
         if len(read) != len(self._read) or any(
             now[0] is not then[0] or now[1] is not then[1] or now[2] != then[2]
             for now, then in zip(read, self._read, strict=True)
         ):
-            self._read, self._places = read, {}
-            for optimizer in self._all:
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        self._places.setdefault(parameter, Place(optimizer, group))
+            self._read, shared = read, set(self.shared())
+            self._places = {
+                parameter: Place(optimizer, group)
+                for optimizer in self._all
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter not in shared
+            }
         return self._places
 
     def of(self, parameter: Tensor | None) -> Place | None:
-        """The optimizer that steps `parameter`, and its group there; None: none that was given does."""
+        """The optimizer that steps `parameter`, and its group there; None: none that was given does, or two do."""
         return None if parameter is None else self.places().get(parameter)
 
     def shared(self) -> list[Tensor]:
-        """The parameters that two of the optimizers, or two groups, step."""
+        """The parameters that two of the optimizers step."""
         counts: dict[Tensor, int] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -93,7 +96,7 @@ class Optimizers:
     def family_of(self, parameter: Tensor) -> str:
         """One of FAMILIES: by the optimizer's class, the options of the group and the names in its state.
 
-        "unknown" for a parameter in none: another optimizer, which nobody has told of, may step it.
+        "unknown" for a parameter in none, which one may step that nobody has told of, or in two.
         """
         place = self.of(parameter)
         return "unknown" if place is None else _family(*place, parameter)

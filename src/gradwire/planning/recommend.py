@@ -59,7 +59,7 @@ def recommend(
     ):
         ddp.train()
         plain_s, waited_s = trials.time(_PLAIN_SHARE * seconds)
-        rows = [row for row in TABLE if row.families.issuperset(families)]
+        rows = [row for row in TABLE if row.holds_under(families)]
         parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
         profile = measure_profile(communicator, rows, parameters)
         links = communicator.submit(probe_pairs, communicator).wait()

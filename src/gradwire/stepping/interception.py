@@ -72,18 +72,18 @@ def stepped_parameters(session: Session, what: str) -> list[torch.Tensor]:
     ignored: set[str] = getattr(module, "parameters_to_ignore", set())
     named = inner_of(module).named_parameters()
     reduced: list[torch.Tensor] = [p for name, p in named if p.requires_grad and name not in ignored]
+    shared = [session.names.get(p, "?") for p in optimizers.shared()]
+    if shared:
+        raise InvalidArgument(
+            f"{what} takes each parameter's step once, and two optimizers step {shared[0]} ({len(shared)} in all): give each "
+            "parameter to one of them"
+        )
     strays = [session.names.get(p, "?") for p in reduced if optimizers.of(p) is None]
     if strays:
         raise Unsupported(
             f"{what} keeps the mean gradient from .grad, and parameter {strays[0]} ({len(strays)} in all) is not in the "
             "optimizer that was attached: attach the one that has all trainable parameters, or a list of all, or freeze the "
             "others with requires_grad_(False) before DDP"
-        )
-    shared = [session.names.get(p, "?") for p in optimizers.shared()]
-    if shared:
-        raise InvalidArgument(
-            f"{what} takes each parameter's step once, and two optimizers step {shared[0]} ({len(shared)} in all): give each "
-            "parameter to one of them"
         )
     return reduced
 

@@ -27,8 +27,7 @@ class FidelityRow:
     Attributes:
         spec: NAME:option=value,...
         level: the least faithful level that takes it is any, the most faithful exact.
-        families: of the optimizers under which it holds its level (core/optimizers.py). A row may be used where it holds
-            for every family that steps a parameter of the model.
+        families: of the optimizers under which it holds its level (core/optimizers.py).
         shape: how it communicates (costs.py).
         bits: a value on the wire, of a dense gradient.
         codec: whose speed stands for its own (`codecs.by_name`); "" where it has none to speak of.
@@ -49,6 +48,11 @@ class FidelityRow:
     zero_bits: float | None = None
     stands_in: bool = False
 
+    def holds_under(self, families: Iterable[str]) -> bool:
+        """Return whether it may be used where these step the model: all of them. SGD beside others counts as unknown."""
+        several = frozenset(families)
+        return self.families >= (several - _SGD | {"unknown"} if len(several) > 1 and several & _SGD else several)
+
 
 _ALL = frozenset(FAMILIES)
 _SGD, _ADAM = frozenset({"sgd"}), frozenset({"adam"})
@@ -66,7 +70,7 @@ TABLE: tuple[FidelityRow, ...] = (
     FidelityRow("truncated-float:bits=8,rounding=stochastic", "close", _SGD, "ring", 8.03, "truncated-float:bits=8"),
     FidelityRow("embedded-float:bits=4", "any", _ALL, "ring", 4.03, "embedded-float:bits=4"),
     FidelityRow("thc", "any", _ALL, "agreed-sum", 8, "thc"),
-    FidelityRow("qsgd", "any", _ALL, "quantised", 4.1, "qsgd"),
+    FidelityRow("qsgd", "any", _ALL, "quantised", 6.2, "qsgd"),
     FidelityRow("terngrad", "any", _ALL, "agreed-sum", 4, "ternary"),
     FidelityRow("homomorphic", "exact", _ALL, "sum", 32, by_name_only=True),
     FidelityRow("one-bit", "any", _ALL, "quantised", 1.1, "one-bit", True, FIRST_ADAM_STEP),
@@ -122,7 +126,7 @@ def rows_for(
     chosen = [
         row
         for row in TABLE
-        if only is None and row.level in allowed and row.families.issuperset(families) and not row.by_name_only
+        if only is None and row.level in allowed and row.holds_under(families) and not row.by_name_only
     ]
     held = {(row.level, parse_spec(row.spec)[0]) for row in chosen if not row.stands_in}
     chosen = [row for row in chosen if not (row.stands_in and (row.level, parse_spec(row.spec)[0]) in held)]

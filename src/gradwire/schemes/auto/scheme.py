@@ -225,9 +225,12 @@ class Auto(Scheme):
         if communicator.world_size == 1:
             return
         specs = [row.spec for row in self._rows]
-        facts = hash_configuration(self.name, {**self.configuration, "bound": specs})
+        facts = hash_configuration(
+            self.name, {**self.configuration, "bound": specs, "optimizers": str(self.session.optimizers)}
+        )
         mine = Preamble(FORMAT_VERSION, 0, self.name, facts, 0, 0, len(specs))
-        communicator.submit(compare_preambles, communicator, mine, self.session.recorder.open_bucket(0, -1, 0)).wait()
+        record = self.session.recorder.open_bucket(0, -1, 0)
+        communicator.submit(compare_preambles, communicator, mine, record, self.session.stepped_by).wait()
 
     def _predict(self, computing_us: int) -> Mapping[str, int]:
         predicted = self._profile.predict_us(computing_us)

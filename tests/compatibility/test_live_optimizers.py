@@ -16,6 +16,7 @@ from gradwire import schemes
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.schemes.gcomp import terms
 from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
+from gradwire.schemes.gcomp.watch import OptimizerWatch
 
 
 def importance_of(optimizer: torch.optim.Optimizer, *parameters: Tensor, **options: Any) -> list[Tensor]:
@@ -301,6 +302,18 @@ def test_a_rule_that_fails_or_gives_nonsense_is_named(optimizer: Any, rule: Any,
 
     with pytest.raises(error, match=words):
         register_and_read()
+
+
+def test_a_learning_rate_raised_after_the_backward_pass_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    p = parameter_of(3)
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    watch = OptimizerWatch(optimizer, _raise)
+    for rate in (0.11, 0.3, 0.9):
+        watch.before_reduction([p])
+        optimizer.param_groups[0]["lr"] = rate
+        take_steps(optimizer)
+    watch.close()
+    assert [record.args for record in caplog.records] == [(0.3 / 0.11,)]
 
 
 @pytest.mark.parametrize("tolerance", [0, -1.0, math.nan, math.inf, 1e9, 1e-9, True, "1", None])

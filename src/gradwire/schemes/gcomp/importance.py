@@ -38,10 +38,8 @@ _LOWEST_CODE, _INFINITY = 348, 0x7F800000
 # 1 MiB of float32: long beside the handful of calls a tile takes, small beside any bucket.
 _TILE_ELEMENTS = 1 << 18
 
-
 # Below, no bit of any gradient could be let go of; above, nothing is left of a parameter's mantissa.
 _LEAST_TOLERANCE, _MOST_TOLERANCE = 2.0**-20, 2.0**20
-HORIZONS = ("step", "life")
 # Vectors of fewer values (biases, scales of norms) keep a tolerance of 1: they are few, and many times as large as the elements
 # of a matrix, so that their last places, and not those of the many, were what a loss moved by.
 _FEW_VALUES = 1 << 16
@@ -71,7 +69,7 @@ class Promise:
     is_alike: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("horizon", self.horizon, HORIZONS)
+        check_choice("horizon", self.horizon, ("step", "life"))
         is_number = isinstance(self.tolerance, int | float) and not isinstance(self.tolerance, bool)
         if not (is_number and _LEAST_TOLERANCE <= self.tolerance <= _MOST_TOLERANCE):
             raise InvalidArgument(

@@ -31,7 +31,7 @@ class Probe:
     def __init__(self, optimizer: torch.optim.Optimizer, for_life: bool) -> None:
         self._optimizer, self._for_life = optimizer, for_life
         # What torch's own constructor leaves: groups, state and hooks. Of the rest only numbers and texts are surely copied.
-        base = vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+        base = vars(torch.optim.SGD([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=0.1))
         own = [value for name, value in vars(optimizer).items() if name not in base]
         self._can_be_copied = all(isinstance(value, _PLAIN) or inspect.isroutine(value) for value in own)
         self._gains: dict[Any, tuple[float, float] | None] = {}
@@ -61,17 +61,17 @@ class Probe:
             smallest, largest = map(float, self._slopes(parameter, group, state, 1).abs().aminmax())
             if not (smallest > 0 and largest <= smallest * _SPREAD and math.isfinite(largest)):
                 return None
-            in_the_end = self._slopes(parameter, group, state, _LIFE_STEPS) if self._for_life else torch.zeros(1)
+            in_the_end = self._slopes(parameter, group, state, _LIFE_STEPS).abs().max() if self._for_life else 0.0
         except Exception:  # an optimizer that cannot step on a few values: unknown
             return None
-        return largest, max(1.0, float(in_the_end.abs().max()) / largest)
+        return largest, max(1.0, float(in_the_end) / largest)
 
     def _slopes(self, parameter: Tensor, group: Group, state: State, n_steps: int) -> Tensor:
         """(sizes x values,) float64: what a value moves by for each unit of its gradient; 0 where its neighbours count, too."""
         n = local_of(parameter).numel()
-        places, slopes = torch.linspace(0, n - 1, min(_SIDE * _SIDE, n)).long(), []
+        places, slopes = torch.linspace(0, n - 1, min(_SIDE * _SIDE, n), dtype=torch.float64, device="cpu").long(), []
         for size in _SIZES:
-            gradient = torch.linspace(-size, 2 * size, len(places), dtype=torch.float64)
+            gradient = torch.linspace(-size, 2 * size, len(places), dtype=torch.float64, device="cpu")
             plainly, more, alone = (
                 self._stepped(parameter, at, group, state, values, n_steps)
                 for at, values in ((places, gradient), (places, gradient + size), (places[:1], gradient[:1]))
@@ -104,7 +104,7 @@ class Probe:
         twin.__dict__ |= {"param_groups": [{**own_group, "params": [values]}], "state": defaultdict(dict, own_state)}
         step = inspect.unwrap(type(twin).step)
         for number in range(n_steps):
-            values.grad = gradient.reshape(shape) if number == 0 else torch.zeros(shape, dtype=torch.float64)
+            values.grad = gradient.reshape(shape) * (number == 0)
             with torch.no_grad():
                 step(twin)
         return values.detach().reshape(-1)

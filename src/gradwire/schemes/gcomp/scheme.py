@@ -53,9 +53,8 @@ class GComp(Compressed):
         importance: which mantissa bits travel: "paper" (per value, from the optimizer), "uniform" (`bits`) or "none" (all).
         tolerance: with "paper", how far a message may move a parameter, in its last places (`Promise`). Each doubling sends a
             bit a value less.
-        least_bits: mantissa bits that every value keeps, 0 to 7, however small its update beside its parameter.
         horizon: of the tolerance, "step" or "life": what one step adds, or all that a gradient adds by a momentum.
-        bits, rounding, format: see `GCompCodec`.
+        bits, rounding, format, least_bits: see `GCompCodec`.
         refresh_every: steps between two Huffman tables (50 as published); 0 keeps the built-in one. None: by need, when
             the table in use takes 3 % more bits than the entropy of the exponents.
         topology: "ring", as in the paper, or "direct".
@@ -64,6 +63,7 @@ class GComp(Compressed):
     """
 
     name = "gcomp"
+    options_of = GCompCodec
     collective: Ring
 
     def __init__(
@@ -73,19 +73,21 @@ class GComp(Compressed):
         refresh_every: int | None = None,
         topology: str = "ring",
         chunk_elements: int = CHUNK_ELEMENTS,
-        rounding: str = "nearest",
-        format: int = 2,
         tolerance: float = 1.0,
         horizon: str = "step",
-        least_bits: int = 0,
+        **of_codec: Any,
     ) -> None:
         check_choice("importance", importance, ("paper", "uniform", "none"))
-        self.codec = GCompCodec(importance, bits, rounding=rounding, format=format, least_bits=least_bits)
-        self.promise = Promise(tolerance, horizon, rounding, format)
+        self.codec = GCompCodec(importance, bits, **of_codec)
+        self.promise = Promise(tolerance, horizon, self.codec.rounding, self.codec.format)
         if importance != "paper" and (tolerance, horizon) != (1, "step"):
             raise InvalidArgument(f'tolerance and horizon mean nothing with importance="{importance}": leave them out')
         super().__init__(collective=Ring(self.codec, topology, chunk_elements))
-        self._reads_optimizer, self._format, self._refresh_every = importance == "paper", format, refresh_every
+        self._reads_optimizer, self._format, self._refresh_every = (
+            importance == "paper",
+            self.codec.format,
+            refresh_every,
+        )
         self._tables, self._bits = TableRefresh(self.codec, refresh_every), bits
         self._metric: QuantisationMetric | None = None
         self._watches: list[OptimizerWatch] = []

@@ -78,7 +78,7 @@ def _nodes(key: str, per_node: int, seconds: float) -> Experiment:
     )  # fmt: skip
 
 
-# Fewer bytes than bfloat16, and nearer to DDP (gcomp-frontier).
+# Fewer bytes than bfloat16, and nearer to DDP (gcomp-tolerance).
 _TEN_BITS = "gcomp:importance=uniform,bits=10"
 
 

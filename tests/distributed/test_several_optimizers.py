@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,13 +54,16 @@ def test_a_resumed_run_ends_with_the_same_bits(rank: int, world_size: int, schem
     _steps(first, range(4))
     state = first.state()
     first.close()
-    halves = []
-    for _ in range(2):  # each wraps the model anew
-        again = Training(rank, name, muon_and_adamw, **kept).load(state)
-        halves.append(_steps(again, range(4, 8)))
-        again.close()
-    assert torch.equal(*halves) or scheme == "aqgb"  # which sends what the clock leaves time for
-    return halves[0]
+    resumed = Training(rank, name, muon_and_adamw, **kept).load(state)
+    flats = [_steps(resumed, range(4, 8))]
+    resumed.close()
+    # The run that goes on: what is in memory, in a new DDP, whose buckets are then laid out as those of the resumed one.
+    first = Training(rank, name, lambda _: first.optimizers, lambda: first.ddp.module, **kept)
+    first.attachment.load_state_dict(state[-1])
+    flats.append(_steps(first, range(4, 8)))
+    first.close()
+    assert torch.equal(*flats) or scheme == "aqgb"  # which sends what the clock leaves time for
+    return flats[0]
 
 
 @pytest.mark.parametrize("with_state", [False, True])
@@ -92,21 +96,24 @@ def _halves(parameters: Any) -> list[Optimizer]:
     return [torch.optim.SGD(several[:3], 0.1), torch.optim.SGD(several[3:], 0.1)]
 
 
+@pytest.mark.parametrize("scheme", ["broadcast", "one-bit:warmup_steps=0"])
 @on_ranks(2)
-def test_an_owner_of_the_step_leaves_out_an_optimizer_that_was_not_asked(rank: int, world_size: int) -> torch.Tensor:
-    """As one optimizer does with a rate of 0 for those parameters."""
-    flats = []
+def test_two_step_as_one_with_two_groups(rank: int, world_size: int, scheme: str) -> torch.Tensor:
+    """Under a GradScaler, with an overflow; one that is not asked is as a group with a rate of 0."""
+    flats, (name, options) = [], parse_spec(scheme)
     for two in (True, False):
-        training = Training(rank, "broadcast", _halves if two else lambda ps: _grouped(_halves(ps)))
-        for step in range(8):
-            training.backward(step)
-            if two:
-                for one in training.optimizers[step % 4 == 1 : 2 - (step % 4 == 3)]:
-                    one.step()
-            else:
-                for group, left_out in zip(training.optimizer.param_groups, (1, 3), strict=True):
-                    group["lr"] = 0.1 * (step % 4 != left_out)
-                training.optimizer.step()
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+        told = scaler if name == "broadcast" else None  # or found where it steps
+        training = Training(rank, name, _halves if two else lambda ps: _grouped(_halves(ps)), scaler=told, **options)
+        for step in range(12):
+            scale = float(scaler.scale(torch.ones(())))
+            training.backward(step, float("inf") if step == 7 and rank else scale)
+            asked = training.optimizers[step % 4 == 1 : 2 - (step % 4 == 2)] if two else training.optimizers
+            for group, left_out in zip(training.optimizer.param_groups if not two else (), (1, 2), strict=False):
+                group["lr"] = 0.1 * (step % 4 != left_out)
+            for one in asked:
+                scaler.step(one)
+            scaler.update()
         training.close()
         flats.append(training.flat())
     assert torch.equal(*flats)
@@ -115,6 +122,38 @@ def test_an_owner_of_the_step_leaves_out_an_optimizer_that_was_not_asked(rank: i
 
 def _grouped(several: list[Optimizer]) -> Optimizer:
     return torch.optim.SGD([group for one in several for group in one.param_groups], 0.1)
+
+
+@on_ranks(2)
+def test_frameworks_pass_all_that_they_have(rank: int, world_size: int) -> None:
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    from gradwire.integrations import accelerate, lightning
+
+    for framework in ("lightning", "accelerate"):
+        training = Training(rank, optimizer=muon_and_adamw)
+        if framework == "lightning":
+            callback = lightning.GradwireCallback("broadcast")
+            trainer = SimpleNamespace(
+                strategy=SimpleNamespace(model=training.ddp), optimizers=training.optimizers, precision_plugin=None
+            )
+            callback.on_train_start(trainer, None)
+            training.attachment = callback.attachment
+        else:
+            accelerator: Any = SimpleNamespace(scaler=None, register_for_checkpointing=lambda _: None)
+            wrapped = [AcceleratedOptimizer(one) for one in training.optimizers]
+            training.attachment = accelerate.attach(accelerator, training.ddp, wrapped, "broadcast")
+        assert list(training.attachment.session.optimizers) == training.optimizers
+        _steps(training, range(2))
+        training.close()
+
+
+@on_ranks(2)
+def test_recommend_takes_both(rank: int, world_size: int) -> None:
+    training = Training(rank, optimizer=muon_and_adamw)
+    plan = gradwire.recommend(training.ddp, training.optimizers, lambda: training.backward(0), seconds=0.5)
+    exact = {one.spec for one in plan.forecasts() if one.level == "exact" and not one.by_name_only}
+    assert exact == {"plain", UNIFORM}
 
 
 # ---- what DDP trains, by any optimizers

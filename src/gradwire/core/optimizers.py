@@ -71,7 +71,7 @@ class Optimizers:
             now[0] is not then[0] or now[1] is not then[1] or now[2] != then[2]
             for now, then in zip(read, self._read, strict=True)
         ):
-            self._read, shared = read, set(self.shared())
+            shared = set(self.shared())
             self._places = {
                 parameter: Place(optimizer, group)
                 for optimizer in self._all
@@ -79,6 +79,7 @@ class Optimizers:
                 for parameter in group["params"]
                 if parameter not in shared
             }
+            self._read = read  # last: another thread may be asking
         return self._places
 
     def of(self, parameter: Tensor | None) -> Place | None:

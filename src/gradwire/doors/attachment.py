@@ -17,9 +17,12 @@ from gradwire.doors import fsdp2
 from gradwire.doors.alone import Alone, is_alone
 from gradwire.doors.gradients import GradientState
 from gradwire.doors.hook import Copied, HookState, ddp_hook
+from gradwire.doors.shards import SCHEMES as SHARD_SCHEMES
+from gradwire.doors.shards import ShardState
 from gradwire.doors.watching import Watch
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
+from gradwire.registry import parse_spec
 from gradwire.schemes import Scheme
 from gradwire.schemes.auto.scheme import Auto
 
@@ -139,6 +142,13 @@ def attach(
             raise InvalidArgument('fidelity is an argument of scheme "auto"; leave one of the two out')
         options["fidelity"] = fidelity
     doors_own = {name: options.pop(name) for name in _DOORS_OWN if name in options}
+    shards: dict[str, Any] = {
+        name: options.pop(name) for name in ("weights", "inside") if name in options and fsdp2.is_fsdp2(model)
+    }
+    if group is None and not is_alone() and fsdp2.is_sharded_over_all(model):
+        return _attach_shards(
+            model, optimizers, scheme, scaler, shards, options, doors_own, timeout_s=timeout_s, trace=trace
+        )
     if isinstance(scheme, str):
         scheme = schemes.by_name(scheme, **options)
     elif options:
@@ -156,7 +166,15 @@ def attach(
                 'scheme "auto" watches DDP, which this module is not: attach(DistributedDataParallel(module), optimizer); '
                 'or name a scheme that exchanges its gradients itself: attach(module, optimizer, "gcomp")'
             )
-        return GradientState(scheme, model, optimizers, scaler, group, timeout_s=timeout_s, trace=trace, **doors_own)
+        between = GradientState(scheme, model, optimizers, scaler, group, timeout_s=timeout_s, trace=trace, **doors_own)
+        if shards:
+            between.take_inside(
+                lambda: ShardState(
+                    shards.get("inside", "plain"), model, optimizers, scaler, shards.get("weights", "plain"),
+                    timeout_s=timeout_s, trace=trace,
+                )
+            )  # fmt: skip
+        return between
     if doors_own or group is not None:
         raise InvalidArgument(f"DDP has its own {', '.join(doors_own) or 'group'}; give it to DistributedDataParallel")
     if getattr(scheme, "owns_step", False) and model is not module:
@@ -181,6 +199,33 @@ def attach(
         raise
     _doors[model] = door
     return state
+
+
+def _attach_shards(
+    model: torch.nn.Module, optimizers: Optimizers, scheme: Scheme | str, scaler: Any,
+    shards: dict[str, Any], options: dict[str, Any], doors_own: dict[str, Any], **common: Any,
+) -> ShardState:  # fmt: skip
+    """FSDP2 over all ranks: `scheme` is for the gradients inside."""
+    if "inside" in shards or doors_own:
+        raise InvalidArgument(
+            f"{', '.join([*doors_own, *(['inside'] if 'inside' in shards else [])])}: this model is sharded over all ranks, so "
+            "the scheme is the one inside the group, of the modules' own buffers; leave them out"
+        )
+    if scheme == "auto" or isinstance(scheme, Auto):
+        raise Unsupported(
+            'scheme "auto" does not choose for shards yet; name one of '
+            + SHARD_SCHEMES
+            + ", as in attach(model, optimizer, "
+            '"gcomp", weights="exact"), which loses nothing of the weights and next to nothing of the gradients; "plain" with '
+            'weights="exact" keeps FSDP2\'s own bits'
+        )
+    if isinstance(scheme, str) and options:
+        name, written = parse_spec(scheme)
+        given = ",".join(f"{key}={value}" for key, value in {**written, **options}.items())
+        scheme = f"{name}:{given}"
+    elif options:
+        raise InvalidArgument(f"{', '.join(options)}: options go with a scheme's name")
+    return ShardState(scheme, model, optimizers, scaler, **shards, **common)
 
 
 def _check_stepped(model: torch.nn.Module, optimizers: Optimizers) -> None:

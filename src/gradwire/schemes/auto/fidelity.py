@@ -75,7 +75,7 @@ TABLE: tuple[FidelityRow, ...] = (
     FidelityRow("truncated-float:bits=8,rounding=stochastic", "close", _SGD, "ring", 8.03, "truncated-float:bits=8"),
     FidelityRow("embedded-float:bits=4", "any", _ALL, "ring", 4.03, "embedded-float:bits=4"),
     FidelityRow("thc", "any", _ALL, "agreed-sum", 8, "thc"),
-    FidelityRow("qsgd", "any", _ALL, "quantised", 4.1, "qsgd"),
+    FidelityRow("qsgd", "any", _ALL, "quantised", 6.2, "qsgd"),
     FidelityRow("terngrad", "any", _ALL, "agreed-sum", 4, "ternary"),
     FidelityRow("homomorphic", "exact", _ALL, "sum", 32, by_name_only=True),
     FidelityRow("one-bit", "any", _ALL, "quantised", 1.1, "one-bit", True, FIRST_ADAM_STEP),

@@ -130,7 +130,12 @@ def test_models_that_no_scheme_takes_train_as_under_ddp_and_are_named_when_a_sch
     run_ranks(with_models, 2)
 
 
-LOOPS = {"changes by itself": "changed 2 times", "scales up": "times as large", "two optimizers": "", "both optimizers": ""}
+LOOPS = {
+    "changes by itself": "changed 2 times",
+    "scales up": "times as large",
+    "two optimizers": "",
+    "both optimizers": "",
+}
 
 
 def with_loops(rank: int, world_size: int) -> list[tuple[float, str]]:

@@ -127,9 +127,8 @@ def _family(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -
     stepping = inside(optimizer)
     classes = type(stepping).__mro__
     names = [cls.__name__.lower() for cls in classes]
-    if group.get(
-        "use_muon", any("muon" in name for name in names)
-    ):  # use_muon: of one with Adam for some of its groups
+    # use_muon is an option of one that steps some of its groups as Adam does.
+    if group.get("use_muon", any("muon" in name for name in names)):
         return "muon"
     for cls in classes:
         if cls.__module__.startswith("torch.optim") and cls.__name__ in _OF_TORCH:

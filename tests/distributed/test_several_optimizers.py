@@ -31,14 +31,6 @@ def _steps(training: Training, steps: range, closure: bool = False) -> torch.Ten
 # ---- with every scheme
 
 
-@on_ranks(2)
-def test_plain_gives_ddps_own_bits(rank: int, world_size: int) -> None:
-    alone, ours = Training(rank, optimizer=muon_and_adamw), Training(rank, "plain", muon_and_adamw)
-    flat = _steps(ours, range(5))
-    ours.close()
-    assert torch.equal(_steps(alone, range(5)), flat)
-
-
 UNIFORM = "gcomp:importance=uniform,bits=12"
 
 
@@ -78,15 +70,6 @@ def test_local_sgd_counts_a_step_of_both_as_one(rank: int, world_size: int, n_st
         net.zero_grad()
     assert len(loop.reducer.recorder.steps) == n_stepped
     loop.close()
-
-
-@pytest.mark.parametrize(
-    ("scheme", "options"),
-    [("slimgc", {"backup": True}), ("slimgc", {"update": "owner", "topology": "server", "pull": "raw"})],
-)
-@on_ranks(2, raises=Unsupported, match="takes the step of one optimizer, and was given Muon and AdamW")
-def test_owners_of_one_step_say_so(rank: int, world_size: int, scheme: str, options: dict[str, Any]) -> None:
-    Training(rank, scheme, muon_and_adamw, **options)
 
 
 @pytest.mark.parametrize("scheme", ["broadcast", "one-bit:warmup_steps=0"])
@@ -244,6 +227,15 @@ def test_ranks_with_optimizers_of_other_classes_are_told(rank: int, world_size: 
     Training(rank, scheme, muon_and_adamw if rank else ADAMW, timeout_s=20).take_steps([0])
 
 
-@on_ranks(2, raises=InvalidArgument, match=r"two optimizers step 2.weight \(1 in all\)")
-def test_an_owner_of_the_step_refuses_a_shared_parameter(rank: int, world_size: int) -> None:
-    Training(rank, "broadcast", _two(SGD, SGD, 2))
+@on_ranks(2)
+def test_an_owner_of_the_step_says_what_it_needs(rank: int, world_size: int) -> None:
+    one = "takes the step of one optimizer, and was given Muon and AdamW"
+    shared = r"two optimizers step 2.weight \(1 in all\)"
+    owner = {"update": "owner", "topology": "server", "pull": "raw"}
+    cases: list[tuple[str, dict[str, Any], Any, str]] = [
+        ("slimgc", {"backup": True}, muon_and_adamw, one), ("slimgc", owner, muon_and_adamw, one),
+        ("broadcast", {}, _two(SGD, SGD, 2), shared),
+    ]  # fmt: skip
+    for scheme, options, make, words in cases:
+        with pytest.raises(InvalidArgument if words is shared else Unsupported, match=words):
+            Training(rank, scheme, make, timeout_s=20, **options)

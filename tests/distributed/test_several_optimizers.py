@@ -104,8 +104,6 @@ def _grouped(several: list[Optimizer]) -> Optimizer:
 
 @on_ranks(2)
 def test_frameworks_pass_all_that_they_have(rank: int, world_size: int) -> None:
-    from accelerate.optimizer import AcceleratedOptimizer
-
     from gradwire.integrations import accelerate, lightning
 
     for framework in ("lightning", "accelerate"):
@@ -119,7 +117,7 @@ def test_frameworks_pass_all_that_they_have(rank: int, world_size: int) -> None:
             training.attachment = callback.attachment
         else:
             accelerator: Any = SimpleNamespace(scaler=None, register_for_checkpointing=lambda _: None)
-            wrapped = [AcceleratedOptimizer(one) for one in training.optimizers]
+            wrapped = [SimpleNamespace(optimizer=one) for one in training.optimizers]
             training.attachment = accelerate.attach(accelerator, training.ddp, wrapped, "broadcast")
         assert list(training.attachment.session.optimizers) == training.optimizers
         _steps(training, range(2))

@@ -54,19 +54,22 @@ def run_ranks(
 
 
 def to_text(config: TrainConfig) -> str:
-    """A configuration for the ranks' environment."""
+    """A configuration as a line, for ranks."""
     return repr({key: str(value) if isinstance(value, Path) else value for key, value in vars(config).items()})
+
+
+def from_text(text: str) -> TrainConfig:
+    """What `to_text` wrote."""
+    fields: dict[str, Any] = ast.literal_eval(text)
+    for name in ("out", "checkpoint"):
+        fields[name] = None if fields[name] is None else Path(fields[name])
+    return TrainConfig(**fields)
 
 
 def given_config() -> TrainConfig | None:
     """The configuration that `run_ranks` gave this process, None in any other."""
     text = os.environ.get(_CONFIG_VARIABLE)
-    if text is None:
-        return None
-    fields: dict[str, Any] = ast.literal_eval(text)
-    for name in ("out", "checkpoint"):
-        fields[name] = None if fields[name] is None else Path(fields[name])
-    return TrainConfig(**fields)
+    return None if text is None else from_text(text)
 
 
 def check(config: TrainConfig) -> None:

@@ -39,19 +39,24 @@ _VARIANTS = (
 
 
 class TimedMethod(ABC):
-    """One codec with one gradient and one thread count, ready to run; buffers are kept, as a scheme would keep them."""
+    """One codec with one gradient and one thread count, ready to run; buffers are kept, as a scheme would keep them.
+
+    Attributes:
+        spec: name and options, as given.
+        importance: GComp's mode; empty where a codec has none.
+        guarantee: what `verify` holds the result to.
+        n_bytes: of what is encoded.
+    """
 
     name: str
-    spec: str  # name and options, as given
+    spec: str
     setting: str
-    importance: str = ""  # GComp's mode; empty where a codec has none
-    guarantee: str = "bits"  # what `verify` holds the result to
+    importance: str = ""
+    guarantee: str = "bits"
 
     def __init__(self, file: GradientFile, n_threads: int) -> None:
-        self.file = file
-        self.n_threads = n_threads
-        self.n_bytes = file.gradient.nbytes  # of what is encoded
-        self.encoded_bytes = 0
+        self.file, self.n_threads = file, n_threads
+        self.n_bytes, self.encoded_bytes = file.gradient.nbytes, 0
 
     @abstractmethod
     def encode(self) -> None:
@@ -102,8 +107,7 @@ class BaselineMethod(TimedMethod):
         super().__init__(file, n_threads)
         self.name = name
         self._baseline = baselines.by_name(name, n_threads)
-        self.setting = self._baseline.setting
-        self.is_threaded = self._baseline.is_threaded
+        self.setting, self.is_threaded = self._baseline.setting, self._baseline.is_threaded
         self._message = b""
         self._values = np.zeros(0, np.float32)
 
@@ -125,12 +129,7 @@ class CodecMethod(TimedMethod):
     """A codec of gradwire's registry, which says nothing of its loss: equal messages must give equal values."""
 
     def __init__(
-        self,
-        name: str,
-        options: dict[str, Any],
-        file: GradientFile,
-        n_threads: int,
-        dtype: torch.dtype = torch.float32,
+        self, name: str, options: dict[str, Any], file: GradientFile, n_threads: int, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__(file, n_threads)
         self.name = name
@@ -153,9 +152,8 @@ class CodecMethod(TimedMethod):
         return self._message[: self.encoded_bytes]
 
     def poison(self) -> None:
-        poison = np.array([_POISON], np.uint32).view(np.uint8)[
-            -self._values.element_size() :
-        ]  # 16 bits: the upper ones
+        size = self._values.element_size()
+        poison = np.array([_POISON], np.uint32).view(np.uint8)[-size:]  # of two bytes: the upper ones
         self._values.view(torch.uint8).numpy().reshape(-1, poison.size)[:] = poison
 
     def decoded(self) -> np.ndarray:
@@ -304,16 +302,16 @@ def choose_specs(asked: Sequence[str]) -> list[str]:
 def by_spec(spec: str, file: GradientFile, n_threads: int) -> TimedMethod | None:
     """A method, or None where it cannot use `n_threads` threads. Raises: InvalidArgument (unknown name, option)."""
     name, options = _split(spec)
+    method: TimedMethod
     if name in baselines.names():
         if options:
             raise InvalidArgument(f"{spec}: baselines take no options")
-        baseline = BaselineMethod(name, file, n_threads)
-        baseline.spec = spec
-        return baseline if n_threads == 1 or baseline.is_threaded else None
-    if name in ("gcomp", "truncate"):
-        method: CodecMethod = GCompMethod(name, options, file, n_threads)
+        method = BaselineMethod(name, file, n_threads)
+        if n_threads > 1 and not method.is_threaded:
+            return None
     else:
-        method = CodecMethod(name, options, file, n_threads)
+        made = GCompMethod if name in ("gcomp", "truncate") else CodecMethod
+        method = made(name, options, file, n_threads)
     method.spec = spec
     return method
 

@@ -12,7 +12,7 @@ from gradwire_lab.ranks.supervisor import LaunchResult, RankSet, end_on_signals
 if TYPE_CHECKING:
     from gradwire_lab.ranks.netlab import LinkCounters, Netlab
 
-__all__ = ["Launch", "launch_ranks", "run_gradwire", "start_ranks"]
+__all__ = ["Launch", "run_gradwire", "start_ranks"]
 
 
 class Launch:
@@ -90,6 +90,7 @@ def run_gradwire(
     on_line: Callable[[int, str], None] = lambda rank, line: print(line, flush=True),
     *,
     module: str = "gradwire",
+    timeout_s: float | None = None,
     **options: Any,
 ) -> bool:
     """Run `gradwire ARGUMENTS` in `n_ranks` processes to the end, and say so where links cannot be limited.
@@ -106,26 +107,5 @@ def run_gradwire(
                 flush=True,
             )
             print("what follows runs on loopback without a limit, where almost nothing waits.", flush=True)
-        launch.wait().raise_if_failed()
+        launch.wait(timeout_s).raise_if_failed()
         return launch.shaped
-
-
-def launch_ranks(
-    command: Sequence[str],
-    n_ranks: int,
-    env: Mapping[str, str] | None = None,
-    *,
-    rate: str | float | Sequence[str | float | None] | None = None,
-    timeout_s: float | None = None,
-    **options: Any,
-) -> int:
-    """Run `command` in `n_ranks` processes to the end; SIGTERM, SIGHUP and Ctrl-C reach them.
-
-    Args: see `start_ranks`; `timeout_s` ends the ranks when it is over.
-    Returns: 0, or the first failed rank's exit status (LaunchResult.status), with the rank named on standard error.
-    """
-    with end_on_signals(), start_ranks(command, n_ranks, rate, env=env, **options) as launch:
-        result = launch.wait(timeout_s)
-    if result.status != 0:
-        print(f"gradwire: {result}", file=sys.stderr)
-    return result.status

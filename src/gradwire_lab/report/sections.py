@@ -159,21 +159,29 @@ _THRESHOLDS = ("size_bytes", "raw_s", "compressed_s", "codec_s", "total_compress
 def _threshold_table(run: LoggedRun) -> Grid | None:
     """SlimGC's table (Fig. 6 of its paper) that decided what this run compressed; None if it has none that reads."""
     stats = run.summary.get("stats")
-    rows = stats.get("threshold_table") if isinstance(stats, dict) else None
-    threshold = stats.get("threshold_bytes") if isinstance(stats, dict) else None
+    found = stats if isinstance(stats, dict) else {}
+    rows, threshold = found.get("threshold_table"), found.get("threshold_bytes")
     if not isinstance(rows, list) or not rows or not isinstance(threshold, int):
         return None
     if not all(isinstance(row, dict) and all(is_number(row.get(name)) for name in _THRESHOLDS) for row in rows):
         return None
-    cells = [
-        [f"{row['size_bytes']:,.0f}", *(f"{1e3 * row[name]:,.2f}" for name in _THRESHOLDS[1:5]), f"{row['benefit']:.2f}",
-         "compressed" if row["size_bytes"] >= threshold else "raw"] for row in rows
-    ]  # fmt: skip
+    shown = [
+        {
+            **row,
+            "tensor, bytes": f"{row['size_bytes']:,.0f}",
+            "sent": "compressed" if row["size_bytes"] >= threshold else "raw",
+        }
+        for row in rows
+    ]
+    times = zip(_THRESHOLDS[1:5], ("raw", "compressed", "codec", "both"), strict=True)
+    columns = [Column(name, f"{title}, ms", 1e3, ",.2f") for name, title in times]
+    columns += [Column("benefit", form=".2f"), Column("sent")]
     chosen = "never: everything travels raw" if threshold >= NEVER else f"{threshold:,} bytes"
     caption = f"Communication threshold: {chosen}. One tensor of each size by itself, the slowest rank's mean over the "
     caption += "warm-up; benefit: raw / (compressed + codec)."
-    headings = ["tensor, bytes", "raw, ms", "compressed, ms", "codec, ms", "both, ms", "benefit", "sent"]
-    return Grid(f"Where compression pays: {run.label}", headings, cells, caption)
+    return tabulate(
+        shown, Table(columns, rows=("tensor, bytes",), title=f"Where compression pays: {run.label}"), caption
+    )
 
 
 # ---- records of benchmarks

@@ -1,52 +1,20 @@
-"""What a person sees of a training run: a progress line while it goes, a table when it is done."""
+"""What a person sees of a training run: a line now and then while it goes, a table when it is done."""
 
 from __future__ import annotations
 
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gradwire_lab.results.captions import describe_network
 from gradwire_lab.results.tables import Grid, print_grid
 from gradwire_lab.training.config import TrainConfig
 
 
-class ProgressDisplay:
-    """A progress bar of one run; use it in a with statement. Where there is no terminal it prints a line now and then."""
-
-    def __init__(self, config: TrainConfig, start: bool = True) -> None:
-        self._config = config
-        self._console = Console()
-        self._is_live = start and self._console.is_terminal
-        self._prints_lines = start and not self._is_live
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}"), console=self._console,
-        )  # fmt: skip
-        self._task = self._progress.add_task(f"{config.workload}, {config.scheme}", total=config.steps, figures="")
-
-    def __enter__(self) -> ProgressDisplay:
-        if self._is_live:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_live:
-            self._progress.stop()
-
-    def print(self, line: str) -> None:
-        """A line of a rank's own, above the bar."""
-        self._console.print(line, markup=False, highlight=False)
-
-    def show_step(self, record: dict[str, Any]) -> None:
-        """Move to the step of `record`."""
-        done = record["step"] + 1
+def print_step(config: TrainConfig, record: dict[str, Any]) -> None:
+    """A line for every tenth of the run's steps."""
+    done = record["step"] + 1
+    if done % max(1, config.steps // 10) == 0 or done == config.steps:
         figures = f"loss {record['loss']:.4f}  {1e3 * record['iteration_s']:.0f} ms  ratio {record['ratio']:.3f}"
-        self._progress.update(self._task, completed=done, figures=figures)
-        tenth = max(1, self._config.steps // 10)
-        if self._prints_lines and (done % tenth == 0 or done == self._config.steps):
-            self.print(f"{self._config.workload}, {self._config.scheme}: step {done}/{self._config.steps}  {figures}")
+        print(f"{config.workload}, {config.scheme}: step {done}/{config.steps}  {figures}", flush=True)
 
 
 def print_summary(summary: dict[str, Any]) -> None:

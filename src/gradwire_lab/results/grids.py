@@ -63,6 +63,7 @@ def tabulate(
     """Records of one run as a table, whatever measured them; `baseline`: {field: value} of those that ratios are to."""
     axes = {name: list(dict.fromkeys(record[name] for record in records)) for name in table.rows}
     grid = make_grid(Experiment("", "", "", "", axes, baseline=baseline or {}), table, records)
+    caption = f"{caption.rstrip('.')}." if caption else ""
     return replace(grid, title=table.title, caption=" ".join(filter(None, (caption, grid.caption))))
 
 

@@ -91,16 +91,18 @@ def run_gradwire(
     *,
     module: str = "gradwire",
     timeout_s: float | None = None,
+    on_start: Callable[[Launch], None] = lambda launch: None,
     **options: Any,
 ) -> bool:
     """Run `gradwire ARGUMENTS` in `n_ranks` processes to the end, and say so where links cannot be limited.
 
-    Args: see `start_ranks`; `module`: another program that takes the arguments.
+    Args: see `start_ranks`; `module`: another program that takes the arguments; `on_start` is given the handle.
     Returns: whether the links were shaped.
     Raises: InvalidArgument, Unsupported, PeerLost (a rank failed; its own words are on standard error).
     """
     command = [sys.executable, "-m", module, *arguments]
     with end_on_signals(), start_ranks(command, n_ranks, rate, on_line=on_line, **options) as launch:
+        on_start(launch)
         if rate not in (None, "none") and not launch.shaped:
             print(
                 f"Links cannot be limited on this machine (docs/netlab.md says what that needs): not {rate},",

@@ -27,6 +27,7 @@ _REGISTRY: dict[str, tuple[str, dict[str, Any]]] = {
     "lstm": ("gradwire_lab.workloads.lstm:LstmWorkload", {}),
     "ncf": ("gradwire_lab.workloads.ncf:NcfWorkload", {}),
     "many-tensors": ("gradwire_lab.workloads.extremes:ManyTensorsWorkload", {}),
+    "huge-embedding": ("gradwire_lab.workloads.extremes:HugeEmbeddingWorkload", {}),
 }
 
 

@@ -8,6 +8,7 @@
 #include "exchange/broadcast.hpp"
 #include "exchange/codecs.hpp"
 #include "exchange/means.hpp"
+#include "exchange/shards.hpp"
 #include "switch/client.hpp"
 #include "switch/server.hpp"
 #include "wire/mesh.hpp"
@@ -228,6 +229,11 @@ void bind_exchange_codecs(nb::module_& m) {
       },
       "quantiser"_a, "first_step"_a);
   m.def(
+      "exact_exchange_codec",
+      [](Codec& codec, Dtype dtype) -> Made { return std::make_unique<exchange::ExactCodec>(codec, dtype); }, "codec"_a,
+      "dtype"_a, nb::keep_alive<0, 1>());
+  m.def("bfloat16_exchange_codec", []() -> Made { return std::make_unique<exchange::Bfloat16Codec>(); });
+  m.def(
       "python_exchange_codec",
       [](nb::object codec, nb::object dtype, const BucketImportance* importance) -> Made {
         return std::make_unique<PythonCodec>(std::move(codec), std::move(dtype), importance);
@@ -268,17 +274,57 @@ void bind_means(nb::module_& m) {
       [](Mesh& mesh, std::uint32_t stream, const Facts& facts, const Quantiser& quantiser, Bytes gradient, Dtype dtype,
          ConstFloats residual, Floats unsent, float residual_scale,
          std::vector<std::pair<std::size_t, std::size_t>> spans, std::vector<bool> is_used, std::size_t n_chunks,
-         std::vector<std::uint64_t> draws, bool pulls_raw) {
+         std::vector<std::uint64_t> draws, bool pulls_raw, int pull_levels) {
         const exchange::QuantisedBucket bucket{
             values_of(gradient, dtype), residual, unsent,           residual_scale, std::move(spans),
-            std::move(is_used),         n_chunks, std::move(draws), pulls_raw};
+            std::move(is_used),         n_chunks, std::move(draws), pulls_raw,      pull_levels};
         exchange::Account account;
         const auto result =
             exchange::quantised_mean(mesh, {stream, facts_of(facts)}, options_of(quantiser, 0), bucket, account);
         return std::tuple(result.is_used_by_any, result.is_finite, tuple_of(account));
       },
       "mesh"_a, "stream"_a, "facts"_a, "quantiser"_a, "gradient"_a, "dtype"_a, "residual"_a.none(), "unsent"_a.none(),
-      "residual_scale"_a, "spans"_a, "is_used"_a, "n_chunks"_a, "draws"_a, "pulls_raw"_a, unlocked);
+      "residual_scale"_a, "spans"_a, "is_used"_a, "n_chunks"_a, "draws"_a, "pulls_raw"_a, "pull_levels"_a, unlocked);
+}
+
+void bind_shards(nb::module_& m) {
+  using exchange::Codec;
+  using wire::Mesh;
+  m.def(
+      "gather_parts",
+      [](Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& codec, Bytes all, Dtype dtype, bool adopts_own,
+         std::size_t n_chunks) {
+        exchange::Account account;
+        exchange::gather_parts(mesh, {stream, facts_of(facts)}, codec, values_of(all, dtype), adopts_own, n_chunks,
+                               account);
+        return tuple_of(account);
+      },
+      "mesh"_a, "stream"_a, "facts"_a, "codec"_a, "all"_a, "dtype"_a, "adopts_own"_a, "n_chunks"_a, unlocked);
+  m.def(
+      "scatter_sums",
+      [](Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& codec, Bytes all, Dtype dtype,
+         std::size_t divisor, std::size_t n_chunks) {
+        exchange::Account account;
+        exchange::scatter_sums(mesh, {stream, facts_of(facts)}, codec, values_of(all, dtype), divisor, n_chunks,
+                               account);
+        return tuple_of(account);
+      },
+      "mesh"_a, "stream"_a, "facts"_a, "codec"_a, "all"_a, "dtype"_a, "divisor"_a, "n_chunks"_a, unlocked);
+  // One message, for tests and corrupt ones; what an exchange calls.
+  m.def(
+      "exchange_codec_encode",
+      [](Codec& codec, Bytes values, Dtype dtype, Bytes out) { return codec.encode(values_of(values, dtype), 0, out); },
+      "codec"_a, "values"_a, "dtype"_a, "out"_a, unlocked);
+  m.def(
+      "exchange_codec_decode",
+      [](Codec& codec, ConstBytes message, Bytes values, Dtype dtype) {
+        codec.decode(message, 0, values_of(values, dtype));
+      },
+      "codec"_a, "message"_a, "values"_a, "dtype"_a, unlocked);
+  m.def(
+      "exchange_codec_max_bytes",
+      [](const Codec& codec, std::size_t n_values) { return codec.max_message_bytes(n_values); }, "codec"_a,
+      "n_values"_a);
 }
 
 struct PieceGroups {
@@ -500,6 +546,7 @@ void bind_engine(nb::module_& m) {
   bind_mesh(m);
   bind_exchange_codecs(m);
   bind_means(m);
+  bind_shards(m);
   bind_pieces(m);
   bind_broadcast(m);
   bind_switch(m);

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from campaign import __main__, hostile, models, schemes_drawn
+from campaign import __main__, hostile, models, residuals, schemes_drawn
 from campaign.cases import KINDS, Case, run_case
 from campaign.findings import launch
 from gradwire import codecs, schemes
@@ -45,6 +45,12 @@ _LINKS = {
     "width": 20, "bucket_cap_mb": 25, "optimizer": "sgd",
 }  # fmt: skip
 
+_RESIDUALS = {
+    "scheme": ("slimgc", {"codec": "qsgd", "threshold_bytes": 0}), "world_size": 2,
+    "shapes": [[24, 18], [64, 33], [50]], "in_common": 1.0, "power": 1, "seed": 0,
+}  # fmt: skip
+_ONE_OF_EACH = {(one.name, one.options.get("codec")): one for one in residuals.FED_BACK}
+
 PLANTS: list[tuple[str, dict[str, Any], str, str]] = [
     ("trainings", _TRAINING, "drift", "parameters differ between ranks after step 2"),
     ("trainings", _GIVEN, "scaled", "is not the mean"),
@@ -57,6 +63,7 @@ PLANTS: list[tuple[str, dict[str, Any], str, str]] = [
     ("habits", {**_HABIT, "habit": "makes folds and closes none"}, "descriptors", "grow from fold to fold"),
     ("resuming", _RESUMPTION, "stale", "other bits resumed than in one go"),
     ("resuming", {**_RESUMPTION, "mode": "tampered"}, "untyped", "planted"),
+    ("residuals", _RESIDUALS, "fed back", "residuals grow"),
     ("hostile", _HOSTILE, "accepts", "bytes were taken that are no message"),
     ("hostile", _HOSTILE, "untyped", "IndexError"),
     ("hostile", _HOSTILE, "overruns", "outside of the output"),
@@ -81,6 +88,12 @@ def test_planted_fault_is_found(kind: str, drawn: dict[str, Any], plant: str, wo
 )
 def test_the_same_case_passes_without_the_fault(kind: str, drawn: dict[str, Any]) -> None:
     record = run_case(kind, drawn)
+    assert record["verdict"] == "passed", record["found"]
+
+
+@pytest.mark.parametrize("scheme", _ONE_OF_EACH.values(), ids=["-".join(filter(None, one)) for one in _ONE_OF_EACH])
+def test_residuals_stay_bounded(scheme: schemes_drawn.Variant) -> None:
+    record = run_case("residuals", {**_RESIDUALS, "scheme": (scheme.name, scheme.options)})
     assert record["verdict"] == "passed", record["found"]
 
 

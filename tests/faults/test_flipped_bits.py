@@ -29,7 +29,7 @@ def train(rank: int, world_size: int, case: str, place: int) -> list[bytes]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(60, 50))
     attachment = gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), 0.1), name, timeout_s=20, **options)
-    optimizer = attachment.session.optimizer
+    (optimizer,) = attachment.session.optimizers
     for step in range(4):
         torch.manual_seed(10 * step + rank)
         ddp(torch.randn(8, 60)).square().sum().backward()

@@ -120,7 +120,7 @@ class BlockBroadcast(Scheme):
             # as little as the connections' own making.
             mine = Preamble(FORMAT_VERSION, 0, self.name, self.configuration_hash, 0, 0, 0)
             never_closed = session.recorder.open_bucket(0, -1, 0)
-            communicator.submit(compare_preambles, communicator, mine, never_closed).wait()
+            communicator.submit(compare_preambles, communicator, mine, never_closed, session.stepped_by).wait()
             native = communicator.submit(self._connect).wait()
             feedback = session.feedback if self.error_feedback else None
             self._exchange = BlockExchange(
@@ -141,7 +141,7 @@ class BlockBroadcast(Scheme):
 
     def close(self) -> None:
         """Take the steps that were called for, then let the model and the optimizer go."""
-        interceptor, self._interceptor = self._interceptor, None
+        interceptor = self._interceptor
         was_told = self._is_told  # then the user may be closing for that reason; what this flush fails of is news
         try:
             if interceptor is not None:
@@ -150,6 +150,7 @@ class BlockBroadcast(Scheme):
             if not was_told:
                 raise
         finally:
+            self._interceptor = None
             if interceptor is not None:
                 interceptor.remove()
             if self._flag is not None:
@@ -239,6 +240,8 @@ class BlockBroadcast(Scheme):
 
     def flush(self) -> None:
         """Take every step that was called for. Raises: what the reduction failed of."""
+        if self._interceptor is not None:
+            self._interceptor.end_step()
         for one in self._open:
             if one.frozen is not None:
                 self._settle(one)

@@ -303,7 +303,7 @@ class BlockBroadcast(Scheme):
 
     def stats(self) -> dict[str, Any]:
         """Bits per value and block, b, rounds whose bits cores bound (`rounds_held`), and how well communication hides
-        (this rank's ROW, T_wait, OSF, utilisation)."""
+        (this rank's ROW, the group's since attaching, T_wait, OSF, utilisation)."""
         if not hasattr(self, "figures"):
             return {}
         held = int(self.pacing.figures()["rounds_held"])

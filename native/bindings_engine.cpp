@@ -182,15 +182,15 @@ void bind_exchange_codecs(nb::module_& m) {
   nb::class_<BucketImportance>(m, "BucketImportance", nb::dynamic_attr())
       .def(
           "__init__",
-          [](BucketImportance* place, const std::vector<Terms>& terms) {
+          [](BucketImportance* place, const std::vector<Terms>& terms, std::uint8_t mean_room) {
             const auto floats_at = [](std::uintptr_t address) { return reinterpret_cast<const float*>(address); };
             std::vector<gcomp::Window> windows;
             for (const auto& [offset, n, parameter, second, first, a, b, c, ready] : terms)
               windows.push_back({offset, n, floats_at(parameter), floats_at(second), floats_at(first), a, b, c,
                                  reinterpret_cast<const std::uint8_t*>(ready)});
-            new (place) BucketImportance(std::move(windows));
+            new (place) BucketImportance(std::move(windows), mean_room);
           },
-          "terms"_a)
+          "terms"_a, "mean_room"_a = 0)
       .def("write", &BucketImportance::write, "first"_a, "out"_a, unlocked);
 
   nb::class_<Codec>(m, "ExchangeCodec");
@@ -199,13 +199,13 @@ void bind_exchange_codecs(nb::module_& m) {
       "gcomp_exchange_codec",
       [](Dtype dtype, gcomp::Mode mode, int kept_bits, bool truncates, gcomp::Version version,
          const HuffmanTable& table, const std::vector<const HuffmanTable*>& known, const BucketImportance* importance,
-         std::span<std::int64_t> counts) -> Made {
+         std::span<std::int64_t> counts, int least_bits) -> Made {
         const auto rounding = truncates ? gcomp::Rounding::truncate : gcomp::Rounding::nearest;
-        const gcomp::EncodeOptions options{dtype, mode, kept_bits, rounding, version};
+        const gcomp::EncodeOptions options{dtype, mode, kept_bits, rounding, version, least_bits};
         return std::make_unique<exchange::GCompCodec>(options, table, known, importance, counts);
       },
       "dtype"_a, "mode"_a, "kept_bits"_a, "truncates"_a, "version"_a, "table"_a, "known"_a, "importance"_a.none(),
-      "counts"_a.none(), nb::keep_alive<0, 6>(), nb::keep_alive<0, 8>());
+      "counts"_a.none(), "least_bits"_a = 0, nb::keep_alive<0, 6>(), nb::keep_alive<0, 8>());
   m.def(
       "truncated_float_exchange_codec",
       [](Dtype dtype, truncated_float::Format format, int n_bits, std::size_t partition,

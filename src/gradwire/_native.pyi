@@ -52,6 +52,7 @@ def gcomp_encode(
     version: int,
     table: HuffmanTable,
     out: Any,
+    least_bits: int = 0,
 ) -> int: ...
 def gcomp_decode(
     message: Any,
@@ -311,7 +312,7 @@ class BucketImportance:
     """Importance bytes of a bucket; see native/gcomp/importance.hpp."""
 
     reads: list[Any]  # what the addresses lie in
-    def __init__(self, terms: Sequence[_Window]) -> None: ...
+    def __init__(self, terms: Sequence[_Window], mean_room: int = 0) -> None: ...
     def write(self, first: int, out: Any) -> None: ...
 
 class ExchangeCodec: ...
@@ -322,6 +323,7 @@ _Quantiser = tuple[int, int, float, int, int, int]
 def gcomp_exchange_codec(
     dtype: int, mode: int, kept_bits: int, truncates: bool, version: int, table: HuffmanTable,
     known: Sequence[HuffmanTable], importance: BucketImportance | None, counts: Any | None,
+    least_bits: int = 0,
 ) -> ExchangeCodec: ...  # fmt: skip
 def truncated_float_exchange_codec(
     dtype: int, format: int, n_bits: int, partition: int, rounding: int, seed: int, first_step: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
@@ -49,6 +50,28 @@ def test_simulated_ranks_get_the_bits_of_real_ones(rank: int, world_size: int, d
                 tensors["bias"], bias, rtol=2**-7 * (world_size > 2), atol=2**-7 * (world_size > 2)
             )
         reducer.close()
+
+
+@pytest.mark.parametrize("spec", ["gcomp", "gcomp:topology=direct,tolerance=8,least_bits=3", "gcomp:rounding=truncate"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@on_ranks()
+def test_simulated_ranks_get_the_bits_of_real_ones_by_importance_too(rank: int, world_size: int, spec: str) -> None:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(torch.nn.Linear(400, 300, bias=False))
+    weight, optimizer = ddp.module.weight, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    simulated = SimulatedRanks(schemes.by_name(spec), world_size, {"weight": weight}, [optimizer])
+    attachment = gradwire.attach(ddp, optimizer, schemes.by_name(spec))
+    for step in range(3):
+        batches = [
+            torch.randn(8, 400, generator=torch.Generator().manual_seed(100 * step + r)) for r in range(world_size)
+        ]
+        every = [torch.autograd.grad(ddp.module(one).square().mean(), weight)[0].flatten() for one in batches]
+        expected = simulated.mean(every)
+        optimizer.zero_grad()
+        ddp(batches[rank]).square().mean().backward()
+        assert torch.equal(weight.grad.flatten(), expected), step
+        optimizer.step()
+    attachment.close()
 
 
 def test_sixty_four_ranks_train_and_lose_little_in_eight_bits() -> None:

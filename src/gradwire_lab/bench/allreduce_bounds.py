@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,10 +52,13 @@ def error_bound(name: str, options: dict[str, Any], exact: Exact, state: Optimiz
             return sums + flushed + exact.n_ranks * 2.0 ** -(options["bits"] + 1) * exact.mean_magnitude * _CREEP
         if importance == "paper" and state is not None:
             # n bits of a partial sum s go only where S > 2^n |s|: each of the N cuts is below 2^(n-23) |s| < 2^-23 S,
-            # and the mean divides their sum by N.
-            scale, slack = allowed_scale(state, exact.n_ranks)
+            # and the mean divides their sum by N. In format 2 their squares add up to the promise's, half of it the mean's.
+            is_published, n = options.get("format", 2) == 1, exact.n_ranks
+            scale, slack = allowed_scale(state, n if is_published else 1)
             repeated = exact.positions % scale.size
-            return sums + flushed + 2.0**-23 * (scale + slack)[repeated]
+            worst = 1.0 if is_published or n == 1 else math.sqrt((n - 1) / 2) + math.sqrt(1 / 2)
+            worst *= float(options.get("tolerance", 1.0))
+            return sums + flushed + 2.0**-23 * worst * (scale + slack)[repeated]
     if name == "homomorphic" and not options.get("sparsifier"):
         sums_plainly = options.get("mode", "packed") == "packed" and options.get("aggregator") != "switch"
         return sums if sums_plainly or options.get("mode") == "plain" else None

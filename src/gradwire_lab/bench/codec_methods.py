@@ -15,7 +15,7 @@ from gradwire.codecs.gcomp import GCompCodec, describe
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire.registry import parse_spec
-from gradwire.schemes.gcomp.importance import QuantisationMetric
+from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 from gradwire_lab.bench import baselines
 from gradwire_lab.bench.level_rule import allowed_scale, entropy_bits, exponent_histogram
 from gradwire_lab.bench.live_optimizer import make_optimizer
@@ -199,6 +199,7 @@ class GCompMethod(CodecMethod):
                 raise InvalidArgument(f"dtype={dtype_name} is measured with format=2")
             if name == "gcomp":
                 options.setdefault("rounding", "truncate")
+        self.tolerance = float(options.pop("tolerance", 1.0))
         super().__init__(name, options, _rounded_file(file, dtype), n_threads, dtype)
         self.importance = self.codec.importance + (f" {self.codec.bits}" if self.codec.bits is not None else "")
         self.setting = f"{self.importance}, format {self.codec.format}, {table} table"
@@ -213,8 +214,9 @@ class GCompMethod(CodecMethod):
         if self.codec.importance == "paper":
             assert self.file.state is not None
             optimizer = make_optimizer(self.file.state, dtype=dtype)
+            promise = Promise(self.tolerance, rounding=self.codec.rounding, format=self.codec.format)
             self._parameter: torch.Tensor = optimizer.param_groups[0]["params"][0]
-            self._metric = QuantisationMetric(optimizer, world_size=1)
+            self._metric = QuantisationMetric(optimizer, 1, promise)
             self._importance_bytes = torch.empty(file.gradient.size, dtype=torch.uint8)
         self.guarantee = {"paper": "distance by the rule", "none": "bits", "uniform": "rounding"}.get(
             self.codec.importance, "truncation"
@@ -251,9 +253,9 @@ class GCompMethod(CodecMethod):
             return np.ldexp(magnitude, (codec.bits or 0) - n_mantissa)
         assert self.file.state is not None
         total, slack = allowed_scale(self.file.state)
-        # Format 2 drops bits worth less than half of what the levels of format 1 may; the nearest is half as far.
+        # The promise; levels of format 1 are as published, and the nearest is half as far.
         rounds = codec.rounding == "nearest"
-        allowed = np.ldexp(total + slack, -n_mantissa - (codec.format == 2) - rounds)
+        allowed = self.tolerance * np.ldexp(total + slack, -n_mantissa - (rounds and codec.format == 1))
         return allowed if codec.bits is None else np.maximum(allowed, np.ldexp(magnitude, -codec.bits - rounds))
 
     def verify(self) -> None:

@@ -133,6 +133,7 @@ class SimulatedRanks:
         mean, divisor = torch.empty_like(own[0]), world
         if mean.dtype == torch.float16:  # whose sum may overflow where the mean does not
             own, divisor = [values.float().div_(world).half() for values in own], 1
+        mean_room = 0 if self._metric is None else self._metric.promise.mean_room(world)
         n_chunks = count_chunks(-(-self._n // world), ring.chunk_elements)
         for part, chunks in enumerate(cut_into_chunks(self._n, world, n_chunks, lambda n, _: n)):
             order = [(part + hop) % world for hop in range(world)]
@@ -140,6 +141,7 @@ class SimulatedRanks:
                 order = list(range(world))
             for chunk in chunks:
                 values, weights = chunk.values, self._importance[chunk.values]
+                of_mean = ((weights.short() + mean_room) * (weights != 0)).clamp_(max=255).byte()
                 recode = functools.partial(self._recoded, codec, weights, mean.dtype)
                 if ring.topology == "ring":
                     total = own[order[0]][values]
@@ -149,7 +151,7 @@ class SimulatedRanks:
                     total = torch.zeros_like(mean[values])
                     for rank in order:
                         total = total + (own[rank][values] if rank == part else recode(own[rank][values]))
-                mean[values] = recode(total, world - 1)
+                mean[values] = self._recoded(codec, of_mean, mean.dtype, total, world - 1)
                 mean[values] /= divisor
         return mean
 

@@ -191,7 +191,7 @@ class ShardState(Reducer):
         (self._summed.add if is_sum else self._summed.discard)(unit.name)
         index, self._next = self._next, self._next + 1
         reduced = self.reduce(whole, [unit.slot_of(whole)], [0], index, is_last=False)
-        self._pending = _Reduction(unit, output, whole, reduced)
+        self._pending = _Reduction(unit if can_wait else None, output, whole, reduced)
         if not can_wait:
             self._finish_pending()
 
@@ -276,9 +276,12 @@ class _Unit:
 
 
 class _Reduction(NamedTuple):
-    """Gradients on their way: this rank's part of `whole` (world n,) is to be `output` (n,)."""
+    """Gradients on their way: this rank's part of `whole` (world n,) is to be `output` (n,).
 
-    unit: _Unit
+    `unit`: whose gradients FSDP2 has made of the output, before the result was in it; None: none yet.
+    """
+
+    unit: _Unit | None
     output: torch.Tensor
     whole: torch.Tensor
     reduced: torch.futures.Future
@@ -287,7 +290,7 @@ class _Reduction(NamedTuple):
         """Put the result where FSDP2 has it: in its output, and in gradients that it has made of that in another dtype."""
         n = self.output.numel()
         self.output.copy_(self.whole[rank * n : (rank + 1) * n])
-        for parameter in self.unit.parameters:
+        for parameter in () if self.unit is None else self.unit.parameters:
             if parameter.grad is None:
                 continue
             own = local_of(parameter.grad)

@@ -122,25 +122,24 @@ class TrainMethod:
         return DistributedDataParallel(module, **ddp_options)
 
     def _shard(self, module: nn.Module) -> nn.Module:
-        """Whole copies on all nodes, shards inside; blocks of a list or a sequence are gathered one by one."""
-        shape = (self._world_size // ranks_per_node(), ranks_per_node())
-        options: dict[str, Any] = {}
+        """Whole copies on all nodes and shards inside, or shards over all; blocks of a list or a sequence are gathered each."""
         if self.name in _OVER_ALL:
             _check_precision(self.name, self.options, alone=False)
             mesh = init_device_mesh("cpu", (self._world_size,))
-            dtypes: dict[str, Any] = {
-                f"{key}_dtype": _DTYPES[self.options[key]] for key in _PRECISION if key in self.options
-            }
-            options["mp_policy"] = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)
         else:
+            shape = (self._world_size // ranks_per_node(), ranks_per_node())
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        dtypes: dict[str, Any] = {
+            f"{key}_dtype": _DTYPES[self.options[key]] for key in _PRECISION if key in self.options
+        }
         for one in list(module.modules()):
             if isinstance(one, nn.ModuleList | nn.Sequential):
                 for block in one:
                     if any(True for _ in block.parameters()):
-                        fully_shard(block, mesh=mesh, **options)
                         self._n_in_blocks += sum(parameter.numel() for parameter in block.parameters())
-        fully_shard(module, mesh=mesh, **options)  # in place
+                        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
+        dtypes |= {"output_dtype": torch.float32} if dtypes else {}
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))  # in place
         return module
 
     def _attach(self) -> gradwire.Attachment:

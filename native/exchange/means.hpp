@@ -150,6 +150,7 @@ struct QuantisedBucket {
   std::size_t n_chunks;              // of a part; each is a message
   std::vector<std::uint64_t> draws;  // by part, then chunk: what this rank's message of it draws by
   bool pulls_raw;                    // the owners' sums travel in the gradient's dtype instead of through the codec
+  int pull_levels;                   // of qsgd, on the way back
 };
 
 // The same on all ranks.

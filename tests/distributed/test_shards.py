@@ -122,6 +122,23 @@ def test_bytes_of_weights_and_gradients(
             assert float(loss) < 1.05, (scheme, float(loss))
 
 
+@on_ranks(2)
+def test_small_tensors_are_spared_inside_shards(rank: int, world_size: int) -> None:
+    """Four bits are for matrices: the mean of a bias comes in 16, as behind DDP; and nowhere if gradients are summed."""
+    for policy in ({}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}):
+        gradients = []
+        for scheme in ("plain", "embedded-float:bits=4"):
+            net, optimizer = wide(mesh_of(2), **policy)
+            state = attach(net, optimizer, scheme, weights="plain")
+            x = torch.randn(16, 512, generator=torch.Generator().manual_seed(rank))
+            (net(x).float() - x).square().mean().backward()
+            state.close()
+            gradients.append([parameter.grad.to_local() for parameter in net.parameters()])  # type: ignore[union-attr]
+        for exact, ours in zip(*gradients, strict=True):
+            error = float((exact - ours).abs().max() / exact.abs().max())
+            assert error < 2**-7 if exact.dim() == 1 else 2**-7 < error < 0.2
+
+
 @on_ranks(4)
 def test_inside_and_between_have_a_scheme_each(rank: int, world_size: int) -> None:
     """HSDP, and shards with a group: plain everywhere has native HSDP's bits, others count both ways."""

@@ -46,7 +46,7 @@ class GradientState(Reducer):
         scheme: a Scheme, or a registry name; not one that steps parameters itself.
         module: FSDP2 (`fully_shard` over the ranks inside a node), native HSDP, or a module that nothing else reduces,
             whose parameters are the same on all ranks.
-        optimizer: needed by schemes that read its state.
+        optimizer: needed by schemes that read its state; or a list of all.
         scaler: the GradScaler, if the loss is scaled.
         group: the ranks to reduce over: with FSDP2 those that hold the same shard, one a node; HSDP knows them itself.
         bucket_dtype: of what is sent, where it is not the gradient's own.
@@ -63,7 +63,7 @@ class GradientState(Reducer):
         self,
         scheme: Scheme | str,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Any = None,
         scaler: Any = None,
         group: dist.ProcessGroup | Sequence[int] | None = None,
         bucket_dtype: torch.dtype | None = None,

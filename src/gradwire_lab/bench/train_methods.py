@@ -89,8 +89,8 @@ class TrainMethod:
         self._last_gradient_s: float | None = None
         self._hooks: list[Any] = []
         self._model: Any = self._shard(module) if self.name in SHARDED else self._replicate(module)
-        self._optimizer = workload.build_optimizer(self._model)
-        self._scheduler = workload.build_scheduler(self._optimizer)
+        self._optimizers = workload.build_optimizers(self._model)
+        self._schedulers = workload.build_schedulers(self._optimizers)
         self.attachment = None
         self._quantiser: training_thread.TrainingThreadQuantiser | None = None
         self._timeline = Timeline() if has_timeline else None
@@ -144,10 +144,10 @@ class TrainMethod:
 
     def _attach(self) -> gradwire.Attachment:
         if self.name != "fsdp2-shards":
-            return gradwire.attach(self._model, self._optimizer, self._make_scheme())
+            return gradwire.attach(self._model, self._optimizers, self._make_scheme())
         scheme = {key: value for key, value in self.options.items() if key not in ("gradients", "weights", *_PRECISION)}
         name, weights = self.options.get("gradients", "gcomp"), self.options.get("weights", "exact")
-        return gradwire.attach(self._model, self._optimizer, name, weights=weights, **scheme)
+        return gradwire.attach(self._model, self._optimizers, name, weights=weights, **scheme)
 
     def _make_scheme(self) -> schemes.Scheme:
         # DDP's bucket size is no option of the scheme's; schemes that work by block want buckets no larger than blocks.
@@ -164,13 +164,13 @@ class TrainMethod:
         # Dropout must not depend on which methods ran before.
         torch.manual_seed((self._seed * 1_000_003 + self._steps) * 1_009 + self._rank)
         started = time.perf_counter()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._model.zero_grad(set_to_none=True)
         loss = self._workload.loss(self._model, batch)
         loss.backward()
         reduced = time.perf_counter()
-        self._optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
+        steps: list[Any] = [*self._optimizers, *self._schedulers]
+        for one in steps:
+            one.step()
         ended = time.perf_counter()
         if self._timeline is not None:
             self._timeline.note_step(started, self._last_gradient_s or reduced, ended)

@@ -83,7 +83,7 @@ def run_blocks(rank: int, world_size: int, blocks: list[str]) -> None:
 
 
 def test_the_blocks_of_the_page_run() -> None:
-    assert len(CODE) == 2
+    assert len(CODE) == 3
     run_ranks(run_blocks, 4, CODE)
 
 

@@ -30,7 +30,13 @@ def run(name: str, n_ranks: int, *arguments: object, ranks_per_node: int = 1) ->
 
 @pytest.mark.parametrize(
     ("name", "n_ranks", "ranks_per_node"),
-    [("custom_loop.py", 2, 1), ("fsdp2_between_nodes.py", 4, 2), ("two_level.py", 4, 2), ("diloco.py", 2, 1)],
+    [
+        ("custom_loop.py", 2, 1),
+        ("fsdp2_between_nodes.py", 4, 2),
+        ("fsdp2_shards.py", 2, 1),
+        ("two_level.py", 4, 2),
+        ("diloco.py", 2, 1),
+    ],
 )
 def test_example_runs_and_learns(name: str, n_ranks: int, ranks_per_node: int) -> None:
     said = re.search(r"loss ([0-9.]+), [0-9,]+ bytes", run(name, n_ranks, ranks_per_node=ranks_per_node))

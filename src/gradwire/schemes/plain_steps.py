@@ -82,6 +82,12 @@ def is_beside_adam(session: Session) -> bool:
     return session.optimizer is not None and family_of_optimizer(session.optimizer) == "adam"
 
 
+def momentum_of(session: Session) -> float:
+    """The largest momentum of the optimizer's groups; 0 without any."""
+    groups = session.optimizer.param_groups if session.optimizer is not None else []
+    return max((float(group.get("momentum", 0.0)) for group in groups), default=0.0)
+
+
 def check_steps(name: str, steps: Any) -> int:
     """A count of steps, from 0. Raises: InvalidArgument."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:

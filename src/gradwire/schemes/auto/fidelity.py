@@ -75,7 +75,7 @@ TABLE: tuple[FidelityRow, ...] = (
     FidelityRow("acp-sgd", "any", "all", "sum", 0.5, "", True, FIRST_ADAM_STEP),
     FidelityRow("power-sgd", "any", "all", "sum", 1.0, "", True, FIRST_ADAM_STEP),
     FidelityRow("top-k", "any", "all", "gather", 0.1, "", True, FIRST_ADAM_STEP),
-    FidelityRow("sign-sgd", "any", "all", "gather", 1.0, "", True, FIRST_ADAM_STEP),
+    FidelityRow("sign-sgd", "any", "all", "quantised", 1.5, "", True, FIRST_ADAM_STEP),
 )
 
 # These own the optimizer's step or its momentum, let replicas drift, or are there to be compared with: no turns for them.

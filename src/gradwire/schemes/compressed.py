@@ -205,13 +205,11 @@ class Compressed(Scheme):
             wire.note(wire.all_finite(bucket.buffer))  # a mean may leave float16's range although no message did
 
     def _take_out_small(self, part: Part, wire: Wire) -> Callable[[], None]:
-        """Start the sum of the values that are spared, and leave zeros; what is returned puts their mean there.
-
-        It travels while the others are compressed and sent, so that it costs no time of its own.
-        """
+        """Start the sum of the values that are spared, which travels beside the others, and leave zeros; what is returned puts
+        their mean there."""
         places = self.select.places_of_small(part.bucket, wire)
         if places is None:
-            return _do_nothing
+            return lambda: None
         small = part.values.index_select(0, places)
         if part.residual is not None:  # of a state in which they were compressed
             small = small.float().add_(part.residual.index_select(0, places), alpha=part.loss_scale)
@@ -334,10 +332,6 @@ def refuse_unused_parameters(session: Session) -> None:
         raise Unsupported(
             "find_unused_parameters=True: which parameters a rank used is known to the host only; leave placement out"
         )
-
-
-def _do_nothing() -> None:
-    """Nothing was taken out."""
 
 
 def count_of(share: float, n_elements: int) -> int:

@@ -76,29 +76,15 @@ def test_messages_through_the_driver_are_the_cpu_codecs(machine: Machine) -> Non
     assert (kernels.driver, kernels.architecture) == ("13.0", 90)
 
 
-@pytest.mark.parametrize("section", device_checks.KERNELS)
-def test_gpu_check_compares_codecs_and_loads_all_kernels(machine: Machine, section: str) -> None:
-    kernels, names = machine.kernels(), device_checks.KERNELS[section]
-    found = device_checks.check_kernels(kernels, names, (33, 1_000))
-    assert found["n_cases"] == 6 * len(names)
+def test_gpu_check_loads_all_kernels_and_refuses_spilt_registers(machine: Machine) -> None:
+    found = device_checks.list_kernels(machine.kernels())
     assert len(found["kernels"]) == 60
     assert {"gw_select_write", "gw_gcomp_pack", "gw_multiply_factors", "gw_thc_read"} <= set(found["kernels"])
-    with (
-        mock.patch.object(CudaKernels, "launch", return_value=None),
-        pytest.raises(device_checks.CheckFailed, match=f"{names[0]}, 33 x"),
-    ):
-        device_checks.check_kernels(kernels, names, (33,))
     with (
         mock.patch.object(CudaKernels, "resources", return_value={"local_bytes": 8}),
         pytest.raises(device_checks.CheckFailed, match="registers in memory"),
     ):
-        device_checks.check_kernels(kernels, names, (33,))
-
-
-def test_kernels_are_nvidias_alone() -> None:
-    found = device_checks.find_kernels(torch.device("meta"))
-    assert isinstance(found, dict)
-    assert found["status"] == "not run"
+        device_checks.list_kernels(machine.kernels())
 
 
 def test_what_was_compiled_is_kept_and_what_does_not_load_is_compiled_anew(machine: Machine, tmp_path: Path) -> None:

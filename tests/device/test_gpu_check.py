@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire.core.staging import StagedBucket, _Device
+from gradwire.core.staging import StagedBucket
 from gradwire.gpu import kernels
 from gradwire_lab.bench import device_checks
 from gradwire_lab.bench.device_checks import CheckFailed
@@ -42,20 +42,8 @@ def run_sections(rank: int, world_size: int, library: Path) -> None:
     assert device_checks.why_no_device() is None
     assert device_checks.describe_devices(device)["n_devices"] == 2
     assert all(rate > 0 for rate in device_checks.measure_copies(device, 1 << 16).values())
-    assert device_checks.check_importance(device)["n_bytes_compared"] > 1 << 20
-    assert device_checks.check_staging(device, 2, 32)["n_buckets"] == 6
-    long_us = int(50_000 * patience())  # a host that is held up for as long reads what it should have waited for
-    functions.set_lateness_us(0)
-    functions.set_stream_lateness_us(0, 0, long_us)
-    with mock.patch.object(_Device, "_follow_caller", do_nothing), pytest.raises(CheckFailed, match="the host"):
-        device_checks.check_staging(device, 2, 32)
-    functions.set_lateness_us(long_us)
-    functions.set_stream_lateness_us(0, 0, 0)
-    with (
-        mock.patch.object(StagedBucket, "complete", lambda self, future: future.set_result(self.on_device)),
-        pytest.raises(CheckFailed, match="the device"),
-    ):
-        device_checks.check_staging(device, 2, 32)
+    with mock.patch.object(torch, "equal", return_value=False), pytest.raises(CheckFailed, match="came back"):
+        device_checks.measure_copies(device, 1 << 16)
 
 
 def test_sections_pass_on_the_late_device_and_see_faults(library: Path) -> None:

@@ -127,20 +127,10 @@ def test_speed_up_is_the_ratio_to_the_baseline_at_the_same_rate(tmp_path: Path) 
     assert "gcomp unshaped 400.0 0.75" in " ".join(text.split())
 
 
-def test_tiles_state_bytes_speed_and_loss_against_the_baseline(tmp_path: Path) -> None:
-    for scheme, sent, seconds, loss in (("plain", 1000, 0.4, 2.0), ("gcomp", 250, 0.2, 2.5)):
-        run = write_run(tmp_path / "runs" / scheme, scheme, n_steps=1)
-        record = json.loads((run / "steps.jsonl").read_text())
-        record.update(bytes_sent=sent, iteration_s=seconds, loss=loss)
-        (run / "steps.jsonl").write_text("".join(json.dumps({**record, "step": step}) + "\n" for step in range(4)))
-    page = write_report([tmp_path / "runs"], tmp_path / "report.html")
-    assert re.findall(r"<dd>([^<]*)</dd>", page.read_text()) == ["25%", "2.00\u00d7", "0.5"]
-
-
 def test_baseline_can_be_chosen_and_must_exist(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / scheme, scheme, n_steps=30) for scheme in SCHEMES]
     text = text_of(write_report(runs, tmp_path / "report.html", baseline="zstd"))
-    assert "compared with zstd" in text
+    assert "deviation against zstd" in text
     with pytest.raises(InvalidArgument, match=r"'none'; there are: gcomp, plain, truncate, zstd"):
         write_report(runs, tmp_path / "report.html", baseline="none")
 
@@ -166,7 +156,7 @@ def test_runs_and_records_of_one_scheme_are_told_apart_by_options(tmp_path: Path
 def test_bytes_that_were_computed_are_marked(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / scheme, scheme, n_steps=10) for scheme in ("plain", "gcomp")]
     (runs[0] / "summary.json").write_text(json.dumps({"wire_bytes_origin": "computed for a ring"}))
-    assert "plain: computed for a ring, not counted" in text_of(write_report(runs, tmp_path / "report.html"))
+    assert "Bytes of plain: computed for a ring, not counted" in text_of(write_report(runs, tmp_path / "report.html"))
 
 
 def test_inputs_that_are_not_the_real_thing_are_marked(tmp_path: Path) -> None:
@@ -184,7 +174,7 @@ def test_runs_of_two_workloads_get_a_section_each(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n_steps", [1, 2, 3])
 def test_shortest_runs_still_give_a_page(tmp_path: Path, n_steps: int) -> None:
     runs = [write_run(tmp_path / scheme, scheme, n_steps) for scheme in ("plain", "gcomp")]
-    assert len(figures(write_report(runs, tmp_path / "report.html"))) == 5
+    assert len(figures(write_report(runs, tmp_path / "report.html"))) == 3
 
 
 def test_run_that_diverged_is_drawn_as_far_as_it_went(tmp_path: Path) -> None:
@@ -268,63 +258,52 @@ def test_run_folder_without_its_config_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"step": 2, "los', r"steps\.jsonl:3: not JSON"),
-        ("[1, 2]", r"steps\.jsonl:3: expected an object"),
-        ('{"step": 2}', r"steps\.jsonl:3: the step has no field 'loss'"),
-        (None, r"steps\.jsonl:3: bytes_sent is 'many', expected a number"),
+        ('{"step": 2, "los', r"steps\.jsonl: not JSON"),
+        ("3", r"steps\.jsonl: expected objects"),
+        ('{"step": 2}', r"steps\.jsonl: record 3: loss is missing, expected a number"),
+        (None, r"steps\.jsonl: record 3: bytes_sent is 'many', expected a number"),
+        ("", r"steps\.jsonl: holds no step"),
     ],
 )
-def test_bad_line_of_a_run_is_named(tmp_path: Path, line: str | None, message: str) -> None:
+def test_bad_steps_of_a_run_are_named(tmp_path: Path, line: str | None, message: str) -> None:
     run = write_run(tmp_path / "plain", "plain", 5)
     lines = (run / "steps.jsonl").read_text().splitlines()
     lines[2] = line if line is not None else json.dumps({**json.loads(lines[2]), "bytes_sent": "many"})
-    (run / "steps.jsonl").write_text("\n".join(lines))
+    (run / "steps.jsonl").write_text("\n".join(lines) if line != "" else "")
     with pytest.raises(CorruptMessage, match=message):
-        write_report([run], tmp_path / "report.html")
-
-
-def test_run_without_steps_says_so(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "plain", "plain", 5)
-    (run / "steps.jsonl").write_text("")
-    with pytest.raises(CorruptMessage, match=r"steps\.jsonl: holds no step"):
         write_report([run], tmp_path / "report.html")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ratio": "small"}, r"codec\.json:\d+: record 3: ratio is 'small', expected a positive number"),
-        ({"encode_gb_per_s": 0}, r"codec\.json:\d+: record 3: encode_gb_per_s is 0, expected a positive number"),
-        ({"threads": None}, r"codec\.json:\d+: record 3: threads is None"),
-        ({"exponent_bits": "x"}, r"codec\.json:\d+: record 3: exponent_bits is 'x', expected a number or null"),
+        ({"ratio": "small"}, r"codec\.json: record 3: ratio is 'small', expected a positive number"),
+        ({"encode_gb_per_s": 0}, r"codec\.json: record 3: encode_gb_per_s is 0, expected a positive number"),
+        ({"threads": None}, r"codec\.json: record 3: threads is None"),
+        ({"exponent_bits": "x"}, r"codec\.json: record 3: exponent_bits is 'x', expected a number or null"),
     ],
 )
-def test_bad_record_of_a_bench_is_named_with_its_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_bad_record_of_a_bench_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     records = codec_records()
     records[3].update(change)
-    path = write_json(tmp_path / "codec.json", records)
-    with pytest.raises(CorruptMessage, match=message) as caught:
-        write_report([path], tmp_path / "report.html")
-    number = re.search(r"codec\.json:(\d+)", str(caught.value))
-    assert number is not None
-    opening_lines = [n for n, line in enumerate(path.read_text().splitlines(), 1) if line == " {"]
-    assert int(number[1]) == opening_lines[3]
+    with pytest.raises(CorruptMessage, match=message):
+        write_report([write_json(tmp_path / "codec.json", records)], tmp_path / "report.html")
 
 
-def test_file_that_is_no_list_of_known_records_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    for text, message in (
-        ('[\n{"a": 1},\n{"a"', r"x\.json:3: not JSON"),
-        ('{"a": 1}', r"x\.json:1: expected a list"),
-        ('[\n{"a": 1}]', r"x\.json:2: record 0: its fields are of no kind"),
-        ("[3]", r"x\.json:1: record 0: expected an object, got int"),
-    ):
-        path.write_text(text)
-        with pytest.raises(CorruptMessage, match=message):
-            write_report([path], tmp_path / "report.html")
-    path.write_bytes(b"[\n\xff]")
-    with pytest.raises(CorruptMessage, match=r"x\.json:2: not UTF-8"):
-        write_report([path], tmp_path / "report.html")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'[\n{"a": 1},\n{"a"', "not JSON"),
+        (b'[\n{"a": 1}]', "record 0: its fields are of no kind"),
+        (b'{"a": 1}', "record 0: its fields are of no kind"),
+        (b"[3]", "expected objects"),
+        (b"[\n\xff]", "not JSON"),
+    ],
+)
+def test_file_that_is_no_list_of_known_records_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(CorruptMessage, match=rf"x\.json: {message}"):
+        write_report([tmp_path / "x.json"], tmp_path / "report.html")
 
 
 def test_error_leaves_an_older_page_as_it_was(tmp_path: Path) -> None:

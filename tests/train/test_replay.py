@@ -122,7 +122,7 @@ def test_capture_tiled_from_a_file_fills_the_shape(tmp_path: Path) -> None:
 
 def test_emulated_time_of_all_layers_is_the_step_that_was_asked_for(tmp_path: Path) -> None:
     model = replay(tmp_path).build_model(0)
-    assert sum(layer.forward_s + layer.backward_s for layer in model._layers) == pytest.approx(1e-3)
+    assert sum(layer.forward_s + layer.backward_s for layer in model.layers) == pytest.approx(1e-3)
 
 
 def test_capture_of_another_shape_or_number_is_refused(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_capture_of_another_shape_or_number_is_refused(tmp_path: Path) -> None:
         replay(tmp_path, n_captures=3)
 
 
-@pytest.mark.parametrize("harm", ["truncate", "json", "offset", "version"])
+@pytest.mark.parametrize("harm", ["truncate", "json", "layer", "version"])
 def test_damaged_capture_raises_its_typed_error(tmp_path: Path, harm: str) -> None:
     replay(tmp_path)
     description = tmp_path / "gpt.json"
@@ -142,8 +142,8 @@ def test_damaged_capture_raises_its_typed_error(tmp_path: Path, harm: str) -> No
         os.truncate(tmp_path / "gpt.f32", 100)
     elif harm == "json":
         description.write_text(description.read_text()[:-40])
-    elif harm == "offset":
-        content["layers"][0]["parameters"][0]["offset"] += 1
+    elif harm == "layer":
+        content["layers"][0]["names"] *= 2
         description.write_text(json.dumps(content))
     else:
         description.write_text(json.dumps({**content, "format": 99}))

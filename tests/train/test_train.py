@@ -15,7 +15,7 @@ from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from gradwire_lab import cli
 from gradwire_lab.cli.train import parse_options
 from gradwire_lab.training import TrainConfig, TrainResult, checkpoints, train_rank
-from gradwire_lab.training.launching import to_command_line
+from gradwire_lab.training.launching import given_config, to_text
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
@@ -203,22 +203,39 @@ def test_records_hold_what_a_report_needs(tmp_path: Path) -> None:
             assert record[key] >= 0
 
 
+def test_ranks_are_given_the_configuration_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig(
+        workload="resnet", workload_options={"optimizer": "sgd", "learning_rate": 0.1, "compute": "emulate"},
+        scheme="gcomp", scheme_options={"importance": None, "limit": 11}, steps=7, batch_size=4, seed=3,
+        deterministic=False, n_threads=2, bucket_cap_mb=0.5, out=Path("o"), trace=True, checkpoint=Path("c"),
+        resume=True, save_every=5, rewrap_at=(2, 4), evaluate=False,
+    )  # fmt: skip
+    for one in (config, TrainConfig()):
+        monkeypatch.setenv("GRADWIRE_TRAIN_CONFIG", to_text(one))
+        assert given_config() == one
+
+
 def test_command_line_says_all_of_a_configuration() -> None:
     import argparse
 
     from gradwire_lab.cli import train
 
-    config = TrainConfig(
-        workload="resnet", workload_options={"optimizer": "sgd", "learning_rate": 0.1, "compute": "emulate"},
-        scheme="gcomp", scheme_options={"importance": "none", "limit": 11}, steps=7, batch_size=4, seed=3,
-        deterministic=False, n_threads=2, bucket_cap_mb=0.5, out=Path("o"), trace=True, checkpoint=Path("c"),
-        resume=True, save_every=5, rewrap_at=(2, 4), evaluate=False,
-    )  # fmt: skip
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
-    for one in (config, replace(config, checkpoint=None, resume=False, save_every=0, rewrap_at=(), local_sgd=3,
-                                outer="average", feedback_decay=0.9)):  # fmt: skip
-        assert train.configs_from(parser.parse_args(to_command_line(one)[1:])) == [one]
+    words = (
+        "--workload resnet --workload-option optimizer=sgd --compute emulate --scheme gcomp:limit=11 --steps 7 --seed 3"
+    )
+    words += " --batch-size 4 --no-deterministic --threads 2 --bucket-mb 0.5 --out o --trace --dump-gradients 2 --local-sgd 3"
+    words += " --outer average --feedback-decay 0.9 --no-evaluate"
+    expected = TrainConfig(
+        workload="resnet", workload_options={"optimizer": "sgd", "compute": "emulate"}, scheme="gcomp",
+        scheme_options={"limit": 11}, steps=7, batch_size=4, seed=3, deterministic=False, n_threads=2, bucket_cap_mb=0.5,
+        out=Path("o"), trace=True, dump_gradients_every=2, evaluate=False, local_sgd=3, outer="average", feedback_decay=0.9,
+    )  # fmt: skip
+    assert train.configs_from(parser.parse_args(words.split())) == [expected]
+    words = "--scheme plain --steps 7 --checkpoint c --resume --save-every 5 --rewrap-at 2 4"
+    expected = TrainConfig(scheme="plain", steps=7, checkpoint=Path("c"), resume=True, save_every=5, rewrap_at=(2, 4))
+    assert train.configs_from(parser.parse_args(words.split())) == [expected]
 
 
 def test_local_sgd_exchanges_every_few_steps_and_may_end_between_two() -> None:

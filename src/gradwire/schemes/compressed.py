@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gradwire.codecs import Codec, choose_feedback
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import Feedback, Part, Unused
@@ -21,6 +22,7 @@ from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange.owners import Owners
 from gradwire.exchange.ring import Ring
+from gradwire.exchange.shards import Scatter
 from gradwire.gpu.kernels import kernels_on
 from gradwire.gpu.launching import raise_error
 from gradwire.schemes.base import Scheme
@@ -39,7 +41,7 @@ class Compressed(Scheme):
     Args:
         collective: what takes the mean of a part through a codec (`Owners`: one of the quantisers; `Ring`: any codec, without
             error feedback); None: the scheme's own `step` does.
-        error_feedback: add what was not sent to the next gradient.
+        error_feedback: add what was not sent to the next gradient; not with a codec that does not want it (`feeds_back`).
         momenta: keep a momentum of every slot, each rank its own, as residuals are kept.
         plain: the first steps, which are reduced plainly.
         select: which tensors are compressed; the others are reduced plainly. Those that it spares take their mean beside
@@ -55,7 +57,7 @@ class Compressed(Scheme):
     def __init__(
         self,
         *,
-        collective: Owners | Ring | None = None,
+        collective: Owners | Ring | Scatter | None = None,
         error_feedback: bool = False,
         momenta: bool = False,
         plain: PlainSteps | None = None,
@@ -64,7 +66,7 @@ class Compressed(Scheme):
     ) -> None:
         if error_feedback and isinstance(collective, Ring):
             raise InvalidArgument("a ring rounds sums of several ranks: nothing of it is one rank's to feed back")
-        self.collective = collective
+        self.collective: Owners | Ring | Scatter | None = collective
         self.error_feedback = bool(error_feedback)
         self.momenta = Feedback() if momenta else None
         self.state_is_per_world = self.error_feedback or momenta
@@ -96,8 +98,11 @@ class Compressed(Scheme):
         return self.plain.last + 1 >= self.plain.n if self.adam is None else bool(self.adam.frozen_at)
 
     def bind(self, session: Session) -> None:
-        """Raises: InvalidArgument (names of no tensor), Unsupported (no Adam for a scheme of its momenta; on a device: error
-        feedback where DDP looks for unused parameters; no kernels for the codec)."""
+        """Raises: InvalidArgument (names of no tensor; error feedback that the codec does not want), Unsupported (no Adam for a
+        scheme of its momenta; on a device: error feedback where DDP looks for unused parameters; no kernels for the codec)."""
+        codec: Codec | None = getattr(self, "codec", None) or getattr(self.collective, "codec", None)
+        if self.error_feedback and codec is not None:
+            choose_feedback(codec, True)
         if self.adam is not None:
             self.adam.check(session)
         if session.wire.on_device and (self.error_feedback or self.momenta is not None):

@@ -117,7 +117,7 @@ class Dgc(Compressed):
     def bind(self, session: Session) -> None:
         """Raises: Unsupported (no kernels on the device)."""
         super().bind(session)
-        groups = session.optimizer.param_groups if session.optimizer is not None else []
+        groups = session.optimizers.param_groups
         if self.momentum and any(group.get("momentum") or "betas" in group for group in groups):
             _log.warning(
                 "gradwire dgc: its result already has momentum %g, and the optimizer adds its own: "

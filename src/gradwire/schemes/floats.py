@@ -44,8 +44,9 @@ class EmbeddedFloatScheme(_Floats):
         topology, chunk_elements: see `Ring`. exempt, only: see `ByName`.
         **codec: the options of `EmbeddedFloat`.
 
-    When not to use this: beside AQGB, which sends the same bits and more where there is time; below 5 bits, where small
-    values of a partition vanish and no error feedback brings them back.
+    When not to use this: beside AQGB, which sends the same bits and more where there is time; below 4 bits, where small
+    values of a partition vanish and no error feedback brings them back; with few bits in a ring of many ranks, where what
+    is lost adds up (topology "direct" rounds twice).
     """
 
     name = "embedded-float"

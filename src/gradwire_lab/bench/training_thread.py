@@ -11,7 +11,6 @@ are lost when DDP rebuilds them.
 # No `from __future__ import annotations` here: DDP compares a hook's annotations as objects, not as strings.
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -27,27 +26,27 @@ CODECS: dict[str, type[Quantised]] = {"ddp-one-bit": OneBit, "ddp-two-bit": TwoB
 _LENGTH_BYTES = 8  # before every message: how long it is, as an int64
 
 
-@dataclass
 class _Exchange:
     """One bucket layout's buffers, and what of the bucket is under way.
 
     Attributes:
-        edges: where the ranks' parts end, 0 first.
+        parts: the slice of each rank's part.
         residual: (n,) float32: what this rank's messages have left out so far.
         pushes, pushed: (world, slot) uint8: messages to and from every rank. `pulls`: everyone's answers.
     """
 
-    edges: list[int]
-    residual: torch.Tensor
-    pushes: torch.Tensor
-    pushed: torch.Tensor
-    answer: torch.Tensor
-    pulls: torch.Tensor
-    total: torch.Tensor
-    decoded: torch.Tensor
-    bucket: torch.Tensor
-    work: dist.Work | None = None
-    done: torch.futures.Future | None = None
+    def __init__(self, n: int, world_size: int, codec: Quantised) -> None:
+        edges = [n * part // world_size for part in range(world_size + 1)]
+        self.parts = list(map(slice, edges, edges[1:]))
+        largest = -(-n // world_size)
+        # A whole number of int64: slots lie behind one another.
+        slot = -(-(_LENGTH_BYTES + codec.max_encoded_bytes(largest, torch.float32)) // 8) * 8
+        self.residual, self.total, self.decoded = torch.zeros(n), torch.empty(largest), torch.empty(largest)
+        self.pushes, self.pushed, self.pulls = torch.zeros(3, world_size, slot, dtype=torch.uint8)
+        self.answer = torch.zeros(slot, dtype=torch.uint8)
+        self.work: dist.Work
+        self.bucket: torch.Tensor
+        self.done: torch.futures.Future
 
 
 class TrainingThreadQuantiser:
@@ -68,7 +67,7 @@ class TrainingThreadQuantiser:
         use_fair_share_of_cores()
         self._codec, self._occupy = codec, occupy
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._exchanges: dict[tuple[int, int], _Exchange] = {}
+        self._exchanges: dict[int, _Exchange] = {}
         self._under_way: list[_Exchange] = []
         self.codec_spans: list[tuple[float, float]] = []
         self.communicate_spans: list[tuple[float, float]] = []
@@ -83,14 +82,14 @@ class TrainingThreadQuantiser:
         """Encode a bucket, (n,) float32, and push it; the future is done at the end of the backward pass."""
         if self._world_size == 1:  # the mean of one is itself
             return completed(buffer)
-        exchange = self._exchange_of(index, buffer)
-        exchange.bucket = buffer
-        exchange.done = torch.futures.Future()
+        exchange = self._exchanges.get(index)
+        if exchange is None or exchange.residual.numel() != buffer.numel():
+            exchange = self._exchanges[index] = _Exchange(buffer.numel(), self._world_size, self._codec)
+        exchange.bucket, exchange.done = buffer, torch.futures.Future()
         started = time.perf_counter()
-        for owner in range(self._world_size):
+        for owner, part in enumerate(exchange.parts):
             if owner != self._rank:
-                start, end = exchange.edges[owner], exchange.edges[owner + 1]
-                self._encode(buffer[start:end], exchange.residual[start:end], exchange.pushes[owner])
+                self._encode(buffer[part], exchange.residual[part], exchange.pushes[owner])
         ended = self._note_codec(started)
         self.encode_s += ended - started
         if self._occupy is not None:
@@ -106,34 +105,30 @@ class TrainingThreadQuantiser:
         """The gradients are computed, and DDP is about to wait: add, answer, adopt, bucket by bucket."""
         under_way, self._under_way = self._under_way, []
         for exchange in under_way:
-            assert exchange.work is not None
             exchange.work.wait()
             self._answer(exchange)
             gathered = list(exchange.pulls.unbind(0))
             exchange.work = self._watch(dist.all_gather(gathered, exchange.answer, async_op=True))
             self.sent_bytes += (self._world_size - 1) * exchange.answer.numel()
         for exchange in under_way:
-            assert exchange.work is not None
-            assert exchange.done is not None
             exchange.work.wait()
             started = time.perf_counter()
-            for owner in range(self._world_size):
-                mine = exchange.bucket[exchange.edges[owner] : exchange.edges[owner + 1]]
-                self._decode(exchange.pulls[owner], mine)
-                mine.div_(self._world_size)
+            for part, pull in zip(exchange.parts, exchange.pulls, strict=True):
+                self._decode(pull, exchange.bucket[part])
+            exchange.bucket.div_(self._world_size)
             self.decode_s += self._note_codec(started) - started
             exchange.done.set_result(exchange.bucket)
 
     def _answer(self, exchange: _Exchange) -> None:
         """Add up this rank's part, in rank order, its own values exactly; what encoding the sum loses stays here."""
-        start, end = exchange.edges[self._rank], exchange.edges[self._rank + 1]
-        residual = exchange.residual[start:end]
-        total, decoded = exchange.total[: end - start], exchange.decoded[: end - start]
+        part = exchange.parts[self._rank]
+        residual = exchange.residual[part]
+        total, decoded = exchange.total[: residual.numel()], exchange.decoded[: residual.numel()]
         started = time.perf_counter()
         total.zero_()
         for source in range(self._world_size):
             if source == self._rank:
-                total.add_(exchange.bucket[start:end]).add_(residual)
+                total.add_(exchange.bucket[part]).add_(residual)
             else:
                 self._decode(exchange.pushed[source], decoded)
                 total.add_(decoded)
@@ -163,30 +158,6 @@ class TrainingThreadQuantiser:
         spans = self.communicate_spans
         work.get_future().add_done_callback(lambda _: spans.append((started, time.perf_counter())))
         return work
-
-    def _exchange_of(self, index: int, buffer: torch.Tensor) -> _Exchange:
-        n, world_size = buffer.numel(), self._world_size
-        known = self._exchanges.get((index, n))
-        if known is not None:
-            return known
-        for key in [key for key in self._exchanges if key[0] == index]:
-            del self._exchanges[key]
-        edges = [n * part // world_size for part in range(world_size + 1)]
-        largest = -(-n // world_size)
-        # A whole number of int64: slots lie behind one another.
-        slot = -(-(_LENGTH_BYTES + self._codec.max_encoded_bytes(largest, torch.float32)) // 8) * 8
-        made = self._exchanges[index, n] = _Exchange(
-            edges=edges,
-            residual=torch.zeros(n),
-            pushes=torch.zeros(world_size, slot, dtype=torch.uint8),
-            pushed=torch.zeros(world_size, slot, dtype=torch.uint8),
-            answer=torch.zeros(slot, dtype=torch.uint8),
-            pulls=torch.zeros(world_size, slot, dtype=torch.uint8),
-            total=torch.empty(largest),
-            decoded=torch.empty(largest),
-            bucket=buffer,
-        )
-        return made
 
 
 def _hook(state: TrainingThreadQuantiser, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

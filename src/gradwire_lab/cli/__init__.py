@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "gradwire_lab.cli.bench",
         "run experiments; compare codecs, all-reduce and training with other libraries",
     ),
-    "netlab": ("gradwire_lab.ranks.netlab.cli", "run a command in ranks, over links with a limited rate"),
+    "netlab": ("gradwire_lab.cli.netlab", "run a command in ranks, over links with a limited rate"),
     "switch": ("gradwire_lab.cli.switch", "run the emulation of a programmable switch that sums packets of integers"),
     "report": ("gradwire_lab.cli.report", "one self-contained HTML page from training runs and benchmark results"),
     "simulate": ("gradwire_lab.simulator.cli", "predict training on a network that you do not have"),

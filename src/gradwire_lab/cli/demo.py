@@ -10,16 +10,16 @@ import argparse
 import itertools
 import json
 import os
-import sys
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.plan import describe_rate
+from gradwire_lab.cli.options import add_ranks, add_workload, option, switch
+from gradwire_lab.results.records import write_text
+from gradwire_lab.results.tables import Grid, print_grid
 
 _SECONDS, _QUICK_SECONDS = 110.0, 25.0
 _MOST_STEPS = 200
@@ -36,20 +36,20 @@ _MARK = "@demo "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--workload", default="gpt", metavar="NAME", help="default: gpt")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="default: 2")
-    parser.add_argument(
-        "--rate", default="100mbit", metavar="RATE", help="each rank's link (default: 100mbit; none: not limited)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, metavar="S", help=f"approximate training time (default: {_SECONDS:.0f})"
-    )
-    parser.add_argument("--quick", action="store_true", help=f"{_QUICK_SECONDS:.0f} seconds of training")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
+    add_workload(parser)
+    add_ranks(parser, 2, "100mbit")
+    option(parser, "--seconds", "S", f"approximate training time (default: {_SECONDS:.0f})", type=float)
+    switch(parser, "--quick", f"{_QUICK_SECONDS:.0f} seconds of training")
+    option(parser, "--out", "DIR", "folder of demo.json and demo.svg", Path("runs/demo"), type=Path)
 
 
 def run(args: argparse.Namespace) -> int:
     """Start the ranks, show what they found, write DIR/demo.json."""
+    from gradwire.registry import parse_spec
+    from gradwire_lab import workloads
+    from gradwire_lab.ranks.launch import run_gradwire
+    from gradwire_lab.ranks.netlab.rate import parse_rate
+
     seconds = args.seconds if args.seconds is not None else _QUICK_SECONDS if args.quick else _SECONDS
     if not seconds > 0:
         raise InvalidArgument(f"--seconds must be positive, got {seconds}")
@@ -58,47 +58,26 @@ def run(args: argparse.Namespace) -> int:
     if "RANK" in os.environ:
         _train(args.workload, seconds)
         return 0
-    result = _start_ranks(args, seconds)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "demo.json").write_text(json.dumps(result, indent=1) + "\n")
-    show(result, Console())
-    print(f"\nAll figures: {args.out / 'demo.json'}" + _draw(result, args.out / "demo.svg"))
-    return 0
-
-
-def _start_ranks(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    from gradwire.registry import parse_spec
-    from gradwire_lab import workloads
-    from gradwire_lab.ranks.launch import start_ranks
-    from gradwire_lab.ranks.netlab.rate import parse_rate
-    from gradwire_lab.ranks.supervisor import end_on_signals
-
     parse_rate(args.rate)
     name, options = parse_spec(args.workload)
     workloads.by_name(name, **options)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
 
     def take_line(rank: int, line: str) -> None:
         if line.startswith(_MARK):
-            found.update(json.loads(line[len(_MARK) :]))
+            result.update(json.loads(line[len(_MARK) :]))
         else:
             print(line, flush=True)
 
-    command = [sys.executable, "-m", "gradwire", "demo", "--workload", args.workload, "--seconds", str(seconds)]
-    print(
-        f"{args.workload} on {args.ranks} local ranks, links of {args.rate}; {seconds:.0f} s of training, in turns.",
-        flush=True,
-    )
-    with end_on_signals(), start_ranks(command, args.ranks, args.rate, on_line=take_line) as launch:
-        found["shaped"] = launch.shaped
-        if args.rate != "none" and not launch.shaped:
-            print(
-                "Links cannot be limited on this machine (docs/netlab.md says what that needs). What follows runs on loopback\n"
-                "without a limit, where almost nothing waits: there is nothing to gain, and auto has to find that out.",
-                flush=True,
-            )
-        launch.wait().raise_if_failed()
-    return found | {"rate": args.rate if found["shaped"] else "none"}
+    words = f"{args.workload} on {args.ranks} local ranks, links of {args.rate}"
+    print(f"{words}; {seconds:.0f} s of training, in turns.", flush=True)
+    command = ["demo", "--workload", args.workload, "--seconds", str(seconds)]
+    result["shaped"] = run_gradwire(command, args.ranks, args.rate, take_line)
+    result["rate"] = args.rate if result["shaped"] else "none"
+    write_text(args.out / "demo.json", json.dumps(result, indent=1) + "\n")
+    show(result)
+    print(f"\nAll figures: {args.out / 'demo.json'}" + _draw(result, args.out / "demo.svg"))
+    return 0
 
 
 def _train(workload_name: str, seconds: float) -> None:
@@ -134,11 +113,18 @@ def _train(workload_name: str, seconds: float) -> None:
             print(f"  {n_done} steps of each, {max(0.0, -late_s):.0f} s to go", flush=True)
     result: dict[str, Any] = {"n_steps": n_done, "ranks": dist.get_world_size(), "workload": workload_name, "runs": {}}
     for spec, method in methods.items():
-        result["runs"][spec] = {
+        found: dict[str, Any] = {
             "step_s": driver.largest_over_ranks([times.iteration_s for times in method.times[-n_done:]]),
             "losses": driver.mean_over_ranks(method.losses[-n_done:]),
             "sent_bytes_per_step": method.stats()["sent_bytes"] / (n_done + 1),
-        } | _of_auto(method)
+        }
+        if method.name == "auto":  # what it decided and why, and what it would take on faster networks
+            attachment: Any = method.attachment
+            plans = {rate_bps: attachment.scheme.plan_for(float(rate_bps)) for rate_bps in (10**9, 10**10)}
+            names = ("plain_s", "best", "best_s")
+            found["elsewhere"] = {str(rate): dict(zip(names, plan, strict=True)) for rate, plan in plans.items()}
+            found["auto"] = method.own_stats()["auto"]
+        result["runs"][spec] = found
     if dist.get_rank() == 0:
         print(_MARK + json.dumps(result), flush=True)
     for method in methods.values():
@@ -146,56 +132,34 @@ def _train(workload_name: str, seconds: float) -> None:
     dist.destroy_process_group()
 
 
-def _of_auto(method: Any) -> dict[str, Any]:
-    """What it decided and why, and what it would take on faster networks."""
-    if method.name != "auto":
-        return {}
-    scheme = method.attachment.scheme
-    plans = {}
-    for rate_bps in (1e9, 10e9):
-        plan = scheme.plan_for(rate_bps)
-        plans[str(int(rate_bps))] = {"plain_s": plan[0], "best": plan[1], "best_s": plan[2]}
-    return {"auto": method.own_stats()["auto"], "elsewhere": plans}
-
-
-def show(result: dict[str, Any], console: Console) -> None:
+def show(result: dict[str, Any]) -> None:
     """The table, what was decided, and where it would not help."""
-    baseline = result["runs"]["ddp"]
+    runs = result["runs"]
     network = "loopback without a limit" if result["rate"] == "none" else f"links of {result['rate']}"
+    target, reached = seconds_to_the_same_loss(runs)
+    others = [spec for spec in runs if spec != "ddp"]
+    rows = [
+        [f"s to a loss of {target:.3f}", *(f"{seconds:.1f}" for seconds in reached.values())],
+        ["x faster than DDP", "", *(f"{reached['ddp'] / reached[spec]:.2f}" for spec in others)],
+        ["s in all, with trials", *(f"{sum(found['step_s']):.1f}" for found in runs.values())],
+        ["ms a step, second half", *(f"{1e3 * _late_median(found['step_s']):.0f}" for found in runs.values())],
+        ["MB sent a step", *(f"{found['sent_bytes_per_step'] / 1e6:.2f}" for found in runs.values())],
+        ["loss, last 4 steps", *(f"{fmean(found['losses'][-4:]):.5f}" for found in runs.values())],
+        ["loss strays by", "", *(f"{strays(runs[spec], runs['ddp']):.1e}" for spec in others)],
+    ]
     title = f"{result['workload']}, {result['ranks']} ranks, {result['n_steps']} steps each, {network}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for spec in result["runs"]:
-        table.add_column(METHODS[spec], justify="right")
-    total = {spec: sum(found["step_s"]) for spec, found in result["runs"].items()}
-    half = {spec: _median(found["step_s"][len(found["step_s"]) // 2 :]) for spec, found in result["runs"].items()}
-    target, reached = seconds_to_the_same_loss(result["runs"])
-    lines = {
-        f"s to a loss of {target:.3f}": [f"{seconds:.1f}" for seconds in reached.values()],
-        "x faster than DDP": ["", *(f"{reached['ddp'] / reached[spec]:.2f}" for spec in reached if spec != "ddp")],
-        "s in all, with trials": [f"{seconds:.1f}" for seconds in total.values()],
-        "a step, second half": [f"{1e3 * seconds:.0f} ms" for seconds in half.values()],
-        "sent a step": [f"{found['sent_bytes_per_step'] / 1e6:.2f} MB" for found in result["runs"].values()],
-        "loss, last 4 steps": [f"{_mean(found['losses'][-4:]):.5f}" for found in result["runs"].values()],
-        "loss strays by": [
-            "", *(f"{strays(found, baseline):.1e}" for spec, found in result["runs"].items() if spec != "ddp")
-        ],
-    }  # fmt: skip
-    for name, cells in lines.items():
-        table.add_row(name, *cells)
-    console.print(table)
-    for spec, found in result["runs"].items():
+    print_grid(Grid(title, ["", *(METHODS[spec] for spec in runs)], rows))
+    for spec, found in runs.items():
         if "auto" not in found:
             continue
-        words = verdict(reached["ddp"], reached[spec])
-        console.print(f"\n[bold]{METHODS[spec]}[/bold]: {words}", highlight=False)
+        print(f"\n{METHODS[spec]}: {verdict(reached['ddp'], reached[spec])}")
         for decision in found["auto"]["decisions"][:8]:
-            console.print(
-                f"  step {decision['step']}: {decision['kind']} {decision['scheme']}: {decision['why']}",
-                highlight=False,
-            )
+            print(f"  step {decision['step']}: {decision['kind']} {decision['scheme']}: {decision['why']}")
         for rate_bps, plan in found["elsewhere"].items():
-            console.print(f"  at {describe_rate(float(rate_bps))}, predicted: {_elsewhere(plan)}", highlight=False)
+            best = f"{plan['best']} {1e3 * plan['best_s']:.0f} ms a step"
+            best = "nothing wins 3 %" if plan["best"] == "plain" else best
+            rate = describe_rate(float(rate_bps))
+            print(f"  at {rate}, predicted: {best}; plain DDP, {1e3 * plan['plain_s']:.0f} ms a step")
 
 
 def verdict(ddp_s: float, seconds: float) -> str:
@@ -224,7 +188,7 @@ def seconds_to_the_same_loss(runs: dict[str, dict[str, Any]]) -> tuple[float, di
 
 
 def _falling(losses: list[float]) -> list[float]:
-    means = [_mean(losses[max(0, at - 8) : at]) for at in range(1, len(losses) + 1)]
+    means = [fmean(losses[max(0, at - 8) : at]) for at in range(1, len(losses) + 1)]
     return list(itertools.accumulate(means, min))
 
 
@@ -242,16 +206,10 @@ def _draw(result: dict[str, Any], path: Path) -> str:
     }
     plot = Plot("seconds", Column("loss", "loss, lowest mean of 8 steps"), x_title="seconds of training")
     try:
-        path.write_text(to_svg(plot, series), encoding="utf-8")
+        write_text(path, to_svg(plot, series))
     except Unsupported:  # without matplotlib there is no picture
         return ""
     return f"; loss over time: {path}"
-
-
-def _elsewhere(plan: dict[str, Any]) -> str:
-    if plan["best"] == "plain":
-        return f"plain DDP, {1e3 * plan['plain_s']:.0f} ms a step; nothing wins 3 %"
-    return f"{plan['best']} {1e3 * plan['best_s']:.0f} ms a step, DDP {1e3 * plan['plain_s']:.0f}"
 
 
 def strays(found: dict[str, Any], baseline: dict[str, Any]) -> float:
@@ -259,9 +217,5 @@ def strays(found: dict[str, Any], baseline: dict[str, Any]) -> float:
     return max(abs(a - b) for a, b in zip(found["losses"], baseline["losses"], strict=True))
 
 
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def _late_median(values: list[float]) -> float:
+    return sorted(late := values[len(values) // 2 :])[len(late) // 2]

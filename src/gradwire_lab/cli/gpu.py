@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import GradwireError, InvalidArgument
+from gradwire_lab.results.records import write_text
 
-SECTIONS = ("devices", "copies", "staging", "importance", "kernels", "gcomp kernels", "float kernels", "kernel rates",
-            "one rank", "two ranks")  # fmt: skip
+SECTIONS = ("devices", "copies", "kernel rates", "one rank", "two ranks")
 _RANK = "GRADWIRE_GPU_RANK"
 
 
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_rank()
     record = _read(arguments.json)
     reason = why_no_device()
-    record.update(_describe(reason))
+    record.update(_describe(has_device=reason is None))
     if reason is not None:
         record["sections"] = {name: {"status": "not run", "reason": reason} for name in SECTIONS}
         _write(arguments.json, record)
@@ -52,52 +52,47 @@ def run(arguments: argparse.Namespace) -> int:
 def run_sections(sections: dict[str, Callable[[], dict[str, Any]]], record: dict[str, Any], arguments: Any) -> int:
     """Run what was asked for, and keep each section's outcome as soon as it is there."""
     kept = record.setdefault("sections", {})
-    failed = []
-    for name in arguments.section or sections:
+    asked = arguments.section or list(sections)
+    for name in asked:
         before = kept.get(name, {})
         if before.get("status") == "passed" and before.get("key") == record["key"] and not arguments.again:
             print(f"{name}: passed before")
             continue
         print(f"{name}: ...", flush=True)
         started = time.perf_counter()
-        outcome: dict[str, Any] = {"key": record["key"]}
         try:
-            outcome |= {"status": "passed", **sections[name]()}
-        except (
-            Exception
-        ) as error:  # whatever it is belongs into the record, and the next section still has something to say
-            outcome |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-            failed.append(name)
-        kept[name] = outcome | {"wall_s": round(time.perf_counter() - started, 3)}
+            outcome = {"status": "passed", **sections[name]()}
+        except Exception as error:  # whatever it is belongs into the record, and the next section still has its say
+            outcome = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+        kept[name] = {"key": record["key"], **outcome, "wall_s": round(time.perf_counter() - started, 3)}
         _write(arguments.json, record)
-        print(f"{name}: {outcome['status']}{': ' + outcome['error'] if 'error' in outcome else ''}", flush=True)
-    return 1 if failed else 0
+        print(": ".join(filter(None, (name, outcome["status"], outcome.get("error")))), flush=True)
+    return int(any(kept[name]["status"] == "failed" for name in asked))
 
 
 def _sections() -> dict[str, Callable[[], dict[str, Any]]]:
     import torch
 
+    from gradwire.gpu.kernels import MAKERS, kernels_on
     from gradwire_lab.bench import device_checks as checks
 
     current = torch.accelerator.current_accelerator()
     assert current is not None
     device = torch.device(current.type, torch.accelerator.current_device_index())
 
-    def with_kernels(check: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        kernels = checks.find_kernels(device)
-        return kernels if isinstance(kernels, dict) else check(kernels)
+    def measure_kernels() -> dict[str, Any]:
+        if device.type not in MAKERS:
+            return {"status": "not run", "reason": f"kernels are for NVIDIA GPUs, and this is {device}"}
+        kernels = kernels_on(device)
+        return checks.list_kernels(kernels) | checks.measure_kernels(kernels)
 
-    sections: dict[str, Callable[[], dict[str, Any]]] = {
+    return {
         "devices": lambda: checks.describe_devices(device),
         "copies": lambda: checks.measure_copies(device),
-        "staging": lambda: checks.check_staging(device),
-        "importance": lambda: checks.check_importance(device),
+        "kernel rates": measure_kernels,
+        "one rank": lambda: _check_in_ranks(1),
+        "two ranks": lambda: _check_in_ranks(2),
     }
-    for section, codecs in checks.KERNELS.items():
-        check = functools.partial(checks.check_kernels, names=codecs)
-        sections[section] = functools.partial(with_kernels, check)
-    sections["kernel rates"] = lambda: with_kernels(checks.measure_kernels)
-    return sections | {"one rank": lambda: _check_in_ranks(1), "two ranks": lambda: _check_in_ranks(2)}
 
 
 def _check_in_ranks(n_ranks: int) -> dict[str, Any]:
@@ -123,17 +118,15 @@ def _run_rank() -> int:
 
     from gradwire_lab.bench.device_checks import check_schemes
 
-    rank = int(os.environ["LOCAL_RANK"])
+    rank, backend = int(os.environ["LOCAL_RANK"]), os.environ[_RANK]
     current = torch.accelerator.current_accelerator()
     assert current is not None
     device = torch.device(current.type, rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device.index)
-    dist.init_process_group(os.environ[_RANK])
-    note = print if rank == 0 else lambda _: None
-    check_schemes(device, note=note)
-    if "nccl" in os.environ[_RANK]:
-        note("on the device itself:")
-        check_schemes(device, note=note, placement="device")
+    dist.init_process_group(backend)
+    for placement in ("staged", "device") if "nccl" in backend else ("staged",):
+        note = functools.partial(print, f"  {placement}:") if rank == 0 else lambda _: None
+        check_schemes(device, note=note, placement=placement)
     dist.destroy_process_group()
     return 0
 
@@ -141,25 +134,19 @@ def _run_rank() -> int:
 # ---- the record
 
 
-def _describe(reason: str | None) -> dict[str, Any]:
+def _describe(has_device: bool) -> dict[str, Any]:
     import torch
 
     from gradwire.telemetry.environment import describe_environment
 
-    environment = describe_environment()
-    name = None
-    if reason is None:
+    environment, name = describe_environment(), None
+    if has_device:
         current = torch.accelerator.current_accelerator()
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else str(current)
     # What a section that has passed may be left out for: the same code on the same device.
     key = f"{environment['commit']} {torch.__version__} {name}"
-    return {
-        "benchmark": "gpu-check",
-        "machine": platform.node(),
-        "device": name,
-        "key": key,
-        "environment": environment,
-    }
+    record = {"benchmark": "gpu-check", "machine": platform.node(), "device": name, "key": key}
+    return {**record, "environment": environment}
 
 
 def _read(path: Path | None) -> dict[str, Any]:
@@ -167,18 +154,13 @@ def _read(path: Path | None) -> dict[str, Any]:
         return {}
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(record, dict) or record.get("benchmark") != "gpu-check":
-            raise ValueError("it is none of this command's")
-    except ValueError as error:
-        raise InvalidArgument(
-            f"{path} does not read as a record of `gradwire gpu check`: {error}; name another"
-        ) from error
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or record.get("benchmark") != "gpu-check":
+        raise InvalidArgument(f"{path} is no record of `gradwire gpu check`; name another file")
     return record
 
 
 def _write(path: Path | None, record: dict[str, Any]) -> None:
-    if path is None:
-        return
-    whole = path.with_name(path.name + ".part")
-    whole.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    whole.replace(path)
+    if path is not None:
+        write_text(path, json.dumps(record, indent=1) + "\n")

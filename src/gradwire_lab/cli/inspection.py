@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import pickle
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from gradwire.errors import CorruptMessage, InvalidArgument
+from gradwire_lab.cli.options import add_json
+from gradwire_lab.results.records import write_text
 
-__all__ = ["inspect_path"]
-
+# The first four bytes of a message: its kind, and the module that describes it.
+_MESSAGES = {
+    b"GWEF": ("embedded-float", "embedded_float"),
+    b"GWGC": ("GComp", "gcomp"),
+    b"GWGE": ("general", "general"),
+    b"GWTF": ("truncated-float", "truncated_float"),
+}
 _MAX_LISTED = 20  # records or steps beyond this are counted, not shown
 _MAX_DEPTH = 3
 _FORMAT_ADVICE = (
@@ -28,7 +36,7 @@ _FORMAT_ADVICE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `gradwire inspect`."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files or folders")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list with one record per path")
+    add_json(parser, "write a list with one record per path")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,22 +45,17 @@ def run(args: argparse.Namespace) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
     records = []
     for path in args.paths:
         record = {"path": str(path), **inspect_path(path)}
         records.append(record)
         # Text, not markup, and without a terminal's escape sequences: names come from files that anyone may have written.
-        title = Text(_printable(f"{path}: {record['kind']}"))
-        table = Table(title=title, title_justify="left", show_header=False)
+        table = Table(title=Text(_printable(f"{path}: {record['kind']}")), title_justify="left", show_header=False)
         for key, value in _rows({key: value for key, value in record.items() if key not in ("path", "kind")}):
             table.add_row(Text(_printable(key)), Text(_printable(_show(value))))
-        console.print(table)
+        Console().print(table)
     if args.json is not None:
-        try:
-            args.json.write_text(json.dumps(records, indent=1, default=str) + "\n")
-        except OSError as error:
-            raise InvalidArgument(f"cannot write {args.json}: {error.strerror}; give another --json") from error
+        write_text(args.json, json.dumps(records, indent=1, default=str) + "\n")
     return 0
 
 
@@ -68,8 +71,9 @@ def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
             return _inspect_folder(path)
         with path.open("rb") as file:
             head = file.read(4)
-        inspect = _BY_MAGIC.get(head, _inspect_json)
-        return inspect(path)
+        if head in _MESSAGES:
+            return _inspect_message(path, *_MESSAGES[head])
+        return {b"GWHT": _inspect_table, b"PK\x03\x04": _inspect_zip}.get(head, _inspect_json)(path)
     except OSError as error:
         raise InvalidArgument(f"cannot read {path}: {error.strerror}") from error
 
@@ -99,54 +103,36 @@ def _inspect_run(folder: Path) -> dict[str, Any]:
 
 
 def _inspect_json(path: Path) -> dict[str, Any]:
+    from gradwire_lab.report.inputs import BENCH_FIELDS
+
     content = _read_json(path)
     if isinstance(content, dict):
         return {"kind": "JSON object", **content}
     if not isinstance(content, list) or not all(isinstance(record, dict) for record in content):
         raise InvalidArgument(f"{path} is JSON, but no record or list of records; {_FORMAT_ADVICE}")
-    kinds = Counter(_kind_of_record(record) for record in content)
-    columns = list(dict.fromkeys(key for record in content for key in record))
-    names = [str(record.get("scheme") or record.get("codec")) for record in content]
+    kinds = Counter(
+        next(
+            (f"bench {kind}" for kind, (fields, _) in BENCH_FIELDS.items() if set(fields) <= set(record)),
+            "another kind",
+        )
+        for record in content
+    )
+    names = dict.fromkeys(str(record.get("scheme") or record.get("codec")) for record in content)
     return {
         "kind": "records of " + ", ".join(f"{kind} ({n})" for kind, n in kinds.items()) if content else "empty list",
         "n_records": len(content),
-        "names": list(dict.fromkeys(names))[:_MAX_LISTED],
-        "fields": columns,
+        "names": list(names)[:_MAX_LISTED],
+        "fields": list(dict.fromkeys(key for record in content for key in record)),
     }
 
 
-def _kind_of_record(record: dict[str, Any]) -> str:
-    from gradwire_lab.report.inputs import BENCH_FIELDS
+def _inspect_message(path: Path, kind: str, codec: str) -> dict[str, Any]:
+    import torch
 
-    for kind, (fields, _) in BENCH_FIELDS.items():
-        if all(field in record for field in fields):
-            return f"bench {kind}"
-    return "another kind"
-
-
-def _inspect_gcomp_message(path: Path) -> dict[str, Any]:
-    from gradwire.codecs.gcomp import describe
-
-    parts = describe(_read_tensor(path))
-    return {"kind": "GComp message", **parts, "table_id": f"{parts['table_id']:#018x}"}
-
-
-def _inspect_general_message(path: Path) -> dict[str, Any]:
-    from gradwire.codecs.general import describe
-
-    return {"kind": "general message", **describe(_read_tensor(path))}
-
-
-def _inspect_embedded_message(path: Path) -> dict[str, Any]:
-    from gradwire.codecs.embedded_float import describe
-
-    return {"kind": "embedded-float message", **describe(_read_tensor(path))}
-
-
-def _inspect_truncated_message(path: Path) -> dict[str, Any]:
-    from gradwire.codecs.truncated_float import describe
-
-    return {"kind": "truncated-float message", **describe(_read_tensor(path))}
+    message = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    parts = importlib.import_module(f"gradwire.codecs.{codec}").describe(message)
+    hexadecimal = {"table_id": f"{parts['table_id']:#018x}"} if "table_id" in parts else {}
+    return {"kind": f"{kind} message", **parts, **hexadecimal}
 
 
 def _inspect_table(path: Path) -> dict[str, Any]:
@@ -200,19 +186,14 @@ def _inspect_torch_file(path: Path) -> dict[str, Any]:
         raise InvalidArgument(f"{path} is a torch file that holds a {type(content).__name__}; {_FORMAT_ADVICE}")
     is_state = {"scheme", "configuration", "world_size", "rank"} <= content.keys()
     kind = "gradwire state_dict" if is_state else "checkpoint file" if "identity" in content else "torch file"
-    plain = {key: value for key, value in content.items() if isinstance(value, str | int | float | bool | None)}
-    nested = {key: value for key, value in content.items() if key not in plain}
-    shown: dict[str, Any] = {key: _describe_nested(value) for key, value in nested.items()}
-    return {"kind": kind, **plain, **shown}
+    return {"kind": kind, **{key: _describe_nested(value) for key, value in content.items()}}
 
 
 def _describe_nested(value: Any) -> Any:
     """Plain values as they are; tensors, and whatever holds tensors, by number and size."""
     tensors = _tensors_in(value)
-    if not tensors:
-        return value
     n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return f"{len(tensors)} tensors, {n_bytes:,} bytes"
+    return f"{len(tensors)} tensors, {n_bytes:,} bytes" if tensors else value
 
 
 def _tensors_in(value: Any) -> list[Any]:
@@ -222,12 +203,6 @@ def _tensors_in(value: Any) -> list[Any]:
         return [value]
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return [tensor for child in children for tensor in _tensors_in(child)]
-
-
-def _read_tensor(path: Path) -> Any:
-    import torch
-
-    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
 
 
 def _read_json(path: Path) -> Any:
@@ -264,13 +239,3 @@ def _show(value: Any) -> str:
     if isinstance(value, list | dict):
         return f"{len(value)} entries (in full with --json)" if value else "none"
     return str(value)
-
-
-_BY_MAGIC: dict[bytes, Callable[[Path], dict[str, Any]]] = {
-    b"GWEF": _inspect_embedded_message,
-    b"GWGC": _inspect_gcomp_message,
-    b"GWGE": _inspect_general_message,
-    b"GWHT": _inspect_table,
-    b"GWTF": _inspect_truncated_message,
-    b"PK\x03\x04": _inspect_zip,
-}

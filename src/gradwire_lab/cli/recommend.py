@@ -11,33 +11,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.plan import Plan, describe_rate
-
-_WIDTH = 80
+from gradwire_lab.cli.options import add_json, add_ranks, option
+from gradwire_lab.results.records import write_text
+from gradwire_lab.results.tables import Grid, print_grid
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--workload", metavar="NAME", help="one of gradwire's own (default: gpt)")
-    what.add_argument(
-        "--entry",
-        metavar="MODULE:FUNCTION",
-        help="your own training: FUNCTION() returns (ddp, optimizer, step); step() runs one forward and backward pass",
-    )
+    words = "your own training: FUNCTION() returns (ddp, optimizer, step); step() runs one forward and backward pass"
+    what.add_argument("--entry", metavar="MODULE:FUNCTION", help=words)
     what.add_argument("--profile", type=Path, metavar="FILE", help="a plan saved with --json: nothing is measured")
-    parser.add_argument("--for-ranks", type=int, metavar="N", help="with --profile: the number of ranks to predict for")
+    option(parser, "--for-ranks", "N", "with --profile: the number of ranks to predict for", type=int)
     parser.add_argument("--fidelity", default="any", choices=["exact", "close", "any"], help="default: any")
-    parser.add_argument("--seconds", type=float, default=60, help="approximate time to spend (default: 60)")
-    parser.add_argument("--ranks", type=int, metavar="N", help="processes to start here (default: 4; torchrun's own)")
-    parser.add_argument(
-        "--rate", default="none", metavar="RATE", help="each rank's link; with --profile the other network's"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan: for --profile, and for attach")
+    option(parser, "--seconds", "S", "approximate time to spend", 60.0)
+    add_ranks(parser)  # with --profile the other network's rate
+    add_json(parser, "write the plan: for --profile, and for attach")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,33 +53,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _start_ranks(args: argparse.Namespace) -> int:
-    from gradwire_lab.ranks.launch import start_ranks
-    from gradwire_lab.ranks.supervisor import end_on_signals
+    from gradwire_lab.ranks.launch import run_gradwire
 
-    command = [
-        sys.executable,
-        "-m",
-        "gradwire",
-        "recommend",
-        "--fidelity",
-        args.fidelity,
-        "--seconds",
-        str(args.seconds),
-    ]
+    command = ["recommend", "--fidelity", args.fidelity, "--seconds", str(args.seconds)]
     for flag, value in (("--workload", args.workload), ("--entry", args.entry), ("--json", args.json)):
         command += [] if value is None else [flag, str(value)]
     if args.entry is not None:
         _check_entry(args.entry)
-    n_ranks = args.ranks if args.ranks is not None else 4
-    with (
-        end_on_signals(),
-        start_ranks(command, n_ranks, args.rate, on_line=lambda rank, line: print(line, flush=True)) as launch,
-    ):
-        if args.rate != "none" and not launch.shaped:
-            print(
-                f"Links cannot be limited on this machine: what follows is loopback without a limit, not {args.rate}."
-            )
-        launch.wait().raise_if_failed()
+    run_gradwire(command, args.ranks if args.ranks is not None else 4, args.rate)
     return 0
 
 
@@ -145,9 +118,9 @@ def _load_workload(spec: str) -> Any:
     name, options = parse_spec(spec)
     workload = workloads.by_name(name, **options)
     ddp = DistributedDataParallel(workload.build_model(0), **workload.ddp_options())
-    optimizer = workload.build_optimizer(ddp)
+    several = workload.build_optimizers(ddp)
     batch = workload.batch_at(0, dist.get_rank(), dist.get_world_size(), workload.batch_size, 0)
-    return ddp, optimizer, lambda: workload.loss(ddp, batch).backward()
+    return ddp, several, lambda: workload.loss(ddp, batch).backward()
 
 
 def _rate_bps(rate: str) -> float | None:
@@ -166,47 +139,35 @@ def _read(path: Path) -> Plan:
 
 
 def _show(plan: Plan, json_path: Path | None) -> None:
-    console = Console(width=_WIDTH)
-    console.print(describe(plan), highlight=False)
-    console.print(make_table(plan))
-    if plan.slow_ranks():
-        names = ", ".join(map(str, plan.slow_ranks()))
-        console.print(f"Slow links: rank {names}; everybody waits for them.", highlight=False)
-    console.print(plan.sentence(), highlight=False)
-    if json_path is not None:
-        json_path.write_text(json.dumps(plan.as_dict(), indent=1) + "\n")
-
-
-def describe(plan: Plan) -> str:
-    """What was measured, in a line."""
     machine, link = plan.profile.machine, plan.profile.link
     waits_s = max(0.0, plan.plain_s - plan.compute_s)
-    return (
+    print(
         f"{machine.n_ranks} ranks, {machine.n_local} on {machine.n_cores} cores; link {describe_rate(8 * link.rate)}, "
-        f"{1e3 * link.backend_hop_s:.2g} ms a hop; a step computes {1e3 * plan.compute_s:.0f} ms and waits "
+        f"{1e3 * link.backend_hop_s:.2g} ms a hop;\na step computes {1e3 * plan.compute_s:.0f} ms and waits "
         f"{1e3 * waits_s:.0f} ms"
     )
+    print_grid(make_grid(plan))
+    if plan.slow_ranks():
+        print(f"Slow links: rank {', '.join(map(str, plan.slow_ranks()))}; everybody waits for them.")
+    print(plan.sentence())
+    if json_path is not None:
+        write_text(json_path, json.dumps(plan.as_dict(), indent=1) + "\n")
 
 
-def make_table(plan: Plan) -> Table:
+def make_grid(plan: Plan) -> Grid:
     """One line a scheme, 80 columns."""
-    table = Table(width=_WIDTH)
-    for name in ("scheme", "fidelity"):
-        table.add_column(name, overflow="fold")
-    for name in ("ms", "x DDP", "MB"):
-        table.add_column(name, justify="right", overflow="fold")
-    table.add_column("pays below", justify="right")
-    plain = plan.plain
+    rows = []
     for forecast in plan.forecasts():
         is_plain = forecast.spec == "plain"
-        name = "DDP" if is_plain else forecast.spec + (" *" if forecast.by_name_only else "")
-        table.add_row(
-            name,
-            "" if is_plain else forecast.level,
-            f"{1e3 * forecast.step_s:.1f}" + (" m" if forecast.is_measured else ""),
-            f"{plain.step_s / forecast.step_s:.2f}" if forecast.step_s else "-",
-            f"{forecast.sent_bytes / 1e6:.3g}",
-            "" if is_plain else describe_rate(forecast.pays_below_bps),
+        rows.append(
+            [
+                "DDP" if is_plain else forecast.spec + (" *" if forecast.by_name_only else ""),
+                "" if is_plain else forecast.level,
+                f"{1e3 * forecast.step_s:.1f}" + (" m" if forecast.is_measured else ""),
+                f"{plan.plain.step_s / forecast.step_s:.2f}" if forecast.step_s else "-",
+                f"{forecast.sent_bytes / 1e6:.3g}",
+                "" if is_plain else describe_rate(forecast.pays_below_bps),
+            ]
         )
-    table.caption = "m: measured in steps of this model; the others predicted. *: by name only"
-    return table
+    caption = "m: measured in steps of this model; the others predicted. *: by name only"
+    return Grid("", ["scheme", "fidelity", "ms", "x DDP", "MB", "pays below"], rows, caption)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from gradwire import _native
 from gradwire.errors import InvalidArgument
+from gradwire_lab.cli.options import add_json, option
 from gradwire_lab.ranks.supervisor import end_on_signals
+from gradwire_lab.results.records import write_text
 
 DEFAULT_PORT = 4790
 DEFAULT_SLOTS = 4096  # x 2 versions x 1 KiB: 8 MiB of registers, what a switch's memory could hold
@@ -23,27 +24,12 @@ _SLICE_S = 0.25  # signals are looked at this often
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `gradwire switch`."""
-    parser.add_argument(
-        "--address", default="127.0.0.1", metavar="IP", help="address to listen on (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, metavar="P", help="UDP port; 0: any free one (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--slots",
-        type=int,
-        default=DEFAULT_SLOTS,
-        metavar="N",
-        help="a power of two, for all jobs (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--lease",
-        type=float,
-        default=DEFAULT_LEASE_S,
-        metavar="S",
-        help="seconds; a job that is silent for longer loses its slots if another job needs them (default: %(default)s)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the counters at the end")
+    option(parser, "--address", "IP", "address to listen on", "127.0.0.1")
+    option(parser, "--port", "P", "UDP port; 0: any free one", DEFAULT_PORT)
+    option(parser, "--slots", "N", "a power of two, for all jobs", DEFAULT_SLOTS)
+    words = "seconds; a job that is silent for longer loses its slots if another job needs them"
+    option(parser, "--lease", "S", words, DEFAULT_LEASE_S)
+    add_json(parser, "write the counters at the end")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,10 +45,7 @@ def run(args: argparse.Namespace) -> int:
     counters = describe(server)
     print(json.dumps(counters), flush=True)
     if args.json:
-        try:
-            args.json.write_text(json.dumps(counters) + "\n")
-        except OSError as error:
-            raise InvalidArgument(f"cannot write {args.json}: {error.strerror}; give another --json") from error
+        write_text(args.json, json.dumps(counters) + "\n")
     return 0
 
 

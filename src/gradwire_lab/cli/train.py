@@ -6,76 +6,73 @@ import argparse
 import ast
 import os
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
+from gradwire_lab.cli.options import add_json, add_ranks, add_workload, option, switch
 from gradwire_lab.training import TrainConfig
-from gradwire_lab.training.launching import run_ranks, train_and_report
+from gradwire_lab.training.launching import given_config, run_ranks, train_and_report
 from gradwire_lab.training.run_files import write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--workload", default="gpt", metavar="NAME", help="what to train (default: gpt)")
-    parser.add_argument("--workload-option", action="append", default=[], metavar="K=V", help="such as optimizer=sgd, "
-                        "learning_rate=0.1, data_dir=..., fold=2")  # fmt: skip
-    parser.add_argument("--compute", choices=["real", "emulate"], default="real",
-                        help="emulate: replay captured gradients behind calibrated waits")  # fmt: skip
-    parser.add_argument("--scheme", nargs="+", default=["gcomp"], metavar="NAME",
-                        help="one or more, one run each, options as NAME:option=value,...; ddp is DDP without gradwire "
-                        "(default: gcomp)")  # fmt: skip
-    parser.add_argument("--scheme-option", action="append", default=[], metavar="K=V", help="such as importance=none")
-    parser.add_argument("--ranks", type=int, metavar="N", help="processes to start here (default: 4; torchrun's own)")
-    parser.add_argument(
-        "--rate", default="none", metavar="RATE", help="each rank's link, such as 1gbit (default: none)"
-    )
-    parser.add_argument("--steps", type=int, default=100, metavar="N", help="train up to this step (default: 100)")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="samples per rank (default: the workload's)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: 0)")
-    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True,
-                        help="torch's deterministic algorithms (default: on)")  # fmt: skip
+    add_workload(parser)
+    words = "such as optimizer=muon, learning_rate=0.1, data_dir=..., fold=2"
+    option(parser, "--workload-option", "K=V", words, [], action="append")
+    words = "emulate: replay captured gradients behind calibrated waits"
+    parser.add_argument("--compute", choices=["real", "emulate"], default="real", help=words)
+    words = "one or more, one run each, options as NAME:option=value,...; ddp is DDP without gradwire"
+    option(parser, "--scheme", "NAME", words, ["gcomp"], nargs="+")
+    option(parser, "--scheme-option", "K=V", "such as importance=none", [], action="append")
+    add_ranks(parser)
+    option(parser, "--steps", "N", "train up to this step", 100)
+    option(parser, "--batch-size", "N", "samples per rank (default: the workload's)", type=int)
+    option(parser, "--seed", "N", "of weights and data", 0)
+    _either(parser, "--deterministic", "torch's deterministic algorithms (default: on)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--threads", type=int, metavar="N", help="torch's threads per rank (default: 1 if ranks share)")
-    parser.add_argument("--bucket-mb", type=float, metavar="MB", help="DDP's bucket size (default: DDP's)")
-    parser.add_argument("--out", type=Path, metavar="RUN_DIR", help="write config.json, steps.jsonl, summary.json there "
-                        "(several schemes: a folder each inside)")  # fmt: skip
-    parser.add_argument("--trace", action="store_true", help="a Chrome trace per rank, in RUN_DIR")
-    parser.add_argument("--dump-gradients", type=int, default=0, metavar="EVERY", help="rank 0 writes gradient, parameters "
-                        "and optimizer state of every such step into RUN_DIR/gradients")  # fmt: skip
-    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="write checkpoints there")
-    parser.add_argument(
-        "--save-every", type=int, default=0, metavar="N", help="steps between checkpoints (default: end)"
-    )
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --checkpoint")
-    parser.add_argument("--rewrap-at", type=int, nargs="+", default=[], metavar="STEP", help="wrap the model in a new DDP "
-                        "there, for comparing a resumed run bit by bit")  # fmt: skip
-    parser.add_argument("--local-sgd", type=int, default=0, metavar="H", help="no exchange of gradients: ranks step by "
-                        "themselves, and every H steps exchange how far they went (DiLoCo)")  # fmt: skip
-    parser.add_argument("--outer", default="nesterov", choices=["nesterov", "average"], help="how local SGD updates the shared "
-                        "parameters: with DiLoCo's optimizer, or by the mean alone")  # fmt: skip
-    parser.add_argument("--feedback-decay", type=float, default=1.0, metavar="SHARE", help="share of local SGD's residuals "
-                        "that is kept from one exchange to the next (1)")  # fmt: skip
-    parser.add_argument("--evaluate", action=argparse.BooleanOptionalAction, default=True, help="on held-out data")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list with one flat record per run")
+    option(parser, "--threads", "N", "torch's threads per rank (default: 1 if ranks share)", type=int, dest="n_threads")
+    option(parser, "--bucket-mb", "MB", "DDP's bucket size (default: DDP's)", type=float, dest="bucket_cap_mb")
+    words = "write config.json, steps.jsonl, summary.json there (several schemes: a folder each inside)"
+    option(parser, "--out", "RUN_DIR", words, type=Path)
+    switch(parser, "--trace", "a Chrome trace per rank, in RUN_DIR")
+    words = "rank 0 writes gradient, parameters and optimizer state of every such step into RUN_DIR/gradients"
+    option(parser, "--dump-gradients", "EVERY", words, 0, dest="dump_gradients_every")
+    option(parser, "--checkpoint", "DIR", "write checkpoints there", type=Path)
+    option(parser, "--save-every", "N", "steps between checkpoints; 0: at the end", 0)
+    switch(parser, "--resume", "continue from the newest checkpoint in --checkpoint")
+    words = "wrap the model in a new DDP there, for comparing a resumed run bit by bit"
+    option(parser, "--rewrap-at", "STEP", words, [], nargs="+", type=int)
+    words = "no exchange of gradients: ranks step by themselves, and every H steps exchange how far they went (DiLoCo)"
+    option(parser, "--local-sgd", "H", words, 0)
+    words = "how local SGD updates the shared parameters: with DiLoCo's optimizer, or by the mean alone"
+    parser.add_argument("--outer", default="nesterov", choices=["nesterov", "average"], help=words)
+    words = "share of local SGD's residuals that is kept from one exchange to the next"
+    option(parser, "--feedback-decay", "SHARE", words, 1.0)
+    _either(parser, "--evaluate", "on held-out data")
+    add_json(parser, "write a list with one flat record per run")
+
+
+def _either(parser: argparse.ArgumentParser, name: str, words: str) -> None:
+    parser.add_argument(name, action=argparse.BooleanOptionalAction, default=True, help=words)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train as a rank if the environment says so, else start the ranks."""
-    configs = configs_from(args)
+    given = given_config()
+    configs = [given] if given is not None else configs_from(args)
     if "RANK" in os.environ:
         if args.rate != "none":
             raise InvalidArgument("--rate shapes the links of ranks that this command starts: not under torchrun")
         if args.ranks is not None and args.ranks != int(os.environ["WORLD_SIZE"]):
             raise InvalidArgument(f"--ranks {args.ranks} under torchrun with {os.environ['WORLD_SIZE']}: leave it out")
         summaries = [train_and_report(config).summary for config in configs]
-        is_writer = os.environ["RANK"] == "0"
     else:
         summaries = [run_ranks(config, args.ranks if args.ranks is not None else 4, args.rate) for config in configs]
-        is_writer = True
-    if args.json is not None and is_writer:
+    if args.json is not None and os.environ.get("RANK", "0") == "0":
         write_json(args.json, [flat_record(summary) for summary in summaries])
     return 0
 
@@ -93,29 +90,9 @@ def configs_from(args: argparse.Namespace) -> list[TrainConfig]:
     workload_options = parse_options(args.workload_option, "--workload-option")
     if args.compute != "real":
         workload_options["compute"] = args.compute
-    config = TrainConfig(
-        workload=args.workload,
-        workload_options=workload_options,
-        **schemes_of(args)[0],
-        steps=args.steps,
-        batch_size=args.batch_size,
-        seed=args.seed,
-        deterministic=args.deterministic,
-        device=args.device,
-        n_threads=args.threads,
-        bucket_cap_mb=args.bucket_mb,
-        out=args.out,
-        trace=args.trace,
-        dump_gradients_every=args.dump_gradients,
-        checkpoint=args.checkpoint,
-        resume=args.resume,
-        save_every=args.save_every,
-        rewrap_at=tuple(args.rewrap_at),
-        evaluate=args.evaluate,
-        local_sgd=args.local_sgd,
-        outer=args.outer,
-        feedback_decay=args.feedback_decay,
-    )
+    given = {field.name: getattr(args, field.name) for field in fields(TrainConfig) if field.name in args}
+    given |= {"workload_options": workload_options, "rewrap_at": tuple(args.rewrap_at), **schemes_of(args)[0]}
+    config = TrainConfig(**given)
     if len(args.scheme) == 1:
         return [config]
     if config.checkpoint is not None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gradwire_lab.ranks.netlab import LinkCounters, Netlab
     from gradwire_lab.ranks.netlab.switch_host import SwitchHost
 
-__all__ = ["Launch", "launch_ranks", "start_ranks"]
+__all__ = ["Launch", "launch_ranks", "run_gradwire", "start_ranks"]
 
 
 class Launch:
@@ -121,6 +121,31 @@ def start_ranks(
     except BaseException:
         lab.close()
         raise
+
+
+def run_gradwire(
+    arguments: Sequence[str],
+    n_ranks: int,
+    rate: str | float | Sequence[str | float | None] | None = None,
+    on_line: Callable[[int, str], None] = lambda rank, line: print(line, flush=True),
+    **options: Any,
+) -> bool:
+    """Run `gradwire ARGUMENTS` in `n_ranks` processes to the end, and say so where links cannot be limited.
+
+    Args: see `start_ranks`.
+    Returns: whether the links were shaped.
+    Raises: InvalidArgument, Unsupported, PeerLost (a rank failed; its own words are on standard error).
+    """
+    command = [sys.executable, "-m", "gradwire", *arguments]
+    with end_on_signals(), start_ranks(command, n_ranks, rate, on_line=on_line, **options) as launch:
+        if rate not in (None, "none") and not launch.shaped:
+            print(
+                f"Links cannot be limited on this machine (docs/netlab.md says what that needs): not {rate},",
+                flush=True,
+            )
+            print("what follows runs on loopback without a limit, where almost nothing waits.", flush=True)
+        launch.wait().raise_if_failed()
+        return launch.shaped
 
 
 def launch_ranks(

@@ -29,8 +29,8 @@ def write_report(
         out: the page; its folder is made if need be, and an older page stays as it is if anything fails.
         baseline: the label (scheme) to compare with; by default `ddp`, else `plain`.
     Returns: `out` as a path.
-    Raises: InvalidArgument (missing input, unknown baseline, page not writable), CorruptMessage (bad input: file and
-        line), Unsupported (the packages of the extra `report` are missing).
+    Raises: InvalidArgument (missing input, unknown baseline, page not writable), CorruptMessage (a file that holds
+        something else), Unsupported (the packages of the extra `report` are missing).
     """
     found = inputs.load_inputs(run_dirs)
     schemes = {run.label for run in found.runs}
@@ -55,6 +55,7 @@ def _render(title: str, sections: Sequence[Section], found: Inputs) -> str:
         raise Unsupported(
             f"a report needs jinja2 ({error}); install it with: pip install 'gradwire[report]'"
         ) from error
+    days = sorted({str(place["date"])[:10] for place in found.places() if place.get("date")})
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,  # names come from files that anyone may have written
@@ -66,16 +67,8 @@ def _render(title: str, sections: Sequence[Section], found: Inputs) -> str:
         title=title,
         sections=sections,
         runs=found.runs,
-        environments=found.environments,
+        environments=found.environments(),
         light=css_variables(dark=False),
         dark=css_variables(dark=True),
-        dates=_dates(found),
+        dates=" to ".join(dict.fromkeys((days[0], days[-1]))) if days else "",
     )
-
-
-def _dates(found: Inputs) -> str:
-    """`2025-03-01` or `2025-03-01 to 2025-03-04`: when the results were measured."""
-    environments = [run.environment for run in found.runs]
-    sources = [*environments, *(record for batch in found.records.values() for record in batch)]
-    days = sorted({str(source["date"])[:10] for source in sources if source.get("date")})
-    return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""

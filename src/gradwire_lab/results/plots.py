@@ -83,24 +83,13 @@ def digest_in(path: Path) -> str | None:
 # ---- drawing
 
 
-def draw(
-    plot: Plot,
-    series: Series,
-    name: str = "plot",
-    slots: Slots | None = None,
-    size_in: tuple[float, float] = SIZE_IN,
-    points: Mapping[str, Any] | None = None,
-) -> str:
-    """The plot as an <svg> element with CSS variables for colours. Raises: Unsupported (matplotlib is not installed).
+def draw(plot: Plot, series: Series, name: str = "plot", size_in: tuple[float, float] = SIZE_IN) -> str:
+    """The plot as an <svg> element with CSS variables for colours; `name` makes the ids in it unique in a page.
 
-    Args:
-        name: makes the ids in it unique in a page.
-        slots: the colours of names that other figures of the page show too; by default those of this figure alone.
-        points: {name: (x, y) arrays} that are drawn faintly behind the line of this name.
+    Raises: Unsupported (matplotlib is not installed).
     """
     with _figure(size_in) as figure:
-        axes = figure.add_subplot()
-        _draw_in(axes, plot, series, slots or assign_slots(series), points or {})
+        _draw_in(figure.add_subplot(), plot, series)
         return _as_element(figure, name)
 
 
@@ -118,7 +107,7 @@ def draw_panels(plots: Sequence[tuple[Plot, Series]], path: Path) -> None:
     """Several plots side by side in one file, PNG or SVG. Raises: GradwireError, Unsupported."""
     with _figure((4.6 * len(plots), 3.4), facecolor="white") as figure:
         for panel, (plot, series) in zip(figure.subplots(1, len(plots), squeeze=False)[0], plots, strict=True):
-            _draw_in(panel, plot, series, assign_slots(series), {}, are_named=False)
+            _draw_in(panel, plot, series, are_named=False)
         handles = panel.get_legend_handles_labels()
         figure.legend(*handles, loc="outside upper center", ncols=6, fontsize=8, frameon=False)
         buffer, kind = io.BytesIO(), path.suffix.removeprefix(".")
@@ -141,18 +130,14 @@ def _figure(size_in: tuple[float, float], facecolor: str = "none") -> Iterator[A
         yield figure
 
 
-def _draw_in(
-    axes: Any, plot: Plot, series: Series, slots: Slots, behind: Mapping[str, Any], are_named: bool = True
-) -> None:
+def _draw_in(axes: Any, plot: Plot, series: Series, are_named: bool = True) -> None:
     axes.set(xlabel=plot.x_title or plot.x.replace("_", " "), ylabel=plot.y.heading, title=plot.title)
     if plot.style == "stacks":
         _draw_stacks(axes, series)
         axes.set(xlabel=plot.y.heading, ylabel="")
         return
-    if plot.style == "bars":
-        _draw_bars(axes, series, slots)
-    else:
-        _draw_lines(axes, series, slots, behind)
+    slots = assign_slots(series)
+    (_draw_bars if plot.style == "bars" else _draw_lines)(axes, series, slots)
     for axis in plot.log:
         _scale_by_powers(axes.xaxis if axis == "x" else axes.yaxis)
     if "y" not in plot.log and plot.style == "bars":
@@ -197,13 +182,11 @@ def _are_numbers(points: Sequence[tuple[Any, Value]]) -> bool:
     return all(isinstance(x, int | float) for x, _ in points)
 
 
-def _draw_lines(axes: Any, series: Series, slots: Slots, behind: Mapping[str, Any]) -> None:
+def _draw_lines(axes: Any, series: Series, slots: Slots) -> None:
     for name, points in _sorted(series).items():
         slot, again = slots[name]
         look = {"color": SLOTS[slot][0], "ls": _DASHES[again % len(_DASHES)]}
         xs, ys = [x for x, _ in points], [y.middle for _, y in points]
-        if name in behind:
-            axes.plot(*behind[name], color=look["color"], lw=0.7, alpha=0.22)
         marker = MARKERS[(list(SLOTS).index(slot) + 5 * again) % len(MARKERS)] if len(points) <= 30 else ""
         axes.plot(xs, ys, marker=marker, ms=5, lw=1.6, label=name, **look)
         ends = [(y.low, y.high) for _, y in points]

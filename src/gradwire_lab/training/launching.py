@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
-import sys
+from pathlib import Path
 from typing import Any
 
 from gradwire import checks
@@ -14,8 +15,8 @@ from gradwire_lab.training.config import TrainConfig, TrainResult
 from gradwire_lab.training.display import ProgressDisplay, print_summary
 from gradwire_lab.training.loop import train_rank
 
-# Set for ranks that `run_ranks` starts: rank 0 then reports as lines that the starter turns into a progress bar.
-_REPORT_VARIABLE = "GRADWIRE_REPORT_LINES"
+# Set for ranks that `run_ranks` starts: their configuration, and that rank 0 reports as lines to the starter.
+_CONFIG_VARIABLE = "GRADWIRE_TRAIN_CONFIG"
 _REPORT_MARK = "@gradwire "
 
 
@@ -27,15 +28,13 @@ def run_ranks(
     The per-step records are in `config.out`/steps.jsonl.
     Raises: InvalidArgument, Unsupported (before any rank starts), PeerLost (a rank failed; its own words are on stderr).
     """
-    from gradwire_lab.ranks.launch import start_ranks
+    from gradwire_lab.ranks.launch import run_gradwire
     from gradwire_lab.ranks.netlab.rate import parse_rate
-    from gradwire_lab.ranks.supervisor import end_on_signals
 
     check(config)
     checks.count("ranks", n_ranks)
     parse_rate(rate)
     summary: dict[str, Any] = {}
-    command = [sys.executable, "-m", "gradwire", *to_command_line(config)]
     with ProgressDisplay(config, start=show_progress) as display:
 
         def take_line(rank: int, line: str) -> None:
@@ -48,12 +47,26 @@ def run_ranks(
             else:
                 display.show_step(report["step"])
 
-        environment = {_REPORT_VARIABLE: "1"}
-        with end_on_signals(), start_ranks(command, n_ranks, rate, env=environment, on_line=take_line) as launch:
-            launch.wait().raise_if_failed()
+        run_gradwire(["train"], n_ranks, rate, take_line, env={_CONFIG_VARIABLE: to_text(config)})
     if show_table:
         print_summary(summary)
     return summary
+
+
+def to_text(config: TrainConfig) -> str:
+    """A configuration for the ranks' environment."""
+    return repr({key: str(value) if isinstance(value, Path) else value for key, value in vars(config).items()})
+
+
+def given_config() -> TrainConfig | None:
+    """The configuration that `run_ranks` gave this process, None in any other."""
+    text = os.environ.get(_CONFIG_VARIABLE)
+    if text is None:
+        return None
+    fields: dict[str, Any] = ast.literal_eval(text)
+    for name in ("out", "checkpoint"):
+        fields[name] = None if fields[name] is None else Path(fields[name])
+    return TrainConfig(**fields)
 
 
 def check(config: TrainConfig) -> None:
@@ -75,37 +88,11 @@ def check(config: TrainConfig) -> None:
     workloads.by_name(config.workload, **config.workload_options)
 
 
-def to_command_line(config: TrainConfig) -> list[str]:
-    """The arguments with which `gradwire` trains `config` as a rank."""
-    workload_options = dict(config.workload_options)
-    words = ["train", "--workload", config.workload, "--scheme", config.scheme, "--steps", str(config.steps)]
-    words += ["--compute", workload_options.pop("compute", "real")]
-    words += [f"--workload-option={key}={value!r}" for key, value in workload_options.items()]
-    words += [f"--scheme-option={key}={value!r}" for key, value in config.scheme_options.items()]
-    words += ["--seed", str(config.seed), "--device", config.device, "--save-every", str(config.save_every)]
-    words += ["--dump-gradients", str(config.dump_gradients_every), "--local-sgd", str(config.local_sgd)]
-    words += ["--outer", config.outer, "--feedback-decay", str(config.feedback_decay)]
-    for flag, value in (
-        ("--batch-size", config.batch_size),
-        ("--threads", config.n_threads),
-        ("--bucket-mb", config.bucket_cap_mb),
-        ("--out", config.out),
-        ("--checkpoint", config.checkpoint),
-    ):
-        words += [] if value is None else [flag, str(value)]
-    for flag, is_on in (("deterministic", config.deterministic), ("evaluate", config.evaluate)):
-        words.append(f"--{flag}" if is_on else f"--no-{flag}")
-    words += ["--trace"] * config.trace + ["--resume"] * config.resume
-    if config.rewrap_at:
-        words += ["--rewrap-at", *map(str, config.rewrap_at)]
-    return words
-
-
 def train_and_report(config: TrainConfig) -> TrainResult:
     """Train as a rank; rank 0 shows progress and summary, or reports them to the process that started it."""
     if os.environ["RANK"] != "0":
         return train_rank(config)
-    if os.environ.get(_REPORT_VARIABLE):
+    if _CONFIG_VARIABLE in os.environ:
         result = train_rank(config, lambda record: _report({"step": record}))
         _report({"summary": result.summary})
         return result

@@ -9,8 +9,11 @@ When not to use this: to learn anything about a loss. The gradients are the same
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,56 +26,48 @@ from gradwire.errors import InvalidArgument
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire_lab.workloads.base import Batch, Workload
 from gradwire_lab.workloads.calibration import reference_calibration
-from gradwire_lab.workloads.capture import CapturedLayer, map_part, open_or_capture
+from gradwire_lab.workloads.capture import Capture, map_part, open_or_capture
 
 # A call of hooks that takes longer has waited for something.
 _WAIT_S = 0.5e-3
 
 
-class _Clock:
+class _Clock(Stopwatch):
     """When the emulated accelerator is done with what it was given.
 
     Waits aim at that moment and not at a duration: like a CUDA launch, the accelerator's work goes on while the host
     is busy in a hook, and `time.sleep`'s lateness (about 60 us) does not add up over hundreds of layers.
     """
 
-    def __init__(self) -> None:
-        self._watch = Stopwatch()
-        self._due_s = 0.0
+    due_s = 0.0
 
     def restart(self) -> None:
-        self._watch.begin()
-        self._due_s = 0.0
-
-    def now_s(self) -> float:
-        """Since the forward pass began."""
-        return self._watch.elapsed_s
+        """The forward pass begins."""
+        self.begin()
+        self.due_s = 0.0
 
     def wait(self, duration_s: float) -> None:
-        self._due_s += duration_s
-        left_s = self._due_s - self.now_s()
+        self.due_s += duration_s
+        left_s = self.due_s - self.elapsed_s
         if left_s > 0:
             time.sleep(left_s)  # releases the interpreter: the communication lane runs meanwhile
 
-    def delay(self, duration_s: float) -> None:
-        self._due_s += duration_s
-
     def follow_host(self, started_s: float) -> None:
         """The host has been at something since `started_s`; if that was a wait, the accelerator could not go on either."""
-        now_s = self.now_s()
+        now_s = self.elapsed_s
         if now_s - started_s > _WAIT_S:
-            self._due_s = max(self._due_s, now_s)
+            self.due_s = max(self.due_s, now_s)
 
 
+@dataclass(frozen=True)
 class _Layer:
     """One layer of the chain: its waits in seconds, its parameters with their gradients, and the modules that hold them."""
 
-    def __init__(
-        self, forward_s: float, backward_s: float, parameters: list[nn.Parameter], gradients: list[Tensor],
-        holders: list[nn.Module],
-    ):  # fmt: skip
-        self.forward_s, self.backward_s = forward_s, backward_s
-        self.parameters, self.gradients, self.holders = parameters, gradients, holders
+    forward_s: float
+    backward_s: float
+    parameters: list[nn.Parameter]
+    gradients: list[Tensor]
+    holders: list[nn.Module]
 
     def hand_over(self) -> list[Tensor]:
         """The captured gradients as tensors that autograd takes over instead of copying, as it does with computed ones.
@@ -110,48 +105,46 @@ class _ReplayLayer(torch.autograd.Function):
 class ReplayModel(nn.Module):
     """The captured shape under its own parameter names; calling it returns the captured loss as a 0-d tensor."""
 
-    def __init__(
-        self, layers: tuple[CapturedLayer, ...], parameters: Tensor, gradients: Tensor, loss: float, scale: float
-    ) -> None:
+    def __init__(self, capture: Capture, parameters: Tensor, gradients: Tensor, loss: float, step_s: float) -> None:
         super().__init__()
         self._clock = _Clock()
-        self._layers: list[_Layer] = []
         self._loss = loss
+        sizes = [math.prod(shape) for shape in capture.shapes.values()]
         tensors: dict[str, nn.Parameter] = {}
-        captured = sorted((p for layer in layers for p in layer.parameters), key=lambda p: p.offset)
-        for p in captured:  # in the order of the real model's named_parameters(), which decides DDP's buckets
-            n_elements = torch.Size(p.shape).numel()
-            tensors[p.name] = nn.Parameter(parameters[p.offset : p.offset + n_elements].view(p.shape))
-            *path, leaf = p.name.split(".")
+        views: dict[str, Tensor] = {}
+        # In the order of the real model's named_parameters(), which decides DDP's buckets.
+        for (name, shape), own, gradient in zip(
+            capture.shapes.items(), parameters.split(sizes), gradients.split(sizes), strict=True
+        ):
+            tensors[name], views[name] = nn.Parameter(own.view(*shape)), gradient.view(*shape)
+            *path, leaf = name.split(".")
             owner: nn.Module = self
             for part in path:
                 if part not in owner._modules:
                     owner.add_module(part, _Holder())
                 owner = owner.get_submodule(part)
-            owner.register_parameter(leaf, tensors[p.name])
-        for layer in layers:
-            views = [
-                gradients[p.offset : p.offset + torch.Size(p.shape).numel()].view(p.shape) for p in layer.parameters
-            ]
-            owned = [tensors[p.name] for p in layer.parameters]
-            paths = dict.fromkeys(p.name.rpartition(".")[0] for p in layer.parameters)
-            holders = [self.get_submodule(path) for path in paths if path]
-            self._layers.append(_Layer(layer.forward_s * scale, layer.backward_s * scale, owned, views, holders))
-
-    @property
-    def layers(self) -> tuple[_Layer, ...]:
-        """In the order of the forward pass."""
-        return tuple(self._layers)
+            owner.register_parameter(leaf, tensors[name])
+        scale = step_s / capture.step_s if capture.step_s > 0 else 0.0
+        self.layers: Sequence[_Layer] = [  # in the order of the forward pass
+            _Layer(
+                layer.forward_s * scale,
+                layer.backward_s * scale,
+                [tensors[name] for name in layer.names],
+                [views[name] for name in layer.names],
+                [self.get_submodule(path) for path in dict.fromkeys(n.rpartition(".")[0] for n in layer.names) if path],
+            )
+            for layer in capture.layers
+        ]
 
     def occupy(self, duration_s: float) -> None:
         """The emulated accelerator did something else for so long: what it has still to compute begins later."""
-        self._clock.delay(duration_s)
+        self._clock.due_s += duration_s
 
     def forward(self, inputs: Tensor) -> Tensor:
         self._clock.restart()
         x = torch.tensor(self._loss)
-        for layer in self._layers:
-            started_s = self._clock.now_s()
+        for layer in self.layers:
+            started_s = self._clock.elapsed_s
             for holder in layer.holders:
                 x = holder(x)  # a scheme that steps block by block waits here for the layer's parameters
             self._clock.follow_host(started_s)
@@ -196,7 +189,8 @@ class ReplayWorkload(Workload):
         self._shape, self._update = shape, update
         self.stands_for = shape.stands_for
         kind = f"tiled-{Path(source).stem}" if source else f"batch{shape.batch_size}-seed{seed}"
-        default = _cache_folder() / f"{shape.name}-{kind}-x{n_captures}"
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        default = cache / "gradwire" / f"{shape.name}-{kind}-x{n_captures}"
         self._path = Path(capture).expanduser() if capture else default
         self._capture = open_or_capture(self._path, shape, n_captures, seed, source)
         reference = reference_calibration(shape.name)
@@ -218,8 +212,7 @@ class ReplayWorkload(Workload):
         gradients, parameters = (
             torch.from_numpy(map_part(self._path, capture, index)) for index in (part, capture.n_captures)
         )
-        scale = self.step_s / capture.step_s if capture.step_s > 0 else 0.0
-        return ReplayModel(capture.layers, parameters, gradients, capture.losses[part], scale)
+        return ReplayModel(capture, parameters, gradients, capture.losses[part], self.step_s)
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         optimizer = super().build_optimizer(model)
@@ -268,10 +261,6 @@ def replay_by_name(
     shape = by_name(name, **options)
     rate = learning_rate if learning_rate is not None else shape.learning_rate
     return ReplayWorkload(shape=shape, optimizer=optimizer or shape.optimizer, learning_rate=rate, **own)
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire"
 
 
 def _drop_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -17,6 +17,7 @@ from gradwire_lab.bench.measures import Call
 from gradwire_lab.bench.measures.gradients import load
 from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.store import Record
+from gradwire_lab.training.simulated import MeanOf, play
 from gradwire_lab.workloads.base import step_generator
 from gradwire_lab.workloads.gradients import GradientFile
 
@@ -119,38 +120,29 @@ def train(
         of the steps, and what the workload's evaluation gives.
     """
     name, options = parse_spec(workload)
-    task = workloads.by_name(name, **options)
-    model, method = task.build_model(seed), Method(spec)
-    optimizer = task.build_optimizer(model)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    n_values = sum(parameter.numel() for parameter in parameters)
-    residuals = torch.zeros(n_workers, n_values)
-    batches = [task.batches(worker, n_workers, seed=seed) for worker in range(n_workers)]
-    losses, n_bits = [], 0.0
-    for step in range(n_steps):
-        if decay_every and step and step % decay_every == 0:
-            for group in optimizer.param_groups:
-                group["lr"] /= 10
-        total, summed = torch.zeros(n_values), 0.0
-        for worker, residual in enumerate(residuals):
-            optimizer.zero_grad()
-            loss = task.loss(model, next(batches[worker]))
-            loss.backward()
-            summed += task.reported_loss(loss)
-            gradient = torch.cat(
-                [torch.zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1) for p in parameters]
-            )
-            if method.has_error_feedback:
-                gradient += residual
-            received, n_bits = method.quantise(gradient, step, worker)
-            if method.has_error_feedback:
-                torch.sub(gradient, received, out=residual)
-            total += received
-        total /= n_workers
-        for parameter, mean in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad = mean.view_as(parameter).clone()
-        optimizer.step()
-        losses.append(summed / n_workers)
+    task, method, n_bits = workloads.by_name(name, **options), Method(spec), 0.0
+
+    def make(named: dict[str, torch.Tensor], several: list[torch.optim.Optimizer]) -> MeanOf:
+        residuals = torch.zeros(n_workers, sum(one.numel() for one in named.values()))
+
+        def mean_of(step: int, gradients: list[torch.Tensor]) -> torch.Tensor:
+            nonlocal n_bits
+            if decay_every and step and step % decay_every == 0:
+                for group in (group for optimizer in several for group in optimizer.param_groups):
+                    group["lr"] /= 10
+            total = torch.zeros_like(residuals[0])
+            for worker, (gradient, residual) in enumerate(zip(gradients, residuals, strict=True)):
+                if method.has_error_feedback:
+                    gradient += residual
+                received, n_bits = method.quantise(gradient, step, worker)
+                if method.has_error_feedback:
+                    torch.sub(gradient, received, out=residual)
+                total += received
+            return total.div_(n_workers)
+
+        return mean_of
+
+    losses, evaluated = play(task, n_workers, n_steps, seed, make)
     end = {
         "workload": workload,
         "method": spec,
@@ -161,4 +153,4 @@ def train(
         "bits_a_value": n_bits,
     }
     late = losses[-max(1, n_steps // 10) :]
-    return losses, {**end, **task.evaluate(model), "end_loss": float(np.mean(late))}
+    return losses, {**end, **evaluated, "end_loss": float(np.mean(late))}

@@ -36,7 +36,7 @@ def dump(workload: Workload, steps: list[int], folder: Path, batch_size: int, se
     """
     model = workload.build_model(seed)
     optimizer = workload.build_optimizer(model)
-    scheduler = workload.build_scheduler(optimizer)
+    schedulers = workload.build_schedulers([optimizer])
     model.train()
     paths: list[Path] = []
     for step in range(1, steps[-1] + 1):
@@ -47,6 +47,6 @@ def dump(workload: Workload, steps: list[int], folder: Path, batch_size: int, se
             paths.append(folder / f"{workload.name}_{workload.optimizer}_step{step}.npz")
             write_snapshot(paths[-1], optimizer, step)
         optimizer.step()
-        if scheduler is not None:
+        for scheduler in schedulers:
             scheduler.step()
     return paths

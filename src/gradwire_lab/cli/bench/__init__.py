@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 
 from gradwire_lab.bench.launching import DEFAULT_RANKS
-
-# name: (module:function that runs it, one-line help); only the one that is called is imported.
-BENCHES: dict[str, tuple[str, str]] = {
-    "list": ("cli.bench.experiments:list_experiments", "list the experiments and which are measured"),
-    "run": (
-        "cli.bench.experiments:run_experiments",
-        "run experiments into results/, continuing where the last run stopped",
-    ),
-    "render": (
-        "cli.bench.experiments:render_pages",
-        "make docs/results from results/; --check: only say what is stale",
-    ),
-    "codec": ("bench.codec:run", "ratio and speed of gradwire's and other codecs on real gradients"),
-    "allreduce": ("bench.allreduce:run", "time and bytes of every scheme's all-reduce beside the backend's own"),
-    "train": ("bench.train:run", "iteration time, bytes and loss of a workload under schemes and PyTorch's hooks"),
-    "regret": ("bench.regret:run", "compare auto with DDP and with every scheme that it may use"),
-}
+from gradwire_lab.cli.options import add_json, add_workload, option, switch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The benchmark's name, and everything after it, which its own parser reads in `run`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "commands:\n" + "\n".join(f"  {name:10} {summary}" for name, (_, summary) in BENCHES.items())
+    parser.epilog = "commands:\n" + "\n".join(f"  {name:10} {summary}" for name, (_, summary, _) in BENCHES.items())
     parser.add_argument("bench", choices=list(BENCHES), metavar="COMMAND", help="one of the commands below")
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="...", help="its options; `COMMAND --help` lists them"
@@ -47,179 +32,157 @@ def run(args: argparse.Namespace) -> int:
 def parser_of(name: str) -> argparse.ArgumentParser:
     """The parser of one benchmark's options."""
     parser = argparse.ArgumentParser(prog=f"gradwire bench {name}", description=BENCHES[name][1])
-    add = {
-        "list": _add_list_arguments,
-        "run": _add_run_arguments,
-        "render": _add_render_arguments,
-        "codec": _add_codec_arguments,
-        "allreduce": _add_allreduce_arguments,
-        "train": _add_train_arguments,
-        "regret": _add_regret_arguments,
-    }
-    add[name](parser)
+    BENCHES[name][2](parser)
     return parser
 
 
 def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("key", nargs="*", metavar="KEY", help="an experiment, or the beginning of several keys (all)")
-    parser.add_argument("--quick", action="store_true", help="those of `make bench` alone")
-    parser.add_argument("--here", action="store_true", help="count only what this machine has measured")
-    parser.add_argument("--wide", action="store_true", help="the papers' figures and the runs too")
+    switch(parser, "--quick", "those of `make bench` alone")
+    switch(parser, "--here", "count only what this machine has measured")
+    switch(parser, "--wide", "the papers' figures and the runs too")
     _add_store_arguments(parser)
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("key", nargs="*", metavar="KEY", help="an experiment, or the beginning of several keys; `all`: "
                         "the catalogue's first list; `long`: its second; `gradwire bench list` has them")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="the small set of `make bench`, under half an hour")
-    parser.add_argument(
-        "--list", action="store_true", help="list what would be measured and how long it takes, then exit"
-    )
-    parser.add_argument(
-        "--missing", action="store_true", help="only what has never been measured, not even by older code"
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=[],
-        metavar="WORD",
-        help="only runs whose names, as --list shows them, hold all of these words",
-    )
-    parser.add_argument("--fresh", action="store_true", help="also measure again what is finished")
-    parser.add_argument("--wide", action="store_true", help="all columns of the tables")
+    switch(parser, "--quick", "the small set of `make bench`, under half an hour")
+    switch(parser, "--list", "list what would be measured and how long it takes, then exit")
+    switch(parser, "--missing", "only what has never been measured, not even by older code")
+    option(parser, "--only", "WORD", "only runs whose names, as --list shows them, hold all of these", [], nargs="+")
+    switch(parser, "--fresh", "also measure again what is finished")
+    switch(parser, "--wide", "all columns of the tables")
     _add_store_arguments(parser)
 
 
 def _add_render_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="print what stands between the marks "
                         "`<!-- generated: bench render NAME -->` and `<!-- end -->` of a page, and write nothing")  # fmt: skip
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with status 1 if a page is stale")
-    parser.add_argument("--root", type=Path, metavar="DIR", help="the checkout (default: around this folder)")
+    switch(parser, "--check", "write nothing; exit with status 1 if a page is stale")
+    option(parser, "--root", "DIR", "the checkout (default: around this folder)", type=Path)
 
 
 def _add_codec_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gradients", nargs="+", required=True, metavar="FILE",
-                        help=".npz files, or WORKLOAD@STEP for the gradients of a short training (gpt@50)")  # fmt: skip
-    parser.add_argument(
-        "--codec",
-        nargs="+",
-        default=["all"],
-        metavar="NAME",
-        help="codecs, of other libraries too; `all` is every one (default)",
-    )
-    parser.add_argument(
-        "--threads", nargs="+", type=int, default=None, metavar="N", help="thread counts (default: 1 and the cores)"
-    )
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="samples per codec, after one dropped (7)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of flat records")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the records as a table")
-    parser.add_argument("--wide", action="store_true", help="all columns, however wide the table gets")
+    words = ".npz files, or WORKLOAD@STEP for the gradients of a short training (gpt@50)"
+    option(parser, "--gradients", "FILE", words, nargs="+", required=True)
+    option(parser, "--codec", "NAME", "codecs, of other libraries too; `all` is every one", ["all"], nargs="+")
+    option(parser, "--threads", "N", "thread counts (default: 1 and the cores)", nargs="+", type=int)
+    option(parser, "--rounds", "N", "samples per codec, after one dropped", 7)
+    add_json(parser, csv=True)
+    switch(parser, "--wide", "all columns, however wide the table gets")
 
 
 def _add_allreduce_arguments(parser: argparse.ArgumentParser) -> None:
     from gradwire_lab.bench.sources import PATTERNS
 
-    parser.add_argument(
-        "--scheme",
-        nargs="+",
-        default=["all"],
-        metavar="NAME",
-        help="schemes and baselines (ddp, ddp-bf16), with options as NAME:option=value,...; `all` is every one (default) "
-        "but dense-switch, the emulated switch without compression",
-    )
+    words = "schemes and baselines (ddp, ddp-bf16), with options as NAME:option=value,...; `all` is every one but "
+    words += "dense-switch, the emulated switch without compression"
+    option(parser, "--scheme", "NAME", words, ["all"], nargs="+")
     _add_rank_arguments(parser)
-    parser.add_argument("--n-bytes", nargs="+", type=int, metavar="N", help="sizes of the float32 gradient")
-    parser.add_argument("--quick", action="store_true", help="four sizes to 25 MB, few samples: under two minutes")
-    parser.add_argument("--gradients", metavar="FILE.npz", help="take the values from a gradient file")
-    parser.add_argument("--density", type=float, default=1.0, metavar="D", help="share of non-zeros (random gradient)")
-    parser.add_argument(
-        "--pattern", choices=list(PATTERNS), default="element", help="how non-zeros cluster: singly, in 32s, in 1,024s"
-    )
-    parser.add_argument("--rounds", type=int, metavar="N", help="samples per scheme and size (9; quick 5)")
-    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="calls dropped before the first sample (2)")
-    parser.add_argument(
-        "--budget",
-        type=float,
-        metavar="S",
-        help="seconds per scheme and size; three samples are always taken (20; quick 2)",
-    )
-    parser.add_argument("--wide", action="store_true", help="all columns, however wide the table gets")
+    option(parser, "--n-bytes", "N", "sizes of the float32 gradient", nargs="+", type=int)
+    switch(parser, "--quick", "four sizes to 25 MB, few samples: under two minutes")
+    option(parser, "--gradients", "FILE.npz", "take the values from a gradient file")
+    option(parser, "--density", "D", "share of non-zeros (random gradient)", 1.0)
+    words = "how non-zeros cluster: singly, in 32s, in 1,024s"
+    parser.add_argument("--pattern", choices=list(PATTERNS), default="element", help=words)
+    option(parser, "--rounds", "N", "samples per scheme and size (default: 9; quick 5)", type=int)
+    option(parser, "--warmup", "N", "calls dropped before the first sample", 2)
+    words = "seconds per scheme and size; three samples are always taken (default: 20; quick 2)"
+    option(parser, "--budget", "S", words, type=float)
+    switch(parser, "--wide", "all columns, however wide the table gets")
 
 
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     from gradwire_lab.bench.train_methods import BASELINES
 
-    baselines = ", ".join(BASELINES)
-    schemes = (
-        f"schemes and baselines ({baselines}), with options as NAME:option=value,...; `all` is every one (default)"
-    )
-    _add_training_arguments(parser, ["all"], schemes)
-    parser.add_argument("--steps", type=int, default=30, metavar="N", help="measured steps per scheme (30)")
-    parser.add_argument("--warmup", type=int, default=5, metavar="N",
-                        help="steps before the measured ones (5); more if a scheme measures first")  # fmt: skip
-    parser.add_argument("--overlap", action="store_true",
-                        help="record how much communication and codec work is hidden by computation")  # fmt: skip
-    parser.add_argument(
-        "--compute",
-        choices=("real", "emulate"),
-        default="real",
-        help="run the model, or replay captured gradients of its shape behind calibrated waits",
-    )
-    parser.add_argument("--batch-size", type=int, metavar="N", help="samples per rank and step (the workload's own)")
-    parser.add_argument("--optimizer", metavar="NAME", help="optimizer (the workload's own)")
-    parser.add_argument("--wide", action="store_true", help="all columns, however wide the table gets")
+    words = f"schemes and baselines ({', '.join(BASELINES)}), with options as NAME:option=value,...; `all` is every one"
+    _add_training_arguments(parser, ["all"], words)
+    option(parser, "--steps", "N", "measured steps per scheme", 30)
+    option(parser, "--warmup", "N", "steps before the measured ones; more if a scheme measures first", 5)
+    switch(parser, "--overlap", "record how much communication and codec work is hidden by computation")
+    words = "run the model, or replay captured gradients of its shape behind calibrated waits"
+    parser.add_argument("--compute", choices=("real", "emulate"), default="real", help=words)
+    option(parser, "--batch-size", "N", "samples per rank and step (default: the workload's)", type=int)
+    option(parser, "--optimizer", "NAME", "optimizer (default: the workload's)")
+    switch(parser, "--wide", "all columns, however wide the table gets")
 
 
 def _add_regret_arguments(parser: argparse.ArgumentParser) -> None:
     autos = [f"auto:fidelity={level}" for level in ("exact", "close", "any")]
-    schemes = (
+    words = (
         "ddp, auto with its classes, schemes to compare with; every scheme that one of the autos may use is trained too"
     )
-    _add_training_arguments(parser, ["ddp", *autos], schemes)
-    parser.add_argument("--steps", type=int, default=300, metavar="N", help="steps of each method (300)")
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="maximum training time of DDP and of each auto (60)"
+    _add_training_arguments(parser, ["ddp", *autos], words)
+    option(parser, "--steps", "N", "steps of each method", 300)
+    option(parser, "--seconds", "S", "maximum training time of DDP and of each auto", 60.0)
+    words = (
+        "exit with status 1 if auto is below 0.98 of DDP's speed, or in the second half below 0.95 of the best fixed "
     )
-    parser.add_argument(
-        "--check", action="store_true", help="exit with status 1 if auto is below 0.98 of DDP's speed, or in the second half "
-        "below 0.95 of the best fixed scheme's"
-    )  # fmt: skip
+    switch(parser, "--check", f"{words}scheme's")
 
 
 def _add_store_arguments(parser: argparse.ArgumentParser) -> None:
     """Where results are."""
-    parser.add_argument(
-        "--root", type=Path, metavar="DIR", help="the checkout that has results/ (default: around this folder)"
-    )
-    parser.add_argument("--machine", metavar="NAME", help="folder of this machine in results/ (by processor and cores)")
-    parser.add_argument("--folder", type=Path, default=Path("runs/bench"), metavar="DIR",
-                        help="working files: logs, gradients, trainings (runs/bench)")  # fmt: skip
+    option(parser, "--root", "DIR", "the checkout that has results/ (default: around this folder)", type=Path)
+    option(parser, "--machine", "NAME", "folder of this machine in results/ (default: by processor and cores)")
+    option(parser, "--folder", "DIR", "working files: logs, gradients, trainings", Path("runs/bench"), type=Path)
 
 
 def _add_training_arguments(parser: argparse.ArgumentParser, default_scheme: list[str], schemes: str) -> None:
     """What is trained, from which seed, and how the links change meanwhile; `schemes`: the help of `--scheme`."""
-    parser.add_argument("--scheme", nargs="+", default=default_scheme, metavar="NAME", help=schemes)
-    parser.add_argument("--workload", default="gpt", metavar="NAME", help="what to train (gpt); NAME:option=value,...")
+    option(parser, "--scheme", "NAME", schemes, default_scheme, nargs="+")
+    add_workload(parser)
     _add_rank_arguments(parser)
-    parser.add_argument(
-        "--then", nargs="+", default=[], metavar="RATE",
-        help="link rates to change to during the run, for --steps steps each",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and batches (0)")
+    option(parser, "--then", "RATE", "link rates to change to in mid-run, for --steps steps each", [], nargs="+")
+    option(parser, "--seed", "N", "seed of weights and batches", 0)
 
 
 def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that say where the ranks run and where results go; the same in every benchmark with ranks."""
-    parser.add_argument("--ranks", type=int, metavar="N", help=f"ranks to start on this machine ({DEFAULT_RANKS})")
-    parser.add_argument(
-        "--rate",
-        nargs="+",
-        metavar="RATE",
-        help="link rates to measure at, one run each: 100mbit, 1gbit, none (default); R,R,R,S: one a rank or node",
-    )
-    parser.add_argument(
-        "--ranks-per-node", type=int, default=1, metavar="N", help="ranks that share a node and its link (1)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of flat records")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the records as a table")
+    option(parser, "--ranks", "N", f"ranks to start on this machine (default: {DEFAULT_RANKS})", type=int)
+    words = "link rates to measure at, one run each: 100mbit, 1gbit, none (default); R,R,R,S: one a rank or node"
+    option(parser, "--rate", "RATE", words, nargs="+")
+    option(parser, "--ranks-per-node", "N", "ranks that share a node and its link", 1)
+    add_json(parser, csv=True)
     parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)  # JSONL of records, from rank 0 to its launcher
+
+
+# name: (module:function that runs it, one-line help, its options); only the module that is called is imported.
+BENCHES: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
+    "list": (
+        "cli.bench.experiments:list_experiments",
+        "list the experiments and which are measured",
+        _add_list_arguments,
+    ),
+    "run": (
+        "cli.bench.experiments:run_experiments",
+        "run experiments into results/, continuing where the last run stopped",
+        _add_run_arguments,
+    ),
+    "render": (
+        "cli.bench.experiments:render_pages",
+        "make docs/results from results/; --check: only say what is stale",
+        _add_render_arguments,
+    ),
+    "codec": (
+        "bench.codec:run",
+        "ratio and speed of gradwire's and other codecs on real gradients",
+        _add_codec_arguments,
+    ),
+    "allreduce": (
+        "bench.allreduce:run",
+        "time and bytes of every scheme's all-reduce beside the backend's own",
+        _add_allreduce_arguments,
+    ),
+    "train": (
+        "bench.train:run",
+        "iteration time, bytes and loss of a workload under schemes and PyTorch's hooks",
+        _add_train_arguments,
+    ),
+    "regret": (
+        "bench.regret:run",
+        "compare auto with DDP and with every scheme that it may use",
+        _add_regret_arguments,
+    ),
+}

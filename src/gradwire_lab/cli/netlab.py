@@ -1,0 +1,144 @@
+"""Run a command in ranks with shaped links between them, check the links' rates, or clean up after a crash."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+
+from gradwire.errors import InvalidArgument
+from gradwire_lab.cli.options import add_json, add_ranks, option, switch
+from gradwire_lab.ranks.launch import start_ranks
+from gradwire_lab.ranks.netlab.check import RateCheck, measure_rate
+from gradwire_lab.ranks.netlab.lab import MTU, QUEUE_MS, LinkCounters
+from gradwire_lab.ranks.netlab.rate import format_rate, parse_rate
+from gradwire_lab.ranks.netlab.schedule import Schedule, parse_event
+from gradwire_lab.ranks.netlab.stale import end_stale_labs
+from gradwire_lab.ranks.supervisor import end_on_signals
+from gradwire_lab.results.records import write_text
+from gradwire_lab.results.tables import Grid, print_grid, to_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `run`, `check` and `clean`."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    run = actions.add_parser(
+        "run",
+        help="run a command in every rank",
+        usage="%(prog)s [options] -- COMMAND [ARGUMENT ...]",
+        description="Run a command in every rank, with torchrun's environment variables and its own rate-limited link.",
+    )
+    add_ranks(run, 4, "1gbit")
+    option(run, "--ranks-per-node", "N", "ranks that share one link", 1)
+    option(run, "--straggler", "RANK=RATE", "give one rank another rate; repeatable", [], action="append")
+    words = "in mid-run: 10:rate:2=100mbit, 10:down:2, 12:up:2, 5:stop:1, 6:continue:1, 9:kill:3; repeatable"
+    option(run, "--at", "SECONDS:EVENT", words, [], action="append")
+    option(run, "--grace", "S", "seconds that the other ranks get to end when one fails", 10.0)
+    option(run, "--timeout", "S", "end the run after this long, with status 124", type=float)
+    switch(run, "--counters", "print what each link has carried, at the end")
+    option(run, "--mtu", "BYTES", "of the links", MTU)
+    option(run, "--queue-ms", "MS", "of each link's queues", QUEUE_MS, type=float)
+    switch(run, "--require-shaping", "fail instead of running on loopback if links cannot be limited")
+    run.add_argument("rank_command", nargs="+", metavar="COMMAND", help="the command and its arguments")
+
+    words = "Compare set rates with what Gloo's all_reduce gets."
+    check = actions.add_parser("check", help="measure the links' rates", description=words)
+    option(check, "--ranks", "N", "processes to start here", 4)
+    option(check, "--rates", "RATE", "of the links, one run each", ["100mbit", "500mbit", "1gbit", "2gbit"], nargs="+")
+    option(check, "--seconds", "S", "per all-reduce", 1.0)
+    option(check, "--repeats", "N", "all-reduces at each rate", 5)
+    option(check, "--tolerance", "SHARE", "status 1 beyond it", 0.05)
+    add_json(check, "write a JSON line a rate")
+
+    words = "End labs whose owner is dead: ranks, namespaces and links."
+    actions.add_parser("clean", help="end what crashed runs left behind", description=words)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do `args.action`; returns the exit status."""
+    logging.basicConfig(format="gradwire: %(message)s", level=logging.INFO)
+    if args.action == "clean":
+        return _clean()
+    return _check(args) if args.action == "check" else _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    n_links = max(1, args.ranks // max(1, args.ranks_per_node))
+    rates: list[str | float | None] = [args.rate] * n_links
+    for straggler in args.straggler:
+        rank, equals, rate = straggler.partition("=")
+        if not equals or not rank.isdecimal() or int(rank) >= n_links:
+            raise InvalidArgument(f"--straggler {straggler}: write RANK=RATE, with a rank from 0 to {n_links - 1}")
+        rates[int(rank)] = rate
+    if parse_rate(args.rate) is None and args.at and not args.straggler:
+        raise InvalidArgument("--at changes a lab's links and ranks; with --rate none there is no lab")
+    events = [parse_event(text, args.ranks) for text in args.at]
+    rate = rates if args.straggler else args.rate
+    counters: list[LinkCounters] | None = None
+    options = {
+        "mtu": args.mtu, "queue_ms": args.queue_ms, "require_shaping": args.require_shaping,
+        "ranks_per_node": args.ranks_per_node,
+    }  # fmt: skip
+    with (
+        end_on_signals(),
+        start_ranks(args.rank_command, args.ranks, rate, grace_s=args.grace, **options) as launch,
+    ):
+        if launch.lab is not None and events:
+            with Schedule(launch.lab, events) as schedule:
+                result = launch.wait(args.timeout)
+            for event, trouble in schedule.done:
+                if trouble is not None:
+                    print(f"gradwire: at {event}: {trouble}", file=sys.stderr)
+        else:
+            result = launch.wait(args.timeout)
+        counters = launch.counters() if args.counters else None
+        if args.counters and counters is None:
+            print("gradwire: no counters: on loopback the kernel does not tell ranks apart", file=sys.stderr)
+    if counters is not None:
+        print(to_text(_counter_grid(counters)), end="", file=sys.stderr)
+    if result.status != 0:
+        print(f"gradwire: {result}", file=sys.stderr)
+    return result.status
+
+
+def _counter_grid(counters: list[LinkCounters]) -> Grid:
+    names = ("sent_bytes", "sent_packets", "sent_drops", "received_bytes", "received_packets", "received_drops")
+    rows = [[str(rank), *(f"{getattr(link, name):,}" for name in names)] for rank, link in enumerate(counters)]
+    headings = ["rank", "sent bytes", "packets", "drops", "received bytes", "packets", "drops"]
+    return Grid("frames on the links, headers included", headings, rows)
+
+
+def _check(args: argparse.Namespace) -> int:
+    if not 0.01 <= args.seconds <= 60 or not 1 <= args.repeats <= 100:
+        raise InvalidArgument("--seconds is from 0.01 to 60, --repeats from 1 to 100")
+    for rate in args.rates:
+        parse_rate(rate)
+    checks: list[RateCheck] = []
+    for rate in args.rates:
+        with end_on_signals():
+            checks.append(measure_rate(args.ranks, rate, args.seconds, args.repeats))
+        if args.json is not None:  # after each rate: what was measured stays if a later one fails
+            write_text(args.json, "".join(json.dumps(one.to_record()) + "\n" for one in checks))
+    rows = []
+    for one in checks:
+        shares = (one.deviation, one.lowest_bps / one.set_bps, one.highest_bps / one.set_bps, one.wire_overhead)
+        measured = f"{one.payload_bps / 1e6:,.1f} Mb/s"
+        rows.append([format_rate(one.set_bps), measured, *(f"{share:.1%}" for share in shares), str(one.drops)])
+    headings = ["set", "median", "deviation", "lowest", "highest", "frames over payload", "drops"]
+    print_grid(Grid(f"Gloo all_reduce, {args.ranks} ranks, payload without headers", headings, rows))
+    outside = [format_rate(one.set_bps) for one in checks if abs(one.deviation) > args.tolerance]
+    if outside:
+        words = f"more than {args.tolerance:.0%} off: {', '.join(outside)}; is the machine busy?"
+        print(f"gradwire: {words}", file=sys.stderr)
+    return 1 if outside else 0
+
+
+def _clean() -> int:
+    labs = end_stale_labs()
+    for lab in labs:
+        n_processes = len(lab.pids)
+        print(f"ended a lab of dead process {lab.identity.split('.')[0]}: {n_processes} processes, and its namespaces")
+    if not labs:
+        print("nothing to clean: no lab of a dead owner")
+    return 0

@@ -1,0 +1,260 @@
+"""A group of ranks within one process: losses at more ranks than a machine has room for.
+
+Every message is made and read by the real codec, and sums are taken in the order of the real exchange, so that means are
+those of real ranks to the bit. Nothing is sent, so there are no times.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire import schemes
+from gradwire.codecs import Codec
+from gradwire.codecs.gcomp import GCompCodec, HuffmanTable
+from gradwire.codecs.quantised import Quantised
+from gradwire.core.bucket import Bucket, Slot, slots_by_name
+from gradwire.errors import Unsupported
+from gradwire.exchange.owners import Owners
+from gradwire.exchange.parts import QUANTISED_MIN_CHUNKS, Chunk, count_chunks, cut_into_chunks
+from gradwire.exchange.ring import Ring
+from gradwire.schemes.compressed import Compressed
+from gradwire.schemes.gcomp.importance import QuantisationMetric
+from gradwire.schemes.gcomp.scheme import GComp
+from gradwire.schemes.plain import Plain
+from gradwire_lab.workloads import Workload
+
+MeanOf = Callable[[int, list[Tensor]], Tensor]
+
+_TABLE_STEPS, _SWITCH_AFTER = 4, 2  # from one look at what is sent to the next, and to the table that it gives
+
+
+class SimulatedRanks:
+    """The ranks of a scheme whose messages go round a ring or through owners, or of `plain` and `bf16`.
+
+    Args:
+        scheme: as attached; what it derives from an optimizer when it is bound has to be said by its options.
+        n_ranks: 1 or more.
+        named: the parameters by name, in the order of the gradient; GComp reads them and `optimizers`.
+    Raises: Unsupported (another scheme).
+
+    Attributes:
+        n_bytes: sent by all ranks so far. n_plain_bytes: what a ring of float32 would have sent.
+    """
+
+    def __init__(
+        self,
+        scheme: schemes.Scheme,
+        n_ranks: int,
+        named: dict[str, Tensor],
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+    ) -> None:
+        if not isinstance(scheme, Plain) and not isinstance(getattr(scheme, "collective", None), Ring | Owners):
+            raise Unsupported(f"scheme {scheme.name!r} has no ring and no owners to be simulated")
+        self.scheme, self.n_ranks, self.step = scheme, n_ranks, 0
+        self.n_bytes = self.n_plain_bytes = 0
+        self._slots: list[Slot] = list(slots_by_name(named).values())
+        ends = torch.tensor([0] + [slot.numel() for slot in self._slots]).cumsum(0).tolist()
+        self._offsets, self._n = ends[:-1], ends[-1]
+        self._metric: QuantisationMetric | None = None
+        self._importance = torch.zeros(self._n, dtype=torch.uint8)
+        self._counts = torch.zeros(256, dtype=torch.int64)
+        if isinstance(scheme, GComp) and scheme.codec.importance == "paper":
+            self._metric = QuantisationMetric(optimizers, n_ranks, scheme.promise)
+        self._residuals: list[Tensor | None] = [None] * n_ranks
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def mean(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the mean that every rank gets of its `gradients`, (n,) each; they are not changed."""
+        scheme, buckets = self.scheme, [
+            Bucket(gradient.clone(), self._slots, self._offsets, step=self.step) for gradient in gradients
+        ]  # fmt: skip
+        self.step += 1
+        self.n_plain_bytes += 8 * (self.n_ranks - 1) * self._n
+        if self.n_ranks == 1:
+            return buckets[0].buffer
+        if isinstance(scheme, Plain):
+            return self._backend_mean(buckets, scheme.wire_dtype or torch.float32)
+        assert isinstance(scheme, Compressed)
+        if self.step <= scheme.plain.n:
+            return self._backend_mean(buckets, torch.float32)
+        chosen = [bool(scheme.select(slot)) for slot in self._slots]
+        if not all(chosen):
+            raise Unsupported("tensors that are left out are not simulated")
+        if isinstance(scheme.collective, Owners):
+            return self._through_owners(buckets, scheme.collective)
+        assert isinstance(scheme.collective, Ring)
+        if isinstance(scheme, GComp):
+            self._weigh(scheme.codec)
+        return self._round_a_ring(buckets, scheme.collective)
+
+    def _backend_mean(self, buckets: list[Bucket], dtype: torch.dtype) -> Tensor:
+        """The sum of products with 1/N, in the order of ranks; a backend's own order is another."""
+        shares = [(bucket.buffer * (1.0 / self.n_ranks)).to(dtype) for bucket in buckets]
+        self.n_bytes += 2 * (self.n_ranks - 1) * self._n * dtype.itemsize
+        return functools.reduce(torch.add, shares).to(buckets[0].buffer.dtype)
+
+    def _weigh(self, codec: GCompCodec) -> None:
+        if self._metric is not None:
+            self._metric.write_importance([slot.parameter for slot in self._slots if slot.parameter is not None],
+                                          self._offsets, self._importance)  # fmt: skip
+        if self.step % _TABLE_STEPS == _SWITCH_AFTER + 1 and self._counts.any():
+            codec.use_table(HuffmanTable.from_histogram(self._counts))
+            self._counts.zero_()
+
+    # ---- a ring
+
+    def _round_a_ring(self, buckets: list[Bucket], ring: Ring) -> Tensor:
+        """Each part begins with one rank; the next ones add their share; the last one's message is everybody's."""
+        codec, world, own = ring.codec, self.n_ranks, [bucket.buffer for bucket in buckets]
+        mean, divisor = torch.empty_like(own[0]), world
+        if mean.dtype == torch.float16:  # whose sum may overflow where the mean does not
+            own, divisor = [values.float().div_(world).half() for values in own], 1
+        n_chunks = count_chunks(-(-self._n // world), ring.chunk_elements)
+        for part, chunks in enumerate(cut_into_chunks(self._n, world, n_chunks, lambda n, _: n)):
+            order = [(part + hop) % world for hop in range(world)]
+            if ring.topology == "direct":
+                order = list(range(world))
+            for chunk in chunks:
+                values, weights = chunk.values, self._importance[chunk.values]
+                recode = functools.partial(self._recoded, codec, weights, mean.dtype)
+                if ring.topology == "ring":
+                    total = own[order[0]][values]
+                    for rank in order[1:]:
+                        total = recode(total).add_(own[rank][values])
+                else:
+                    total = torch.zeros_like(mean[values])
+                    for rank in order:
+                        total = total + (own[rank][values] if rank == part else recode(own[rank][values]))
+                mean[values] = recode(total, world - 1)
+                mean[values] /= divisor
+        return mean
+
+    def _recoded(
+        self, codec: Codec, importance: Tensor, dtype: torch.dtype, values: Tensor, n_receivers: int = 1
+    ) -> Tensor:
+        room = self._room_for(codec.max_encoded_bytes(values.numel(), dtype))
+        n_bytes = int(codec.encode(values.contiguous(), room, importance))
+        self.n_bytes += n_bytes * n_receivers
+        decoded = torch.empty_like(values)
+        if isinstance(codec, GCompCodec):
+            if self.step % _TABLE_STEPS == 1:
+                codec.histogram(decoded.copy_(values), self._counts)
+            codec.decode(room[:n_bytes], decoded, importance)
+        else:
+            codec.decode(room[:n_bytes], decoded)
+        return decoded
+
+    # ---- owners
+
+    def _through_owners(self, buckets: list[Bucket], owners: Owners) -> Tensor:
+        """Every owner adds the messages of its part to its own values, and its sum's message is everybody's."""
+        codec, world = owners.codec, self.n_ranks
+        n_chunks = count_chunks(-(-self._n // world), owners.chunk_elements, QUANTISED_MIN_CHUNKS)
+        starts = self._offsets if codec.scale_values else []
+        mean = torch.empty_like(buckets[0].buffer)
+        unsent: list[Tensor | None] = [None] * world
+        if isinstance(self.scheme, Compressed) and self.scheme.error_feedback:
+            unsent = [torch.zeros(self._n) for _ in range(world)]
+        for owner, chunks in enumerate(cut_into_chunks(self._n, world, n_chunks, lambda n, _: n, starts)):
+            for index, chunk in enumerate(chunks):
+
+                def recoded(values: Tensor, rank: int, owner: int = owner, index: int = index, chunk: Chunk = chunk,
+                            n_receivers: int = 1) -> Tensor:  # fmt: skip
+                    draw = buckets[rank].draw(rank, owner, index, owner == rank)
+                    message = self._quantised(codec, values, chunk, self._residuals[rank], unsent[rank], draw)
+                    self.n_bytes += message.numel() * n_receivers
+                    decoded = torch.empty(values.numel())
+                    codec.decode(message, decoded)
+                    return decoded
+
+                total = torch.zeros(chunk.values.stop - chunk.values.start)
+                for rank, bucket in enumerate(buckets):
+                    values = bucket.buffer[chunk.values]
+                    total += values if rank == owner else recoded(values, rank)
+                if owners.pull == "raw":
+                    raise Unsupported('pull="raw" is not simulated')
+                mean[chunk.values] = recoded(total, owner, n_receivers=world - 1) / world
+        self._residuals = unsent
+        return mean
+
+    def _quantised(
+        self, codec: Quantised, values: Tensor, chunk: Chunk, residual: Tensor | None, unsent: Tensor | None, draw: int
+    ) -> Tensor:
+        room = self._room_for(codec.max_encoded_bytes(values.numel(), values.dtype, len(chunk.cuts)))
+        if unsent is None:
+            n_bytes = codec.encode(values, room, step=draw, cuts=chunk.cuts)
+        else:
+            n_bytes = codec.encode_with_residual(
+                values, None if residual is None else residual[chunk.values], room, draw,
+                new_residual=unsent[chunk.values], cuts=chunk.cuts,
+            )  # fmt: skip
+        return room[: int(n_bytes)]
+
+    def _room_for(self, n_bytes: int) -> Tensor:
+        if self._room.numel() < n_bytes:
+            self._room = torch.empty(n_bytes, dtype=torch.uint8)
+        return self._room[:n_bytes]
+
+
+def play(
+    workload: Workload,
+    n_ranks: int,
+    n_steps: int,
+    seed: int,
+    make_mean: Callable[[dict[str, Tensor], list[torch.optim.Optimizer]], MeanOf],
+) -> tuple[list[float], dict[str, float]]:
+    """Train as `n_ranks` ranks would, one after the other.
+
+    Args:
+        make_mean: given the parameters by name and their optimizers, returns what takes the step's number and the (n,)
+            gradients of all ranks, and returns what the optimizer gets.
+    Returns: the loss of every step, the mean over the ranks; what the workload evaluates in the end.
+    """
+    model = workload.build_model(seed)
+    optimizers = workload.build_optimizers(model)
+    named: dict[str, Tensor] = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    sizes, mean_of = [one.numel() for one in named.values()], make_mean(named, optimizers)
+    batches = [workload.batches(rank, n_ranks, seed=seed) for rank in range(n_ranks)]
+    losses = []
+    for step in range(n_steps):
+        gradients, total = [], 0.0
+        for batch in batches:
+            model.zero_grad(set_to_none=True)
+            loss = workload.loss(model, next(batch))
+            loss.backward()
+            total += workload.reported_loss(loss)
+            parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in named.values()]
+            gradients.append(torch.cat([part.reshape(-1) for part in parts]))
+        losses.append(total / n_ranks)
+        for parameter, part in zip(named.values(), mean_of(step, gradients).split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+        for optimizer in optimizers:
+            optimizer.step()
+    return losses, workload.evaluate(model)
+
+
+def train(
+    workload: Workload, spec: str, n_ranks: int, n_steps: int, seed: int = 0, disturb: float = 0.0
+) -> dict[str, Any]:
+    """Train under the scheme `spec`; `disturb`: the mean is multiplied by 1 + `disturb` x normal numbers.
+
+    Returns: losses of every step, `ratio` of the bytes to those of a float32 ring, and what the workload evaluates.
+    """
+    ranks: list[SimulatedRanks] = []
+    noise = torch.Generator().manual_seed(seed)
+
+    def make(named: dict[str, Tensor], optimizers: list[torch.optim.Optimizer]) -> MeanOf:
+        ranks.append(SimulatedRanks(schemes.by_name(spec), n_ranks, named, optimizers))
+        return mean_of
+
+    def mean_of(step: int, gradients: list[Tensor]) -> Tensor:
+        mean = ranks[0].mean(gradients)
+        return mean.mul_(1 + disturb * torch.randn(mean.shape, generator=noise)) if disturb else mean
+
+    losses, end = play(workload, n_ranks, n_steps, seed, make)
+    return {"losses": losses, "ratio": ranks[0].n_bytes / max(1, ranks[0].n_plain_bytes), **end}

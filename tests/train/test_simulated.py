@@ -23,9 +23,11 @@ SPECS = (
 )
 
 
-def drawn(rank: int, step: int, n: int = 200_003) -> dict[str, torch.Tensor]:
+def drawn(rank: int, step: int, world_size: int, n: int = 200_003) -> dict[str, torch.Tensor]:
+    """A large tensor, and a small one that is spared where two ranks' sum has but one order."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return {"a": torch.randn(n, generator=generator) * 1e-3, "b": torch.randn(70, generator=generator)}
+    large = torch.randn(n, generator=generator).view(-1, *[1] * (world_size == 2)) * 1e-3
+    return {"a": large, "b": torch.randn(70, generator=generator)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -34,13 +36,15 @@ def drawn(rank: int, step: int, n: int = 200_003) -> dict[str, torch.Tensor]:
 def test_simulated_ranks_get_the_bits_of_real_ones(rank: int, world_size: int, dtype: torch.dtype) -> None:
     for spec in SPECS:
         reducer = gradwire.Reducer(spec, timeout_s=100)
-        named = {name: one.to(dtype) for name, one in drawn(0, 0).items()}
+        named = {name: one.to(dtype) for name, one in drawn(0, 0, world_size).items()}
         simulated = SimulatedRanks(schemes.by_name(spec), world_size, named)
         for step in range(3):
-            tensors = {name: one.to(dtype) for name, one in drawn(rank, step).items()}
+            tensors = {name: one.to(dtype) for name, one in drawn(rank, step, world_size).items()}
             reducer.all_reduce(tensors).wait()
-            every = [torch.cat([one.to(dtype) for one in drawn(peer, step).values()]) for peer in range(world_size)]
-            assert torch.equal(torch.cat(list(tensors.values())), simulated.mean(every)), (spec, step)
+            peers = [drawn(peer, step, world_size) for peer in range(world_size)]
+            every = [torch.cat([one.to(dtype).view(-1) for one in of_peer.values()]) for of_peer in peers]
+            found = torch.cat([one.view(-1) for one in tensors.values()])
+            assert torch.equal(found, simulated.mean(every)), (spec, step)
         reducer.close()
 
 

@@ -218,8 +218,7 @@ class Compressed(Scheme):
         small = part.values.index_select(0, places)
         if part.residual is not None:  # of a state in which they were compressed
             small = small.float().add_(part.residual.index_select(0, places), alpha=part.loss_scale)
-        dtype = torch.bfloat16 if part.values.element_size() > 2 else part.values.dtype
-        sent = wire.scratch("small", places.numel(), dtype)
+        sent = wire.scratch("small", places.numel(), self.small_dtype(part.values.dtype))
         sent.copy_(small.mul_(1.0 / wire.world_size))
         part.values.index_fill_(0, places, 0.0)
         wait = wire.start_sum(sent)
@@ -232,6 +231,11 @@ class Compressed(Scheme):
                 part.unsent.index_fill_(0, places, 0.0)
 
         return put_back
+
+    def small_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which spared values of a bucket of `dtype` are summed: bfloat16, if the others have 8 bits or less."""
+        is_fine = getattr(getattr(self.collective, "codec", None), "bits", 0) > 8
+        return dtype if is_fine or dtype.itemsize == 2 else torch.bfloat16
 
     def step(self, part: Part, wire: Wire) -> None:
         """Replace `part.values` by their mean over the ranks, and write what was not sent to `part.unsent`."""

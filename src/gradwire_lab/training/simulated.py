@@ -77,26 +77,41 @@ class SimulatedRanks:
         self.n_plain_bytes += 8 * (self.n_ranks - 1) * self._n
         if self.n_ranks == 1:
             return buckets[0].buffer
+        own = [bucket.buffer for bucket in buckets]
         if isinstance(scheme, Plain):
-            return self._backend_mean(buckets, scheme.wire_dtype or torch.float32)
+            return self._backend_mean(own, scheme.wire_dtype or torch.float32)
         assert isinstance(scheme, Compressed)
         if self.step <= scheme.plain.n:
-            return self._backend_mean(buckets, torch.float32)
+            return self._backend_mean(own, torch.float32)
         chosen = [bool(scheme.select(slot)) for slot in self._slots]
         if not all(chosen):
             raise Unsupported("tensors that are left out are not simulated")
+        if isinstance(scheme, GComp):
+            self._weigh(scheme.codec)
+        spared = scheme.select.look_for_small(buckets[0])
+        if spared is None:
+            return self._compressed_mean(buckets, scheme)
+        small = self._backend_mean([one[spared] for one in own], scheme.small_dtype(own[0].dtype))
+        for one in own:
+            one[spared] = 0
+        mean = self._compressed_mean(buckets, scheme)
+        mean[spared] = small
+        for residual in self._residuals:
+            if residual is not None:
+                residual[spared] = 0
+        return mean
+
+    def _compressed_mean(self, buckets: list[Bucket], scheme: Compressed) -> Tensor:
         if isinstance(scheme.collective, Owners):
             return self._through_owners(buckets, scheme.collective)
         assert isinstance(scheme.collective, Ring)
-        if isinstance(scheme, GComp):
-            self._weigh(scheme.codec)
         return self._round_a_ring(buckets, scheme.collective)
 
-    def _backend_mean(self, buckets: list[Bucket], dtype: torch.dtype) -> Tensor:
+    def _backend_mean(self, gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
         """The sum of products with 1/N, in the order of ranks; a backend's own order is another."""
-        shares = [(bucket.buffer * (1.0 / self.n_ranks)).to(dtype) for bucket in buckets]
-        self.n_bytes += 2 * (self.n_ranks - 1) * self._n * dtype.itemsize
-        return functools.reduce(torch.add, shares).to(buckets[0].buffer.dtype)
+        shares = [(gradient * (1.0 / self.n_ranks)).to(dtype) for gradient in gradients]
+        self.n_bytes += 2 * (self.n_ranks - 1) * shares[0].numel() * dtype.itemsize
+        return functools.reduce(torch.add, shares).to(gradients[0].dtype)
 
     def _weigh(self, codec: GCompCodec) -> None:
         if self._metric is not None:

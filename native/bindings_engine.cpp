@@ -413,7 +413,7 @@ void bind_pieces(nb::module_& m) {
 // What Broadcast.receive gives; gradwire._native says what each part is.
 using HeardTuple = std::tuple<int, std::optional<int>, std::uint32_t, std::vector<std::size_t>, std::uint64_t,
                               std::uint64_t, std::optional<std::vector<double>>, int, std::vector<std::size_t>,
-                              std::int64_t, std::int64_t, std::int64_t>;
+                              std::int64_t, std::int64_t, std::int64_t, std::array<std::uint64_t, 2>>;
 
 std::optional<HeardTuple> tuple_of(const std::optional<exchange::Heard>& heard, std::size_t rank) {
   if (!heard) return std::nullopt;
@@ -422,7 +422,7 @@ std::optional<HeardTuple> tuple_of(const std::optional<exchange::Heard>& heard, 
   const auto remaining_s = head.remaining_s.empty() ? std::nullopt : std::optional(head.remaining_s);
   return HeardTuple(head.origin, block, head.body_bytes, heard->sent_bytes, head.received_bytes[rank],
                     head.receiving_us[rank], remaining_s, head.ceiling_bits, heard->newly_ended, heard->duration_ns,
-                    heard->arrived_ns, heard->decoded_ns);
+                    heard->arrived_ns, heard->decoded_ns, head.hidden_us);
 }
 
 void bind_broadcast(nb::module_& m) {
@@ -453,12 +453,12 @@ void bind_broadcast(nb::module_& m) {
       .def(
           "send",
           [](Broadcast& broadcast, const std::vector<std::size_t>& ended, int ceiling_bits,
-             std::optional<std::vector<double>> remaining_s) {
+             std::optional<std::vector<double>> remaining_s, const std::array<std::uint64_t, 2>& hidden_us) {
             exchange::Sent sent =
-                broadcast.send(ended, ceiling_bits, std::move(remaining_s).value_or(std::vector<double>()));
+                broadcast.send(ended, ceiling_bits, std::move(remaining_s).value_or(std::vector<double>()), hidden_us);
             return std::pair(std::move(sent.answers), std::move(sent.ended));
           },
-          "ended"_a, "ceiling_bits"_a, "remaining_s"_a.none(), unlocked)
+          "ended"_a, "ceiling_bits"_a, "remaining_s"_a.none(), "hidden_us"_a, unlocked)
       .def(
           "receive",
           [](Broadcast& broadcast, std::uint32_t step, std::size_t rank) {

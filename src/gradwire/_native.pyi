@@ -282,7 +282,7 @@ class Mesh:
 # origin, block (None: the head came alone), bytes of the body, bytes passed on, what the origin has received of this rank
 # and how many us that took, seconds until it needs each block, its ceiling in bits, blocks that it has ended, ns of the
 # transfer, when the body was there, when it was decoded
-_Heard = tuple[int, int | None, int, list[int], int, int, list[float] | None, int, list[int], int, int, int]
+_Heard = tuple[int, int | None, int, list[int], int, int, list[float] | None, int, list[int], int, int, int, list[int]]
 
 class Broadcast:
     """Blocks of every rank to all others, in bits, and their sum; see native/exchange/broadcast.hpp."""
@@ -300,7 +300,7 @@ class Broadcast:
     def max_body_bytes(self, block: int, n_bits: int, first_bit: int = 0) -> int: ...
     def encode(self, block: int, gradient: Any, dtype: int, n_bits: int) -> int: ...
     def send(
-        self, ended: Sequence[int], ceiling_bits: int, remaining_s: Sequence[float] | None
+        self, ended: Sequence[int], ceiling_bits: int, remaining_s: Sequence[float] | None, hidden_us: Sequence[int]
     ) -> tuple[list[int], list[int]]: ...
     def receive(self, step: int, rank: int) -> _Heard | None: ...
     def mean(self, block: int, gradient: Any, dtype: int, left_out: Any | None) -> None: ...

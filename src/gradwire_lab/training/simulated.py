@@ -65,6 +65,7 @@ class SimulatedRanks:
         self._counts = torch.zeros(256, dtype=torch.int64)
         if isinstance(scheme, GComp) and scheme.codec.importance == "paper":
             self._metric = QuantisationMetric(optimizers, n_ranks, scheme.promise)
+        self._counts_here = torch.ones(self._n)  # 0: a value that is spared, as which every message counts
         self._residuals: list[Tensor | None] = [None] * n_ranks
         self._room = torch.empty(0, dtype=torch.uint8)
 
@@ -78,10 +79,26 @@ class SimulatedRanks:
         if self.n_ranks == 1:
             return buckets[0].buffer
         if isinstance(scheme, Plain):
-            return self._backend_mean(buckets, scheme.wire_dtype or torch.float32)
+            return self._backend_mean([bucket.buffer for bucket in buckets], scheme.wire_dtype or torch.float32)
         assert isinstance(scheme, Compressed)
         if self.step <= scheme.plain.n:
-            return self._backend_mean(buckets, torch.float32)
+            return self._backend_mean([bucket.buffer for bucket in buckets], torch.float32)
+        spared = scheme.select.look_for_small(buckets[0])
+        if spared is None:
+            return self._compressed(buckets, scheme)
+        own = [bucket.buffer for bucket in buckets]
+        small = self._backend_mean([one[spared] for one in own], scheme.small_dtype(own[0].dtype))
+        for one in own:
+            one[spared] = 0
+        self._counts_here[spared] = 0
+        mean = self._compressed(buckets, scheme)
+        mean[spared] = small
+        for residual in self._residuals:
+            if residual is not None:
+                residual[spared] = 0
+        return mean
+
+    def _compressed(self, buckets: list[Bucket], scheme: Compressed) -> Tensor:
         chosen = [bool(scheme.select(slot)) for slot in self._slots]
         if not all(chosen):
             raise Unsupported("tensors that are left out are not simulated")
@@ -92,11 +109,11 @@ class SimulatedRanks:
             self._weigh(scheme.codec)
         return self._round_a_ring(buckets, scheme.collective)
 
-    def _backend_mean(self, buckets: list[Bucket], dtype: torch.dtype) -> Tensor:
+    def _backend_mean(self, values: list[Tensor], dtype: torch.dtype) -> Tensor:
         """The sum of products with 1/N, in the order of ranks; a backend's own order is another."""
-        shares = [(bucket.buffer * (1.0 / self.n_ranks)).to(dtype) for bucket in buckets]
-        self.n_bytes += 2 * (self.n_ranks - 1) * self._n * dtype.itemsize
-        return functools.reduce(torch.add, shares).to(buckets[0].buffer.dtype)
+        shares = [(own * (1.0 / self.n_ranks)).to(dtype) for own in values]
+        self.n_bytes += 2 * (self.n_ranks - 1) * values[0].numel() * dtype.itemsize
+        return functools.reduce(torch.add, shares).to(values[0].dtype)
 
     def _weigh(self, codec: GCompCodec) -> None:
         if self._metric is not None:
@@ -165,22 +182,22 @@ class SimulatedRanks:
         for owner, chunks in enumerate(cut_into_chunks(self._n, world, n_chunks, lambda n, _: n, starts)):
             for index, chunk in enumerate(chunks):
 
-                def recoded(values: Tensor, rank: int, owner: int = owner, index: int = index, chunk: Chunk = chunk,
-                            n_receivers: int = 1) -> Tensor:  # fmt: skip
+                def recoded(values: Tensor, rank: int, codec: Quantised, owner: int = owner, index: int = index,
+                            chunk: Chunk = chunk, n_receivers: int = 1) -> Tensor:  # fmt: skip
                     draw = buckets[rank].draw(rank, owner, index, owner == rank)
                     message = self._quantised(codec, values, chunk, self._residuals[rank], unsent[rank], draw)
                     self.n_bytes += message.numel() * n_receivers
                     decoded = torch.empty(values.numel())
                     codec.decode(message, decoded)
-                    return decoded
+                    return decoded.mul_(self._counts_here[chunk.values])
 
                 total = torch.zeros(chunk.values.stop - chunk.values.start)
                 for rank, bucket in enumerate(buckets):
                     values = bucket.buffer[chunk.values]
-                    total += values if rank == owner else recoded(values, rank)
+                    total += values if rank == owner else recoded(values, rank, codec)
                 if owners.pull == "raw":
                     raise Unsupported('pull="raw" is not simulated')
-                mean[chunk.values] = recoded(total, owner, n_receivers=world - 1) / world
+                mean[chunk.values] = recoded(total, owner, owners.answering, n_receivers=world - 1) / world
         self._residuals = unsent
         return mean
 

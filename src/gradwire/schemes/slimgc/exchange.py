@@ -31,7 +31,7 @@ from gradwire.wire.wire import Wire
 _PULL_BYTES_AHEAD = 2 << 20
 
 
-class BucketPlan(Selection):
+class ChosenCodecs(Selection):
     """The decision for one bucket layout.
 
     Args:

@@ -301,7 +301,8 @@ class Measuring:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "tables": [table.as_rows() for table in self.tables],
+            "table": self.tables[0].as_rows() if self.tables else None,
+            "other_tables": [table.as_rows() for table in self.tables[1:]],
             "n_measured": self.n_measured,
             "first_step": self._first_step,
             "sizes": sorted(self._sizes),
@@ -315,7 +316,8 @@ class Measuring:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing is changed if it raises. Raises: InvalidArgument."""
         try:
-            tables = [ThresholdTable.from_rows(rows) for rows in state["tables"]]
+            all_rows = [] if state["table"] is None else [state["table"], *state.get("other_tables", [])]
+            tables = [ThresholdTable.from_rows(rows) for rows in all_rows]
             times = {int(size): [_as_times(row) for row in rows] for size, rows in state["times"].items()}
             sample, sizes = state["sample"], {int(size) for size in state["sizes"]}
             n_measured, first_step, reference_s = state["n_measured"], state["first_step"], state["reference_s"]

@@ -40,7 +40,7 @@ from gradwire.schemes.plain import start_plain_mean
 from gradwire.schemes.plain_steps import PlainSteps, is_beside_adam
 from gradwire.schemes.selection import Selection, tensors_of
 from gradwire.schemes.slimgc.choosing import BucketSizes, Choice, choose
-from gradwire.schemes.slimgc.exchange import BucketPlan, CutSelection, FusedExchange
+from gradwire.schemes.slimgc.exchange import ChosenCodecs, CutSelection, FusedExchange
 from gradwire.schemes.slimgc.measuring import DeviceClock, HostClock, Later, Measuring
 from gradwire.schemes.slimgc.threshold import NEVER, check_threshold
 from gradwire.stepping.look_ahead import LookAhead, LookAheadOptions
@@ -148,7 +148,7 @@ class SlimGC(Compressed):
         self._measuring = Measuring(**how, n_codecs=len(self.codecs))
         self._last_stats: dict[str, Any] | None = None
         self._threshold = NEVER if self.threshold_bytes is None else self.threshold_bytes
-        self._plans: dict[int, tuple[int, int, BucketPlan]] = {}  # by bucket: layout, decision, plan
+        self._plans: dict[int, tuple[int, int, ChosenCodecs]] = {}  # by bucket: layout, decision, plan
         # With several codecs: what is chosen, by layout; the buckets of a step; when each was ready, after the first.
         self._choices: dict[int, Choice] = {}
         self._buckets: dict[int, tuple[int, tuple[int, ...], int]] = {}
@@ -274,7 +274,7 @@ class SlimGC(Compressed):
                 wire.flags.copy_(flags)
         return summed
 
-    def _plan_of(self, bucket: Bucket) -> BucketPlan:
+    def _plan_of(self, bucket: Bucket) -> ChosenCodecs:
         """The decision for each tensor of the bucket (algorithm 2), made anew when layout or threshold change."""
         threshold = self._threshold
         mode = None if self.threshold_bytes is not None else self._measuring.warmup_mode(bucket.step)
@@ -292,7 +292,7 @@ class SlimGC(Compressed):
                 if bucket.layout_hash not in self._choices:  # buckets have changed
                     self._measuring.is_requested = True
                 choice = self._choices.get(bucket.layout_hash, (0,) * len(sizes))
-            plan = BucketPlan(bucket, sizes, choice, functools.partial(self._cut, bucket, choice))
+            plan = ChosenCodecs(bucket, sizes, choice, functools.partial(self._cut, bucket, choice))
             known = self._plans[bucket.index] = (bucket.layout_hash, threshold, plan)
         if self._chooses:
             self._see(bucket)
@@ -328,7 +328,7 @@ class SlimGC(Compressed):
         self._threshold = zlib.crc32(repr(sorted(self._choices.items())).encode())
         self._plans.clear()
 
-    def _reduce_by_plan(self, bucket: Bucket, plan: BucketPlan, wire: Wire) -> torch.futures.Future | None:
+    def _reduce_by_plan(self, bucket: Bucket, plan: ChosenCodecs, wire: Wire) -> torch.futures.Future | None:
         if not plan.parts:
             return self._mean_raw(bucket, plan, wire)
         with wire.timing("encode"):
@@ -357,7 +357,7 @@ class SlimGC(Compressed):
                 self._take_mean(bucket, cut, part, wire)
         return None
 
-    def _mean_raw(self, bucket: Bucket, plan: BucketPlan, wire: Wire) -> torch.futures.Future | None:
+    def _mean_raw(self, bucket: Bucket, plan: ChosenCodecs, wire: Wire) -> torch.futures.Future | None:
         """Nothing is worth compressing: the backend's all-reduce, which in host memory the lane does not wait for."""
         self._flush_residuals(bucket, plan, wire)
         self._keep_own_mean(bucket, plan, wire, bucket.buffer[:0])
@@ -386,7 +386,7 @@ class SlimGC(Compressed):
         plan.part_layout = part.layout
         return part
 
-    def _fill_fp_buf(self, bucket: Bucket, plan: BucketPlan, part: Bucket, wire: Wire) -> Tensor:
+    def _fill_fp_buf(self, bucket: Bucket, plan: ChosenCodecs, part: Bucket, wire: Wire) -> Tensor:
         """(n_raw + 1,) of the bucket's dtype: the small tensors / N, and last 0.
 
         Last is NaN where large tensors are not finite and their means stay with the owners: it tells the other ranks.
@@ -399,7 +399,7 @@ class SlimGC(Compressed):
         fp_buf[-1:].fill_(math.nan if is_untold else 0.0)
         return fp_buf.mul_(1.0 / wire.world_size)
 
-    def _flush_residuals(self, bucket: Bucket, plan: BucketPlan, wire: Wire) -> None:
+    def _flush_residuals(self, bucket: Bucket, plan: ChosenCodecs, wire: Wire) -> None:
         """Add to tensors that travel raw what was left out of them, where this rank has a gradient."""
         feedback, was_flushed = self.session.feedback, plan.is_flushed
         plan.is_flushed = True

@@ -342,7 +342,7 @@ void check_exchange(std::uint8_t how, Input& input) {
       .levels = 7,
       .block = 512};
   exchange::QuantiserCodec quantiser(options);
-  exchange::EmbeddedFloatCodec embedded(64, 10, exchange::Dtype::float32);
+  exchange::EmbeddedFloatCodec embedded({64, how % 4 < 2 ? 1 : 2}, 10, exchange::Dtype::float32);
   exchange::Codec& codec = how % 2 == 0 ? static_cast<exchange::Codec&>(quantiser) : embedded;
   exchange::Account account;
   const exchange::Ticket ticket{10, kFacts};

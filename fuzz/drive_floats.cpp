@@ -31,7 +31,8 @@ std::vector<std::uint8_t> make_message(std::mt19937_64& random, floats::Dtype dt
     const int first = random() % 2 == 0 ? 0 : std::min(n_known, 31);
     const planes::Range range{first, 1 + static_cast<int>(random() % static_cast<unsigned>(32 - first))};
     out.resize(embedded_float::max_message_bytes(n_values, partition, range));
-    out.resize(embedded_float::encode(values, dtype, partition, range, out));
+    const embedded_float::Settings settings{partition, 1 + static_cast<int>(random() % 2)};
+    out.resize(embedded_float::encode(values, dtype, settings, range, out));
   } else {
     truncated_float::Settings settings{
         dtype, static_cast<truncated_float::Format>(random() % truncated_float::kFormats), 2, partition};

@@ -43,7 +43,7 @@ std::uint32_t crc_of(const Bytes& message, std::uint64_t begin, std::uint64_t en
 std::uint64_t seal(Bytes& message, bool is_embedded) {
   if (message.size() < 40) return 0;
   const gradwire::Front& front = is_embedded ? embedded_float::kFront : truncated_float::kFront;
-  gradwire::write_front(front, 1, message[5], message[6], message[7], message.data());
+  gradwire::write_front(front, is_embedded ? 1 + message[4] % 2 : 1, message[5], message[6], message[7], message.data());
   write(message, 24, std::uint64_t{message.size()});
   const auto n_elements = read<std::uint64_t>(message, 8);
   const std::size_t partition = read<std::uint16_t>(message, 16);
@@ -114,8 +114,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   std::vector<std::uint32_t> codes(n_values, 0x12345678);
   Bytes exponents(embedded_float::partitions_of(n_values, 256), 120);
   expect_typed_errors([&] {
-    const int known = embedded_float::refine(message, {codes, exponents, dtype, 256, n_known});
-    embedded_float::write({codes, exponents, dtype, 256, known}, values);
+    const embedded_float::Settings settings{256, message.size() > 4 && message[4] == 1 ? 1 : 2};
+    const int known = embedded_float::refine(message, {codes, exponents, dtype, settings, n_known});
+    embedded_float::write({codes, exponents, dtype, settings, known}, values);
   });
   return 0;
 }

@@ -196,7 +196,8 @@ void check_broadcast(Meshes& meshes, std::uint32_t stream, std::size_t n, unsign
     std::vector<exchange::BlockShape> shapes;
     for (std::size_t block = 0; block < kBlocks; ++block)
       shapes.push_back({"a block", n / (block + 1), exchange::Dtype::float32});
-    exchange::Broadcast broadcast(mesh, stream, is_ring, shapes, 256, 1, 2);
+    exchange::Broadcast broadcast(mesh, stream, is_ring ? exchange::Topology::ring : exchange::Topology::fan_out,
+                                  shapes, {256, 2}, 1, 2);
     for (std::uint32_t step = 0; step < 2; ++step) {
       std::vector<std::vector<float>> mine, values, left_out;
       for (std::size_t block = 0; block < kBlocks; ++block) {

@@ -80,6 +80,8 @@ void bind_sketch(nb::module_& m) {
         unlocked);
   m.def("sketch_query_bloom", &sketch::query_bloom, "filter"_a, "n_elements"_a, "n_hashes"_a, "seed"_a, "words"_a,
         unlocked);
+  m.def("sketch_pack_bits", &sketch::pack_bits, "words"_a, "among"_a, "packed"_a, unlocked);
+  m.def("sketch_keep_bits", &sketch::keep_bits, "packed"_a, "words"_a, unlocked);
   m.def("pack_values", &packing::pack, "values"_a, "item_bytes"_a, "words"_a, "packed"_a, unlocked);
   m.def("unpack_values", &packing::unpack, "packed"_a, "item_bytes"_a, "words"_a, "values"_a, unlocked);
   m.attr("SKETCH_BLOOM_ROW_WORDS") = sketch::kBloomRowWords;

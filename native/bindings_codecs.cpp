@@ -158,12 +158,13 @@ void bind_gcomp(nb::module_& m) {
 
 // Signed words are as good as unsigned ones.
 embedded_float::Known known_of(std::span<std::int32_t> codes, Bytes exponents, floats::Dtype dtype,
-                               std::size_t partition, int n_known) {
-  embedded_float::check_settings(partition, {0, 1});
+                               std::size_t partition, int format, int n_known) {
+  const embedded_float::Settings settings{partition, format};
+  embedded_float::check_settings(settings, {0, 1});
   if (exponents.size() != embedded_float::partitions_of(codes.size(), partition))
     throw InvalidArgument("embedded-float: one exponent for every partition");
   if (n_known < 0 || n_known > embedded_float::kPlanes) throw InvalidArgument("embedded-float: 0 to 32 known planes");
-  return {{reinterpret_cast<std::uint32_t*>(codes.data()), codes.size()}, exponents, dtype, partition, n_known};
+  return {{reinterpret_cast<std::uint32_t*>(codes.data()), codes.size()}, exponents, dtype, settings, n_known};
 }
 
 void bind_embedded_float(nb::module_& m) {
@@ -172,52 +173,57 @@ void bind_embedded_float(nb::module_& m) {
   m.def(
       "embedded_float_max_bytes",
       [](std::uint64_t n_elements, std::size_t partition, int first_bit, int n_bits) {
-        embedded_float::check_settings(partition, {first_bit, n_bits});
+        embedded_float::check_settings({partition, embedded_float::kRoots}, {first_bit, n_bits});
         return embedded_float::max_message_bytes(n_elements, partition, {first_bit, n_bits});
       },
       "n_elements"_a, "partition"_a, "first_bit"_a, "n_bits"_a);
   m.def(
       "embedded_float_encode",
-      [](ConstBytes values, Dtype dtype, std::size_t partition, int first_bit, int n_bits, Bytes out) {
-        return embedded_float::encode(values, dtype, partition, {first_bit, n_bits}, out);
+      [](ConstBytes values, Dtype dtype, std::size_t partition, int format, int first_bit, int n_bits, Bytes out) {
+        return embedded_float::encode(values, dtype, {partition, format}, {first_bit, n_bits}, out);
       },
-      "values"_a, "dtype"_a, "partition"_a, "first_bit"_a, "n_bits"_a, "out"_a, unlocked);
+      "values"_a, "dtype"_a, "partition"_a, "format"_a, "first_bit"_a, "n_bits"_a, "out"_a, unlocked);
   m.def("embedded_float_decode", &embedded_float::decode, "message"_a, "dtype"_a, "values"_a, unlocked);
   m.def(
       "embedded_float_refine",
-      [](ConstBytes message, Codes codes, Bytes exponents, Dtype dtype, std::size_t partition, int n_known) {
-        return embedded_float::refine(message, known_of(codes, exponents, dtype, partition, n_known));
+      [](ConstBytes message, Codes codes, Bytes exponents, Dtype dtype, std::size_t partition, int format,
+         int n_known) {
+        return embedded_float::refine(message, known_of(codes, exponents, dtype, partition, format, n_known));
       },
-      "message"_a, "codes"_a, "exponents"_a, "dtype"_a, "partition"_a, "n_known"_a, unlocked);
+      "message"_a, "codes"_a, "exponents"_a, "dtype"_a, "partition"_a, "format"_a, "n_known"_a, unlocked);
   m.def(
       "embedded_float_write",
-      [](Codes codes, Bytes exponents, Dtype dtype, std::size_t partition, int n_known, Bytes values) {
+      [](Codes codes, Bytes exponents, Dtype dtype, std::size_t partition, int format, int n_known, Bytes values) {
         if (n_known < 1 || values.size() != codes.size() * floats::bytes_of(dtype))
           throw InvalidArgument("embedded-float: write: out has another size, or no plane is known");
-        embedded_float::write(known_of(codes, exponents, dtype, partition, n_known), values);
+        embedded_float::write(known_of(codes, exponents, dtype, partition, format, n_known), values);
       },
-      "codes"_a, "exponents"_a, "dtype"_a, "partition"_a, "n_known"_a, "values"_a, unlocked);
+      "codes"_a, "exponents"_a, "dtype"_a, "partition"_a, "format"_a, "n_known"_a, "values"_a, unlocked);
   m.def(
       "embedded_float_add",
-      [](Codes codes, Bytes exponents, Dtype dtype, std::size_t partition, int n_known, Floats sums) {
+      [](Codes codes, Bytes exponents, Dtype dtype, std::size_t partition, int format, int n_known, Floats sums) {
         if (n_known < 1 || sums.size() != codes.size())
           throw InvalidArgument("embedded-float: add: sums have another size, or no plane is known");
-        embedded_float::add(known_of(codes, exponents, dtype, partition, n_known), sums);
+        embedded_float::add(known_of(codes, exponents, dtype, partition, format, n_known), sums);
       },
-      "codes"_a, "exponents"_a, "dtype"_a, "partition"_a, "n_known"_a, "sums"_a, unlocked);
-  m.def("embedded_float_quantise", &embedded_float::quantise, "values"_a, "dtype"_a, "partition"_a, "n_known"_a,
-        "out"_a, unlocked);
+      "codes"_a, "exponents"_a, "dtype"_a, "partition"_a, "format"_a, "n_known"_a, "sums"_a, unlocked);
+  m.def(
+      "embedded_float_quantise",
+      [](ConstBytes values, Dtype dtype, std::size_t partition, int format, int n_known, Bytes out) {
+        embedded_float::quantise(values, dtype, {partition, format}, n_known, out);
+      },
+      "values"_a, "dtype"_a, "partition"_a, "format"_a, "n_known"_a, "out"_a, unlocked);
   m.def(
       "embedded_float_header",
       [](ConstBytes message) {
         const embedded_float::Header header = embedded_float::read_header(message);
         nb::dict result;
         result["codec"] = "embedded-float";
-        result["format_version"] = 1;
+        result["format_version"] = header.settings.format;
         result["dtype"] = floats::name_of(header.dtype);
         result["first_bit"] = header.range.first;
         result["n_bits"] = header.range.n;
-        result["partition"] = header.partition;
+        result["partition"] = header.settings.partition;
         result["n_elements"] = header.n_elements;
         result["holds_nonfinite"] = (header.flags & embedded_float::kFlagNonfinite) != 0;
         result["message_bytes"] = header.message_bytes;

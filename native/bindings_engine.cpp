@@ -8,6 +8,7 @@
 #include "exchange/broadcast.hpp"
 #include "exchange/codecs.hpp"
 #include "exchange/means.hpp"
+#include "exchange/shards.hpp"
 #include "switch/client.hpp"
 #include "switch/server.hpp"
 #include "wire/mesh.hpp"
@@ -216,16 +217,22 @@ void bind_exchange_codecs(nb::module_& m) {
       "dtype"_a, "format"_a, "n_bits"_a, "partition"_a, "rounding"_a, "seed"_a, "first_step"_a);
   m.def(
       "embedded_float_exchange_codec",
-      [](Dtype dtype, std::size_t partition, std::size_t n_bits) -> Made {
-        return std::make_unique<exchange::EmbeddedFloatCodec>(partition, n_bits, dtype);
+      [](Dtype dtype, std::size_t partition, int format, std::size_t n_bits) -> Made {
+        return std::make_unique<exchange::EmbeddedFloatCodec>(embedded_float::Settings{partition, format}, n_bits,
+                                                              dtype);
       },
-      "dtype"_a, "partition"_a, "n_bits"_a);
+      "dtype"_a, "partition"_a, "format"_a, "n_bits"_a);
   m.def(
       "quantiser_exchange_codec",
       [](const Quantiser& quantiser, std::uint64_t first_step) -> Made {
         return std::make_unique<exchange::QuantiserCodec>(options_of(quantiser, first_step));
       },
       "quantiser"_a, "first_step"_a);
+  m.def(
+      "exact_exchange_codec",
+      [](Codec& codec, Dtype dtype) -> Made { return std::make_unique<exchange::ExactCodec>(codec, dtype); }, "codec"_a,
+      "dtype"_a, nb::keep_alive<0, 1>());
+  m.def("bfloat16_exchange_codec", []() -> Made { return std::make_unique<exchange::Bfloat16Codec>(); });
   m.def(
       "python_exchange_codec",
       [](nb::object codec, nb::object dtype, const BucketImportance* importance) -> Made {
@@ -267,17 +274,57 @@ void bind_means(nb::module_& m) {
       [](Mesh& mesh, std::uint32_t stream, const Facts& facts, const Quantiser& quantiser, Bytes gradient, Dtype dtype,
          ConstFloats residual, Floats unsent, float residual_scale,
          std::vector<std::pair<std::size_t, std::size_t>> spans, std::vector<bool> is_used, std::size_t n_chunks,
-         std::vector<std::uint64_t> draws, bool pulls_raw) {
+         std::vector<std::uint64_t> draws, bool pulls_raw, int pull_levels) {
         const exchange::QuantisedBucket bucket{
             values_of(gradient, dtype), residual, unsent,           residual_scale, std::move(spans),
-            std::move(is_used),         n_chunks, std::move(draws), pulls_raw};
+            std::move(is_used),         n_chunks, std::move(draws), pulls_raw,      pull_levels};
         exchange::Account account;
         const auto result =
             exchange::quantised_mean(mesh, {stream, facts_of(facts)}, options_of(quantiser, 0), bucket, account);
         return std::tuple(result.is_used_by_any, result.is_finite, tuple_of(account));
       },
       "mesh"_a, "stream"_a, "facts"_a, "quantiser"_a, "gradient"_a, "dtype"_a, "residual"_a.none(), "unsent"_a.none(),
-      "residual_scale"_a, "spans"_a, "is_used"_a, "n_chunks"_a, "draws"_a, "pulls_raw"_a, unlocked);
+      "residual_scale"_a, "spans"_a, "is_used"_a, "n_chunks"_a, "draws"_a, "pulls_raw"_a, "pull_levels"_a, unlocked);
+}
+
+void bind_shards(nb::module_& m) {
+  using exchange::Codec;
+  using wire::Mesh;
+  m.def(
+      "gather_parts",
+      [](Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& codec, Bytes all, Dtype dtype, bool adopts_own,
+         std::size_t n_chunks) {
+        exchange::Account account;
+        exchange::gather_parts(mesh, {stream, facts_of(facts)}, codec, values_of(all, dtype), adopts_own, n_chunks,
+                               account);
+        return tuple_of(account);
+      },
+      "mesh"_a, "stream"_a, "facts"_a, "codec"_a, "all"_a, "dtype"_a, "adopts_own"_a, "n_chunks"_a, unlocked);
+  m.def(
+      "scatter_sums",
+      [](Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& codec, Bytes all, Dtype dtype,
+         std::size_t divisor, std::size_t n_chunks) {
+        exchange::Account account;
+        exchange::scatter_sums(mesh, {stream, facts_of(facts)}, codec, values_of(all, dtype), divisor, n_chunks,
+                               account);
+        return tuple_of(account);
+      },
+      "mesh"_a, "stream"_a, "facts"_a, "codec"_a, "all"_a, "dtype"_a, "divisor"_a, "n_chunks"_a, unlocked);
+  // One message, for tests and corrupt ones; what an exchange calls.
+  m.def(
+      "exchange_codec_encode",
+      [](Codec& codec, Bytes values, Dtype dtype, Bytes out) { return codec.encode(values_of(values, dtype), 0, out); },
+      "codec"_a, "values"_a, "dtype"_a, "out"_a, unlocked);
+  m.def(
+      "exchange_codec_decode",
+      [](Codec& codec, ConstBytes message, Bytes values, Dtype dtype) {
+        codec.decode(message, 0, values_of(values, dtype));
+      },
+      "codec"_a, "message"_a, "values"_a, "dtype"_a, unlocked);
+  m.def(
+      "exchange_codec_max_bytes",
+      [](const Codec& codec, std::size_t n_values) { return codec.max_message_bytes(n_values); }, "codec"_a,
+      "n_values"_a);
 }
 
 struct PieceGroups {
@@ -364,16 +411,16 @@ void bind_pieces(nb::module_& m) {
 }
 
 // What Broadcast.receive gives; gradwire._native says what each part is.
-using HeardTuple = std::tuple<int, std::optional<int>, std::uint32_t, std::size_t, std::uint64_t, std::uint64_t,
-                              std::optional<std::vector<double>>, int, std::vector<std::size_t>, std::int64_t,
-                              std::int64_t, std::int64_t>;
+using HeardTuple = std::tuple<int, std::optional<int>, std::uint32_t, std::vector<std::size_t>, std::uint64_t,
+                              std::uint64_t, std::optional<std::vector<double>>, int, std::vector<std::size_t>,
+                              std::int64_t, std::int64_t, std::int64_t>;
 
 std::optional<HeardTuple> tuple_of(const std::optional<exchange::Heard>& heard, std::size_t rank) {
   if (!heard) return std::nullopt;
   const exchange::Head& head = heard->head;
   const auto block = head.block == exchange::kNoBlock ? std::nullopt : std::optional<int>(head.block);
   const auto remaining_s = head.remaining_s.empty() ? std::nullopt : std::optional(head.remaining_s);
-  return HeardTuple(head.origin, block, head.body_bytes, heard->forwarded_bytes, head.received_bytes[rank],
+  return HeardTuple(head.origin, block, head.body_bytes, heard->sent_bytes, head.received_bytes[rank],
                     head.receiving_us[rank], remaining_s, head.ceiling_bits, heard->newly_ended, heard->duration_ns,
                     heard->arrived_ns, heard->decoded_ns);
 }
@@ -384,16 +431,17 @@ void bind_broadcast(nb::module_& m) {
   nb::class_<Broadcast>(m, "Broadcast")
       .def(
           "__init__",
-          [](Broadcast* place, wire::Mesh& mesh, std::uint32_t stream, bool is_ring, const Shapes& shapes,
-             std::size_t partition, std::uint32_t configuration, std::uint32_t blocks_hash) {
+          [](Broadcast* place, wire::Mesh& mesh, std::uint32_t stream, int topology, const Shapes& shapes,
+             std::size_t partition, int format, std::uint32_t configuration, std::uint32_t blocks_hash) {
             std::vector<exchange::BlockShape> blocks;
             for (const auto& [name, n, dtype] : shapes) blocks.push_back({name, n, dtype});
-            new (place) Broadcast(mesh, stream, is_ring, std::move(blocks), partition, configuration, blocks_hash);
+            new (place) Broadcast(mesh, stream, static_cast<exchange::Topology>(topology), std::move(blocks),
+                                  {partition, format}, configuration, blocks_hash);
           },
-          "mesh"_a, "stream"_a, "is_ring"_a, "blocks"_a, "partition"_a, "configuration"_a, "blocks_hash"_a,
+          "mesh"_a, "stream"_a, "topology"_a, "blocks"_a, "partition"_a, "format"_a, "configuration"_a, "blocks_hash"_a,
           nb::keep_alive<1, 2>(), unlocked)
       .def_prop_ro("n_copies", &Broadcast::n_copies)
-      .def_prop_ro("head_bytes", &Broadcast::head_bytes)
+      .def_prop_ro("queued_bytes", &Broadcast::queued_bytes)
       .def("begin", &Broadcast::begin, "step"_a)
       .def("max_body_bytes", &Broadcast::max_body_bytes, "block"_a, "n_bits"_a, "first_bit"_a = 0)
       .def(
@@ -406,7 +454,9 @@ void bind_broadcast(nb::module_& m) {
           "send",
           [](Broadcast& broadcast, const std::vector<std::size_t>& ended, int ceiling_bits,
              std::optional<std::vector<double>> remaining_s) {
-            broadcast.send(ended, ceiling_bits, std::move(remaining_s).value_or(std::vector<double>()));
+            exchange::Sent sent =
+                broadcast.send(ended, ceiling_bits, std::move(remaining_s).value_or(std::vector<double>()));
+            return std::pair(std::move(sent.answers), std::move(sent.ended));
           },
           "ended"_a, "ceiling_bits"_a, "remaining_s"_a.none(), unlocked)
       .def(
@@ -496,6 +546,7 @@ void bind_engine(nb::module_& m) {
   bind_mesh(m);
   bind_exchange_codecs(m);
   bind_means(m);
+  bind_shards(m);
   bind_pieces(m);
   bind_broadcast(m);
   bind_switch(m);

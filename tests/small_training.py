@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 
 Loss = Callable[[nn.Module, int, int], Tensor]
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+MakeOptimizer = Callable[[Any], Any]  # one, or a list of several
 
 
 def layers() -> nn.Module:
@@ -29,6 +29,13 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def muon_and_adamw(parameters: Any) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, AdamW for the rest."""
+    several = list(parameters)
+    matrices, rest = [p for p in several if p.ndim == 2], [p for p in several if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-3)]
 
 
 def batch_of(rank: int, step: int) -> Tensor:
@@ -64,14 +71,16 @@ class Training:
     ) -> None:
         self.rank, self.loss = rank, loss
         self.ddp = DistributedDataParallel(model(), **{"bucket_cap_mb": 0.2, **(ddp or {})})
-        self.optimizer = optimizer(self.ddp.parameters())
+        made = optimizer(self.ddp.parameters())
+        self.optimizers = made if isinstance(made, list) else [made]
+        self.optimizer = self.optimizers[0]
         self.attachment: Any = None
         if scheme is not None:
-            self.attachment = gradwire.attach(self.ddp, self.optimizer, scheme, **options)
+            self.attachment = gradwire.attach(self.ddp, made, scheme, **options)
 
     def backward(self, step: int, factor: float = 1.0) -> float:
         """New gradients, of the loss times `factor`, which is returned."""
-        self.optimizer.zero_grad()
+        self.ddp.zero_grad()
         loss = factor * self.loss(self.ddp, self.rank, step)
         loss.backward()
         return loss.item()
@@ -81,7 +90,8 @@ class Training:
         losses = []
         for step in steps:
             losses.append(self.backward(step, factor))
-            self.optimizer.step()
+            for one in self.optimizers:
+                one.step()
         return losses
 
     def flat(self) -> Tensor:
@@ -105,13 +115,14 @@ class Training:
     def state(self) -> tuple[Any, ...]:
         """Of model, optimizer and attachment, as a file gives it back."""
         file = io.BytesIO()
-        torch.save([one.state_dict() for one in (self.ddp.module, self.optimizer, self.attachment)], file)
+        torch.save([one.state_dict() for one in (self.ddp.module, *self.optimizers, self.attachment)], file)
         file.seek(0)
         return tuple(torch.load(file, weights_only=True))
 
     def load(self, state: tuple[Any, ...]) -> Training:
-        model, optimizer, attachment = copy.deepcopy(state)
+        model, *optimizers, attachment = copy.deepcopy(state)
         self.ddp.module.load_state_dict(model)
-        self.optimizer.load_state_dict(optimizer)
+        for one, own in zip(self.optimizers, optimizers, strict=True):
+            one.load_state_dict(own)
         self.attachment.load_state_dict(attachment)
         return self

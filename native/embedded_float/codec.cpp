@@ -12,8 +12,10 @@
 
 namespace gradwire::embedded_float {
 
-void check_settings(std::size_t partition, planes::Range range) {
-  floats::check_partition(partition);
+void check_settings(const Settings& settings, planes::Range range) {
+  floats::check_partition(settings.partition);
+  if (settings.format < kLinear || settings.format > kRoots)
+    throw InvalidArgument("embedded-float: format ", settings.format, ": there are 1 and 2");
   if (range.first < 0 || range.n < 1 || range.first > kPlanes || range.n > kPlanes - range.first)
     throw InvalidArgument("planes ", range.first, " to ", range.first + range.n - 1,
                           ": there are 32, 0 to 31, and a message holds at least one");
@@ -38,8 +40,12 @@ ChunkEntry load_entry(const std::uint8_t* message, std::size_t chunk) {
 
 Header read_header(ConstBytes message) {
   const floats::Head head = floats::read_head(kFront, message);
-  const Header header{
-      head.dtype, {head.first_code, head.second_code}, head.flags, head.partition, head.n_elements, head.message_bytes};
+  const Header header{{head.partition, head.version},
+                      head.dtype,
+                      {head.first_code, head.second_code},
+                      head.flags,
+                      head.n_elements,
+                      head.message_bytes};
   // The first test keeps sums from overflowing: each table entry stands for at most 16,384 values.
   const std::uint64_t n_entries = (message.size() - kFront.header_bytes) / kChunkEntryBytes;
   const std::uint64_t n_elements = header.n_elements, n_chunks = chunks_of(n_elements);
@@ -56,8 +62,9 @@ Header read_header(ConstBytes message) {
       fail_message(kFront.name, "chunk ", chunk, ": ", n, " escapes");
     n_escapes += n;
   }
-  const std::uint64_t expected =
-      kFront.table_end(n_chunks) + payload_bytes(n_elements, header.partition, header.range) + n_escapes * kEscapeBytes;
+  const std::uint64_t expected = kFront.table_end(n_chunks) +
+                                 payload_bytes(n_elements, header.settings.partition, header.range) +
+                                 n_escapes * kEscapeBytes;
   if (expected != message.size())
     fail_message(kFront.name, "its content takes ", expected, " bytes, not ", message.size());
   return header;
@@ -73,8 +80,10 @@ void write_entry(const ChunkEntry& entry, std::size_t chunk, std::uint8_t* messa
 
 // The header's fields and the checksum over header and chunk table, which is in place already.
 void write_header(const Header& header, std::uint8_t* message) {
-  const auto& [dtype, range, flags, partition, n_elements, message_bytes] = header;
-  floats::write_head(kFront, {dtype, range.first, range.n, flags, partition, n_elements, message_bytes}, message);
+  const auto& [settings, dtype, range, flags, n_elements, message_bytes] = header;
+  floats::write_head(
+      kFront, {settings.format, dtype, range.first, range.n, flags, settings.partition, n_elements, message_bytes},
+      message);
   write_checksum(kFront, message, chunks_of(n_elements));
 }
 
@@ -183,7 +192,7 @@ class Reader {
   Reader(ConstBytes message, Dtype dtype, std::uint64_t n_elements)
       : header(read_header(message)), message_(message.data()) {
     expect_values(kFront.name, dtype, n_elements, header.dtype, header.n_elements);
-    if (header.is_last()) offsets_ = escape_offsets(message_, n_elements, header.partition, header.range);
+    if (header.is_last()) offsets_ = escape_offsets(message_, n_elements, header.settings.partition, header.range);
   }
 
   const std::uint8_t* payload(const floats::Chunk& chunk) const { return message_ + chunk.begin; }
@@ -211,7 +220,8 @@ class Reader {
     for (std::size_t i = 0; i < extra.n; ++i) {
       const std::size_t index = extra.index(i);
       if (index >= chunk.n || (i > 0 && index <= extra.index(i - 1))) fail_at(chunk.index, "escapes out of order");
-      if (exponents[index / header.partition] == kRawExponent) fail_at(chunk.index, "an escape in a raw partition");
+      if (exponents[index / header.settings.partition] == kRawExponent)
+        fail_at(chunk.index, "an escape in a raw partition");
       if ((extra.word(i) & 0x7F800000) == 0x7F800000) fail_at(chunk.index, "an escape that is not finite");
     }
   }
@@ -246,14 +256,15 @@ void finish(const Kernels& kernels, std::uint32_t* codes, std::size_t n, std::ui
 
 }  // namespace
 
-std::uint64_t encode(ConstBytes values, Dtype dtype, std::size_t partition, planes::Range range, Bytes out) {
-  check_settings(partition, range);
+std::uint64_t encode(ConstBytes values, Dtype dtype, const Settings& settings, planes::Range range, Bytes out) {
+  check_settings(settings, range);
+  const std::size_t partition = settings.partition;
   const std::size_t value_bytes = floats::bytes_of(dtype);
   const std::uint64_t n_elements = elements_of(values, dtype);
   const std::uint64_t max_bytes = max_message_bytes(n_elements, partition, range);
   check_room(kFront.name, out, max_bytes);
-  Header header{dtype, range, 0, partition, n_elements, max_bytes};
-  const Kernels& kernels = kernels_for(dtype);
+  Header header{settings, dtype, range, 0, n_elements, max_bytes};
+  const Kernels& kernels = kernels_for(dtype, settings.format);
   std::uint8_t* const message = out.data();
   std::atomic<bool> holds_nonfinite{false};
   for_chunks(n_elements, partition, range, [&](const floats::Chunk& chunk) {
@@ -307,14 +318,14 @@ void decode(ConstBytes message, Dtype dtype, Bytes values) {
   if (!header.holds_exponents())
     fail_message(kFront.name, "it begins with plane ", header.range.first,
                  ": it refines what came before, and is nothing by itself");
-  const Kernels& kernels = kernels_for(dtype);
-  for_chunks(header.n_elements, header.partition, header.range, [&](const floats::Chunk& chunk) {
+  const Kernels& kernels = kernels_for(dtype, header.settings.format);
+  for_chunks(header.n_elements, header.settings.partition, header.range, [&](const floats::Chunk& chunk) {
     const std::uint8_t* const exponents = reader.payload(chunk);
     reader.check(chunk, exponents);
     const Escapes escapes = reader.escapes(chunk);
     std::size_t escape = 0;
     const std::uint8_t* from = reader.planes(chunk);
-    for_partitions(chunk, header.partition,
+    for_partitions(chunk, header.settings.partition,
                    [&](std::size_t index, std::size_t first, std::size_t n, std::size_t plane_bytes) {
                      std::uint32_t codes[kMaxPartition];
                      unpack(from, n, header.range, 0, codes);
@@ -333,22 +344,24 @@ void decode(ConstBytes message, Dtype dtype, Bytes values) {
 int refine(ConstBytes message, const Known& known) {
   const Reader reader(message, known.dtype, known.codes.size());
   const Header& header = reader.header;
-  expect(kFront.name, "values in a partition", known.partition, header.partition);
+  expect(kFront.name, "values in a partition", known.settings.partition, header.settings.partition);
+  expect(kFront.name, "format", static_cast<std::uint64_t>(known.settings.format),
+         static_cast<std::uint64_t>(header.settings.format));
   if (header.range.first != known.n_known)
     fail_message(kFront.name, "it begins with plane ", header.range.first, "; the next one to come is ", known.n_known);
-  const std::size_t partitions_a_chunk = kChunkValues / header.partition;
+  const std::size_t partitions_a_chunk = kChunkValues / header.settings.partition;
   const auto exponents_of = [&](const floats::Chunk& chunk) -> const std::uint8_t* {
     return header.holds_exponents() ? reader.payload(chunk) : known.exponents.data() + chunk.index * partitions_a_chunk;
   };
-  for_chunks(header.n_elements, header.partition, header.range,
+  for_chunks(header.n_elements, header.settings.partition, header.range,
              [&](const floats::Chunk& chunk) { reader.check(chunk, exponents_of(chunk)); });
-  const Kernels& kernels = kernels_for(known.dtype);
-  for_chunks(header.n_elements, header.partition, header.range, [&](const floats::Chunk& chunk) {
+  const Kernels& kernels = kernels_for(known.dtype, known.settings.format);
+  for_chunks(header.n_elements, header.settings.partition, header.range, [&](const floats::Chunk& chunk) {
     const std::uint8_t* const exponents = exponents_of(chunk);
     const std::uint8_t* from = reader.planes(chunk);
     std::uint32_t* const codes = known.codes.data() + chunk.first;
     const std::uint32_t keep = header.holds_exponents() ? 0 : ~std::uint32_t{0};
-    for_partitions(chunk, header.partition,
+    for_partitions(chunk, header.settings.partition,
                    [&](std::size_t index, std::size_t first, std::size_t n, std::size_t plane_bytes) {
                      if (n == padded(n)) {
                        unpack(from, n, header.range, keep, codes + first);
@@ -370,24 +383,24 @@ int refine(ConstBytes message, const Known& known) {
 }
 
 void write(const Known& known, Bytes values) {
-  const Kernels& kernels = kernels_for(known.dtype);
+  const Kernels& kernels = kernels_for(known.dtype, known.settings.format);
   const std::size_t value_bytes = floats::bytes_of(known.dtype);
-  for_chunks(known.codes.size(), known.partition, {0, 1}, [&](const floats::Chunk& chunk) {
-    for_partitions(chunk, known.partition, [&](std::size_t, std::size_t first, std::size_t n, std::size_t) {
+  for_chunks(known.codes.size(), known.settings.partition, {0, 1}, [&](const floats::Chunk& chunk) {
+    for_partitions(chunk, known.settings.partition, [&](std::size_t, std::size_t first, std::size_t n, std::size_t) {
       const std::size_t at = chunk.first + first;
-      write_partition(kernels, known.codes.data() + at, n, known.exponents[at / known.partition], known.n_known,
-                      values.data() + at * value_bytes);
+      write_partition(kernels, known.codes.data() + at, n, known.exponents[at / known.settings.partition],
+                      known.n_known, values.data() + at * value_bytes);
     });
   });
 }
 
 void add(const Known& known, Floats sums) {
-  const Kernels& kernels = kernels_for(known.dtype);
-  const Kernels& to_float32 = kernels_for(Dtype::float32);
-  for_chunks(known.codes.size(), known.partition, {0, 1}, [&](const floats::Chunk& chunk) {
-    for_partitions(chunk, known.partition, [&](std::size_t, std::size_t first, std::size_t n, std::size_t) {
+  const Kernels& kernels = kernels_for(known.dtype, known.settings.format);
+  const Kernels& to_float32 = kernels_for(Dtype::float32, known.settings.format);
+  for_chunks(known.codes.size(), known.settings.partition, {0, 1}, [&](const floats::Chunk& chunk) {
+    for_partitions(chunk, known.settings.partition, [&](std::size_t, std::size_t first, std::size_t n, std::size_t) {
       const std::size_t at = chunk.first + first;
-      const std::uint32_t exponent = known.exponents[at / known.partition];
+      const std::uint32_t exponent = known.exponents[at / known.settings.partition];
       const std::uint32_t* const codes = known.codes.data() + at;
       float* const to = sums.data() + at;
       std::uint32_t words[kMaxPartition];
@@ -403,14 +416,15 @@ void add(const Known& known, Floats sums) {
   });
 }
 
-void quantise(ConstBytes values, Dtype dtype, std::size_t partition, int n_known, Bytes out) {
-  check_settings(partition, {0, n_known});
+void quantise(ConstBytes values, Dtype dtype, const Settings& settings, int n_known, Bytes out) {
+  check_settings(settings, {0, n_known});
+  const std::size_t partition = settings.partition;
   if (out.size() != values.size()) throw InvalidArgument("embedded-float: quantise: out has another size");
   if (n_known == kPlanes) {
     if (out.data() != values.data()) std::memcpy(out.data(), values.data(), values.size());
     return;
   }
-  const Kernels& kernels = kernels_for(dtype);
+  const Kernels& kernels = kernels_for(dtype, settings.format);
   const std::size_t value_bytes = floats::bytes_of(dtype);
   const std::uint32_t mask = ~std::uint32_t{0} << (32 - n_known);
   for_chunks(values.size() / value_bytes, partition, {0, n_known}, [&](const floats::Chunk& chunk) {

@@ -1,5 +1,6 @@
 // Embedded floats: one shared exponent a partition, signs and magnitudes in bit planes, the most significant first. Any
-// first planes decode, any further ones refine, and after all 32 and the escapes every value is exact.
+// first planes decode, any further ones refine, and after all 32 and the escapes every value is exact. The magnitudes
+// are roots (format 2), so that small ones are known more finely, or as published (format 1) the values' own.
 // docs/format.md#embedded-float
 #pragma once
 
@@ -18,16 +19,23 @@ using floats::kFlagNonfinite;
 using floats::kMaxPartition;
 using floats::partitions_of;
 
-inline constexpr int kPlanes = 32;  // the sign, then 31 bits of magnitude
+inline constexpr int kPlanes = 32;             // the sign, then 31 bits of magnitude
+inline constexpr int kLinear = 1, kRoots = 2;  // formats: what the magnitudes of codes are
 inline constexpr std::size_t kChunkEntryBytes = 8;
-inline constexpr Front kFront{"embedded-float", "GWEF", 1, 40, kChunkEntryBytes};
+inline constexpr Front kFront{"embedded-float", "GWEF", kRoots, 40, kChunkEntryBytes};
 inline constexpr std::size_t kEscapeBytes = 6;  // an index of 2 bytes, a word of 4
 
+// What all messages of one gradient share.
+struct Settings {
+  std::size_t partition;
+  int format;
+};
+
 struct Header {
+  Settings settings;
   Dtype dtype;
   planes::Range range;
   std::uint16_t flags;
-  std::size_t partition;
   std::uint64_t n_elements;
   std::uint64_t message_bytes;
 
@@ -40,8 +48,8 @@ struct ChunkEntry {
   std::uint32_t n_escapes;
 };
 
-// Throws InvalidArgument where partition or range is out of range.
-void check_settings(std::size_t partition, planes::Range range);
+// Throws InvalidArgument where settings or range are out of range.
+void check_settings(const Settings& settings, planes::Range range);
 // Bytes of the exponents and planes of n_values values that begin at a chunk.
 std::uint64_t payload_bytes(std::uint64_t n_values, std::size_t partition, planes::Range range);
 // Bytes that no message exceeds.
@@ -54,7 +62,7 @@ Header read_header(ConstBytes message);
 
 // Writes planes [range.first, range.first + range.n) of `values` (raw bytes of `dtype`) as one message; returns its
 // bytes. Throws InvalidArgument, BufferTooSmall (less than max_message_bytes).
-std::uint64_t encode(ConstBytes values, Dtype dtype, std::size_t partition, planes::Range range, Bytes out);
+std::uint64_t encode(ConstBytes values, Dtype dtype, const Settings& settings, planes::Range range, Bytes out);
 
 // Reads a message that begins with plane 0. Throws CorruptMessage, IncompatibleVersion; `values` are undefined then.
 void decode(ConstBytes message, Dtype dtype, Bytes values);
@@ -65,7 +73,7 @@ struct Known {
   Words codes;
   Bytes exponents;
   Dtype dtype;
-  std::size_t partition;
+  Settings settings;
   int n_known;
 };
 
@@ -79,7 +87,7 @@ void write(const Known& known, Bytes values);
 void add(const Known& known, Floats sums);
 
 // Writes what a receiver of the first n_known planes of `values` has, which may be the same memory.
-void quantise(ConstBytes values, Dtype dtype, std::size_t partition, int n_known, Bytes out);
+void quantise(ConstBytes values, Dtype dtype, const Settings& settings, int n_known, Bytes out);
 
 // The work on one partition: loops.cpp.
 
@@ -88,7 +96,8 @@ void quantise(ConstBytes values, Dtype dtype, std::size_t partition, int n_known
 inline constexpr std::uint32_t kMinExponent = 31;
 inline constexpr std::uint32_t kRawExponent = 255;  // a partition with Inf or NaN: codes are the values' own bits
 
-// One set a dtype. Codes are words: sign in bit 31, below it the magnitude in units of 2^(exponent - 157).
+// One set a dtype and format. Codes are words: sign in bit 31, below it the magnitude in units of 2^(exponent - 157),
+// or of formats with roots the root of it in units of 2^-31 (docs/format.md#embedded-float).
 struct Kernels {
   // Writes the codes of n values, and zeros up to n_padded; returns the shared exponent.
   std::uint32_t (*to_codes)(const void* values, std::size_t n, std::size_t n_padded, std::uint32_t* codes);
@@ -104,10 +113,11 @@ struct Kernels {
   void (*load)(const void* values, std::size_t n, std::uint32_t* words);
 };
 
-using KernelsByDtype = std::array<Kernels, floats::kDtypes>;
-const KernelsByDtype &kernels_at(Level<0>), &kernels_at(Level<1>);
-inline const Kernels& kernels_for(Dtype dtype) {
-  return at_current_level<1>([](auto level) -> auto& { return kernels_at(level); })[static_cast<int>(dtype)];
+using AllKernels = std::array<std::array<Kernels, floats::kDtypes>, 2>;  // by format less 1, then dtype
+const AllKernels &kernels_at(Level<0>), &kernels_at(Level<1>);
+inline const Kernels& kernels_for(Dtype dtype, int format) {
+  return at_current_level<1>(
+      [](auto level) -> auto& { return kernels_at(level); })[format - 1][static_cast<int>(dtype)];
 }
 
 }  // namespace gradwire::embedded_float

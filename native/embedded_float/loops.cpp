@@ -1,4 +1,6 @@
-// Integer arithmetic, exact conversions and one exact product, so that all machines get the same bits.
+// Integer arithmetic, exact conversions and one exact product, so that all machines get the same bits. The root is the
+// one that halves a float's exponent and lets what is left of it begin the mantissa: straight lines between powers of
+// two, which integers follow both ways.
 #include <bit>
 #include <cstring>
 
@@ -11,7 +13,7 @@ namespace {
 using floats::kMagnitude;
 using floats::kSign;
 
-template <Dtype dtype>
+template <Dtype dtype, int format>
 std::uint32_t to_codes(const void* values, std::size_t n, std::size_t n_padded, std::uint32_t* __restrict codes) {
   std::uint32_t exponent = floats::largest_magnitude<dtype>(values, n) >> 23;
   exponent = exponent > kMinExponent ? exponent : kMinExponent;
@@ -26,17 +28,55 @@ std::uint32_t to_codes(const void* values, std::size_t n, std::size_t n_padded, 
     words = static_cast<const std::uint32_t*>(values);
   else
     floats::load_words<dtype>(values, n, buffer);
+  const std::uint32_t odd = (~exponent & 1) << 23;
   for (std::size_t i = 0; i < n; ++i) {
-    const std::uint32_t word = words[i], distance = exponent - (word >> 23 & 0xFF);
-    // 24 bits of significand below bit 31. Zeros and subnormals have no hidden bit, but are 31 places away or more.
-    const std::uint32_t significand = ((word & 0x7FFFFF) | 0x800000) << 7;
-    codes[i] = (word & kSign) | significand >> (distance < 31 ? distance : 31);
+    const std::uint32_t word = words[i], own = word >> 23 & 0xFF, distance = exponent - own;
+    std::uint32_t significand, n_places;
+    if constexpr (format == kLinear) {
+      // 24 bits of significand below bit 31. Zeros and subnormals have no hidden bit, but are 31 places away or more.
+      significand = ((word & 0x7FFFFF) | 0x800000) << 7;
+      n_places = distance;
+    } else {
+      // Its first bit after the hidden one tells which of two powers of two: 1 for the shared exponent's own.
+      significand = ((word + odd) & 0xFFFFFF) << 6 | 1u << 30;
+      n_places = own == 0 ? 31 : distance >> 1;
+    }
+    codes[i] = (word & kSign) | significand >> (n_places < 31 ? n_places : 31);
   }
   return exponent;
 }
 
+// The float32 words of magnitudes that are roots, centred. `is_exact`: with more than 24 bits.
+template <bool is_exact>
+void square(const std::uint32_t* __restrict codes, std::size_t n, std::uint32_t exponent, int n_known,
+            std::uint32_t* __restrict words) {
+  const std::uint32_t n_unknown = 32 - static_cast<std::uint32_t>(n_known);
+  const std::uint32_t middle = n_unknown == 0 ? 0 : 1u << (n_unknown - 1);
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::uint32_t known = codes[i] & kMagnitude;
+    const std::uint32_t if_any = 0u - static_cast<std::uint32_t>(known != 0), root = known + (middle & if_any);
+    // The conversion finds the highest bit, and must not round up to the next.
+    const std::uint32_t converted = is_exact ? root & ~(root >> 1) : root;
+    const auto word = std::bit_cast<std::uint32_t>(static_cast<float>(static_cast<std::int32_t>(converted)));
+    // A word's exponent twice, 2^0 for roots of bit 30 and the shared exponent for values: less 2 (127 + 30), and 1.
+    std::uint32_t squared;
+    if constexpr (is_exact) {
+      const std::uint32_t highest = (word >> 23) - 127, n_places = 30 - highest;
+      squared = (((exponent - 61 + 2 * highest) << 23) + (root << (n_places < 31 ? n_places : 31) >> 6 & 0xFFFFFF));
+    } else {
+      squared = 2 * word + ((exponent - 315) << 23);
+    }
+    const bool is_normal = static_cast<std::int32_t>(squared) >= 0x800000;
+    words[i] = (codes[i] & kSign) | (squared & if_any & (0u - static_cast<std::uint32_t>(is_normal)));
+  }
+}
+
+template <int format>
 void to_words(const std::uint32_t* __restrict codes, std::size_t n, std::uint32_t exponent, int n_known,
               std::uint32_t* __restrict words) {
+  if constexpr (format == kRoots)
+    return n_known > 24 ? square<true>(codes, n, exponent, n_known, words)
+                        : square<false>(codes, n, exponent, n_known, words);
   // 2^(exponent - 157), a normal number: exponent is at least 31.
   const float weight = std::bit_cast<float>((exponent - kMinExponent + 1) << 23);
   // A magnitude stands for all that share its known bits: half of the unknown ones are added. One less, so that
@@ -64,16 +104,22 @@ void add(const std::uint32_t* __restrict words, std::size_t n, float* __restrict
   for (std::size_t i = 0; i < n; ++i) sums[i] += std::bit_cast<float>(words[i]);
 }
 
-template <Dtype dtype>
+template <Dtype dtype, int format>
 constexpr Kernels make_kernels() {
-  return {to_codes<dtype>, to_words, store<dtype>, add, floats::fill_nan<dtype>, floats::load_words<dtype>};
+  return {to_codes<dtype, format>, to_words<format>,         store<dtype>, add,
+          floats::fill_nan<dtype>, floats::load_words<dtype>};
+}
+
+template <int format>
+constexpr AllKernels::value_type make_all() {
+  return {make_kernels<Dtype::float32, format>(), make_kernels<Dtype::bfloat16, format>(),
+          make_kernels<Dtype::float16, format>()};
 }
 
 }  // namespace
 
-const KernelsByDtype& kernels_at(Level<GW_LEVEL>) {
-  static constexpr KernelsByDtype all = {make_kernels<Dtype::float32>(), make_kernels<Dtype::bfloat16>(),
-                                         make_kernels<Dtype::float16>()};
+const AllKernels& kernels_at(Level<GW_LEVEL>) {
+  static constexpr AllKernels all = {make_all<kLinear>(), make_all<kRoots>()};
   return all;
 }
 

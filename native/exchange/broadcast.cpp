@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "checksum/crc32c.hpp"
-#include "embedded_float/codec.hpp"
 #include "errors.hpp"
 
 namespace gradwire::exchange {
@@ -76,7 +75,7 @@ HeadFormat::HeadFormat(std::size_t n_blocks, std::size_t world_size, std::uint32
 void HeadFormat::pack(const Head& head, std::uint32_t step, Bytes out) const {
   const Fixed fixed{kMagic,
                     kHeadVersion,
-                    head.is_plain,
+                    static_cast<std::uint8_t>(head.is_plain | head.is_answer << 1),
                     head.origin,
                     head.block,
                     static_cast<std::uint8_t>(head.first_bit),
@@ -120,13 +119,14 @@ Head HeadFormat::unpack(ConstBytes raw, std::uint32_t step, int peer) const {
           fixed.step, fixed.origin, step);
   const bool has_bits = fixed.block < n_blocks_ && fixed.n_bits >= 1 && fixed.first_bit + fixed.n_bits <= kWordBits;
   const bool is_alone = fixed.block == kNoBlock && fixed.body_bytes == 0;
-  const bool is_sane = fixed.flags <= 1 && fixed.ceiling_bits >= 1 && fixed.ceiling_bits <= kWordBits &&
+  const bool is_sane = fixed.flags <= 3 && fixed.ceiling_bits >= 1 && fixed.ceiling_bits <= kWordBits &&
                        fixed.origin < world_size_ && (has_bits || is_alone);
   Head head{fixed.origin,
             fixed.block,
             fixed.first_bit,
             fixed.n_bits,
-            fixed.flags == 1,
+            (fixed.flags & 1) != 0,
+            (fixed.flags & 2) != 0,
             fixed.body_bytes,
             fixed.sequence,
             fixed.ceiling_bits,
@@ -161,21 +161,22 @@ std::string block_name(const BlockShape& block) { return "block '" + block.name 
 
 }  // namespace
 
-Broadcast::Broadcast(wire::Mesh& mesh, std::uint32_t stream, bool is_ring, std::vector<BlockShape> blocks,
-                     std::size_t partition, std::uint32_t configuration, std::uint32_t blocks_hash)
+Broadcast::Broadcast(wire::Mesh& mesh, std::uint32_t stream, Topology topology, std::vector<BlockShape> blocks,
+                     const embedded_float::Settings& settings, std::uint32_t configuration, std::uint32_t blocks_hash)
     : mesh_(mesh),
       stream_(stream),
-      is_ring_(is_ring),
+      topology_(topology),
       blocks_(std::move(blocks)),
-      partition_(partition),
+      settings_(settings),
       world_(static_cast<std::size_t>(mesh.world_size())),
       rank_(static_cast<std::size_t>(mesh.rank())),
       heads_(blocks_.size(), world_, configuration, blocks_hash),
       head_bytes_((heads_.n_bytes() + kAlignment - 1) / kAlignment * kAlignment),
       received_bytes_(world_, 0),
       receiving_us_(world_, 0),
+      shared_(has_owners() ? blocks_.size() : 0),
       copies_(blocks_.size()) {
-  embedded_float::check_settings(partition, {0, 1});
+  embedded_float::check_settings(settings, {0, 1});
   for (auto& of_block : copies_) of_block.resize(world_);
   // It begins with the right neighbour, so that not all ranks send to the same one at once.
   std::vector<int> others;
@@ -183,7 +184,7 @@ Broadcast::Broadcast(wire::Mesh& mesh, std::uint32_t stream, bool is_ring, std::
     others.push_back(static_cast<int>((rank_ + distance) % world_));
   const int left = static_cast<int>((rank_ + world_ - 1) % world_);
   std::vector<int> peers = others;
-  if (is_ring_) {
+  if (topology_ == Topology::ring) {
     receivers_ = {others.front()};
     sources_ = {{left, others}};
     peers = {others.front()};
@@ -194,7 +195,10 @@ Broadcast::Broadcast(wire::Mesh& mesh, std::uint32_t stream, bool is_ring, std::
   }
   std::size_t largest = 0;
   for (std::size_t block = 0; block < blocks_.size(); ++block)
-    for (int n_bits = 1; n_bits <= kWordBits; ++n_bits) largest = std::max(largest, max_body_bytes(block, n_bits));
+    for (int n_bits = 1; n_bits <= kWordBits; ++n_bits)
+      largest =
+          std::max({largest, max_body_bytes(block, n_bits),
+                    has_owners() ? body_bytes(part_of(block, world_ - 1).count + 1, Dtype::float32, n_bits, 0) : 0});
   begin(0);
   // Each head carries facts of its own; what they do not say is the same by construction.
   mesh_.open(stream_, {0, 0, 0, 0}, head_bytes_ + largest, peers);
@@ -206,8 +210,10 @@ void Broadcast::begin(std::uint32_t step) {
   const std::lock_guard lock(mutex_);
   step_ = step;
   ended_.assign(world_, std::vector<bool>(blocks_.size(), false));
+  answered_ = ended_;
   sequence_ = 0;
-  message_ = {};
+  messages_.clear();
+  for (Shared& one : shared_) one = {};
   sent_bits_.assign(blocks_.size(), 0);
   expected_.assign(world_, 0);
   for (auto& of_block : copies_)
@@ -219,64 +225,123 @@ void Broadcast::begin(std::uint32_t step) {
 
 // ---- sending
 
+Cut::Range Broadcast::part_of(std::size_t block, std::size_t rank) const {
+  const std::size_t n = blocks_.at(block).n;
+  return has_owners() ? Cut{n, world_, 1}.chunk(rank, 0) : Cut::Range{0, n};
+}
+
+std::size_t Broadcast::body_bytes(std::size_t n, Dtype dtype, int n_bits, int first_bit) const {
+  if (n_bits == kWordBits) return n * floats::bytes_of(dtype);
+  return embedded_float::max_message_bytes(n, settings_.partition, {first_bit, n_bits});
+}
+
 std::size_t Broadcast::max_body_bytes(std::size_t block, int n_bits, int first_bit) const {
   const auto& [name, n, dtype] = blocks_.at(block);
-  if (n_bits == kWordBits) return n * floats::bytes_of(dtype);
-  return embedded_float::max_message_bytes(n, partition_, {first_bit, n_bits});
+  return body_bytes(has_owners() ? Cut{n, world_, 1}.largest() : n, dtype, n_bits, first_bit);
+}
+
+std::size_t Broadcast::write_body(const Values& values, int n_bits, int first_bit, const Bytes& body) const {
+  if (n_bits != kWordBits)
+    return embedded_float::encode(values.bytes(), values.dtype, settings_, {first_bit, n_bits}, body);
+  if (values.n > 0) std::memcpy(body.data(), values.data, values.bytes().size());
+  return values.bytes().size();
 }
 
 std::size_t Broadcast::encode(std::size_t block, const Values& gradient, int n_bits) {
   const auto& [name, n, dtype] = blocks_.at(block);
   if (gradient.n != n || gradient.dtype != dtype) throw InvalidArgument("the gradient is not of this block");
   const int first_bit = sent_bits_[block];
-  embedded_float::check_settings(partition_, {first_bit, n_bits});
-  const std::size_t room = max_body_bytes(block, n_bits, first_bit), bytes = n * gradient.element_bytes();
-  message_ = mesh_.pool().take(head_bytes_ + room);
-  const Bytes body = message_.room().subspan(head_bytes_, room);
+  embedded_float::check_settings(settings_, {first_bit, n_bits});
   next_ = {};
   next_.block = static_cast<std::uint16_t>(block);
   next_.first_bit = first_bit;
   next_.n_bits = n_bits;
   next_.is_plain = n_bits == kWordBits;
-  std::size_t n_body = bytes;
-  if (!next_.is_plain)
-    n_body = embedded_float::encode({gradient.data, bytes}, dtype, partition_, {first_bit, n_bits}, body);
-  else if (bytes > 0)
-    std::memcpy(body.data(), gradient.data, bytes);
-  message_.is_sealed = !next_.is_plain;
-  next_.body_bytes = static_cast<std::uint32_t>(n_body);
-  if (next_.body_bytes != n_body) throw InvalidArgument("a block's message is longer than 2^32 - 1 bytes");
+  messages_.clear();
+  std::size_t largest = 0;
+  for (std::size_t receiver = 0; receiver < (has_owners() ? receivers_.size() : 1); ++receiver) {
+    const auto [first, count] = part_of(block, static_cast<std::size_t>(receivers_[receiver]));
+    wire::Message message = mesh_.pool().take(head_bytes_ + body_bytes(count, dtype, n_bits, first_bit));
+    const std::size_t n_body =
+        write_body(gradient.slice(first, count), n_bits, first_bit, message.room().subspan(head_bytes_));
+    if (n_body > std::numeric_limits<std::uint32_t>::max())
+      throw InvalidArgument("a block's message is longer than 2^32 - 1 bytes");
+    message.is_sealed = !next_.is_plain;
+    message.n_bytes = head_bytes_ + n_body;
+    largest = std::max(largest, n_body);
+    messages_.push_back(std::move(message));
+  }
+  const std::lock_guard lock(answer_mutex_);
   sent_bits_[block] += n_bits;
-  message_.n_bytes = head_bytes_ + n_body;
-  return n_body;
+  if (has_owners() && !shared_[block].sum.block) {
+    Shared& shared = shared_[block];
+    shared.own = gradient;
+    shared.sum = mesh_.pool().take(4 * n);
+    std::fill_n(reinterpret_cast<float*>(shared.sum.block->data()), n, 0.0f);
+  }
+  return largest;
 }
 
-void Broadcast::send(const std::vector<std::size_t>& ended, int ceiling_bits, std::vector<double> remaining_s) {
-  if (!remaining_s.empty() && remaining_s.size() != blocks_.size())
-    throw InvalidArgument("a head tells the time that remains of every block");
-  if (!message_.block) {
-    message_ = mesh_.pool().take(head_bytes_);
-    next_ = {};
-    next_.block = kNoBlock;
+std::vector<std::size_t> Broadcast::queued_bytes() const {
+  std::vector<std::size_t> bytes;
+  for (std::size_t receiver = 0; receiver < receivers_.size(); ++receiver) {
+    const std::size_t n = messages_.empty() ? head_bytes_ : messages_[messages_.size() == 1 ? 0 : receiver].n_bytes;
+    bytes.push_back(wire::kHeaderBytes + n);
   }
-  next_.origin = static_cast<std::uint16_t>(rank_);
-  next_.sequence = sequence_++;
-  next_.ceiling_bits = ceiling_bits;
-  next_.remaining_s = std::move(remaining_s);
+  return bytes;
+}
+
+// Under answer_mutex_, so that the order of a rank's heads is that of their numbers.
+void Broadcast::post(Head& head, const std::vector<wire::Message>& messages) {
+  head.origin = static_cast<std::uint16_t>(rank_);
+  head.sequence = sequence_++;
+  head.ceiling_bits = ceiling_bits_;
   std::uint32_t step;
   {
     const std::lock_guard lock(mutex_);
-    for (const std::size_t block : ended) ended_[rank_].at(block) = true;
-    next_.ended = ended_[rank_];
-    next_.received_bytes = received_bytes_;
-    next_.receiving_us = receiving_us_;
+    head.ended = (head.is_answer ? answered_ : ended_)[rank_];
+    head.received_bytes = received_bytes_;
+    head.receiving_us = receiving_us_;
     step = step_;
   }
-  const Bytes head = message_.room().first(head_bytes_);
-  heads_.pack(next_, step, head);
-  std::fill(head.begin() + static_cast<std::ptrdiff_t>(heads_.n_bytes()), head.end(), std::uint8_t{0});
-  const wire::Message message = std::exchange(message_, {});
-  for (const int peer : receivers_) mesh_.send(peer, stream_, message);
+  for (std::size_t i = 0; i < receivers_.size(); ++i) {
+    wire::Message message = messages[messages.size() == 1 ? 0 : i];
+    if (i == 0 || messages.size() > 1) {
+      head.body_bytes = static_cast<std::uint32_t>(message.n_bytes - head_bytes_);
+      const Bytes room = message.room().first(head_bytes_);
+      heads_.pack(head, step, room);
+      std::fill(room.begin() + static_cast<std::ptrdiff_t>(heads_.n_bytes()), room.end(), std::uint8_t{0});
+    }
+    mesh_.send(receivers_[i], stream_, std::move(message));
+  }
+}
+
+Sent Broadcast::send(const std::vector<std::size_t>& ended, int ceiling_bits, std::vector<double> remaining_s) {
+  if (!remaining_s.empty() && remaining_s.size() != blocks_.size())
+    throw InvalidArgument("a head tells the time that remains of every block");
+  if (messages_.empty()) {
+    messages_ = {mesh_.pool().take(head_bytes_)};
+    next_ = {};
+    next_.block = kNoBlock;
+  }
+  const std::size_t block = next_.block;
+  next_.remaining_s = std::move(remaining_s);
+  const std::lock_guard order(answer_mutex_);
+  ceiling_bits_ = ceiling_bits;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const std::size_t one : ended) ended_[rank_].at(one) = true;
+  }
+  post(next_, std::exchange(messages_, {}));
+  Sent sent;
+  if (!has_owners()) {
+    sent.ended = ended;
+    return sent;
+  }
+  for (std::size_t one = 0; one < blocks_.size(); ++one)
+    if ((one == block || std::find(ended.begin(), ended.end(), one) != ended.end()) && answer(one, sent.answers))
+      sent.ended.push_back(one);
+  return sent;
 }
 
 // ---- receiving
@@ -289,14 +354,17 @@ std::optional<Heard> Broadcast::receive(std::uint32_t step) {
     // What others send belongs to the next step.
     for (const Source& source : sources_)
       if (!std::all_of(source.origins.begin(), source.origins.end(), [&](int origin) {
-            return std::find(ended_[origin].begin(), ended_[origin].end(), false) == ended_[origin].end();
+            const auto is_over = [&](const std::vector<bool>& blocks) {
+              return std::find(blocks.begin(), blocks.end(), false) == blocks.end();
+            };
+            return is_over(ended_[origin]) && (!has_owners() || is_over(answered_[origin]));
           }))
         peers.push_back(source.peer);
   }
   if (peers.empty()) return std::nullopt;
   wire::Arrival arrival = mesh_.receive_any(stream_, peers);
   const wire::Message& message = arrival.message;
-  Heard heard{heads_.unpack(message.bytes(), step, arrival.peer), arrival.duration_ns, now_ns(), 0, 0, {}};
+  Heard heard{heads_.unpack(message.bytes(), step, arrival.peer), arrival.duration_ns, now_ns(), 0, {}, {}};
   const Head& head = heard.head;
   const auto source =
       std::find_if(sources_.begin(), sources_.end(), [&](const Source& one) { return one.peer == arrival.peer; });
@@ -310,31 +378,50 @@ std::optional<Heard> Broadcast::receive(std::uint32_t step) {
   if (message.n_bytes != head_bytes_ + head.body_bytes)
     throw CorruptMessage(rank_name(arrival.peer), " announced a body of ", head.body_bytes,
                          " bytes and sent a message of ", message.n_bytes);
-  if (is_ring_ && head.origin != receivers_.front()) {
+  if (topology_ == Topology::ring && head.origin != receivers_.front()) {
     mesh_.send(receivers_.front(), stream_, message);
-    heard.forwarded_bytes = wire::kHeaderBytes + message.n_bytes;
+    heard.sent_bytes.push_back(wire::kHeaderBytes + message.n_bytes);
   }
-  if (head.block != kNoBlock) take(head, message);
+  std::unique_lock order(answer_mutex_, std::defer_lock);
+  if (has_owners()) order.lock();
+  if (head.block != kNoBlock) {
+    if (head.is_answer)
+      take_answer(head, message);
+    else
+      take(head, message);
+  }
   heard.decoded_ns = now_ns();
   for (double& left_s : heard.head.remaining_s)
     left_s -= static_cast<double>(heard.decoded_ns - heard.arrived_ns) / 1e9;
-  const std::lock_guard lock(mutex_);
-  if (head.block != kNoBlock) {
-    received_bytes_[head.origin] += head.body_bytes;
-    receiving_us_[head.origin] += static_cast<std::uint64_t>(arrival.duration_ns / 1'000);
+  std::vector<std::size_t> newly;
+  {
+    const std::lock_guard lock(mutex_);
+    if (head.block != kNoBlock) {
+      received_bytes_[head.origin] += head.body_bytes;
+      receiving_us_[head.origin] += static_cast<std::uint64_t>(arrival.duration_ns / 1'000);
+    }
+    auto& before = (head.is_answer ? answered_ : ended_)[head.origin];
+    for (std::size_t block = 0; block < blocks_.size(); ++block)
+      if (head.ended[block] && !before[block]) newly.push_back(block);
+    before = head.ended;
   }
-  auto& before = ended_[head.origin];
+  if (!has_owners() || head.is_answer) {
+    heard.newly_ended = std::move(newly);
+    return heard;
+  }
   for (std::size_t block = 0; block < blocks_.size(); ++block)
-    if (head.ended[block] && !before[block]) heard.newly_ended.push_back(block);
-  before = head.ended;
+    if ((block == head.block || std::find(newly.begin(), newly.end(), block) != newly.end()) &&
+        answer(block, heard.sent_bytes))
+      heard.newly_ended.push_back(block);
   return heard;
 }
 
 void Broadcast::check_body(const Head& head) const {
-  const auto& [name, n, dtype] = blocks_[head.block];
+  const Dtype dtype = head.is_answer ? Dtype::float32 : blocks_[head.block].dtype;
+  const std::size_t n = part_of(head.block, head.is_answer ? head.origin : rank_).count;
   const std::size_t n_words = n * floats::bytes_of(dtype);
   const bool all_at_once = head.n_bits == kWordBits;
-  if (head.body_bytes > max_body_bytes(head.block, head.n_bits, head.first_bit) ||
+  if (head.body_bytes > body_bytes(n, dtype, head.n_bits, head.first_bit) || (head.is_answer && !has_owners()) ||
       (head.is_plain && head.body_bytes != n_words))
     throw CorruptMessage(rank_name(head.origin), " announced ", head.body_bytes, " bytes for ", head.n_bits,
                          " bits of ", block_name(blocks_[head.block]), " in this step", kSameGradwire);
@@ -344,7 +431,8 @@ void Broadcast::check_body(const Head& head) const {
 }
 
 void Broadcast::take(const Head& head, const wire::Message& message) {
-  const auto& [name, n, dtype] = blocks_[head.block];
+  const Dtype dtype = blocks_[head.block].dtype;
+  const std::size_t n = part_of(head.block, rank_).count;
   Copy& copy = copies_[head.block][head.origin];
   const auto out_of_order = [&] {
     return CorruptMessage(rank_name(head.origin), " announced bits ", head.first_bit, " to ",
@@ -358,12 +446,123 @@ void Broadcast::take(const Head& head, const wire::Message& message) {
   }
   if (!copy.codes) {
     copy.codes = std::make_unique_for_overwrite<std::uint32_t[]>(n);
-    copy.exponents.resize(embedded_float::partitions_of(n, partition_));
+    copy.exponents.resize(embedded_float::partitions_of(n, settings_.partition));
   }
-  const embedded_float::Known known{{copy.codes.get(), n}, copy.exponents, dtype, partition_, copy.n_known};
+  const embedded_float::Known known{{copy.codes.get(), n}, copy.exponents, dtype, settings_, copy.n_known};
   const int n_known = embedded_float::refine(message.bytes().subspan(head_bytes_), known);
   if (n_known != head.first_bit + head.n_bits) throw out_of_order();
   copy.n_known = n_known;
+}
+
+// ---- owners
+
+void Broadcast::take_answer(const Head& head, const wire::Message& message) {
+  const auto [first, count] = part_of(head.block, head.origin);
+  Shared& shared = shared_[head.block];
+  bool was_last;
+  {
+    const std::lock_guard lock(mutex_);
+    was_last = answered_[head.origin][head.block];
+  }
+  if (!shared.sum.block || was_last)
+    throw CorruptMessage(rank_name(head.origin), " answered ", block_name(blocks_[head.block]),
+                         " before it had anything of it, or after its last answer", kSameGradwire);
+  const Floats sum = Floats(reinterpret_cast<float*>(shared.sum.block->data()), blocks_[head.block].n);
+  if (head.is_plain)
+    return add_to(sum.subspan(first, count), {message.block->data() + head_bytes_, count, Dtype::float32});
+  const wire::Message decoded = mesh_.pool().take(4 * count);
+  embedded_float::decode(message.bytes().subspan(head_bytes_), Dtype::float32, {decoded.block->data(), 4 * count});
+  add_to(sum.subspan(first, count), {decoded.block->data(), count, Dtype::float32});
+}
+
+bool Broadcast::answer(std::size_t block, std::vector<std::size_t>& sent_bytes) {
+  Shared& shared = shared_[block];
+  bool all_ended = true;
+  int most_bits = sent_bits_[block], least_bits = most_bits;
+  std::size_t n_known = static_cast<std::size_t>(most_bits);
+  if (shared.is_final || most_bits == 0) return false;
+  for (std::size_t rank = 0; rank < world_; ++rank) {
+    bool has_ended;
+    {
+      const std::lock_guard lock(mutex_);
+      has_ended = ended_[rank][block];
+    }
+    all_ended = all_ended && has_ended;
+    if (rank == rank_) continue;
+    const Copy& copy = copies_[block][rank];
+    const int known = copy.words.block ? kWordBits : copy.n_known;
+    if (known == 0 && !has_ended) return false;
+    most_bits = std::max(most_bits, known);
+    least_bits = std::min(least_bits, known);
+    n_known += static_cast<std::size_t>(known);
+  }
+  if (shared.answered_bits != 0 && !all_ended) return false;
+  shared.is_final = all_ended;
+  Head head{};
+  head.is_answer = true;
+  head.block = kNoBlock;
+  std::vector<wire::Message> messages;
+  if (shared.n_known == n_known) {
+    messages.push_back(mesh_.pool().take(head_bytes_));
+  } else {
+    const auto [first, count] = part_of(block, rank_);
+    const wire::Message memory = mesh_.pool().take(4 * count);
+    const Floats sum(reinterpret_cast<float*>(memory.block->data()), count);
+    std::fill(sum.begin(), sum.end(), 0.0f);
+    for (std::size_t rank = 0; rank < world_; ++rank)
+      if (rank == rank_)
+        add_to(sum, shared.own.slice(first, count));
+      else
+        add_copy(copies_[block][rank], block, rank, sum);
+    const Floats known =
+        Floats(reinterpret_cast<float*>(shared.sum.block->data()), blocks_[block].n).subspan(first, count);
+    subtract(values_of(sum), values_of(known));
+    // What a second answer adds is as small as what the first one left out: its sign and as many bits as came.
+    head.n_bits = shared.answered_bits == 0 ? most_bits : std::clamp(most_bits - shared.answered_bits + 1, 2, 31);
+    head.is_plain = head.n_bits == kWordBits;
+    head.block = static_cast<std::uint16_t>(block);
+    head.origin = static_cast<std::uint16_t>(rank_);
+    wire::Message message = mesh_.pool().take(head_bytes_ + body_bytes(count, Dtype::float32, head.n_bits, 0));
+    const Bytes body = message.room().subspan(head_bytes_);
+    message.n_bytes = head_bytes_ + write_body(values_of(sum), head.n_bits, 0, body);
+    message.is_sealed = !head.is_plain;
+    shared.lost.assign(sum.begin(), sum.end());
+    std::vector<float> before(known.begin(), known.end());
+    take_answer(head, message);
+    for (std::size_t i = 0; i < count; ++i) shared.lost[i] -= known[i] - before[i];
+    messages.push_back(std::move(message));
+    shared.answered_bits = std::max(least_bits, 1);
+    shared.n_known = n_known;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    answered_[rank_][block] = shared.is_final;
+  }
+  sent_bytes.push_back(wire::kHeaderBytes + messages.front().n_bytes);
+  post(head, messages);
+  return shared.is_final;
+}
+
+void Broadcast::mean_of_parts(std::size_t block, const Values& gradient, const Values& left_out) {
+  Shared& shared = shared_[block];
+  const Floats sum(reinterpret_cast<float*>(shared.sum.block->data()), gradient.n);
+  for (std::size_t rank = 0; left_out.data != nullptr && rank < world_; ++rank) {
+    const auto [first, count] = part_of(block, rank);
+    const Values part = left_out.slice(first, count), own = gradient.slice(first, count);
+    if (rank == rank_) {
+      narrow(shared.lost, part);
+      continue;
+    }
+    const wire::Message sent = mesh_.pool().take(own.bytes().size());
+    embedded_float::quantise(own.bytes(), own.dtype, settings_, sent_bits_[block],
+                             {sent.block->data(), own.bytes().size()});
+    if (count > 0) std::memcpy(part.data, own.data, own.bytes().size());
+    subtract(part, {sent.block->data(), count, own.dtype});
+  }
+  const auto share = static_cast<float>(1.0 / static_cast<double>(world_));
+  for (float& value : sum) value *= share;
+  narrow(sum, gradient);
+  shared.sum = {};
 }
 
 // ---- the mean
@@ -374,12 +573,13 @@ void Broadcast::mean(std::size_t block, const Values& gradient, const Values& le
   if (gradient.n != n || gradient.dtype != dtype || (has_left_out && (left_out.n != n || left_out.dtype != dtype)))
     throw InvalidArgument("a mean needs values of the block's size and dtype");
   const std::lock_guard lock(mean_mutex_);
+  if (has_owners()) return mean_of_parts(block, gradient, left_out);
   const std::size_t bytes = n * gradient.element_bytes();
   const bool is_whole = sent_bits_[block] == kWordBits;
   const wire::Message own_memory = mesh_.pool().take(bytes), sum_memory = mesh_.pool().take(4 * n);
   const Values own = is_whole ? gradient : Values{own_memory.block->data(), n, dtype};
   if (!is_whole)
-    embedded_float::quantise({gradient.data, bytes}, dtype, partition_, sent_bits_[block], {own.data, bytes});
+    embedded_float::quantise({gradient.data, bytes}, dtype, settings_, sent_bits_[block], {own.data, bytes});
   if (has_left_out) {
     if (bytes > 0) std::memcpy(left_out.data, gradient.data, bytes);
     subtract(left_out, own);
@@ -398,16 +598,17 @@ void Broadcast::mean(std::size_t block, const Values& gradient, const Values& le
 }
 
 void Broadcast::add_copy(Copy& copy, std::size_t block, std::size_t rank, Floats sums) {
-  const auto& [name, n, dtype] = blocks_[block];
+  const Dtype dtype = blocks_[block].dtype;
+  const std::size_t n = sums.size();
   if (copy.words.block) {
     add_to(sums, {copy.words.block->data() + head_bytes_, n, dtype});
-    copy.words = {};  // the next message needs its memory
+    if (!has_owners() || shared_[block].is_final) copy.words = {};  // the next message needs its memory
     return;
   }
   if (copy.n_known == 0)
     throw CorruptMessage(rank_name(rank), " said that ", block_name(blocks_[block]),
                          " is complete before it sent any of it", kSameGradwire);
-  const embedded_float::Known known{{copy.codes.get(), n}, copy.exponents, dtype, partition_, copy.n_known};
+  const embedded_float::Known known{{copy.codes.get(), n}, copy.exponents, dtype, settings_, copy.n_known};
   if (dtype == Dtype::float32) return embedded_float::add(known, sums);
   // As its sender adds it: rounded to the gradient's dtype.
   const wire::Message rounded = mesh_.pool().take(n * floats::bytes_of(dtype));

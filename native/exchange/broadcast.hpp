@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "embedded_float/codec.hpp"
 #include "exchange/codec.hpp"
 #include "exchange/means.hpp"
 
@@ -22,6 +23,7 @@ struct Head {
   std::uint16_t block;    // its block, or kNoBlock
   int first_bit, n_bits;  // which bits of each value the body holds; 0 and 32 also for a body of plain words
   bool is_plain;          // the body holds the words themselves, not a codec's message
+  bool is_answer;         // of an owner: the body is of the sum of its part, or of what that lacks, as float32
   std::uint32_t body_bytes;
   std::uint32_t sequence;   // heads of this origin and step before this one
   int ceiling_bits;         // of a value, that this origin's processors have time for
@@ -51,6 +53,10 @@ class HeadFormat {
 // Broadcast: every rank sends its blocks to every other one, some bits of each value at a time, and adds all ranks'
 // copies in rank order, its own as the others have it. To all peers at once, or round a ring in which each passes on
 // what comes from the left. When to send how much is the business of whoever calls.
+// Through owners: every rank owns a part of each block, and is sent only that. It answers all ranks with planes of the
+// sum once it has something of every rank, with as many bits as it has at most; and once all have ended the block, with
+// planes of what the sum has come to differ by from that answer, if more came.
+enum class Topology { fan_out, ring, owners };
 struct BlockShape {
   std::string name;
   std::size_t n;
@@ -63,16 +69,21 @@ struct Heard {
   std::int64_t duration_ns;  // of its transfer
   std::int64_t arrived_ns;   // decoding then began, and ended
   std::int64_t decoded_ns;
-  std::size_t forwarded_bytes;           // passed on to the right neighbour; 0 for nothing
+  std::vector<std::size_t> sent_bytes;   // to each receiver: messages passed on, or answers
   std::vector<std::size_t> newly_ended;  // blocks of which nothing more comes from its origin
+};
+
+struct Sent {
+  std::vector<std::size_t> answers;  // bytes to each receiver
+  std::vector<std::size_t> ended;    // blocks of which this rank sends no more
 };
 
 // One thread sends and one receives at a time.
 class Broadcast {
  public:
-  // The stream is open until this object is gone. `partition`: values that share an exponent.
-  Broadcast(wire::Mesh& mesh, std::uint32_t stream, bool is_ring, std::vector<BlockShape> blocks, std::size_t partition,
-            std::uint32_t configuration, std::uint32_t blocks_hash);
+  // The stream is open until this object is gone.
+  Broadcast(wire::Mesh& mesh, std::uint32_t stream, Topology topology, std::vector<BlockShape> blocks,
+            const embedded_float::Settings& settings, std::uint32_t configuration, std::uint32_t blocks_hash);
   ~Broadcast();
   Broadcast(const Broadcast&) = delete;
   Broadcast& operator=(const Broadcast&) = delete;
@@ -80,17 +91,17 @@ class Broadcast {
   // A new gradient begins, on all blocks; the step before is over.
   void begin(std::uint32_t step);
 
-  // Of a message with n_bits bits from first_bit on.
+  // Of a message with n_bits bits from first_bit on, to one receiver.
   std::size_t max_body_bytes(std::size_t block, int n_bits, int first_bit = 0) const;
   // Makes a body of the next n_bits of every value of a block, which is sent next; returns its bytes. All 32 bits at
-  // once travel as the words that they are.
+  // once travel as the words that they are. Through owners the gradient must stay as it is until its mean is taken.
   std::size_t encode(std::size_t block, const Values& gradient, int n_bits);
   // Starts sending what was encoded, or a head alone. `ended`: blocks of which nothing follows. `remaining_s`: see
   // Head. Throws PeerLost.
-  void send(const std::vector<std::size_t>& ended, int ceiling_bits, std::vector<double> remaining_s);
+  Sent send(const std::vector<std::size_t>& ended, int ceiling_bits, std::vector<double> remaining_s);
   std::size_t n_copies() const { return receivers_.size(); }
-  // Of each copy of a message, its body apart.
-  std::size_t head_bytes() const { return wire::kHeaderBytes + head_bytes_; }
+  // Of what was encoded, or of a head alone: to each receiver.
+  std::vector<std::size_t> queued_bytes() const;
 
   // The next head, and its body taken in; nothing once all peers have ended all blocks of `step`. Throws PeerLost,
   // CorruptMessage, IncompatibleVersion, RankMismatch.
@@ -113,15 +124,35 @@ class Broadcast {
     int peer;
     std::vector<int> origins;  // whose heads come from there
   };
+  // A block whose parts have owners.
+  struct Shared {
+    Values own{};             // this rank's gradient, once some of it was sent
+    wire::Message sum;        // (n,) float32: what all ranks know of the sum
+    std::vector<float> lost;  // of this rank's part: what the others do not
+    int answered_bits = 0;    // of a value, that were known of every rank at the last answer; 0 before the first
+    std::size_t n_known = 0;  // bits of all ranks together then
+    bool is_final = false;
+  };
+  bool has_owners() const { return topology_ == Topology::owners; }
+  // The values of a block that `rank` owns; all of them without owners.
+  Cut::Range part_of(std::size_t block, std::size_t rank) const;
+  std::size_t body_bytes(std::size_t n, Dtype dtype, int n_bits, int first_bit) const;
+  std::size_t write_body(const Values& values, int n_bits, int first_bit, const Bytes& body) const;
+  void post(Head& head, const std::vector<wire::Message>& messages);
   void check_body(const Head& head) const;
   void take(const Head& head, const wire::Message& message);
+  void take_answer(const Head& head, const wire::Message& message);
+  // Answers where that is due; whether it was the last time. Throws PeerLost, CorruptMessage.
+  bool answer(std::size_t block, std::vector<std::size_t>& sent_bytes);
   void add_copy(Copy& copy, std::size_t block, std::size_t rank, Floats sums);
+  void mean_of_parts(std::size_t block, const Values& gradient, const Values& left_out);
 
   wire::Mesh& mesh_;
   const std::uint32_t stream_;
-  const bool is_ring_;
+  const Topology topology_;
   const std::vector<BlockShape> blocks_;
-  const std::size_t partition_, world_, rank_;
+  const embedded_float::Settings settings_;
+  const std::size_t world_, rank_;
   const HeadFormat heads_;
   const std::size_t head_bytes_;  // with what it is filled up by
   std::vector<int> receivers_;
@@ -129,14 +160,18 @@ class Broadcast {
 
   std::mutex mutex_;  // of what both threads use, up to the next empty line
   std::uint32_t step_ = 0;
-  std::vector<std::vector<bool>> ended_;  // by rank, then block
+  std::vector<std::vector<bool>> ended_, answered_;  // by rank, then block: what it sends, and as an owner
   std::vector<std::uint64_t> received_bytes_, receiving_us_;
 
-  // The sender's.
+  std::mutex answer_mutex_;  // taken before the other: of what the sender's thread too answers from, and of the order
   std::uint32_t sequence_ = 0;
-  Head next_{};
-  wire::Message message_;
+  int ceiling_bits_ = kWordBits;
   std::vector<int> sent_bits_;  // by block
+  std::vector<Shared> shared_;  // by block; with owners
+
+  // The sender's.
+  Head next_{};
+  std::vector<wire::Message> messages_;  // one for all receivers, or one each
 
   // The receiver's.
   std::vector<std::uint32_t> expected_;    // by origin

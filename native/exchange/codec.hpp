@@ -58,6 +58,8 @@ class Codec {
   virtual ~Codec() = default;
   // Bytes that no message of so many values exceeds.
   virtual std::size_t max_message_bytes(std::size_t n_values) const = 0;
+  // Whether its messages have checksums of their own.
+  virtual bool seals() const { return true; }
   // Finds out what matters of values [first, first + n) of the bucket, which are encoded or decoded next; false if that
   // is nothing, or known already.
   virtual bool weigh(std::size_t /*first*/, std::size_t /*n*/) { return false; }

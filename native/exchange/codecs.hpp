@@ -131,20 +131,20 @@ class TruncatedFloatCodec final : public Codec {
 
 class EmbeddedFloatCodec final : public Codec {
  public:
-  EmbeddedFloatCodec(std::size_t partition, std::size_t n_bits, Dtype dtype)
-      : partition_(partition), planes_{0, static_cast<int>(n_bits)}, dtype_(dtype) {}
+  EmbeddedFloatCodec(const embedded_float::Settings& settings, std::size_t n_bits, Dtype dtype)
+      : settings_(settings), planes_{0, static_cast<int>(n_bits)}, dtype_(dtype) {}
   std::size_t max_message_bytes(std::size_t n_values) const override {
-    return embedded_float::max_message_bytes(n_values, partition_, planes_);
+    return embedded_float::max_message_bytes(n_values, settings_.partition, planes_);
   }
   std::size_t encode(const Values& values, std::size_t, Bytes out) override {
-    return embedded_float::encode(values.bytes(), dtype_, partition_, planes_, out);
+    return embedded_float::encode(values.bytes(), dtype_, settings_, planes_, out);
   }
   void decode(ConstBytes message, std::size_t, const Values& values) override {
     embedded_float::decode(message, dtype_, values.bytes());
   }
 
  private:
-  const std::size_t partition_;
+  const embedded_float::Settings settings_;
   const planes::Range planes_;
   const Dtype dtype_;
 };

@@ -135,7 +135,7 @@ void OwnersExchange::push(std::size_t group) {
     if (group >= n_groups_[peer]) continue;
     wire::Message message = pushes_->take(ends_.max_push_bytes());
     message.n_bytes = ends_.encode_push(static_cast<std::size_t>(peer), group, message.room());
-    message.is_sealed = true;
+    message.is_sealed = ends_.seals_push();
     pushes_->send(peer, message, SIZE_MAX);
   }
 }
@@ -265,7 +265,8 @@ class QuantisedEnds final : public Ends {
 
   std::size_t max_push_bytes() const override { return max_push_bytes_; }
   std::size_t max_pull_bytes() const override {
-    return bucket_.pulls_raw ? cut_.largest() * bucket_.gradient.element_bytes() : max_push_bytes_;
+    if (bucket_.pulls_raw) return cut_.largest() * bucket_.gradient.element_bytes();
+    return quantisers::max_message_bytes(answering(), cut_.largest(), starts_.size());
   }
 
   bool seals_pull() const override { return !bucket_.pulls_raw; }
@@ -288,7 +289,7 @@ class QuantisedEnds final : public Ends {
 
   std::size_t encode_push(std::size_t part, std::size_t group, Bytes out) override {
     const auto [first, count] = cut_.chunk(part, group);
-    return encode(bucket_.gradient.slice(first, count), part, group, out);
+    return encode(options_, bucket_.gradient.slice(first, count), part, group, out);
   }
 
   void add_pushed(std::size_t source, std::size_t group, ConstBytes message) override {
@@ -322,7 +323,7 @@ class QuantisedEnds final : public Ends {
   std::size_t encode_pull(std::size_t group, Bytes out) override {
     const Floats total = total_of(world_, group);
     if (!bucket_.pulls_raw) {
-      const std::size_t n_bytes = encode(values_of(total), rank_, group, out);
+      const std::size_t n_bytes = encode(answering(), values_of(total), rank_, group, out);
       note_finiteness(out.first(n_bytes), total.size());
       return n_bytes;
     }
@@ -395,11 +396,18 @@ class QuantisedEnds final : public Ends {
     return cuts;
   }
 
+  // What sums are encoded by.
+  quantisers::Options answering() const {
+    quantisers::Options options = options_;
+    options.levels = bucket_.pull_levels;
+    return options;
+  }
+
   // `values`: of the chunk, which may be the sum of it.
-  std::size_t encode(const Values& values, std::size_t part, std::size_t chunk, Bytes out) {
+  std::size_t encode(quantisers::Options drawing, const Values& values, std::size_t part, std::size_t chunk,
+                     Bytes out) {
     const std::int64_t started = now_ns();
     const std::size_t first = cut_.chunk(part, chunk).first;
-    quantisers::Options drawing = options_;
     drawing.stream.step = bucket_.draws[part * bucket_.n_chunks + chunk];
     const std::vector<std::uint32_t> cuts = cuts_within(first, first + values.n);
     drawing.cuts = cuts;

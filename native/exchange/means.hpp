@@ -88,7 +88,8 @@ class Ends {
   virtual void add_own(std::size_t group) = 0;
   // Writes the result of a group of this rank's part, of which all has been added.
   virtual std::size_t encode_pull(std::size_t group, Bytes out) = 0;
-  // Whether a result has a checksum of its own, as all that is pushed has.
+  // Whether what is pushed, and a result, has a checksum of its own.
+  virtual bool seals_push() const { return true; }
   virtual bool seals_pull() const { return true; }
   // Takes over the owner's result of a group; the owner its own, by the same message.
   virtual void adopt(std::size_t part, std::size_t group, const wire::Message& message) = 0;
@@ -149,6 +150,7 @@ struct QuantisedBucket {
   std::size_t n_chunks;              // of a part; each is a message
   std::vector<std::uint64_t> draws;  // by part, then chunk: what this rank's message of it draws by
   bool pulls_raw;                    // the owners' sums travel in the gradient's dtype instead of through the codec
+  int pull_levels;                   // of qsgd, on the way back
 };
 
 // The same on all ranks.

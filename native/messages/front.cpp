@@ -74,7 +74,7 @@ void check_partition(std::size_t partition) {
 }
 
 void write_head(const Front& front, const Head& head, std::uint8_t* message) {
-  write_front(front, 1, static_cast<int>(head.dtype), head.first_code, head.second_code, message);
+  write_front(front, head.version, static_cast<int>(head.dtype), head.first_code, head.second_code, message);
   store(message + 8, head.n_elements);
   store(message + 16, static_cast<std::uint16_t>(head.partition));
   store(message + 18, head.flags);
@@ -86,7 +86,8 @@ void write_head(const Front& front, const Head& head, std::uint8_t* message) {
 Head read_head(const Front& front, ConstBytes message) {
   check_front(front, message);
   const std::uint8_t* const at = message.data();
-  const Head head{static_cast<Dtype>(at[5]),
+  const Head head{at[4],
+                  static_cast<Dtype>(at[5]),
                   at[6],
                   at[7],
                   load<std::uint16_t>(at + 18),

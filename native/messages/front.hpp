@@ -80,6 +80,7 @@ Chunk chunk_at(std::size_t index, std::uint64_t n_elements, std::size_t partitio
 
 // The header but for its checksum.
 struct Head {
+  int version;
   Dtype dtype;
   int first_code, second_code;  // bytes of the codec's own
   std::uint16_t flags;

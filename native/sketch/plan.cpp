@@ -357,4 +357,33 @@ std::size_t query_bloom(ConstWords filter, std::size_t n_elements, int n_hashes,
   return count_index(words, n_elements);
 }
 
+namespace {
+
+// Calls visit(word, bit, place in `packed`) for every set bit of `among`.
+template <typename Visit>
+void visit_bits(ConstWords among, ConstWords packed, Visit&& visit) {
+  std::size_t n = 0;
+  for (const std::uint32_t word : among) n += static_cast<std::size_t>(std::popcount(word));
+  if (packed.size() != words_for(n)) throw InvalidArgument(n, " bits take ", words_for(n), " words");
+  std::size_t place = 0;
+  for (std::size_t i = 0; i < among.size(); ++i)
+    for (std::uint32_t left = among[i]; left != 0; left &= left - 1, ++place) visit(i, left & -left, place);
+}
+
+}  // namespace
+
+void pack_bits(ConstWords words, ConstWords among, Words packed) {
+  if (words.size() != among.size()) throw InvalidArgument("the index has another length");
+  std::fill(packed.begin(), packed.end(), 0u);
+  visit_bits(among, packed, [&](std::size_t i, std::uint32_t bit, std::size_t place) {
+    if (words[i] & bit) packed[place / 32] |= 1u << (place % 32);
+  });
+}
+
+void keep_bits(ConstWords packed, Words words) {
+  visit_bits(words, packed, [&](std::size_t i, std::uint32_t bit, std::size_t place) {
+    if (!(packed[place / 32] >> (place % 32) & 1)) words[i] &= ~bit;
+  });
+}
+
 }  // namespace gradwire::sketch

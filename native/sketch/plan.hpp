@@ -244,6 +244,13 @@ void insert_bloom(ConstWords words, std::size_t n_elements, int n_hashes, std::u
 // Writes the index of everything that the filter may hold; returns how many that are.
 std::size_t query_bloom(ConstWords filter, std::size_t n_elements, int n_hashes, std::uint64_t seed, Words words);
 
+// Writes the bits of `words` at the set bits of `among`, in order, to `packed`: as many words as they take.
+// Throws InvalidArgument if sizes do not fit.
+void pack_bits(ConstWords words, ConstWords among, Words packed);
+
+// Clears those set bits of `words` whose bit in `packed` is 0.
+void keep_bits(ConstWords packed, Words words);
+
 // The loops of the sketch: loops.cpp.
 
 // One gradient and its index, as a kernel sees it.

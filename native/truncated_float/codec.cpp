@@ -84,7 +84,7 @@ std::uint64_t write_header(const Header& header, std::uint8_t* message) {
   const std::uint64_t end = payload_end(header.n_elements, settings);
   const std::uint64_t n_marks = header.holds_nonfinite() ? marks_bytes(header.n_elements, settings.partition) : 0;
   floats::write_head(kFront,
-                     {settings.dtype, static_cast<int>(settings.format), settings.n_bits, header.flags,
+                     {1, settings.dtype, static_cast<int>(settings.format), settings.n_bits, header.flags,
                       settings.partition, header.n_elements, end + n_marks},
                      message);
   write_checksum(kFront, message, chunks_of(header.n_elements), {message + end, n_marks});

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from gradwire.doors.local_sgd import LocalSgd
     from gradwire.planning.recommend import recommend
     from gradwire.reducer import Reducer
+    from gradwire.schemes.gcomp.terms import register_update
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Attachment", "BufferTooSmall", "CorruptMessage", "GradwireError", "HookState", "IncompatibleVersion",
     "InvalidArgument", "LocalSgd", "OutOfMemory", "PeerLost", "RankMismatch", "Reducer", "Unsupported", "attach", "codecs",
-    "ddp_hook", "recommend",
+    "ddp_hook", "recommend", "register_update",
     "schemes", "set_thread_count", "thread_count",
 ]
 # fmt: on
@@ -34,7 +35,7 @@ __all__ = [
 # Loaded at first use, so that `gradwire --help` and the lab's own processes do not wait for torch.
 _LAZY = {"Attachment": "doors.attachment", "attach": "doors.attachment"}
 _LAZY |= {"HookState": "doors.hook", "ddp_hook": "doors.hook", "Reducer": "reducer", "LocalSgd": "doors.local_sgd"}
-_LAZY |= {"recommend": "planning.recommend"}
+_LAZY |= {"recommend": "planning.recommend", "register_update": "schemes.gcomp.terms"}
 _LAZY |= {"set_thread_count": "core.threads", "thread_count": "core.threads", "codecs": "", "schemes": ""}
 
 

@@ -23,6 +23,7 @@ from gradwire.checks import choice as check_choice
 from gradwire.core import checkpoint
 from gradwire.core.bucket import Bucket, Layout, Slot, check_gradient, named_parameters, slot_of, slots_by_name
 from gradwire.core.named_tensors import AllReduceWork, Flattener
+from gradwire.core.optimizers import Optimizers
 from gradwire.core.session import LossScale, Session
 from gradwire.core.staging import Staging
 from gradwire.core.threads import use_fair_share_of_cores
@@ -56,7 +57,7 @@ class Reducer:
             its own connections between them; or a Communicator that has them, which is closed with the Reducer.
         names: the parameters by name, or the module that has them: for schemes that read the optimizer (gcomp with
             importance="paper"), or that step parameters themselves, which takes the module.
-        optimizer: the one that steps these parameters; read, never changed.
+        optimizer: the one that steps these parameters, or a list of all that do; read, never changed.
         scaler: the torch.amp.GradScaler, if what is reduced is scaled by it.
         bucket_mb: how much `all_reduce` sends at a time.
         op: "mean", or "sum" for losses that are divided by the number of ranks already.
@@ -74,7 +75,7 @@ class Reducer:
         scheme: Scheme | str,
         group: dist.ProcessGroup | Sequence[int] | Communicator | None = None,
         names: Mapping[str, torch.Tensor] | nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Optimizers | None = None,
         scaler: Any = None,
         *,
         bucket_mb: float = BUCKET_MB,
@@ -86,6 +87,7 @@ class Reducer:
         if not bucket_mb > 0:
             raise InvalidArgument(f"bucket_mb must be positive, got {bucket_mb}")
         self.scheme = _free_scheme(scheme)
+        optimizers = Optimizers(optimizer)
         use_fair_share_of_cores()
         self.step = 0
         self.closed = False
@@ -103,15 +105,16 @@ class Reducer:
         try:
             wire = self._make_wire(communicator)
             self.session = Session(
-                communicator, wire, self.recorder, _unwrapped(optimizer), self.slots, self._loss_scale,
+                communicator, wire, self.recorder, optimizers, self.slots, self._loss_scale,
                 _no_module if module is None else weakref.ref(module),
                 scaler is not None,
             )  # fmt: skip
             self._staging = Staging(() if wire.on_device else self._parameters_of_buckets())
             self.scheme.bind(self.session)
             self.scheme.take_over()
-            untold = self.session.optimizer if scaler is None else None
-            self._scaler_watches = [] if untold is None else [watch_scalers(untold, self._meet_scaler)]
+            self._tell_of_strays()
+            untold = optimizers if scaler is None else ()
+            self._scaler_watches = [watch_scalers(one, self._meet_scaler) for one in untold]
         except Exception as error:
             communicator.fail(error)  # the other ranks, which may have bound theirs, would wait for this one
             communicator.close()
@@ -140,9 +143,31 @@ class Reducer:
         """The slot called `name`, made at first sight. Raises: InvalidArgument (another shape than before)."""
         return self._flattener.slot(name, tensor)
 
+    def _tell_of_strays(self) -> None:
+        """Log on rank 0 which parameters none of the optimizers steps, or more than one; DDP trains such models too."""
+        optimizers, names = self.session.optimizers, self.session.names
+        if not optimizers or self.communicator.rank:
+            return
+        trained = [parameter for parameter in names if parameter.requires_grad]
+        several = set(optimizers.shared())
+        for strays, what in (
+            (
+                [parameter for parameter in trained if optimizers.of(parameter) is None and parameter not in several],
+                "none of the optimizers given steps; give all that do, as attach(model, [muon, adamw]), or freeze what nothing "
+                "steps with requires_grad_(False) before DDP: its gradients are reduced too",
+            ),
+            (
+                [parameter for parameter in trained if parameter in several],
+                "two optimizers step: it counts as stepped by one that is unknown",
+            ),
+        ):
+            if strays:
+                _log.warning("attach: parameter %s (%d in all) is one that %s", names[strays[0]], len(strays), what)
+
     def _meet_scaler(self, scaler: Any, has_stepped: bool) -> None:
-        """A GradScaler that nobody told of steps the optimizer: take it, as if it had been given, and say so."""
-        self._scaler_watches.pop().remove()
+        """A GradScaler that nobody told of steps an optimizer: take it, as if it had been given, and say so."""
+        while self._scaler_watches:
+            self._scaler_watches.pop().remove()
         if self.scheme.owns_step or self.session.wire.on_device:
             return  # an owner sees by itself that gradients were scaled
         self.communicator.submit(self.scheme.divide_kept, self._loss_scale.take(scaler)).wait()
@@ -223,7 +248,7 @@ class Reducer:
         return self._error
 
     def _compare_layout(self, bucket: Bucket) -> None:
-        compare_preambles(self.communicator, self.scheme.preamble(bucket), bucket.record)
+        compare_preambles(self.communicator, self.scheme.preamble(bucket), bucket.record, self.session.stepped_by)
 
     def _finish_bucket(
         self, bucket: Bucket, buffer: torch.Tensor, reduced: torch.futures.Future, done: torch.futures.Future
@@ -377,18 +402,12 @@ class Reducer:
             self.slots, self._flattener, self._layouts = {}, Flattener({}, 0), {}
             self._loss_scale, self._staging = LossScale(), Staging()
             self.session = replace(
-                self.session, optimizer=None, slots={}, loss_scale=self._loss_scale, module_ref=_no_module
+                self.session, optimizers=Optimizers(), slots={}, loss_scale=self._loss_scale, module_ref=_no_module
             )
 
 
 def _no_module() -> None:
     return None
-
-
-def _unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """The optimizer inside Accelerate's, which only hands calls through to it and has none of torch's hooks."""
-    is_wrapper = type(optimizer).__module__.partition(".")[0] == "accelerate"
-    return getattr(optimizer, "optimizer", optimizer) if is_wrapper else optimizer
 
 
 def _free_scheme(scheme: Scheme | str) -> Scheme:

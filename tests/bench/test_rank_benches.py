@@ -91,7 +91,7 @@ def come_and_go(rank: int, world_size: int) -> None:
             method.step()
         method.finish_turn()
         method.close()
-        seen = [weakref.ref(thing) for thing in (method, method._model, method._optimizer)]
+        seen = [weakref.ref(thing) for thing in (method, method._model, *method._optimizers)]
         del method
         gc.collect()
         assert [ref() for ref in seen] == [None] * 3, spec

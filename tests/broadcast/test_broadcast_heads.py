@@ -57,7 +57,8 @@ class Peer:
 
 
 @pytest.fixture
-def peer() -> Iterator[Peer]:
+def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
+    topology = getattr(request, "param", 0)
     made = [_native.Mesh(rank, WORLD, "127.0.0.1", 20) for rank in range(WORLD)]
     for mesh in made:
         mesh.join([mesh.endpoint for mesh in made], bytes(16))
@@ -65,7 +66,7 @@ def peer() -> Iterator[Peer]:
 
     def broadcast_of(mesh: _native.Mesh) -> _native.Broadcast:
         shapes = [(f"part.{index}", n, 0) for index, n in enumerate(SIZES)]
-        return _native.Broadcast(mesh, STREAM, False, shapes, 256, CONFIGURATION, BLOCKS)
+        return _native.Broadcast(mesh, STREAM, topology, shapes, 256, 2, CONFIGURATION, BLOCKS)
 
     with ThreadPoolExecutor(WORLD) as pool:
         first = pool.submit(broadcast_of, made[0])
@@ -84,7 +85,7 @@ def test_head_is_read_as_the_document_has_it(peer: Peer) -> None:
     origin, block, body_bytes, forwarded, received, receiving, remaining_s, ceiling, ended, *_ = peer.told(
         head(ended=0b1001001001)
     )
-    assert (origin, block, body_bytes, forwarded, received, receiving, ceiling) == (2, None, 0, 0, 1 << 40, 0, 12)
+    assert (origin, block, body_bytes, forwarded, received, receiving, ceiling) == (2, None, 0, [], 1 << 40, 0, 12)
     assert remaining_s == pytest.approx([index / 8 - 0.5 for index in range(N_BLOCKS)], abs=0.01)
     assert ended == [0, 3, 6, 9]
     assert peer.told(head(sequence=1, ended=0b1001001011))[8] == [1]
@@ -95,12 +96,12 @@ def test_head_is_read_as_the_document_has_it(peer: Peer) -> None:
 def test_head_is_written_as_the_document_has_it(peer: Peer) -> None:
     gradient = torch.randn(SIZES[4], generator=torch.Generator().manual_seed(1))
     n_body = peer.broadcast.encode(4, gradient.view(torch.uint8), 0, 9)
+    assert peer.broadcast.queued_bytes == 2 * [_native.MESSAGE_HEADER_BYTES + PADDED + n_body]
     peer.broadcast.send([4, 9], 17, [1e9, -1e9, *([0.25] * (N_BLOCKS - 2))])
     peer.broadcast.send([0], 32, None)
     for mesh in peer.meshes[1:]:
         source, message, _ = mesh.receive_any(STREAM, [0])
         assert (source, message.numel()) == (0, PADDED + n_body)
-        assert peer.broadcast.head_bytes == _native.MESSAGE_HEADER_BYTES + PADDED
         most = (1 << 31) - 1
         remaining = [most, -most, *([250_000] * (N_BLOCKS - 2))]
         expected = head(
@@ -141,7 +142,8 @@ def test_every_flipped_bit_is_noticed(peer: Peer) -> None:
         {"block": 9},
         {"block": 9, "first_bit": 5, "n_bits": 28},
         {"body_bytes": 1},
-        {"flags": 2},
+        {"flags": 4},
+        {"flags": 2, "block": 0, "n_bits": 4},  # an answer, where nobody owns a part
         {"ceiling_bits": 0},
         {"ceiling_bits": 33},
         {"sequence": 1},
@@ -196,6 +198,19 @@ def test_block_that_was_ended_unsent_is_corrupt(peer: Peer) -> None:
     peer.broadcast.encode(0, gradient.view(torch.uint8), 0, 4)
     with pytest.raises(CorruptMessage, match=r"rank 1 said that block 'part.0' is complete before it sent any of it"):
         peer.broadcast.mean(0, gradient.view(torch.uint8), 0, None)
+
+
+@pytest.mark.parametrize("peer", [2], indirect=True)
+def test_an_answer_is_taken_once_the_part_was_sent_and_until_the_last_one(peer: Peer) -> None:
+    answer, sums = {"block": 0, "n_bits": 32, "flags": 3, "body_bytes": 400}, torch.ones(100).numpy().tobytes()
+    with pytest.raises(CorruptMessage, match="before it had anything of it"):
+        peer.told(head(**answer), sums)
+    peer.broadcast.encode(0, torch.zeros(SIZES[0]).view(torch.uint8), 0, 4)
+    with pytest.raises(CorruptMessage, match="bytes for 32 bits"):
+        peer.told(head(**answer | {"sequence": 1, "body_bytes": 404}), sums + bytes(4))
+    assert peer.told(head(**answer, sequence=2, ended=1), sums)[8] == [0]
+    with pytest.raises(CorruptMessage, match="after its last answer"):
+        peer.told(head(**answer, sequence=3, ended=1), sums)
 
 
 def test_ranks_that_disagree_are_told_on_what(peer: Peer) -> None:

@@ -74,8 +74,8 @@ def test_every_byte_sent_is_in_the_totals_as_soon_as_the_steps_are_taken() -> No
         assert len(steps) == 1, counts
 
 
-def train_under_delays(rank: int, world_size: int) -> tuple[list[str], list[float]]:
-    options: dict[str, Any] = {"topology": "ring"} if world_size == 3 else {}
+def train_under_delays(rank: int, world_size: int, topology: str) -> tuple[list[str], list[float]]:
+    options: dict[str, Any] = {"topology": topology}
     if world_size < 4:  # four ranks keep the ceiling that busy cores give them; fewer fill the network
         options["max_contention"] = 1
     ddp, optimizer, attachment = build(Aqgb(blocks=THREE_BLOCKS, error_feedback=world_size == 4, **options))
@@ -94,9 +94,12 @@ def train_under_delays(rank: int, world_size: int) -> tuple[list[str], list[floa
     return hashes, bits
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_hold_the_same_bits_after_300_steps_under_random_delays(world_size):
-    results = run_ranks(train_under_delays, world_size)
+@pytest.mark.parametrize(
+    ("world_size", "topology"),
+    [(2, "fan-out"), (3, "ring"), (4, "fan-out"), (2, "owners"), (3, "owners"), (4, "owners")],
+)
+def test_ranks_hold_the_same_bits_after_300_steps_under_random_delays(world_size: int, topology: str) -> None:
+    results = run_ranks(train_under_delays, world_size, topology)
     assert all(hashes == results[0][0] for hashes, _ in results)
     assert len(set(results[0][0])) == 3
     for _, bits in results:
@@ -130,6 +133,7 @@ def train_features(rank: int, world_size: int) -> dict[str, Any]:
         "coarse": lambda: Broadcast(3, THREE_BLOCKS),
         "fed back": lambda: Broadcast(3, THREE_BLOCKS, error_feedback=True),
         "ring": lambda: Broadcast(3, THREE_BLOCKS, topology="ring"),
+        "owners": lambda: Aqgb(floor=1.0, blocks=THREE_BLOCKS, topology="owners"),
         "bits of the codec": lambda: Broadcast(31, THREE_BLOCKS),
     }.items():
         ddp, optimizer, attachment = build(make())
@@ -145,7 +149,7 @@ def train_features(rank: int, world_size: int) -> dict[str, Any]:
     attachment.close()
     seen["bfloat16"] = values(ddp)
     # A step that is not taken, and then the next one.
-    ddp, optimizer, attachment = build(Broadcast(8, THREE_BLOCKS, error_feedback=True))
+    ddp, optimizer, attachment = build(Broadcast(8, THREE_BLOCKS, error_feedback=True, topology="owners"))
     take_step(ddp, optimizer, rank, 0)
     optimizer.zero_grad()
     ddp(torch.ones(2, 20)).sum().backward()
@@ -179,6 +183,7 @@ def test_fewer_bits_stay_near_and_all_ranks_agree():
         "coarse",
         "fed back",
         "ring",
+        "owners",
         "bits of the codec",
         "not finite",
         "switched",
@@ -186,7 +191,8 @@ def test_fewer_bits_stay_near_and_all_ranks_agree():
     ):
         assert all(torch.equal(result[name], first[name]) for result in results), name
     assert torch.equal(first["ring"], first["coarse"])  # the way there changes nothing
-    torch.testing.assert_close(first["exact"], first["plain"], rtol=0, atol=1e-6)  # but for the order of the sum
+    for exact in ("exact", "owners"):
+        torch.testing.assert_close(first[exact], first["plain"], rtol=0, atol=1e-6)  # but for the order of the sum
     torch.testing.assert_close(first["bits of the codec"], first["plain"], rtol=0, atol=1e-5)
     distance = {name: float((first[name] - first["plain"]).norm()) for name in ("coarse", "fed back")}
     assert 0 < distance["fed back"] < distance["coarse"]

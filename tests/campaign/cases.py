@@ -8,21 +8,23 @@ import traceback
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from campaign import faults, hostile, links, resuming, soak, trainings
+from campaign import faults, habits, hostile, links, residuals, resuming, soak, trainings
 from campaign.findings import Refused
 
 KINDS: dict[str, ModuleType] = {
     "trainings": trainings,
     "faults": faults,
+    "habits": habits,
     "resuming": resuming,
+    "residuals": residuals,
     "hostile": hostile,
     "soak": soak,
     "links": links,
 }
 # The order in which kinds take turns: by what a case of them costs and finds.
-TURNS = ("trainings", "faults", "hostile", "trainings", "faults", "resuming")
+TURNS = ("trainings", "faults", "hostile", "habits", "trainings", "faults", "habits", "resuming")
 # What takes longer, and in how many rounds of these turns it has one.
-SELDOM = {"soak": 8, "links": 4}
+SELDOM = {"soak": 8, "links": 4, "residuals": 2}
 
 
 class Case(NamedTuple):

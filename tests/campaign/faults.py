@@ -23,6 +23,7 @@ import gradwire
 from campaign import models
 from campaign.findings import Refused, hash_of, launch, require, require_equal
 from campaign.schemes_drawn import draw_variant, optimizer_of, variant_of
+from flipping import flip_what_comes
 from ranks import Outcome
 
 TIMEOUT_S = 6.0
@@ -41,14 +42,15 @@ SHARES = ("stop", "sleep", "other scheme", "other options", "count a step too ma
 LEAVES = ("leave", "skip a step")
 HARMLESS = ("destroy the group",)  # may go on: gradwire has a group of its own
 LAWFUL = ("other threads", "nan", "caught and attached again", "slow for a moment")
-HARMS = DIES + RAISES + SHARES + LEAVES + HARMLESS + LAWFUL
+FLIPS = ("flip a bit",)  # of what one rank sends another over the engine, if it sends so much
+HARMS = DIES + RAISES + SHARES + LEAVES + HARMLESS + LAWFUL + FLIPS
 
 
 def draw(choose: random.Random) -> dict[str, Any]:
     """One case, as plain values."""
     harm = choose.choice(HARMS)
     scheme = draw_variant(choose, replicas_may_differ=False, errors_are_ours=True)
-    world_size = choose.choice([3, 4] if harm == "kill two" else [2, 2, 3, 4])
+    world_size = choose.choice([3, 4] if harm == "kill two" else [2] if harm in FLIPS else [2, 2, 3, 4])
     return {
         "harm": harm,
         "scheme": scheme,
@@ -60,6 +62,7 @@ def draw(choose: random.Random) -> dict[str, Any]:
         "width": choose.choice([20, 60, 300]),
         "bucket_cap_mb": choose.choice([0.005, 0.02, 25]),
         "optimizer": choose.choice(["sgd", "momentum", "adamw"]),
+        "place": int(45 * 2 ** (9 * choose.random())),
     }
 
 
@@ -75,7 +78,11 @@ def run(case: dict[str, Any]) -> None:
         require_equal([outcome.result["hashes"] for outcome in outcomes])
         return
     victims = _victims(case)
-    if harm in HARMLESS and all(outcome.error is None for outcome in outcomes):
+    if harm in FLIPS and any(outcome.error for outcome in outcomes):
+        for rank, outcome in enumerate(outcomes):
+            _check_typed(rank, outcome)
+        return
+    if harm in HARMLESS + FLIPS and all(outcome.error is None for outcome in outcomes):
         require_equal([outcome.result["hashes"] for outcome in outcomes])
         return
     for rank, outcome in enumerate(outcomes):
@@ -124,6 +131,8 @@ def train(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
     plant = case.get("plant") if not is_victim else None
     if harm == "other threads" and is_victim:
         gradwire.set_thread_count(2)
+    if harm in FLIPS and rank == 0:
+        flip_what_comes(case["place"])
     ddp = build(case)
     optimizer = models.OPTIMIZERS[optimizer_of(case)](ddp.parameters())
     variant = variant_of(case)
@@ -166,6 +175,9 @@ def train(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
             hashes, step = [], 6  # one step of the new life is enough
             continue
         step += 1
+        if plant == "drift":
+            with torch.no_grad():
+                ddp.module[0].weight.view(-1)[:1] += 1.0
         if not variant.owns_step:
             hashes.append(hash_of(ddp.module))
     attachment.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from campaign import __main__, hostile, models, schemes_drawn
+from campaign import __main__, hostile, models, residuals, schemes_drawn
 from campaign.cases import KINDS, Case, run_case
 from campaign.findings import launch
 from gradwire import codecs, schemes
@@ -21,7 +21,11 @@ _TRAINING = {
 _GIVEN = {**_TRAINING, "model": "given", "pattern": "normal"}
 _FAULT = {
     "harm": "kill", "scheme": ("plain", {}), "world_size": 2, "victim": 1, "step": 2, "delay_ms": 0, "width": 20,
-    "bucket_cap_mb": 25, "optimizer": "sgd",
+    "bucket_cap_mb": 25, "optimizer": "sgd", "place": 0,
+}  # fmt: skip
+_HABIT = {
+    "habit": "sets a default dtype", "scheme": ("plain", {}), "fidelity": None, "door": "ddp", "world_size": 2,
+    "optimizer": "SGD", "dtype": "float64", "steps": 4, "at": 2,
 }  # fmt: skip
 _RESUMPTION = {
     "mode": "exact", "scheme": ("top-k", {"share": 0.02}), "world_size": 1, "model": "mlp", "optimizer": "sgd",
@@ -41,14 +45,25 @@ _LINKS = {
     "width": 20, "bucket_cap_mb": 25, "optimizer": "sgd",
 }  # fmt: skip
 
+_RESIDUALS = {
+    "scheme": ("slimgc", {"codec": "qsgd", "threshold_bytes": 0}), "world_size": 2,
+    "shapes": [[24, 18], [64, 33], [50]], "in_common": 1.0, "power": 1, "seed": 0,
+}  # fmt: skip
+_ONE_OF_EACH = {(one.name, one.options.get("codec")): one for one in residuals.FED_BACK}
+
 PLANTS: list[tuple[str, dict[str, Any], str, str]] = [
     ("trainings", _TRAINING, "drift", "parameters differ between ranks after step 2"),
     ("trainings", _GIVEN, "scaled", "is not the mean"),
     ("trainings", {**_GIVEN, "scheme": ("one-bit", {"warmup_steps": 0})}, "lost", "residual"),
     ("faults", _FAULT, "untyped", "got no typed error"),
     ("faults", _FAULT, "silent", "noticed nothing"),
+    ("faults", {**_FAULT, "harm": "flip a bit"}, "drift", "differ between ranks"),
+    ("habits", _HABIT, "drift", "parameters differ between ranks"),
+    ("habits", _HABIT, "default", "a global default changes"),
+    ("habits", {**_HABIT, "habit": "makes folds and closes none"}, "descriptors", "grow from fold to fold"),
     ("resuming", _RESUMPTION, "stale", "other bits resumed than in one go"),
     ("resuming", {**_RESUMPTION, "mode": "tampered"}, "untyped", "planted"),
+    ("residuals", _RESIDUALS, "fed back", "residuals grow"),
     ("hostile", _HOSTILE, "accepts", "bytes were taken that are no message"),
     ("hostile", _HOSTILE, "untyped", "IndexError"),
     ("hostile", _HOSTILE, "overruns", "outside of the output"),
@@ -73,6 +88,12 @@ def test_planted_fault_is_found(kind: str, drawn: dict[str, Any], plant: str, wo
 )
 def test_the_same_case_passes_without_the_fault(kind: str, drawn: dict[str, Any]) -> None:
     record = run_case(kind, drawn)
+    assert record["verdict"] == "passed", record["found"]
+
+
+@pytest.mark.parametrize("scheme", _ONE_OF_EACH.values(), ids=["-".join(filter(None, one)) for one in _ONE_OF_EACH])
+def test_residuals_stay_bounded(scheme: schemes_drawn.Variant) -> None:
+    record = run_case("residuals", {**_RESIDUALS, "scheme": (scheme.name, scheme.options)})
     assert record["verdict"] == "passed", record["found"]
 
 

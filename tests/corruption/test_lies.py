@@ -207,8 +207,8 @@ def test_a_scale_out_of_range_is_refused(scale: int) -> None:
 def test_a_message_that_does_not_follow_leaves_the_receiver_as_it_was() -> None:
     codec, values = EmbeddedFloat(), with_infinity(N_CHUNKED)
 
-    def planes(first_bit: int, n_bits: int, partition: int = 256) -> Tensor:
-        sender = EmbeddedFloat(partition=partition)
+    def planes(first_bit: int, n_bits: int, partition: int = 256, format: int = 2) -> Tensor:
+        sender = EmbeddedFloat(partition=partition, format=format)
         out = torch.empty(sender.max_plane_bytes(N_CHUNKED, torch.float32, first_bit, n_bits), dtype=torch.uint8)
         return out[: sender.encode_planes(values, first_bit, n_bits, out)]
 
@@ -221,7 +221,15 @@ def test_a_message_that_does_not_follow_leaves_the_receiver_as_it_was() -> None:
     damaged = planes(6, 26).clone()
     damaged[-1] ^= 1
     short = encode(EmbeddedFloat(6), values[:100])
-    for message in (planes(0, 6), planes(5, 2), planes(7, 3), planes(6, 2, partition=128), damaged, short):
+    for message in (
+        planes(0, 6),
+        planes(5, 2),
+        planes(7, 3),
+        planes(6, 2, partition=128),
+        planes(6, 2, format=1),
+        damaged,
+        short,
+    ):
         with pytest.raises(CorruptMessage):
             receiver.add_planes(message)
         assert receiver.n_bits == 6

@@ -56,6 +56,7 @@ GCOMP: list[Case] = [
 FLOATS: list[Case] = [
     *(("embedded-float", {"bits": bits}) for bits in (2, 7, 8, 9, 16, 17, 24, 25, 31, 32)),
     ("embedded-float", {"bits": 8, "partition": 32}),
+    *(("embedded-float", {"bits": bits, "format": 1}) for bits in (5, 25, 32)),
     *(("truncated-float", {"bits": bits, "format": "native"}) for bits in range(2, 17)),
     *(("truncated-float", {"bits": bits}) for bits in (2, 3, 4, 5, 6, 7, 8, 11, 16)),
     *(("truncated-float", {"bits": bits, "rounding": "truncate"}) for bits in (3, 5, 7, 12)),

@@ -70,8 +70,8 @@ def floats() -> dict[str, Float]:
     for rounding in ("truncate", "stochastic"):
         found[f"fp4-e2m1 4 {rounding}"] = TruncatedFloat(4, "fp4-e2m1", rounding, partition=1024)
         found[f"native 11 {rounding}"] = TruncatedFloat(11, "native", rounding, partition=64)
-    for bits, partition in ((17, 32), (24, 64), (31, 1024)):
-        found[f"embedded {bits} by {partition}"] = EmbeddedFloat(bits, partition)
+    for bits, partition, form in ((17, 32, 2), (24, 64, 2), (25, 64, 2), (31, 1024, 2), (7, 256, 1), (31, 64, 1)):
+        found[f"embedded {bits} by {partition}, format {form}"] = EmbeddedFloat(bits, partition, form)
     return found
 
 

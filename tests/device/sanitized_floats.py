@@ -11,7 +11,7 @@ from float_lies import is_refused, lies, message_of
 from kernel_checks import FLOATS, WIDE_FLOATS, run, values_of
 
 kernels = EmulatedKernels(Path(sys.argv[1]), int(sys.argv[2]))
-names = ("truncated 3", "truncated 8", "fp4-e2m1 4 stochastic", "embedded 7", "embedded 31 by 1024")
+names = ("truncated 3", "truncated 8", "fp4-e2m1 4 stochastic", "embedded 7", "embedded 31 by 1024, format 2")
 n_cases = run(kernels, "floats", codec=names, n=(0, 33, 300), content=("nan",))
 n_cases += run(kernels, "floats", codec=WIDE_FLOATS, n=(257,), content=("gradient",), dtype=(torch.float32,))
 n_lies = 0

@@ -74,6 +74,7 @@ SCHEMES: dict[str, Maker] = {
     "qsgd": lambda: by_name("qsgd"),
     "one-bit, raw sums": lambda: by_name("one-bit", pull="raw", exempt=["*.bias"]),
     "two-bit by group, raw sums": lambda: by_name("two-bit", pull="raw", scale_values=64, chunk_elements=300),
+    "qsgd, sums as coarse": lambda: by_name("qsgd", pull="compressed", chunk_elements=500),
     "qsgd, raw sums": lambda: by_name("qsgd", pull="raw"),
     "slimgc": lambda: by_name("slimgc", threshold_bytes=4_000),
     "slimgc of all, qsgd": lambda: by_name("slimgc", codec="qsgd", threshold_bytes=0, group_elements=500),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,9 +163,12 @@ def test_altered_sums_raise_and_integer_aggregators_get_integers(rank: int, worl
         driver = Driver(make(mode=mode, aggregator=Altering()), parameters(), LAYOUT)
         with pytest.raises(Exception, match="altered on its way"):
             driver.reduce(gradients_of(rank, world_size, 0, 0.05))
-    for options in ({"mode": "sketch"}, {"mode": "lossy"}, {"integer_bits": 64}, {"mode": "exact", "integer_bits": 64}):
-        with pytest.raises(gradwire.Unsupported, match='mode="exact", integer_bits=32'):
-            Driver(make(aggregator=IntegersOnly(), **options), parameters())
+    for mode in ("sketch", "lossy"):
+        with pytest.raises(gradwire.Unsupported, match='mode="packed" or mode="exact"'):
+            Driver(make(mode=mode, aggregator=IntegersOnly()), parameters())
+    many = SimpleNamespace(wire=SimpleNamespace(world_size=17, on_device=False))
+    with pytest.raises(gradwire.Unsupported, match="sums of 17 ranks leave too little of 8 bits: take integer_bits=16"):
+        make(integer_bits=8).bind(many)
     driver = Driver(make(mode="exact", aggregator=IntegersOnly()), parameters())
     driver.reduce(gradients_of(rank, world_size, 0, 0.05))
     driver.close()
@@ -175,7 +179,8 @@ def test_altered_sums_raise_and_integer_aggregators_get_integers(rank: int, worl
     [
         ({"mode": "fast"}, "packed, sketch, exact, lossy"),
         ({"budget": 0}, "budget"),
-        ({"integer_bits": 16}, "integer_bits"),
+        ({"integer_bits": 24}, "integer_bits"),
+        ({"integer_bits": 16, "mode": "exact"}, 'integer_bits=16 is for mode="packed"'),
         ({"sparsifier": "random"}, "top-k"),
         ({"density": 2}, "density"),
         ({"error_feedback": True}, "left out"),

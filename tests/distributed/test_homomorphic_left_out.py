@@ -15,6 +15,8 @@ def test_results_and_residuals_conserve_the_gradients(rank: int, world_size: int
     for options in (
         {"sparsifier": "top-k", "density": 0.05},
         {"mode": "lossy", "budget": 0.05, "error_feedback": True},
+        {"integer_bits": 16},
+        {"integer_bits": 8},
     ):
         driver = Driver(make(**options), parameters(), LAYOUT)
         old = torch.zeros(flat(parameters()).numel())

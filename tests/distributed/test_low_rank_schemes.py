@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from buckets import Driver
 from gradwire import schemes
-from ranks import run_ranks
+from logs import log_of
+from ranks import on_ranks, run_ranks
 
 SCHEMES = ("acp-sgd", "power-sgd", "power-sgd-overlap")
 
@@ -327,3 +330,23 @@ def zero_gradients(rank: int, world_size: int, scheme: str) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_zero_gradients_are_zero_means_and_do_no_harm(scheme: str) -> None:
     run_ranks(zero_gradients, 2, scheme)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "at_rank", "highest"),
+    [("acp-sgd", 42, 0), ("acp-sgd", 48, 42), ("power-sgd", 21, 0), ("power-sgd", 22, 21)],
+)
+@on_ranks(2)
+def test_rank_that_compresses_nothing_is_told_with_one_that_does(
+    rank: int, world_size: int, scheme: str, at_rank: int, highest: int
+) -> None:
+    """What counts is what a step sends: one factor of acp-sgd, both of power-sgd."""
+    texts = log_of("gradwire", logging.WARNING)
+    shapes = [(64, 64), (64, 128), (64,)]
+    driver = Driver(schemes.by_name(scheme, rank=at_rank), [torch.zeros(shape) for shape in shapes])
+    for _ in range(2):
+        driver.reduce([torch.randn(shape) for shape in shapes])
+    stats = driver.scheme.stats()
+    driver.close()
+    assert [f"rank={highest} or less compresses some" in text for text in texts] == [True] * bool(highest)
+    assert (stats["n_matrices"], stats["n_matrices_whole"]) == ((0, 2) if highest else (1, 1))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from buckets import Driver
-from gradwire.errors import CorruptMessage
+from buckets import Driver, drive
+from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire.exchange.ring import Ring
 from gradwire.schemes.compressed import Compressed
+from gradwire.schemes.slimgc import SlimGC
 from ranks import on_ranks
 
 _DROPPED = 32 - 12  # sign, 8 bits of exponent and 3 of the mantissa stay
@@ -19,6 +20,7 @@ class ThreeBits:
     """Float32 cut to 12 bits; two values in three bytes, the first in the lower bits. Values err by less than 2^-3 of them."""
 
     name = "three-bits"
+    feeds_back = True
 
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
         return 3 * -(-n_elements // 2)
@@ -45,6 +47,8 @@ class ThreeBits:
 
 class ThreeBitsScheme(Compressed):
     name = "three-bits"
+
+    codec: ThreeBits
 
     def __init__(self, topology: str) -> None:
         super().__init__(collective=Ring(ThreeBits(), topology))
@@ -89,3 +93,18 @@ def test_ranks_get_one_mean_and_send_12_bits_a_value(rank: int, world_size: int,
     sent, payload = driver.last_buckets[0].record.bytes_sent, 2 * (world_size - 1) / world_size * N * 12 / 8
     assert payload <= sent <= payload + 300 + 0.02 * payload if world_size > 1 else sent == 0
     return result
+
+
+@pytest.mark.parametrize(
+    ("feeds_back", "match"), [(False, "does not go with three-bits"), (None, "attribute feeds_back")]
+)
+@on_ranks(1)
+def test_error_that_a_codec_does_not_want_back_is_refused(
+    rank: int, world_size: int, feeds_back: bool | None, match: str
+) -> None:
+    scheme = ThreeBitsScheme("ring")
+    scheme.codec, scheme.error_feedback = ThreeBits(), True
+    scheme.codec.feeds_back = feeds_back  # type: ignore[assignment]
+    for door in (lambda: drive(scheme), lambda: SlimGC(scheme.codec, error_feedback=True)):
+        with pytest.raises(InvalidArgument, match=match):
+            door()

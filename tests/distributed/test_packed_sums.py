@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -84,26 +87,30 @@ def test_special_values_of_every_dtype_are_summed_as_the_backend_sums_them(rank:
 
 def reduce_by_switch(rank: int, world_size: int, address: str) -> torch.Tensor:
     results = []
-    for dtype in DTYPES:
+    for dtype, (bits, kept, mode) in itertools.product(
+        DTYPES, ((32, 31, "packed"), (64, 62, "packed"), (64, 62, "exact"), (16, 15, "packed"), (8, 7, "packed"))
+    ):
         switch = aggregators.by_name("switch", address=address)
-        driver = Driver(schemes.by_name("homomorphic", aggregator=switch), [torch.zeros(N, dtype=dtype)])
-        for step, density in enumerate((0.05, 0.0, 0.4)):
+        options: dict[str, Any] = {"mode": mode, "integer_bits": bits, "error_feedback": None if bits > 16 else False}
+        driver = Driver(schemes.by_name("homomorphic", aggregator=switch, **options), [torch.zeros(N, dtype=dtype)])
+        for step, density in enumerate((0.05, 0.0, 0.4 if bits <= 32 else 0.1)):
             everyone = [gradient_of("random", N, other, density, dtype, step + 1) for other in range(world_size)]
             (mean,) = driver.reduce([everyone[rank].clone()])
             shares = torch.stack(everyone).double()
             largest = float(shares.abs().max())
-            # Each rank rounds to half a unit of 2^(e - 31 + ceil(log2 ranks)), the result to its dtype once.
-            unit = 4 * 2.0**-31 * 2 * largest
+            # Each rank rounds to half a unit of 2^(e - bits + ceil(log2 ranks)), the result to its dtype once.
+            unit = 4 * 2.0**-kept * 2 * largest
             expected = shares.sum(0) / world_size
             rounding = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
             assert bool(((mean.double() - expected).abs() <= unit + rounding * expected.abs() + 2.0**-25).all())
+            assert not bool(mean[(shares == 0).all(0)].any())
             assert not any("too dense" in why for why in driver.last_buckets[0].record.fallbacks)
             results.append(mean.float())
         driver.close()
     return torch.cat(results)
 
 
-def test_a_switch_sums_packed_values_as_integers() -> None:
+def test_a_switch_sums_integers_of_8_to_64_bits() -> None:
     with Serving() as serving:
         results = run_ranks(reduce_by_switch, 3, f"127.0.0.1:{serving.port}")
     assert_alike(results)

@@ -23,6 +23,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("two-bit", {"chunk_elements": 100}),
     ("two-bit", {"threshold": 1.0, "relative": False, "pull": "raw"}),
     ("qsgd", {"seed": 5, "chunk_elements": 128}),
+    ("qsgd", {"levels": 3, "pull": "compressed"}),
     ("qsgd", {"levels": 127, "block": 128, "pull": "raw"}),
 ]
 OF_SCHEMES = ("error_feedback", "pull", "chunk_elements")
@@ -46,6 +47,9 @@ class AllRanks:
 
     def __init__(self, name: str, options: dict[str, Any], n: int, world_size: int, index: int) -> None:
         self.codec: Any = codecs.by_name(name, **{key: v for key, v in options.items() if key not in OF_SCHEMES})
+        self.answering = self.codec
+        if name == "qsgd" and options.get("pull", "8-bit") == "8-bit":
+            self.answering = codecs.by_name("qsgd", levels=127, block=self.codec.block, seed=self.codec.seed)
         self.feeds_back = name != "qsgd" and options.get("error_feedback", True)
         self.pulls_raw = options.get("pull") == "raw"
         self.chunk_elements = options.get("chunk_elements", 1 << 18)
@@ -53,9 +57,9 @@ class AllRanks:
         self.n, self.world_size, self.index = n, world_size, index
         self.residuals = [torch.zeros(n) for _ in range(world_size)]
 
-    def quantise(self, values: torch.Tensor, stream: int) -> torch.Tensor:
+    def quantise(self, codec: Any, values: torch.Tensor, stream: int) -> torch.Tensor:
         step = {"step": stream} if self.is_stochastic else {}
-        return decode(self.codec, encode(self.codec, values, **step), values.numel())
+        return decode(codec, encode(codec, values, **step), values.numel())
 
     def reduce(self, gradients: list[torch.Tensor], step: int) -> torch.Tensor:
         bucket = Bucket(torch.zeros(self.n), step=step, index=self.index)
@@ -73,13 +77,13 @@ class AllRanks:
                         total += gradients[rank][place]
                         continue
                     corrected = gradients[rank][place] + self.residuals[rank][place]
-                    sent = self.quantise(corrected, bucket.draw(rank, owner, chunk, False))
+                    sent = self.quantise(self.codec, corrected, bucket.draw(rank, owner, chunk, False))
                     total += sent
                     if self.feeds_back:
                         self.residuals[rank][place] = corrected - sent
                 total = total + self.residuals[owner][place]
                 stream = bucket.draw(owner, owner, chunk, True)
-                sent = total if self.pulls_raw else self.quantise(total, stream)
+                sent = total if self.pulls_raw else self.quantise(self.answering, total, stream)
                 if self.feeds_back:
                     self.residuals[owner][place] = total - sent
                 result[place] = sent / world
@@ -110,6 +114,18 @@ def test_scheme_follows_its_transcription(rank: int, world_size: int) -> None:
             kept = torch.cat([state["residuals"][f"p{i}"] for i in range(len(SHAPES))])
             assert torch.allclose(kept, torch.cat([one.residuals[rank] for one in followed]), atol=1e-4), name
         driver.close()
+
+
+@pytest.mark.parametrize(("pull", "low", "high"), [("8-bit", 0.5, 0.6), ("raw", 0.5, 0.6), ("compressed", 1.3, 1.5)])
+@on_ranks(4)
+def test_error_of_qsgd_averages_over_the_ranks_unless_sums_are_as_coarse(
+    rank: int, world_size: int, pull: str, low: float, high: float
+) -> None:
+    gradient = torch.randn(65_536, generator=torch.Generator().manual_seed(1))
+    driver = Driver(schemes.by_name("qsgd", pull=pull), [gradient])
+    (mean,) = driver.reduce([gradient.clone()])
+    driver.close()
+    assert low < float((mean - gradient).norm() / gradient.norm()) < high
 
 
 def keep_everything(rank: int, world_size: int) -> list[list[tuple[torch.Tensor, ...]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from buckets import Driver
 from gradwire import InvalidArgument, schemes
-from ranks import on_ranks
+from ranks import agree, on_ranks
 
 SHAPES = [(30, 20), (7,), (40, 30), (9, 8)]
 
@@ -34,6 +35,14 @@ def is_small_or_ninefold(name: str, shape: tuple[int, ...]) -> bool:
         ("one-bit", {"exempt": ["p[03]"], "scale_values": 64}, {0, 3}),
         ("two-bit", {"only": "p2"}, {0, 1, 3}),
         ("one-bit", {"exempt": is_small_or_ninefold}, {1, 3}),
+        ("embedded-float", {"exempt": "p0+p3", "bits": 3}, {0, 3}),
+        ("truncated-float", {"only": "p2", "bits": 4}, {0, 1, 3}),
+        ("qsgd", {"exempt": "p1"}, {1}),
+        ("terngrad", {"exempt": "p0"}, {0}),
+        ("thc", {"only": "p3+p2"}, {0, 1}),
+        ("top-k", {"exempt": "p1+p3", "share": 0.05}, {1, 3}),
+        ("dgc", {"exempt": "p0", "share": 0.1, "momentum": 0.0}, {0, 1}),  # p1 is a vector
+        ("sign-sgd", {"only": "p2"}, {0, 1, 3}),
         ("acp-sgd", {"exempt": ["p0"], "rank": 1}, {0, 1}),  # p1 is a vector
         ("power-sgd", {"only": ["p0"], "rank": 1}, {1, 2, 3}),
     ],
@@ -52,6 +61,101 @@ def test_what_is_exempt_is_the_mean(
         deviation = float((results[place] - mean).norm() / mean.norm())
         assert deviation < 1e-6 if place in plain else deviation > 0.05, (place, deviation)
     return results
+
+
+# A vector, a norm and a scalar among 20,617 values; and the same where they are more than a fiftieth.
+FEW, MANY = ([(200, 100), (9,), (30, 20), (7, 1), ()], [(30, 20), (9,), (9, 8), (7, 1), ()])
+SMALL = (1, 3, 4)
+LOSSY: dict[str, dict[str, Any]] = {
+    "embedded-float": {"bits": 3},
+    "truncated-float": {"bits": 4},
+    "one-bit": {},
+    "two-bit": {},
+    "qsgd": {},
+    "terngrad": {},
+    "thc": {},
+    "top-k": {"share": 0.1},
+}
+
+
+class Named(nn.Module):
+    """Tensors of which one is a norm by its name alone."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        names = ("first", "one", "second", "last_norm", "scalar")
+        for name, shape in zip(names, shapes, strict=True):
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
+        return torch.stack([(one * gradients[key]).sum() for key, one in self.named_parameters()]).sum()
+
+
+@pytest.mark.parametrize("door", ["ddp", "named"])
+@on_ranks(3)
+def test_small_tensors_are_spared_as_long_as_they_are_few(rank: int, world_size: int, door: str) -> None:
+    for (name, options), shapes, exempt in itertools.product(LOSSY.items(), (FEW, MANY), (None, ())):
+        model = Named(shapes)
+        generators = [torch.Generator().manual_seed(other) for other in range(world_size)]
+        scheme = schemes.by_name(name, exempt=exempt, **options)
+        state: Any
+        if door == "ddp":
+            ddp = DistributedDataParallel(model)
+            state = gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), 0.1), scheme)
+        else:
+            state = gradwire.Reducer(scheme)
+        for _ in range(3):
+            shares = [[torch.randn(shape, generator=own) for shape in shapes] for own in generators]
+            gradients = {
+                key: mine.clone() for (key, _), mine in zip(model.named_parameters(), shares[rank], strict=True)
+            }
+            if door == "ddp":
+                ddp.zero_grad()
+                ddp(gradients).backward()
+                gradients = {key: one.grad for key, one in model.named_parameters()}
+            else:
+                state.all_reduce(gradients).wait()
+            results = list(gradients.values())
+        stats, kept = state.stats(), scheme.state_dict().get("residuals", {})
+        state.close()
+        is_spared = shapes is FEW and exempt is None
+        assert (stats.get("n_spared_values"), stats.get("spared_share")) == (
+            (17, 17 / 20_617) if is_spared else (None, None) if exempt == () else (0, 0.0)
+        )
+        assert agree(torch.cat([result.view(-1) for result in results])), name
+        for place in SMALL[:2]:
+            mean = torch.stack([of_rank[place] for of_rank in shares]).mean(0)
+            deviation = float((results[place] - mean).norm() / mean.norm())
+            assert deviation < 2.0**-7 if is_spared else deviation > 0.01, (name, shapes, exempt, deviation)
+        left = [float(values.abs().max()) for key, values in kept.items() if key in ("one", "last_norm", "scalar")]
+        assert not kept or (max(left) > 0) != is_spared, name
+
+
+@on_ranks(2)
+def test_what_a_spared_tensor_had_not_sent_is_sent(rank: int, world_size: int) -> None:
+    """A state that was saved while it was compressed; and its Inf, from which no residual lives on."""
+    drivers = [
+        Driver(schemes.by_name("one-bit", exempt=exempt), [torch.zeros(shape) for shape in FEW])
+        for exempt in ((), None)
+    ]
+    generator = torch.Generator().manual_seed(rank)
+    gradients = [torch.randn(shape, generator=generator) for shape in FEW]
+    drivers[0].reduce([gradient.clone() for gradient in gradients])
+    drivers[1].scheme.load_state_dict(drivers[0].scheme.state_dict())
+    waiting = drivers[0].state()[20_000:20_009]
+    assert float(waiting.abs().max()) > 0
+    (_, result, *_) = drivers[1].reduce([gradient.clone() for gradient in gradients])
+    own = gradients[1] + waiting
+    everyone = drivers[1].communicator.submit(drivers[1].communicator.all_gather, own)
+    everyone.wait()
+    assert torch.allclose(result, everyone.value().mean(0), atol=2.0**-6)
+    before = drivers[1].state()
+    assert not before[20_000:20_009].any()
+    gradients[1][3] = math.inf if rank == 1 else 1.0
+    assert not drivers[1].reduce(gradients)[1].isfinite().all()
+    assert torch.equal(drivers[1].state(), before)
+    for driver in drivers:
+        driver.close()
 
 
 @on_ranks(2)
@@ -73,7 +177,7 @@ def test_an_exempt_tensor_that_is_not_finite(rank: int, world_size: int) -> None
 def test_names_of_nothing(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    for name in ("one-bit", "two-bit", "acp-sgd", "power-sgd"):
+    for name in ("acp-sgd", "power-sgd", "dgc", "sign-sgd", *LOSSY):
         with pytest.raises(
             InvalidArgument, match=r"only='tail' matches no tensor; there are 0\.weight, 1\.weight, 1\.bias"
         ):

@@ -224,6 +224,14 @@ def test_any_codec_or_codec_scheme_can_be_wrapped() -> None:
         SlimGC(schemes.by_name("top-k"))
 
 
+@pytest.mark.parametrize("codec", ["qsgd", "ternary"])
+def test_error_that_would_grow_is_not_fed_back(codec: str) -> None:
+    assert not SlimGC(codec).error_feedback
+    assert SlimGC("one-bit").error_feedback
+    with pytest.raises(InvalidArgument, match=rf"error_feedback=True does not go with {codec}"):
+        SlimGC(codec, error_feedback=True)
+
+
 def test_remeasuring_a_given_threshold_is_refused() -> None:
     for options in ({"threshold_bytes": 10}, {"drift_every": 0}):
         with pytest.raises(InvalidArgument):

@@ -70,6 +70,7 @@ def check_mean(mode: str, mean: Tensor, shares: list[Tensor]) -> None:
         assert float(error.clamp(min=0).norm()) <= 2e-6 * float(expected.norm())
         # A value may lose digits to its cell-mates, but not more than they and the ranks' rounding make.
         assert float(error.max()) <= 2.0**-16 * float(exact.abs().amax(1).sum())
+    assert not bool(mean[(exact == 0).all(0)].any())
     assert torch.equal(mean == 0, expected == 0) or float(expected.abs()[expected != 0].min()) < 1e-6
 
 

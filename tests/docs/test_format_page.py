@@ -64,9 +64,10 @@ def test_magic_and_version_are_those_on_the_page(name: str) -> None:
     assert int.from_bytes(message[offset : offset + n_bytes], "little") == number(value)
 
 
-def test_gcomp_writes_its_second_format_by_default() -> None:
-    message = encoded(codecs.by_name("gcomp", importance="none"))
-    assert (message[:4], message[4]) == (b"GWGC", 2)
+def test_codecs_write_their_second_format_by_default() -> None:
+    for name, magic, options in (("gcomp", b"GWGC", {"importance": "none"}), ("embedded-float", b"GWEF", {})):
+        message = encoded(codecs.by_name(name, **options))
+        assert (message[:4], message[4]) == (magic, 2)
 
 
 def test_length_of_a_message_is_where_the_page_has_it() -> None:

@@ -42,10 +42,15 @@ class Golden(NamedTuple):
 NATIVE, STOCHASTIC = {"format": "native", "rounding": "truncate"}, {"rounding": "stochastic"}
 FILES = {
     "floats/v1_embedded_bfloat16_17_special": Golden(
-        0x61C7680A, "embedded-float", {"bits": 17, "partition": 64}, BFLOAT16, "special"
+        0x61C7680A, "embedded-float", {"bits": 17, "partition": 64, "format": 1}, BFLOAT16, "special"
     ),
-    "floats/v1_embedded_float32_32": Golden(0x69874A6A, "embedded-float", {"bits": 32}, FLOAT32, "sparse"),
-    "floats/v1_embedded_float32_5": Golden(0xA7F9E641, "embedded-float", {"bits": 5}, FLOAT32, "gaussian"),
+    "floats/v1_embedded_float32_32": Golden(0x69874A6A, "embedded-float", {"bits": 32, "format": 1}, FLOAT32, "sparse"),
+    "floats/v1_embedded_float32_5": Golden(0xA7F9E641, "embedded-float", {"bits": 5, "format": 1}, FLOAT32, "gaussian"),
+    "floats/v2_embedded_bfloat16_17_special": Golden(
+        0x24D7D939, "embedded-float", {"bits": 17, "partition": 64}, BFLOAT16, "special"
+    ),
+    "floats/v2_embedded_float32_32": Golden(0x7322A1C6, "embedded-float", {"bits": 32}, FLOAT32, "sparse"),
+    "floats/v2_embedded_float32_5": Golden(0xACE45134, "embedded-float", {"bits": 5}, FLOAT32, "gaussian"),
     "floats/v1_truncated_float16_8_stochastic": Golden(
         0x9A3B736D, "truncated-float", {"bits": 8, "seed": 3} | STOCHASTIC, FLOAT16, "gaussian"
     ),

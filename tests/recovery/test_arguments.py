@@ -68,6 +68,7 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("raw", {"level": 1}, "level"),
     *(("embedded-float", {"bits": bits}, "bits") for bits in (1, 33)),
     *(("embedded-float", {"partition": partition}, "partition") for partition in (16, 100, 2048)),
+    ("embedded-float", {"format": 3}, "format is 1 or 2"),
     *(("truncated-float", {"bits": bits}, "bits") for bits in (1, 33)),
     ("truncated-float", {"bits": 9, "format": "fp8-e4m3"}, "bits"),
     ("truncated-float", {"bits": 5, "format": "fp4-e2m1"}, "bits"),

@@ -157,17 +157,26 @@ def test_bloom_filter_finds_all_non_zeros_and_as_many_zeros_as_the_formula_says(
     expected = n_nonzeros + (n_elements - n_nonzeros) / 2**shape.n_hashes
     assert 0.97 * n_nonzeros <= n_candidates <= 1.15 * expected
     assert abs(n_estimated - n_nonzeros) <= 0.1 * n_nonzeros
+    confirmed = torch.zeros(index_words(n_candidates), dtype=torch.int32)
+    for index in indices:
+        mine = torch.full_like(confirmed, -1)
+        bloom_filter.bits_of(index, found, mine)
+        confirmed |= mine
+    bloom_filter.keep(confirmed, found)
+    assert torch.equal(found, union)
+    with pytest.raises(gradwire.InvalidArgument, match="bits take"):
+        bloom_filter.keep(confirmed[:-1], union)
 
 
 def test_bloom_filter_has_the_papers_size() -> None:
     n, n_elements, gamma = 250_000, 25_000_000, 1.3
-    shape = BloomShape.fit(n, n_elements, gamma)
+    shape = BloomShape.fit(n, n_elements, 32 * gamma)
     n_hashes = math.log2(math.log(2) ** 2 * gamma * 32 * (n_elements - n) / n)
     assert abs(shape.n_hashes - n_hashes) <= 0.5
     assert 32 * shape.n_words == pytest.approx(n / math.log(2) * shape.n_hashes, rel=0.01)
     bits_of_bitmap = n_elements + 32 * gamma * n
     assert shape.expected_bits < 0.5 * bits_of_bitmap
-    assert BloomShape.fit(10 * n, n_elements, gamma).expected_bits > n_elements + 32 * gamma * 10 * n
+    assert BloomShape.fit(10 * n, n_elements, 32 * gamma).expected_bits > n_elements + 32 * gamma * 10 * n
 
 
 # ---- bad input

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from float_messages import DTYPES, decode, encode, same_bits
 from gradwire import codecs
-from gradwire.schemes.gcomp.importance import QuantisationMetric
+from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 
 N_ELEMENTS = 4000
+PUBLISHED = Promise(format=1, rounding="truncate")
 
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 states = pytest.mark.parametrize(
@@ -20,9 +21,15 @@ states = pytest.mark.parametrize(
 )
 
 
-def importance_of(optimizer: torch.optim.Optimizer, parameter: Tensor, world_size: int = 1, **options: float) -> Tensor:
+def importance_of(
+    optimizer: torch.optim.Optimizer,
+    parameter: Tensor,
+    world_size: int = 1,
+    promise: Promise = PUBLISHED,
+    **options: float,
+) -> Tensor:
     out = torch.full((parameter.numel(),), 7, dtype=torch.uint8)
-    QuantisationMetric(optimizer, world_size).write_importance([parameter], [0], out, **options)
+    QuantisationMetric(optimizer, world_size, promise).write_importance([parameter], [0], out, **options)
     return out
 
 
@@ -123,7 +130,7 @@ def test_a_gradient_of_fewer_mantissa_bits_than_its_parameter_keeps_them() -> No
     optimizer, parameter, _ = trained(CASES[0], 0, N_ELEMENTS, torch.float32, seed=60)
     own = importance_of(optimizer, parameter).numpy().astype(np.int64)
     out = torch.empty(N_ELEMENTS, dtype=torch.uint8)
-    metric = QuantisationMetric(optimizer, 1)
+    metric = QuantisationMetric(optimizer, 1, PUBLISHED)
     metric.write_importance([parameter], [0], out, gradient_dtype=torch.bfloat16)
     np.testing.assert_array_equal(out.numpy(), np.maximum(own - 4 * 16, 0))
 

@@ -153,8 +153,7 @@ def test_weights_depend_on_the_seed_alone() -> None:
 def test_cosine_schedule_warms_up_and_ends_at_zero() -> None:
     workload = by_name("gpt", n_layers=1, schedule="cosine", schedule_steps=10, warmup_steps=2, learning_rate=1.0)
     optimizer = workload.build_optimizer(workload.build_model(0))
-    scheduler = workload.build_scheduler(optimizer)
-    assert scheduler is not None
+    (scheduler,) = workload.build_schedulers([optimizer])
     rates = []
     for _ in range(11):
         rates.append(optimizer.param_groups[0]["lr"])

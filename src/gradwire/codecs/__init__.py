@@ -11,7 +11,7 @@ from gradwire.errors import InvalidArgument
 from gradwire.gpu.kernels import Kernels
 from gradwire.registry import Registry
 
-__all__ = ["Codec", "DeviceCodec", "by_name", "names"]
+__all__ = ["Codec", "DeviceCodec", "by_name", "choose_feedback", "names"]
 
 
 class Codec(Protocol):
@@ -131,3 +131,21 @@ def by_name(name: str, **options: Any) -> Codec:
     if name in _OF_THE_LABORATORY and name not in names():
         raise InvalidArgument(f"the codec {name!r} is a baseline for experiments: `import gradwire_lab` registers it")
     return _REGISTRY.make(name, options)
+
+
+def choose_feedback(codec: Codec, asked: bool | None) -> bool:
+    """Whether what `codec` leaves out is added to the next gradient: as asked, or, None, as the codec wants.
+
+    Raises: InvalidArgument (asked of a codec whose error would grow, or that does not say).
+    """
+    wants: bool | None = getattr(codec, "feeds_back", None)
+    if wants is None:
+        raise InvalidArgument(
+            f"the codec {codec.name} does not say whether its error may be fed back: give it an attribute feeds_back"
+        )
+    if asked and not wants:
+        raise InvalidArgument(
+            f"error_feedback=True does not go with {codec.name}, which is right on average without: its error may be larger "
+            "than the values, and fed back it would grow without bound; leave error_feedback out"
+        )
+    return wants if asked is None else bool(asked)

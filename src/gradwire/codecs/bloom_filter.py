@@ -1,6 +1,7 @@
 """The index of non-zeros as a Bloom filter: smaller than a bitmap where few values are not zero (paper: section 3.3).
 
-A filter finds every non-zero again, and takes some zeros for non-zeros: the sketch then recovers zeros for them.
+A filter finds every non-zero again, and takes some zeros for non-zeros. Integers recover zeros for them, floats their
+cell-mates' rounding: there each rank says of every candidate, in a bit, whether it is not zero (`bits_of`, `keep`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ import torch
 from gradwire import _native
 from gradwire.errors import InvalidArgument
 
-__all__ = ["BloomShape", "Found", "insert", "query"]
+__all__ = ["BloomShape", "Found", "bits_of", "insert", "keep", "query"]
 
 _ROW_WORDS = _native.SKETCH_BLOOM_ROW_WORDS
 _MAX_HASHES = 64
 _LN2 = 0.6931471805599453
-_VALUE_BITS = 32
 
 
 class BloomShape(NamedTuple):
@@ -28,7 +28,7 @@ class BloomShape(NamedTuple):
         n_hashes: rows that a non-zero sets a bit in.
         n_words: of 32 bits; a multiple of 32.
         expected_candidates: values that it lets through, if the union has as many non-zeros as it was made for.
-        expected_bits: of filter and sketch together, in that case.
+        expected_bits: of the filter, and of what is sent of the values, in that case.
     """
 
     n_hashes: int
@@ -37,17 +37,25 @@ class BloomShape(NamedTuple):
     expected_bits: float
 
     @classmethod
-    def fit(cls, n_nonzeros: int, n_elements: int, gamma: float) -> BloomShape:
+    def fit(
+        cls, n_nonzeros: int, n_elements: int, value_bits: float, candidate_bits: float | None = None
+    ) -> BloomShape:
         """The paper's sizes for `n_nonzeros` of `n_elements`: 1/eps = ln(2)^2 gamma C lambda, log2(1/eps) hashes,
         n / ln(2) x log2(1/eps) bits. Rounded to whole hashes and rows of 1,024 bits.
+
+        Args:
+            value_bits: gamma C, what a value costs that is sent.
+            candidate_bits: what the filter's candidates cost; None: all of them are sent.
         """
+        spill_bits = value_bits if candidate_bits is None else candidate_bits
         n_nonzeros = max(1, n_nonzeros)
         n_zeros = max(0, n_elements - n_nonzeros)
-        n_hashes = min(_MAX_HASHES, max(1, _rounded_log2(_LN2 * _LN2 * gamma * _VALUE_BITS * n_zeros / n_nonzeros)))
+        n_hashes = min(_MAX_HASHES, max(1, _rounded_log2(_LN2 * _LN2 * spill_bits * n_zeros / n_nonzeros)))
         n_rows = max(1, math.ceil(n_nonzeros * n_hashes / _LN2 / (32 * _ROW_WORDS)))
         n_words = n_rows * _ROW_WORDS
         n_candidates = n_nonzeros + n_zeros / 2**n_hashes
-        return cls(n_hashes, n_words, n_candidates, 32 * n_words + gamma * _VALUE_BITS * n_candidates)
+        sent_bits = spill_bits * n_candidates + (0 if candidate_bits is None else value_bits * n_nonzeros)
+        return cls(n_hashes, n_words, n_candidates, 32 * n_words + sent_bits)
 
 
 class Found(NamedTuple):
@@ -97,6 +105,16 @@ def query(bloom: torch.Tensor, n_elements: int, shape: BloomShape, seed: int, ou
         return Found(n_candidates, n_candidates, share_set)
     estimated = (n_candidates - false_positives * n_elements) / (1 - false_positives)
     return Found(n_candidates, min(n_candidates, max(0, round(estimated))), share_set)
+
+
+def bits_of(index: torch.Tensor, candidates: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the bits of `index` at the candidates, in order, to `out`, as many words as they take; both are bitmaps."""
+    _native.sketch_pack_bits(index.view(torch.uint32), candidates.view(torch.uint32), out.view(torch.uint32))
+
+
+def keep(bits: torch.Tensor, candidates: torch.Tensor) -> None:
+    """Leave of the candidates those whose bit, as `bits_of` orders them, is set."""
+    _native.sketch_keep_bits(bits.view(torch.uint32), candidates.view(torch.uint32))
 
 
 def _rounded_log2(x: float) -> int:

@@ -42,6 +42,8 @@ MAX_ATTEMPTS = 64
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _CELLS = {torch.float32: 0, torch.int32: 1, torch.int64: 2}
+# Bits beside the sign; of int64 as many as let a float64 hold every limit exactly.
+_FIXED_BITS = {torch.int8: 7, torch.int16: 15, torch.int32: 31, torch.int64: 62}
 _INFINITY_BITS = 0x7F800000
 
 
@@ -81,13 +83,12 @@ class FixedPoint(NamedTuple):
 
         Args:
             exponent: every value of every rank is below 2^exponent in magnitude. Agree on it anew at every step.
-            dtype: int32 or int64.
+            dtype: int8, int16, int32 or int64.
         Raises: InvalidArgument.
         """
-        if dtype not in (torch.int32, torch.int64):
-            raise InvalidArgument(f"fixed point is int32 or int64, not {dtype}")
-        # 31 bits beside the sign, or 62: a float64 then holds every limit exactly.
-        bits = (31 if dtype is torch.int32 else 62) - (world_size - 1).bit_length()
+        if dtype not in _FIXED_BITS:
+            raise InvalidArgument(f"fixed point is int8 to int64, not {dtype}")
+        bits = _FIXED_BITS[dtype] - (world_size - 1).bit_length()
         return cls(dtype, bits - exponent, (1 << bits) - 1)
 
     @property
@@ -99,6 +100,23 @@ class FixedPoint(NamedTuple):
         """(n,) integers of `dtype`; ties to even."""
         scaled = values.double().mul_(math.ldexp(1.0, self.shift)).round_().clamp_(-self.limit, self.limit)
         return scaled.to(self.dtype)
+
+    def to_words(self, integers: torch.Tensor) -> torch.Tensor:
+        """What is summed of (n,) integers of two ranks or more: int8 and int16 several to an int32, moved by `limit` above
+        zero, so that no sum carries into the next."""
+        if integers.element_size() >= 4:
+            return integers
+        n = integers.numel()
+        padded = integers.new_zeros(n + -n % (4 // integers.element_size()))
+        padded[:n] = integers + self.limit
+        return padded.view(torch.int32)
+
+    def read_words(self, words: torch.Tensor, n: int, world_size: int) -> torch.Tensor:
+        """(n,) sums of `world_size` ranks' integers."""
+        if words.dtype == self.dtype:
+            return words
+        sums = words.view(self.dtype)[:n].int()
+        return sums.bitwise_and_((1 << 8 * self.dtype.itemsize) - 1).sub_(world_size * self.limit)
 
 
 def index_words(n_elements: int) -> int:

@@ -18,17 +18,25 @@ __all__ = ["EmbeddedFloat", "EmbeddedValues", "describe"]
 
 N_BITS = 32
 DEFAULT_PARTITION = 256
+FORMAT = 2
+
+
+def check_format(format: int) -> int:
+    """`format` if it is one. Raises: InvalidArgument."""
+    if format not in (1, FORMAT):
+        raise InvalidArgument(f"format is 1 or 2, not {format!r}")
+    return format
 
 
 class EmbeddedFloat(Floats):
-    """Shared exponent a partition, sign and magnitude in bit planes, the most significant first.
+    """Shared exponent a partition, sign and root of the magnitude in bit planes, the most significant first.
 
     With L bits of 2 to 31 known, a value x of a partition whose largest magnitude has the binary exponent e (it lies in
-    [2^e, 2^(e+1))) decodes to within 2^(e + 2 - L): the midpoint of all magnitudes with these bits, or 0 where the bits
-    are all 0 (then within that bound too). e is at least -96. After all 32 bits every value is bit-exact: what 31 bits
-    of magnitude do not hold (values more than 2^7 below their partition's largest, with low bits set; subnormals)
-    follows raw in the last message. float16 and bfloat16 are converted to float32 first, which is exact, and rounded
-    back to the nearest.
+    [2^e, 2^(e+1))) decodes to within 2^(e + 2 - L): the midpoint of all roots with these bits, or 0 where the bits are
+    all 0. e is at least -96. A value 4^k times smaller decodes to within 2^(e - k + 2 - L) (in `format` 1, as published,
+    all are cut alike). After all 32 bits every value is bit-exact: what 31 bits of magnitude do not hold (values more
+    than 2^13 below their partition's largest, in format 1 2^7, with low bits set; subnormals) follows raw in the last
+    message. float16 and bfloat16 are converted to float32 first, which is exact, and rounded back to the nearest.
 
     Inf and NaN: `holds_nonfinite` is set in the message, and all values of their partition decode as NaN until all 32
     bits are known, when they are exact again.
@@ -36,24 +44,26 @@ class EmbeddedFloat(Floats):
     Stateless, thread-safe; the same bytes for every thread count and instruction set. AQGB (Luo et al.), section 4.4,
     in the form that float32's exponent allows to refine.
 
-    When not to use it: where values of one partition span many binades that all matter (use `truncated-float`), or
-    where one message is all there will be and 4 to 8 bits with a scale would do (`truncated-float`, `qsgd`).
+    When not to use it: where values of one partition span many binades that all matter (use `truncated-float`), or where
+    they are spread evenly up to the largest, as no gradient's are (then `format=1` is nearer).
     """
 
     name = "embedded-float"
     _decode_natively = staticmethod(_native.embedded_float_decode)
 
-    def __init__(self, bits: int = 8, partition: int = DEFAULT_PARTITION) -> None:
+    def __init__(self, bits: int = 8, partition: int = DEFAULT_PARTITION, format: int = FORMAT) -> None:
         """
         Args:
             bits: of every value, 2 to 32, that `encode` writes; `encode_planes` writes any.
             partition: values that share an exponent of one byte: a power of two from 32 to 1024.
+            format: of the messages: 2, or 1 as published: magnitudes instead of their roots. `decode` reads both.
         Raises: InvalidArgument.
         """
         if not 2 <= bits <= N_BITS:
             raise InvalidArgument(f"bits is from 2 to 32, not {bits}")
         self.bits = bits
         self.partition = check_partition(partition)
+        self.format = check_format(format)
 
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
         """Bytes that no message of `encode` exceeds; exactly that many below 32 bits. Raises: InvalidArgument."""
@@ -71,7 +81,13 @@ class EmbeddedFloat(Floats):
         return self.encode_planes(gradient, 0, self.bits, out)
 
     def _format(self, dtype: torch.dtype) -> dict[str, int]:
-        return {"kind": 1, "dtype": dtype_code(dtype), "n_bits": self.bits, "partition": self.partition}
+        return {
+            "kind": 1,
+            "dtype": dtype_code(dtype),
+            "n_bits": self.bits,
+            "partition": self.partition,
+            "version": self.format,
+        }
 
     def _launches(self, n_elements: int) -> tuple[dict[str, int], dict[str, int]]:
         n_blocks = grid(WARP * parts(n_elements, self.partition))
@@ -79,7 +95,7 @@ class EmbeddedFloat(Floats):
 
     def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:
         """This codec as exchanges call it. Raises: InvalidArgument."""
-        return _native.embedded_float_exchange_codec(dtype_code(dtype), self.partition, self.bits)
+        return _native.embedded_float_exchange_codec(dtype_code(dtype), self.partition, self.format, self.bits)
 
     def max_plane_bytes(self, n_elements: int, dtype: torch.dtype, first_bit: int, n_bits: int) -> int:
         """Bytes that no message with bits [first_bit, first_bit + n_bits) of `n_elements` values exceeds.
@@ -106,7 +122,7 @@ class EmbeddedFloat(Floats):
         """
         code, values = dtype_code(gradient.dtype), bytes_in("gradient", gradient)
         room = check_room(self.name, out, self.max_plane_bytes(gradient.numel(), gradient.dtype, first_bit, n_bits))
-        return _native.embedded_float_encode(values, code, self.partition, first_bit, n_bits, room)
+        return _native.embedded_float_encode(values, code, self.partition, self.format, first_bit, n_bits, room)
 
     def quantise(self, gradient: Tensor, n_bits: int, out: Tensor) -> None:
         """Put into `out` what every receiver of the first `n_bits` bits (1 to 32) of `gradient` has, bit for bit.
@@ -115,11 +131,12 @@ class EmbeddedFloat(Floats):
         Raises: InvalidArgument. Cost: one pass.
         """
         code, values = dtype_code(gradient.dtype), bytes_in("gradient", gradient)
-        _native.embedded_float_quantise(values, code, self.partition, n_bits, bytes_in("out", out, gradient.dtype))
+        room = bytes_in("out", out, gradient.dtype)
+        _native.embedded_float_quantise(values, code, self.partition, self.format, n_bits, room)
 
     def receive(self, n_elements: int, dtype: torch.dtype) -> EmbeddedValues:
         """An empty receiver for the messages of one gradient. Raises: InvalidArgument."""
-        return EmbeddedValues(n_elements, dtype, self.partition)
+        return EmbeddedValues(n_elements, dtype, self.partition, self.format)
 
 
 class EmbeddedValues:
@@ -129,13 +146,16 @@ class EmbeddedValues:
         n_bits: bits known of every value, 0 to 32.
     """
 
-    def __init__(self, n_elements: int, dtype: torch.dtype, partition: int = DEFAULT_PARTITION) -> None:
+    def __init__(
+        self, n_elements: int, dtype: torch.dtype, partition: int = DEFAULT_PARTITION, format: int = FORMAT
+    ) -> None:
         """See `EmbeddedFloat.receive`."""
         check_size(n_elements)
         self.n_bits = 0
         self.n_elements = n_elements
         self.dtype = dtype
         self.partition = partition
+        self.format = format
         self._dtype_code = dtype_code(dtype)
         self._codes = torch.empty(n_elements, dtype=torch.int32, device="cpu")
         self._exponents = torch.empty(-(-n_elements // partition), dtype=torch.uint8, device="cpu")
@@ -153,7 +173,7 @@ class EmbeddedValues:
         """
         encoded = bytes_in("message", message, torch.uint8)
         self.n_bits = _native.embedded_float_refine(
-            encoded, self._codes, self._exponents, self._dtype_code, self.partition, self.n_bits
+            encoded, self._codes, self._exponents, self._dtype_code, self.partition, self.format, self.n_bits
         )
         return self.n_bits
 
@@ -166,10 +186,10 @@ class EmbeddedValues:
         check_tensor("sums", sums, torch.float32)
         _native.embedded_float_add(*self._known(), sums.detach())
 
-    def _known(self) -> tuple[Tensor, Tensor, int, int, int]:
+    def _known(self) -> tuple[Tensor, Tensor, int, int, int, int]:
         if self.n_bits == 0:
             raise InvalidArgument("no message has come yet: add_planes first")
-        return self._codes, self._exponents, self._dtype_code, self.partition, self.n_bits
+        return self._codes, self._exponents, self._dtype_code, self.partition, self.format, self.n_bits
 
 
 def describe(message: Tensor) -> dict[str, Any]:

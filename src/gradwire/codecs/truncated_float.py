@@ -116,7 +116,7 @@ class TruncatedFloat(Floats):
 
     def _format(self, dtype: torch.dtype) -> dict[str, int]:
         code, number_format, n_bits, partition = self.native_settings(dtype)
-        return {"dtype": code, "format": number_format, "n_bits": n_bits, "partition": partition}
+        return {"dtype": code, "format": number_format, "n_bits": n_bits, "partition": partition, "version": 1}
 
     def _launches(self, n_elements: int) -> tuple[dict[str, int], dict[str, int]]:
         n_blocks = grid(parts(n_elements, WARP) + THREADS)

@@ -10,6 +10,7 @@ import torch
 
 from gradwire.core.bucket import Slot
 from gradwire.core.feedback import Feedback
+from gradwire.core.optimizers import Optimizers
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import Reading
@@ -55,7 +56,7 @@ class Session:
         communicator: the ranks and the lane.
         wire: its collectives, in host memory or on the device of the buckets.
         recorder: where bytes and times go.
-        optimizer: the user's, read live and never changed; None if gradwire was not given it.
+        optimizers: the user's, read live and never changed; none if gradwire was not given any.
         slots: what is reduced, by name; read live, as named tensors are added at first sight. Empty if gradwire was not
             told names.
         loss_scale: what the loss, and so every gradient, is multiplied by now (AMP); 1.0 without a scaler.
@@ -67,7 +68,7 @@ class Session:
     communicator: Communicator
     wire: Wire
     recorder: Recorder
-    optimizer: torch.optim.Optimizer | None
+    optimizers: Optimizers
     slots: Mapping[str, Slot]
     loss_scale: Callable[[], float]
     module_ref: Callable[[], torch.nn.Module | None] = lambda: None
@@ -78,6 +79,11 @@ class Session:
     def module(self) -> torch.nn.Module | None:
         """The DDP model; None if gradwire was not given it."""
         return self.module_ref()
+
+    @property
+    def stepped_by(self) -> str:
+        """Said of this rank where ranks were told different things."""
+        return f" (this rank was given {self.optimizers})"
 
     @property
     def names(self) -> dict[torch.Tensor, str]:

@@ -12,13 +12,17 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
+from gradwire.core.optimizers import Optimizers
 from gradwire.doors import fsdp2
 from gradwire.doors.alone import Alone, is_alone
 from gradwire.doors.gradients import GradientState
 from gradwire.doors.hook import Copied, HookState, ddp_hook
+from gradwire.doors.shards import SCHEMES as SHARD_SCHEMES
+from gradwire.doors.shards import ShardState
 from gradwire.doors.watching import Watch
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
+from gradwire.registry import parse_spec
 from gradwire.schemes import Scheme
 from gradwire.schemes.auto.scheme import Auto
 
@@ -95,7 +99,7 @@ class _Attached(HookState):
 
 def attach(
     module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     scheme: Scheme | str = "auto",
     scaler: Any = None,
     *,
@@ -111,7 +115,8 @@ def attach(
     Args:
         module: a DistributedDataParallel model, compiled or not; a module that FSDP2's `fully_shard` has sharded over the
             ranks of a node, or HSDP; or a module whose gradients nothing else reduces.
-        optimizer: the optimizer that steps its parameters, or Accelerate's wrapper of it; read, never changed.
+        optimizer: the optimizer that steps its parameters, or a list of all that do, as [muon, adamw]; read, never changed.
+            Wrappers that hand calls through, as Accelerate's, are looked through.
         scheme: a Scheme, or a registry name such as "gcomp". The default "auto" measures and chooses, and keeps DDP's
             own all-reduce if no scheme is faster. Modules other than DDP need a scheme by name, or there is one rank,
             where nothing is exchanged and what is returned does nothing.
@@ -127,16 +132,23 @@ def attach(
             and op (see GradientState).
     Raises: Unsupported (a wrapper, optimizer or scheme that is not supported here), InvalidArgument.
     """
-    optimizer = _checked_optimizer(optimizer)
+    optimizers = Optimizers(optimizer)
     model = getattr(module, "_orig_mod", module)  # torch.compile keeps the module it was given here
     if not isinstance(model, DistributedDataParallel):
         fsdp2.check(model)
-    _check_stepped(model, optimizer)
+    _check_stepped(model, optimizers)
     if fidelity is not None:
         if scheme != "auto":
             raise InvalidArgument('fidelity is an argument of scheme "auto"; leave one of the two out')
         options["fidelity"] = fidelity
     doors_own = {name: options.pop(name) for name in _DOORS_OWN if name in options}
+    shards: dict[str, Any] = {
+        name: options.pop(name) for name in ("weights", "inside") if name in options and fsdp2.is_fsdp2(model)
+    }
+    if group is None and not is_alone() and fsdp2.is_sharded_over_all(model):
+        return _attach_shards(
+            model, optimizers, scheme, scaler, shards, options, doors_own, timeout_s=timeout_s, trace=trace
+        )
     if isinstance(scheme, str):
         scheme = schemes.by_name(scheme, **options)
     elif options:
@@ -154,7 +166,15 @@ def attach(
                 'scheme "auto" watches DDP, which this module is not: attach(DistributedDataParallel(module), optimizer); '
                 'or name a scheme that exchanges its gradients itself: attach(module, optimizer, "gcomp")'
             )
-        return GradientState(scheme, model, optimizer, scaler, group, timeout_s=timeout_s, trace=trace, **doors_own)
+        between = GradientState(scheme, model, optimizers, scaler, group, timeout_s=timeout_s, trace=trace, **doors_own)
+        if shards:
+            between.take_inside(
+                lambda: ShardState(
+                    shards.get("inside", "plain"), model, optimizers, scaler, shards.get("weights", "plain"),
+                    timeout_s=timeout_s, trace=trace,
+                )
+            )  # fmt: skip
+        return between
     if doors_own or group is not None:
         raise InvalidArgument(f"DDP has its own {', '.join(doors_own) or 'group'}; give it to DistributedDataParallel")
     if getattr(scheme, "owns_step", False) and model is not module:
@@ -169,7 +189,7 @@ def attach(
         )
     if door is None and not all(isinstance(state, Copied) for _, state in getattr(model, "_comm_hooks", [])):
         raise Unsupported(_TAKEN)
-    state = _Attached(scheme, model, optimizer, scaler, model.process_group, timeout_s, trace, placement)
+    state = _Attached(scheme, model, optimizers, scaler, model.process_group, timeout_s, trace, placement)
     door = door or _Door(state, model)
     try:
         door.take(state)
@@ -181,26 +201,41 @@ def attach(
     return state
 
 
-def _checked_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer itself; Accelerate wraps it."""
-    if type(optimizer).__name__ == "AcceleratedOptimizer":
-        optimizer = optimizer.optimizer
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
+def _attach_shards(
+    model: torch.nn.Module, optimizers: Optimizers, scheme: Scheme | str, scaler: Any,
+    shards: dict[str, Any], options: dict[str, Any], doors_own: dict[str, Any], **common: Any,
+) -> ShardState:  # fmt: skip
+    """FSDP2 over all ranks: `scheme` is for the gradients inside."""
+    if "inside" in shards or doors_own:
+        raise InvalidArgument(
+            f"{', '.join([*doors_own, *(['inside'] if 'inside' in shards else [])])}: this model is sharded over all ranks, so "
+            "the scheme is the one inside the group, of the modules' own buffers; leave them out"
+        )
+    if scheme == "auto" or isinstance(scheme, Auto):
+        raise Unsupported(
+            'scheme "auto" does not choose for shards yet; name one of '
+            + SHARD_SCHEMES
+            + ", as in attach(model, optimizer, "
+            '"gcomp", weights="exact"), which loses nothing of the weights and next to nothing of the gradients; "plain" with '
+            'weights="exact" keeps FSDP2\'s own bits'
+        )
+    if isinstance(scheme, str) and options:
+        name, written = parse_spec(scheme)
+        given = ",".join(f"{key}={value}" for key, value in {**written, **options}.items())
+        scheme = f"{name}:{given}"
+    elif options:
+        raise InvalidArgument(f"{', '.join(options)}: options go with a scheme's name")
+    return ShardState(scheme, model, optimizers, scaler, **shards, **common)
+
+
+def _check_stepped(model: torch.nn.Module, optimizers: Optimizers) -> None:
+    if any(isinstance(optimizer, ZeroRedundancyOptimizer) for optimizer in optimizers):
         raise Unsupported(
             "ZeroRedundancyOptimizer is not supported yet; use the optimizer that it wraps, or DDP without gradwire"
         )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise Unsupported(
-            f"attach(ddp, optimizer, scheme) takes a torch.optim.Optimizer second, got {type(optimizer).__name__}; pass "
-            "the one whose step() you call"
-        )
-    return optimizer
-
-
-def _check_stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stepped = {id(parameter) for group in optimizers.param_groups for parameter in group["params"]}
     if stepped.isdisjoint(id(parameter) for parameter in model.parameters()):
         raise InvalidArgument(
-            "this optimizer steps none of the model's parameters; give the one made from the model's parameters, after the "
+            "no optimizer steps any of the model's parameters; give those made from the model's parameters, after the "
             "model took its final form (after DDP(...), or fully_shard(...))"
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,103 @@ def is_fsdp2(module: nn.Module) -> bool:
 def param_groups(module: nn.Module) -> Iterator[Any]:
     """FSDP2's parameter groups below `module`; torch calls them private, and renamed them in 2.12."""
     for part in module.modules():
-        get_state: Any = getattr(part, "_get_fsdp_state", None)
-        state = None if get_state is None else get_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        yield from (group for group in groups if group is not None)
+        yield from _groups_of(part)
+
+
+def _groups_of(part: nn.Module) -> list[Any]:
+    get_state: Any = getattr(part, "_get_fsdp_state", None)
+    state = None if get_state is None else get_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
+class Unit(NamedTuple):
+    """Parameters that FSDP2 shards, gathers and reduces together."""
+
+    name: str
+    module: Any
+    group: Any  # torch's own
+    shard_group: dist.ProcessGroup
+
+    def put_in(self, all_gather: Any, reduce_scatter: Any) -> Callable[[], None]:
+        """Have FSDP2 use these collectives; give back what puts in its own again."""
+        module = weakref.ref(self.module)
+        setters = ("set_custom_all_gather", all_gather), ("set_custom_reduce_scatter", reduce_scatter)
+        before = [getattr(self.group, name) for name in _COLLECTIVES]
+        for name, collective in setters:
+            getattr(self.module, name)(collective)
+
+        def give_back() -> None:
+            part = module()
+            for (name, _), collective in zip(setters, before, strict=True):
+                if part is not None:
+                    getattr(part, name)(collective)
+
+        return give_back
+
+
+_COLLECTIVES = "_all_gather_comm", "_reduce_scatter_comm"  # no public name says what the setters would replace
+
+
+def units(module: nn.Module) -> Iterator[Unit]:
+    """Each group of parameters that is sharded alone. Raises: Unsupported, with what would work."""
+    seen = set()
+    for name, part in module.named_modules():
+        groups = _groups_of(part)
+        if not groups or id(groups[0]) in seen:
+            continue
+        seen.add(id(groups[0]))
+        name = name or "the whole module"
+        if len(groups) > 1:
+            raise Unsupported(
+                f"{name}: its parameters lie in {len(groups)} groups (shard_placement_fn), for which FSDP2 takes no other "
+                "collectives; call fully_shard on the parts"
+            )
+        (group,) = groups
+        info = group.mesh_info
+        shard_group = getattr(info, "shard_process_group", None)
+        if shard_group is None or hasattr(info, "replicate_process_group"):
+            raise Unsupported(f"{name} is not sharded over a mesh of one dimension; {_PUBLIC_WAY}")
+        if any(
+            placed.device_mesh.ndim > 1 + _is_replicated(placed)
+            for placed in part.parameters()
+            if hasattr(placed, "device_mesh")
+        ):
+            raise Unsupported(
+                f"{name} lies on a mesh of more dimensions than FSDP2's (tensor parallel?), which is not supported"
+            )
+        if group.device.type != "cpu":
+            raise Unsupported(
+                f"{name} lies on {group.device}: shards are compressed in host memory only; between nodes gradwire takes "
+                "device gradients, attach(..., group=)"
+            )
+        if not hasattr(part, "set_custom_all_gather") or not all(hasattr(group, own) for own in _COLLECTIVES):
+            raise Unsupported(f"torch {torch.__version__}'s FSDP2 takes no other collectives; use torch 2.13 or later")
+        for own in _COLLECTIVES:
+            kind = type(getattr(group, own))
+            if not kind.__name__.startswith("Default"):
+                raise Unsupported(
+                    f"{name} has another collective already, {kind.__module__}.{kind.__name__}: leave out the call that set it "
+                    "(set_custom_all_gather, set_custom_reduce_scatter, set_symm_mem_for_comm and their kin), or close() the "
+                    "attachment before attaching again"
+                )
+        yield Unit(name, part, group, shard_group)
+
+
+def reduce_dtypes(module: nn.Module) -> set[torch.dtype]:
+    """The dtypes in which gradients are reduced between shards."""
+    return {
+        group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or parameter.sharded_param.dtype
+        for group in param_groups(module)
+        for parameter in group.fsdp_params
+    }
+
+
+def is_sharded_over_all(module: nn.Module) -> bool:
+    """Whether one sharding group has all ranks: nothing is left to reduce between replicas."""
+    return is_fsdp2(module) and all(
+        getattr(group.mesh_info, "shard_mesh_size", 0) == dist.get_world_size() for group in param_groups(module)
+    )
 
 
 def check(module: nn.Module) -> None:

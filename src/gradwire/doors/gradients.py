@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import nn
 from gradwire import _native
 from gradwire.core.bucket import Slot, check_trained, cut_into_buckets, local_of, offsets_of
 from gradwire.doors import fsdp2
+from gradwire.doors.passes import BackwardPass
 from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 from gradwire.reducer import BUCKET_MB, Reducer
 from gradwire.schemes import Scheme
@@ -45,19 +46,24 @@ class GradientState(Reducer):
         scheme: a Scheme, or a registry name; not one that steps parameters itself.
         module: FSDP2 (`fully_shard` over the ranks inside a node), native HSDP, or a module that nothing else reduces,
             whose parameters are the same on all ranks.
-        optimizer: needed by schemes that read its state.
+        optimizer: needed by schemes that read its state; or a list of all.
         scaler: the GradScaler, if the loss is scaled.
         group: the ranks to reduce over: with FSDP2 those that hold the same shard, one a node; HSDP knows them itself.
         bucket_dtype: of what is sent, where it is not the gradient's own.
         options: as for Reducer: bucket_mb, op ("sum" where FSDP2's divide factor is 1), timeout_s, trace.
     Raises: Unsupported, InvalidArgument.
+
+    Attributes:
+        inside: what works between the shards of a node, if anything does.
     """
+
+    inside: Reducer | None = None
 
     def __init__(
         self,
         scheme: Scheme | str,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Any = None,
         scaler: Any = None,
         group: dist.ProcessGroup | Sequence[int] | None = None,
         bucket_dtype: torch.dtype | None = None,
@@ -84,7 +90,6 @@ class GradientState(Reducer):
         if not fsdp2.is_fsdp2(module):
             check_equal(self, {name: _parameter(slot) for name, slot in self.slots.items()})
         self._is_syncing = True
-        self._pass: int | None = None  # the graph task of the backward pass that is under way
         self._next = 0  # the bucket that goes next
         self._sharded = {p.sharded_param: group for group in fsdp2.param_groups(module) for p in group.fsdp_params}
         self._bucket_mb = options.get("bucket_mb", BUCKET_MB)
@@ -93,8 +98,10 @@ class GradientState(Reducer):
         self._take_up_trained()
         if not self._sharded:
             self._close_with(module)
-        # Where the backward pass begins: a callback queued from a hook inside a re-entrant checkpoint would run too early.
-        self._handles.append(module.register_forward_hook(self._after_forward))
+        self._pass = BackwardPass(
+            module, lambda: self._is_syncing and not self.closed, self._finish, self._give_up, self._after_forward
+        )
+        self._handles.append(self._pass)
 
     def _check_gradients(self, scheme: Scheme, module: nn.Module | None) -> None:
         if module is not None and self._bucket_dtype is None and not scheme.takes_any_gradient:
@@ -133,28 +140,15 @@ class GradientState(Reducer):
         finally:
             self._is_syncing = before
 
-    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            if self._pass is None and not self.closed:
-                self._take_up_trained()
-            for tensor in _tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._begin)
+    def _after_forward(self) -> None:
+        if not self._pass.is_under_way and not self.closed:
+            self._take_up_trained()
 
-    def _begin(self, _: torch.Tensor | None = None) -> None:
-        """The first hook of a backward pass."""
-        if self.closed or not self._is_syncing:
-            return
-        task = torch._C._current_graph_task_id()
-        if self._pass is None:
-            self._pass = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        elif _ is not None and task != self._pass:
-            # The pass before never came to its end: an exception was raised in it.
-            if self._next:
-                self.fail(PeerLost("a backward pass was given up half-way, with some of its gradients sent"))
-            self._reset()
-            self._begin(_)
+    def _give_up(self) -> None:
+        """The pass before never came to its end: an exception was raised in it."""
+        if self._next:
+            self.fail(PeerLost("a backward pass was given up half-way, with some of its gradients sent"))
+        self._reset()
 
     def arrive(self, slot: Slot, parameter: torch.Tensor) -> None:
         """The gradient of `slot` is final: called by autograd, or by FSDP2 when it has reduced the shard."""
@@ -162,7 +156,7 @@ class GradientState(Reducer):
         # HSDP's `set_requires_all_reduce(False)` is as `no_sync`.
         if self.closed or not self._is_syncing or (group is not None and not group.all_reduce_grads):
             return
-        self._begin()
+        self._pass.begin()
         home = self._home[slot]
         if slot not in home.missing:
             self.fail(
@@ -193,11 +187,6 @@ class GradientState(Reducer):
             home.reduced = self.reduce(home.flat, list(home.places), home.offsets, self._next, is_last)
             self._next += 1
 
-    def _end(self) -> None:
-        # Queued once more, so that callbacks queued before this pass's first hook (FSDP2's) are certainly done.
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-
-    @torch.no_grad()
     def _finish(self) -> None:
         """Every gradient that will come has come."""
         waiting = Stopwatch()
@@ -223,15 +212,29 @@ class GradientState(Reducer):
             self._reset()
 
     def _reset(self) -> None:
-        self._pass, self._next = None, 0
+        self._next = 0
         for home in self._homes:
             home.missing, home.reduced = set(home.places), None
+
+    def take_inside(self, make: Callable[[], Reducer]) -> None:
+        """Have what `make` makes work inside the sharding group, for as long as this works between the replicas."""
+        try:
+            self.inside = make()
+        except BaseException:
+            self.close()
+            raise
+
+    def stats(self) -> dict[str, Any]:
+        """As any Reducer; and `inside`, the figures of the sharding group."""
+        return {**super().stats(), **({} if self.inside is None else {"inside": self.inside.stats()})}
 
     def close(self) -> None:
         """Stop compressing. HSDP goes on with its own all-reduce; nothing reduces other modules. Every rank calls it."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._homes, self._home, self._sharded = [], [], {}, {}
+        if self.inside is not None:
+            self.inside.close()
         self._give_back()
         super().close()
 
@@ -275,16 +278,3 @@ def _give(parameter: torch.Tensor, mean: torch.Tensor) -> None:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returned."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        yield from _tensors(list(output.values()))
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(output):
-        yield from _tensors([getattr(output, field.name) for field in dataclasses.fields(output)])

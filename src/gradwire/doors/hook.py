@@ -55,7 +55,7 @@ class HookState(Reducer):
     Args:
         scheme: a Scheme, or a registry name, with options as in "acp-sgd:rank=8".
         module: the model; needed by `state_dict`, which names parameters as the module does.
-        optimizer: the optimizer; needed by schemes that read its state (gcomp with importance="paper").
+        optimizer: the optimizer, or a list of all; needed by schemes that read its state (gcomp with importance="paper").
         scaler: the GradScaler, if the loss is scaled.
         group: the process group that DDP uses (default: all ranks). Making a HookState is collective over it.
         timeout_s: how long to wait for a peer before PeerLost is raised (default: the timeout of `group`).
@@ -69,7 +69,7 @@ class HookState(Reducer):
         self,
         scheme: Scheme | str,
         module: torch.nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Any = None,
         scaler: Any = None,
         group: dist.ProcessGroup | None = None,
         timeout_s: float | None = None,

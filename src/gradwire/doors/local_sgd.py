@@ -13,8 +13,9 @@ from each step.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 
 from gradwire.core.bucket import local_of, named_parameters
 from gradwire.core.named_tensors import AllReduceWork
+from gradwire.core.optimizers import Optimizers
 from gradwire.doors.gradients import check_equal
 from gradwire.errors import CorruptMessage, GradwireError, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
@@ -51,9 +53,11 @@ OUTER: dict[str, OuterOptimizer] = {"nesterov": nesterov, "average": average}
 class LocalSgd:
     """Outer steps every `every` calls of `optimizer.step()`. Collective; every rank of the group steps equally often.
 
+    Of several optimizers a step is over when all of them have stepped, or when one is about to step again.
+
     Args:
         module: not wrapped in DDP over the same ranks; FSDP2, or DDP over other ranks, inside is fine.
-        optimizer: the inner one; its state stays each rank's own.
+        optimizer: the inner one, or a list of all; their state stays each rank's own.
         scheme: how pseudo-gradients are reduced; not one that reads the optimizer, or steps parameters. A name is made with
             error feedback off where the outer optimizer has a momentum above 0.5.
         every: H, inner steps between two outer ones.
@@ -71,7 +75,7 @@ class LocalSgd:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         scheme: Scheme | str,
         every: int,
         outer: OuterOptimizer = nesterov,
@@ -98,11 +102,14 @@ class LocalSgd:
         self._sent: dict[str, torch.Tensor] = {}
         self._work: AllReduceWork | None = None
         self._is_compared = False
-        self._handles = [
-            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
-            optimizer.register_step_post_hook(lambda *_: self._after_step()),
-            watch_scalers(optimizer, self._after_scaler),
-        ]
+        self._optimizers, self._stepped = Optimizers(optimizer), set[torch.optim.Optimizer]()
+        self._handles = []
+        for one in self._optimizers:
+            self._handles += [
+                one.register_step_pre_hook(lambda stepping, *_: self._before_step(stepping)),
+                one.register_step_post_hook(lambda stepping, *_: self._after_step(stepping)),
+                watch_scalers(one, functools.partial(self._after_scaler, one)),
+            ]
 
     def _anchor_trained(self) -> list[nn.Parameter]:
         """Anchor what trains and has no anchor: before the first step that changes it, when all ranks have the same."""
@@ -110,19 +117,27 @@ class LocalSgd:
         self._anchors.update({name: nn.Parameter(_on_host(p).clone()) for name, p in new.items()})
         return [self._anchors[name] for name in new]
 
-    def _before_step(self) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer in self._stepped:
+            self._end_step()
         if not self._is_compared:
             self._is_compared = True
             check_equal(self.reducer, self._anchors)
         self._outer.param_groups[0]["params"] += self._anchor_trained()
 
-    def _after_scaler(self, scaler: Any, has_stepped: bool) -> None:
+    def _after_scaler(self, optimizer: torch.optim.Optimizer, scaler: Any, has_stepped: bool) -> None:
         if not has_stepped:
-            self._before_step()
-            self._after_step()
+            self._before_step(optimizer)
+            self._after_step(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._stepped.add(optimizer)
+        if len(self._stepped) == len(self._optimizers):
+            self._end_step()
 
     @torch.no_grad()
-    def _after_step(self) -> None:
+    def _end_step(self) -> None:
+        self._stepped.clear()
         self._count += 1
         if self._count == self._every - self._delay:
             self._deltas = {name: a.detach() - _on_host(self._named[name]) for name, a in self._anchors.items()}

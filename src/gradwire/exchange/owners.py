@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.checks import choice as check_choice
-from gradwire.codecs.quantised import Quantised
+from gradwire.codecs.quantised import Qsgd, Quantised
 from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Part
@@ -31,7 +31,8 @@ from gradwire.exchange.parts import (
 from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.wire import Wire
 
-_PULLS = ("compressed", "raw")
+_PULLS = ("compressed", "raw", "8-bit")
+_MOST_LEVELS = 127  # of qsgd, in 8 bits
 _FLAGS_AT = 6  # in a message's header: 1 says that a value was not finite (docs/format.md)
 
 _Parts = list[list[Chunk]]  # by owner
@@ -44,7 +45,8 @@ class Owners:
     Args:
         codec: the quantiser; another may take its place before `bind`.
         pull: how sums travel back: "compressed", quantised again, where what the message leaves out goes into the owner's
-            residual; or "raw", in the bucket's dtype.
+            residual; "raw", in the bucket's dtype; or "8-bit", of qsgd, whose levels are then so many that what many ranks'
+            errors come to is not drowned in that of their sum.
         chunk_elements: values to a message; each message has its own scales.
     Raises: InvalidArgument.
     """
@@ -53,6 +55,8 @@ class Owners:
         self, codec: Quantised, pull: str = "compressed", chunk_elements: int = QUANTISED_CHUNK_ELEMENTS
     ) -> None:
         self.codec, self.pull = codec, check_choice("pull", pull, _PULLS)
+        if pull == "8-bit" and not isinstance(codec, Qsgd):
+            raise InvalidArgument(f'pull="8-bit" is for qsgd, not for {codec.name}: use "compressed" or "raw"')
         if chunk_elements < 1:
             raise InvalidArgument(f"chunk_elements must be at least 1, got {chunk_elements}")
         self.chunk_elements = chunk_elements
@@ -64,9 +68,13 @@ class Owners:
 
     def bind(self, wire: Wire) -> None:
         """Take the wire. Raises: Unsupported (a codec without kernels, or no kernels on its device)."""
-        self._on_device = DeviceOwners(wire, self.codec) if isinstance(wire, DeviceWire) else None
-        self._options = self.codec.native_options
-        self._cuts: dict[int, tuple[int, int, _Parts]] = {}  # by layout, as ranks compare them
+        codec = self.codec
+        self._answering = codec
+        if self.pull == "8-bit" and isinstance(codec, Qsgd):
+            self._answering = Qsgd(_MOST_LEVELS, codec.block, codec.seed)
+        self._on_device = DeviceOwners(wire, codec, self._answering) if isinstance(wire, DeviceWire) else None
+        self._options, self._pull_levels = codec.native_options, self._answering.native_options[3]
+        self._cuts: dict[int, tuple[int, int, _Parts, _Parts]] = {}  # by layout, as ranks compare them
 
     def mean(self, part: Part, wire: Wire) -> None:
         """Replace `part.values` by their mean, on the lane.
@@ -74,9 +82,9 @@ class Owners:
         Cost: sends 2 (N-1)/N of the encoded bucket, to N-1 peers; every element is encoded once.
         """
         bucket, rank, world = part.bucket, wire.rank, wire.world_size
-        n_chunks, dtype, parts = self._cuts.get(bucket.layout_hash) or self._cut(bucket, world)
+        n_chunks, dtype, pushed, pulled = self._cuts.get(bucket.layout_hash) or self._cut(bucket, world)
         if self._on_device is not None:
-            self._on_device.mean(part, parts, self.pull == "raw")
+            self._on_device.mean(part, pushed, pulled, self.pull == "raw")
             return
         draws = [0] * (world * n_chunks)
         if self.codec.draws:
@@ -96,20 +104,26 @@ class Owners:
             n_chunks,
             draws,
             self.pull == "raw",
+            self._pull_levels,
         )
         n = bucket.n_elements
         part.counted = n * rank // world, n * (rank + 1) // world
         wire.record.add_account(*account)
         wire.note(is_finite)
 
-    def _cut(self, bucket: Bucket, world: int) -> tuple[int, int, _Parts]:
-        """Chunks to a part, the dtype's code, and for kernels the chunks; found once for a layout."""
-        n, parts = bucket.n_elements, []
+    def _cut(self, bucket: Bucket, world: int) -> tuple[int, int, _Parts, _Parts]:
+        """Chunks to a part, the dtype's code, and for kernels the chunks there and back; found once for a layout."""
+        n = bucket.n_elements
         n_chunks = count_chunks(-(-n // world), self.chunk_elements, QUANTISED_MIN_CHUNKS)
+        pushed: _Parts = []
+        pulled: _Parts = []
         if self._on_device is not None:
             starts = sorted({start for start, _ in bucket.spans}) if self.codec.scale_values else []
-            parts = cut_into_chunks(n, world, n_chunks, self.codec.message_room, starts)
-        found = self._cuts[bucket.layout_hash] = n_chunks, dtype_code(bucket.buffer.dtype), parts
+            pushed, pulled = (
+                cut_into_chunks(n, world, n_chunks, codec.message_room, starts)
+                for codec in (self.codec, self._answering)
+            )
+        found = self._cuts[bucket.layout_hash] = n_chunks, dtype_code(bucket.buffer.dtype), pushed, pulled
         return found
 
 
@@ -118,20 +132,31 @@ class DeviceOwners:
 
     What is not finite or not whole becomes NaN on all ranks and is noted in the wire's flags.
 
+    Args:
+        answering: the codec of sums, where it is another.
     Raises: Unsupported (a codec without kernels, or no kernels here).
     """
 
-    def __init__(self, wire: DeviceWire, codec: Quantised) -> None:
+    def __init__(self, wire: DeviceWire, codec: Quantised, answering: Quantised | None = None) -> None:
         codec.check_device(wire.device)
         self._wire, self._codec, self._rank, self._world = wire, codec, wire.rank, wire.world_size
+        self._answering = answering or codec
 
-    def mean(self, part: Part, parts: _Parts, pulls_raw: bool) -> None:
-        """Replace `part.values`, cut into `parts`, by their mean. `pulls_raw`: sums come back in their dtype."""
+    def mean(self, part: Part, parts: _Parts, answers: _Parts, pulls_raw: bool) -> None:
+        """Replace `part.values`, cut into `parts` and on their way back into `answers`, by their mean.
+
+        `pulls_raw`: sums come back in their dtype.
+        """
         bucket, values = part.bucket, part.values
 
         def encode(values: Tensor, owner: int, index: int, row: Tensor) -> None:
-            draw = bucket.draw(self._rank, owner, index, owner == self._rank)
-            self._encode(values, parts[owner][index], row, draw, part.residual, part.unsent, part.loss_scale)
+            is_answer = owner == self._rank
+            draw, chunk = (
+                bucket.draw(self._rank, owner, index, is_answer),
+                (answers if is_answer else parts)[owner][index],
+            )
+            codec = self._answering if is_answer else self._codec
+            self._encode(codec, values, chunk, row, draw, part.residual, part.unsent, part.loss_scale)
 
         def own(chunk: Chunk) -> Tensor:
             return values[chunk.values]
@@ -140,10 +165,12 @@ class DeviceOwners:
             received = self._push(values, parts, encode)
             n_bytes = (self._world - 1) * (received.shape[1] + self._pull_raw(part, parts, received, own))
         else:
-            n_bytes = self._through_owners(values, parts, encode, own)
+            n_bytes = self._through_owners(values, parts, answers, encode, own)
         bucket.record.count_exchanged(n_bytes)
 
-    def _through_owners(self, values: Tensor, parts: _Parts, encode: _Encode, own: Callable[[Chunk], Tensor]) -> int:
+    def _through_owners(
+        self, values: Tensor, parts: _Parts, answers: _Parts, encode: _Encode, own: Callable[[Chunk], Tensor]
+    ) -> int:
         """Replace `values` (n,), as far as chunks are about them, by their mean, which travels as messages both ways.
 
         Args:
@@ -154,7 +181,7 @@ class DeviceOwners:
         """
         rank, world, wire = self._rank, self._world, self._wire
         received = self._push(values, parts, encode)
-        row_bytes = received.shape[1]
+        row_bytes = _row_bytes(answers)
         results = self._rows("results", row_bytes, torch.uint8)
         with wire.timing("decode"):
             for index, chunk in enumerate(parts[rank]):
@@ -163,17 +190,16 @@ class DeviceOwners:
         with wire.timing("communicate"):
             wire.group.all_gather(results, mine)
         with wire.timing("decode"):
-            for row, chunks in zip(results, parts, strict=True):
+            for row, chunks in zip(results, answers, strict=True):
                 for chunk in chunks:
                     message = row[chunk.room]
                     wire.flags[1:].bitwise_or_(message[_FLAGS_AT : _FLAGS_AT + 1])
-                    self._decode(message, values[chunk.values], chunk.cuts, divisor=world)
-        return 2 * (world - 1) * row_bytes
+                    self._decode(self._answering, message, values[chunk.values], chunk.cuts, divisor=world)
+        return (world - 1) * (received.shape[1] + row_bytes)
 
     def _push(self, values: Tensor, parts: _Parts, encode: _Encode) -> Tensor:
         """(world, bytes): what each rank has sent of this one's part."""
-        row_bytes = max(chunks[-1].room.stop for chunks in parts if chunks)
-        sent, received = (self._rows(name, row_bytes, torch.uint8) for name in ("sent", "received"))
+        sent, received = (self._rows(name, _row_bytes(parts), torch.uint8) for name in ("sent", "received"))
         with self._wire.timing("encode"):
             for owner in (owner for owner in range(self._world) if owner != self._rank):
                 for index, chunk in enumerate(parts[owner]):
@@ -189,7 +215,7 @@ class DeviceOwners:
             if source == self._rank:
                 total.add_(own(chunk))
             else:
-                self._decode(received[source][chunk.room], total, chunk.cuts, adds=True)
+                self._decode(self._codec, received[source][chunk.room], total, chunk.cuts, adds=True)
         return total
 
     def _pull_raw(self, part: Part, parts: _Parts, received: Tensor, own: Callable[[Chunk], Tensor]) -> int:
@@ -224,6 +250,7 @@ class DeviceOwners:
 
     def _encode(
         self,
+        codec: Quantised,
         values: Tensor,
         chunk: Chunk,
         row: Tensor,
@@ -235,14 +262,26 @@ class DeviceOwners:
         """Write a chunk's message into its row, and what it leaves out into `unsent` (n,) of the bucket."""
         room, cuts = row[chunk.room], chunk.cuts
         if unsent is None:
-            self._codec.encode(values, room, step=draw, cuts=cuts)
+            codec.encode(values, room, step=draw, cuts=cuts)
             return
-        self._codec.encode_with_residual(
+        codec.encode_with_residual(
             values, None if residual is None else residual[chunk.values], room, draw,
             new_residual=unsent[chunk.values], residual_scale=scale, cuts=cuts,
         )  # fmt: skip
 
     def _decode(
-        self, message: Tensor, out: Tensor, cuts: tuple[int, ...], *, divisor: float = 1.0, adds: bool = False
+        self,
+        codec: Quantised,
+        message: Tensor,
+        out: Tensor,
+        cuts: tuple[int, ...],
+        *,
+        divisor: float = 1.0,
+        adds: bool = False,
     ) -> None:
-        self._codec.decode(message, out, divisor=divisor, adds=adds, cuts=cuts, error=self._wire.flags[:1])
+        codec.decode(message, out, divisor=divisor, adds=adds, cuts=cuts, error=self._wire.flags[:1])
+
+
+def _row_bytes(parts: _Parts) -> int:
+    """Bytes of the longest part's messages."""
+    return max(chunks[-1].room.stop for chunks in parts if chunks)

@@ -20,6 +20,7 @@ from gradwire import _native
 from gradwire.checks import choice as check_choice
 from gradwire.codecs import Codec, DeviceCodec
 from gradwire.codecs.gcomp import GCompCodec
+from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.codecs.truncated_float import TruncatedFloat, draw_after, first_draw
 from gradwire.core.bucket import Bucket
@@ -92,15 +93,17 @@ class Ring:
         if self._on_device is not None:
             self._on_device.mean(bucket, importance, counts)
             return
-        options: dict[str, Any] = {}
-        if isinstance(self.codec, TruncatedFloat):
-            options["first_step"] = first_draw(wire.rank, bucket.step, bucket.index)
-        elif isinstance(self.codec, GCompCodec):
-            options["counts"] = counts
         mean_through_codec(
             wire.communicator, self.codec, bucket.buffer, wire.facts, wire.record, importance,
-            topology=self.topology, chunk_elements=self.chunk_elements, **options,
+            topology=self.topology, chunk_elements=self.chunk_elements, **options_for(self.codec, wire, bucket, counts),
         )  # fmt: skip
+
+
+def options_for(codec: Codec, wire: Wire, bucket: Bucket, counts: Tensor | None) -> dict[str, Any]:
+    """What `exchange_codec` is told of a bucket: by which numbers its messages draw; where exponents are counted."""
+    if isinstance(codec, TruncatedFloat | Quantised):
+        return {"first_step": first_draw(wire.rank, bucket.step, bucket.index)}
+    return {"counts": counts} if isinstance(codec, GCompCodec) else {}
 
 
 def mean_through_codec(

@@ -15,7 +15,7 @@ _QUANTISE = (
 )
 _DEQUANTISE = "message out pieces error:p n payload:Q divisor:f kind dtype adds levels block:I"
 _GROUPING = "groups:p n_pieces:Q group_values per_group:I"
-_FORMAT = "n:Q kind dtype format n_bits partition format_pad:I"
+_FORMAT = "n:Q kind dtype format n_bits partition version:I"
 
 STRUCTS = {
     "Quantise": _QUANTISE,

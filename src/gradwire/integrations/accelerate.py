@@ -1,7 +1,7 @@
 """Accelerate: one call after `prepare`, and `save_state` and `load_state` carry the scheme's state of all ranks.
 
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-attachment = gradwire.integrations.accelerate.attach(accelerator, model, optimizer)
+attachment = gradwire.integrations.accelerate.attach(accelerator, model, optimizer)      # or [muon, adamw]
 """
 
 from __future__ import annotations

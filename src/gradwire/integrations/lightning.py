@@ -36,7 +36,7 @@ class GradwireCallback(Callback):
         if callable(options.get("group")):
             options["group"] = options["group"](trainer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.attachment = gradwire.attach(trainer.strategy.model, trainer.optimizers[0], self.scheme, scaler, **options)
+        self.attachment = gradwire.attach(trainer.strategy.model, trainer.optimizers, self.scheme, scaler, **options)
         if self._loaded is not None:
             self.attachment.load_state_dict(self._loaded)
             self._loaded = None

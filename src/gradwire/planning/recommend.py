@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
+from gradwire.core.optimizers import Optimizers
 from gradwire.doors.attachment import attach
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.plan import Plan
 from gradwire.registry import parse_spec
 from gradwire.schemes.auto.costs import measure_profile
-from gradwire.schemes.auto.fidelity import TABLE, check_level, family_of_optimizer
+from gradwire.schemes.auto.fidelity import TABLE, check_level
 from gradwire.telemetry.stopwatch import StepClock, Stopwatch
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.link_probe import probe_pairs
@@ -29,7 +30,7 @@ _N_TRIED = 4
 
 def recommend(
     ddp: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     step_function: Callable[[], Any],
     *,
     seconds: float = 60.0,
@@ -40,6 +41,7 @@ def recommend(
     Parameters, gradients, buffers and random states are restored; no optimizer step is taken. Call it before `attach`.
 
     Args:
+        optimizer: the one that steps the model, or a list of all.
         step_function: one forward and backward pass of `ddp`, without the optimizer's step.
         seconds: approximate time to spend; a few steps are taken in any case.
         fidelity: the least faithful class that may be recommended; the table shows all.
@@ -48,7 +50,7 @@ def recommend(
     check_level(fidelity)
     if not seconds > 0:
         raise InvalidArgument(f"seconds must be positive, got {seconds}")
-    family = family_of_optimizer(optimizer)
+    families = Optimizers(optimizer).families(p for p in ddp.parameters() if p.requires_grad)
     elapsed = Stopwatch()
     with (
         _restored(ddp),
@@ -57,11 +59,11 @@ def recommend(
     ):
         ddp.train()
         plain_s, waited_s = trials.time(_PLAIN_SHARE * seconds)
-        rows = [row for row in TABLE if row.optimizers in ("all", family)]
+        rows = [row for row in TABLE if row.holds_under(families)]
         parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
         profile = measure_profile(communicator, rows, parameters)
         links = communicator.submit(probe_pairs, communicator).wait()
-        plan = Plan(profile, plain_s - waited_s, plain_s, {}, fidelity, family == "adam", tuple(links))
+        plan = Plan(profile, plain_s - waited_s, plain_s, {}, fidelity, families != {"sgd"}, tuple(links))
         measured = {"plain": plain_s}
         for spec in _worth_trying(plan):
             if trials.is_over(elapsed, (_PLAIN_SHARE + _TRIAL_SHARE) * seconds) and len(measured) > 1:

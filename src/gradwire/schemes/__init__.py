@@ -43,6 +43,8 @@ _REGISTRY: Registry[Scheme] = Registry(
     },
 )
 
+# Schemes that spare small tensors, unless `exempt` or `only` says which (selection.py).
+_SPARING = ("embedded-float", "one-bit", "qsgd", "terngrad", "thc", "top-k", "truncated-float", "two-bit")
 
 # Baselines that the laboratory registers when it is imported.
 _OF_THE_LABORATORY = ("periodic", "random-k", "top-k-adam", "truncate", "zlib", "zstd")
@@ -64,8 +66,10 @@ def needs_adam(name: str) -> bool:
 
 
 def as_published(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a scheme, with those that it would choose by the optimizer as published: for benchmarks."""
-    return {**{option: published for option, (published, _) in BESIDE_ADAM.get(name, {}).items()}, **options}
+    """The options of a scheme, with those that it would choose by optimizer or model as published: for benchmarks."""
+    chosen = {option: published for option, (published, _) in BESIDE_ADAM.get(name, {}).items()}
+    spared = {"exempt": "none"} if name in _SPARING and not options.get("only") else {}
+    return {**chosen, **spared, **options}
 
 
 def by_name(name: str, **options: Any) -> Scheme:

@@ -75,7 +75,7 @@ class Scheme(metaclass=ABCMeta):
 
     def bind(self, session: Session) -> None:
         """Take the session. Raises: Unsupported or InvalidArgument if this run cannot be served."""
-        shared = self.configuration
+        shared = {**self.configuration, "optimizers": str(session.optimizers)}
         if session.wire.on_device:
             if not self.works_on_device:
                 raise Unsupported(

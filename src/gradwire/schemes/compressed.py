@@ -9,10 +9,12 @@ it was in, and residuals and momenta of the step are dropped.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from gradwire.codecs import Codec, choose_feedback
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import Feedback, Part, Unused
@@ -20,6 +22,7 @@ from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange.owners import Owners
 from gradwire.exchange.ring import Ring
+from gradwire.exchange.shards import Scatter
 from gradwire.gpu.kernels import kernels_on
 from gradwire.gpu.launching import raise_error
 from gradwire.schemes.base import Scheme
@@ -38,10 +41,11 @@ class Compressed(Scheme):
     Args:
         collective: what takes the mean of a part through a codec (`Owners`: one of the quantisers; `Ring`: any codec, without
             error feedback); None: the scheme's own `step` does.
-        error_feedback: add what was not sent to the next gradient.
+        error_feedback: add what was not sent to the next gradient; not with a codec that does not want it (`feeds_back`).
         momenta: keep a momentum of every slot, each rank its own, as residuals are kept.
         plain: the first steps, which are reduced plainly.
-        select: which tensors are compressed; the others are reduced plainly.
+        select: which tensors are compressed; the others are reduced plainly. Those that it spares take their mean beside
+            the bucket, in which they are zeros.
         adam: the user's optimizer, for a scheme of its momenta: only tensors whose variance is frozen are compressed.
     """
 
@@ -53,7 +57,7 @@ class Compressed(Scheme):
     def __init__(
         self,
         *,
-        collective: Owners | Ring | None = None,
+        collective: Owners | Ring | Scatter | None = None,
         error_feedback: bool = False,
         momenta: bool = False,
         plain: PlainSteps | None = None,
@@ -62,14 +66,14 @@ class Compressed(Scheme):
     ) -> None:
         if error_feedback and isinstance(collective, Ring):
             raise InvalidArgument("a ring rounds sums of several ranks: nothing of it is one rank's to feed back")
-        self.collective = collective
+        self.collective: Owners | Ring | Scatter | None = collective
         self.error_feedback = bool(error_feedback)
         self.momenta = Feedback() if momenta else None
         self.state_is_per_world = self.error_feedback or momenta
         self.per_rank_state = ("residuals", "momenta") if momenta else ("residuals",)
         # Beside a frozen Adam none are plain by their number: a tensor is until its own variance is frozen.
         self.plain = plain or PlainSteps(self.name, "warmup_steps" if adam is None else "freeze_step")
-        self.select = ByName() if select is None else select
+        self.select = ByName(()) if select is None else select
         self.adam = adam
         self.n_not_finite = 0
         self._kept: dict[str, Feedback] = {}  # by its name in a checkpoint, what counts from the end of a step on
@@ -94,8 +98,11 @@ class Compressed(Scheme):
         return self.plain.last + 1 >= self.plain.n if self.adam is None else bool(self.adam.frozen_at)
 
     def bind(self, session: Session) -> None:
-        """Raises: InvalidArgument (names of no tensor), Unsupported (no Adam for a scheme of its momenta; on a device: error
-        feedback where DDP looks for unused parameters; no kernels for the codec)."""
+        """Raises: InvalidArgument (names of no tensor; error feedback that the codec does not want), Unsupported (no Adam for a
+        scheme of its momenta; on a device: error feedback where DDP looks for unused parameters; no kernels for the codec)."""
+        codec: Codec | None = getattr(self, "codec", None) or getattr(self.collective, "codec", None)
+        if self.error_feedback and codec is not None:
+            choose_feedback(codec, True)
         if self.adam is not None:
             self.adam.check(session)
         if session.wire.on_device and (self.error_feedback or self.momenta is not None):
@@ -136,6 +143,7 @@ class Compressed(Scheme):
         self.session.wire.begin_step()
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
+        self.select.look_for_small(bucket)
         return self.session.communicator.submit(self._reduce_on_lane, bucket)
 
     def _reduce_on_lane(self, bucket: Bucket) -> torch.futures.Future | None:
@@ -186,8 +194,10 @@ class Compressed(Scheme):
         part = Part(bucket, wire, residual, unsent, self.session.loss_scale())
         if residual is not None and not all(part.is_used):
             unused = Unused(bucket.spans, part.is_used, residual)
+        put_back_small = self._take_out_small(part, wire)
         try:
             self.step(part, wire)
+            put_back_small()
         finally:
             if unused is not None:
                 unused.put_back()
@@ -198,6 +208,32 @@ class Compressed(Scheme):
         wire.conclude(bucket.buffer)
         if self.error_feedback and bucket.buffer.dtype == torch.float16:
             wire.note(wire.all_finite(bucket.buffer))  # a mean may leave float16's range although no message did
+
+    def _take_out_small(self, part: Part, wire: Wire) -> Callable[[], None]:
+        """Start the sum of the values that are spared, and leave zeros; what is returned puts their mean there.
+
+        It travels while the others are compressed and sent, so that it costs no time of its own.
+        """
+        places = self.select.places_of_small(part.bucket, wire)
+        if places is None:
+            return _do_nothing
+        small = part.values.index_select(0, places)
+        if part.residual is not None:  # of a state in which they were compressed
+            small = small.float().add_(part.residual.index_select(0, places), alpha=part.loss_scale)
+        dtype = torch.bfloat16 if part.values.element_size() > 2 else part.values.dtype
+        sent = wire.scratch("small", places.numel(), dtype)
+        sent.copy_(small.mul_(1.0 / wire.world_size))
+        part.values.index_fill_(0, places, 0.0)
+        wait = wire.start_sum(sent)
+
+        def put_back() -> None:
+            wait()
+            wire.note(wire.all_finite(sent))
+            part.values.index_copy_(0, places, sent.to(part.values.dtype))
+            if part.unsent is not None:
+                part.unsent.index_fill_(0, places, 0.0)
+
+        return put_back
 
     def step(self, part: Part, wire: Wire) -> None:
         """Replace `part.values` by their mean over the ranks, and write what was not sent to `part.unsent`."""
@@ -275,8 +311,11 @@ class Compressed(Scheme):
     # ---- between steps
 
     def stats(self) -> dict[str, Any]:
-        """Steps in which something was not finite (through a ring it travels as any value does), and frozen variances."""
-        steps = {} if isinstance(self.collective, Ring) else {"n_steps_not_finite": self.n_not_finite}
+        """Steps in which something was not finite (through a ring it travels as any value does), spared values, and frozen
+        variances."""
+        steps: dict[str, Any] = {} if isinstance(self.collective, Ring) else {"n_steps_not_finite": self.n_not_finite}
+        if self.select.spares:
+            steps |= {"n_spared_values": self.select.n_spared, "spared_share": self.select.spared_share}
         return steps if self.adam is None else {**steps, "n_frozen": len(self.adam.frozen_at)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -300,6 +339,10 @@ def refuse_unused_parameters(session: Session) -> None:
         raise Unsupported(
             "find_unused_parameters=True: which parameters a rank used is known to the host only; leave placement out"
         )
+
+
+def _do_nothing() -> None:
+    """Nothing was taken out."""
 
 
 def count_of(share: float, n_elements: int) -> int:

@@ -30,7 +30,7 @@ from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.compressed import Compressed, count_of
 from gradwire.schemes.plain_steps import check_steps
-from gradwire.schemes.selection import Selection, matrices
+from gradwire.schemes.selection import ByName, Names, Selection, matrices
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
@@ -55,11 +55,13 @@ class Dgc(Compressed):
         nesterov: Nesterov's momentum, as SGD's own.
         weight_decay: this share of a parameter is added to its gradient before all else, as SGD does; by the ranks that
             have a gradient of it.
+        exempt, only: which tensors are sent whole besides; see `ByName`.
     """
 
     name = "dgc"
     acts_alone = True
     settles_plainly = False
+    options_of = ByName
 
     def __init__(
         self,
@@ -71,8 +73,9 @@ class Dgc(Compressed):
         per: str = "layer",
         nesterov: bool = False,
         weight_decay: float = 0.0,
+        **names: Names,
     ) -> None:
-        super().__init__(error_feedback=True, momenta=True)
+        super().__init__(error_feedback=True, momenta=True, select=ByName(**{"exempt": (), **names}))
         self.share = check_share("share", share)
         if not 0 <= momentum < 1:
             raise InvalidArgument(f"momentum must be from 0 to less than 1, got {momentum}")
@@ -104,6 +107,7 @@ class Dgc(Compressed):
             "per": self.per,
             "nesterov": self.nesterov,
             "weight_decay": self.weight_decay,
+            **self.select.configuration,
         }
 
     def share_at(self, step: int) -> float:
@@ -113,7 +117,7 @@ class Dgc(Compressed):
     def bind(self, session: Session) -> None:
         """Raises: Unsupported (no kernels on the device)."""
         super().bind(session)
-        groups = session.optimizer.param_groups if session.optimizer is not None else []
+        groups = session.optimizers.param_groups
         if self.momentum and any(group.get("momentum") or "betas" in group for group in groups):
             _log.warning(
                 "gradwire dgc: its result already has momentum %g, and the optimizer adds its own: "
@@ -129,6 +133,9 @@ class Dgc(Compressed):
             )
 
     # ---- one bucket
+
+    def choose(self, bucket: Bucket) -> None:
+        """The bucket as it lies: what travels whole has a momentum too."""
 
     def step(self, part: Part, wire: Wire) -> None:
         """u and v move on, the largest of v are sent, and tensors that travel whole get their momentum after the mean."""
@@ -199,7 +206,8 @@ class Dgc(Compressed):
         """The spans of tensors that are sent whole: everything, with one rank."""
         if self.session.communicator.world_size == 1:
             return bucket.spans or [(0, bucket.n_elements)]
-        return [(span.offset, span.offset + span.n_elements) for span in Selection(bucket, matrices).raw]
+        whole = Selection(bucket, lambda slot, n_bytes: matrices(slot) and self.select(slot)).raw
+        return [(span.offset, span.offset + span.n_elements) for span in whole]
 
     def _clipped(self, part: Part, wire: Wire) -> Tensor:
         """(n,) float32, scratch: the gradient without the loss scale, each parameter's clipped."""

@@ -12,24 +12,34 @@ from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.exchange.ring import Ring
 from gradwire.schemes.compressed import Compressed
+from gradwire.schemes.selection import ByName, Names
 
 
 class EmbeddedFloatScheme(Compressed):
     """`bits` bits (8 by default) of every value, with an exponent shared by a `partition` (256 values).
 
     Args:
-        topology, chunk_elements: see `Ring`.
+        topology, chunk_elements: see `Ring`. exempt, only: see `ByName`.
         **codec: the options of `EmbeddedFloat`.
 
-    When not to use this: beside AQGB, which sends the same bits and more where there is time; below 5 bits, where small
-    values of a partition vanish and no error feedback brings them back.
+    When not to use this: beside AQGB, which sends the same bits and more where there is time; below 4 bits, where small
+    values of a partition vanish and no error feedback brings them back; with few bits in a ring of many ranks, where what
+    is lost adds up (topology "direct" rounds twice).
     """
 
     name = "embedded-float"
     options_of = EmbeddedFloat
 
-    def __init__(self, topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS, **codec: Any) -> None:
-        super().__init__(collective=Ring(EmbeddedFloat(**codec), topology, chunk_elements))
+    def __init__(
+        self,
+        topology: str = "ring",
+        chunk_elements: int = CHUNK_ELEMENTS,
+        exempt: Names = None,
+        only: Names = (),
+        **codec: Any,
+    ) -> None:
+        ring = Ring(EmbeddedFloat(**codec), topology, chunk_elements)
+        super().__init__(collective=ring, select=ByName(exempt, only))
         self._codec_options = codec
 
     @property
@@ -46,7 +56,7 @@ class TruncatedFloatScheme(Compressed):
     from a stream of its own for every message of every rank, bucket and step.
 
     Args:
-        topology, chunk_elements: see `Ring`.
+        topology, chunk_elements: see `Ring`. exempt, only: see `ByName`.
         **codec: the options of `TruncatedFloat`.
 
     When not to use this: with "truncate" at few bits and many ranks, where N roundings towards zero add up: "stochastic",
@@ -56,8 +66,16 @@ class TruncatedFloatScheme(Compressed):
     name = "truncated-float"
     options_of = TruncatedFloat
 
-    def __init__(self, topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS, **codec: Any) -> None:
-        super().__init__(collective=Ring(TruncatedFloat(**codec), topology, chunk_elements))
+    def __init__(
+        self,
+        topology: str = "ring",
+        chunk_elements: int = CHUNK_ELEMENTS,
+        exempt: Names = None,
+        only: Names = (),
+        **codec: Any,
+    ) -> None:
+        ring = Ring(TruncatedFloat(**codec), topology, chunk_elements)
+        super().__init__(collective=ring, select=ByName(exempt, only))
         self._codec_options = codec
 
     @property

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from gradwire.checks import choice as check_choice
 from gradwire.core.bucket import Bucket, Slot, flatten_like, local_of
 from gradwire.core.checkpoint import not_the_state
+from gradwire.core.optimizers import Optimizers
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.plain_steps import check_steps
@@ -89,32 +90,29 @@ class FrozenAdam:
         """Raises: Unsupported (no DDP, no Adam, or options that change what its state means)."""
         if session.module is None:
             raise Unsupported(f"{self._scheme} works inside DDP; behind other doors take {self._instead}")
-        optimizer = session.optimizer
-        if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-            what = "no optimizer was given" if optimizer is None else f"this is {type(optimizer).__name__}"
+        adams = _adams(session)
+        if not adams:
             raise Unsupported(
-                f"{self._scheme} compresses the momenta of Adam and AdamW, and {what}: give attach() the AdamW, or take "
-                f"{self._instead}"
+                f"{self._scheme} compresses the momenta of Adam and AdamW, and was given {session.optimizers}: give attach() "
+                f"the AdamW, or take {self._instead}"
             )
-        self._groups_of(optimizer)
+        for adam in adams:
+            self._groups_of(adam)
 
     def bind(self, session: Session) -> None:
-        """Step frozen parameters of the session's optimizer, which was checked, from now on until `close`."""
-        assert session.optimizer is not None
+        """Step frozen parameters of the session's Adams, which were checked, from now on until `close`."""
         self._reset()
-        self._optimizer, self._device = session.optimizer, session.wire.device
+        self._adams, self._device = Optimizers(_adams(session)), session.wire.device
         self._begun = None if self._device.type == "cpu" else _BegunVariances()
-        self._hooks = [
-            self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._hooks = [adam.register_step_pre_hook(self._before_step) for adam in self._adams]
+        self._hooks += [adam.register_step_post_hook(self._after_step) for adam in self._adams]
 
     def close(self) -> None:
         """Leave the optimizer as it was; its variance goes on from where it stood."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        vars(self).pop("_optimizer", None)
+        vars(self).pop("_adams", None)
         self._reset()
 
     # ---- on the lane, between two steps of the optimizer
@@ -131,7 +129,7 @@ class FrozenAdam:
             return False
         if parameter in self.frozen_at:
             return True
-        state = self._optimizer.state.get(parameter)
+        state = self._state_of(parameter)
         if not state or "exp_avg_sq" not in state:
             return False
         n_updates = int(state["step"])
@@ -150,7 +148,7 @@ class FrozenAdam:
     def momentum(self, slot: Slot) -> tuple[Tensor, float]:
         """(n,) float32: what the state holds for a frozen slot, as its bucket lies; and beta1, as it is now."""
         assert slot.parameter is not None
-        momentum = local_of(self._optimizer.state[slot.parameter]["exp_avg"]).detach()
+        momentum = local_of(self._state_of(slot.parameter)["exp_avg"]).detach()
         return _as_lying(momentum, slot, self._device), float(self._group_of(slot.parameter)["betas"][0])
 
     def root(self, slot: Slot) -> Tensor:
@@ -181,7 +179,8 @@ class FrozenAdam:
         if self._begun is not None:
             self._begun.look({
                 p: local_of(self._variance(state))
-                for p, state in optimizer.state.items()
+                for adam in self._adams
+                for p, state in adam.state.items()
                 if p not in self.frozen_at and "exp_avg_sq" in state
             })  # fmt: skip
 
@@ -207,7 +206,7 @@ class FrozenAdam:
 
     @torch.no_grad()
     def _step(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
-        state = self._optimizer.state[parameter]
+        state = self._state_of(parameter)
         state["step"] += 1
         (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
         assert parameter.grad is not None
@@ -224,7 +223,7 @@ class FrozenAdam:
 
     def _root(self, parameter: Tensor) -> Tensor:
         """The root of the variance, from its floor up, in the shape of the parameter's local part."""
-        variance = local_of(self._variance(self._optimizer.state[parameter]))
+        variance = local_of(self._variance(self._state_of(parameter)))
         if parameter not in self._largest:
             # Which one is the largest does not hang on the order in which threads look, as a mean does.
             self._largest[parameter] = variance.max() if variance.numel() else variance.new_zeros(())
@@ -251,8 +250,15 @@ class FrozenAdam:
                 )
         return optimizer.param_groups
 
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """What its Adam keeps of the parameter; empty before its first step, or if none of them steps it."""
+        place = self._adams.of(parameter)
+        return {} if place is None else place.optimizer.state.get(parameter, {})
+
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:
-        return next(group for group in self._optimizer.param_groups if any(one is parameter for one in group["params"]))
+        place = self._adams.of(parameter)
+        assert place is not None
+        return place.group
 
     # ---- between steps
 
@@ -316,6 +322,10 @@ class _BegunVariances:
             return
         found, self._reading = self._reading.wait().tolist(), None
         self._known |= {p: v for (p, v), has_begun in zip(self._looked, found, strict=True) if has_begun}
+
+
+def _adams(session: Session) -> list[torch.optim.Optimizer]:
+    return [one for one in session.optimizers if isinstance(one, torch.optim.Adam | torch.optim.AdamW)]
 
 
 def _as_lying(values: Tensor, slot: Slot, device: torch.device) -> Tensor:

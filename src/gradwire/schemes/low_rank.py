@@ -58,7 +58,8 @@ class Options:
 
     Attributes:
         rank: of the approximation; a matrix with fewer rows or columns uses that many.
-        min_compression_rate: a matrix n x m is sent as it is if n m / ((n + m) rank) is below. 0: compress all.
+        min_compression_rate: a matrix n x m is sent as it is if n m / what a step sends of it is below: (n + m) rank, or, of
+            one factor a step, half of that. 0: compress all.
         start_step: steps before this one are reduced plainly. None: 0, but 100 for acp-sgd beside Adam and its kin.
         error_feedback: add what compression left out to the next gradient.
         reuse: begin with the factor of the step before; False draws a new one every step.
@@ -162,19 +163,31 @@ class MatrixShape(NamedTuple):
     rank: int
 
 
-def matrix_shape(parameter: Slot | Tensor, rank: int, min_compression_rate: float) -> MatrixShape | None:
+def matrix_shape(
+    parameter: Slot | Tensor, rank: int, min_compression_rate: float, n_factors: int = 2
+) -> MatrixShape | None:
     """The matrix that `parameter` is compressed as, or None if it travels as it is.
 
-    The rate is n m / ((n + m) r): what both factors together save, as in PyTorch's powerSGD_hook.
+    The rate is n m / what a step sends of it: both factors of (n + m) r, as in PyTorch's powerSGD_hook, or one, half of that.
     """
-    if parameter.dim() < 2 or parameter.numel() == 0:
-        return None
-    n_rows = parameter.shape[0]
-    n_columns = parameter.numel() // n_rows
+    n_rows, n_columns = sides_of(parameter)
     rank = min(rank, n_rows, n_columns)
-    if n_rows * n_columns < min_compression_rate * (n_rows + n_columns) * rank:
-        return None
-    return MatrixShape(n_rows, n_columns, rank)
+    is_compressed = 0 < rank <= highest_rank(parameter, min_compression_rate, n_factors)
+    return MatrixShape(n_rows, n_columns, rank) if is_compressed else None
+
+
+def sides_of(parameter: Slot | Tensor) -> tuple[int, int]:
+    """(rows, columns): the first dimension by the rest."""
+    n_rows = parameter.shape[0] if parameter.dim() else 1
+    return n_rows, parameter.numel() // max(1, n_rows)
+
+
+def highest_rank(parameter: Slot | Tensor, min_compression_rate: float, n_factors: int) -> float:
+    """The rank up to which `parameter` is compressed; 0 for what is no matrix."""
+    if parameter.dim() < 2 or parameter.numel() == 0:
+        return 0
+    n_sent = sum(sides_of(parameter)) * n_factors / 2
+    return parameter.numel() / (min_compression_rate * n_sent) if min_compression_rate else math.inf
 
 
 class MatrixGroup:
@@ -291,6 +304,11 @@ class Plans:
     def load(self, factors: dict[Slot, Tensor]) -> None:
         """Begin with these."""
         self._plans, self._loose = {}, factors
+
+    @property
+    def slots(self) -> list[Slot]:
+        """All that were in any bucket."""
+        return list(self._keys)
 
     def rate_of(self, side: str) -> float:
         """Elements sent / elements of the gradient, over the whole model as far as it has been seen."""
@@ -550,7 +568,7 @@ class LowRank(Compressed):
         self._begin_anew(session)
 
     def _begin_anew(self, session: Session) -> None:
-        self.turn = "p"
+        self.turn, self._is_told = "p", False
         self._works: list[Work] = []  # all compressed buckets of this step, in order
         buffer_bytes = self.options.buffer_mb * _MIB * (self.wire_dtype.itemsize / 4)
         complete = functools.partial(orthogonalise, self.kernels) if self._takes_turns else None
@@ -569,8 +587,24 @@ class LowRank(Compressed):
             )  # fmt: skip
 
     def _shape_of(self, slot: Slot) -> MatrixShape | None:
-        options = self.options
-        return matrix_shape(slot, options.rank, options.min_compression_rate) if self.select(slot) else None
+        options, n_factors = self.options, 1 if self._takes_turns else 2
+        return matrix_shape(slot, options.rank, options.min_compression_rate, n_factors) if self.select(slot) else None
+
+    def _tell_of_nothing(self) -> None:
+        """Log, once it is known, that no matrix is compressed, and the rank at which one would be."""
+        if self.plans.factors(self.turn) or self._is_told:
+            return
+        self._is_told = True
+        rate, n_factors = self.options.min_compression_rate, 1 if self._takes_turns else 2
+        highest = int(
+            max((highest_rank(slot, rate, n_factors) for slot in self.plans.slots if self.select(slot)), default=0)
+        )
+        _log.warning(
+            "gradwire %s: rank=%d compresses none of %d tensors, all are sent whole: %s",
+            self.name, self.options.rank, len(self.plans.slots),
+            f"rank={highest} or less compresses some, min_compression_rate=0 all matrices" if highest else
+            "none is a matrix that is large enough; take another scheme",
+        )  # fmt: skip
 
     # ---- a step
 
@@ -696,6 +730,7 @@ class LowRank(Compressed):
                 self.turn = "q" if self.turn == "p" else "p"
             for work in self._works:
                 work.plan.keep(self.turn)
+        self._tell_of_nothing()
         self.session.recorder.close_bucket(record)
 
     def discard(self) -> None:
@@ -710,9 +745,12 @@ class LowRank(Compressed):
     # ---- between steps
 
     def stats(self) -> dict[str, Any]:
-        """Matrices compressed, elements sent / elements by side, buffers summed, steps in which something was not finite."""
+        """Matrices compressed and whole; elements sent / elements by side, buffers summed, steps in which something was not
+        finite."""
+        n_matrices = len(self.plans.factors(self.turn))
         return {
-            "n_matrices": len(self.plans.factors(self.turn)),
+            "n_matrices": n_matrices,
+            "n_matrices_whole": sum(slot.dim() > 1 and slot.numel() > 0 for slot in self.plans.slots) - n_matrices,
             "compression_rate_p": self.plans.rate_of("p"),
             "compression_rate_q": self.plans.rate_of("q"),
             "n_fused_buffers": self.fusion.n_buffers,

@@ -42,7 +42,8 @@ class OneBitAdam(Compressed):
 
     Args:
         freeze_step, correction: see `FrozenAdam`.
-        codec: "one-bit", "two-bit" (+t, 0, -t), "four-level" (two bits too; needs `scale_values`) or "qsgd" (4 bits).
+        codec: "one-bit", "two-bit" (+t, 0, -t), "four-level" (two bits too; needs `scale_values`) or "qsgd" (4 bits,
+            without error feedback).
         scale_values: values to a scale; None for one scale a message.
         pull, chunk_elements: see `Owners`.
         exempt, only: see `ByName`.
@@ -68,7 +69,7 @@ class OneBitAdam(Compressed):
         self.codec = _CODECS[codec](None if scale_values == "none" else scale_values)
         super().__init__(
             collective=Owners(self.codec, pull, chunk_elements),
-            error_feedback=True,
+            error_feedback=self.codec.feeds_back,
             adam=FrozenAdam(self.name, "one-bit or two-bit", freeze_step, correction),
             select=ByName(exempt, only),
         )
@@ -76,7 +77,7 @@ class OneBitAdam(Compressed):
     @property
     def configuration(self) -> dict[str, Any]:
         scales = {"scale_values": self.codec.scale_values} if self.codec.scale_values else {}
-        return {"error_feedback": True, **self.frame_configuration, "codec": self._codec_name, **scales}
+        return {"error_feedback": self.error_feedback, **self.frame_configuration, "codec": self._codec_name, **scales}
 
     # ---- one bucket
 

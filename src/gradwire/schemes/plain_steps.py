@@ -2,7 +2,7 @@
 
 Adam divides by the root of a running mean of squares. What a coarse scheme does to its first steps stays in there for
 hundreds. So schemes that lose much there begin plainly beside an optimizer of Adam's family, and serve fewer values by a
-scale, unless their user chooses: measured in docs/results/lossy.md. Beside others all is as published.
+scale, unless their user chooses: measured in docs/results/lossy.md. Beside SGD all is as published.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.auto.fidelity import family_of_optimizer
 
 if TYPE_CHECKING:
     from gradwire.schemes.base import Scheme
@@ -65,7 +64,7 @@ class PlainSteps:
             _log.warning(
                 "gradwire %s beside %s: %s (as published: %s). Its loss stays above plain's even so (docs/results/lossy.md): "
                 'one-bit-adam is nearer, and scheme="auto" with fidelity="close" keeps the loss',
-                self._scheme, type(scheme.session.optimizer).__name__, _as_text(chosen), _as_text(published),
+                self._scheme, scheme.session.optimizers, _as_text(chosen), _as_text(published),
             )  # fmt: skip
 
     def tell_unused(self, scheme: Scheme) -> None:
@@ -78,8 +77,8 @@ class PlainSteps:
 
 
 def is_beside_adam(session: Session) -> bool:
-    """Return whether the session has an optimizer that divides by a moment of the gradient."""
-    return session.optimizer is not None and family_of_optimizer(session.optimizer) == "adam"
+    """Return whether one of the session's optimizers divides by a moment of the gradient, or may: all but SGD count."""
+    return bool(session.optimizers.families() - {"sgd"})
 
 
 def check_steps(name: str, steps: Any) -> int:

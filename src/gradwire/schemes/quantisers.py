@@ -46,7 +46,7 @@ class OneBitScheme(Compressed):
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
         warmup_steps: int | None = None,
         scale_values: int | str | None = None,
-        exempt: Names = (),
+        exempt: Names = None,
         only: Names = (),
     ) -> None:
         self._asked = scale, threshold, scale_values
@@ -134,11 +134,13 @@ class QsgdScheme(Compressed):
     """Values rounded by chance to a few levels of their block's norm (Alistarh et al., NeurIPS 2017).
 
     Right on average, so without error feedback, as published: its errors may be larger than the gradient, and fed back they
-    would grow. Sums are rounded a second time on their way back.
+    would grow. Sums are rounded a second time on their way back: to 127 levels, so that the mean's error goes on falling with
+    the number of ranks.
 
     Args:
         levels, block, seed: see `gradwire.codecs.quantised.Qsgd`.
-        pull, chunk_elements: see `Owners`.
+        pull, chunk_elements: see `Owners`. "compressed": as few levels back as there, whose error does not average over ranks.
+        exempt, only: see `ByName`.
 
     When not to use this: at 4 bits where one-bit or two-bit with error feedback converges, which send less; with few levels
     and large blocks, whose variance is that of the norm.
@@ -146,17 +148,19 @@ class QsgdScheme(Compressed):
 
     name = "qsgd"
     collective: Owners
+    options_of = ByName
 
     def __init__(
         self,
         levels: int = 7,
         block: int = 512,
         seed: int = 0,
-        pull: str = "compressed",
+        pull: str = "8-bit",
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
+        **names: Names,
     ) -> None:
         self.codec = Qsgd(levels, block, seed)
-        super().__init__(collective=Owners(self.codec, pull, chunk_elements))
+        super().__init__(collective=Owners(self.codec, pull, chunk_elements), select=ByName(**names))
 
     @property
     def configuration(self) -> dict[str, Any]:

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from gradwire.core.bucket import Bucket, Slot
+from gradwire.core.bucket import Bucket, Layout, Slot
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
+from gradwire.wire.wire import Wire
 
 # Names, `*` and `?` as in file names; as one text, joined by "+"; or a function of (name, shape).
-Names = str | Sequence[str] | Callable[[str, torch.Size], bool]
+Names = str | Sequence[str] | Callable[[str, torch.Size], bool] | None
 _MAX_SHOWN = 24
 
 
@@ -107,20 +108,44 @@ def matrices(slot: Slot | None, n_bytes: int = 0) -> bool:
     return slot is None or slot.dim() >= 2
 
 
+# Small tensors are spared where they are no more than this share of all values.
+_MAX_SPARED_SHARE = 0.02
+
+
+def is_small(slot: Slot) -> bool:
+    """Return whether a tensor is of one dimension or less, or what its model calls a norm or a bias."""
+    return slot.dim() < 2 or any(
+        word in part for part in slot.name.lower().split(".")[-2:] for word in ("norm", "bias")
+    )
+
+
 class ByName:
     """Selects the tensors that `only` names (all, if it names none), but for those that `exempt` names.
 
     Tensors without a name are compressed. Raises: InvalidArgument (names that are no names).
 
+    Args:
+        exempt: None, without `only`: small tensors (`is_small`) are spared, as long as all of them together are a small share.
+            () exempts nothing.
+
     Attributes:
         configuration: what ranks must share: of each option patterns, or, once bound, the tensors that its function names.
+        spares: whether small tensors are spared: they are in the bucket that is compressed, as zeros, and travel beside it.
+        n_spared, spared_share: how many values are, and their share, as far as layouts have been seen.
     """
 
-    def __init__(self, exempt: Names = (), only: Names = ()) -> None:
+    def __init__(self, exempt: Names = None, only: Names = ()) -> None:
+        self.spares = exempt is None and not only
         self._exempt, self._only = _read("exempt", exempt), _read("only", only)
+        self.n_spared, self.spared_share = 0, 0.0
+        self._places: dict[Layout, torch.Tensor | None] = {}
         self._exempted: set[int] = set()  # parameters that a scheme leaves out besides, by id
         options = {"exempt": self._exempt, "only": self._only}
-        self.configuration = {key: [] if callable(names) else list(names) for key, names in options.items() if names}
+        self.configuration: dict[str, Any] = {
+            key: [] if callable(names) else list(names) for key, names in options.items() if names
+        }
+        if self.spares:
+            self.configuration["exempt"] = "small"
 
     def __bool__(self) -> bool:
         """Return whether anything may be left out."""
@@ -129,6 +154,8 @@ class ByName:
     def bind(self, session: Session, exempted: Sequence[torch.Tensor] = ()) -> None:
         """Check the names against the model's. Raises: InvalidArgument (a name that matches nothing; nothing is left)."""
         self._exempted = {id(parameter) for parameter in exempted}
+        self._known = session.slots
+        self._places.clear()
         slots = dict(session.slots)
         if not slots:
             return
@@ -141,6 +168,25 @@ class ByName:
                     raise InvalidArgument(f"{key}={pattern!r} matches no tensor; there are {_shown(slots)}")
         if self and not any(self(slot) for slot in slots.values()):
             raise InvalidArgument(f"exempt= and only= leave nothing to compress; there are {_shown(slots)}")
+
+    def look_for_small(self, bucket: Bucket) -> None:
+        """Find the bucket's values that are spared; where buckets are handed over, so that all ranks know as many tensors."""
+        if not self.spares or bucket.layout in self._places:
+            return
+        known = [one for one in self._known.values() if getattr(one.parameter, "requires_grad", True)] or bucket.slots
+        n_small, n = (sum(slot.numel() for slot in slots) for slots in (filter(is_small, known), known))
+        spans = [span for slot, span in zip(bucket.slots, bucket.spans, strict=True) if slot.numel() and is_small(slot)]
+        self._places[bucket.layout] = None
+        if spans and n_small <= _MAX_SPARED_SHARE * n:
+            self._places[bucket.layout] = torch.cat([torch.arange(*span, device="cpu") for span in spans])
+            self.n_spared, self.spared_share = n_small, n_small / n
+
+    def places_of_small(self, bucket: Bucket, wire: Wire) -> torch.Tensor | None:
+        """(m,) int64: which of the bucket's values are spared; None: none are. On the lane."""
+        places = self._places.get(bucket.layout)
+        if places is not None and places.device != bucket.buffer.device:
+            places = self._places[bucket.layout] = wire.place(places)
+        return places
 
     def __call__(self, slot: Slot | None, n_bytes: int = 0) -> bool:
         """Return whether `slot` is compressed."""
@@ -156,6 +202,8 @@ _Read = tuple[str, ...] | Callable[[str, torch.Size], bool]
 
 
 def _read(key: str, names: Names) -> _Read:
+    if names is None:
+        return ()
     if isinstance(names, str):
         names = [] if names in ("", "none") else names.split("+")
     if callable(names):

@@ -18,6 +18,7 @@ from gradwire.core.feedback import Part
 from gradwire.core.session import Session
 from gradwire.errors import Unsupported
 from gradwire.schemes.compressed import Compressed
+from gradwire.schemes.selection import ByName, Names
 from gradwire.wire.wire import Wire
 
 _MAX_RANKS = 255  # votes are counted in bytes
@@ -30,19 +31,21 @@ class SignSgd(Compressed):
 
     Args:
         ties: what is written where as many ranks are below zero as not: "zero" or "positive".
+        exempt, only: see `ByName`. By default nothing is spared: a mean beside signs would want another learning rate.
     """
 
     name = "sign-sgd"
+    options_of = ByName
     acts_alone = True
 
-    def __init__(self, ties: str = "zero") -> None:
-        super().__init__()
+    def __init__(self, ties: str = "zero", **names: Names) -> None:
+        super().__init__(select=ByName(**{"exempt": (), **names}))
         self.ties = check_choice("ties", ties, ("zero", "positive"))
         self._signs = Signs(ties_are_positive=ties == "positive")
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {"ties": self.ties}
+        return {"ties": self.ties, **self.frame_configuration}
 
     def bind(self, session: Session) -> None:
         """Raises: Unsupported (more ranks than votes can be counted of)."""

@@ -19,6 +19,7 @@ from gradwire.codecs.ternary import Ternary
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session
 from gradwire.schemes.compressed import Compressed
+from gradwire.schemes.selection import ByName, Names
 from gradwire.wire.wire import Wire
 
 
@@ -29,17 +30,19 @@ class TernGrad(Compressed):
         clip: in standard deviations of what shares a scale (taken from zero).
         seed: of the drawing; the same on all ranks, which draw independently nevertheless.
         per: what shares a scale: "layer", a tensor; or "bucket".
+        exempt, only: see `ByName`.
     """
 
     name = "terngrad"
+    options_of = ByName
 
-    def __init__(self, clip: float = 2.5, seed: int = 0, per: str = "layer") -> None:
-        super().__init__()
+    def __init__(self, clip: float = 2.5, seed: int = 0, per: str = "layer", **names: Names) -> None:
+        super().__init__(select=ByName(**names))
         self.codec, self.per = Ternary(clip, seed), check_choice("per", per, ("layer", "bucket"))
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {"clip": self.codec.clip, "seed": self.codec.seed, "per": self.per}
+        return {**self.frame_configuration, "clip": self.codec.clip, "seed": self.codec.seed, "per": self.per}
 
     def bind(self, session: Session) -> None:
         """Raises: Unsupported (more ranks than can be summed)."""

@@ -17,6 +17,7 @@ from gradwire.codecs.hadamard import Thc
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session
 from gradwire.schemes.compressed import Compressed
+from gradwire.schemes.selection import ByName, Names
 from gradwire.wire.wire import Wire
 
 _NO_RANK = -1  # what is drawn by this number is the same on all ranks
@@ -29,17 +30,20 @@ class ThcScheme(Compressed):
         clip: in standard deviations of the rotated values.
         seed: of signs and rounding; the same on all ranks, which round independently nevertheless.
         error_feedback: add what was clamped and rounded off to the next gradient.
+        exempt, only: see `ByName`.
     """
 
     name = "thc"
+    options_of = ByName
 
-    def __init__(self, clip: float = 2.15, seed: int = 0, error_feedback: bool = True) -> None:
-        super().__init__(error_feedback=error_feedback)
+    def __init__(self, clip: float = 2.15, seed: int = 0, error_feedback: bool = True, **names: Names) -> None:
+        super().__init__(error_feedback=error_feedback, select=ByName(**names))
         self.codec = Thc(clip, seed)
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {"clip": self.codec.clip, "seed": self.codec.seed, "error_feedback": self.error_feedback}
+        own = {"clip": self.codec.clip, "seed": self.codec.seed, "error_feedback": self.error_feedback}
+        return own | self.frame_configuration
 
     def bind(self, session: Session) -> None:
         """Raises: Unsupported (more ranks than can be summed)."""

@@ -19,6 +19,7 @@ from gradwire.codecs.selection import add_elements, take_largest
 from gradwire.core.feedback import Part
 from gradwire.schemes.compressed import Compressed, count_of
 from gradwire.schemes.plain_steps import PlainSteps
+from gradwire.schemes.selection import ByName, Names
 from gradwire.wire.wire import Wire
 
 
@@ -29,12 +30,21 @@ class TopK(Compressed):
         share: of a bucket's elements that are sent, at least one.
         error_feedback: add what was not sent to the next gradient.
         warmup_steps: the first steps of the training, which are reduced plainly. None: 50 beside Adam and its kin, else 0.
+        exempt, only: see `ByName`.
     """
 
     name = "top-k"
+    options_of = ByName
 
-    def __init__(self, share: float = 0.001, error_feedback: bool = True, warmup_steps: int | None = None) -> None:
-        super().__init__(error_feedback=error_feedback, plain=PlainSteps(self.name, asked=warmup_steps))
+    def __init__(
+        self,
+        share: float = 0.001,
+        error_feedback: bool = True,
+        warmup_steps: int | None = None,
+        **names: Names,
+    ) -> None:
+        plain = PlainSteps(self.name, asked=warmup_steps)
+        super().__init__(error_feedback=error_feedback, plain=plain, select=ByName(**names))
         self.share = check_share("share", share)
 
     @property

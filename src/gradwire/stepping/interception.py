@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 
 from gradwire.core.bucket import Bucket
+from gradwire.core.optimizers import Optimizers, has_hooks, inside
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.stepping.blocks import Block, ObservedUse
@@ -31,42 +32,58 @@ def inner_of(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-def model_and_optimizer(session: Session, what: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The session's model and optimizer, which `what` steps.
+def model_and_optimizers(session: Session, what: str) -> tuple[nn.Module, Optimizers]:
+    """The session's model and optimizers, which `what` steps.
 
     Raises: InvalidArgument (the session was not given both), Unsupported (an optimizer in a wrapper without torch's hooks).
     """
-    if session.module is None or session.optimizer is None:
+    if session.module is None or not session.optimizers:
         raise InvalidArgument(
             f"{what} takes the optimizer's step itself and needs the model and the optimizer: use "
             "gradwire.attach(ddp, optimizer, scheme), or HookState(scheme, module=ddp, optimizer=optimizer)"
         )
-    if not hasattr(session.optimizer, "_optimizer_state_dict_pre_hooks"):
-        inner = type(getattr(session.optimizer, "optimizer", None)).__name__
+    for optimizer in session.optimizers:
+        if not has_hooks(optimizer):
+            raise Unsupported(
+                f"{what} needs an optimizer with torch's hooks, and {type(optimizer).__name__} has none: attach the "
+                f"optimizer inside it ({type(inside(optimizer)).__name__}), if its step is all that changes parameters"
+            )
+    return session.module, session.optimizers
+
+
+def model_and_optimizer(session: Session, what: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same where `what` steps one optimizer only. Raises: Unsupported (there are several), and as above."""
+    module, optimizers = model_and_optimizers(session, what)
+    if len(optimizers) > 1:
         raise Unsupported(
-            f"{what} needs an optimizer with torch's hooks, and {type(session.optimizer).__name__} has none: attach the "
-            f"optimizer inside it ({inner}), if its step is all that changes parameters"
+            f"{what} takes the step of one optimizer, and was given {optimizers}: have one step all parameters, or attach a "
+            "scheme that leaves the step to them"
         )
-    return session.module, session.optimizer
+    return module, next(iter(optimizers))
 
 
 def stepped_parameters(session: Session, what: str) -> list[torch.Tensor]:
     """The parameters whose gradients DDP reduces, in the model's order.
 
-    Raises: InvalidArgument; Unsupported if the optimizer that was attached lacks one: `what` keeps its mean gradient
-    from `.grad`.
+    Raises: InvalidArgument (two optimizers step one); Unsupported if those that were attached lack one: `what` keeps its
+    mean gradient from `.grad`.
     """
-    module, optimizer = model_and_optimizer(session, what)
+    module, optimizers = model_and_optimizers(session, what)
     ignored: set[str] = getattr(module, "parameters_to_ignore", set())
     named = inner_of(module).named_parameters()
     reduced: list[torch.Tensor] = [p for name, p in named if p.requires_grad and name not in ignored]
-    stepped = {p for group in optimizer.param_groups for p in group["params"]}
-    strays = [session.names.get(p, "?") for p in reduced if p not in stepped]
+    shared = [session.names.get(p, "?") for p in optimizers.shared()]
+    if shared:
+        raise InvalidArgument(
+            f"{what} takes each parameter's step once, and two optimizers step {shared[0]} ({len(shared)} in all): give each "
+            "parameter to one of them"
+        )
+    strays = [session.names.get(p, "?") for p in reduced if optimizers.of(p) is None]
     if strays:
         raise Unsupported(
             f"{what} keeps the mean gradient from .grad, and parameter {strays[0]} ({len(strays)} in all) is not in the "
-            "optimizer that was attached: attach the one that has all trainable parameters, or freeze the others with "
-            "requires_grad_(False) before DDP"
+            "optimizer that was attached: attach the one that has all trainable parameters, or a list of all, or freeze the "
+            "others with requires_grad_(False) before DDP"
         )
     return reduced
 
@@ -205,6 +222,24 @@ class FrozenStep:
                 parameter.grad = own
 
 
+class _Together(FrozenStep):
+    """The steps of several optimizers for one reduction, carried out as one."""
+
+    def __init__(self, steps: Sequence[FrozenStep]) -> None:
+        self._steps = steps
+        self.step, self.inverse_scale = steps[0].step, steps[0].inverse_scale
+        self.parameters = frozenset(chain.from_iterable(one.parameters for one in steps))
+
+    def apply(
+        self,
+        gradients: Mapping[torch.Tensor, torch.Tensor],
+        pieces: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Step as each optimizer was asked to; see FrozenStep."""
+        for one in self._steps:
+            one.apply(gradients, pieces)
+
+
 class StepOwner(Protocol):
     """Takes the optimizer's step in its place. All calls come on the training thread; by default they do nothing."""
 
@@ -229,13 +264,16 @@ class StepOwner(Protocol):
 
 
 class Interceptor:
-    """Everything that is hung into a model and its optimizer for one owner, and taken out again by `remove`.
+    """Everything that is hung into a model and its optimizers for one owner, and taken out again by `remove`.
+
+    Of several optimizers the owner sees one step, called for when all have been asked; those that have not been when the model
+    runs again are left out of it. If one of them is not to step (AMP), none does.
 
     It remembers which gradients a backward pass left in `.grad` and how often each was changed, because the owner steps from
     gradients of its own: a clipping of `.grad` would be lost without a word.
 
     Args:
-        session: with model and optimizer.
+        session: with model and optimizers.
         parameters: those that the owner steps.
         blocks: `before_forward` is called for each before a module of its `users` runs.
         remedy: told to whoever changes a gradient: what to do instead.
@@ -250,22 +288,24 @@ class Interceptor:
         blocks: Sequence[Block] = (),
         remedy: str = "pass max_grad_norm=... to the scheme instead of clipping, and leave unscale_ to GradScaler",
     ) -> None:
-        wrapper, optimizer = model_and_optimizer(session, "an owner of the step")
+        wrapper, optimizers = model_and_optimizers(session, "an owner of the step")
         module = inner_of(wrapper)
-        self._module, self._optimizer, self._owner = module, optimizer, owner
+        self._module, self._optimizers, self._owner = module, optimizers, owner
         self._names, self._has_scaler, self._remedy = session.names, session.has_scaler, remedy
         self._parameters = dict.fromkeys(parameters)
         self._noted: dict[torch.Tensor, tuple[weakref.ref[torch.Tensor], int]] = {}  # .grad after the backward pass
         self._is_accumulating = False
         self._n_reductions = 0  # begun since attaching; the step of the last one may be called for once
         self._n_stepped = 0
-        self._previous_step: Any = vars(optimizer).get("step")
-        if self._previous_step is not None and not hasattr(self._previous_step, "_wrapped_by_lr_sched"):
-            raise Unsupported(
-                "optimizer.step was replaced by something other than a scheduler: call attach() before what replaces it"
-            )
+        self._asked: dict[torch.optim.Optimizer, FrozenStep | None] = {}  # None: it is not to step
+        self._previous_steps: dict[torch.optim.Optimizer, Any] = {one: vars(one).get("step") for one in optimizers}
+        for previous in self._previous_steps.values():
+            if previous is not None and not hasattr(previous, "_wrapped_by_lr_sched"):
+                raise Unsupported(
+                    "optimizer.step was replaced by something other than a scheduler: call attach() before what replaces it"
+                )
         self._is_active = True
-        self._replace_step()
+        self._own_steps = {optimizer: self._replace_step(optimizer) for optimizer in optimizers}
         self._uses = ObservedUse(module, blocks)
         flush = _Link(self, "_flush")
         self._handles: list[Any] = [module.register_forward_pre_hook(_Link(self, "_before_root"))]
@@ -274,7 +314,7 @@ class Interceptor:
             for inner in module.modules()
             if inner is not module
         }
-        reads: list[nn.Module | torch.optim.Optimizer] = [*module.modules(), optimizer]
+        reads: list[nn.Module | torch.optim.Optimizer] = [*module.modules(), *optimizers]
         for read in reads:
             self._handles += [read.register_state_dict_pre_hook(flush), read.register_load_state_dict_pre_hook(flush)]
         self._trained = [wrapper, module]
@@ -303,6 +343,7 @@ class Interceptor:
     # ---- hooks
 
     def _before_root(self, *_: Any) -> None:
+        self.end_step()
         self._is_accumulating = any(map(self._is_as_noted, self._noted))  # one more pass would add to it
         if not self._module.training or not torch.is_grad_enabled():
             self._owner.flush()
@@ -321,11 +362,13 @@ class Interceptor:
             self._owner.before_forward(block)
 
     def _flush(self, *_: Any) -> None:
+        self.end_step()
         self._owner.flush()
 
     # ---- the step
 
-    def _replace_step(self) -> None:
+    def _replace_step(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Put a step of the owner's in the place of the optimizer's, and return it."""
         link = weakref.ref(self)
 
         def step(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
@@ -334,18 +377,17 @@ class Interceptor:
             if interceptor is None or not interceptor._is_active:
                 return type(optimizer).step(optimizer, closure)
             vars(optimizer)["_opt_called"] = True  # what schedulers ask for
-            return interceptor._user_step(closure)
+            return interceptor._user_step(optimizer, closure)
 
-        if self._previous_step is not None:
+        if self._previous_steps[optimizer] is not None:
             vars(step)["_wrapped_by_lr_sched"] = True
         # A bound method: schedulers that come later wrap its `__func__`.
-        self._own_step = types.MethodType(step, self._optimizer)
-        vars(self._optimizer)["step"] = self._own_step
+        own_step = vars(optimizer)["step"] = types.MethodType(step, optimizer)
         # GradScaler then hands over its scale and what it found, instead of changing `.grad`.
-        vars(self._optimizer)["_step_supports_amp_scaling"] = True
+        vars(optimizer)["_step_supports_amp_scaling"] = True
+        return own_step
 
-    def _user_step(self, closure: Any) -> None:
-        optimizer = self._optimizer
+    def _user_step(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
         if closure is not None:
             raise Unsupported(
                 "step(closure) evaluates the model inside the step, which a scheme that takes it over cannot follow: call "
@@ -355,35 +397,47 @@ class Interceptor:
             torch_optimizer._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()
         ):
             hook(optimizer, (optimizer,), {})
-        self._take()
+        self._take(optimizer)
         for hook in chain(
             optimizer._optimizer_step_post_hooks.values(), torch_optimizer._global_optimizer_post_hooks.values()
         ):
             hook(optimizer, (optimizer,), {})
 
-    def _take(self) -> None:
-        optimizer = self._optimizer
-        if self._n_stepped == self._n_reductions:
-            if all(parameter.grad is None for parameter in self._parameters):
+    def _take(self, optimizer: torch.optim.Optimizer) -> None:
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if self._n_stepped == self._n_reductions or optimizer in self._asked:
+            if all(parameter.grad is None for parameter in own if parameter in self._parameters):
                 return  # nothing to step, as without gradwire
             raise Unsupported(
                 "step() was called without a backward pass through DDP since the last one: this scheme steps once for "
                 "each reduction; call backward() outside of no_sync() first"
             )
-        scale = self._read_scaler()
-        self._refuse_changed_gradients()
-        self._n_stepped, self._noted = self._n_reductions, {}
+        scale = self._read_scaler(optimizer)
+        self._refuse_changed_gradients(own)
         if scale is not None and float(vars(optimizer)["found_inf"]) > 0:  # GradScaler has set it
-            self._owner.drop_step()
-            return
-        frozen = FrozenStep(optimizer, self._n_reductions - 1, scale)
-        self._step_others(frozen)
-        self._owner.take_step(frozen)
+            self._asked[optimizer] = None
+        else:
+            frozen = self._asked[optimizer] = FrozenStep(optimizer, self._n_reductions - 1, scale)
+            self._step_others(frozen)
+        if len(self._asked) == len(self._optimizers):
+            self.end_step()
 
-    def _read_scaler(self) -> torch.Tensor | None:
-        if not hasattr(self._optimizer, "found_inf"):
+    def end_step(self) -> None:
+        """Hand over what was called for since the last reduction."""
+        if not self._asked:
+            return
+        steps, self._asked = list(self._asked.values()), {}
+        self._n_stepped, self._noted = self._n_reductions, {}
+        taken = [one for one in steps if one is not None]
+        if len(taken) < len(steps):
+            self._owner.drop_step()
+        else:
+            self._owner.take_step(taken[0] if len(taken) == 1 else _Together(taken))
+
+    def _read_scaler(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        if not hasattr(optimizer, "found_inf"):
             return None
-        scale = getattr(self._optimizer, "grad_scale", None)
+        scale = getattr(optimizer, "grad_scale", None)
         if scale is None:
             raise Unsupported(
                 "scaler.unscale_(optimizer) changes .grad, which this scheme does not step from: leave it out, and pass "
@@ -395,10 +449,10 @@ class Interceptor:
             )
         return scale
 
-    def _refuse_changed_gradients(self) -> None:
+    def _refuse_changed_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raises: Unsupported if a gradient was replaced or changed since; one that was cleared is left alone."""
-        for parameter in self._noted:
-            if parameter.grad is not None and not self._is_as_noted(parameter):
+        for parameter in parameters:
+            if parameter in self._noted and parameter.grad is not None and not self._is_as_noted(parameter):
                 name = self._names.get(parameter, f"of shape {tuple(parameter.shape)}")
                 raise Unsupported(
                     f"the gradient of parameter {name} was changed between backward() and step() (clip_grad_norm_, "
@@ -424,12 +478,12 @@ class Interceptor:
             if isinstance(vars(one).get("train"), _TrainLink):
                 del vars(one)["train"]
         self._trained.clear()
-        optimizer = self._optimizer
-        if vars(optimizer).get("step") is self._own_step:  # otherwise a scheduler wraps it, and it hands calls through
-            del optimizer.step
-            if self._previous_step is not None:
-                vars(optimizer)["step"] = self._previous_step
-        vars(optimizer).pop("_step_supports_amp_scaling", None)
+        for optimizer, own_step in self._own_steps.items():
+            if vars(optimizer).get("step") is own_step:  # otherwise a scheduler wraps it, and it hands calls through
+                del optimizer.step
+                if self._previous_steps[optimizer] is not None:
+                    vars(optimizer)["step"] = self._previous_steps[optimizer]
+            vars(optimizer).pop("_step_supports_amp_scaling", None)
 
 
 class _Link:

@@ -256,10 +256,12 @@ class Communicator:
         with self._naming_peers():
             self._group._allgather_base(gathered, tensor).wait()
 
-    def reduce_scatter_into(self, share: torch.Tensor, values: torch.Tensor) -> None:
+    def reduce_scatter_into(self, share: torch.Tensor, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """The sum over all ranks of part number `rank` of `values` (world n,) into `share` (n,). Raises: PeerLost."""
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = op
         with self._naming_peers():
-            self._group._reduce_scatter_base(share, values).wait()
+            self._group._reduce_scatter_base(share, values, options).wait()
 
     def all_to_all(self, shards: torch.Tensor) -> torch.Tensor:
         """(world, n): row i of every rank's `shards` (world, n) goes to rank i, here by sender. Raises: PeerLost."""

@@ -69,7 +69,7 @@ _ADVICE = {
     "format_version": "install the same gradwire on every host",
     "bucket": "every rank must run the same backward pass",
     "scheme": "pass the same scheme to attach() on every rank",
-    "configuration": "pass the same options to the scheme on every rank",
+    "configuration": "pass the same options to the scheme, and optimizers of the same classes, on every rank",
     "layout": "every rank must hold the same model, with parameters of the same shapes in the same order",
     "step": "resume every rank from the same checkpoint, and call backward equally often on all of them",
     "n_elements": "every rank must hold the same model",
@@ -82,8 +82,11 @@ def hash_configuration(name: str, configuration: dict[str, Any]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
-def compare_preambles(communicator: Communicator, mine: Preamble, record: BucketRecord) -> None:
-    """Exchange preambles with all ranks (on the lane). Raises: RankMismatch, naming the field and the ranks."""
+def compare_preambles(communicator: Communicator, mine: Preamble, record: BucketRecord, hashed: str = "") -> None:
+    """Exchange preambles with all ranks (on the lane). Raises: RankMismatch, naming the field and the ranks.
+
+    `hashed`: said where configurations differ, which travel as a hash: what of this rank's may be the difference.
+    """
     packed = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
     n_bytes = packed.numel() * (communicator.world_size - 1)
     record.count_exchanged(n_bytes)
@@ -96,7 +99,7 @@ def compare_preambles(communicator: Communicator, mine: Preamble, record: Bucket
             listing = ", ".join(f"rank {rank}: {values[rank]}" for rank in odd)
             raise RankMismatch(
                 f"ranks disagree on {field} before bucket {mine.bucket} of step {mine.step}: {listing}; "
-                f"the others: {usual}. What to do: {_ADVICE[field]}."
+                f"the others: {usual}. What to do: {_ADVICE[field]}{hashed if field == 'configuration' else ''}."
             )
 
 

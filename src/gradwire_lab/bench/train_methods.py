@@ -83,8 +83,8 @@ class TrainMethod:
         self._last_gradient_s: float | None = None
         self._hooks: list[Any] = []
         self._model: Any = self._shard(module) if self.name in SHARDED else self._replicate(module)
-        self._optimizer = workload.build_optimizer(self._model)
-        self._scheduler = workload.build_scheduler(self._optimizer)
+        self._optimizers = workload.build_optimizers(self._model)
+        self._schedulers = workload.build_schedulers(self._optimizers)
         self.attachment = None
         self._quantiser: training_thread.TrainingThreadQuantiser | None = None
         self._timeline = Timeline() if has_timeline else None
@@ -92,7 +92,7 @@ class TrainMethod:
         if self.name in BASELINES:
             self._register_baseline()
         else:
-            self.attachment = gradwire.attach(self._model, self._optimizer, self._make_scheme())
+            self.attachment = gradwire.attach(self._model, self._optimizers, self._make_scheme())
             if self._timeline is not None:
                 self.attachment.recorder.add_sink(self._timeline)
         self._owns_step = self.attachment is not None and self.attachment.scheme.owns_step
@@ -142,13 +142,13 @@ class TrainMethod:
         # Dropout must not depend on which methods ran before.
         torch.manual_seed((self._seed * 1_000_003 + self._steps) * 1_009 + self._rank)
         started = time.perf_counter()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._model.zero_grad(set_to_none=True)
         loss = self._workload.loss(self._model, batch)
         loss.backward()
         reduced = time.perf_counter()
-        self._optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
+        steps: list[Any] = [*self._optimizers, *self._schedulers]
+        for one in steps:
+            one.step()
         ended = time.perf_counter()
         if self._timeline is not None:
             self._timeline.note_step(started, self._last_gradient_s or reduced, ended)

@@ -118,9 +118,9 @@ def _load_workload(spec: str) -> Any:
     name, options = parse_spec(spec)
     workload = workloads.by_name(name, **options)
     ddp = DistributedDataParallel(workload.build_model(0), **workload.ddp_options())
-    optimizer = workload.build_optimizer(ddp)
+    several = workload.build_optimizers(ddp)
     batch = workload.batch_at(0, dist.get_rank(), dist.get_world_size(), workload.batch_size, 0)
-    return ddp, optimizer, lambda: workload.loss(ddp, batch).backward()
+    return ddp, several, lambda: workload.loss(ddp, batch).backward()
 
 
 def _rate_bps(rate: str) -> float | None:

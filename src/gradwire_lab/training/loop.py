@@ -129,14 +129,14 @@ class _Run:
     ) -> dict[str, float]:
         """One step; returns its figures."""
         watch, processor = Stopwatch(), processor_watch()
-        session.optimizer.zero_grad(set_to_none=True)
+        session.zero_grad()
         loss = self._workload.loss(session.ddp, batch)
         loss.backward()
         forward_backward_s, waited_s = watch.elapsed_s, session.since_last_gradient_s()
         every = self._config.dump_gradients_every
         if every and step % every == 0 and self._rank == 0:
             assert self._config.out is not None
-            write_snapshot(self._config.out / "gradients" / f"step-{step:08}.npz", session.optimizer, step + 1)
+            write_snapshot(self._config.out / "gradients" / f"step-{step:08}.npz", session.optimizers[0], step + 1)
         session.update()
         # Reading the loss waits for a GPU, so the step's time is whole.
         loss_value = float(loss.detach())

@@ -21,8 +21,8 @@ class TrainingSession:
     def __init__(self, config: TrainConfig, workload: Workload, device: torch.device) -> None:
         self._config, self._workload, self._device = config, workload, device
         self.model = workload.build_model(config.seed).to(device)
-        self.optimizer = workload.build_optimizer(self.model)
-        self.scheduler = workload.build_scheduler(self.optimizer)
+        self.optimizers = workload.build_optimizers(self.model)
+        self.schedulers = workload.build_schedulers(self.optimizers)
         self.attachment: Any = None
         self._scheme: Any = None
         self._torch_hook: TorchHook | None = None
@@ -52,7 +52,7 @@ class TrainingSession:
         from gradwire import schemes
 
         self._scheme = schemes.by_name(self._config.scheme, **self._config.scheme_options)
-        self.attachment = gradwire.attach(self.ddp, self.optimizer, self._scheme)
+        self.attachment = gradwire.attach(self.ddp, self.optimizers, self._scheme)
         if scheme_state is not None:
             self.attachment.load_state_dict(scheme_state)
 
@@ -66,7 +66,7 @@ class TrainingSession:
         self.ddp = self.model
         outer, decay = OUTER[self._config.outer], self._config.feedback_decay
         every = self._config.local_sgd
-        self.attachment = LocalSgd(self.model, self.optimizer, scheme, every, outer, feedback_decay=decay)
+        self.attachment = LocalSgd(self.model, self.optimizers, scheme, every, outer, feedback_decay=decay)
 
     def rewrap(self) -> None:
         """Wrap anew, as a resumption does, carrying the scheme's state over."""
@@ -83,7 +83,7 @@ class TrainingSession:
             hook.remove()
         if hasattr(self, "ddp"):
             del self.ddp
-        self.optimizer.zero_grad(set_to_none=True)  # they may be views of the old DDP's buckets
+        self.zero_grad()  # they may be views of the old DDP's buckets
         gc.collect()  # DDP's reducer sits in reference cycles
 
     @property
@@ -116,10 +116,15 @@ class TrainingSession:
         self._last_gradient.begin()
 
     def update(self) -> None:
-        """The optimizer's step, then the schedule's."""
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        """The optimizers' steps, then the schedules'."""
+        steps: list[Any] = [*self.optimizers, *self.schedulers]
+        for one in steps:
+            one.step()
+
+    def zero_grad(self) -> None:
+        """Let go of all gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def flush(self) -> None:
         """Let a scheme that owns the optimizer's step finish it, so that the parameters are those of the last step."""
@@ -139,19 +144,20 @@ class TrainingSession:
         return None if self.attachment is None else self.attachment.state_dict()
 
     def shared_state(self) -> dict[str, Any]:
-        """What is the same on all ranks: model (its buffers are broadcast from rank 0 at every step), optimizer."""
+        """What is the same on all ranks: model (its buffers are broadcast from rank 0 at every step), optimizers."""
         return {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
         }
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
         """Take over what `shared_state` gave; before `wrap`."""
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(own)
+        for scheduler, at in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(at)
 
 
 def n_parameters(model: nn.Module) -> int:

@@ -30,7 +30,7 @@ from gradwire_lab.workloads import Workload
 
 MeanOf = Callable[[int, list[Tensor]], Tensor]
 
-_TABLE_STEPS = 4  # between two Huffman tables, which change bytes and no values
+_TABLE_STEPS, _SWITCH_AFTER = 4, 2  # from one look at what is sent to the next, and to the table that it gives
 
 
 class SimulatedRanks:
@@ -39,7 +39,7 @@ class SimulatedRanks:
     Args:
         scheme: as attached; what it derives from an optimizer when it is bound has to be said by its options.
         n_ranks: 1 or more.
-        named: the parameters by name, in the order of the gradient; GComp reads them and `optimizer`.
+        named: the parameters by name, in the order of the gradient; GComp reads them and `optimizers`.
     Raises: Unsupported (another scheme).
 
     Attributes:
@@ -51,7 +51,7 @@ class SimulatedRanks:
         scheme: schemes.Scheme,
         n_ranks: int,
         named: dict[str, Tensor],
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         if not isinstance(scheme, Plain) and not isinstance(getattr(scheme, "collective", None), Ring | Owners):
             raise Unsupported(f"scheme {scheme.name!r} has no ring and no owners to be simulated")
@@ -62,9 +62,9 @@ class SimulatedRanks:
         self._offsets, self._n = ends[:-1], ends[-1]
         self._metric: QuantisationMetric | None = None
         self._importance = torch.zeros(self._n, dtype=torch.uint8)
+        self._counts = torch.zeros(256, dtype=torch.int64)
         if isinstance(scheme, GComp) and scheme.codec.importance == "paper":
-            assert optimizer is not None, "GComp reads the optimizer"
-            self._metric = QuantisationMetric(optimizer, n_ranks)
+            self._metric = QuantisationMetric(optimizers, n_ranks, scheme.promise)
         self._residuals: list[Tensor | None] = [None] * n_ranks
         self._room = torch.empty(0, dtype=torch.uint8)
 
@@ -89,7 +89,7 @@ class SimulatedRanks:
             return self._through_owners(buckets, scheme.collective)
         assert isinstance(scheme.collective, Ring)
         if isinstance(scheme, GComp):
-            self._weigh(scheme.codec, gradients[0])
+            self._weigh(scheme.codec)
         return self._round_a_ring(buckets, scheme.collective)
 
     def _backend_mean(self, buckets: list[Bucket], dtype: torch.dtype) -> Tensor:
@@ -98,14 +98,13 @@ class SimulatedRanks:
         self.n_bytes += 2 * (self.n_ranks - 1) * self._n * dtype.itemsize
         return functools.reduce(torch.add, shares).to(buckets[0].buffer.dtype)
 
-    def _weigh(self, codec: GCompCodec, gradient: Tensor) -> None:
+    def _weigh(self, codec: GCompCodec) -> None:
         if self._metric is not None:
             self._metric.write_importance([slot.parameter for slot in self._slots if slot.parameter is not None],
                                           self._offsets, self._importance)  # fmt: skip
-        if self.step % _TABLE_STEPS == 1:
-            counts = torch.zeros(256, dtype=torch.int64)
-            codec.histogram(gradient, counts)
-            codec.use_table(HuffmanTable.from_histogram(counts))
+        if self.step % _TABLE_STEPS == _SWITCH_AFTER + 1 and self._counts.any():
+            codec.use_table(HuffmanTable.from_histogram(self._counts))
+            self._counts.zero_()
 
     # ---- a ring
 
@@ -143,6 +142,8 @@ class SimulatedRanks:
         self.n_bytes += n_bytes * n_receivers
         decoded = torch.empty_like(values)
         if isinstance(codec, GCompCodec):
+            if self.step % _TABLE_STEPS == 1:
+                codec.histogram(decoded.copy_(values), self._counts)
             codec.decode(room[:n_bytes], decoded, importance)
         else:
             codec.decode(room[:n_bytes], decoded)
@@ -205,25 +206,25 @@ def play(
     n_ranks: int,
     n_steps: int,
     seed: int,
-    make_mean: Callable[[dict[str, Tensor], torch.optim.Optimizer], MeanOf],
+    make_mean: Callable[[dict[str, Tensor], list[torch.optim.Optimizer]], MeanOf],
 ) -> tuple[list[float], dict[str, float]]:
     """Train as `n_ranks` ranks would, one after the other.
 
     Args:
-        make_mean: given the parameters by name and their optimizer, returns what takes the step's number and the (n,)
+        make_mean: given the parameters by name and their optimizers, returns what takes the step's number and the (n,)
             gradients of all ranks, and returns what the optimizer gets.
     Returns: the loss of every step, the mean over the ranks; what the workload evaluates in the end.
     """
     model = workload.build_model(seed)
-    optimizer = workload.build_optimizer(model)
+    optimizers = workload.build_optimizers(model)
     named: dict[str, Tensor] = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    sizes, mean_of = [one.numel() for one in named.values()], make_mean(named, optimizer)
+    sizes, mean_of = [one.numel() for one in named.values()], make_mean(named, optimizers)
     batches = [workload.batches(rank, n_ranks, seed=seed) for rank in range(n_ranks)]
     losses = []
     for step in range(n_steps):
         gradients, total = [], 0.0
         for batch in batches:
-            optimizer.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
             loss = workload.loss(model, next(batch))
             loss.backward()
             total += workload.reported_loss(loss)
@@ -232,7 +233,8 @@ def play(
         losses.append(total / n_ranks)
         for parameter, part in zip(named.values(), mean_of(step, gradients).split(sizes), strict=True):
             parameter.grad = part.view_as(parameter)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     return losses, workload.evaluate(model)
 
 
@@ -246,8 +248,8 @@ def train(
     ranks: list[SimulatedRanks] = []
     noise = torch.Generator().manual_seed(seed)
 
-    def make(named: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> MeanOf:
-        ranks.append(SimulatedRanks(schemes.by_name(spec), n_ranks, named, optimizer))
+    def make(named: dict[str, Tensor], optimizers: list[torch.optim.Optimizer]) -> MeanOf:
+        ranks.append(SimulatedRanks(schemes.by_name(spec), n_ranks, named, optimizers))
         return mean_of
 
     def mean_of(step: int, gradients: list[Tensor]) -> Tensor:

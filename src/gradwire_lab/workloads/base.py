@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from gradwire import checks
-from gradwire.errors import InvalidArgument
+from gradwire.errors import InvalidArgument, Unsupported
 from gradwire_lab.workloads import optimizers
 
 Batch = tuple[Tensor, Tensor]  # (inputs, targets) of one rank at one step
@@ -109,21 +109,37 @@ class Workload(ABC):
             torch.manual_seed(seed)
             return self.make_model()
 
+    def build_optimizers(self, model: nn.Module) -> list[Optimizer]:
+        """The optimizers over all of the model's parameters: one, or Muon and AdamW, each with a rate of its own."""
+        if self.optimizer != "muon":
+            return [self.build_optimizer(model)]
+        matrices = optimizers.hidden_matrices(model)
+        rest = [parameter for parameter in model.parameters() if not any(parameter is one for one in matrices)]
+        rates = {"muon": self._scaled_rate(), "adamw": self._scale(self.learning_rates.get("adamw"), "adamw")}
+        return [
+            optimizers.build(name, parameters, rates[name], self.weight_decay)
+            for name, parameters in (("muon", matrices), ("adamw", rest))
+        ]
+
     def build_optimizer(self, model: nn.Module) -> Optimizer:
-        """The optimizer over all of the model's parameters."""
+        """The optimizer over all of the model's parameters. Raises: Unsupported (there are two: `build_optimizers`)."""
+        if self.optimizer == "muon":
+            raise Unsupported("Muon has AdamW beside it, and this works with one optimizer: take another one")
         return optimizers.build(self.optimizer, model.parameters(), self._scaled_rate(), self.weight_decay)
 
     def _scaled_rate(self) -> float:
-        given = self.learning_rate
-        rate = optimizers.default_learning_rate(self.optimizer) if given is None else given
+        return self._scale(self.learning_rate, self.optimizer)
+
+    def _scale(self, given: float | None, optimizer: str) -> float:
+        rate = optimizers.default_learning_rate(optimizer) if given is None else given
         n_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         factor = n_ranks * self.batch_size / self.default_batch_size
         return optimizers.scale_learning_rate(rate, self.rate_scaling, factor)
 
-    def build_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """The learning-rate schedule, or None for a constant rate."""
+    def build_schedulers(self, several: Iterable[Optimizer]) -> list[LRScheduler]:
+        """The learning-rate schedule of each, or none for a constant rate."""
         if self.schedule == "constant":
-            return None
+            return []
         warmup_steps, schedule_steps = self.warmup_steps, self.schedule_steps
 
         def factor_at(step: int) -> float:
@@ -132,7 +148,7 @@ class Workload(ABC):
             share = min(1.0, (step - warmup_steps) / (schedule_steps - warmup_steps))
             return 0.5 * (1.0 + math.cos(math.pi * share))
 
-        return LambdaLR(optimizer, factor_at)
+        return [LambdaLR(optimizer, factor_at) for optimizer in several]
 
     def batches(
         self, rank: int, world_size: int, batch_size: int | None = None, seed: int = 0, start_step: int = 0

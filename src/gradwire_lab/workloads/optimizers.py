@@ -1,4 +1,4 @@
-"""The optimizers by name: the seven of the GComp paper, and Adam's amsgrad."""
+"""The optimizers by name: the seven of the GComp paper, Adam's amsgrad, and Muon with AdamW beside it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradwire.errors import InvalidArgument
+from gradwire.errors import InvalidArgument, Unsupported
 
 # name: (class, options, default learning rate, default weight decay)
 _OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any], float, float]] = {
@@ -23,6 +24,8 @@ _OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any], float, fl
     "adamw": (torch.optim.AdamW, {}, 1e-3, 1e-2),
     "amsgrad": (torch.optim.Adam, {"amsgrad": True}, 1e-3, 0.0),
 }
+if hasattr(torch.optim, "Muon"):  # from torch 2.9 on; of hidden matrices, with AdamW for the rest
+    _OPTIMIZERS["muon"] = (torch.optim.Muon, {}, 0.02, 0.0)
 
 
 def names() -> list[str]:
@@ -64,7 +67,7 @@ def check_scaling(scaling: str) -> None:
 
 
 def build(
-    name: str, parameters: Iterable[nn.Parameter], learning_rate: float | None, weight_decay: float | None
+    name: str, parameters: Iterable[torch.Tensor], learning_rate: float | None, weight_decay: float | None
 ) -> Optimizer:
     """A new optimizer over `parameters`; None takes the default of the name."""
     check_name(name)
@@ -72,3 +75,15 @@ def build(
     rate = default_rate if learning_rate is None else learning_rate
     decay = default_decay if weight_decay is None else weight_decay
     return cls(parameters, lr=rate, weight_decay=decay, **options)
+
+
+def hidden_matrices(model: nn.Module) -> list[torch.Tensor]:
+    """What Muon is for: matrices of linear layers, but for a head, the last linear layer of the model's own children."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    heads = [child for child in inner.children() if isinstance(child, nn.Linear)][-1:]
+    linears = [one for one in inner.modules() if isinstance(one, nn.Linear) and one not in heads]
+    embedded = {one.weight for one in inner.modules() if isinstance(one, nn.Embedding)}  # a tied head is one of these
+    found = list(dict.fromkeys(one.weight for one in linears if one.weight not in embedded))
+    if not found:
+        raise Unsupported("Muon is for hidden matrices, and this model has none: take another optimizer")
+    return found

@@ -9,7 +9,7 @@ namespace gradwire::gpu::floats {
 
 enum Kind : u32 { kTruncated = 0, kEmbedded = 1 };
 
-inline constexpr u32 kTruncatedMagic = 0x46545747u, kEmbeddedMagic = 0x46455747u, kVersionOfFormat = 1;
+inline constexpr u32 kTruncatedMagic = 0x46545747u, kEmbeddedMagic = 0x46455747u;
 inline constexpr u32 kBytesOfHeader = 40, kSealed = 36;
 inline constexpr u32 kChunkValues = 16384, kScaleBytes = 2;
 inline constexpr u32 kNative = 0, kFp4 = 4;  // of the formats that `layout_of` knows
@@ -21,7 +21,8 @@ inline constexpr u32 kLeastExponent = 31, kRawExponent = 255;
 // What is known of a message before it is read.
 struct Format {
   u64 n;
-  u32 kind, dtype, format, n_bits, partition, pad;
+  u32 kind, dtype, format, n_bits, partition;
+  u32 version;  // of the message; of embedded floats 2: roots
 };
 
 struct Layout {
@@ -166,7 +167,7 @@ GW_KERNEL(gw_floats_seal, FloatEncode) {
   const u64 n_marks = shared.found ? marks_bytes(f) : 0;
   if (threadIdx.x == 0) {
     store32(p.message, f.kind == kEmbedded ? kEmbeddedMagic : kTruncatedMagic);
-    store32(p.message + 4, kVersionOfFormat | f.dtype << 8 | f.format << 16 | f.n_bits << 24);
+    store32(p.message + 4, f.version | f.dtype << 8 | f.format << 16 | f.n_bits << 24);
     store64(p.message + 8, f.n);
     store32(p.message + 16, f.partition | shared.found << 16);
     store32(p.message + 20, 0);
@@ -202,7 +203,7 @@ GW_KERNEL(gw_floats_check, FloatDecode) {
   if (threadIdx.x != 0) return;
   const u8* const at = p.message;
   if (load32(at) != (f.kind == kEmbedded ? kEmbeddedMagic : kTruncatedMagic)) report(p.error, kHeader);
-  if (at[4] != kVersionOfFormat) report(p.error, kVersion);
+  if (at[4] != f.version) report(p.error, kVersion);
   if (load64(at + 8) != f.n || load64(at + 24) != marks_at(f) + n_marks) report(p.error, kElements);
   if (load32(at + kSealed) != sum) report(p.error, kChecksum);
   if (at[5] != f.dtype || at[6] != f.format || at[7] != f.n_bits || load32(at + 16) % (1u << 16) != f.partition ||
@@ -489,10 +490,12 @@ __device__ inline Partition partition_at(const Format& f, u64 index) {
 // The plane of a lane counts from the least significant bit, so that a ballot over lanes is a code.
 __device__ __forceinline__ bool has_plane(const Format& f, u32 lane) { return lane >= 32 - f.n_bits; }
 
-// Sign, and below it the magnitude in units of 2^(exponent - 157).
-__device__ __forceinline__ u32 embedded_code(u32 word, u32 exponent) {
-  const u32 significand = ((word & 0x7FFFFFu) | 0x800000u) << 7;
-  return (word & kSign) | significand >> least(exponent - (word >> 23 & 0xFF), 31);
+// Sign, and below it the magnitude in units of 2^(exponent - 157), or its root in units of 2^-31.
+__device__ __forceinline__ u32 embedded_code(const Format& f, u32 word, u32 exponent) {
+  const u32 own = word >> 23 & 0xFF, distance = exponent - own;
+  if (f.version == 1) return (word & kSign) | (((word & 0x7FFFFFu) | 0x800000u) << 7) >> least(distance, 31);
+  const u32 significand = ((word + ((~exponent & 1) << 23)) & 0xFFFFFFu) << 6 | 1u << 30;
+  return (word & kSign) | significand >> least(own == 0 ? 31 : distance >> 1, 31);
 }
 
 GW_KERNEL(gw_embedded_pack, FloatEncode) {
@@ -509,7 +512,7 @@ GW_KERNEL(gw_embedded_pack, FloatEncode) {
       if (first + lane < own.n) {
         const u64 i = own.begin + first + lane;
         code = exponent == kRawExponent ? raw_word(p.values, f.dtype, i)
-                                        : embedded_code(float_word(p.values, f.dtype, i), exponent);
+                                        : embedded_code(f, float_word(p.values, f.dtype, i), exponent);
       }
       u32 word = 0;
       for (u32 bit = 32 - f.n_bits; bit < 32; ++bit) {
@@ -523,9 +526,16 @@ GW_KERNEL(gw_embedded_pack, FloatEncode) {
   }
 }
 
-// The middle of all magnitudes whose first bits these are, as a float32 word.
-__device__ __forceinline__ u32 embedded_word(u32 code, u32 exponent, u32 n_bits) {
-  const u32 known = code & kMagnitude, middle = (1u << (31 - n_bits)) - 1;
+// The middle of all magnitudes, or roots, whose first bits these are, as a float32 word.
+__device__ __forceinline__ u32 embedded_word(const Format& f, u32 code, u32 exponent) {
+  const u32 known = code & kMagnitude, middle = (1u << (31 - f.n_bits)) - (f.version == 1);
+  if (f.version != 1) {
+    const u32 root = known + middle;
+    // The conversion finds the highest bit, and must not round up to the next.
+    const u32 highest = (__float_as_uint(static_cast<float>(static_cast<int>(root & ~(root >> 1)))) >> 23) - 127;
+    const u32 squared = ((exponent - 61 + 2 * highest) << 23) + (root << least(30 - highest, 31) >> 6 & 0xFFFFFFu);
+    return (code & kSign) | (known != 0 && static_cast<int>(squared) >= 0x800000 ? squared : 0);
+  }
   const u32 magnitude = least(known == 0 ? 0 : known + middle, 0x7FFFFF80u);
   const float weight = __uint_as_float((exponent - kLeastExponent + 1) << 23);
   return (code & kSign) | __float_as_uint(static_cast<float>(static_cast<int>(magnitude)) * weight);
@@ -551,7 +561,7 @@ GW_KERNEL(gw_embedded_unpack, FloatDecode) {
       if (first + lane >= own.n) continue;
       const bool is_number = is_right && exponent != kRawExponent;
       put_raw(p.to, f.dtype, own.begin + first + lane,
-              is_number ? narrowed_word(f.dtype, embedded_word(code, exponent, f.n_bits)) : raw_nan(f.dtype));
+              is_number ? narrowed_word(f.dtype, embedded_word(f, code, exponent)) : raw_nan(f.dtype));
     }
   }
 }

@@ -103,6 +103,7 @@ class BlockExchange:
         native: connected; closed when nobody holds it.
         blocks: what `native` was told of, in its order.
         feedback: None: what was never sent is lost.
+        has_owners: what the native side sends by itself are answers, which take their time on the network too.
     """
 
     def __init__(
@@ -113,7 +114,9 @@ class BlockExchange:
         pacing: Pacing,
         figures: OverlapFigures,
         feedback: Feedback | None,
+        has_owners: bool = False,
     ) -> None:
+        self._has_owners = has_owners
         self._session, self._native, self._blocks = session, native, blocks
         self._pacing, self._figures, self._feedback = pacing, figures, feedback
         self._dtypes = [dtype_code(one.gradient.dtype) for one in blocks]
@@ -184,7 +187,7 @@ class BlockExchange:
                 if n_bits:
                     self._send_bits(current, index, n_bits)
         if current.ending:
-            self._send(current, None, 0)
+            self._send(current, None)
         with self._changed:
             self._changed.wait_for(lambda: current.is_complete or self._failure)
             self._raise_failure()
@@ -200,7 +203,7 @@ class BlockExchange:
                 if ahead_s <= _LEAD_S or current.has_all:  # when everything has appeared, what is left goes at once
                     break
                 self._changed.wait(ahead_s - _LEAD_S)  # a newer block may come meanwhile, and goes first
-            n_unsent = sum(one.block.n_elements for one in current.unsent)
+            n_unsent = sum(self._pacing.sizes[one.block.index] for one in current.unsent)
             return current.unsent.pop(), n_unsent, not current.unsent and current.has_all
 
     def _end_where_nothing_follows(self, current: Round, last: int, last_bits: int) -> None:
@@ -222,20 +225,29 @@ class BlockExchange:
         # Noted first: sent, it may end the step before this thread goes on.
         self._figures.note_sent(index, n_bits, current.sent_bits[index] == 0)
         current.sent_bits[index] += n_bits
-        self._send(current, index, n_bytes)
+        self._send(current, index)
         self._pacing.sent(n_bytes)
 
-    def _send(self, current: Round, index: int | None, body_bytes: int) -> None:
+    def _send(self, current: Round, index: int | None) -> None:
         """Send what was encoded of a block, or a head alone; it is noted before what it says can end the step."""
         record = self._record_of(current, index)
-        for _ in range(self._native.n_copies):
-            record.count_sent(self._native.head_bytes + body_bytes)
+        for n_bytes in self._native.queued_bytes:
+            record.count_sent(n_bytes)
         newly, current.ending = current.ending, []
         for block in newly:
             current.ended[block] = True
-        self._native.send(newly, self._pacing.own_ceiling_bits, self._pacing.told_remaining_s())
-        for block in newly:
+        answers, ended = self._native.send(newly, self._pacing.own_ceiling_bits, self._pacing.told_remaining_s())
+        self._count_relayed(record, answers)
+        for block in ended:
             self._end_block(current, block)
+
+    def _count_relayed(self, record: BucketRecord, sizes: list[int]) -> None:
+        """Count messages that the native side sent by itself, each to every receiver: passed on, or answers of an owner."""
+        for n_bytes in sizes:
+            for _ in range(self._native.n_copies):
+                record.count_sent(n_bytes)
+            if self._has_owners:
+                self._pacing.sent(n_bytes)
 
     def _record_of(self, current: Round, index: int | None) -> BucketRecord:
         """The record that counts a block's traffic; one that is left, for what belongs to no block or comes after its end."""
@@ -258,7 +270,7 @@ class BlockExchange:
         origin: int,
         block: int | None,
         body_bytes: int,
-        forwarded_bytes: int,
+        relayed: list[int],
         received_bytes: int,
         receiving_us: int,
         remaining_s: list[float] | None,
@@ -276,8 +288,7 @@ class BlockExchange:
         assert current is not None
         self._pacing.hear(origin, received_bytes, receiving_us, remaining_s, ceiling_bits)
         record = self._record_of(current, block)
-        if forwarded_bytes:
-            record.count_sent(forwarded_bytes)
+        self._count_relayed(record, relayed)
         if block is not None:
             self._figures.note("receive", duration_ns)
             record.add("communicate", arrived_ns - duration_ns, arrived_ns)

@@ -101,6 +101,7 @@ class Pacing:
             the network alone.
     Attributes:
         order: blocks in the order of use.
+        sizes: `block_elements`, the values of each block that pass to a receiver.
         ceiling_bits: the lowest ceiling of all ranks, as of the beginning of this step.
     """
 
@@ -113,7 +114,7 @@ class Pacing:
         limits: PacingLimits = PacingLimits(),
         core_times: CoreTimes | None = None,
     ) -> None:
-        self._rank, self._sizes = rank, tuple(block_elements)
+        self._rank, self.sizes = rank, tuple(block_elements)
         self._clock, self._limits = clock, limits
         self._lock = threading.RLock()
         self._rates = {peer: RateEstimate() for peer in range(world_size) if peer != rank}
@@ -123,7 +124,7 @@ class Pacing:
         self._last_s = 0.0
         self._sent_bits = 0  # to each receiver, since attaching
         self._busy_until_s = 0.0  # when what was sent will have arrived, as far as we know
-        self.order = list(range(len(self._sizes)))
+        self.order = list(range(len(self.sizes)))
         self._appeared: list[float] = []  # when gradients did
         # By block: when its forward pass came to it, and how long it waited.
         self._forward: dict[int, tuple[float, float]] = {}
@@ -178,7 +179,7 @@ class Pacing:
             self._appeared, self._forward, self._forward_began = [], {}, None
 
     def _learn_round(self) -> None:
-        moments, n_blocks = self._appeared, len(self._sizes)
+        moments, n_blocks = self._appeared, len(self.sizes)
         if len(moments) < n_blocks or len(self._forward) < n_blocks or self._forward_began is None:
             return
         turnaround_s = self._forward_began - moments[-1]
@@ -305,7 +306,7 @@ class Pacing:
             remaining_s = self._deadlines.remaining_s(block, now_s)
             assert remaining_s is not None  # this rank has spoken
             remaining_s -= max(0.0, self._busy_until_s - now_s) + 8 * extra_bytes / rate
-            more = second_stage_bits(rate, remaining_s, self._sizes[block], sent_bits)
+            more = second_stage_bits(rate, remaining_s, self.sizes[block], sent_bits)
             return min(more, self.ceiling_bits - sent_bits)
 
     def may_add(self, sent_bits: int) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from gradwire import _native
 from gradwire.checks import choice as check_choice
-from gradwire.codecs.embedded_float import DEFAULT_PARTITION
+from gradwire.codecs.embedded_float import DEFAULT_PARTITION, FORMAT, check_format
 from gradwire.codecs.tensors import check_partition, dtype_code
 from gradwire.core.bucket import Bucket, slot_of
 from gradwire.core.checkpoint import not_the_state
@@ -41,7 +41,7 @@ from gradwire.telemetry.stopwatch import Stopwatch, now_s
 from gradwire.wire.communicator import completed
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
 
-_TOPOLOGIES = ("fan-out", "ring")
+_TOPOLOGIES = ("fan-out", "ring", "owners")  # as exchange::Topology
 
 
 class BlockBroadcast(Scheme):
@@ -53,8 +53,9 @@ class BlockBroadcast(Scheme):
         blocks: how many, or lists of module names, as in `find_blocks`.
         max_grad_norm: clip the norm of the mean gradient, as clip_grad_norm_ does. Its norm is known only when all blocks
             have arrived, so the next forward pass then waits for all of them.
-        partition: values that share an exponent.
-        topology: "fan-out" to all peers, or "ring": each passes on what comes from the left.
+        partition, format: of `EmbeddedFloat`.
+        topology: "fan-out" to all peers, "ring": each passes on what comes from the left, or "owners": an all-reduce. There
+            each rank is sent its part of a block, adds it, and answers with as many bits of the sum.
         error_feedback: keep what was never sent for the next step (off in the paper).
         clock: seconds, for the control law; must not run backwards.
     """
@@ -63,13 +64,13 @@ class BlockBroadcast(Scheme):
 
     def __init__(
         self, blocks: Division = 4, max_grad_norm: float | None = None, partition: int = DEFAULT_PARTITION,
-        topology: str = "fan-out", error_feedback: bool = False, clock: Clock = now_s,
+        topology: str = "fan-out", error_feedback: bool = False, clock: Clock = now_s, format: int = FORMAT,
     ) -> None:  # fmt: skip
         self._division = check_division(blocks)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise InvalidArgument(f"max_grad_norm must be positive, got {max_grad_norm}")
         self.max_grad_norm = max_grad_norm
-        self._partition = check_partition(partition)
+        self._partition, self._format = check_partition(partition), check_format(format)
         self.topology = check_choice("topology", topology, _TOPOLOGIES)
         self.error_feedback = self.state_is_per_world = error_feedback
         self._clock = clock
@@ -88,6 +89,7 @@ class BlockBroadcast(Scheme):
             "blocks": self._division,
             "max_grad_norm": self.max_grad_norm,
             "partition": self._partition,
+            "format": self._format,
             "topology": self.topology,
             "error_feedback": self.error_feedback,
         }
@@ -109,24 +111,28 @@ class BlockBroadcast(Scheme):
         self._home = {parameter: one for one in self._open for parameter in one.parts}
         self._flag = FiniteFlag(session)
         communicator, sizes = session.communicator, [block.n_elements for block in blocks]
-        self.pacing = self._make_pacing(communicator.rank, communicator.world_size, sizes)
+        # To each receiver: the block, or its part and the answer's.
+        each = [-(-2 * n // communicator.world_size) if self.topology == "owners" else n for n in sizes]
+        self.pacing = self._make_pacing(communicator.rank, communicator.world_size, each)
         self.figures = OverlapFigures([block.name for block in blocks], sizes, self._clock)
         if communicator.world_size > 1:
             # Before ranks connect: one with another scheme compares first what it is, and has to meet the like. It counts
             # as little as the connections' own making.
             mine = Preamble(FORMAT_VERSION, 0, self.name, self.configuration_hash, 0, 0, 0)
             never_closed = session.recorder.open_bucket(0, -1, 0)
-            communicator.submit(compare_preambles, communicator, mine, never_closed).wait()
+            communicator.submit(compare_preambles, communicator, mine, never_closed, session.stepped_by).wait()
             native = communicator.submit(self._connect).wait()
             feedback = session.feedback if self.error_feedback else None
-            self._exchange = BlockExchange(session, native, self._open, self.pacing, self.figures, feedback)
+            self._exchange = BlockExchange(
+                session, native, self._open, self.pacing, self.figures, feedback, self.topology == "owners"
+            )
 
     def _connect(self) -> _native.Broadcast:
         communicator = self.session.communicator
         shapes = [(one.block.name, one.block.n_elements, dtype_code(one.gradient.dtype)) for one in self._open]
         return _native.Broadcast(
-            *communicator.open_exchange(), self.topology == "ring", shapes, self._partition,
-            self.configuration_hash, self.blocks_hash,
+            *communicator.open_exchange(), _TOPOLOGIES.index(self.topology), shapes, self._partition,
+            self._format, self.configuration_hash, self.blocks_hash,
         )  # fmt: skip
 
     def take_over(self) -> None:
@@ -135,7 +141,7 @@ class BlockBroadcast(Scheme):
 
     def close(self) -> None:
         """Take the steps that were called for, then let the model and the optimizer go."""
-        interceptor, self._interceptor = self._interceptor, None
+        interceptor = self._interceptor
         was_told = self._is_told  # then the user may be closing for that reason; what this flush fails of is news
         try:
             if interceptor is not None:
@@ -144,6 +150,7 @@ class BlockBroadcast(Scheme):
             if not was_told:
                 raise
         finally:
+            self._interceptor = None
             if interceptor is not None:
                 interceptor.remove()
             if self._flag is not None:
@@ -233,6 +240,8 @@ class BlockBroadcast(Scheme):
 
     def flush(self) -> None:
         """Take every step that was called for. Raises: what the reduction failed of."""
+        if self._interceptor is not None:
+            self._interceptor.end_step()
         for one in self._open:
             if one.frozen is not None:
                 self._settle(one)
@@ -337,8 +346,8 @@ class Aqgb(BlockBroadcast):
     optimizer steps a block just before that pass; read parameters in between only after `Attachment.flush()`.
 
     When not to use this: on more than about 8 ranks, since a broadcast sends every gradient to every rank (at 4 bits
-    a value and 16 ranks as much as an uncompressed ring); where a forward pass is too short to hide anything; where two runs
-    must give the same bits, as what is sent depends on the network's speed.
+    a value and 16 ranks as much as an uncompressed ring), but for `topology="owners"`; where a forward pass is too short
+    to hide anything; where two runs must give the same bits, as what is sent depends on the network's speed.
 
     Args:
         floor, ceiling, confidence, max_contention: see PacingLimits.

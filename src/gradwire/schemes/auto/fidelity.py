@@ -1,4 +1,4 @@
-"""The schemes that `auto` may use: one table, by how faithful they are and under which optimizer.
+"""The schemes that `auto` may use: one table, by how faithful they are and under which families of optimizers.
 
 A row is here because of a measurement, not because of an adjective: "unbiased" is not "close". What was measured stands in
 docs/auto.md; a row that is added needs a run of 200 steps beside DDP with the same seeds and data (experiment `lossy-auto`).
@@ -6,18 +6,16 @@ docs/auto.md; a row that is added needs a run of 200 steps beside DDP with the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
+from gradwire.core.optimizers import FAMILIES
 from gradwire.errors import InvalidArgument
 from gradwire.registry import describe_choices, parse_spec
 
 # What a row of a level has to keep. exact: for 200 steps the loss of every step is within 2e-5 of DDP's. close:
 # after 200 steps the held-out loss is within 0.5 % of DDP's. any: it converges, perhaps with another learning rate.
 LEVELS = ("exact", "close", "any")
-_ADAM_LIKE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam", "Adagrad", "RMSprop", "Adadelta", "Lion")
 # Adam divides by the root of its second moments, which are small numbers from few steps at first: an error is divided too.
 FIRST_ADAM_STEP = 100
 
@@ -29,7 +27,7 @@ class FidelityRow:
     Attributes:
         spec: NAME:option=value,...
         level: the least faithful level that takes it is any, the most faithful exact.
-        optimizers: "all", "adam" (those that divide by a moment) or "sgd".
+        families: of the optimizers under which it holds its level (core/optimizers.py).
         shape: how it communicates (costs.py).
         bits: a value on the wire, of a dense gradient.
         codec: whose speed stands for its own (`codecs.by_name`); "" where it has none to speak of.
@@ -40,7 +38,7 @@ class FidelityRow:
 
     spec: str
     level: str
-    optimizers: str
+    families: frozenset[str]
     shape: str
     bits: float
     codec: str = ""
@@ -48,34 +46,44 @@ class FidelityRow:
     not_before: int = 0
     zero_bits: float | None = None
 
+    def holds_under(self, families: Iterable[str]) -> bool:
+        """Return whether it may be used where these step the model: all of them. SGD beside others counts as unknown."""
+        several = frozenset(families)
+        return self.families >= (several - _SGD | {"unknown"} if len(several) > 1 and several & _SGD else several)
+
+
+_ALL = frozenset(FAMILIES)
+_SGD, _ADAM = frozenset({"sgd"}), frozenset({"adam"})
+# 12 bits bound the error of every value by itself, whatever a step makes of it; SGD has a row that keeps more.
+_BUT_SGD = _ALL - _SGD
 
 TABLE: tuple[FidelityRow, ...] = (
-    FidelityRow("plain", "exact", "all", "sum", 32),
+    FidelityRow("plain", "exact", _ALL, "sum", 32),
     FidelityRow(
         "gcomp:importance=uniform,bits=12",
         "exact",
-        "adam",
+        _BUT_SGD,
         "ring",
         16.5,
         "gcomp:importance=uniform,bits=12",
         zero_bits=1.0,
     ),
-    FidelityRow("gcomp", "exact", "sgd", "ring", 25, "gcomp:importance=none", zero_bits=1.0),
-    FidelityRow("bf16", "close", "all", "sum", 16),
-    FidelityRow("embedded-float:bits=8", "close", "all", "ring", 8.03, "embedded-float:bits=8"),
-    FidelityRow("embedded-float:bits=5", "close", "adam", "ring", 5.03, "embedded-float:bits=5"),
-    FidelityRow("truncated-float:bits=8,rounding=stochastic", "close", "sgd", "ring", 8.03, "truncated-float:bits=8"),
-    FidelityRow("embedded-float:bits=4", "any", "all", "ring", 4.03, "embedded-float:bits=4"),
-    FidelityRow("thc", "any", "all", "agreed-sum", 8, "thc"),
-    FidelityRow("qsgd", "any", "all", "quantised", 4.1, "qsgd"),
-    FidelityRow("terngrad", "any", "all", "agreed-sum", 4, "ternary"),
-    FidelityRow("homomorphic", "exact", "all", "sum", 32, by_name_only=True),
-    FidelityRow("one-bit", "any", "all", "quantised", 1.1, "one-bit", True, FIRST_ADAM_STEP),
-    FidelityRow("two-bit", "any", "all", "quantised", 2.1, "two-bit", True, FIRST_ADAM_STEP),
-    FidelityRow("acp-sgd", "any", "all", "sum", 0.5, "", True, FIRST_ADAM_STEP),
-    FidelityRow("power-sgd", "any", "all", "sum", 1.0, "", True, FIRST_ADAM_STEP),
-    FidelityRow("top-k", "any", "all", "gather", 0.1, "", True, FIRST_ADAM_STEP),
-    FidelityRow("sign-sgd", "any", "all", "gather", 1.0, "", True, FIRST_ADAM_STEP),
+    FidelityRow("gcomp", "exact", _SGD, "ring", 25, "gcomp:importance=none", zero_bits=1.0),
+    FidelityRow("bf16", "close", _ALL, "sum", 16),
+    FidelityRow("embedded-float:bits=8", "close", _ALL, "ring", 8.03, "embedded-float:bits=8"),
+    FidelityRow("embedded-float:bits=5", "close", _ADAM, "ring", 5.03, "embedded-float:bits=5"),
+    FidelityRow("truncated-float:bits=8,rounding=stochastic", "close", _SGD, "ring", 8.03, "truncated-float:bits=8"),
+    FidelityRow("embedded-float:bits=4", "any", _ALL, "ring", 4.03, "embedded-float:bits=4"),
+    FidelityRow("thc", "any", _ALL, "agreed-sum", 8, "thc"),
+    FidelityRow("qsgd", "any", _ALL, "quantised", 6.2, "qsgd"),
+    FidelityRow("terngrad", "any", _ALL, "agreed-sum", 4, "ternary"),
+    FidelityRow("homomorphic", "exact", _ALL, "sum", 32, by_name_only=True),
+    FidelityRow("one-bit", "any", _ALL, "quantised", 1.1, "one-bit", True, FIRST_ADAM_STEP),
+    FidelityRow("two-bit", "any", _ALL, "quantised", 2.1, "two-bit", True, FIRST_ADAM_STEP),
+    FidelityRow("acp-sgd", "any", _ALL, "sum", 0.5, "", True, FIRST_ADAM_STEP),
+    FidelityRow("power-sgd", "any", _ALL, "sum", 1.0, "", True, FIRST_ADAM_STEP),
+    FidelityRow("top-k", "any", _ALL, "gather", 0.1, "", True, FIRST_ADAM_STEP),
+    FidelityRow("sign-sgd", "any", _ALL, "gather", 1.0, "", True, FIRST_ADAM_STEP),
 )
 
 # These own the optimizer's step or its momentum, let replicas drift, or are there to be compared with: no turns for them.
@@ -96,13 +104,6 @@ NEVER = (
 )
 
 
-def family_of_optimizer(optimizer: torch.optim.Optimizer | None) -> str:
-    """ "adam" for those that divide by a moment of the gradient, "sgd" for all others; without one the careful answer."""
-    if optimizer is None:
-        return "adam"
-    return "adam" if any(cls.__name__ in _ADAM_LIKE for cls in type(optimizer).__mro__) else "sgd"
-
-
 def check_level(level: str) -> str:
     """`level` if it is one. Raises: InvalidArgument."""
     if level not in LEVELS:
@@ -111,13 +112,13 @@ def check_level(level: str) -> str:
 
 
 def rows_for(
-    level: str, optimizer_family: str, also: Sequence[str] = (), only: Sequence[str] | None = None
+    level: str, families: Iterable[str], also: Sequence[str] = (), only: Sequence[str] | None = None
 ) -> list[FidelityRow]:
     """The rows that may be used, plain first.
 
     Args:
         level: the least faithful level allowed.
-        optimizer_family: of `family_of_optimizer`.
+        families: of the optimizers that step the model's parameters.
         also: specs to add. only: specs instead of the table's. Both take what stands in the table by name only too.
     Raises: InvalidArgument (a scheme that takes no turns, or one that is less faithful than `level`; not under `only`).
     """
@@ -130,10 +131,7 @@ def rows_for(
     chosen = [
         row
         for row in TABLE
-        if only is None
-        and row.level in allowed
-        and row.optimizers in ("all", optimizer_family)
-        and not row.by_name_only
+        if only is None and row.level in allowed and row.holds_under(families) and not row.by_name_only
     ]
     by_spec = {row.spec: row for row in [TABLE[0], *chosen, *named]}
     return list(by_spec.values())
@@ -154,6 +152,6 @@ def row_of(spec: str) -> FidelityRow:
             return row
     for row in TABLE:
         if parse_spec(row.spec)[0] == name:
-            return replace(row, spec=spec, level="any", optimizers="all", by_name_only=True)
+            return replace(row, spec=spec, level="any", families=_ALL, by_name_only=True)
     known = sorted({parse_spec(row.spec)[0] for row in TABLE})
     raise InvalidArgument(f"no scheme that takes turns is called {name!r}; {describe_choices(name, known)}")

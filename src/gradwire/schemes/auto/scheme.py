@@ -23,11 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import schemes
 from gradwire.core.bucket import Bucket, Slot, check_trained
 from gradwire.core.checkpoint import not_the_state
+from gradwire.core.optimizers import FAMILIES
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.registry import parse_spec
 from gradwire.schemes.auto.costs import CostProfile, measure_profile
-from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, FidelityRow, check_level, family_of_optimizer, rows_for
+from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, FidelityRow, check_level, rows_for
 from gradwire.schemes.auto.law import PLAIN, Law
 from gradwire.schemes.auto.votes import LinkProbes, Polls, Vote
 from gradwire.schemes.base import Scheme
@@ -108,7 +109,7 @@ class Auto(Scheme):
         self._only = None if isinstance(fidelity, str) else list(fidelity)
         self.fidelity = check_level(fidelity) if isinstance(fidelity, str) else "any"
         self._also = list(candidates)
-        rows_for(self.fidelity, "sgd", self._also, self._only)  # its complaints, now
+        rows_for(self.fidelity, FAMILIES, self._also, self._only)  # its complaints, now
         self._budget = budget
         self._replay = None if replay is None else sorted((int(step), str(spec)) for step, spec in replay)
         self._given = None if profile is None else CostProfile.from_dict(profile)
@@ -164,8 +165,8 @@ class Auto(Scheme):
         self._stepping = self._plain
         self._polls = Polls(session.communicator)
         self._last_scale = session.loss_scale()
-        family = family_of_optimizer(session.optimizer)
-        rows = rows_for(self.fidelity, family, self._also, self._only)
+        families = self._families_of(module)
+        rows = rows_for(self.fidelity, families, self._also, self._only)
         if session.communicator.world_size == 1 or self._can_only_be_plain(module):
             rows = rows[:1]
         for row in rows[1:]:
@@ -189,8 +190,22 @@ class Auto(Scheme):
             math.ceil(1000 * self._budget),
             self._predict,
             lambda spec: self._profile.family_of(spec),
-            {row.spec: FIRST_ADAM_STEP for row in self._rows if row.not_before and family == "adam"},
+            {row.spec: FIRST_ADAM_STEP for row in self._rows if row.not_before and families != {"sgd"}},
         )
+
+    def _families_of(self, module: DistributedDataParallel) -> frozenset[str]:
+        """The families that step the model; one that cannot be told is named once, on rank 0."""
+        optimizers = self.session.optimizers
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        families = optimizers.families(trained)
+        unknown = [one for p in trained if (one := optimizers.of(p)) and optimizers.family_of(p) == "unknown"]
+        if unknown and self.session.communicator.rank == 0:
+            _log.warning(
+                "what a step of %s does with a gradient cannot be told: schemes are chosen by the error of the gradient alone "
+                "(docs/auto.md)",
+                type(unknown[0].optimizer).__name__,
+            )
+        return families
 
     def _can_only_be_plain(self, module: DistributedDataParallel) -> bool:
         """Return whether the model has what no scheme takes; it is said once, and the same on all ranks."""
@@ -210,9 +225,12 @@ class Auto(Scheme):
         if communicator.world_size == 1:
             return
         specs = [row.spec for row in self._rows]
-        facts = hash_configuration(self.name, {**self.configuration, "bound": specs})
+        facts = hash_configuration(
+            self.name, {**self.configuration, "bound": specs, "optimizers": str(self.session.optimizers)}
+        )
         mine = Preamble(FORMAT_VERSION, 0, self.name, facts, 0, 0, len(specs))
-        communicator.submit(compare_preambles, communicator, mine, self.session.recorder.open_bucket(0, -1, 0)).wait()
+        record = self.session.recorder.open_bucket(0, -1, 0)
+        communicator.submit(compare_preambles, communicator, mine, record, self.session.stepped_by).wait()
 
     def _predict(self, computing_us: int) -> Mapping[str, int]:
         predicted = self._profile.predict_us(computing_us)

@@ -5,23 +5,26 @@ The bytes are computed where parameters and moments lie: by a native kernel, or 
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire import _native
+from gradwire.checks import choice as check_choice
 from gradwire.codecs.tensors import check_tensor
 from gradwire.core.bucket import Slot, flatten_like, local_of, offsets_of, slot_of
+from gradwire.core.optimizers import Optimizers, Place
 from gradwire.core.session import Session
 from gradwire.core.staging import StagedBucket
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.schemes.gcomp.terms import TERMS_BY_OPTIMIZER, Terms
+from gradwire.schemes.gcomp.probing import Probe
+from gradwire.schemes.gcomp.terms import Rule, Terms, rule_of
 
-__all__ = ["QuantisationMetric"]
+__all__ = ["Promise", "QuantisationMetric"]
 
 _ADVICE = 'importance="uniform" (a fixed number of bits) and importance="none" (lossless) work with every optimizer'
 
@@ -36,50 +39,112 @@ _LOWEST_CODE, _INFINITY = 348, 0x7F800000
 _TILE_ELEMENTS = 1 << 18
 
 
+# Below, no bit of any gradient could be let go of; above, nothing is left of a parameter's mantissa.
+_LEAST_TOLERANCE, _MOST_TOLERANCE = 2.0**-20, 2.0**20
+HORIZONS = ("step", "life")
+# Vectors of fewer values (biases, scales of norms) keep a tolerance of 1: they are few, and many times as large as the elements
+# of a matrix, so that their last places, and not those of the many, were what a loss moved by.
+_FEW_VALUES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Promise:
+    """How far the bits that are let go of may move a parameter.
+
+    One message moves what the optimizer adds to A (terms.py) by at most tolerance x 2^-23 |A|, A's last place or two
+    (times 1 + rho under Adam; 2^-10 and 2^-7 for float16 and bfloat16). N ranks round N times: together that is as much
+    in the mean square, as roundings to nearest are independent, and at the worst sqrt(N) times as much.
+
+    Args:
+        tolerance: last places of the parameter, from 2^-20 to 2^20; more than 1 is for matrices and long vectors.
+        horizon: "step": what one step adds. "life": what a gradient adds while the momentum holds it, 1 / (1 - mu) or
+            1 / (1 - beta1) times as much.
+        rounding, format: of the codec. Truncating goes one way, so the N errors are added up; format 1 is as published.
+    Raises: InvalidArgument.
+    """
+
+    tolerance: float = 1.0
+    horizon: str = "step"
+    rounding: str = "nearest"
+    format: int = 2
+
+    def __post_init__(self) -> None:
+        check_choice("horizon", self.horizon, HORIZONS)
+        is_number = isinstance(self.tolerance, int | float) and not isinstance(self.tolerance, bool)
+        if not (is_number and _LEAST_TOLERANCE <= self.tolerance <= _MOST_TOLERANCE):
+            raise InvalidArgument(
+                f"tolerance is {self.tolerance!r}; it is a number of the parameter's last places, from 2^-20 to 2^20: 1 for "
+                "the promise as it is, 32 for fewer bytes than bfloat16"
+            )
+
+    @classmethod
+    def of(cls, codec: Any) -> Promise:
+        """What this codec keeps by default."""
+        return cls(rounding=codec.rounding, format=codec.format)
+
+    def room(self, world_size: int) -> float:
+        """S x this is what the importance byte holds.
+
+        A codec of format 2 sends multiples of 2^-24 of the byte's power of two. Truncated to them, a mean of N is off by
+        less than 2^-24 of it, rounded to nearest by half of that at most, or 1/sqrt(N) of it in the mean square.
+        """
+        if self.format == 1:
+            return self.tolerance * world_size / 2 ** (world_size - 1).bit_length()
+        return self.tolerance * (2.0 if self.rounding == "truncate" else 4.0 * math.sqrt(world_size))
+
+
 class QuantisationMetric:
     """Importance bytes of gradients, read from a live optimizer just before its step.
 
-    S = |A| N / (gain 2^ceil(log2 N)) for N ranks (terms.py): delta of the paper's table times |g|, and the safety that
-    N truncations of partial sums need. Dropping the low n bits of every partial sum s with S > 2^n |s| moves the
-    parameter by less than 2^-23 |A|, two units in A's last place (times 1 + rho under Adam, see terms.py; 2^-10 and
-    2^-7 for float16 and bfloat16). The byte is S to a quarter octave, rounded down; byte 0: nothing may be dropped.
+    S = |A| / gain (terms.py) is delta of the paper's table times |g|. The byte is S x `Promise.room` to a quarter octave,
+    rounded down; byte 0: nothing may be dropped.
 
     Hyper-parameters, groups and state are read at every call: schedules, `add_param_group` and `load_state_dict` need
     no notice. A parameter in no group of the optimizer, or whose state does not exist yet (first step), has bytes 0.
 
-    Not for optimizers that are not in `TERMS_BY_OPTIMIZER`: there use importance="uniform" or "none".
+    Optimizers with a rule (terms.py) follow it; others are probed (probing.py), and what that does not settle has bytes 0,
+    too: `is_known` says whether there is more than that.
 
     Args:
-        optimizer: SGD, Adagrad, RMSprop, Adam or AdamW of torch.optim, or a subclass that inherits their `step`.
+        optimizer: of torch.optim or registered (`register_update`), or a subclass that inherits its `step`; or several.
         world_size: ranks whose gradients are averaged.
-    Raises: InvalidArgument (world_size), Unsupported (unknown optimizer, `differentiable`).
+        promise: how much may be lost.
+    Raises: InvalidArgument (world_size), Unsupported (`differentiable`).
     Source: Li et al., GComp, SoCC 2024, section 5.1, table 2, appendix A. The byte: native/gcomp/importance.hpp.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, world_size: int) -> None:
+    def __init__(self, optimizer: Any, world_size: int, promise: Promise | None = None) -> None:
         if world_size < 1:
             raise InvalidArgument(f"world_size must be at least 1, got {world_size}")
-        self._optimizer = optimizer
-        self._terms_of = _find_terms(optimizer)
-        self._world_factor = world_size / 2 ** (world_size - 1).bit_length()
+        self.promise = promise or Promise()
+        self._world_size = world_size
+        rules = [rule_of(one) for one in Optimizers(optimizer)]
+        self.optimizers = Optimizers([one for one, _ in rules])
+        self._rules: dict[torch.optim.Optimizer, Rule] = {
+            one: rule or Probe(one, self.promise.horizon == "life") for one, rule in rules
+        }
         self._tiles: dict[tuple[int, torch.device], Tensor] = {}
         # Bytes that are written before they are asked for.
         self._ready = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._n_ready = 0
-        for group in optimizer.param_groups:
-            _require_supported(optimizer, group)
-            for parameter in group["params"]:
-                _mantissa_bits(parameter.dtype)
+        for parameter, place in self.optimizers.places().items():
+            _require_supported(*place)
+            _mantissa_bits(parameter.dtype)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any optimizer has a rule, or has shown by its steps what it does."""
+        return any(not isinstance(rule, Probe) or rule.is_plain for rule in self._rules.values())
 
     @classmethod
-    def beside(cls, session: Session) -> QuantisationMetric:
+    def beside(cls, session: Session, promise: Promise) -> QuantisationMetric:
         """That of the session's optimizer. Raises: InvalidArgument (there is none), Unsupported."""
-        if session.optimizer is None:
+        if not session.optimizers:
             raise InvalidArgument(
                 'importance="paper" reads the optimizer, and none was given: pass HookState(scheme, optimizer=optimizer), or '
                 'choose importance="uniform" or "none"'
             )
-        return cls(session.optimizer, session.communicator.world_size)
+        return cls(session.optimizers, session.communicator.world_size, promise)
 
     def write_importance(
         self,
@@ -190,34 +255,49 @@ class QuantisationMetric:
         """A function of a slot that gives its operands; None: nothing of it may be dropped. Raises: InvalidArgument."""
         if not (math.isfinite(loss_scale) and loss_scale > 0):
             raise InvalidArgument(f"loss_scale must be positive and finite, got {loss_scale}")
-        groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
+        places = self.optimizers.places()
+        room, is_for_life = self.promise.room(self._world_size), self.promise.horizon == "life"
 
         def read(slot: Slot) -> _Operands | None:
             parameter = slot.parameter
             if parameter is None or slot.numel() == 0:
                 return None
-            terms = self._read_terms(parameter, groups.get(parameter))
+            terms = self._read_terms(parameter, places.get(parameter))
             if terms is None:
                 return None
             gap = _mantissa_bits(gradient_dtype or parameter.dtype) - _mantissa_bits(parameter.dtype)
-            factor = self._world_factor * loss_scale * 2.0**gap
+            factor = room * loss_scale * 2.0**gap / (terms.life if is_for_life else 1.0)
+            if parameter.dim() < 2 and parameter.numel() < _FEW_VALUES:
+                factor /= max(1.0, self.promise.tolerance)
             return _operands(terms, parameter, factor, slice(slot.start, slot.start + slot.numel()))
 
         return read
 
-    def _read_terms(self, parameter: Tensor, group: dict[str, Any] | None) -> Terms | None:
-        if group is None:
+    def _read_terms(self, parameter: Tensor, place: Place | None) -> Terms | None:
+        if place is None:
             return None
-        _require_supported(self._optimizer, group)
+        optimizer, group = place
+        _require_supported(optimizer, group)
+        name, shape = type(optimizer).__name__, tuple(parameter.shape)
         try:
             # .get: the state is a defaultdict, and an entry made here would be taken for a first step done.
-            return self._terms_of(parameter, group, self._optimizer.state.get(parameter, {}))
+            terms = self._rules[optimizer](parameter, group, optimizer.state.get(parameter, {}))
         except KeyError as missing:
-            name = type(self._optimizer).__name__
             raise Unsupported(
-                f"{name}: the state of a parameter of shape {tuple(parameter.shape)} or its group has no {missing}, "
+                f"{name}: the state of a parameter of shape {shape} or its group has no {missing}, "
                 "as if an option had been switched on after the first step; make a new optimizer, or: " + _ADVICE
             ) from missing
+        except Exception as error:
+            raise Unsupported(
+                f"{name}: its rule (gradwire.register_update) raised {type(error).__name__} for a parameter of shape "
+                f"{shape}: {error}; correct it, or: {_ADVICE}"
+            ) from error
+        if terms is None or (isinstance(terms, Terms) and terms.life >= 1):
+            return terms
+        raise Unsupported(
+            f"{name}: its rule (gradwire.register_update) gave {terms!r:.200} for a parameter of shape {shape}; a rule gives "
+            f"Terms, with a life of at least 1, or None; correct it, or: {_ADVICE}"
+        )
 
     def _reserve(self, n: int) -> Tensor:
         """(n,) uint8 of this call's own, from memory that grows to what a bucket needs."""
@@ -283,7 +363,8 @@ def _operands(terms: Terms, parameter: Tensor, factor: float, part: slice) -> _O
 
     second, first = (None if one is None else flat(one) for one in (terms.second_moment, terms.first_moment))
     mean, shift = (None if one is None else (one[0], flat(one[1])) for one in (terms.mean, terms.shift))
-    return _Operands(flat(parameter), Terms(a, b, c, second, first, mean, shift))
+    theta = parameter if terms.stands_for is None else terms.stands_for
+    return _Operands(flat(theta), Terms(a, b, c, second, first, mean, shift))
 
 
 def _write_on_device(
@@ -303,25 +384,6 @@ def _write_on_device(
     if second_moment is not None:
         code.masked_fill_(second_moment.view(torch.int32) <= 0, 0)  # on the bits: subnormals count
     out.copy_(code)
-
-
-def _find_terms(optimizer: torch.optim.Optimizer) -> Callable[..., Terms | None]:
-    for known, terms_of in TERMS_BY_OPTIMIZER.items():
-        if isinstance(optimizer, known) and _code_of_step(type(optimizer)) is _code_of_step(known):
-            return terms_of
-    names = ", ".join(known.__name__ for known in TERMS_BY_OPTIMIZER)
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    wrapped = getattr(optimizer, "optimizer", None) or getattr(optimizer, "optim", None)
-    hint = f"it wraps a {type(wrapped).__name__}: pass that one, if its step is all that changes parameters; or: "
-    raise Unsupported(
-        f'importance="paper" knows how {names} of torch.optim use a gradient; {kind} is none of them, nor a subclass '
-        f"that inherits their step. " + (hint if isinstance(wrapped, torch.optim.Optimizer) else "") + _ADVICE
-    )
-
-
-def _code_of_step(cls: type[torch.optim.Optimizer]) -> Any:
-    # torch wraps `step` anew in every class that is instantiated; what is inside tells whether it is the same.
-    return inspect.unwrap(cls.step)
 
 
 def _require_supported(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:

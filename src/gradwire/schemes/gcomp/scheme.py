@@ -7,6 +7,8 @@ counts of all ranks, summed in the gap before the next step, give the next Huffm
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,28 +20,40 @@ from gradwire.codecs.gcomp import GCompCodec
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session
-from gradwire.errors import Unsupported
+from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.exchange.ring import Importance, Ring
 from gradwire.schemes.compressed import Compressed
-from gradwire.schemes.gcomp.importance import QuantisationMetric
+from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 from gradwire.schemes.gcomp.table import TableRefresh
 from gradwire.schemes.gcomp.watch import OptimizerWatch
 from gradwire.wire.wire import Wire
+
+_log = logging.getLogger(__name__)
+
+# Mantissa bits of every value where nothing is known of the optimizer: about what the rule keeps beside Adam.
+_CAREFUL_BITS = 16
 
 
 class GComp(Compressed):
     """GComp with all its parts.
 
-    Bits that the optimizer's addition would drop anyway are rounded away; the rest arrives as it was. All ranks get the
-    same bits. NaN and Inf travel as they are, so a GradScaler sees them. Every rank derives from its own optimizer how
-    many bits of a value were sent; RankMismatch where optimizers have diverged or their hyper-parameters differ.
+    Bits that matter less than `tolerance` to the sum that the optimizer is about to make are rounded away; the rest arrives
+    as it was. All ranks get the same bits. NaN and Inf travel as they are, so a GradScaler sees them. Every rank derives
+    from its own optimizer how many bits of a value were sent; RankMismatch where optimizers have diverged or their
+    hyper-parameters differ.
 
-    When not to use this: where the network is faster than the codec (about 3 GB/s of float32 a core), or where fixed
-    precision is enough: under adaptive optimizers importance="uniform" with 10 bits sends far less.
+    What is promised is one step's sum. A momentum of mu adds a gradient 1 / (1 - mu) times, each time within the promise:
+    gradients that are small and steady may move a parameter a third less or more than they would (`horizon="life"` does not let
+    them). The rule takes the learning rate as it is in the backward pass: set it before.
+
+    When not to use this: where the network is faster than the codec (about 3 GB/s of float32 a core).
 
     Args:
         importance: which mantissa bits travel: "paper" (per value, from the optimizer), "uniform" (`bits`) or "none" (all).
+        tolerance: with "paper", how far a message may move a parameter, in its last places (`Promise`). Each doubling sends a
+            bit a value less.
+        horizon: of the tolerance, "step" or "life": what one step adds, or all that a gradient adds by a momentum.
         bits, rounding, format: see `GCompCodec`.
         refresh_every: steps between two Huffman tables (50 as published); 0 keeps the built-in one. None: by need, when
             the table in use takes 3 % more bits than the entropy of the exponents.
@@ -60,33 +74,47 @@ class GComp(Compressed):
         chunk_elements: int = CHUNK_ELEMENTS,
         rounding: str = "nearest",
         format: int = 2,
+        tolerance: float = 1.0,
+        horizon: str = "step",
     ) -> None:
         check_choice("importance", importance, ("paper", "uniform", "none"))
         self.codec = GCompCodec(importance, bits, rounding=rounding, format=format)
+        self.promise = Promise(tolerance, horizon, rounding, format)
+        if importance != "paper" and (tolerance, horizon) != (1, "step"):
+            raise InvalidArgument(f'tolerance and horizon mean nothing with importance="{importance}": leave them out')
         super().__init__(collective=Ring(self.codec, topology, chunk_elements))
         self._reads_optimizer, self._format, self._refresh_every = importance == "paper", format, refresh_every
-        self._tables = TableRefresh(self.codec, refresh_every)
+        self._tables, self._bits = TableRefresh(self.codec, refresh_every), bits
         self._metric: QuantisationMetric | None = None
-        self._watch: OptimizerWatch | None = None
+        self._watches: list[OptimizerWatch] = []
 
     @property
     def configuration(self) -> dict[str, Any]:
-        of_codec = {name: getattr(self.codec, name) for name in ("importance", "bits", "rounding")}
-        return {**self.frame_configuration, **of_codec, "refresh_every": self._refresh_every, "format": self._format}
+        of_codec = {"importance": self.codec.importance, "bits": self._bits, "rounding": self.codec.rounding}
+        of_promise = {"tolerance": float(self.promise.tolerance), "horizon": self.promise.horizon}
+        own = {"refresh_every": self._refresh_every, "format": self._format}
+        return {**self.frame_configuration, **of_codec, **(of_promise if self._reads_optimizer else {}), **own}
 
     def bind(self, session: Session) -> None:
-        """Raises: InvalidArgument (no optimizer), Unsupported (an optimizer that the paper's table does not hold)."""
+        """Raises: InvalidArgument (no optimizer), Unsupported (one whose steps are differentiated)."""
         if self._reads_optimizer:
-            self._metric = QuantisationMetric.beside(session)
-            assert session.optimizer is not None
-            self._watch = OptimizerWatch(session.optimizer, self.object_to)
+            self._metric = QuantisationMetric.beside(session, self.promise)
+            self._watches = [OptimizerWatch(optimizer, self.object_to) for optimizer in self._metric.optimizers]
+            self.codec.bits = self._bits
+            if not self._metric.is_known:
+                self.codec.bits = min(_CAREFUL_BITS, self._bits or _CAREFUL_BITS)
+                _log.warning(
+                    "gcomp knows no rule for %s, and probing found none: %d mantissa bits of every value are sent. "
+                    "gradwire.register_update tells it one",
+                    self._metric.optimizers, self.codec.bits,
+                )  # fmt: skip
         # A scheme that is bound again keeps its Huffman tables, but not a refresh that the last session left half done.
         self._tables = TableRefresh(self.codec, self._refresh_every, session.wire)
         super().bind(session)
 
     @property
     def may_object(self) -> bool:
-        return self._watch is not None
+        return bool(self._watches)
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Raises: Unsupported (the optimizer that importance is read from is not the one that makes the steps)."""
@@ -95,8 +123,8 @@ class GComp(Compressed):
                 'ddp.join() with importance="paper" sends levels of format 1, for which devices have no kernels: leave '
                 'placement out, or use importance="uniform" or "none"'
             )
-        if self._watch is not None:
-            self._watch.before_reduction(bucket.parameters)
+        for watch in self._watches:
+            watch.before_reduction(bucket.parameters)
         return super().reduce(bucket)
 
     def step(self, part: Part, wire: Wire) -> None:
@@ -107,8 +135,8 @@ class GComp(Compressed):
         self.codec.format = 1 if self._reads_optimizer and self._is_joining() else self._format
         importance = self._importance_of(part, wire)
         self.collective.mean(part, wire, importance, self._tables.counts_for(bucket.step, bucket.buffer.dtype))
-        if self._watch is not None:
-            self._watch.after_reduction(bucket, part.loss_scale)
+        for watch in self._watches:
+            watch.after_reduction(bucket, part.loss_scale)
 
     def _is_joining(self) -> bool:
         module = self.session.module
@@ -119,6 +147,7 @@ class GComp(Compressed):
         bucket, loss_scale, dtype = part.bucket, part.loss_scale, part.values.dtype
         if self._metric is None:
             return None
+        self._metric.promise = replace(self.promise, format=self.codec.format)
         if not bucket.slots:
             raise Unsupported(
                 'importance="paper" needs the parameters behind a gradient, and this bucket has none; '
@@ -139,13 +168,13 @@ class GComp(Compressed):
 
     def close(self) -> None:
         self._metric = None  # which holds the optimizer
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        while self._watches:
+            self._watches.pop().close()
         super().close()
 
     def stats(self) -> dict[str, Any]:
-        return self._tables.stats()
+        of_rule = {} if self._metric is None else {"optimizer_is_known": self._metric.is_known}
+        return {**self._tables.stats(), **of_rule}
 
     def state_dict(self) -> dict[str, Any]:
         return self._tables.state_dict(self.session.communicator)

@@ -60,6 +60,16 @@ class TableRefresh:
         """Return whether what is sent in `step` is counted."""
         return self._every > 0 and step % self._every == 0
 
+    def begin_with(self, values: torch.Tensor, communicator: Communicator, record: BucketRecord) -> None:
+        """Switch at once to the table that the `values` (n,) of all ranks need, unless one of them is Inf or NaN."""
+        counts = torch.zeros(_WIDE.stop, dtype=torch.int64, device="cpu")
+        with record.timing("table"):
+            self._codec.histogram(values, counts)
+            communicator.all_reduce(counts)
+            if int(counts.sum()) and not int(counts[-1]):
+                self._codec.use_table(HuffmanTable.from_histogram(counts))
+        record.count_exchanged(ring_bytes(counts.numel() * counts.element_size(), communicator.world_size))
+
     def begin_bucket(self, step: int, communicator: Communicator, record: BucketRecord) -> None:
         """Switch to the next table when its step has come."""
         if self._switch_step is None or step < self._switch_step:

@@ -18,12 +18,17 @@ What the table leaves open:
   default. Dropping n bits of g moves the parameter by less than (1 + rho) 2^-23 |A| (float32).
 - `maximize` negates g, and so only the sign of the gain: S is the same. `foreach`, `fused` and `capturable` are the
   same arithmetic in another order.
+- With momentum a gradient goes on acting: all that it adds in the end is `life` times what its own step adds,
+  1 / (1 - mu) or 1 / (1 - beta1). The table looks at its own step alone.
 - eta = 0 (a warm-up's first step, a frozen group) or a dampening of 1: the gain is 0, S has no value, and the gradient
   may still enter the optimizer's state. `None`: nothing may be dropped.
+
+Optimizers that the paper does not have come after its own; `register_update` takes those of a user.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,7 +37,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["TERMS_BY_OPTIMIZER", "Terms"]
+from gradwire.errors import InvalidArgument
+
+__all__ = ["Terms", "register_update", "rule_of"]
 
 Group = Mapping[str, Any]
 State = Mapping[str, Any]
@@ -42,8 +49,9 @@ State = Mapping[str, Any]
 class Terms:
     """S = |P (a sqrt(v) + b) + c m|, element by element.
 
-    P is the parameter, plus weight x tensor of `shift` where given. v is `second_moment`, less weight x tensor^2 of
-    `mean` where given. Tensors are the optimizer's own, shaped like the parameter.
+    P is the parameter, or what `stands_for` it, plus weight x tensor of `shift` where given. v is `second_moment`, less
+    weight x tensor^2 of `mean` where given. Tensors are shaped like the parameter. `life`: all that a gradient adds, of
+    what its own step adds.
     """
 
     a: float
@@ -53,19 +61,26 @@ class Terms:
     first_moment: Tensor | None = None
     mean: tuple[float, Tensor] | None = None
     shift: tuple[float, Tensor] | None = None
+    life: float = 1.0
+    stands_for: Tensor | None = None
+
+
+def _life_of(momentum: float) -> float:
+    return 1 / (1 - momentum) if momentum < 1 else math.inf
 
 
 def sgd(parameter: Tensor, group: Group, state: State) -> Terms | None:
     """theta - eta (g + lambda theta); with momentum, b_t takes g by (1 - tau), and PyTorch's first b is g itself."""
     eta, decay = float(group["lr"]), float(group["weight_decay"])
-    buffer = state.get("momentum_buffer") if group["momentum"] != 0 else None
+    mu = float(group["momentum"])
+    buffer = state.get("momentum_buffer") if mu != 0 else None
     if group["nesterov"]:
-        return _nesterov(eta, decay, float(group["momentum"]), buffer)
+        return _nesterov(eta, decay, mu, buffer)
     if buffer is not None:
-        return _momentum(eta, decay, float(group["momentum"]), float(group["dampening"]), buffer)
+        return _momentum(eta, decay, mu, float(group["dampening"]), buffer)
     if eta == 0:
         return None
-    return Terms(a=0.0, b=1 / eta - decay)
+    return Terms(a=0.0, b=1 / eta - decay, life=_life_of(mu))
 
 
 def _momentum(eta: float, decay: float, mu: float, tau: float, buffer: Tensor) -> Terms | None:
@@ -73,7 +88,7 @@ def _momentum(eta: float, decay: float, mu: float, tau: float, buffer: Tensor) -
     gain = eta * (1 - tau)
     if gain == 0:
         return None
-    return Terms(a=0.0, b=1 / gain - decay, c=-mu / (1 - tau), first_moment=buffer)
+    return Terms(a=0.0, b=1 / gain - decay, c=-mu / (1 - tau), first_moment=buffer, life=_life_of(mu))
 
 
 def _nesterov(eta: float, decay: float, mu: float, buffer: Tensor | None) -> Terms | None:
@@ -81,7 +96,8 @@ def _nesterov(eta: float, decay: float, mu: float, buffer: Tensor | None) -> Ter
     gain = eta * (1 + mu)
     if gain == 0:
         return None
-    return Terms(a=0.0, b=1 / gain - decay, c=-mu * mu / (1 + mu), first_moment=buffer)
+    life = _life_of(mu) / (1 + mu)
+    return Terms(a=0.0, b=1 / gain - decay, c=-mu * mu / (1 + mu), first_moment=buffer, life=life)
 
 
 def adagrad(parameter: Tensor, group: Group, state: State) -> Terms | None:
@@ -110,7 +126,8 @@ def rmsprop(parameter: Tensor, group: Group, state: State) -> Terms | None:
     mean = (1 + (1 - alpha) / 4, state["grad_avg"]) if group["centered"] else None
     if mu > 0:
         shift = (-eta * mu, state["momentum_buffer"])
-        return Terms(a, b=eps / eta, c=-decay, second_moment=v, first_moment=parameter, mean=mean, shift=shift)
+        life = _life_of(mu)
+        return Terms(a, eps / eta, -decay, second_moment=v, first_moment=parameter, mean=mean, shift=shift, life=life)
     return Terms(a, b=eps / eta - decay, second_moment=v, mean=mean)
 
 
@@ -134,7 +151,7 @@ def adam(parameter: Tensor, group: Group, state: State) -> Terms | None:
         a, b = a * (1 - eta * decay), b * (1 - eta * decay)
     else:
         b -= decay
-    return Terms(a, b, c, second_moment=v, first_moment=state["exp_avg"])
+    return Terms(a, b, c, second_moment=v, first_moment=state["exp_avg"], life=_life_of(beta1))
 
 
 def adamw(parameter: Tensor, group: Group, state: State) -> Terms | None:
@@ -142,11 +159,149 @@ def adamw(parameter: Tensor, group: Group, state: State) -> Terms | None:
     return adam(parameter, {**group, "decoupled_weight_decay": True}, state)
 
 
-# The classes whose `step` the functions above describe, subclasses before their bases.
-TERMS_BY_OPTIMIZER: dict[type[torch.optim.Optimizer], Callable[[Tensor, Group, State], Terms | None]] = {
+# ---- not in the paper
+
+
+def nadam(parameter: Tensor, group: Group, state: State) -> Terms | None:
+    """theta - eta ((1 - mu_t) g / (1 - M_t) + mu_{t+1} m / (1 - M_{t+1})) / D, M_t the product of all mu up to t"""
+    eta, decay = float(group["lr"]), float(group["weight_decay"])
+    if not state or eta == 0:
+        return None
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    t = float(state["step"]) + 1
+    mu, mu_next = (beta1 * (1 - 0.5 * 0.96 ** (s * float(group["momentum_decay"]))) for s in (t, t + 1))
+    product = float(state["mu_product"]) * mu
+    of_moment = eta * mu_next / (1 - product * mu_next)
+    gain = eta * (1 - mu) / (1 - product) + of_moment * (1 - beta1)
+    kept = 1 - eta * decay if group["decoupled_weight_decay"] else 1.0
+    a, b = kept * math.sqrt(beta2 / (1 - beta2**t)) / gain, kept * float(group["eps"]) / gain
+    if not group["decoupled_weight_decay"]:
+        b -= decay
+    life = max(1.0, eta / gain)
+    return Terms(a, b, -of_moment * beta1 / gain, state["exp_avg_sq"], state["exp_avg"], life=life)
+
+
+def radam(parameter: Tensor, group: Group, state: State) -> Terms | None:
+    """`adam` with the step rectified, or without D while the moving average is short"""
+    if not state:
+        return None
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    t = float(state["step"]) + 1
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * t * beta2**t / (1 - beta2**t)
+    if length > 5:
+        rect = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+        eta, eps = float(group["lr"]) * math.sqrt(rect), float(group["eps"]) / math.sqrt(1 - beta2**t)
+        # The weights decay by eta itself.
+        decay = float(group["weight_decay"]) / (math.sqrt(rect) if group["decoupled_weight_decay"] else 1.0)
+        return adam(parameter, {**group, "lr": eta, "eps": eps, "weight_decay": decay, "amsgrad": False}, state)
+    eta, decay = float(group["lr"]), float(group["weight_decay"])
+    if eta == 0:
+        return None
+    gain = eta * (1 - beta1) / (1 - beta1**t)
+    b = (1 - eta * decay) / gain if group["decoupled_weight_decay"] else 1 / gain - decay
+    return Terms(0.0, b, -beta1 / (1 - beta1), first_moment=state["exp_avg"], life=_life_of(beta1))
+
+
+def adamax(parameter: Tensor, group: Group, state: State) -> Terms | None:
+    """theta - eta (beta1 m + (1 - beta1) g) / ((1 - beta1^t) u), u the largest |g| so far, which decays by beta2"""
+    eta, decay = float(group["lr"]), float(group["weight_decay"])
+    if not state or eta == 0:
+        return None
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    gain = eta * (1 - beta1) / (1 - beta1 ** (float(state["step"]) + 1))
+    largest = state["exp_inf"].square()
+    return Terms(beta2 / gain, -decay, -beta1 / (1 - beta1), largest, state["exp_avg"], life=_life_of(beta1))
+
+
+def lion(parameter: Tensor, group: Group, state: State) -> Terms | None:
+    """theta - eta sign(beta1 m + (1 - beta1) g): A is beta1 m, whose last place decides no sign but its own"""
+    if not state:
+        return None
+    beta1 = float(group["betas"][0])
+    return Terms(0.0, 0.0, beta1 / (1 - beta1) if beta1 < 1 else 0.0, first_moment=state["exp_avg"])
+
+
+def muon(parameter: Tensor, group: Group, state: State) -> Terms | None:
+    """theta - eta' O(beta b + (1 - beta) g): one S for a matrix, as O mixes its elements.
+
+    O(X) moves by about sqrt(r) / |X| times as much as X does (Frobenius norms, r the smaller side), in the mean square over
+    a matrix; twice that is taken, as small singular values move more. A is the mean square of theta.
+    """
+    eta, mu = float(group["lr"]), float(group["momentum"])
+    buffer = state.get("momentum_buffer")
+    if buffer is None or eta == 0:
+        return None
+    rows, columns = parameter.shape
+    by_shape = {"match_rms_adamw": 0.2 * math.sqrt(max(rows, columns))}
+    eta *= by_shape.get(group.get("adjust_lr_fn") or "", math.sqrt(max(1.0, rows / columns)))
+    power = 2 if group["nesterov"] else 1
+    gain = 2 * eta * (1 - mu**power) * math.sqrt(min(rows, columns)) / mu**power
+    size = parameter.detach().float().square().mean().sqrt() * buffer.float().norm()
+    life = _life_of(mu) * (1 - mu) / (1 - mu**power)
+    return Terms(0.0, 1 / gain, stands_for=size.expand_as(parameter), life=life)
+
+
+Rule = Callable[[Tensor, Group, State], Terms | None]
+
+# By the class whose `step` a function above describes, subclasses before their bases; by name where it is not torch's.
+_RULES: dict[type[torch.optim.Optimizer] | str, Rule | str] = {
     torch.optim.AdamW: adamw,
     torch.optim.Adam: adam,
     torch.optim.RMSprop: rmsprop,
     torch.optim.Adagrad: adagrad,
     torch.optim.SGD: sgd,
+    torch.optim.NAdam: nadam,
+    torch.optim.RAdam: radam,
+    torch.optim.Adamax: adamax,
+    "Muon": muon,
+    "Lion": lion,
 }
+
+
+def register_update(optimizer: type[torch.optim.Optimizer] | str, rule: Rule | str) -> None:
+    """Tell GComp how an optimizer uses a gradient, before it is attached; on all ranks alike.
+
+        def sgd(parameter, group, state):  # theta - lr g: g is added to theta, multiplied by lr
+            return Terms(a=0.0, b=1 / group["lr"])
+
+        gradwire.register_update(MySgd, sgd)
+
+    Args:
+        optimizer: the class whose `step` it is, or its name. Subclasses with a step of their own are not meant.
+        rule: a function of (parameter, its group, its state before the step), which gives `Terms` (terms.py), or None where
+            nothing may be let go of. It is called for every parameter before every step. Of a wrapper: the name of the
+            attribute that holds the optimizer within, if that one's step is all that changes parameters.
+    Raises: InvalidArgument.
+    """
+    is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    if not (is_class or (isinstance(optimizer, str) and optimizer)):
+        raise InvalidArgument(f"register_update takes an optimizer's class or its name, not {optimizer!r}")
+    if not (callable(rule) or (isinstance(rule, str) and rule.isidentifier())):
+        raise InvalidArgument(
+            f"a rule is a function of (parameter, group, state), or the name of a wrapper's attribute, not {rule!r}"
+        )
+    _RULES[optimizer] = rule
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, Rule | None]:
+    """The optimizer, or the one within a wrapper, and what is registered for the code that its `step` runs.
+
+    Raises: InvalidArgument (a wrapper has no optimizer where its rule says).
+    """
+    # torch wraps `step` anew in every class that is instantiated; what is inside tells whether it is the same.
+    code = inspect.unwrap(type(optimizer).step)
+    names = getattr(code, "__qualname__", "").split(".")[-2:]
+    for known, rule in _RULES.items():
+        is_it = names == [known, "step"] if isinstance(known, str) else inspect.unwrap(known.step) is code
+        if not is_it or (isinstance(known, type) and not isinstance(optimizer, known)):
+            continue
+        if not isinstance(rule, str):
+            return optimizer, rule
+        within = getattr(optimizer, rule, None)
+        if not isinstance(within, torch.optim.Optimizer) or within is optimizer:
+            raise InvalidArgument(
+                f"{type(optimizer).__name__} is registered as a wrapper, but its attribute {rule!r} is no optimizer: {within!r}"
+            )
+        return rule_of(within)
+    return optimizer, None

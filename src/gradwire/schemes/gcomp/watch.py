@@ -2,11 +2,13 @@
 
 Importance is read from the optimizer given to `attach`, before its step. Two things make it silently wrong: parameters
 that another optimizer changes, and gradients that are scaled up after the backward pass (bits that were dropped then
-count). Both are looked for; neither needs the user to say anything.
+count). Both are looked for; neither needs the user to say anything. A learning rate that is raised after the backward pass is
+told of, once.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,12 +19,16 @@ from gradwire.core.bucket import Bucket, local_of
 from gradwire.errors import Unsupported
 from gradwire.wire.device_wire import Reading
 
+_log = logging.getLogger(__name__)
+
 _ADVICE = 'importance="uniform" (a fixed number of bits) and importance="none" (lossless) do not read the optimizer'
 # Once may be a checkpoint that was loaded: parameters then change without a step.
 _CHANGES_WITHOUT_STEP = 2
 _SAMPLE_ELEMENTS = 64
 # Gradients this much larger than they arrived were scaled; below it lies what rounding does to float16.
 _SCALED_BY = 1.01
+# A rate this many times that of the backward pass is worth a word: the tolerance is for that one.
+_FASTER_BY = 2.0
 
 
 class OptimizerWatch:
@@ -36,6 +42,8 @@ class OptimizerWatch:
     def __init__(self, optimizer: torch.optim.Optimizer, object_to: Callable[[Unsupported], None]) -> None:
         self._optimizer, self._object_to = optimizer, object_to
         self._n_steps = 0
+        self._rates: list[float] = []  # of the groups, at the last reduction
+        self._has_told = False
         self._stepped: set[int] = set()
         # By the first parameter of a bucket: versions of all and steps at its last reduction, changes without a step.
         self._seen: dict[Tensor, tuple[int, int, int]] = {}
@@ -52,6 +60,7 @@ class OptimizerWatch:
         Parameters that are not this optimizer's are sent whole, so that nobody needs to look at them.
         """
         groups = self._optimizer.param_groups
+        self._rates = self._learning_rates()
         if len(self._stepped) != sum(len(group["params"]) for group in groups):
             self._stepped = {id(parameter) for group in groups for parameter in group["params"]}
         parameters = [parameter for parameter in parameters if id(parameter) in self._stepped]
@@ -76,7 +85,9 @@ class OptimizerWatch:
     def after_reduction(self, bucket: Bucket, scale: float) -> None:
         """Keep a few values of the mean that `bucket` holds, of gradients whose loss was multiplied by `scale`."""
         several = [
-            (slot, offset) for slot, offset in zip(bucket.slots, bucket.offsets, strict=True) if slot.numel() > 1
+            (slot, offset)
+            for slot, offset in zip(bucket.slots, bucket.offsets, strict=True)
+            if slot.numel() > 1 and id(slot.parameter) in self._stepped  # another's may be unscaled at another time
         ]
         for slot, offset in several[:1]:  # one value alone cannot tell a scale from another gradient
             parameter = slot.parameter
@@ -94,6 +105,7 @@ class OptimizerWatch:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         samples, self._samples = self._samples, {}
         self._compare_what_is_there()
+        self._compare_rates()
         if getattr(optimizer, "grad_scale", None) is not None:
             return  # a fused step under a GradScaler takes the loss scale out by itself
         for parameter, (arrived, scale) in samples.items():
@@ -105,6 +117,22 @@ class OptimizerWatch:
                 self._compare(arrived, now, scale)
             else:
                 self._look_later(arrived, now, scale)
+
+    def _learning_rates(self) -> list[float]:
+        """Of the groups; 0 where one is not a number in host memory."""
+        rates = [group.get("lr") for group in self._optimizer.param_groups]
+        return [float(rate) if isinstance(rate, int | float) else 0.0 for rate in rates]
+
+    def _compare_rates(self) -> None:
+        pairs = zip(self._learning_rates(), self._rates, strict=False)
+        faster = max((now / then for now, then in pairs if then > 0), default=0.0)
+        if faster > _FASTER_BY and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "a learning rate is %.3g times what it was in the backward pass, by which gcomp kept its tolerance: set it "
+                "before the backward pass",
+                faster,
+            )
 
     def _look_later(self, arrived: Tensor, now: Tensor, scale: float) -> None:
         """Nobody waits for a device: what it holds is compared before a later step."""

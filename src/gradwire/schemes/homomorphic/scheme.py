@@ -40,7 +40,8 @@ from gradwire.schemes.homomorphic.sketch_sum import SketchSum, Summand
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
-_INTEGERS = {32: torch.int32, 64: torch.int64}
+_INTEGERS = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+_MIN_WORLD_BITS = 3  # a value keeps so many beside its sign, whatever the world size
 _TOO_DENSE = "too dense to gain: this bucket was sent uncompressed"
 _TOO_LARGE = "too large for a sketch of float32 to hold its sums: this bucket was sent uncompressed"
 
@@ -57,13 +58,16 @@ class Homomorphic(Compressed):
             float32. Their relative error is 3e-7 to 7e-7 by norms, but they are *not* lossless element by element: a
             value that is small beside its cell-mates loses digits, or all of them, and Adam divides each value by its
             own size. "exact": sketches of integers, each gradient rounded once to fixed point with an exponent that
-            all ranks share. "lossy": a sketch of `budget`; what does not come out of it is estimated.
+            all ranks share. "lossy": a sketch of `budget`; what does not come out of it is estimated. In every mode, where
+            all ranks hold zeros the mean is 0.
         budget: lossy mode: size of the sketch as a share of the gradient's, in (0, 1]; the index comes on top.
         integer_bits: fixed point: 32 (a value keeps 31 - ceil(log2 world size) bits below the largest one's exponent)
-            or 64.
+            or 64 (62; over a switch, three words a value); in mode "packed" also 16 and 8, whatever the aggregator: a lossy
+            sum of 2 or 1 bytes a value.
         sparsifier: "top-k" sends of each rank's gradient only its `density` of largest values, without gathering.
         density: share of values that the sparsifier keeps, in (0, 1].
-        error_feedback: add what sparsifier and lossy mode left out to the next gradient. Default: with a sparsifier.
+        error_feedback: add what sparsifier, lossy mode and integers of 8 or 16 bits left out to the next gradient.
+            Default: with a sparsifier or such integers.
             With it, estimates are shrunk by their variance, or what is fed back would grow; without it they are right
             in the mean, which trains better (docs/results.md).
         index: "bitmap", "bloom" (from each layout's second step on), or "auto", whichever is smaller.
@@ -90,10 +94,17 @@ class Homomorphic(Compressed):
         check_choice("index", index, ("auto", "bitmap", "bloom"))
         check_choice("sparsifier", sparsifier, (None, "top-k"))
         check_choice("integer_bits", integer_bits, tuple(_INTEGERS))
-        leaves_out = sparsifier is not None or mode == "lossy"
-        if error_feedback and not leaves_out:
-            raise InvalidArgument('error_feedback needs something that is left out: a sparsifier, or mode="lossy"')
-        super().__init__(error_feedback=sparsifier is not None if error_feedback is None else error_feedback)
+        self._is_rounded = integer_bits < 32
+        if self._is_rounded and mode != "packed":
+            raise InvalidArgument(
+                f'integer_bits={integer_bits} is for mode="packed": cells of a sketch hold sums of many values'
+            )
+        feeds_back = sparsifier is not None or self._is_rounded
+        if error_feedback and not feeds_back and mode != "lossy":
+            raise InvalidArgument(
+                'error_feedback needs something that is left out: a sparsifier, mode="lossy", or integer_bits=8 or 16'
+            )
+        super().__init__(error_feedback=feeds_back if error_feedback is None else error_feedback)
         self.mode, self.budget, self.integer_bits = mode, check_share("budget", budget), integer_bits
         self.sparsifier, self.density = sparsifier, check_share("density", density)
         self.aggregator = aggregators.by_name(aggregator) if isinstance(aggregator, str) else aggregator
@@ -121,10 +132,15 @@ class Homomorphic(Compressed):
 
     def bind(self, session: Session) -> None:
         """Raises: Unsupported (an aggregator that cannot sum what this mode sends)."""
-        if not self.aggregator.sums_floats and not (self._sums_integers and self.integer_bits == 32):
+        if not self.aggregator.sums_floats and not self._sums_integers:
             raise Unsupported(
-                f"the aggregator {self.aggregator.name!r} adds 32-bit integers only; use homomorphic with "
-                'mode="packed" or mode="exact", integer_bits=32 with it, or aggregator="process-group"'
+                f"the aggregator {self.aggregator.name!r} adds integers only; use homomorphic with "
+                'mode="packed" or mode="exact" with it, or aggregator="process-group"'
+            )
+        world_bits = (session.wire.world_size - 1).bit_length()
+        if self.integer_bits - 1 - world_bits < _MIN_WORLD_BITS:
+            raise Unsupported(
+                f"sums of {session.wire.world_size} ranks leave too little of {self.integer_bits} bits: take integer_bits=16"
             )
         if session.wire.on_device:
             self._check_device()
@@ -138,6 +154,7 @@ class Homomorphic(Compressed):
         for is_there, what, instead in (
             (self.mode == "packed", f"mode={self.mode!r}", 'mode="packed", which sums the values as they are'),
             (self.index != "bloom", 'index="bloom"', 'index="bitmap"'),
+            (not self._is_rounded, f"integer_bits={self.integer_bits}", "integer_bits=32"),
             (aggregator == "process-group", f"aggregator={aggregator!r}", 'aggregator="process-group"'),
         ):
             if not is_there:
@@ -160,7 +177,8 @@ class Homomorphic(Compressed):
         cell_bytes = self.integer_bits // 8 if self._sums_integers else values.element_size()
         cell_bits = 8.0 * cell_bytes if is_packed else 32 * self._sketch.gamma
         cells_of = self._sketches.assumed(values, wire, key)
-        union = self._index.agree(values, wire, key, cell_bits, is_packed, cells_of)
+        confirms = self.mode in ("sketch", "lossy")  # integers and packed values give back a zero as 0 by themselves
+        union = self._index.agree(values, wire, key, cell_bits, is_packed, confirms, cells_of)
         summand = Summand(part, wire, key, values, union)
         is_too_large = self._may_overflow(union)
         if union.total is not None and (is_too_large or not union.head.is_finite):
@@ -210,12 +228,21 @@ class Homomorphic(Compressed):
         with wire.timing("encode"):
             packed_values.pack(values, union.words, packed, union.ends)
             # Divided before it is summed, by DDP's own product: with two ranks DDP's bits, and float16 stays in range.
-            cells = packed.mul_(1.0 / wire.world_size) if fixed is None else fixed.quantise(packed)
+            if fixed is None:
+                cells = packed.mul_(1.0 / wire.world_size)
+            else:
+                integers = fixed.quantise(packed)
+                cells = fixed.to_words(integers)
+                if self._is_rounded and part.unsent is not None:
+                    rounding = wire.scratch("rounding", values.numel())
+                    packed_values.unpack(packed.sub_(integers * fixed.scale), union.words, rounding)
+                    part.unsent += rounding
         if union.n_set:
             self.aggregator.start_sum(cells, wire)()
         with wire.timing("decode"):
             if fixed is not None:
-                packed.copy_(cells.double().mul_(fixed.scale / wire.world_size).float())
+                sums = fixed.read_words(cells, union.n_set, wire.world_size)
+                packed.copy_(sums.double().mul_(fixed.scale / wire.world_size).float())
             is_direct = values.dtype == part.values.dtype
             out = part.values if is_direct else wire.scratch("mean", values.numel(), values.dtype)
             packed_values.unpack(packed, union.words, out, union.ends)
@@ -236,7 +263,8 @@ class Homomorphic(Compressed):
 
     @property
     def _sums_integers(self) -> bool:
-        return self.mode == "exact" or (self.mode == "packed" and not self.aggregator.sums_floats)
+        is_packed = self.mode == "packed"
+        return self.mode == "exact" or self._is_rounded or (is_packed and not self.aggregator.sums_floats)
 
     def _fixed_point(self, union: Union) -> FixedPoint | None:
         if not self._sums_integers:

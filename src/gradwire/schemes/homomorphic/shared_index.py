@@ -71,12 +71,14 @@ class SharedIndex:
         key: str,
         cell_bits: float,
         counts: bool,
+        confirms: bool,
         cells_of: Callable[[Tensor], Tensor] | None = None,
     ) -> Union:
         """The union of all ranks' non-zeros in `values` (n,); each will cost `cell_bits` when they are summed.
 
         Args:
             counts: whether the bits that are set are to be counted.
+            confirms: whether a filter is followed by a bit for each of its candidates, so that no zero is among them.
             cells_of: this rank's index to cells, which are to be summed along with it.
         Raises: RankMismatch, CorruptMessage.
         """
@@ -97,7 +99,7 @@ class SharedIndex:
                 wait, total = self._aggregator.start_or_and_sum(words, cells, wire)
                 wait()
 
-        shape = self._choose(key, n, cell_bits)
+        shape = self._choose(key, n, cell_bits, confirms)
         if shape is not None:
             filtered = wire.scratch("filter", HEAD_WORDS + shape.n_words, torch.int32)
             head, bits = filtered[:HEAD_WORDS].copy_(message[:HEAD_WORDS]), filtered[HEAD_WORDS:]
@@ -110,9 +112,12 @@ class SharedIndex:
             union = self._read(own, message, n, counts, total, wire)
             if not union.head.is_finite:
                 return union
-            if _is_worth(candidates, shape, n, cell_bits):
-                self.remember(key, candidates.n_nonzeros)
+            if _is_worth(candidates, shape, n, 1 if confirms else cell_bits):
                 self.n_blooms += 1
+                if not confirms:
+                    self.remember(key, candidates.n_nonzeros)
+                elif candidates.n_candidates:  # while the cells travel
+                    self._confirm(own, bitmap, candidates.n_candidates, wire)
                 return union
             self.n_bloom_fallbacks += 1
             wire.record.fallbacks.append("more non-zeros than the Bloom filter was made for: the bitmap was sent too")
@@ -120,18 +125,27 @@ class SharedIndex:
         unite(message)
         return self._read(own, message, n, counts, total, wire)
 
+    def _confirm(self, own: Tensor, candidates: Tensor, n_candidates: int, wire: Wire) -> None:
+        """Leave of the candidates those that some rank has."""
+        bits = wire.scratch("candidates", index_words(n_candidates), torch.int32)
+        with wire.timing("encode"):
+            bloom_filter.bits_of(own, candidates, bits)
+        self._aggregator.or_words(bits, wire)
+        with wire.timing("decode"):
+            bloom_filter.keep(bits, candidates)
+
     def remember(self, key: str, n_nonzeros: int) -> None:
         """Note how many bits a union had that came as a bitmap; a filter's were estimated from the filter."""
         if self.kind != "bitmap":
             self._learnt.count(key, n_nonzeros)
 
-    def _choose(self, key: str, n_elements: int, cell_bits: float) -> BloomShape | None:
+    def _choose(self, key: str, n_elements: int, cell_bits: float, confirms: bool) -> BloomShape | None:
         """A filter, if this bucket's last counts are known and promise that it is smaller than a bitmap."""
         counts = self._learnt.of("n_nonzeros", key)
         if self.kind == "bitmap" or not counts:
             return None
         n_nonzeros = max(counts)
-        shape = BloomShape.fit(n_nonzeros, n_elements, cell_bits / 32)
+        shape = BloomShape.fit(n_nonzeros, n_elements, cell_bits, 1.0 if confirms else None)
         bitmap_bits = n_elements + cell_bits * n_nonzeros
         return shape if self.kind == "bloom" or shape.expected_bits < _MIN_GAIN * bitmap_bits else None
 
@@ -153,8 +167,8 @@ class SharedIndex:
         return Union(own, message, head, ends, numbers[-1], total)
 
 
-def _is_worth(found: Found, shape: BloomShape, n_elements: int, cell_bits: float) -> bool:
-    """Return whether summing all candidates costs no more than a bitmap and the non-zeros, as far as the filter can tell."""
+def _is_worth(found: Found, shape: BloomShape, n_elements: int, spill_bits: float) -> bool:
+    """Return whether the candidates that are zeros cost no more than a bitmap, as far as the filter can tell."""
     if found.share_set > _MAX_SHARE_SET or found.n_candidates > _MAX_OVER_EXPECTED * shape.expected_candidates:
         return False
-    return cell_bits * found.n_candidates <= n_elements + cell_bits * found.n_nonzeros
+    return spill_bits * (found.n_candidates - found.n_nonzeros) <= n_elements

@@ -152,13 +152,15 @@ class DevicePieces(DeviceOwners):
             chunk = parts[part][index]
             draw = first_draw + chunk.values.start
             # Of the own part the residual is in the sum already.
-            self._encode(chunk_values, chunk, row, draw, None if part == rank else residual, left_out, scale)
+            self._encode(
+                self._codec, chunk_values, chunk, row, draw, None if part == rank else residual, left_out, scale
+            )
 
         def own(chunk: Chunk) -> Tensor:
             mine = values[chunk.values]
             return mine if residual is None else torch.add(mine.float(), residual[chunk.values], alpha=scale)
 
-        return self._through_owners(values, parts, encode, own)
+        return self._through_owners(values, parts, parts, encode, own)
 
     def _chunks_of(self, cut: Cut, part: int) -> list[Chunk]:
         """The pieces of a part, one after the other."""

@@ -30,7 +30,7 @@ from gradwire.exchange.parts import CHUNK_ELEMENTS, QUANTISED_CHUNK_ELEMENTS, Cu
 from gradwire.exchange.ring import Importance
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.compressed import Compressed
-from gradwire.schemes.gcomp.importance import QuantisationMetric
+from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 from gradwire.schemes.plain import start_plain_mean
 from gradwire.schemes.selection import tensors_of
 from gradwire.schemes.slimgc.exchange import CutSelection, FusedExchange
@@ -83,7 +83,7 @@ class SlimGC(Compressed):
             parameters instead of gradients (server and raw pull only; element-wise optimizers: SGD, Adam, AdamW). The
             optimizer's state then lies with the owners: `state_dict` of each rank holds its share. Needs `attach`.
         max_grad_value: with update="owner", in place of clip_grad_value_, which would clip the wrong gradient.
-        error_feedback: keep what the codec lost for the next step.
+        error_feedback: keep what the codec lost for the next step. None: if the codec wants it; qsgd and ternary do not.
         warmup_steps, method, drift_every, drift_factor: of the table; see `Measuring`.
         group_elements: values encoded and sent at a time. None: as many as suit the codec.
         backup: do not wait for the aggregation: start the next step on local weights (gradwire.stepping.look_ahead).
@@ -103,11 +103,11 @@ class SlimGC(Compressed):
         self,
         codec: str | Codec | Scheme = "one-bit",
         threshold_bytes: int | None = None,
-        error_feedback: bool = True,
+        error_feedback: bool | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(error_feedback=error_feedback)
         self.codec, mine = _read_options(codec, options)
+        super().__init__(error_feedback=codecs.choose_feedback(self.codec, error_feedback))
         self.threshold_bytes = None if threshold_bytes is None else check_threshold(threshold_bytes)
         if mine["sync_steps"] is None:
             mine["sync_steps"] = 2 + (mine["warmup_steps"] if threshold_bytes is None else 0)
@@ -157,7 +157,7 @@ class SlimGC(Compressed):
         device, options that need the host)."""
         wire, metric = session.wire, None
         if getattr(self.codec, "importance", None) == "paper":
-            metric = QuantisationMetric.beside(session)
+            metric = QuantisationMetric.beside(session, Promise.of(self.codec))
             if self.update == "owner":
                 raise Unsupported(
                     'importance="paper" reads the optimizer\'s whole state, and with update="owner" no rank has it: choose '

@@ -122,13 +122,13 @@ def train(
     name, options = parse_spec(workload)
     task, method, n_bits = workloads.by_name(name, **options), Method(spec), 0.0
 
-    def make(named: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> MeanOf:
+    def make(named: dict[str, torch.Tensor], several: list[torch.optim.Optimizer]) -> MeanOf:
         residuals = torch.zeros(n_workers, sum(one.numel() for one in named.values()))
 
         def mean_of(step: int, gradients: list[torch.Tensor]) -> torch.Tensor:
             nonlocal n_bits
             if decay_every and step and step % decay_every == 0:
-                for group in optimizer.param_groups:
+                for group in (group for optimizer in several for group in optimizer.param_groups):
                     group["lr"] /= 10
             total = torch.zeros_like(residuals[0])
             for worker, (gradient, residual) in enumerate(zip(gradients, residuals, strict=True)):

@@ -33,7 +33,7 @@ def _train_to(workload: Workload, last: int, path: Path, seed: int = 0) -> None:
     """Train alone to step `last` and write its gradient. Raises: Unsupported (the optimizer), GradwireError."""
     model = workload.build_model(seed)
     optimizer = workload.build_optimizer(model)
-    scheduler = workload.build_scheduler(optimizer)
+    schedulers = workload.build_schedulers([optimizer])
     model.train()
     for step in range(1, last + 1):
         torch.manual_seed(seed * 1_000_003 + step)
@@ -42,5 +42,5 @@ def _train_to(workload: Workload, last: int, path: Path, seed: int = 0) -> None:
         if step == last:
             write_snapshot(path, optimizer, step)
         optimizer.step()
-        if scheduler is not None:
+        for scheduler in schedulers:
             scheduler.step()

@@ -38,6 +38,8 @@ class AqgbModel(SchemeModel):
         exchange_s: how old may be what a worker knows of when the others will need a block.
         overhead_bits_per_value: what the codec adds (headers, shared exponents).
         is_fan_out: a copy to every receiver instead of a multicast.
+        has_owners: an all-reduce instead: to every receiver its part of a block, and the sum of the own part. An answer is sent
+            with the part and not after all others' parts: as if all workers were equally far.
     """
 
     def __init__(
@@ -48,15 +50,21 @@ class AqgbModel(SchemeModel):
         exchange_s: float = 0.02,
         overhead_bits_per_value: float = 0.0,
         is_fan_out: bool = False,
+        has_owners: bool = False,
     ) -> None:
         super().__init__(simulation)
+        self.share = 2 / simulation.setting.n_workers if has_owners else 1.0  # of a value, to each receiver
+        self.n_hops = 2 if has_owners else 1
         self.floor = share("floor", floor)
         self.messages_per_block = whole("messages_per_block", messages_per_block, 1, 1 << 20)
         self.overhead_bits_per_value = overhead_bits_per_value
         self.exchange_s = exchange_s
         self.blocks = simulation.setting.workload.blocks
         self.deadlines = Deadlines(len(simulation.groups))
-        classes = {id(site): simulation.topology.broadcasts(site, is_fan_out) for site in simulation.topology.sites}
+        classes = {
+            id(site): simulation.topology.broadcasts(site, is_fan_out or has_owners)
+            for site in simulation.topology.sites
+        }
         self._workers = [_Worker(self, group, classes[id(group.site)]) for group in simulation.groups]
         self._board: list[tuple[float, float | None]] = [(-1.0, None)] * len(self.blocks)
 
@@ -190,7 +198,7 @@ class _Worker:
         until_next_s = (
             None if timetable is None else timetable.until_next_gradient(self._n_appeared, now_s - self._last_s)
         )
-        undelivered_bits = WORD_BITS * sum(sending.left_values for sending in self._stack)
+        undelivered_bits = WORD_BITS * scheme.share * sum(sending.left_values for sending in self._stack)
         ratio = first_stage_ratio(self._rate.rate_bps, until_next_s, undelivered_bits, scheme.floor)
         if self._group.index == 0:
             scheme.simulation.metrics.ratios.append((now_s, ratio))
@@ -211,7 +219,7 @@ class _Worker:
                 runs.pop(0)
         simulation = self._scheme.simulation
         simulation.call_after(
-            simulation.setting.latency_s,
+            self._scheme.n_hops * simulation.setting.latency_s,
             lambda: simulation.gates.count(sending.round_number, sending.block, self._group.count),
         )
 
@@ -223,7 +231,7 @@ class _Worker:
             return 0
         undelivered_bits = sum(run.n_values * (WORD_BITS - run.sent_bits) for run in runs)
         # As many values of the first run's kind as have all the runs' bits to come.
-        n_values = round(undelivered_bits / left_bits)
+        n_values = round(self._scheme.share * undelivered_bits / left_bits)
         return second_stage_bits(self._rate.rate_bps, remaining_s, n_values, runs[0].sent_bits)
 
     def _transfer(
@@ -231,7 +239,8 @@ class _Worker:
     ) -> Generator[simpy.Event, Any, None]:
         network, started_s = self._scheme.network, self._scheme.environment.now
         bits = n_values * n_bits
-        yield network.start(self._flow_class, bits, self._group.count).done
-        self._rate.observe(bits, self._scheme.environment.now - started_s)
+        passing_bits = self._scheme.share * bits
+        yield network.start(self._flow_class, passing_bits, self._group.count).done
+        self._rate.observe(passing_bits, self._scheme.environment.now - started_s)
         name = f"{stage} {self._scheme.blocks[sending.block].name} x {n_bits:g} bits"
         self._scheme.simulation.metrics.add_transfer(self._group, sending.round_number, bits, started_s, name)

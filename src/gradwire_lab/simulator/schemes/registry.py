@@ -29,6 +29,7 @@ _OWN = {
     "broadcast-4": "the same with 4 bits a value",
     "broadcast": "gradwire's scheme of this name: option bits, 4 by default",
     "aqgb": "adaptive quantised gradient broadcast",
+    "aqgb-owners": 'the same over an all-reduce (topology="owners")',
     "direct-32": "uncompressed direct all-reduce",
     "parameter-server": "uncompressed, one server",
 }
@@ -69,8 +70,9 @@ def by_name(
     elif name == "broadcast":
         make = FixedBroadcast
         options = {"bits_per_value": float(options.pop("bits", 4)), **options}
-    elif name == "aqgb":
+    elif name in ("aqgb", "aqgb-owners"):
         make = AqgbModel
+        options = {"has_owners": name == "aqgb-owners", **options}
     elif name == "plain":
         make = _make_ring
     elif name == "direct-32":

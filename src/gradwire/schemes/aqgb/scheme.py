@@ -120,7 +120,7 @@ class BlockBroadcast(Scheme):
             # as little as the connections' own making.
             mine = Preamble(FORMAT_VERSION, 0, self.name, self.configuration_hash, 0, 0, 0)
             never_closed = session.recorder.open_bucket(0, -1, 0)
-            communicator.submit(compare_preambles, communicator, mine, never_closed, session.stepped_by).wait()
+            communicator.submit(compare_preambles, communicator, mine, never_closed, session.optimizers).wait()
             native = communicator.submit(self._connect).wait()
             feedback = session.feedback if self.error_feedback else None
             self._exchange = BlockExchange(

@@ -65,11 +65,24 @@ def build(mesh: DeviceMesh, case: str = "", checkpointing: str = "") -> tuple[nn
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if "noreshard" in case:
         options["reshard_after_forward"] = False
+    if "tied" in case:
+        net.head.weight = net.embed.weight
+    if "frozen" in case:
+        net.blocks[0].requires_grad_(False)
+        net.blocks[1].inner.requires_grad_(False)  # type: ignore[union-attr]
     for block in net.blocks:
         if "compile" in case:
             block.compile(backend="aot_eager")
         fully_shard(block, mesh=mesh, **options)
     fully_shard(net, mesh=mesh, **options)
+    if "prefetch" in case:
+        net.set_modules_to_forward_prefetch(list(net.blocks))  # type: ignore[attr-defined]
+        net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1], net.blocks[2]])  # type: ignore[union-attr,operator]
+        net.blocks[2].set_modules_to_backward_prefetch([net.blocks[1], net.blocks[0]])  # type: ignore[union-attr,operator]
+    if "divided" in case:
+        for part in (*net.blocks, net):
+            part.set_gradient_divide_factor(3.0)  # type: ignore[operator,union-attr]
+            part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator,union-attr]
     return net, torch.optim.AdamW(net.parameters(), 1e-2)
 
 

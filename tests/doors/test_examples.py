@@ -30,7 +30,13 @@ def run(name: str, n_ranks: int, *arguments: object, ranks_per_node: int = 1) ->
 
 @pytest.mark.parametrize(
     ("name", "n_ranks", "ranks_per_node"),
-    [("custom_loop.py", 2, 1), ("fsdp2_between_nodes.py", 4, 2), ("two_level.py", 4, 2), ("diloco.py", 2, 1)],
+    [
+        ("custom_loop.py", 2, 1),
+        ("fsdp2_between_nodes.py", 4, 2),
+        ("fsdp2_shards.py", 2, 1),
+        ("two_level.py", 4, 2),
+        ("diloco.py", 2, 1),
+    ],
 )
 def test_example_runs_and_learns(name: str, n_ranks: int, ranks_per_node: int) -> None:
     said = re.search(r"loss ([0-9.]+), [0-9,]+ bytes", run(name, n_ranks, ranks_per_node=ranks_per_node))
@@ -64,6 +70,14 @@ def test_lightning_resumes_with_the_same_bits(tmp_path: Path) -> None:
         return run("lightning_fit.py", 2, "--load", file)
 
     check_resume(lambda: run("lightning_fit.py", 2), halves)
+
+
+def test_muon_beside_adamw_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    def halves() -> str:
+        run("muon_and_adamw.py", 2, "--save", tmp_path)
+        return run("muon_and_adamw.py", 2, "--load", tmp_path)
+
+    check_resume(lambda: run("muon_and_adamw.py", 2), halves)
 
 
 def test_the_hf_trainer_resumes_with_the_same_bits(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ SPANS = {
     "attachment.state_dict(all_ranks=True)": "",
     "set_requires_gradient_sync(False)": "sharded.",
     "set_requires_all_reduce(False)": "sharded.",
+    "set_force_sum_reduction_for_comms(True)": "sharded.",
     "with attachment.no_sync():": "",
     "optimizer.step()": "",
 }
@@ -42,6 +43,8 @@ ELSEWHERE = {
     "close()": "",  # said of what comes after it
     'attach(ddp, optimizer, "top-k", share=0.05)': "",  # tests/doors has options of every kind
     "wait()": "",
+    'attach(model, optimizer, "one-bit", inside="gcomp", weights="exact")': "",  # tests/distributed/test_shards.py
+    "stats()": "",
     'group=mesh.get_group("replicate")': "",  # an argument: in the second block
 }
 
@@ -80,7 +83,7 @@ def run_blocks(rank: int, world_size: int, blocks: list[str]) -> None:
 
 
 def test_the_blocks_of_the_page_run() -> None:
-    assert len(CODE) == 2
+    assert len(CODE) == 3
     run_ranks(run_blocks, 4, CODE)
 
 

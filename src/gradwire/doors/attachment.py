@@ -113,8 +113,8 @@ def attach(
     """Reduce the gradients of `module` by `scheme`. Collective: every rank calls it, with the same arguments.
 
     Args:
-        module: a DistributedDataParallel model, compiled or not; a module that FSDP2's `fully_shard` has sharded over the
-            ranks of a node, or HSDP; or a module whose gradients nothing else reduces.
+        module: a DistributedDataParallel model, compiled or not; a module that FSDP2's `fully_shard` has sharded over all
+            ranks, or those of a node, or HSDP; or a module whose gradients nothing else reduces.
         optimizer: the optimizer that steps its parameters, or a list of all that do, as [muon, adamw]; read, never changed.
             Wrappers that hand calls through, as Accelerate's, are looked through.
         scheme: a Scheme, or a registry name such as "gcomp". The default "auto" measures and chooses, and keeps DDP's
@@ -129,10 +129,11 @@ def attach(
         placement: for DDP on a GPU: "staged" reduces in host memory (default; every scheme), "device" on the GPU, by the
             backend that torch has there (docs/gpu.md lists the schemes; tested without a GPU only).
         options: those of a scheme given by name, as "aqgb", floor=0.25; and for modules other than DDP bucket_mb, bucket_dtype
-            and op (see GradientState).
+            and op (see GradientState); for FSDP2 `weights`, "exact", "close" or "plain" (see ShardState), and where ranks
+            have replicas too `inside`, the scheme between the shards.
     Raises: Unsupported (a wrapper, optimizer or scheme that is not supported here), InvalidArgument.
     """
-    optimizers = Optimizers(optimizer)
+    optimizers = Optimizers([None] if optimizer is None else optimizer)
     model = getattr(module, "_orig_mod", module)  # torch.compile keeps the module it was given here
     if not isinstance(model, DistributedDataParallel):
         fsdp2.check(model)
@@ -213,11 +214,8 @@ def _attach_shards(
         )
     if scheme == "auto" or isinstance(scheme, Auto):
         raise Unsupported(
-            'scheme "auto" does not choose for shards yet; name one of '
-            + SHARD_SCHEMES
-            + ", as in attach(model, optimizer, "
-            '"gcomp", weights="exact"), which loses nothing of the weights and next to nothing of the gradients; "plain" with '
-            'weights="exact" keeps FSDP2\'s own bits'
+            f'scheme "auto" does not choose for shards yet; name one of {SHARD_SCHEMES}: attach(model, optimizer, "gcomp") '
+            'sends the weights bit for bit and gradients to 12 bits, "plain" instead of it keeps FSDP2\'s own bits'
         )
     if isinstance(scheme, str) and options:
         name, written = parse_spec(scheme)
@@ -236,6 +234,6 @@ def _check_stepped(model: torch.nn.Module, optimizers: Optimizers) -> None:
     stepped = {id(parameter) for group in optimizers.param_groups for parameter in group["params"]}
     if stepped.isdisjoint(id(parameter) for parameter in model.parameters()):
         raise InvalidArgument(
-            "no optimizer steps any of the model's parameters; give those made from the model's parameters, after the "
-            "model took its final form (after DDP(...), or fully_shard(...))"
+            f"{optimizers} steps none of the model's parameters; give the optimizer made from the model's parameters, after "
+            "the model took its final form (after DDP(...), or fully_shard(...))"
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +22,12 @@ from gradwire.checks import choice as check_choice
 from gradwire.codecs import Codec
 from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.codecs.gcomp import GCompCodec
-from gradwire.core.bucket import SUPPORTED_DTYPES, Slot, local_of
+from gradwire.core.bucket import SUPPORTED_DTYPES, Slot, local_of, offsets_of
 from gradwire.core.optimizers import Optimizers
 from gradwire.doors import fsdp2
 from gradwire.doors.passes import BackwardPass
 from gradwire.errors import InvalidArgument, PeerLost, Unsupported
-from gradwire.exchange.shards import Bfloat16, Scatter, gather
+from gradwire.exchange.shards import Bfloat16, Scatter, Summed, gather
 from gradwire.reducer import Reducer
 from gradwire.registry import parse_spec
 from gradwire.schemes import Scheme
@@ -72,7 +72,6 @@ class ShardState(Reducer):
         ranks = {tuple(dist.get_process_group_ranks(unit.shard_group)) for unit in units}
         if len(ranks) != 1:
             raise Unsupported(f"this model is sharded over {len(ranks)} groups of ranks; attach each part by itself")
-        self._summed: set[str] = set()
         self._served: dict[dist.ProcessGroup, bool] = {}
         self._weights_configuration = hash_configuration("weights", {"weights": weights})
         self._exchanged = {"weights": [0, 0], "gradients": [0, 0]}  # bytes sent, and those of torch's collective
@@ -84,7 +83,7 @@ class ShardState(Reducer):
         self._pass = BackwardPass(module, lambda: not self.closed, self._end_pass, self._give_up)
         self._close_with(module)
         for number, unit in enumerate(units):
-            own = _Unit(unit, number)
+            own = _Unit(unit, number, {parameter: name for name, parameter in module.named_parameters()})
             self._give_back.append(unit.put_in(_AllGather(self, own), _ReduceScatter(self, own)))
 
     def _inside(self, scheme: Scheme | str, module: nn.Module) -> Scheme:
@@ -123,7 +122,7 @@ class ShardState(Reducer):
         return scheme
 
     def _scatter(self, codec: Codec | Bfloat16 | None) -> Scatter:
-        return Scatter(codec, self._summed, self._exchanged["gradients"])
+        return Scatter(codec, self._exchanged["gradients"])
 
     def switch(self, scheme: Scheme | str) -> None:
         """As any Reducer, for the gradients; the weights go on as they are."""
@@ -189,10 +188,9 @@ class ShardState(Reducer):
         self._pass.begin()
         can_wait = not is_sum and unit.is_unread()
         self._finish_pending()
-        (self._summed.add if is_sum else self._summed.discard)(unit.name)
         index, self._next = self._next, self._next + 1
-        reduced = self.reduce(whole, [unit.slot_of(whole)], [0], index, is_last=False)
-        self._pending = _Reduction(unit, output, whole, reduced)
+        reduced = self.reduce(whole, *unit.layout_of(whole, self.communicator.world_size, is_sum), index, is_last=False)
+        self._pending = _Reduction(unit if can_wait else None, output, whole, reduced)
         if not can_wait:
             self._finish_pending()
 
@@ -248,13 +246,14 @@ class ShardState(Reducer):
 class _Unit:
     """What is kept of one of FSDP2's groups of parameters; it does not keep the group."""
 
-    def __init__(self, unit: fsdp2.Unit, number: int) -> None:
+    def __init__(self, unit: fsdp2.Unit, number: int, names: Mapping[torch.Tensor, str]) -> None:
         self.name, self.number, self._group = unit.name, number, weakref.ref(unit.group)
+        self._names = [names.get(parameter, "") for parameter in self.parameters]
         self.n_gathered = 0
         self.compared: set[int] = set()
         self.codec = GCompCodec("none")
         self.tables = TableRefresh(self.codec, None)
-        self._slots: dict[int, Slot] = {}
+        self._layouts: dict[tuple[int, bool], tuple[list[Slot], list[int]]] = {}
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -262,10 +261,21 @@ class _Unit:
         group = self._group()
         return [] if group is None else [parameter.sharded_param for parameter in group.fsdp_params]
 
-    def slot_of(self, whole: torch.Tensor) -> Slot:
-        """What stands for the gradients of all of them, of which some may not have come."""
-        n = whole.numel()
-        return self._slots.setdefault(n, Slot(self.name, (n,)))
+    def layout_of(self, whole: torch.Tensor, world_size: int, is_sum: bool) -> tuple[list[Slot], list[int]]:
+        """Slots and offsets of `whole` (world n,): by rank, the rows of every parameter, padded to be as many on all ranks.
+
+        One slot stands for all where some gradients have not come, so that nobody can tell whose is whose, or are summed.
+        """
+        key = whole.numel(), is_sum
+        if key not in self._layouts:
+            shapes = [(-(-p.shape[0] // world_size), *p.shape[1:]) for p in self.parameters if p.requires_grad]
+            names = [name for name, p in zip(self._names, self.parameters, strict=True) if p.requires_grad]
+            slots = [Slot(name, shape) for _ in range(world_size) for name, shape in zip(names, shapes, strict=True)]
+            offsets = offsets_of(slots)
+            if offsets.pop() != whole.numel() or is_sum:
+                slots, offsets = [(Summed if is_sum else Slot)("", (world_size, whole.numel() // world_size))], [0]
+            self._layouts[key] = slots, offsets
+        return self._layouts[key]
 
     def is_unread(self) -> bool:
         """Whether nobody looks at the gradients before the backward pass is over: FSDP2 itself, hooks, a sum over replicas."""
@@ -277,9 +287,12 @@ class _Unit:
 
 
 class _Reduction(NamedTuple):
-    """Gradients on their way: this rank's part of `whole` (world n,) is to be `output` (n,)."""
+    """Gradients on their way: this rank's part of `whole` (world n,) is to be `output` (n,).
 
-    unit: _Unit
+    `unit`: whose gradients FSDP2 has made of the output, before the result was in it; None: none yet.
+    """
+
+    unit: _Unit | None
     output: torch.Tensor
     whole: torch.Tensor
     reduced: torch.futures.Future
@@ -288,7 +301,7 @@ class _Reduction(NamedTuple):
         """Put the result where FSDP2 has it: in its output, and in gradients that it has made of that in another dtype."""
         n = self.output.numel()
         self.output.copy_(self.whole[rank * n : (rank + 1) * n])
-        for parameter in self.unit.parameters:
+        for parameter in () if self.unit is None else self.unit.parameters:
             if parameter.grad is None:
                 continue
             own = local_of(parameter.grad)

@@ -17,6 +17,7 @@ from gradwire.codecs import Codec
 from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.tensors import bytes_of, dtype_code
+from gradwire.core.bucket import Slot
 from gradwire.core.feedback import Part
 from gradwire.errors import Unsupported
 from gradwire.exchange.parts import CHUNK_ELEMENTS, count_chunks
@@ -32,12 +33,11 @@ class Scatter:
 
     Args:
         codec: what encodes a rank's values for the others; None: the backend sums, in the bucket's dtype.
-        summed: names of slots of which the sum is wanted, not the mean; read live.
         counts: bytes sent, and bytes that go in the buckets' own dtype; added to.
     """
 
-    def __init__(self, codec: Codec | Bfloat16 | None, summed: set[str], counts: list[int]) -> None:
-        self.codec, self._summed, self._counts = codec, summed, counts
+    def __init__(self, codec: Codec | Bfloat16 | None, counts: list[int]) -> None:
+        self.codec, self._counts = codec, counts
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Scatter:
         Raises: PeerLost, RankMismatch, CorruptMessage, IncompatibleVersion, and whatever the codec raises.
         """
         bucket, world = part.bucket, wire.world_size
-        is_sum = bucket.slots[0].name in self._summed
+        is_sum = isinstance(bucket.slots[0], Summed)
         n_own = bucket.n_elements // world
         before = wire.record.bytes_sent
         self._exchange(part, wire, importance, counts, is_sum, n_own)
@@ -88,6 +88,12 @@ class Scatter:
             1 if is_sum else world, count_chunks(n_own),
         )  # fmt: skip
         wire.record.add_account(*account)
+
+
+class Summed(Slot):
+    """Of which the sum is wanted, not the mean."""
+
+    __slots__ = ()
 
 
 class Bfloat16:

@@ -180,7 +180,9 @@ class ByName:
         spans = [span for slot, span in zip(bucket.slots, bucket.spans, strict=True) if slot.numel() and is_small(slot)]
         self._places[bucket.layout] = None
         if spans and n_small <= _MAX_SPARED_SHARE * n:
-            self._places[bucket.layout] = torch.cat([torch.arange(*span, device="cpu") for span in spans])
+            self._places[bucket.layout] = torch.cat(
+                [torch.arange(*span, dtype=torch.int64, device="cpu") for span in spans]
+            )
             self.n_spared, self.spared_share = n_small, n_small / n
         return self._places[bucket.layout]
 

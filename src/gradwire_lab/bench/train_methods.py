@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -29,14 +29,19 @@ from gradwire_lab.workloads import Workload
 
 # Bare quantisers that encode and decode on the training thread; `all` does not mean them.
 TRAINING_THREAD = tuple(training_thread.CODECS)
-BASELINES = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8", "hsdp", *TRAINING_THREAD)
+BASELINES = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8", "hsdp", "fully-shard", *TRAINING_THREAD)
+# FSDP2 over all ranks, as torch has it and with its collectives compressed.
+_OVER_ALL = ("fully-shard", "fsdp2-shards")
 # Several ranks a node: two levels under DDP, FSDP2 in the nodes with torch's all-reduce between them (HSDP) or a scheme's.
-SHARDED = ("hsdp", "fsdp2")
+SHARDED = ("hsdp", "fsdp2", *_OVER_ALL)
 BY_NAME_ONLY = ("two-level", *SHARDED, *TRAINING_THREAD)
 _HALF_HOOKS = {"ddp-fp16": default_hooks.fp16_compress_hook, "ddp-bf16": torch_hooks.bf16_hook}
 # Options that baselines take in a spec. `bucket_mb`: DDP's bucket_cap_mb, 0 a bucket for every tensor, inf one for all.
 # `start`: steps that powerSGD_hook leaves to the plain all-reduce; its constructor takes no less than 2.
 _BASELINE_OPTIONS = {"ddp": ("bucket_mb",), "ddp-powersgd": ("rank", "start")}
+# Of FSDP2 over all ranks: dtypes, by name, of the weights that are gathered and of the gradients that are reduced.
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PRECISION = ("param", "reduce")
 # These hooks start collectives from the callbacks of others. With several buckets under way Gloo runs the callbacks of
 # each rank in an order of its own, and the collectives of different buckets meet: "Received data size doesn't match". So
 # they get all gradients in one bucket, and overlap nothing.
@@ -80,6 +85,7 @@ class TrainMethod:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         module = workload.build_model(seed)
         self.n_parameters = sum(parameter.numel() for parameter in module.parameters())
+        self._n_in_blocks = 0  # parameters that FSDP2 gathers block by block
         self._last_gradient_s: float | None = None
         self._hooks: list[Any] = []
         self._model: Any = self._shard(module) if self.name in SHARDED else self._replicate(module)
@@ -92,7 +98,7 @@ class TrainMethod:
         if self.name in BASELINES:
             self._register_baseline()
         else:
-            self.attachment = gradwire.attach(self._model, self._optimizers, self._make_scheme())
+            self.attachment = self._attach()
             if self._timeline is not None:
                 self.attachment.recorder.add_sink(self._timeline)
         self._owns_step = self.attachment is not None and self.attachment.scheme.owns_step
@@ -116,16 +122,32 @@ class TrainMethod:
         return DistributedDataParallel(module, **ddp_options)
 
     def _shard(self, module: nn.Module) -> nn.Module:
-        """Whole copies on all nodes, shards inside; blocks of a list or a sequence are gathered one by one."""
-        shape = (self._world_size // ranks_per_node(), ranks_per_node())
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        """Whole copies on all nodes and shards inside, or shards over all; blocks of a list or a sequence are gathered each."""
+        if self.name in _OVER_ALL:
+            _check_precision(self.name, self.options, alone=False)
+            mesh = init_device_mesh("cpu", (self._world_size,))
+        else:
+            shape = (self._world_size // ranks_per_node(), ranks_per_node())
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        dtypes: dict[str, Any] = {
+            f"{key}_dtype": _DTYPES[self.options[key]] for key in _PRECISION if key in self.options
+        }
         for one in list(module.modules()):
             if isinstance(one, nn.ModuleList | nn.Sequential):
                 for block in one:
                     if any(True for _ in block.parameters()):
-                        fully_shard(block, mesh=mesh)
-        fully_shard(module, mesh=mesh)  # in place
+                        self._n_in_blocks += sum(parameter.numel() for parameter in block.parameters())
+                        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
+        dtypes |= {"output_dtype": torch.float32} if dtypes else {}
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))  # in place
         return module
+
+    def _attach(self) -> gradwire.Attachment:
+        if self.name != "fsdp2-shards":
+            return gradwire.attach(self._model, self._optimizers, self._make_scheme())
+        scheme = {key: value for key, value in self.options.items() if key not in ("gradients", "weights", *_PRECISION)}
+        name, weights = self.options.get("gradients", "gcomp"), self.options.get("weights", "exact")
+        return gradwire.attach(self._model, self._optimizers, name, weights=weights, **scheme)
 
     def _make_scheme(self) -> schemes.Scheme:
         # DDP's bucket size is no option of the scheme's; schemes that work by block want buckets no larger than blocks.
@@ -254,6 +276,12 @@ class TrainMethod:
             n_nodes, n_shard = world_size // ranks_per_node(), -(-n_elements // ranks_per_node())
             self._baseline_bytes = lambda: float(self._steps * ring_bytes(4 * n_shard, n_nodes))
             return
+        elif self.name == "fully-shard":
+            weight, gradient = (_DTYPES[self.options.get(key, "float32")].itemsize for key in _PRECISION)
+            # A block's weights are gathered for both passes, those of the whole for one.
+            n_bytes = weight * (n_elements + self._n_in_blocks) + gradient * n_elements
+            self._baseline_bytes = lambda: float(self._steps * (world_size - 1) * n_bytes / world_size)
+            return
         elif self.name == "ddp-powersgd":
             state = powerSGD_hook.PowerSGDState(
                 group,
@@ -303,6 +331,9 @@ def check_baseline_options(name: str, options: dict[str, Any]) -> None:
     if name in TRAINING_THREAD:  # the codec's own
         codecs.by_name(name.removeprefix("ddp-"), **options)
         return
+    if name == "fully-shard":
+        _check_precision(name, options, alone=True)
+        return
     known = _BASELINE_OPTIONS.get(name, ())
     for key, value in options.items():
         if key not in known:
@@ -311,6 +342,13 @@ def check_baseline_options(name: str, options: dict[str, Any]) -> None:
             raise InvalidArgument(f"{name}:{key}={value}: expected a number of 0 or more")
     if options.get("start", 0) > _POWER_SGD_START or options.get("rank", 1) < 1:
         raise InvalidArgument(f"{name}: expected start from 0 to {_POWER_SGD_START} and rank from 1")
+
+
+def _check_precision(name: str, options: dict[str, Any], alone: bool) -> None:
+    """Raises: InvalidArgument (a dtype that is none; `alone`: any other option)."""
+    for key, value in options.items():
+        if (alone and key not in _PRECISION) or (key in _PRECISION and value not in _DTYPES):
+            raise InvalidArgument(f"{name}:{key}={value}: expected param or reduce, one of {', '.join(_DTYPES)}")
 
 
 def names() -> list[str]:

@@ -156,6 +156,8 @@ def test_what_a_spared_tensor_had_not_sent_is_sent(rank: int, world_size: int) -
     assert torch.equal(drivers[1].state(), before)
     for driver in drivers:
         driver.close()
+    for bits, dtype in ((8, torch.bfloat16), (9, torch.float32)):  # never worse than the others
+        assert schemes.by_name("embedded-float", bits=bits).small_dtype(torch.float32) == dtype
 
 
 @on_ranks(2)

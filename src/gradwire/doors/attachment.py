@@ -214,8 +214,8 @@ def _attach_shards(
         )
     if scheme == "auto" or isinstance(scheme, Auto):
         raise Unsupported(
-            f'scheme "auto" does not choose for shards yet; name one of {SHARD_SCHEMES}: attach(model, optimizer, "gcomp") sends '
-            'the weights bit for bit and gradients to 12 bits, "plain" instead of it keeps FSDP2\'s own bits'
+            f'scheme "auto" does not choose for shards yet; name one of {SHARD_SCHEMES}: attach(model, optimizer, "gcomp") '
+            'sends the weights bit for bit and gradients to 12 bits, "plain" instead of it keeps FSDP2\'s own bits'
         )
     if isinstance(scheme, str) and options:
         name, written = parse_spec(scheme)

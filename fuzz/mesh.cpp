@@ -212,13 +212,13 @@ void check_broadcast(Meshes& meshes, std::uint32_t stream, std::size_t n, unsign
       for (std::size_t block = 0; block < kBlocks; ++block) {
         broadcast.encode(block, exchange::values_of(values[block]), first_bits);
         const bool is_over = first_bits == exchange::kWordBits || block == 1;
-        broadcast.send(is_over ? std::vector<std::size_t>{block} : std::vector<std::size_t>{}, 9, {});
+        broadcast.send(is_over ? std::vector<std::size_t>{block} : std::vector<std::size_t>{}, 9, {}, {});
       }
       for (std::size_t block = 0; first_bits < exchange::kWordBits && block < kBlocks; block += 2) {
         broadcast.encode(block, exchange::values_of(values[block]), exchange::kWordBits - first_bits);
-        broadcast.send({}, 9, std::vector<double>(kBlocks, 0.5));
+        broadcast.send({}, 9, std::vector<double>(kBlocks, 0.5), {});
       }
-      if (first_bits < exchange::kWordBits) broadcast.send({0, 2}, 9, {});  // a head alone
+      if (first_bits < exchange::kWordBits) broadcast.send({0, 2}, 9, {}, {});  // a head alone
       receiver.join();
       mesh.wait_until_all_sent();
       for (std::size_t block = 0; block < kBlocks; ++block) {

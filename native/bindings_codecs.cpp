@@ -96,12 +96,12 @@ void bind_gcomp(nb::module_& m) {
   m.def(
       "gcomp_encode",
       [](ConstBytes values, ConstBytes importance, Dtype dtype, gcomp::Mode mode, int kept_bits, bool truncates,
-         gcomp::Version version, const HuffmanTable& table, Bytes out) {
+         gcomp::Version version, const HuffmanTable& table, Bytes out, int least_bits) {
         const auto rounding = truncates ? gcomp::Rounding::truncate : gcomp::Rounding::nearest;
-        return gcomp::encode(values, importance, {dtype, mode, kept_bits, rounding, version}, table, out);
+        return gcomp::encode(values, importance, {dtype, mode, kept_bits, rounding, version, least_bits}, table, out);
       },
       "values"_a, "importance"_a.none(), "dtype"_a, "mode"_a, "kept_bits"_a, "truncates"_a, "version"_a, "table"_a,
-      "out"_a, unlocked);
+      "out"_a, "least_bits"_a = 0, unlocked);
   m.def(
       "gcomp_decode",
       [](ConstBytes message, Dtype dtype, const HuffmanTable& table, ConstBytes importance,
@@ -136,6 +136,7 @@ void bind_gcomp(nb::module_& m) {
         result["dtype"] = gcomp::name_of(sums.header.dtype);
         result["importance"] = gcomp::name_of(sums.header.mode);
         result["kept_mantissa_bits"] = sums.header.kept_bits;
+        result["least_mantissa_bits"] = sums.header.least_bits;
         result["table_id"] = sums.header.table_id;
         result["n_elements"] = sums.header.n_elements;
         result["n_chunks"] = sums.header.n_chunks;

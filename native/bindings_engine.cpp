@@ -182,15 +182,15 @@ void bind_exchange_codecs(nb::module_& m) {
   nb::class_<BucketImportance>(m, "BucketImportance", nb::dynamic_attr())
       .def(
           "__init__",
-          [](BucketImportance* place, const std::vector<Terms>& terms) {
+          [](BucketImportance* place, const std::vector<Terms>& terms, std::uint8_t mean_room) {
             const auto floats_at = [](std::uintptr_t address) { return reinterpret_cast<const float*>(address); };
             std::vector<gcomp::Window> windows;
             for (const auto& [offset, n, parameter, second, first, a, b, c, ready] : terms)
               windows.push_back({offset, n, floats_at(parameter), floats_at(second), floats_at(first), a, b, c,
                                  reinterpret_cast<const std::uint8_t*>(ready)});
-            new (place) BucketImportance(std::move(windows));
+            new (place) BucketImportance(std::move(windows), mean_room);
           },
-          "terms"_a)
+          "terms"_a, "mean_room"_a = 0)
       .def("write", &BucketImportance::write, "first"_a, "out"_a, unlocked);
 
   nb::class_<Codec>(m, "ExchangeCodec");
@@ -199,13 +199,13 @@ void bind_exchange_codecs(nb::module_& m) {
       "gcomp_exchange_codec",
       [](Dtype dtype, gcomp::Mode mode, int kept_bits, bool truncates, gcomp::Version version,
          const HuffmanTable& table, const std::vector<const HuffmanTable*>& known, const BucketImportance* importance,
-         std::span<std::int64_t> counts) -> Made {
+         std::span<std::int64_t> counts, int least_bits) -> Made {
         const auto rounding = truncates ? gcomp::Rounding::truncate : gcomp::Rounding::nearest;
-        const gcomp::EncodeOptions options{dtype, mode, kept_bits, rounding, version};
+        const gcomp::EncodeOptions options{dtype, mode, kept_bits, rounding, version, least_bits};
         return std::make_unique<exchange::GCompCodec>(options, table, known, importance, counts);
       },
       "dtype"_a, "mode"_a, "kept_bits"_a, "truncates"_a, "version"_a, "table"_a, "known"_a, "importance"_a.none(),
-      "counts"_a.none(), nb::keep_alive<0, 6>(), nb::keep_alive<0, 8>());
+      "counts"_a.none(), "least_bits"_a = 0, nb::keep_alive<0, 6>(), nb::keep_alive<0, 8>());
   m.def(
       "truncated_float_exchange_codec",
       [](Dtype dtype, truncated_float::Format format, int n_bits, std::size_t partition,
@@ -413,7 +413,7 @@ void bind_pieces(nb::module_& m) {
 // What Broadcast.receive gives; gradwire._native says what each part is.
 using HeardTuple = std::tuple<int, std::optional<int>, std::uint32_t, std::vector<std::size_t>, std::uint64_t,
                               std::uint64_t, std::optional<std::vector<double>>, int, std::vector<std::size_t>,
-                              std::int64_t, std::int64_t, std::int64_t>;
+                              std::int64_t, std::int64_t, std::int64_t, std::array<std::uint64_t, 2>>;
 
 std::optional<HeardTuple> tuple_of(const std::optional<exchange::Heard>& heard, std::size_t rank) {
   if (!heard) return std::nullopt;
@@ -422,7 +422,7 @@ std::optional<HeardTuple> tuple_of(const std::optional<exchange::Heard>& heard, 
   const auto remaining_s = head.remaining_s.empty() ? std::nullopt : std::optional(head.remaining_s);
   return HeardTuple(head.origin, block, head.body_bytes, heard->sent_bytes, head.received_bytes[rank],
                     head.receiving_us[rank], remaining_s, head.ceiling_bits, heard->newly_ended, heard->duration_ns,
-                    heard->arrived_ns, heard->decoded_ns);
+                    heard->arrived_ns, heard->decoded_ns, head.hidden_us);
 }
 
 void bind_broadcast(nb::module_& m) {
@@ -453,12 +453,12 @@ void bind_broadcast(nb::module_& m) {
       .def(
           "send",
           [](Broadcast& broadcast, const std::vector<std::size_t>& ended, int ceiling_bits,
-             std::optional<std::vector<double>> remaining_s) {
+             std::optional<std::vector<double>> remaining_s, const std::array<std::uint64_t, 2>& hidden_us) {
             exchange::Sent sent =
-                broadcast.send(ended, ceiling_bits, std::move(remaining_s).value_or(std::vector<double>()));
+                broadcast.send(ended, ceiling_bits, std::move(remaining_s).value_or(std::vector<double>()), hidden_us);
             return std::pair(std::move(sent.answers), std::move(sent.ended));
           },
-          "ended"_a, "ceiling_bits"_a, "remaining_s"_a.none(), unlocked)
+          "ended"_a, "ceiling_bits"_a, "remaining_s"_a.none(), "hidden_us"_a, unlocked)
       .def(
           "receive",
           [](Broadcast& broadcast, std::uint32_t step, std::size_t rank) {

@@ -108,13 +108,13 @@ def level_of(magnitude: int, dtype: str, importance: int) -> int:
     return sum(importance + 348 > code + 4 * n for n in DROPPED[dtype][1:])
 
 
-def kept_bits_of(exponent: int, importance: int, dtype: str, mode: str, cap: int) -> int:
-    """In format 2."""
+def kept_bits_of(exponent: int, importance: int, dtype: str, mode: str, kept_bits: int) -> int:
+    """In format 2, by the header's byte: at most, and above 5 bits at least."""
     if exponent == 255:
         return MANTISSA_BITS[dtype]
-    kept = cap
+    least, kept = divmod(kept_bits, 32)
     if mode == "paper" and importance > 0:
-        kept = min(kept, max(0, exponent - importance // 4 + MANTISSA_BITS[dtype] - 86))
+        kept = min(kept, max(least, exponent - importance // 4 + MANTISSA_BITS[dtype] - 86))
     return min(kept, exponent - 103) if dtype == "float16" else kept
 
 

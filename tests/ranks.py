@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
-from gradwire_lab.ranks.rank_environment import find_free_port
+from gradwire_lab.ranks.network import find_free_port
 
 _context = multiprocessing.get_context("forkserver")
 _SOURCES = Path(gradwire.__file__).parent

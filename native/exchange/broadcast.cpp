@@ -70,7 +70,7 @@ HeadFormat::HeadFormat(std::size_t n_blocks, std::size_t world_size, std::uint32
       world_size_(world_size),
       configuration_(configuration),
       blocks_(blocks),
-      n_bytes_(sizeof(Fixed) + ended_bytes(n_blocks) + 4 * n_blocks + 16 * world_size + kChecksumBytes) {}
+      n_bytes_(sizeof(Fixed) + ended_bytes(n_blocks) + 4 * n_blocks + 16 * world_size + 16 + kChecksumBytes) {}
 
 void HeadFormat::pack(const Head& head, std::uint32_t step, Bytes out) const {
   const Fixed fixed{kMagic,
@@ -95,6 +95,7 @@ void HeadFormat::pack(const Head& head, std::uint32_t step, Bytes out) const {
     at.put(out, head.remaining_s.empty() ? kUnknownUs : microseconds(head.remaining_s[block]));
   for (const std::uint64_t n : head.received_bytes) at.put(out, n);
   for (const std::uint64_t us : head.receiving_us) at.put(out, us);
+  for (const std::uint64_t us : head.hidden_us) at.put(out, us);
   at.put(out, crc32c(out.first(n_bytes_ - kChecksumBytes)));
 }
 
@@ -133,6 +134,7 @@ Head HeadFormat::unpack(ConstBytes raw, std::uint32_t step, int peer) const {
             {},
             {},
             {},
+            {},
             {}};
   const ConstBytes bits = raw.subspan(sizeof fixed, ended_bytes(n_blocks_));
   for (std::size_t block = 0; block < n_blocks_; ++block) head.ended.push_back(bits[block / 8] >> block % 8 & 1);
@@ -148,6 +150,7 @@ Head HeadFormat::unpack(ConstBytes raw, std::uint32_t step, int peer) const {
   if (!knows) head.remaining_s.clear();
   for (std::size_t rank = 0; rank < world_size_; ++rank) head.received_bytes.push_back(at.get<std::uint64_t>(raw));
   for (std::size_t rank = 0; rank < world_size_; ++rank) head.receiving_us.push_back(at.get<std::uint64_t>(raw));
+  for (std::uint64_t& us : head.hidden_us) us = at.get<std::uint64_t>(raw);
   return head;
 }
 
@@ -296,6 +299,7 @@ void Broadcast::post(Head& head, const std::vector<wire::Message>& messages) {
   head.origin = static_cast<std::uint16_t>(rank_);
   head.sequence = sequence_++;
   head.ceiling_bits = ceiling_bits_;
+  head.hidden_us = hidden_us_;
   std::uint32_t step;
   {
     const std::lock_guard lock(mutex_);
@@ -316,7 +320,8 @@ void Broadcast::post(Head& head, const std::vector<wire::Message>& messages) {
   }
 }
 
-Sent Broadcast::send(const std::vector<std::size_t>& ended, int ceiling_bits, std::vector<double> remaining_s) {
+Sent Broadcast::send(const std::vector<std::size_t>& ended, int ceiling_bits, std::vector<double> remaining_s,
+                     const std::array<std::uint64_t, 2>& hidden_us) {
   if (!remaining_s.empty() && remaining_s.size() != blocks_.size())
     throw InvalidArgument("a head tells the time that remains of every block");
   if (messages_.empty()) {
@@ -328,6 +333,7 @@ Sent Broadcast::send(const std::vector<std::size_t>& ended, int ceiling_bits, st
   next_.remaining_s = std::move(remaining_s);
   const std::lock_guard order(answer_mutex_);
   ceiling_bits_ = ceiling_bits;
+  hidden_us_ = hidden_us;
   {
     const std::lock_guard lock(mutex_);
     for (const std::size_t one : ended) ended_[rank_].at(one) = true;

@@ -1,6 +1,7 @@
 // The head that goes before every block's bits, or alone to say that blocks are complete. docs/format.md#broadcast
 #pragma once
 
+#include <array>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -13,7 +14,7 @@
 
 namespace gradwire::exchange {
 
-inline constexpr std::uint8_t kHeadVersion = 3;
+inline constexpr std::uint8_t kHeadVersion = 4;
 inline constexpr std::uint16_t kNoBlock = 0xFFFF;  // a head without a body
 inline constexpr int kWordBits = 32;
 
@@ -32,6 +33,7 @@ struct Head {
   std::vector<double> remaining_s;
   // By rank: what this origin has received of its bodies since it was attached, and how long those transfers took.
   std::vector<std::uint64_t> received_bytes, receiving_us;
+  std::array<std::uint64_t, 2> hidden_us;  // how long communication overlapped with computation, and was waited for
 };
 
 // Heads of one run: their size follows from the numbers of blocks and ranks.
@@ -96,9 +98,10 @@ class Broadcast {
   // Makes a body of the next n_bits of every value of a block, which is sent next; returns its bytes. All 32 bits at
   // once travel as the words that they are. Through owners the gradient must stay as it is until its mean is taken.
   std::size_t encode(std::size_t block, const Values& gradient, int n_bits);
-  // Starts sending what was encoded, or a head alone. `ended`: blocks of which nothing follows. `remaining_s`: see
-  // Head. Throws PeerLost.
-  Sent send(const std::vector<std::size_t>& ended, int ceiling_bits, std::vector<double> remaining_s);
+  // Starts sending what was encoded, or a head alone. `ended`: blocks of which nothing follows. The others: see Head.
+  // Throws PeerLost.
+  Sent send(const std::vector<std::size_t>& ended, int ceiling_bits, std::vector<double> remaining_s,
+            const std::array<std::uint64_t, 2>& hidden_us);
   std::size_t n_copies() const { return receivers_.size(); }
   // Of what was encoded, or of a head alone: to each receiver.
   std::vector<std::size_t> queued_bytes() const;
@@ -166,6 +169,7 @@ class Broadcast {
   std::mutex answer_mutex_;  // taken before the other: of what the sender's thread too answers from, and of the order
   std::uint32_t sequence_ = 0;
   int ceiling_bits_ = kWordBits;
+  std::array<std::uint64_t, 2> hidden_us_{};
   std::vector<int> sent_bits_;  // by block
   std::vector<Shared> shared_;  // by block; with owners
 

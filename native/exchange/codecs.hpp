@@ -33,32 +33,31 @@ class GCompCodec final : public Codec {
   }
   bool weigh(std::size_t first, std::size_t n) override { return weights_.write(first, n); }
   std::size_t encode(const Values& values, std::size_t first, Bytes out) override {
-    return encode(values, first, gcomp::Mean{}, out);
+    return encode(values, weights_.at(first, values.n), gcomp::Mean{}, out);
   }
   std::size_t encode_mean(const Values& values, std::size_t first, std::size_t divisor, const Values& mean,
                           Bytes out) override {
-    return encode(values, first, gcomp::Mean{mean.data, static_cast<float>(divisor)}, out);
+    return encode(values, weights_.at(first, values.n, true), gcomp::Mean{mean.data, static_cast<float>(divisor)}, out);
   }
   void decode(ConstBytes message, std::size_t first, const Values& values) override {
-    decode(message, first, gcomp::Finish{}, values);
+    decode(message, weights_.at(first, values.n), gcomp::Finish{}, values);
   }
   void decode_sum(ConstBytes message, std::size_t first, const Values& addend, const Values& values) override {
-    decode(message, first, gcomp::Finish{addend.data, 1}, values);
+    decode(message, weights_.at(first, values.n), gcomp::Finish{addend.data, 1}, values);
   }
   void decode_mean(ConstBytes message, std::size_t first, std::size_t divisor, const Values& values) override {
-    decode(message, first, gcomp::Finish{nullptr, static_cast<float>(divisor)}, values);
+    decode(message, weights_.at(first, values.n, true), gcomp::Finish{nullptr, static_cast<float>(divisor)}, values);
   }
 
  private:
-  std::size_t encode(const Values& values, std::size_t first, const gcomp::Mean& mean, Bytes out) {
+  std::size_t encode(const Values& values, ConstBytes weights, const gcomp::Mean& mean, Bytes out) {
     if (!counts_.empty()) gcomp::count_exponents(values.bytes(), options_.dtype, options_.version, counts_);
-    return gcomp::encode(values.bytes(), weights_.at(first, values.n), options_, table_, out, mean);
+    return gcomp::encode(values.bytes(), weights, options_, table_, out, mean);
   }
-  void decode(ConstBytes message, std::size_t first, const gcomp::Finish& finish, const Values& values) {
+  void decode(ConstBytes message, ConstBytes weights, const gcomp::Finish& finish, const Values& values) {
     const std::uint64_t id = gcomp::read_block_header(message).table_id;
     for (const HuffmanTable* table : known_)
-      if (table->id() == id)
-        return gcomp::decode(message, options_.dtype, *table, weights_.at(first, values.n), finish, values.bytes());
+      if (table->id() == id) return gcomp::decode(message, options_.dtype, *table, weights, finish, values.bytes());
     throw CorruptMessage(
         "the message was written with Huffman table ", id,
         ", which is not known here. Every rank has to add_table() a new table before any rank may use it");

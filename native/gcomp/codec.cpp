@@ -69,7 +69,8 @@ BlockHeader read_block_header(ConstBytes message) {
   const BlockHeader header{static_cast<Version>(at[4]),
                            static_cast<Dtype>(at[5]),
                            static_cast<Mode>(at[6]),
-                           at[7],
+                           static_cast<std::uint8_t>(at[7] & ((1 << kKeptBits) - 1)),
+                           static_cast<std::uint8_t>(at[7] >> kKeptBits),
                            load<std::uint32_t>(at + 36),
                            n_chunks,
                            load<std::uint64_t>(at + 8),
@@ -78,7 +79,9 @@ BlockHeader read_block_header(ConstBytes message) {
   // Format 2 may cap what mode paper keeps.
   const bool keeps_all = header.mode == Mode::none || (header.mode == Mode::paper && header.version == Version::levels);
   const int mantissa_bits = layout_of(header.dtype).mantissa_bits;
-  if (header.kept_bits > mantissa_bits || (keeps_all && header.kept_bits != mantissa_bits))
+  const bool has_least = header.mode == Mode::paper && header.version == Version::derived;
+  if (header.kept_bits > mantissa_bits || (keeps_all && header.kept_bits != mantissa_bits) ||
+      (header.least_bits != 0 && !has_least))
     fail_message(kName, header.kept_bits, " mantissa bits kept of ", mantissa_bits);
   if ((header.flags & ~kFlagNonfinite) != 0 || load<std::uint32_t>(at + 40) != 0) fail_message(kName, "unknown flags");
   return header;
@@ -89,7 +92,7 @@ namespace {
 // Both headers' fields and the checksum over them; the chunk headers are in place already.
 void write_block_header(const BlockHeader& header, std::uint8_t* message) {
   write_front(kFront, static_cast<int>(header.version), static_cast<int>(header.dtype), static_cast<int>(header.mode),
-              header.kept_bits, message);
+              header.kept_bits | header.least_bits << kKeptBits, message);
   store(message + 8, header.table_id);
   store(message + 16, header.n_elements);
   store(message + 24, header.message_bytes);
@@ -282,10 +285,11 @@ void check_half_exponents(ConstBytes exponents, std::size_t chunk) {
   if (bad != 0) fail_in_chunk(kName, chunk, "an exponent is out of range");
 }
 
-KeepRule keep_rule(Dtype dtype, Mode mode, int kept_bits) {
+KeepRule keep_rule(Dtype dtype, Mode mode, int kept_bits, int least_bits) {
   const bool is_half = dtype == Dtype::float16;
-  return {mode == Mode::paper, layout_of(dtype).mantissa_bits, kept_bits, is_half ? kLowestOfHalf : -kWordMantissa,
-          is_half ? kHighestOfHalf : kWordMaxExponent - 1};
+  return {
+      mode == Mode::paper, layout_of(dtype).mantissa_bits,           kept_bits,
+      least_bits,          is_half ? kLowestOfHalf : -kWordMantissa, is_half ? kHighestOfHalf : kWordMaxExponent - 1};
 }
 
 // As of format 1; and what the chunk decodes to goes to `mean`.
@@ -356,12 +360,14 @@ void decode_lanes_chunk(const MessageCoding& coding, ConstBytes message, const C
 
 // ---- messages
 
-MessageCoding coding_of(Dtype dtype, Mode mode, int kept_bits, Version version, bool rounds, const HuffmanTable& table,
-                        WordMasks& masks) {
+MessageCoding coding_of(Dtype dtype, Mode mode, int kept_bits, int least_bits, Version version, bool rounds,
+                        const HuffmanTable& table, WordMasks& masks) {
   const Packing packing{mode, layout_of(dtype).mantissa_bits - kept_bits};
   const Kernels& kernels = kernels_for(dtype);
   if (version == Version::levels) kernels.fill_masks(packing, masks);
-  return {dtype, version, rounds, table, lane_kernels(), kernels, packing, masks, keep_rule(dtype, mode, kept_bits)};
+  return {dtype,   version,        rounds,
+          table,   lane_kernels(), kernels,
+          packing, masks,          keep_rule(dtype, mode, kept_bits, least_bits)};
 }
 
 void require_table(const HuffmanTable& table, Dtype dtype, Version version) {
@@ -394,10 +400,15 @@ std::uint64_t encode(ConstBytes values, ConstBytes importance, const EncodeOptio
   if (kept_bits < 0 || kept_bits > layout.mantissa_bits)
     throw InvalidArgument("mantissa bits to keep: ", kept_bits, " of ", layout.mantissa_bits);
 
+  const int least_bits = options.mode == Mode::paper && options.version == Version::derived ? options.least_bits : 0;
+  if (least_bits < 0 || least_bits > kMostLeastBits)
+    throw InvalidArgument("mantissa bits of every value: ", least_bits, " of ", kMostLeastBits);
+
   const bool rounds =
       options.mode == Mode::uniform || (options.mode == Mode::paper && options.rounding == Rounding::nearest);
   WordMasks masks;
-  const MessageCoding coding = coding_of(options.dtype, options.mode, kept_bits, options.version, rounds, table, masks);
+  const MessageCoding coding =
+      coding_of(options.dtype, options.mode, kept_bits, least_bits, options.version, rounds, table, masks);
   const auto encode_chunk = [&](std::size_t chunk, std::uint64_t offset, bool& nonfinite) {
     const std::size_t first = chunk * kChunkValues;
     const std::size_t n_values = std::min<std::uint64_t>(kChunkValues, n_elements - first);
@@ -436,10 +447,10 @@ std::uint64_t encode(ConstBytes values, ConstBytes importance, const EncodeOptio
       end += n_bytes;
     }
   }
-  write_block_header(
-      {options.version, options.dtype, options.mode, static_cast<std::uint8_t>(kept_bits),
-       holds_nonfinite ? kFlagNonfinite : 0, static_cast<std::uint32_t>(n_chunks), table.id(), n_elements, end},
-      out.data());
+  write_block_header({options.version, options.dtype, options.mode, static_cast<std::uint8_t>(kept_bits),
+                      static_cast<std::uint8_t>(least_bits), holds_nonfinite ? kFlagNonfinite : 0,
+                      static_cast<std::uint32_t>(n_chunks), table.id(), n_elements, end},
+                     out.data());
   if (mean.values != nullptr && options.version == Version::levels)
     decode(out.first(end), options.dtype, table, importance, {nullptr, mean.divisor}, {mean.values, values.size()});
   return end;
@@ -458,7 +469,8 @@ void decode(ConstBytes message, Dtype dtype, const HuffmanTable& table, ConstByt
                           importance.size());
   check_chunks_adjoin(message, block);
   WordMasks masks;
-  const MessageCoding coding = coding_of(dtype, block.mode, block.kept_bits, block.version, false, table, masks);
+  const MessageCoding coding =
+      coding_of(dtype, block.mode, block.kept_bits, block.least_bits, block.version, false, table, masks);
   const auto decode_one = [&](std::size_t chunk) {
     const std::size_t first = chunk * kChunkValues, offset = first * value_bytes;
     decode_chunk(coding, message, block, chunk, derives ? importance.data() + first : nullptr,

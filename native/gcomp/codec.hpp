@@ -41,7 +41,8 @@ struct BlockHeader {
   Version version;
   Dtype dtype;
   Mode mode;
-  std::uint8_t kept_bits;  // of the mantissa: at level 0, or at most
+  std::uint8_t kept_bits;   // of the mantissa: at level 0, or at most
+  std::uint8_t least_bits;  // format 2, mode paper: of every value
   std::uint32_t flags;
   std::uint32_t n_chunks;
   std::uint64_t table_id;
@@ -92,7 +93,10 @@ struct EncodeOptions {
   int kept_bits;  // of the mantissa: modes uniform and truncate; format 2, mode paper: at most. Else the whole mantissa
   Rounding rounding = Rounding::nearest;
   Version version = Version::derived;
+  int least_bits = 0;  // format 2, mode paper: of the mantissa of every value; 0 to kMostLeastBits
 };
+// What is left of the byte of a message that holds kept_bits, too.
+inline constexpr int kMostLeastBits = 7, kKeptBits = 5;
 
 // Writes `values` (little-endian floats of options.dtype) as one message into `out` of at least max_message_bytes;
 // returns its bytes. `importance`: one byte a value in mode paper, else empty. `table` is of exponent_bits_of(dtype,

@@ -73,7 +73,8 @@ SpareBytes spare_bytes;
 
 }  // namespace
 
-BucketImportance::BucketImportance(std::vector<Window> windows) : windows_(std::move(windows)) {
+BucketImportance::BucketImportance(std::vector<Window> windows, std::uint8_t mean_room)
+    : windows_(std::move(windows)), mean_room_(mean_room) {
   std::size_t end = 0;
   for (const Window& window : windows_) {
     if (window.offset < end || window.n > SIZE_MAX - window.offset)
@@ -102,24 +103,34 @@ void BucketImportance::write(std::size_t first, Bytes out) const {
 }
 
 Weights::~Weights() {
-  for (auto& [first, bytes] : by_first_) spare_bytes.keep(std::move(bytes));
+  for (auto& [first, range] : by_first_)
+    for (std::vector<std::uint8_t>* bytes : {&range.bytes, &range.of_mean})
+      if (bytes->capacity() != 0) spare_bytes.keep(std::move(*bytes));
 }
 
 bool Weights::write(std::size_t first, std::size_t n) {
   if (importance_ == nullptr || n == 0) return false;
   const auto [place, is_new] = by_first_.try_emplace(first);
-  std::vector<std::uint8_t>& bytes = place->second;
-  if (is_new) bytes = spare_bytes.take();
+  auto& [bytes, of_mean] = place->second;
+  const std::uint8_t room = importance_->mean_room();
+  if (is_new) {
+    bytes = spare_bytes.take();
+    if (room != 0) of_mean = spare_bytes.take();
+  }
   if (bytes.size() == n) return false;
   bytes.assign(n, 0);  // what no parameter says anything of is kept whole
   importance_->write(first, bytes);
+  if (room == 0) return true;
+  of_mean.resize(n);
+  for (std::size_t i = 0; i < n; ++i)
+    of_mean[i] = bytes[i] == 0 ? 0 : static_cast<std::uint8_t>(std::min(255, bytes[i] + room));
   return true;
 }
 
-ConstBytes Weights::at(std::size_t first, std::size_t n) const {
+ConstBytes Weights::at(std::size_t first, std::size_t n, bool of_mean) const {
   const auto known = by_first_.find(first);
-  if (known == by_first_.end() || known->second.size() != n) return {};
-  return known->second;
+  if (known == by_first_.end() || known->second.bytes.size() != n) return {};
+  return of_mean && importance_->mean_room() != 0 ? known->second.of_mean : known->second.bytes;
 }
 
 }  // namespace gradwire::gcomp

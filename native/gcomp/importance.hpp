@@ -55,13 +55,16 @@ struct Window {
 
 class BucketImportance {
  public:
-  // In ascending order, and apart. Throws InvalidArgument.
-  explicit BucketImportance(std::vector<Window> windows);
+  // In ascending order, and apart. `mean_room`: how many quarter octaves more a mean may be off than a partial sum.
+  // Throws InvalidArgument.
+  explicit BucketImportance(std::vector<Window> windows, std::uint8_t mean_room = 0);
+  std::uint8_t mean_room() const { return mean_room_; }
   // The bytes of elements [first, first + out.size()); those of no parameter are left alone.
   void write(std::size_t first, Bytes out) const;
 
  private:
   std::vector<Window> windows_;
+  const std::uint8_t mean_room_;
 };
 
 // The bytes of the ranges that an exchange cuts a bucket into, each written once.
@@ -75,12 +78,16 @@ class Weights {
   ~Weights();
   // Makes those of [first, first + n) known; false if there was nothing to do.
   bool write(std::size_t first, std::size_t n);
-  // Empty where they are not known. Valid until the range is written with another n.
-  ConstBytes at(std::size_t first, std::size_t n) const;
+  // Empty where they are not known. Valid until the range is written with another n. `of_mean`: of the message that
+  // every rank reads.
+  ConstBytes at(std::size_t first, std::size_t n, bool of_mean = false) const;
 
  private:
+  struct Range {
+    std::vector<std::uint8_t> bytes, of_mean;  // the latter only where they are others
+  };
   const BucketImportance* const importance_;
-  std::map<std::size_t, std::vector<std::uint8_t>> by_first_;
+  std::map<std::size_t, Range> by_first_;
 };
 
 }  // namespace gradwire::gcomp

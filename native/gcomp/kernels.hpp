@@ -86,12 +86,13 @@ struct KeepRule {
   bool by_importance;    // mode paper
   int mantissa_bits;     // of the dtype; Inf and NaN keep them all
   int cap;               // a finite value keeps at most so many
+  int floor;             // and at least so many, whatever its importance, where the cap lets it
   int lowest_exponent;   // of a value of the dtype; a value has at most its exponent - this many bits
   int highest_exponent;  // of a finite value
 };
 
-// kept = min(cap, max(0, exponent - importance / 4 + mantissa_bits - kKeepOffset)): 2^(importance / 4 - 40) is at most
-// the S of the importance byte, and what lies 2^-mantissa_bits below it cannot matter.
+// kept = min(cap, max(floor, exponent - importance / 4 + mantissa_bits - kKeepOffset)): 2^(importance / 4 - 40) is at
+// most the S of the importance byte, and what lies 2^-mantissa_bits below it cannot matter.
 inline constexpr int kKeepOffset = 86;
 
 // Every lane's newest bits, at the bottom of its word; full words go to `at`, oldest bits first.

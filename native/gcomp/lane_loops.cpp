@@ -62,9 +62,10 @@ __m512i widen_bytes(const std::uint8_t* bytes, __mmask16 present) {
 // The rule with its constants in registers. kHalf: exponents below a float16's normal ones exist.
 template <bool kByImportance, bool kHalf>
 struct Rule {
-  __m512i cap, whole, offset, lowest;
+  __m512i cap, floor, whole, offset, lowest;
   explicit Rule(const KeepRule& rule)
       : cap(set(rule.cap)),
+        floor(set(rule.floor)),
         whole(set(rule.mantissa_bits)),
         offset(set(rule.mantissa_bits - kKeepOffset)),
         lowest(set(rule.lowest_exponent)) {}
@@ -75,7 +76,7 @@ struct Rule {
     if constexpr (kByImportance) {
       const __m512i above = _mm512_add_epi32(exponent, _mm512_sub_epi32(offset, _mm512_srli_epi32(importance, 2)));
       kept = _mm512_mask_min_epi32(kept, _mm512_test_epi32_mask(importance, importance), kept,
-                                   _mm512_max_epi32(above, _mm512_setzero_si512()));
+                                   _mm512_max_epi32(above, floor));
     }
     if constexpr (kHalf) kept = _mm512_min_epi32(kept, _mm512_sub_epi32(exponent, lowest));
     return kept;
@@ -168,9 +169,10 @@ std::uint8_t* push(const std::uint8_t* words, const std::uint8_t* importance, st
 // what it does on words.
 template <bool kByImportance, bool kHalf>
 struct FieldWidths {
-  __m512i cap, whole, offset, lowest;
+  __m512i cap, floor, whole, offset, lowest;
   explicit FieldWidths(const KeepRule& rule)
       : cap(_mm512_set1_epi8(static_cast<char>(rule.cap))),
+        floor(_mm512_set1_epi8(static_cast<char>(rule.floor))),
         whole(_mm512_set1_epi8(static_cast<char>(rule.mantissa_bits))),
         offset(_mm512_set1_epi8(static_cast<char>(kKeepOffset - rule.mantissa_bits))),
         lowest(_mm512_set1_epi8(static_cast<char>(rule.lowest_exponent))) {}
@@ -180,7 +182,7 @@ struct FieldWidths {
     if constexpr (kByImportance) {
       const __m512i quarter = _mm512_and_si512(_mm512_srli_epi16(importance, 2), _mm512_set1_epi8(0x3F));
       kept = _mm512_mask_min_epu8(kept, _mm512_test_epi8_mask(importance, importance), kept,
-                                  _mm512_subs_epu8(exponent, _mm512_add_epi8(quarter, offset)));
+                                  _mm512_max_epu8(_mm512_subs_epu8(exponent, _mm512_add_epi8(quarter, offset)), floor));
     }
     if constexpr (kHalf) kept = _mm512_min_epu8(kept, _mm512_subs_epu8(exponent, lowest));
     kept = _mm512_mask_mov_epi8(kept, _mm512_cmpeq_epi8_mask(exponent, _mm512_set1_epi8(-1)), whole);
@@ -270,7 +272,7 @@ inline int kept_bits_of(const KeepRule& rule, int exponent, int importance) {
   if (exponent == kWordMaxExponent) return rule.mantissa_bits;
   int kept = std::min(rule.cap, exponent - rule.lowest_exponent);
   if (rule.by_importance && importance != 0)
-    kept = std::min(kept, std::max(0, exponent - importance / 4 + rule.mantissa_bits - kKeepOffset));
+    kept = std::min(kept, std::max(rule.floor, exponent - importance / 4 + rule.mantissa_bits - kKeepOffset));
   return kept;
 }
 
@@ -378,16 +380,16 @@ __m256i is_zero(__m256i lanes) { return _mm256_cmpeq_epi32(lanes, _mm256_setzero
 
 template <bool kByImportance>
 struct Rule {
-  __m256i cap, whole, lowest;
+  __m256i cap, floor, whole, lowest;
   explicit Rule(const KeepRule& rule)
-      : cap(set(rule.cap)), whole(set(rule.mantissa_bits)), lowest(set(rule.lowest_exponent)) {}
+      : cap(set(rule.cap)), floor(set(rule.floor)), whole(set(rule.mantissa_bits)), lowest(set(rule.lowest_exponent)) {}
 
   __m256i kept(__m256i exponent, __m256i importance) const {
     __m256i kept = _mm256_min_epi32(cap, _mm256_sub_epi32(exponent, lowest));
     if constexpr (kByImportance) {
       const __m256i above = _mm256_sub_epi32(_mm256_add_epi32(exponent, _mm256_sub_epi32(whole, set(kKeepOffset))),
                                              _mm256_srli_epi32(importance, 2));
-      const __m256i limit = _mm256_max_epi32(above, _mm256_setzero_si256());
+      const __m256i limit = _mm256_max_epi32(above, floor);
       kept = _mm256_min_epi32(kept, _mm256_blendv_epi8(limit, cap, is_zero(importance)));
     }
     return _mm256_blendv_epi8(kept, whole, _mm256_cmpeq_epi32(exponent, set(kWordMaxExponent)));

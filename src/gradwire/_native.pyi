@@ -52,6 +52,7 @@ def gcomp_encode(
     version: int,
     table: HuffmanTable,
     out: Any,
+    least_bits: int = 0,
 ) -> int: ...
 def gcomp_decode(
     message: Any,
@@ -281,7 +282,7 @@ class Mesh:
 # origin, block (None: the head came alone), bytes of the body, bytes passed on, what the origin has received of this rank
 # and how many us that took, seconds until it needs each block, its ceiling in bits, blocks that it has ended, ns of the
 # transfer, when the body was there, when it was decoded
-_Heard = tuple[int, int | None, int, list[int], int, int, list[float] | None, int, list[int], int, int, int]
+_Heard = tuple[int, int | None, int, list[int], int, int, list[float] | None, int, list[int], int, int, int, list[int]]
 
 class Broadcast:
     """Blocks of every rank to all others, in bits, and their sum; see native/exchange/broadcast.hpp."""
@@ -299,7 +300,7 @@ class Broadcast:
     def max_body_bytes(self, block: int, n_bits: int, first_bit: int = 0) -> int: ...
     def encode(self, block: int, gradient: Any, dtype: int, n_bits: int) -> int: ...
     def send(
-        self, ended: Sequence[int], ceiling_bits: int, remaining_s: Sequence[float] | None
+        self, ended: Sequence[int], ceiling_bits: int, remaining_s: Sequence[float] | None, hidden_us: Sequence[int]
     ) -> tuple[list[int], list[int]]: ...
     def receive(self, step: int, rank: int) -> _Heard | None: ...
     def mean(self, block: int, gradient: Any, dtype: int, left_out: Any | None) -> None: ...
@@ -311,7 +312,7 @@ class BucketImportance:
     """Importance bytes of a bucket; see native/gcomp/importance.hpp."""
 
     reads: list[Any]  # what the addresses lie in
-    def __init__(self, terms: Sequence[_Window]) -> None: ...
+    def __init__(self, terms: Sequence[_Window], mean_room: int = 0) -> None: ...
     def write(self, first: int, out: Any) -> None: ...
 
 class ExchangeCodec: ...
@@ -322,6 +323,7 @@ _Quantiser = tuple[int, int, float, int, int, int]
 def gcomp_exchange_codec(
     dtype: int, mode: int, kept_bits: int, truncates: bool, version: int, table: HuffmanTable,
     known: Sequence[HuffmanTable], importance: BucketImportance | None, counts: Any | None,
+    least_bits: int = 0,
 ) -> ExchangeCodec: ...  # fmt: skip
 def truncated_float_exchange_codec(
     dtype: int, format: int, n_bits: int, partition: int, rounding: int, seed: int, first_step: int

@@ -248,7 +248,7 @@ class Reducer:
         return self._error
 
     def _compare_layout(self, bucket: Bucket) -> None:
-        compare_preambles(self.communicator, self.scheme.preamble(bucket), bucket.record, self.session.stepped_by)
+        compare_preambles(self.communicator, self.scheme.preamble(bucket), bucket.record, self.session.optimizers)
 
     def _finish_bucket(
         self, bucket: Bucket, buffer: torch.Tensor, reduced: torch.futures.Future, done: torch.futures.Future

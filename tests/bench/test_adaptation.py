@@ -29,7 +29,7 @@ def test_steps_become_records_and_windows_of_time(tmp_path):
 
 
 def test_other_folders_are_refused(tmp_path):
-    with pytest.raises(InvalidArgument, match="cannot be read"):
+    with pytest.raises(InvalidArgument, match="holds no bits"):
         read_steps(tmp_path)
     write(tmp_path, [{"step": 0, "loss": 2.0}])
     with pytest.raises(InvalidArgument, match="aqgb"):

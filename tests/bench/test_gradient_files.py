@@ -70,17 +70,18 @@ def test_wrong_array_is_named(tmp_path: Path, key: str, value: np.ndarray, messa
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    "index",
     [
-        ("nonzero_index", np.arange(100, dtype=np.int32) + 4950, "nonzero_index runs from 4950 to 5049"),
-        ("nonzero_index", np.zeros(100, np.int32), "a position twice"),
-        ("nonzero_index", np.zeros(100, np.float32), "must be integers"),
-        ("nonzero_index", np.arange(99, dtype=np.int32), "99 nonzero_index but 100 nonzero_value"),
+        np.arange(100, dtype=np.int32) + 4950,
+        np.zeros(100, np.int32),
+        np.zeros(100, np.float32),
+        np.arange(99),
+        -np.arange(100),
     ],
 )
-def test_wrong_sparse_index_is_named(tmp_path: Path, key: str, value: np.ndarray, message: str) -> None:
-    with pytest.raises(InvalidArgument, match=message):
-        load_gradients(write(tmp_path / "a.npz", {**sparse_arrays(), key: value}))
+def test_wrong_sparse_index_is_refused(tmp_path: Path, index: np.ndarray) -> None:
+    with pytest.raises(InvalidArgument, match="100 different integers below 5000"):
+        load_gradients(write(tmp_path / "a.npz", {**sparse_arrays(), "nonzero_index": index}))
 
 
 def test_what_is_no_gradient_file_is_refused(tmp_path: Path) -> None:

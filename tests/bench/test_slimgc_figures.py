@@ -108,7 +108,7 @@ def test_the_learning_rate_follows_the_batch_as_asked(scaling: str, factor: floa
 def run_with(stats: object) -> LoggedRun:
     from pathlib import Path
 
-    return LoggedRun(Path("r"), "slimgc", "slimgc", "gpt", 2, {}, {}, {"stats": stats}, {})
+    return LoggedRun(Path("r"), "slimgc", [], {}, {"stats": stats})
 
 
 def test_the_report_shows_the_threshold_table_of_a_run() -> None:

@@ -20,7 +20,7 @@ CONFIGURATION, BLOCKS = 0xABCDEF01, 0x12345678
 SIZES = [300 + index for index in range(N_BLOCKS)]
 NO_BLOCK = 0xFFFF
 FIXED = struct.Struct("<HBBHHBBHIIIII")
-TAIL = struct.Struct(f"<2s{N_BLOCKS}i{WORLD}Q{WORLD}Q")
+TAIL = struct.Struct(f"<2s{N_BLOCKS}i{WORLD}Q{WORLD}Q2Q")
 HEAD_BYTES = FIXED.size + TAIL.size + 4
 PADDED = -(-HEAD_BYTES // 64) * 64
 
@@ -28,16 +28,18 @@ PADDED = -(-HEAD_BYTES // 64) * 64
 def head(**changes: int | list[int]) -> bytearray:
     """A head of rank 2 as the document has it: alone, unless `changes` say otherwise."""
     fields: dict[str, Any] = {
-        "magic": 0x4257, "version": 3, "flags": 0, "origin": 2, "block": NO_BLOCK, "first_bit": 0, "n_bits": 0,
+        "magic": 0x4257, "version": 4, "flags": 0, "origin": 2, "block": NO_BLOCK, "first_bit": 0, "n_bits": 0,
         "ceiling_bits": 12, "body_bytes": 0, "sequence": 0, "step": STEP, "configuration": CONFIGURATION,
         "blocks": BLOCKS, "ended": 0, "remaining": [125_000 * index - 500_000 for index in range(N_BLOCKS)],
-        "received": [0, 1 << 40, 7], "receiving": [3, 0, 1 << 33],
+        "received": [0, 1 << 40, 7], "receiving": [3, 0, 1 << 33], "hidden": [5, 1 << 35],
     }  # fmt: skip
     fields |= changes
-    ended, remaining, received, receiving = (
-        fields.pop(name) for name in ("ended", "remaining", "received", "receiving")
+    ended, remaining, received, receiving, hidden = (
+        fields.pop(name) for name in ("ended", "remaining", "received", "receiving", "hidden")
     )
-    raw = FIXED.pack(*fields.values()) + TAIL.pack(ended.to_bytes(2, "little"), *remaining, *received, *receiving)
+    raw = FIXED.pack(*fields.values()) + TAIL.pack(
+        ended.to_bytes(2, "little"), *remaining, *received, *receiving, *hidden
+    )
     return bytearray(raw + struct.pack("<I", _native.crc32c(raw)))
 
 
@@ -82,12 +84,13 @@ def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
 
 
 def test_head_is_read_as_the_document_has_it(peer: Peer) -> None:
-    origin, block, body_bytes, forwarded, received, receiving, remaining_s, ceiling, ended, *_ = peer.told(
+    origin, block, body_bytes, forwarded, received, receiving, remaining_s, ceiling, ended, *rest = peer.told(
         head(ended=0b1001001001)
     )
     assert (origin, block, body_bytes, forwarded, received, receiving, ceiling) == (2, None, 0, [], 1 << 40, 0, 12)
     assert remaining_s == pytest.approx([index / 8 - 0.5 for index in range(N_BLOCKS)], abs=0.01)
     assert ended == [0, 3, 6, 9]
+    assert rest[-1] == [5, 1 << 35]
     assert peer.told(head(sequence=1, ended=0b1001001011))[8] == [1]
     unknown = peer.told(head(sequence=2, remaining=[-(1 << 31)] * N_BLOCKS, ended=0b1001001011))
     assert (unknown[6], unknown[8]) == (None, [])
@@ -97,8 +100,8 @@ def test_head_is_written_as_the_document_has_it(peer: Peer) -> None:
     gradient = torch.randn(SIZES[4], generator=torch.Generator().manual_seed(1))
     n_body = peer.broadcast.encode(4, gradient.view(torch.uint8), 0, 9)
     assert peer.broadcast.queued_bytes == 2 * [_native.MESSAGE_HEADER_BYTES + PADDED + n_body]
-    peer.broadcast.send([4, 9], 17, [1e9, -1e9, *([0.25] * (N_BLOCKS - 2))])
-    peer.broadcast.send([0], 32, None)
+    peer.broadcast.send([4, 9], 17, [1e9, -1e9, *([0.25] * (N_BLOCKS - 2))], [8, 9])
+    peer.broadcast.send([0], 32, None, [8, 9])
     for mesh in peer.meshes[1:]:
         source, message, _ = mesh.receive_any(STREAM, [0])
         assert (source, message.numel()) == (0, PADDED + n_body)
@@ -106,7 +109,7 @@ def test_head_is_written_as_the_document_has_it(peer: Peer) -> None:
         remaining = [most, -most, *([250_000] * (N_BLOCKS - 2))]
         expected = head(
             origin=0, block=4, n_bits=9, ceiling_bits=17, body_bytes=n_body, ended=1 << 4 | 1 << 9, remaining=remaining,
-            received=[0] * 3, receiving=[0] * 3,
+            received=[0] * 3, receiving=[0] * 3, hidden=[8, 9],
         )  # fmt: skip
         assert bytes(message[:PADDED].tolist()) == bytes(expected).ljust(PADDED, b"\0")
         decoded, direct = torch.empty_like(gradient), torch.empty_like(gradient)
@@ -117,7 +120,7 @@ def test_head_is_written_as_the_document_has_it(peer: Peer) -> None:
         _, alone, _ = mesh.receive_any(STREAM, [0])
         expected = head(
             origin=0, ceiling_bits=32, sequence=1, ended=1 | 1 << 4 | 1 << 9, remaining=[-(1 << 31)] * N_BLOCKS,
-            received=[0] * 3, receiving=[0] * 3,
+            received=[0] * 3, receiving=[0] * 3, hidden=[8, 9],
         )  # fmt: skip
         assert bytes(alone.tolist()) == bytes(expected).ljust(PADDED, b"\0")
 
@@ -220,5 +223,5 @@ def test_ranks_that_disagree_are_told_on_what(peer: Peer) -> None:
         peer.told(head(blocks=BLOCKS + 1))
     with pytest.raises(RankMismatch, match="options"):
         peer.told(head(configuration=CONFIGURATION + 1))
-    with pytest.raises(IncompatibleVersion, match="version 2"):
-        peer.told(head(version=2))
+    with pytest.raises(IncompatibleVersion, match="version 3"):
+        peer.told(head(version=3))

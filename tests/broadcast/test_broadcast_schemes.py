@@ -203,6 +203,7 @@ def test_fewer_bits_stay_near_and_all_ranks_agree():
     assert 0 < stats["osf"] <= 1
     assert 0 <= stats["utilisation"] <= 1
     assert stats["row"] >= 0
+    assert all(result["coarse stats"]["group_row"] >= 0 for result in results)
     assert stats["rate_bps"] > 0
     assert 0 < stats["bytes_sent"] < first["exact stats"]["bytes_sent"]
     assert stats["encode_s"] > 0 < stats["decode_s"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire.errors import InvalidArgument
+from gradwire.schemes.aqgb.overlap import OverlapFigures
 from gradwire.schemes.aqgb.pacing import CoreTimes, Pacing, PacingLimits
 
 N = 100_000  # values of each of two blocks
@@ -160,3 +161,18 @@ def test_rounds_that_cores_bound_are_counted_and_the_first_is_told(caplog: pytes
         held = rig.pacing.figures()["rounds_held"]
         assert (held >= 4) == is_held
         assert len([one for one in caplog.messages if "wait for a core" in one]) == is_held
+
+
+def test_the_group_s_row_is_the_least_overlap_by_the_longest_wait_of_all_ranks() -> None:
+    now = iter([0.0, 1.0, 1.5, 3.0, 4.0]).__next__
+    figures = OverlapFigures(["a"], [10], now)
+    figures.end_backward()  # 0: rounds begin
+    figures.begin_forward()  # 1
+    figures.note("wait", 500_000_000)  # to 1.5
+    figures.note("receive", 1_000_000_000)  # 2 to 3, while it computes
+    figures.end_backward()  # 4
+    assert figures.hidden_us == [1_000_000, 500_000]
+    assert figures.as_dict()["group_row"] == figures.as_dict()["row"] == 2
+    figures.hear(1, [3_000_000, 2_000_000])
+    figures.hear(2, [700_000, 0])
+    assert figures.as_dict()["group_row"] == 0.35

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import gradwire
+from gradwire import schemes
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
-from gradwire.schemes.gcomp.importance import QuantisationMetric
+from gradwire.schemes.gcomp import terms
+from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
+from gradwire.schemes.gcomp.watch import OptimizerWatch
 
 
 def importance_of(optimizer: torch.optim.Optimizer, *parameters: Tensor, **options: Any) -> list[Tensor]:
@@ -204,8 +209,22 @@ def test_adam_with_decoupled_weight_decay_is_adamw() -> None:
 
 
 class OwnStep(torch.optim.SGD):
+    """SGD with a momentum, written anew; with `normalises`, its update of a matrix has a norm of 1."""
+
+    normalises = False
+
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Something of its own."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                buffer = self.state[parameter].setdefault("buffer", torch.zeros_like(parameter))
+                buffer.mul_(group["momentum"]).add_(parameter.grad)
+                is_whole = self.normalises and parameter.dim() > 1
+                parameter.sub_(group["lr"] * (buffer / buffer.norm() if is_whole else buffer))
+
+
+class Normalising(OwnStep):
+    normalises = True
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -213,17 +232,94 @@ class Wrapper(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, {})
         self.optimizer = optimizer
 
-
-@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Rprop, OwnStep])
-def test_an_optimizer_that_is_not_in_the_table_is_refused_with_what_works(make: type[torch.optim.Optimizer]) -> None:
-    with pytest.raises(Unsupported, match=r'importance="none"') as refusal:
-        QuantisationMetric(make([parameter_of(3)]), 1)  # type: ignore[call-arg]
-    assert make.__name__ in str(refusal.value)
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
 
 
-def test_a_wrapped_optimizer_is_refused_with_the_one_inside() -> None:
-    with pytest.raises(Unsupported, match="it wraps a SGD"):
-        QuantisationMetric(Wrapper(torch.optim.SGD([parameter_of(3)], lr=0.1)), 1)
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers goes with it."""
+    monkeypatch.setattr(terms, "_RULES", dict(terms._RULES))
+
+
+@pytest.mark.parametrize(
+    ("make", "is_plain"),
+    [(OwnStep, True), (torch.optim.ASGD, True), (Normalising, False), (torch.optim.Rprop, False), (Wrapper, False)],
+)
+def test_a_step_without_a_rule_is_probed_and_only_what_is_as_plain_as_sgd_is_taken_for_it(
+    make: Any, is_plain: bool
+) -> None:
+    p, vector = parameter_of(30, 40), parameter_of(50)
+    optimizer = make(OwnStep([p]) if make is Wrapper else [p, vector])
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.9
+    metric, life = QuantisationMetric(optimizer, 1), QuantisationMetric(optimizer, 1, Promise(horizon="life"))
+    before = copy.deepcopy(optimizer.state_dict())
+    assert metric.is_known == is_plain
+    known = torch.optim.SGD([p], lr=optimizer.param_groups[0]["lr"])
+    expected = read(QuantisationMetric(known, 1), p)[0] if is_plain else torch.zeros(1200, dtype=torch.uint8)
+    assert (read(metric, p)[0].int() - expected.int()).abs().max() <= 1
+    if make is OwnStep:  # a tenth: 4 log2 10 quarter octaves less
+        assert (expected.int() - read(life, p)[0].int() - 13).abs().max() <= 1
+    assert str(optimizer.state_dict()) == str(before)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_registered_rule_and_a_wrapper_that_is_looked_through_are_followed() -> None:
+    p = parameter_of(1000)
+    inner, adam = Normalising([p], lr=0.1), torch.optim.Adam([p], lr=0.1)
+    expected = importance_of(torch.optim.SGD([p], lr=0.1), p)[0]
+    gradwire.register_update(Normalising, lambda parameter, group, state: terms.Terms(0.0, 1 / group["lr"]))
+    assert torch.equal(importance_of(inner, p)[0], expected)
+    gradwire.register_update("Wrapper", "optimizer")
+    assert torch.equal(importance_of(Wrapper(inner), p)[0], expected)
+    take_steps(adam)
+    assert torch.equal(importance_of(Wrapper(adam), p)[0], importance_of(adam, p)[0])
+
+
+def _raise(*_: Any) -> None:
+    raise ZeroDivisionError("eta is 0")
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize(
+    ("optimizer", "rule", "error", "words"),
+    [
+        (Normalising, _raise, Unsupported, "raised ZeroDivisionError for a parameter of shape \\(3,\\): eta is 0"),
+        (Normalising, lambda *_: 0.1, Unsupported, "gave 0.1"),
+        (Normalising, lambda *_: terms.Terms(0.0, 1.0, life=math.nan), Unsupported, "a life of at least 1"),
+        (Normalising, lambda *_: terms.Terms(0.0, 1.0, first_moment=torch.ones(2)), Unsupported, "shape \\(2,\\)"),
+        (Normalising, "optimizer", InvalidArgument, "no optimizer: None"),
+        (Normalising, "no name", InvalidArgument, "a rule is a function"),
+        (torch.nn.Linear, _raise, InvalidArgument, "takes an optimizer's class"),
+    ],
+)  # fmt: skip
+def test_a_rule_that_fails_or_gives_nonsense_is_named(optimizer: Any, rule: Any, error: type, words: str) -> None:
+    def register_and_read() -> None:
+        gradwire.register_update(optimizer, rule)
+        p = parameter_of(3)
+        importance_of(Normalising([p]), p)
+
+    with pytest.raises(error, match=words):
+        register_and_read()
+
+
+def test_a_learning_rate_raised_after_the_backward_pass_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    p = parameter_of(3)
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    watch = OptimizerWatch(optimizer, _raise)
+    for rate in (0.11, 0.3, 0.9):
+        watch.before_reduction([p])
+        optimizer.param_groups[0]["lr"] = rate
+        take_steps(optimizer)
+    watch.close()
+    assert [record.args for record in caplog.records] == [(0.3 / 0.11,)]
+
+
+@pytest.mark.parametrize("tolerance", [0, -1.0, math.nan, math.inf, 1e9, 1e-9, True, "1", None])
+def test_a_tolerance_beyond_sense_is_refused(tolerance: Any) -> None:
+    with pytest.raises(InvalidArgument, match="tolerance is"):
+        schemes.by_name("gcomp", tolerance=tolerance)
 
 
 def test_differentiable_is_refused_at_once_and_when_a_group_brings_it() -> None:

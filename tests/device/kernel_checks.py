@@ -99,6 +99,7 @@ GCOMP = {
     "none, every exponent has a code": GCompCodec("none", table=table_of(1, slice(100, 132), 8, 1)),
     "truncate": GCompCodec("truncate", bits=7),
     "paper, truncated": GCompCodec("paper", rounding="truncate"),
+    "paper, 4 to 9 bits": GCompCodec("paper", bits=9, least_bits=4),
 }
 GCOMP_SIZES = (0, 1, 3, 4, 5, 15, 16, 17, 33, 1_000)
 

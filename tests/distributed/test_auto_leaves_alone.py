@@ -78,9 +78,10 @@ def train(rank: int, make: Callable[[], nn.Module], loop: str, scheme: Any) -> t
     torch.manual_seed(5)
     model = make()
     ddp = DistributedDataParallel(model)
-    parts: list[Any] = [ddp] if loop != "two optimizers" else list(model.children())
+    parts: list[Any] = list(model.children()) if "optimizers" in loop else [ddp]
     optimizers = [torch.optim.SGD(part.parameters(), 0.01) for part in parts]
-    attachment: Any = None if scheme is None else gradwire.attach(ddp, optimizers[0], scheme, timeout_s=100)
+    given = optimizers if loop == "both optimizers" else optimizers[0]
+    attachment: Any = None if scheme is None else gradwire.attach(ddp, given, scheme, timeout_s=100)
     generator = torch.Generator().manual_seed(rank)
     for step in range(30):
         x = torch.randn(16, 8, generator=generator, dtype=torch.float64)
@@ -129,7 +130,12 @@ def test_models_that_no_scheme_takes_train_as_under_ddp_and_are_named_when_a_sch
     run_ranks(with_models, 2)
 
 
-LOOPS = {"changes by itself": "changed 2 times", "scales up": "times as large", "two optimizers": ""}
+LOOPS = {
+    "changes by itself": "changed 2 times",
+    "scales up": "times as large",
+    "two optimizers": "",
+    "both optimizers": "",
+}
 
 
 def with_loops(rank: int, world_size: int) -> list[tuple[float, str]]:

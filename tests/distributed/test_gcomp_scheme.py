@@ -111,7 +111,7 @@ def test_what_is_missing_is_named(rank: int, world_size: int) -> None:
         gradwire.HookState("gcomp")
     ddp = Training(rank).ddp
     with pytest.raises(gradwire.Unsupported, match='importance="uniform"'):
-        gradwire.attach(ddp, torch.optim.Adamax(ddp.parameters()), "gcomp")
+        gradwire.attach(ddp, torch.optim.Adam(ddp.parameters(), differentiable=True), "gcomp")
     state = gradwire.HookState(schemes.by_name("gcomp", importance="uniform", bits=10))
     ddp.register_comm_hook(state, gradwire.ddp_hook)
     ddp(batch_of(rank, 0)).sum().backward()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import _native
-from gradwire.schemes.gcomp.importance import QuantisationMetric
+from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_every_byte_belongs_to_the_gradient_at_its_place(gradient_as_bucket_view
     torch.manual_seed(0)
     model = Odd()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=gradient_as_bucket_view, bucket_cap_mb=0.002)
-    metric = QuantisationMetric(torch.optim.SGD(model.parameters(), lr=1.0), world_size=1)
+    metric = QuantisationMetric(torch.optim.SGD(model.parameters(), lr=1.0), 1, Promise(format=1))
     n_checked = 0
 
     # DDP reads the annotations of a hook: as types, not as strings.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from gradwire.errors import InvalidArgument, RankMismatch, Unsupported
 from gradwire.registry import parse_spec
 from logs import log_of
 from ranks import on_ranks
-from small_training import Training, layers, muon_and_adamw, sgd
+from small_training import Training, layers, mean_square, muon_and_adamw
 
 
 def _steps(training: Training, steps: range, closure: bool = False) -> torch.Tensor:
@@ -28,16 +29,6 @@ def _steps(training: Training, steps: range, closure: bool = False) -> torch.Ten
 
 
 # ---- with every scheme
-
-
-@pytest.mark.parametrize("scheme", ["plain", "auto:budget=0.0"])
-@on_ranks(2)
-def test_what_sends_all_bits_gives_ddps_own(rank: int, world_size: int, scheme: str) -> None:
-    name, options = parse_spec(scheme)
-    alone, ours = Training(rank, optimizer=muon_and_adamw), Training(rank, name, muon_and_adamw, **options)
-    ours.take_steps(range(5))
-    ours.close()
-    assert torch.equal(_steps(alone, range(5)), ours.flat())
 
 
 UNIFORM = "gcomp:importance=uniform,bits=12"
@@ -53,60 +44,54 @@ def test_a_resumed_run_ends_with_the_same_bits(rank: int, world_size: int, schem
     _steps(first, range(4))
     state = first.state()
     first.close()
-    halves = []
-    for _ in range(2):  # each wraps the model anew
-        again = Training(rank, name, muon_and_adamw, **kept).load(state)
-        halves.append(_steps(again, range(4, 8)))
-        again.close()
-    assert torch.equal(*halves) or scheme == "aqgb"  # which sends what the clock leaves time for
-    return halves[0]
+    resumed = Training(rank, name, muon_and_adamw, **kept).load(state)
+    flats = [_steps(resumed, range(4, 8))]
+    resumed.close()
+    # The run that goes on: what is in memory, in a new DDP, whose buckets are then laid out as those of the resumed one.
+    first = Training(rank, name, lambda _: first.optimizers, lambda: first.ddp.module, **kept)
+    first.attachment.load_state_dict(state[-1])
+    flats.append(_steps(first, range(4, 8)))
+    first.close()
+    assert torch.equal(*flats) or scheme == "aqgb"  # which sends what the clock leaves time for
+    return flats[0]
 
 
-@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("n_stepped", [1, 2])
 @on_ranks(2)
-def test_local_sgd_counts_a_step_of_both_as_one(rank: int, world_size: int, with_state: bool) -> torch.Tensor:
+def test_local_sgd_counts_a_step_of_both_as_one(rank: int, world_size: int, n_stepped: int) -> None:
+    """With one of them alone a step is over when it steps again."""
     net = layers()
     both = muon_and_adamw(net.parameters())
     loop = gradwire.LocalSgd(net, both, "plain", every=3)
     for step in range(6):
-        net(torch.full((4, 20), 0.1 * (rank + step))).square().mean().backward()
-        for one in both[: 1 if with_state else 2]:  # or one of them alone
+        mean_square(net, rank, step).backward()
+        for one in both[:n_stepped]:
             one.step()
         net.zero_grad()
-    assert len(loop.reducer.recorder.steps) == (1 if with_state else 2)
+    assert len(loop.reducer.recorder.steps) == n_stepped
     loop.close()
-    return torch.zeros(1)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "options"),
-    [("slimgc", {"backup": True}), ("slimgc", {"update": "owner", "topology": "server", "pull": "raw"})],
-)
-@on_ranks(2, raises=Unsupported, match="takes the step of one optimizer, and was given Muon and AdamW")
-def test_owners_of_one_step_say_so(rank: int, world_size: int, scheme: str, options: dict[str, Any]) -> None:
-    Training(rank, scheme, muon_and_adamw, **options)
-
-
-def _halves(parameters: Any) -> list[Optimizer]:
-    several = list(parameters)
-    return [torch.optim.SGD(several[:3], 0.1), torch.optim.SGD(several[3:], 0.1)]
-
-
+@pytest.mark.parametrize("scheme", ["broadcast", "one-bit:warmup_steps=0"])
 @on_ranks(2)
-def test_an_owner_of_the_step_leaves_out_an_optimizer_that_was_not_asked(rank: int, world_size: int) -> torch.Tensor:
-    """As one optimizer does with a rate of 0 for those parameters."""
-    flats = []
+def test_two_step_as_one_with_two_groups(rank: int, world_size: int, scheme: str) -> torch.Tensor:
+    """Under a GradScaler, with an overflow; one that is not asked is as a group with a rate of 0."""
+    flats, (name, options) = [], parse_spec(scheme)
     for two in (True, False):
-        training = Training(rank, "broadcast", _halves if two else lambda ps: _grouped(_halves(ps)))
-        for step in range(8):
-            training.backward(step)
-            if two:
-                for one in training.optimizers[step % 4 == 1 : 2 - (step % 4 == 3)]:
-                    one.step()
-            else:
-                for group, left_out in zip(training.optimizer.param_groups, (1, 3), strict=True):
-                    group["lr"] = 0.1 * (step % 4 != left_out)
-                training.optimizer.step()
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+        told = scaler if name == "broadcast" else None  # or found where it steps
+        training = Training(
+            rank, name, _two(SGD, SGD) if two else lambda ps: _grouped(_two(SGD, SGD)(ps)), scaler=told, **options
+        )
+        for step in range(12):
+            scale = float(scaler.scale(torch.ones(())))
+            training.backward(step, float("inf") if step == 7 and rank else scale)
+            asked = training.optimizers[step % 4 == 1 : 2 - (step % 4 == 2)] if two else training.optimizers
+            for group, left_out in zip(training.optimizer.param_groups if not two else (), (1, 2), strict=False):
+                group["lr"] = 0.01 * (step % 4 != left_out)
+            for one in asked:
+                scaler.step(one)
+            scaler.update()
         training.close()
         flats.append(training.flat())
     assert torch.equal(*flats)
@@ -114,14 +99,40 @@ def test_an_owner_of_the_step_leaves_out_an_optimizer_that_was_not_asked(rank: i
 
 
 def _grouped(several: list[Optimizer]) -> Optimizer:
-    return torch.optim.SGD([group for one in several for group in one.param_groups], 0.1)
+    return SGD([group for one in several for group in one.param_groups], 0.1)
+
+
+@on_ranks(2)
+def test_frameworks_pass_all_that_they_have(rank: int, world_size: int) -> None:
+    from gradwire.integrations import accelerate, lightning
+
+    for framework in ("lightning", "accelerate"):
+        training = Training(rank, optimizer=muon_and_adamw)
+        if framework == "lightning":
+            callback = lightning.GradwireCallback("broadcast")
+            trainer = SimpleNamespace(
+                strategy=SimpleNamespace(model=training.ddp), optimizers=training.optimizers, precision_plugin=None
+            )
+            callback.on_train_start(trainer, None)
+            training.attachment = callback.attachment
+        else:
+            accelerator: Any = SimpleNamespace(scaler=None, register_for_checkpointing=lambda _: None)
+            wrapped = [SimpleNamespace(optimizer=one) for one in training.optimizers]
+            training.attachment = accelerate.attach(accelerator, training.ddp, wrapped, "broadcast")
+        assert list(training.attachment.session.optimizers) == training.optimizers
+        _steps(training, range(2))
+        training.close()
+
+
+@on_ranks(2)
+def test_recommend_takes_both(rank: int, world_size: int) -> None:
+    training = Training(rank, optimizer=muon_and_adamw)
+    plan = gradwire.recommend(training.ddp, training.optimizers, lambda: training.backward(0), seconds=0.5)
+    exact = {one.spec for one in plan.forecasts() if one.level == "exact" and not one.by_name_only}
+    assert exact == {"plain", UNIFORM}
 
 
 # ---- what DDP trains, by any optimizers
-
-
-def _other(rank: int) -> Callable[[Any], Any]:
-    return muon_and_adamw if rank else lambda parameters: torch.optim.AdamW(parameters)
 
 
 class Unknown(Optimizer):
@@ -137,18 +148,9 @@ class Unknown(Optimizer):
                 parameter.sub_(parameter.grad, alpha=group["lr"])
 
 
-def _shared(parameters: Any) -> Any:
-    several = list(parameters)
-    return [torch.optim.SGD(several, 0.01), torch.optim.AdamW(several[:2])]
-
-
-def _sgd_and_adamw(parameters: Any) -> Any:
-    several = list(parameters)
-    return [torch.optim.SGD(several[:3], 0.1), torch.optim.AdamW(several[3:])]
-
-
-def _one_in_none(parameters: Any) -> Any:
-    return [torch.optim.SGD(list(parameters)[1:], 0.01)]
+def _two(first: Any, second: Any, start: int = 3) -> Any:
+    """One for the first three parameters, and one for those from `start` on."""
+    return lambda parameters: (lambda all_: [first(all_[:3], 0.01), second(all_[start:], 0.01)])(list(parameters))
 
 
 def _rate_of_zero(parameters: Any) -> Any:
@@ -158,42 +160,45 @@ def _rate_of_zero(parameters: Any) -> Any:
     return both
 
 
-def _eight_bits(parameters: Any) -> Any:
-    return type("AdamW8bit", (torch.optim.AdamW,), {})(parameters)
-
-
-def _fused(parameters: Any) -> Any:
-    both = muon_and_adamw(parameters)
-    return [both[0], torch.optim.AdamW(both[1].param_groups[0]["params"], fused=True)]
-
-
-# The optimizers, and what is said when they are attached.
-TRAINED: dict[str, tuple[Any, str]] = {
-    "two that share": (_shared, "attach: parameter 0.weight (2 in all) is one that two optimizers step"),
-    "a parameter in none": (
-        _one_in_none,
-        "attach: parameter 0.weight (1 in all) is one that none of the optimizers",
+SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
+CAREFUL = {"plain", UNIFORM, "bf16", "embedded-float:bits=8"}
+OF_ADAM = {*CAREFUL, "embedded-float:bits=5"}
+OF_SGD = CAREFUL - {UNIFORM} | {"gcomp", "truncated-float:bits=8,rounding=stochastic"}
+# The optimizers, what "close" may use, and what is said when they are attached.
+TRAINED: dict[str, tuple[Any, set[str], str]] = {
+    "Muon and AdamW": (muon_and_adamw, CAREFUL, ""),
+    "AdamW": (ADAMW, OF_ADAM, ""),
+    "two AdamW, one fused": (_two(ADAMW, partial(ADAMW, fused=True)), OF_ADAM, ""),
+    "8 bits": (type("AdamW8bit", (ADAMW,), {}), OF_ADAM, ""),
+    "SGD": (partial(SGD, lr=0.1), OF_SGD, ""),
+    "SGD and AdamW": (_two(SGD, ADAMW), CAREFUL, ""),
+    "a rate of 0": (_rate_of_zero, CAREFUL, ""),
+    "two that share": (
+        _two(SGD, SGD, 2),
+        CAREFUL,
+        "attach: parameter 2.weight (1 in all) is one that two optimizers step",
     ),
-    "unknown": (Unknown, "what a step of Unknown does with a gradient cannot be told"),
-    "LBFGS": (lambda parameters: torch.optim.LBFGS(parameters, 0.01, 2), "what a step of LBFGS"),
-    "a rate of 0": (_rate_of_zero, ""),
-    "fused": (_fused, ""),
-    "foreach": (lambda parameters: torch.optim.AdamW(parameters, foreach=True), ""),
-    "8 bits": (_eight_bits, ""),
+    "one in none": (
+        _two(SGD, SGD, 4),
+        CAREFUL,
+        "attach: parameter 2.bias (1 in all) is one that none of the optimizers",
+    ),
+    "unknown": (Unknown, CAREFUL, "what a step of Unknown does with a gradient cannot be told"),
+    "LBFGS": (lambda parameters: torch.optim.LBFGS(parameters, 0.01, 2), CAREFUL, "what a step of LBFGS"),
 }
 
 
 @pytest.mark.parametrize("kind", TRAINED)
 @on_ranks(2)
 def test_auto_trains_as_ddp_does_and_says_what_it_cannot_know(rank: int, world_size: int, kind: str) -> torch.Tensor:
-    make, words = TRAINED[kind]
+    make, specs, words = TRAINED[kind]
     said = log_of("gradwire")
-    alone, ours = Training(rank, optimizer=make), Training(rank, "auto", make, budget=0.0)
+    alone, ours = Training(rank, optimizer=make), Training(rank, "auto", make, fidelity="close", budget=0.0)
     closure = kind == "LBFGS"
     ours_flat, alones = _steps(ours, range(4), closure), _steps(alone, range(4), closure)
     candidates = {one["spec"] for one in ours.close()["auto"]["candidates"]}
     assert torch.equal(ours_flat, alones)
-    assert candidates == {"plain", UNIFORM}
+    assert candidates == specs
     warned = [text for text in said if text.startswith(("attach:", "what a step"))]
     assert len(warned) == (1 if words and rank == 0 else 0)
     assert all(text.startswith(words) for text in warned)
@@ -217,26 +222,18 @@ def test_one_that_comes_after_attach_trains_as_under_ddp(rank: int, world_size: 
 @pytest.mark.parametrize("scheme", ["auto", "embedded-float", "broadcast"])
 @on_ranks(2, raises=RankMismatch, match="disagree on configuration.*this rank was given (Muon and )?AdamW")
 def test_ranks_with_optimizers_of_other_classes_are_told(rank: int, world_size: int, scheme: str) -> None:
-    Training(rank, scheme, _other(rank), timeout_s=20).take_steps([0])
-
-
-@on_ranks(2, raises=InvalidArgument, match=r"two optimizers step 0.weight \(2 in all\)")
-def test_an_owner_of_the_step_refuses_a_shared_parameter(rank: int, world_size: int) -> None:
-    Training(rank, "broadcast", _shared)
-
-
-# ---- what each row is for
+    Training(rank, scheme, muon_and_adamw if rank else ADAMW, timeout_s=20).take_steps([0])
 
 
 @on_ranks(2)
-def test_the_classes_hold_for_every_family_of_the_model(rank: int, world_size: int) -> None:
-    careful = {"plain", UNIFORM, "bf16", "embedded-float:bits=8"}
-    for make, specs in (
-        (muon_and_adamw, careful),
-        (Unknown, careful),
-        (_sgd_and_adamw, careful),
-        (torch.optim.AdamW, {*careful, "embedded-float:bits=5"}),
-        (sgd, careful - {UNIFORM} | {"gcomp", "truncated-float:bits=8,rounding=stochastic"}),
-    ):
-        training = Training(rank, "auto", make, fidelity="close")
-        assert {one["spec"] for one in training.close()["auto"]["candidates"]} == specs
+def test_an_owner_of_the_step_says_what_it_needs(rank: int, world_size: int) -> None:
+    one = "takes the step of one optimizer, and was given Muon and AdamW"
+    shared = r"two optimizers step 2.weight \(1 in all\)"
+    owner = {"update": "owner", "topology": "server", "pull": "raw"}
+    cases: list[tuple[str, dict[str, Any], Any, str]] = [
+        ("slimgc", {"backup": True}, muon_and_adamw, one), ("slimgc", owner, muon_and_adamw, one),
+        ("broadcast", {}, _two(SGD, SGD, 2), shared),
+    ]  # fmt: skip
+    for scheme, options, make, words in cases:
+        with pytest.raises(InvalidArgument if words is shared else Unsupported, match=words):
+            Training(rank, scheme, make, timeout_s=20, **options)

@@ -72,6 +72,14 @@ def test_lightning_resumes_with_the_same_bits(tmp_path: Path) -> None:
     check_resume(lambda: run("lightning_fit.py", 2), halves)
 
 
+def test_muon_beside_adamw_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    def halves() -> str:
+        run("muon_and_adamw.py", 2, "--save", tmp_path)
+        return run("muon_and_adamw.py", 2, "--load", tmp_path)
+
+    check_resume(lambda: run("muon_and_adamw.py", 2), halves)
+
+
 def test_the_hf_trainer_resumes_with_the_same_bits(tmp_path: Path) -> None:
     check_resume(lambda: run("hf_trainer.py", 2, tmp_path), lambda: run("hf_trainer.py", 2, tmp_path, "--resume"))
     assert (tmp_path / "checkpoint-4" / "gradwire.pt").exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire_lab.ranks.rank_environment import find_free_port
+from gradwire_lab.ranks.network import find_free_port
 from ranks import patience
 
 SCRIPT = """

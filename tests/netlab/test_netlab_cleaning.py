@@ -63,11 +63,11 @@ def test_clean_ends_what_is_left_when_owner_and_network_process_are_killed_at_on
     for number in (signal.SIGSTOP, signal.SIGKILL):
         subprocess.run(["kill", f"-{number.value}", str(lab.owner.pid), str(lab.fabric)], check=True)
     lab.owner.wait()
-    wait_until(lambda: any(stale.identity == identity for stale in find_stale_labs()), "the lab is found to be stale")
+    wait_until(lambda: identity in find_stale_labs(), "the lab is found to be stale")
     cleaned = subprocess.run([*CLI, "clean"], check=True, capture_output=True, text=True)
     assert f"a lab of dead process {lab.owner.pid}" in cleaned.stdout
     lab.assert_all_gone()
-    assert identity not in [stale.identity for stale in find_stale_labs()]
+    assert identity not in find_stale_labs()
 
 
 def test_clean_leaves_a_lab_that_is_in_use_alone() -> None:

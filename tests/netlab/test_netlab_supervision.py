@@ -14,10 +14,18 @@ import pytest
 from lab_watch import CLI, is_running, wait_until
 
 from gradwire.errors import InvalidArgument, PeerLost
-from gradwire_lab.ranks.launch import launch_ranks, start_ranks
+from gradwire_lab.ranks.launch import start_ranks
 from gradwire_lab.ranks.network import current_network
 from gradwire_lab.ranks.supervisor import end_on_signals, run_to_end
 from ranks import patience
+
+
+def launch_ranks(command: list[str], n_ranks: int, timeout_s: float | None = None, **options: Any) -> int:
+    with start_ranks(command, n_ranks, **options) as launch:
+        result = launch.wait(timeout_s)
+    if result.status:
+        print(result, file=sys.stderr)
+    return result.status
 
 
 def shell(script: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,19 @@ CASES = [
     _case("adamw", AdamW, lr=0.001),
     _case("adamw decay", AdamW, lr=0.01, weight_decay=0.5),
     _case("adamw amsgrad fused", AdamW, lr=0.001, amsgrad=True, fused=True),
+]
+
+# Not in the paper's table: without an oracle of their own.
+OTHERS = [
+    _case("nadam", torch.optim.NAdam, lr=0.002),
+    _case("nadam decay", torch.optim.NAdam, lr=0.002, betas=(0.8, 0.99), weight_decay=0.1),
+    _case("nadam decoupled", torch.optim.NAdam, lr=0.002, weight_decay=0.1, decoupled_weight_decay=True),
+    _case("radam", torch.optim.RAdam, lr=0.001, betas=(0.9, 0.9)),
+    _case(
+        "radam decoupled", torch.optim.RAdam, lr=0.001, betas=(0.9, 0.9), weight_decay=0.1, decoupled_weight_decay=True
+    ),
+    _case("radam, not rectified yet", torch.optim.RAdam, lr=0.001, betas=(0.9, 0.9999), weight_decay=0.1),
+    _case("adamax", torch.optim.Adamax, lr=0.002, weight_decay=0.01),
 ]
 
 
@@ -203,22 +217,28 @@ def trained(
     return optimizer, parameter, next_gradient()
 
 
-def stepped(optimizer: Optimizer, parameter: Tensor, gradient: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """What a copy of `optimizer`, its parameter and state in `dtype`, makes of `gradient`."""
+def stepped(
+    optimizer: Optimizer, parameter: Tensor, gradient: Tensor, dtype: torch.dtype | None = None, n_more: int = 0
+) -> Tensor:
+    """What a copy of `optimizer`, its parameter and state in `dtype`, makes of `gradient`, and of none in `n_more` steps."""
     dtype = dtype or parameter.dtype
     clone = torch.nn.Parameter(parameter.detach().to(dtype, copy=True))
     group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    twin = type(optimizer)([clone], **{key: copy.deepcopy(value) for key, value in group.items() if key in _OPTIONS})
+    known = _OPTIONS & inspect.signature(type(optimizer)).parameters.keys()  # decoupled_weight_decay is not AdamW's
+    twin = type(optimizer)([clone], **{key: copy.deepcopy(value) for key, value in group.items() if key in known})
     for name, value in optimizer.state.get(parameter, {}).items():
         twin.state[clone][name] = value.clone() if value.dim() == 0 else value.detach().to(dtype, copy=True)
     clone.grad = gradient.to(dtype)
     twin.step()
+    clone.grad = torch.zeros_like(clone)
+    for _ in range(n_more):
+        twin.step()
     return clone.detach()
 
 
 _OPTIONS = {
     "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "lr_decay", "eps", "alpha", "centered",
-    "betas", "amsgrad", "foreach", "fused",
+    "betas", "amsgrad", "foreach", "fused", "momentum_decay", "decoupled_weight_decay",
 }  # fmt: skip
 
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import CASES, MANTISSA_BITS, Case, byte_of, expected, finite, stepped, trained, truncate
+from optimizer_cases import (
+    CASES,
+    MANTISSA_BITS,
+    OTHERS,
+    Case,
+    byte_of,
+    expected,
+    finite,
+    stepped,
+    trained,
+    truncate,
+)
 from torch import Tensor
 
 from float_messages import DTYPES, decode, encode, same_bits
@@ -14,6 +25,8 @@ from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 
 N_ELEMENTS = 4000
 PUBLISHED = Promise(format=1, rounding="truncate")
+
+DEFAULT = codecs.by_name("gcomp")
 
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 states = pytest.mark.parametrize(
@@ -39,6 +52,20 @@ def assert_bytes_follow(scale: np.ndarray, rounding: np.ndarray, importance: Ten
     assert (found >= byte_of(np.maximum(scale - rounding, 0))).all()
     assert (found <= byte_of(scale + rounding)).all()
     assert (found == byte_of(scale)).mean() > 0.99
+
+
+def sent(gradient: Tensor, importance: Tensor) -> Tensor:
+    """`gradient` after one message of the default codec."""
+    message = encode(DEFAULT, gradient, importance=importance)
+    return decode(DEFAULT, message, gradient.numel(), gradient.dtype, importance=importance)
+
+
+def moved(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, found: Tensor, exact: Tensor, n_more: int = 0
+) -> np.ndarray:
+    """(n,) float64: how far `found` moves the parameter from where `exact` does."""
+    one, other = (stepped(optimizer, parameter, values, torch.float64, n_more) for values in (found, exact))
+    return (one - other).abs().numpy()
 
 
 @cases
@@ -175,3 +202,115 @@ def test_windows_of_any_size_add_up_to_the_whole(cls: type, options: dict) -> No
         for start in range(0, whole.numel(), window):
             metric.of_bucket(in_bucket, offsets, 4.0).write(start, pieces[start : start + window])
         assert torch.equal(pieces, whole)
+
+
+# ---- the promise, which the default codec keeps
+
+
+@pytest.mark.parametrize(("tolerance", "n_elements"), [(0.25, 4000), (1.0, 4000), (32.0, 1 << 16)])
+@cases
+def test_the_promise_is_kept_and_not_over_kept(case: Case, tolerance: float, n_elements: int) -> None:
+    optimizer, parameter, gradient = trained(case, 20, n_elements, torch.float32, seed=80)
+    importance = importance_of(optimizer, parameter, promise=Promise(tolerance))
+    oracle = expected(optimizer, parameter, gradient)
+    promised = tolerance * 2.0**-23 * (oracle.scale + oracle.rounding) * oracle.gain
+    shift = moved(optimizer, parameter, sent(gradient, importance), gradient)
+    known = (importance > 0).numpy()
+    assert (shift <= np.where(known, (1 + oracle.slack) * promised, 0)).all()
+    assert (shift[known] / promised[known]).max() > 0.9
+
+
+def test_a_short_vector_keeps_a_tolerance_of_one() -> None:
+    for n_elements, is_loose in ((4000, False), (1 << 16, True)):
+        optimizer, parameter, _ = trained(CASES[0], 1, n_elements, torch.float32, seed=81)
+        one, loose = (importance_of(optimizer, parameter, promise=Promise(tolerance)) for tolerance in (1.0, 4.0))
+        assert torch.equal(loose, one) != is_loose
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 16])
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[9]], ids=lambda case: case.name)
+def test_the_roundings_of_a_ring_move_as_much_as_one_message_in_the_mean_square(case: Case, world_size: int) -> None:
+    """Each is as likely up as down; what the ring's additions in float32 lose is not theirs."""
+    optimizer, parameter, _ = trained(case, 10, N_ELEMENTS, torch.float32, seed=82)
+    promise = Promise()
+    importance = importance_of(optimizer, parameter, world_size, promise=promise)
+    of_mean = torch.where(importance > 0, importance.int() + promise.mean_room(world_size), 0).clamp(max=255).byte()
+    partial_sum, lost = torch.zeros(N_ELEMENTS), torch.zeros(N_ELEMENTS, dtype=torch.float64)
+    for rank in range(world_size):
+        total = partial_sum + trained(case, 0, N_ELEMENTS, torch.float32, seed=83 + rank)[2]
+        partial_sum = sent(total, importance if rank < world_size - 1 else of_mean)
+        lost += partial_sum.double() - total
+    share = (lost.abs().numpy() / world_size / (2.0**-23 * expected(optimizer, parameter, total).scale))[
+        (importance > 0).numpy()
+    ]
+    # Of one message: 1/sqrt(3) of its largest, which is half to all of what is promised.
+    assert 0.25 < np.sqrt((share**2).mean()) < 0.6
+    assert share.max() < world_size**0.5
+
+
+@pytest.mark.parametrize("case", [CASES[k] for k in (3, 4, 7, 8, 15, 18, 24)] + OTHERS[:2], ids=lambda case: case.name)
+def test_the_horizon_of_a_life_holds_for_all_that_a_gradient_adds(case: Case) -> None:
+    optimizer, parameter, gradient = trained(case, 20, N_ELEMENTS, torch.float32, seed=84)
+    size = 2.0**-23 * stepped(optimizer, parameter, torch.zeros_like(gradient), torch.float64).abs().numpy()
+    share = {}
+    for horizon in ("step", "life"):
+        importance = importance_of(optimizer, parameter, promise=Promise(horizon=horizon))
+        shift = moved(optimizer, parameter, sent(gradient, importance), gradient, n_more=80)
+        share[horizon] = float(np.quantile((shift / size)[(importance > 0).numpy()], 0.95))
+    assert share["life"] < 1.1
+    assert share["step"] > 1.5 * share["life"]
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
+def test_terms_beyond_the_papers_keep_the_promise_too(case: Case) -> None:
+    """But for the share by which a gradient's own effect on the moments adds to its direct one."""
+    optimizer, parameter, gradient = trained(case, 20, N_ELEMENTS, torch.float32, seed=85)
+    importance = importance_of(optimizer, parameter, promise=Promise())
+    size = 2.0**-23 * stepped(optimizer, parameter, torch.zeros_like(gradient), torch.float64).abs().numpy()
+    known = (importance > 0).numpy()
+    share = (moved(optimizer, parameter, sent(gradient, importance), gradient) / size)[known]
+    assert known.mean() > 0.95
+    assert 0.4 < np.quantile(share, 0.95) < 1.1
+    assert np.quantile(share, 0.999) < 12
+
+
+def test_lion_keeps_the_last_place_of_what_decides_the_sign() -> None:
+    class Lion(torch.optim.Optimizer):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            raise AssertionError("read only")
+
+    _, parameter, gradient = trained(CASES[0], 1, N_ELEMENTS, torch.float32, seed=86)
+    optimizer, moment = Lion([parameter], {"lr": 1e-4, "betas": (0.9, 0.99)}), 0.3 * gradient.roll(1)
+    assert not importance_of(optimizer, parameter).any()
+    optimizer.state[parameter] = {"exp_avg": moment}
+    importance = importance_of(optimizer, parameter, promise=Promise())
+    share = 0.1 * (sent(gradient, importance).double() - gradient).abs() / (2.0**-23 * 0.9 * moment.double().abs())
+    assert 0.9 < share.max() <= 1 + 1e-6
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("shape", [(48, 160), (160, 48)])
+def test_muon_keeps_the_promise_in_the_mean_square_of_a_matrix(shape: tuple[int, int], nesterov: bool) -> None:
+    torch.manual_seed(87)
+    parameter = torch.nn.Parameter(torch.randn(shape) / 20)
+    optimizer = torch.optim.Muon([parameter], lr=0.02, momentum=0.9, nesterov=nesterov)
+    for _ in range(10):
+        parameter.grad = torch.randn(shape) * 1e-3
+        optimizer.step()
+    gradient, moment = torch.randn(shape) * 1e-3, optimizer.state[parameter]["momentum_buffer"].double()
+
+    def update(values: Tensor) -> Tensor:
+        new = 0.9 * moment + 0.1 * values.double()
+        x = 0.1 * values.double() + 0.9 * new if nesterov else new
+        x = x / x.norm()
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x - 4.775 * gram @ x + 2.0315 * gram @ gram @ x
+        return 0.02 * max(1, shape[0] / shape[1]) ** 0.5 * x
+
+    importance = importance_of(optimizer, parameter, promise=Promise())
+    found = sent(gradient.flatten(), importance).view(shape)
+    shift = (update(found) - update(gradient)).square().mean().sqrt()
+    promised = 2.0**-23 * parameter.detach().double().square().mean().sqrt()
+    assert 0.05 * promised < shift <= promised

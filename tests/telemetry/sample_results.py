@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -95,75 +96,45 @@ def codec_records() -> list[dict[str, Any]]:
     ]
 
 
-_WIRE = {"ddp": 1.0, "plain": 1.0, "ddp-bf16": 0.5, "ddp-powersgd": 0.03, "gcomp": 0.42, "truncate": 0.56, "zstd": 0.9}
-_CODEC_S = {
-    "ddp": 0,
-    "plain": 0,
-    "ddp-bf16": 0.006,
-    "ddp-powersgd": 0.05,
-    "gcomp": 0.055,
-    "truncate": 0.02,
-    "zstd": 0.3,
+# scheme: (share of a plain ring's bytes, codec s for 25 MB)
+_REDUCED = {
+    "ddp": (1.0, 0.0),
+    "plain": (1.0, 0.0),
+    "ddp-bf16": (0.5, 0.006),
+    "ddp-powersgd": (0.03, 0.05),
+    "gcomp": (0.42, 0.055),
+    "truncate": (0.56, 0.02),
+    "zstd": (0.9, 0.3),
 }
 RATES: tuple[float | None, ...] = (100e6, 1e9, None)
 
 
+def _measured(name: str, seconds: float, rate_bps: float | None, **fields: Any) -> dict[str, Any]:
+    network = f"netlab {rate_bps:.0f}" if rate_bps else "netlab none"
+    times = {name: seconds, f"{name}_low": 0.97 * seconds, f"{name}_high": 1.05 * seconds}
+    return {"ranks": 4, "rate_bps": rate_bps, **times, **fields, **ENVIRONMENT, "network": network}
+
+
 def allreduce_records() -> list[dict[str, Any]]:
     records = []
-    for rate_bps in RATES:
-        for n_bytes in (1000, 1_000_000, 100_000_000):
-            for scheme, share in _WIRE.items():
-                wire_bytes = 1.5 * n_bytes * share
-                codec_s = _CODEC_S[scheme] * n_bytes / 25e6
-                time_s = 0.002 + wire_bytes * 8 / (rate_bps or 2.2e9) + codec_s
-                records.append(
-                    {
-                        "scheme": scheme,
-                        "ranks": 4,
-                        "rate_bps": rate_bps,
-                        "n_bytes": n_bytes,
-                        "gradients": "gpt_adamw.npz",
-                        "time_s": time_s,
-                        "time_s_low": 0.97 * time_s,
-                        "time_s_high": 1.05 * time_s,
-                        "wire_bytes": wire_bytes,
-                        **ENVIRONMENT,
-                        "network": f"netlab {rate_bps:.0f}" if rate_bps else "netlab none",
-                    }
-                )
+    for rate_bps, n_bytes in itertools.product(RATES, (1000, 1_000_000, 100_000_000)):
+        for scheme, (share, codec_s) in _REDUCED.items():
+            wire_bytes = 1.5 * n_bytes * share
+            time_s = 0.002 + wire_bytes * 8 / (rate_bps or 2.2e9) + codec_s * n_bytes / 25e6
+            sizes = {"n_bytes": n_bytes, "wire_bytes": wire_bytes, "gradients": "gpt_adamw.npz"}
+            records.append({"scheme": scheme, **_measured("time_s", time_s, rate_bps, **sizes)})
     return records
 
 
 def train_records() -> list[dict[str, Any]]:
     records = []
-    for rate_bps in RATES:
-        for scheme, share in _WIRE.items():
-            wire_bytes = 1.5 * 26e6 * share
-            communicate_s = wire_bytes * 8 / (rate_bps or 2.2e9)
-            exposed_s = max(0.01, communicate_s - 0.1)
-            codec_s = _CODEC_S[scheme]
-            iteration_s = 0.28 + exposed_s + 0.7 * codec_s + 0.012
-            records.append(
-                {
-                    "scheme": scheme,
-                    "workload": "gpt",
-                    "ranks": 4,
-                    "rate_bps": rate_bps,
-                    "iteration_s": iteration_s,
-                    "iteration_s_low": 0.97 * iteration_s,
-                    "iteration_s_high": 1.04 * iteration_s,
-                    "compute_s": 0.28 + 0.7 * codec_s,
-                    "codec_s": codec_s,
-                    "exposed_s": exposed_s,
-                    "wait_s": 0.012,
-                    "data": "real",
-                    "options": "",
-                    "wire_bytes": wire_bytes,
-                    "loss": 2.4,
-                    **ENVIRONMENT,
-                    "network": f"netlab {rate_bps:.0f}" if rate_bps else "netlab none",
-                }
-            )
+    for rate_bps, (scheme, (share, codec_s)) in itertools.product(RATES, _REDUCED.items()):
+        wire_bytes = 1.5 * 26e6 * share
+        exposed_s = max(0.01, wire_bytes * 8 / (rate_bps or 2.2e9) - 0.1)
+        parts = {"compute_s": 0.28 + 0.7 * codec_s, "codec_s": codec_s, "exposed_s": exposed_s, "wait_s": 0.012}
+        iteration_s = parts["compute_s"] + exposed_s + parts["wait_s"]
+        more = {"wire_bytes": wire_bytes, "loss": 2.4, "data": "real", "options": "", "workload": "gpt"}
+        records.append({"scheme": scheme, **_measured("iteration_s", iteration_s, rate_bps, **parts, **more)})
     return records
 
 

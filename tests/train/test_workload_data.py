@@ -177,7 +177,6 @@ def test_cosine_schedule_warms_up_and_ends_at_zero() -> None:
         ("resnet", {"fold": 5, "folds": 5}),
         ("resnet50", {"data_dir": "/no/such/folder", "batch_size": 1}),
         ("bert-base", {"data_dir": "/no/such/folder"}),
-        ("ncf", {"data_dir": "/no/such/folder"}),
     ],
 )
 def test_wrong_names_and_options_raise_invalid_argument(name: str, options: dict) -> None:
@@ -258,22 +257,3 @@ def test_squad_folder_gives_the_answers_words(tmp_path: Path) -> None:
     (tmp_path / "train-v1.1.json").write_text('{"data": [{"paragraphs": 3}]}')
     with pytest.raises(CorruptMessage):
         next(by_name("bert-base", data_dir=str(tmp_path)).batches(0, 1))
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("u.data", "7\t3\t5\t881250949\n7\t9\t1\t881250950\n12\t3\t4\t1\n"),
-        ("ratings.dat", "7::3::5::1\n7::9::1::2\n12::3::4::1\n"),
-        ("ratings.csv", "userId,movieId,rating,timestamp\n7,3,5.0,1\n7,9,0.5,2\n12,3,4.0,1\n"),
-    ],
-)
-def test_movielens_folder_is_read_in_its_three_spellings(tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / name).write_text(text)
-    workload = by_name("ncf", data_dir=str(tmp_path))
-    assert (workload.n_users, workload.n_items) == (2, 2)
-    assert sorted(workload._pairs.tolist()) == [[0, 0], [0, 1], [1, 0]]
-    assert workload.data == "real"
-    (tmp_path / name).write_text("not,numbers\nat,all\n")
-    with pytest.raises(CorruptMessage):
-        by_name("ncf", data_dir=str(tmp_path))

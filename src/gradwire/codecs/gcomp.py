@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.checks import choice as check_choice
+from gradwire.checks import whole as check_whole
 from gradwire.codecs.huffman import LOOK_UP_BITS, HuffmanTable, exponent_bits_of
 from gradwire.codecs.tensors import DTYPE_CODES, bytes_in, check_room, check_size, check_tensor
 from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
@@ -25,6 +26,10 @@ __all__ = ["GCompCodec", "HuffmanTable", "describe"]
 
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 _ROUNDINGS = ("nearest", "truncate")
+_MOST_LEAST_BITS, _KEPT_BITS = (
+    7,
+    5,
+)  # of a header's byte: 5 bits say how many bits are kept at most, above them how many at least
 _MODE_CODES = {"none": 0, "paper": 1, "uniform": 2, "truncate": 3}
 
 # The table in use, the next one (agreed, not switched to yet) and the one before (messages still under way), for each
@@ -67,6 +72,7 @@ class GCompCodec:
         table: HuffmanTable | None = None,
         rounding: str = "nearest",
         format: int = 2,
+        least_bits: int = 0,
     ) -> None:
         """
         Args:
@@ -78,6 +84,7 @@ class GCompCodec:
             table: Huffman table to encode with from the start; the built-in prior if not given.
             rounding: what "paper" does with the bits it lets go of: "nearest" (ties to even; about 25 times closer at
                 the same bytes) or "truncate" (towards zero, as published).
+            least_bits: with "paper" and format 2, the mantissa bits that every value keeps, 0 to 7, whatever its importance.
             format: of the messages: 2, or 1 as published: four levels, which travel (18 to 30 % longer). Both are read.
         Raises: InvalidArgument.
         """
@@ -97,6 +104,9 @@ class GCompCodec:
         if bits is not None and not 0 <= bits <= max(_MANTISSA_BITS.values()):
             raise InvalidArgument(f"bits is from 0 to 23 (float32's mantissa), not {bits}")
         check_choice("rounding", rounding, _ROUNDINGS)
+        if least_bits and (importance != "paper" or format == 1):
+            raise InvalidArgument(f'least_bits={least_bits} is for importance="paper" and format=2')
+        self.least_bits = check_whole("least_bits", least_bits, 0, _MOST_LEAST_BITS)
         self.importance = importance
         self.bits = bits
         self.rounding = rounding
@@ -137,7 +147,9 @@ class GCompCodec:
             weights = None if importance is None else _bytes_of_importance(importance, gradient)
             room = check_room(self.name, out, self.max_encoded_bytes(n, gradient.dtype))
             table, truncates = self.table_in_use(gradient.dtype).native, self.rounding == "truncate"
-            return _native.gcomp_encode(values, weights, code, mode, kept_bits, truncates, self.format, table, room)
+            return _native.gcomp_encode(
+                values, weights, code, mode, kept_bits, truncates, self.format, table, room, self._least_bits()
+            )
         launch, wide, n_chunks = self.check_device(device).launch, self.table_of_width(8), parts(n, _CHUNK_VALUES)
         n_bytes = torch.empty(1, dtype=torch.int64, device=device)
         exponents = torch.empty(n_chunks * _CHUNK_VALUES, dtype=torch.uint8, device=device)
@@ -145,7 +157,8 @@ class GCompCodec:
         parameters = fill_struct(
             "GCompEncode", values=gradient, importance=importance, table=wide.on_device(device), message=out,
             n_bytes=n_bytes, exponents=exponents, chunks=lengths, n=n, table_id=wide.id, dtype=code, mode=mode,
-            kept_bits=kept_bits, rounds=self.importance == "uniform" or (importance is not None and self.rounding == "nearest"),
+            kept_bits=kept_bits | self._least_bits() << _KEPT_BITS,
+            rounds=self.importance == "uniform" or (importance is not None and self.rounding == "nearest"),
         )  # fmt: skip
         launch("gw_gcomp_measure", n_chunks, THREADS, _SHARED_OF_MEASURES, parameters)
         launch("gw_gcomp_place", 1, THREADS, _SHARED_OF_PLACES, parameters)
@@ -201,7 +214,8 @@ class GCompCodec:
             "GCompDecode", message=message, importance=self._needed(importance), table=table.on_device(device), out=out,
             exponents=exponents, stream_is_bad=is_bad, are_headers_right=is_right, error=error, n=n,
             n_bytes=message.numel(), table_id=table.id, divisor=divisor, dtype=code, mode=_MODE_CODES[self.importance],
-            kept_bits=self._kept_bits(out.dtype), adds=addend is not None, placeholder=table.placeholder,
+            kept_bits=self._kept_bits(out.dtype) | self._least_bits() << _KEPT_BITS,
+            adds=addend is not None, placeholder=table.placeholder,
         )  # fmt: skip
         launch("gw_gcomp_check", 1, THREADS, SHARED_OF_CHECKSUM + 4, parameters)
         launch("gw_gcomp_checksums", n_chunks, THREADS, SHARED_OF_CHECKSUM, parameters)
@@ -276,7 +290,12 @@ class GCompCodec:
             [table.native for table in (_PRIORS[self.exponent_bits(dtype)], *self._tables.values())],
             importance if self.importance == "paper" else None,
             counts,
+            self._least_bits(),
         )
+
+    def _least_bits(self) -> int:
+        """0 in messages of format 1, which a scheme may change to."""
+        return self.least_bits if self.format == 2 else 0
 
     def _needed(self, importance: Tensor | None) -> Tensor | None:
         """`importance`, with "paper"; the scheme may hand it to every codec alike. Raises: InvalidArgument (missing)."""

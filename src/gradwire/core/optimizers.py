@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ _OF_TORCH = {
 }
 # States of the moments that a step divides by; state2 is that of optimizers that keep theirs in 8 bits.
 _SECOND_MOMENTS = {"exp_avg_sq", "exp_avg_sq_row", "square_avg", "state2"}
-_WRAPPED_AS = ("optimizer", "base_optimizer", "optim", "base")
+_WRAPPED_AS = ("optimizer", "base_optimizer", "optim", "base", "_optimizer")
 
 
 class Place(NamedTuple):
@@ -48,7 +49,7 @@ class Optimizers:
             raise InvalidArgument("the list of optimizers is empty: give all whose step() you call")
         self._all = list(dict.fromkeys(map(_handed_through, several)))
         self._places: dict[Tensor, Place] = {}
-        self._read: list[tuple[Any, Any, int]] = []  # groups, their lists of parameters and the lengths of these
+        self._read: list[tuple[int, int, int]] = []  # groups, their lists of parameters and the lengths of these
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self._all)
@@ -66,12 +67,9 @@ class Optimizers:
 
     def places(self) -> Mapping[Tensor, Place]:
         """Where each parameter is stepped, as the groups are now; without those that two optimizers share."""
-        read = [(group, group["params"], len(group["params"])) for group in self.param_groups]
-        if len(read) != len(self._read) or any(
-            now[0] is not then[0] or now[1] is not then[1] or now[2] != then[2]
-            for now, then in zip(read, self._read, strict=True)
-        ):
-            self._read, shared = read, set(self.shared())
+        read = [(id(group), id(group["params"]), len(group["params"])) for group in self.param_groups]
+        if read != self._read:
+            shared = set(self.shared())
             self._places = {
                 parameter: Place(optimizer, group)
                 for optimizer in self._all
@@ -79,6 +77,7 @@ class Optimizers:
                 for parameter in group["params"]
                 if parameter not in shared
             }
+            self._read = read  # last: another thread may be asking
         return self._places
 
     def of(self, parameter: Tensor | None) -> Place | None:
@@ -87,10 +86,7 @@ class Optimizers:
 
     def shared(self) -> list[Tensor]:
         """The parameters that two of the optimizers step."""
-        counts: dict[Tensor, int] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                counts[parameter] = counts.get(parameter, 0) + 1
+        counts = Counter(parameter for group in self.param_groups for parameter in group["params"])
         return [parameter for parameter, count in counts.items() if count > 1]
 
     def family_of(self, parameter: Tensor) -> str:
@@ -106,19 +102,11 @@ class Optimizers:
         return frozenset(map(self.family_of, self.places() if parameters is None else parameters))
 
 
-def has_hooks(optimizer: Any) -> bool:
-    """Return whether torch's hooks of steps and states can be registered with it."""
-    return hasattr(optimizer, "_optimizer_step_pre_hooks")
-
-
 def inside(optimizer: Any) -> Any:
     """The optimizer at the bottom of wrappers; itself if it wraps none."""
-    seen: list[Any] = []
-    while not any(optimizer is one for one in seen):
-        seen.append(optimizer)
-        own = vars(optimizer)
-        wrapped = [own[name] for name in (*_WRAPPED_AS, "_optimizer") if hasattr(own.get(name), "param_groups")]
-        optimizer = wrapped[0] if wrapped else optimizer
+    for _ in range(8):  # deeper than any are wrapped, and an end where two hold each other
+        held = [vars(optimizer).get(name) for name in _WRAPPED_AS]
+        optimizer = next((one for one in held if hasattr(one, "param_groups")), optimizer)
     return optimizer
 
 
@@ -139,9 +127,8 @@ def _family(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -
     stepping = inside(optimizer)
     classes = type(stepping).__mro__
     names = [cls.__name__.lower() for cls in classes]
-    if group.get(
-        "use_muon", any("muon" in name for name in names)
-    ):  # use_muon: of one with Adam for some of its groups
+    # use_muon is an option of one that steps some of its groups as Adam does.
+    if group.get("use_muon", any("muon" in name for name in names)):
         return "muon"
     for cls in classes:
         if cls.__module__.startswith("torch.optim") and cls.__name__ in _OF_TORCH:

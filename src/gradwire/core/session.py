@@ -81,11 +81,6 @@ class Session:
         return self.module_ref()
 
     @property
-    def stepped_by(self) -> str:
-        """Said of this rank where ranks were told different things."""
-        return f" (this rank was given {self.optimizers})"
-
-    @property
     def names(self) -> dict[torch.Tensor, str]:
         """Each parameter with its name."""
         return {slot.parameter: name for name, slot in self.slots.items() if slot.parameter is not None}

@@ -133,7 +133,7 @@ def attach(
             have replicas too `inside`, the scheme between the shards.
     Raises: Unsupported (a wrapper, optimizer or scheme that is not supported here), InvalidArgument.
     """
-    optimizers = Optimizers(optimizer)
+    optimizers = Optimizers([None] if optimizer is None else optimizer)
     model = getattr(module, "_orig_mod", module)  # torch.compile keeps the module it was given here
     if not isinstance(model, DistributedDataParallel):
         fsdp2.check(model)
@@ -234,6 +234,6 @@ def _check_stepped(model: torch.nn.Module, optimizers: Optimizers) -> None:
     stepped = {id(parameter) for group in optimizers.param_groups for parameter in group["params"]}
     if stepped.isdisjoint(id(parameter) for parameter in model.parameters()):
         raise InvalidArgument(
-            "no optimizer steps any of the model's parameters; give those made from the model's parameters, after the "
-            "model took its final form (after DDP(...), or fully_shard(...))"
+            f"{optimizers} steps none of the model's parameters; give the optimizer made from the model's parameters, after "
+            "the model took its final form (after DDP(...), or fully_shard(...))"
         )

@@ -66,12 +66,17 @@ class Owners:
         """Options that ranks must share."""
         return {"pull": self.pull, "chunk_elements": self.chunk_elements}
 
+    @property
+    def answering(self) -> Quantised:
+        """The codec of sums on their way back."""
+        codec = self.codec
+        if self.pull == "8-bit" and isinstance(codec, Qsgd):
+            return Qsgd(_MOST_LEVELS, codec.block, codec.seed)
+        return codec
+
     def bind(self, wire: Wire) -> None:
         """Take the wire. Raises: Unsupported (a codec without kernels, or no kernels on its device)."""
-        codec = self.codec
-        self._answering = codec
-        if self.pull == "8-bit" and isinstance(codec, Qsgd):
-            self._answering = Qsgd(_MOST_LEVELS, codec.block, codec.seed)
+        codec, self._answering = self.codec, self.answering
         self._on_device = DeviceOwners(wire, codec, self._answering) if isinstance(wire, DeviceWire) else None
         self._options, self._pull_levels = codec.native_options, self._answering.native_options[3]
         self._cuts: dict[int, tuple[int, int, _Parts, _Parts]] = {}  # by layout, as ranks compare them

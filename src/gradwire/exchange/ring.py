@@ -81,17 +81,20 @@ class Ring:
                 )
             self._on_device = DeviceRing(wire, self.codec, self.topology == "ring", self.chunk_elements)
 
-    def mean(self, part: Part, wire: Wire, importance: Any = None, counts: Tensor | None = None) -> None:
+    def mean(
+        self, part: Part, wire: Wire, importance: Any = None, counts: Tensor | None = None, mean_room: int = 0
+    ) -> None:
         """Replace `part.values` by their mean, on the lane; without error feedback.
 
         Args:
             importance: of the bucket's values, for codecs that weigh them: an `Importance`, or on a device (n,) uint8.
             counts: int64: gets the exponents of all that GComp's codec encodes; None: they are not counted.
+            mean_room: what is added to the bytes of means, where `importance` does not say so itself.
         Raises: PeerLost, RankMismatch, CorruptMessage, IncompatibleVersion, and whatever the codec raises.
         """
         bucket = part.bucket
         if self._on_device is not None:
-            self._on_device.mean(bucket, importance, counts)
+            self._on_device.mean(bucket, importance, counts, mean_room)
             return
         mean_through_codec(
             wire.communicator, self.codec, bucket.buffer, wire.facts, wire.record, importance,
@@ -174,18 +177,22 @@ class DeviceRing:
         # Of the bucket that is under way.
         self._first_draw = 0
         self._importance: Tensor | None = None
+        self._of_means: Tensor | None = None
         self._counts: Tensor | None = None
         with wire.stream:
             self._n_bytes = torch.empty(self._world, dtype=torch.int64, device=wire.device)
             # A quotient by a number of the host's is a product with its inverse on some devices.
             self._n_ranks = torch.full((1,), self._world, dtype=torch.float16, device=wire.device)
 
-    def mean(self, bucket: Bucket, importance: Tensor | None = None, counts: Tensor | None = None) -> None:
+    def mean(
+        self, bucket: Bucket, importance: Tensor | None = None, counts: Tensor | None = None, mean_room: int = 0
+    ) -> None:
         """Replace the bucket by its mean; on the lane.
 
         Args:
             importance: (n,) uint8 of the bucket's values, for GComp with importance="paper".
             counts: (256,) int64: gets the exponents of all that GComp encodes; None: they are not counted.
+            mean_room: what is added to the importance of means.
         Raises: CorruptMessage, PeerLost (of lengths that ranks tell each other).
         """
         divisor = self._world
@@ -193,7 +200,10 @@ class DeviceRing:
             bucket.buffer.div_(self._n_ranks)
             divisor = 1
         self._first_draw = first_draw(self._rank, bucket.step, bucket.index)
-        self._importance, self._counts = importance, counts
+        self._importance, self._of_means, self._counts = importance, importance, counts
+        if importance is not None and mean_room:
+            self._of_means = self._wire.scratch("importance of means", importance.numel(), torch.uint8)
+            self._of_means.copy_(((importance.short() + mean_room) * (importance != 0)).clamp_(max=255))
         parts = self._parts(bucket)
         reduce = self._reduce_in_ring if self._is_ring else self._reduce_directly
         self._spread(bucket, parts, *reduce(bucket, parts), divisor)
@@ -217,7 +227,7 @@ class DeviceRing:
             share = buffer[_values_of(part)]
             total = self._wire.scratch("total", share.numel(), buffer.dtype).copy_(share)
             self._decode(came[left], part, total, adds=True)
-            self._encode(total, part, sent, 0, [number[hop + 1] for number in numbers])
+            self._encode(total, part, sent, 0, [number[hop + 1] for number in numbers], hop == world - 2)
         return sent, [(owner + 1) % world for owner in range(world)]
 
     def _reduce_directly(self, bucket: Bucket, parts: list[list[Chunk]]) -> tuple[Tensor, list[int]]:
@@ -244,7 +254,7 @@ class DeviceRing:
             else:
                 self._decode(came[source], parts[rank], total, adds=True)
         result = self._row("result", parts)
-        self._encode(total, parts[rank], result, 0, [number[rank] for number in numbers])
+        self._encode(total, parts[rank], result, 0, [number[rank] for number in numbers], True)
         return result, list(range(world))
 
     # ---- means
@@ -257,29 +267,42 @@ class DeviceRing:
         self._wire.group.all_gather(results, result[:row_bytes])
         bucket.record.count_exchanged((self._world - 1) * row_bytes)
         for row, part, (length,) in zip(results, owned, lengths, strict=True):
-            self._decode(row[:length], parts[part], bucket.buffer[_values_of(parts[part])], divisor=divisor)
+            out = bucket.buffer[_values_of(parts[part])]
+            self._decode(row[:length], parts[part], out, divisor=divisor, is_mean=True)
 
     # ---- rows of messages
 
-    def _encode(self, values: Tensor, part: list[Chunk], row: Tensor, place: int, numbers: Sequence[int]) -> None:
+    def _encode(
+        self, values: Tensor, part: list[Chunk], row: Tensor, place: int, numbers: Sequence[int], is_mean: bool = False
+    ) -> None:
         """`place`: of the row among those of this hop. `numbers`: of the messages, chunk by chunk."""
         for chunk, number in zip(part, numbers, strict=True):
             own, step = values[chunk.within(part[0].values.start)], draw_after(self._first_draw, number)
             if self._counts is not None and isinstance(self._codec, GCompCodec):
                 self._codec.histogram(own, self._counts)
-            n_bytes = self._codec.encode(own, row[chunk.room], self._importance_of(chunk), step=step)
+            n_bytes = self._codec.encode(own, row[chunk.room], self._importance_of(chunk, is_mean), step=step)
             if not self._is_fixed:
                 self._n_bytes[place] = n_bytes
 
-    def _decode(self, row: Tensor, part: list[Chunk], out: Tensor, *, divisor: float = 1.0, adds: bool = False) -> None:
+    def _decode(
+        self,
+        row: Tensor,
+        part: list[Chunk],
+        out: Tensor,
+        *,
+        divisor: float = 1.0,
+        adds: bool = False,
+        is_mean: bool = False,
+    ) -> None:
         for chunk in part:
             self._codec.decode(
-                row[chunk.room], out[chunk.within(part[0].values.start)], self._importance_of(chunk),
+                row[chunk.room], out[chunk.within(part[0].values.start)], self._importance_of(chunk, is_mean),
                 divisor=divisor, adds=adds, error=self._wire.flags[:1],
             )  # fmt: skip
 
-    def _importance_of(self, chunk: Chunk) -> Tensor | None:
-        return None if self._importance is None else self._importance[chunk.values]
+    def _importance_of(self, chunk: Chunk, is_mean: bool) -> Tensor | None:
+        importance = self._of_means if is_mean else self._importance
+        return None if importance is None else importance[chunk.values]
 
     def _tell(self, rows: Sequence[Sequence[list[Chunk]]], record: BucketRecord) -> list[list[int]]:
         """By rank, the bytes of the rows that it has just encoded. `rows`: by rank, whose they are."""

@@ -28,7 +28,7 @@ from gradwire.gpu.launching import raise_error
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.frozen_adam import FrozenAdam
 from gradwire.schemes.plain_steps import PlainSteps
-from gradwire.schemes.selection import ByName, Selection
+from gradwire.schemes.selection import ByName, Selection, is_small
 from gradwire.wire.preamble import StepCheck
 from gradwire.wire.wire import Wire
 
@@ -224,6 +224,9 @@ class Compressed(Scheme):
         sent = wire.scratch("small", places.numel(), dtype)
         sent.copy_(small.mul_(1.0 / wire.world_size))
         part.values.index_fill_(0, places, 0.0)
+        # As what no rank uses: a codec of signs has no zero.
+        slots = part.bucket.slots
+        part.is_used = [used and not is_small(slot) for used, slot in zip(part.is_used, slots, strict=True)]
         wait = wire.start_sum(sent)
 
         def put_back() -> None:

@@ -60,7 +60,7 @@ class Options:
         rank: of the approximation; a matrix with fewer rows or columns uses that many.
         min_compression_rate: a matrix n x m is sent as it is if n m / what a step sends of it is below: (n + m) rank, or, of
             one factor a step, half of that. 0: compress all.
-        start_step: steps before this one are reduced plainly. None: 0, but 100 for acp-sgd beside Adam and its kin.
+        start_step: steps before this one are reduced plainly. None: 0, but 100 for acp-sgd beside all but SGD.
         error_feedback: add what compression left out to the next gradient.
         reuse: begin with the factor of the step before; False draws a new one every step.
         overlap: compress during the backward pass; False waits for its end, so that nothing competes with it.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# By scheme and option: its value as published, and beside Adam and its kin, where the user leaves it out.
+# By scheme and option: its value as published, and beside Adam, its kin and what is not known, where the user leaves it out.
 BESIDE_ADAM: dict[str, dict[str, tuple[Any, Any]]] = {
     "acp-sgd": {"start_step": (0, 100)},
     "one-bit": {"warmup_steps": (0, 50), "scale_values": ("message", 64)},

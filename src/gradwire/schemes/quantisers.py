@@ -25,8 +25,8 @@ class OneBitScheme(Compressed):
         scale, threshold: see `gradwire.codecs.quantised.OneBit`.
         error_feedback: add what messages left out to the next gradient.
         pull, chunk_elements: see `Owners`.
-        warmup_steps: the first steps of the training, which are reduced plainly. None: 50 beside Adam and its kin, else 0.
-        scale_values: values to a scale, or "message" for one scale a message. None: 64 beside Adam and its kin, else
+        warmup_steps: the first steps of the training, which are reduced plainly. None: 50 beside all but SGD, else 0.
+        scale_values: values to a scale, or "message" for one scale a message. None: 64 beside all but SGD, else
             "message".
         exempt, only: see `ByName`.
 

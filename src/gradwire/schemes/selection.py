@@ -119,6 +119,15 @@ def is_small(slot: Slot) -> bool:
     )
 
 
+def small_values(known: Sequence[Slot], bucket: Bucket) -> torch.Tensor | None:
+    """(m,) int64: which of the bucket's values are of small tensors; None: there are none, or too many among all `known`."""
+    n_small, n = (sum(slot.numel() for slot in slots) for slots in (filter(is_small, known), known))
+    spans = [span for slot, span in zip(bucket.slots, bucket.spans, strict=True) if slot.numel() and is_small(slot)]
+    if not spans or n_small > _MAX_SPARED_SHARE * n:
+        return None
+    return torch.cat([torch.arange(*span, dtype=torch.int64, device="cpu") for span in spans])
+
+
 class ByName:
     """Selects the tensors that `only` names (all, if it names none), but for those that `exempt` names.
 
@@ -175,10 +184,8 @@ class ByName:
             return
         known = [one for one in self._known.values() if getattr(one.parameter, "requires_grad", True)] or bucket.slots
         n_small, n = (sum(slot.numel() for slot in slots) for slots in (filter(is_small, known), known))
-        spans = [span for slot, span in zip(bucket.slots, bucket.spans, strict=True) if slot.numel() and is_small(slot)]
-        self._places[bucket.layout] = None
-        if spans and n_small <= _MAX_SPARED_SHARE * n:
-            self._places[bucket.layout] = torch.cat([torch.arange(*span, device="cpu") for span in spans])
+        places = self._places[bucket.layout] = small_values(known, bucket)
+        if places is not None:
             self.n_spared, self.spared_share = n_small, n_small / n
 
     def places_of_small(self, bucket: Bucket, wire: Wire) -> torch.Tensor | None:

@@ -29,7 +29,7 @@ class TopK(Compressed):
     Args:
         share: of a bucket's elements that are sent, at least one.
         error_feedback: add what was not sent to the next gradient.
-        warmup_steps: the first steps of the training, which are reduced plainly. None: 50 beside Adam and its kin, else 0.
+        warmup_steps: the first steps of the training, which are reduced plainly. None: 50 beside all but SGD, else 0.
         exempt, only: see `ByName`.
     """
 

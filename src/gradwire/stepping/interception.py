@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 
 from gradwire.core.bucket import Bucket
-from gradwire.core.optimizers import Optimizers, has_hooks, inside
+from gradwire.core.optimizers import Optimizers, inside
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.stepping.blocks import Block, ObservedUse
@@ -43,7 +43,7 @@ def model_and_optimizers(session: Session, what: str) -> tuple[nn.Module, Optimi
             "gradwire.attach(ddp, optimizer, scheme), or HookState(scheme, module=ddp, optimizer=optimizer)"
         )
     for optimizer in session.optimizers:
-        if not has_hooks(optimizer):
+        if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
             raise Unsupported(
                 f"{what} needs an optimizer with torch's hooks, and {type(optimizer).__name__} has none: attach the "
                 f"optimizer inside it ({type(inside(optimizer)).__name__}), if its step is all that changes parameters"

@@ -82,10 +82,10 @@ def hash_configuration(name: str, configuration: dict[str, Any]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
-def compare_preambles(communicator: Communicator, mine: Preamble, record: BucketRecord, hashed: str = "") -> None:
+def compare_preambles(communicator: Communicator, mine: Preamble, record: BucketRecord, given: object = "") -> None:
     """Exchange preambles with all ranks (on the lane). Raises: RankMismatch, naming the field and the ranks.
 
-    `hashed`: said where configurations differ, which travel as a hash: what of this rank's may be the difference.
+    `given`: this rank's optimizers, which are a part of the configuration, and said where it differs: it travels as a hash.
     """
     packed = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
     n_bytes = packed.numel() * (communicator.world_size - 1)
@@ -97,9 +97,10 @@ def compare_preambles(communicator: Communicator, mine: Preamble, record: Bucket
         odd = [rank for rank, value in enumerate(values) if value != usual]
         if odd:
             listing = ", ".join(f"rank {rank}: {values[rank]}" for rank in odd)
+            mine_is = f" (this rank was given {given})" if given and field == "configuration" else ""
             raise RankMismatch(
                 f"ranks disagree on {field} before bucket {mine.bucket} of step {mine.step}: {listing}; "
-                f"the others: {usual}. What to do: {_ADVICE[field]}{hashed if field == 'configuration' else ''}."
+                f"the others: {usual}. What to do: {_ADVICE[field]}{mine_is}."
             )
 
 

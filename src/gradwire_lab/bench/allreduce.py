@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ from gradwire_lab.bench.reducers import TimedReducer, make_reducer
 from gradwire_lab.bench.sources import GradientSource
 from gradwire_lab.bench.timing import MIN_SAMPLE_S, Timing
 from gradwire_lab.ranks.network import current_network
+from gradwire_lab.results.experiment import Column, Table
+from gradwire_lab.results.grids import tabulate
 from gradwire_lab.results.tables import Grid, print_grid
 from gradwire_lab.workloads.gradients import OptimizerState, load_gradients
 
@@ -143,7 +145,7 @@ class AllReduceBench:
         """
         result = method.buffer.numpy()
         error = np.abs(result[exact.positions].astype(np.float64) - exact.mean)
-        bound = error_bound(method.name, method.options, exact, state, method.quantum)
+        bound = error_bound(method.name, method.options, exact, state)
         n_wrong = int((~np.isfinite(error)).sum() if bound is None else (~(error <= bound)).sum())
         mine = torch.tensor([float(zlib.crc32(result.data)), float(n_wrong)], dtype=torch.float64)
         by_rank = [torch.empty_like(mine) for _ in range(self.world_size)]
@@ -214,27 +216,21 @@ def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
     """The records of one size, for people."""
     first = records[0]
     network = f"{first['rate_bps'] / 1e6:g} Mb/s" if first["rate_bps"] else f"not shaped ({first['network']})"
-    size = format_bytes(first["n_bytes"])
-    reference = next((record["time_s"] for record in records if record["scheme"] == REFERENCE), None)
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "scheme": spec_of,
-        "time ms": lambda r: f"{r['time_s'] * 1e3:.2f}",
-        "quartiles": lambda r: f"({r['time_s_low'] * 1e3:.2f}-{r['time_s_high'] * 1e3:.2f})",
-        "x ddp": lambda r: "-" if reference is None else f"{r['time_s'] / reference:.2f}",
-        "ratio": lambda r: f"{r['wire_ratio']:.3f}",
-        "wire bytes": lambda r: f"{r['wire_bytes']:,.0f}",
-        "algbw GB/s": lambda r: f"{r['algorithm_gb_per_s']:.3f}",
-        "busbw GB/s": lambda r: f"{r['bus_gb_per_s']:.3f}",
-        "kernel bytes": lambda r: "-" if r["kernel_bytes"] is None else f"{r['kernel_bytes']:,.0f}",
-        "error": lambda r: f"{r['relative_error']:.1e}",
-        "verified": lambda r: str(r["verified"]),
-    }
-    return Grid(
-        f"all-reduce of {size} ({first['gradients']}), {first['ranks']} ranks, {network}",
-        list(columns),
-        [[cell(record) for cell in columns.values()] for record in records],
-        "time: median over samples of the slowest rank; bytes: sent per rank, mean",
-    )
+    columns = [
+        Column("time_s", "time ms", 1e3, ",.2f", spread=True),
+        Column("time_s", "x ddp", kind="ratio"),
+        Column("wire_ratio", "ratio", form=".3f"),
+        Column("wire_bytes", "wire bytes", form=",.0f"),
+        Column("algorithm_gb_per_s", "algbw GB/s", form=".3f"),
+        Column("bus_gb_per_s", "busbw GB/s", form=".3f"),
+        Column("kernel_bytes", form=",.0f"),
+        Column("relative_error", "error", form=".1e"),
+        Column("verified"),
+    ]
+    title = f"all-reduce of {format_bytes(first['n_bytes'])} ({first['gradients']}), {first['ranks']} ranks, {network}"
+    caption = "time: median over samples of the slowest rank; bytes: sent per rank, mean"
+    named = [{**record, "method": spec_of(record)} for record in records]
+    return tabulate(named, Table(columns, rows=("method",), title=title), caption, {"method": REFERENCE})
 
 
 def format_bytes(n_bytes: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,20 +30,15 @@ class Exact:
     n_ranks: int
 
 
-def error_bound(
-    name: str, options: dict[str, Any], exact: Exact, state: OptimizerState | None, quantum: float | None = None
-) -> Float64Array | None:
+def error_bound(name: str, options: dict[str, Any], exact: Exact, state: OptimizerState | None) -> Float64Array | None:
     """The largest allowed |result - mean| of each checked element; None where a scheme promises none.
 
-    Every scheme of sums pays one rounding a rank and one for the division; GComp adds N truncations of partial sums;
-    fixed point rounds each rank's value to a multiple of `quantum`.
+    Every scheme of sums pays one rounding a rank and one for the division; GComp adds N truncations of partial sums.
     """
     n_roundings = exact.n_ranks + 1
     sums = n_roundings * _FLOAT32_ROUNDING * exact.mean_magnitude + _SMALLEST_NORMAL
     if name in ("ddp", "plain", "zstd", "zlib"):
         return sums
-    if name == "dense-switch" and quantum is not None:
-        return sums + 0.5 * quantum
     if name == "ddp-bf16":
         return 2 * n_roundings * _BFLOAT16_ROUNDING * exact.mean_magnitude + _SMALLEST_NORMAL
     if name == "truncate":
@@ -56,28 +52,14 @@ def error_bound(
             return sums + flushed + exact.n_ranks * 2.0 ** -(options["bits"] + 1) * exact.mean_magnitude * _CREEP
         if importance == "paper" and state is not None:
             # n bits of a partial sum s go only where S > 2^n |s|: each of the N cuts is below 2^(n-23) |s| < 2^-23 S,
-            # and the mean divides their sum by N.
-            scale, slack = allowed_scale(state, exact.n_ranks)
+            # and the mean divides their sum by N. In format 2 their squares add up to the promise's, half of it the mean's.
+            is_published, n = options.get("format", 2) == 1, exact.n_ranks
+            scale, slack = allowed_scale(state, n if is_published else 1)
             repeated = exact.positions % scale.size
-            return sums + flushed + 2.0**-23 * (scale + slack)[repeated]
+            worst = 1.0 if is_published or n == 1 else math.sqrt((n - 1) / 2) + math.sqrt(1 / 2)
+            worst *= float(options.get("tolerance", 1.0))
+            return sums + flushed + 2.0**-23 * worst * (scale + slack)[repeated]
     if name == "homomorphic" and not options.get("sparsifier"):
-        mode = options.get("mode", "packed")
-        if mode == "packed":
-            mode = "exact" if options.get("aggregator") == "switch" else "plain"
-        return sums if mode == "plain" else _sketch_bound(mode, int(options.get("integer_bits", 32)), exact, sums)
-    return None
-
-
-def _sketch_bound(mode: str, integer_bits: int, exact: Exact, sums: Float64Array) -> Float64Array | None:
-    """Sketch: a value comes out of a cell that held others, some of them peeled from such cells before: its error is
-    relative to the largest value, not to itself (measured: 15 units of 2^-24; promised: 256). Exact: each rank rounds
-    to half a unit of the fixed point, whose exponent is that of the largest value of all ranks.
-    """
-    largest_mean = float(exact.mean_magnitude.max(initial=0.0))
-    if mode == "sketch":
-        return sums + 2.0**-16 * largest_mean
-    if mode == "exact":
-        bits = (31 if integer_bits == 32 else 62) - (exact.n_ranks - 1).bit_length()
-        # The largest value is at most n_ranks times the largest mean magnitude, and below twice a power of two.
-        return sums + 2.0 ** (1 - bits) * exact.n_ranks * largest_mean
+        sums_plainly = options.get("mode", "packed") == "packed" and options.get("aggregator") != "switch"
+        return sums if sums_plainly or options.get("mode") == "plain" else None
     return None

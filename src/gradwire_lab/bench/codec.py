@@ -17,6 +17,8 @@ from gradwire_lab.bench.launching import write_results
 from gradwire_lab.bench.level_rule import entropy_bits, exponent_histogram
 from gradwire_lab.bench.measures.gradient_files import gradient_file
 from gradwire_lab.bench.timing import Task, Timing, threads, time_interleaved
+from gradwire_lab.results.experiment import Column, Table
+from gradwire_lab.results.grids import tabulate
 from gradwire_lab.results.tables import Grid, print_grid
 from gradwire_lab.workloads.gradients import GradientFile, load_gradients
 
@@ -111,24 +113,23 @@ def _record(method: TimedMethod, encode: Timing, decode: Timing) -> dict[str, An
 
 def make_grid(file: GradientFile, n_threads: int, records: Sequence[dict[str, Any]]) -> Grid:
     """The records of one file and thread count, for people."""
-    size = f"{file.gradient.size:,} values, {n_threads} thread{'s' if n_threads > 1 else ''}"
     entropy = entropy_bits(exponent_histogram(file.gradient))
-    rows = []
+    columns = [Column("ratio", form=".4f")]
+    for way in ("encode", "decode"):
+        columns += [
+            Column(f"{way}_gb_per_s", f"{way} GB/s", form=".2f", spread=True),
+            Column(f"{way}_vs_zstd", "x", form=".1f"),
+        ]
+    columns += [Column("over_bound", "over bound, %", 100, "+.2f"), Column("exponent_bits", form=".3f")]
+    columns += [Column("setting"), Column("verified")]
+    shown = []
     for record in sorted(records, key=lambda record: record["ratio"]):
-        bits, bound = record["exponent_bits"], record["bound_bytes"]
-        cells = [record["codec"], f"{record['ratio']:.4f}"]
-        cells += [f"{record[f'{way}_{what}']:.{digits}f}" for way in ("encode", "decode")
-                  for what, digits in (("gb_per_s", 2), ("vs_zstd", 1))]  # fmt: skip
-        cells.append(f"{100 * (record['encoded_bytes'] / bound - 1):+.2f} %" if bound else "-")
-        cells.append("-" if bits is None else f"{bits:.3f}")
-        for way in ("encode", "decode"):
-            cells.append(f"{record[f'{way}_gb_per_s_low']:.2f}-{record[f'{way}_gb_per_s_high']:.2f}")
-        rows.append([*cells, record["setting"], record["verified"]])
-    return Grid(
-        f"{file.name}: {size}; exponent entropy {entropy:.3f} bits",
-        ["codec", "ratio", "encode GB/s", "x", "decode GB/s", "x", "over bound", "exponent bits", "encode quartiles",
-         "decode quartiles", "setting", "verified"],
-        rows,
-        "GB/s of the gradient, medians; x: of zstd -1 in the same run; every round trip verified. Over bound: the message "
-        "against its exponents' entropy and the bits chosen for the other parts",
-    )  # fmt: skip
+        bound = record["bound_bytes"]
+        shown.append({**record, "over_bound": record["encoded_bytes"] / bound - 1 if bound else None})
+    size = f"{file.gradient.size:,} values, {n_threads} thread{'s' if n_threads > 1 else ''}"
+    title = f"{file.name}: {size}; exponent entropy {entropy:.3f} bits"
+    caption = (
+        "GB/s of the gradient, medians (quartiles); x: of zstd -1 in the same run; every round trip verified. Over "
+    )
+    caption += "bound: the message against its exponents' entropy and the bits chosen for the other parts"
+    return tabulate(shown, Table(columns, rows=("codec",), title=title), caption)

@@ -15,9 +15,9 @@ from gradwire.codecs.gcomp import GCompCodec, describe
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire.registry import parse_spec
-from gradwire.schemes.gcomp.importance import QuantisationMetric
+from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 from gradwire_lab.bench import baselines
-from gradwire_lab.bench.level_rule import allowed_scale, dropped_bits, entropy_bits, exponent_histogram
+from gradwire_lab.bench.level_rule import allowed_scale, entropy_bits, exponent_histogram
 from gradwire_lab.bench.live_optimizer import make_optimizer
 from gradwire_lab.workloads.gradients import FloatArray, GradientFile
 
@@ -39,19 +39,24 @@ _VARIANTS = (
 
 
 class TimedMethod(ABC):
-    """One codec with one gradient and one thread count, ready to run; buffers are kept, as a scheme would keep them."""
+    """One codec with one gradient and one thread count, ready to run; buffers are kept, as a scheme would keep them.
+
+    Attributes:
+        spec: name and options, as given.
+        importance: GComp's mode; empty where a codec has none.
+        guarantee: what `verify` holds the result to.
+        n_bytes: of what is encoded.
+    """
 
     name: str
-    spec: str  # name and options, as given
+    spec: str
     setting: str
-    importance: str = ""  # GComp's mode; empty where a codec has none
-    guarantee: str = "bits"  # what `verify` holds the result to
+    importance: str = ""
+    guarantee: str = "bits"
 
     def __init__(self, file: GradientFile, n_threads: int) -> None:
-        self.file = file
-        self.n_threads = n_threads
-        self.n_bytes = file.gradient.nbytes  # of what is encoded
-        self.encoded_bytes = 0
+        self.file, self.n_threads = file, n_threads
+        self.n_bytes, self.encoded_bytes = file.gradient.nbytes, 0
 
     @abstractmethod
     def encode(self) -> None:
@@ -102,8 +107,7 @@ class BaselineMethod(TimedMethod):
         super().__init__(file, n_threads)
         self.name = name
         self._baseline = baselines.by_name(name, n_threads)
-        self.setting = self._baseline.setting
-        self.is_threaded = self._baseline.is_threaded
+        self.setting, self.is_threaded = self._baseline.setting, self._baseline.is_threaded
         self._message = b""
         self._values = np.zeros(0, np.float32)
 
@@ -125,12 +129,7 @@ class CodecMethod(TimedMethod):
     """A codec of gradwire's registry, which says nothing of its loss: equal messages must give equal values."""
 
     def __init__(
-        self,
-        name: str,
-        options: dict[str, Any],
-        file: GradientFile,
-        n_threads: int,
-        dtype: torch.dtype = torch.float32,
+        self, name: str, options: dict[str, Any], file: GradientFile, n_threads: int, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__(file, n_threads)
         self.name = name
@@ -153,9 +152,8 @@ class CodecMethod(TimedMethod):
         return self._message[: self.encoded_bytes]
 
     def poison(self) -> None:
-        poison = np.array([_POISON], np.uint32).view(np.uint8)[
-            -self._values.element_size() :
-        ]  # 16 bits: the upper ones
+        size = self._values.element_size()
+        poison = np.array([_POISON], np.uint32).view(np.uint8)[-size:]  # of two bytes: the upper ones
         self._values.view(torch.uint8).numpy().reshape(-1, poison.size)[:] = poison
 
     def decoded(self) -> np.ndarray:
@@ -201,6 +199,7 @@ class GCompMethod(CodecMethod):
                 raise InvalidArgument(f"dtype={dtype_name} is measured with format=2")
             if name == "gcomp":
                 options.setdefault("rounding", "truncate")
+        self.tolerance = float(options.pop("tolerance", 1.0))
         super().__init__(name, options, _rounded_file(file, dtype), n_threads, dtype)
         self.importance = self.codec.importance + (f" {self.codec.bits}" if self.codec.bits is not None else "")
         self.setting = f"{self.importance}, format {self.codec.format}, {table} table"
@@ -215,16 +214,14 @@ class GCompMethod(CodecMethod):
         if self.codec.importance == "paper":
             assert self.file.state is not None
             optimizer = make_optimizer(self.file.state, dtype=dtype)
+            promise = Promise(self.tolerance, rounding=self.codec.rounding, format=self.codec.format)
             self._parameter: torch.Tensor = optimizer.param_groups[0]["params"][0]
-            self._metric = QuantisationMetric(optimizer, world_size=1)
+            self._metric = QuantisationMetric(optimizer, 1, promise)
             self._importance_bytes = torch.empty(file.gradient.size, dtype=torch.uint8)
-        by_distance = self.codec.format == 2 or self.codec.rounding == "nearest"
-        self.guarantee = {
-            "paper": "distance by the rule" if by_distance else "level rule",
-            "none": "bits",
-            "uniform": "rounding",
-        }.get(self.codec.importance, "truncation")
-        self._judge = self._make_judge(by_distance)
+        self.guarantee = {"paper": "distance by the rule", "none": "bits", "uniform": "rounding"}.get(
+            self.codec.importance, "truncation"
+        )
+        self._allowed = self._make_bound()
 
     def encode(self) -> None:
         if self._importance_bytes is not None:
@@ -243,48 +240,32 @@ class GCompMethod(CodecMethod):
         exponent_bits = entropy_bits(exponent_histogram(self.file.gradient)) * self.file.gradient.size
         return exponent_bits / 8 + float(parts["level_bytes"] + parts["mantissa_bytes"])
 
-    def _make_judge(self, by_distance: bool) -> Any:
-        """A function of the decoded float32 words (n,): which are wrong, zeros, subnormals, Inf and NaN aside."""
-        values, codec = self.file.gradient, self.codec
-        words, n_mantissa = values.view(np.uint32), _MANTISSA_BITS[self.gradient.dtype]
+    def _make_bound(self) -> np.ndarray:
+        """How far each decoded value (n,) may lie from the original one, zeros, subnormals, Inf and NaN aside."""
+        codec, n_mantissa = self.codec, _MANTISSA_BITS[self.gradient.dtype]
+        magnitude = np.abs(self.file.gradient.astype(np.float64))
+        if codec.importance == "none":
+            return np.zeros_like(magnitude)
         if codec.importance == "uniform":
             assert codec.bits is not None
-            # As integers, floats of one sign are in order and evenly spaced within a binade: a carry into the exponent
-            # is the next value like any other.
-            most = 1 << 23 - codec.bits >> 1
-            return lambda decoded: np.abs(words.astype(np.int64) - decoded.astype(np.int64)) > most
-        scale: np.ndarray | None = None
-        if codec.importance == "paper":
-            assert self.file.state is not None
-            total, slack = allowed_scale(self.file.state)
-            scale = total + slack
-        if scale is not None and by_distance:
-            # Format 2 drops bits worth less than half of what the levels of format 1 may; the nearest is half as far.
-            rounds = codec.rounding == "nearest"
-            allowed = np.ldexp(scale, -n_mantissa - (codec.format == 2) - rounds)
-            if codec.bits is not None:
-                allowed = np.maximum(allowed, np.ldexp(np.abs(values.astype(np.float64)), -codec.bits - rounds))
-            return lambda decoded: ~_is_near(values, decoded.view(np.float32), allowed)
-        if scale is not None:
-            may_change: np.ndarray = dropped_bits(values, scale)
-        else:
-            may_change = np.asarray(0 if codec.bits is None else codec.bits + 23 - n_mantissa)
-        mask = may_change.astype(np.uint32)
-        return lambda decoded: ((words ^ decoded) >> mask != 0) | ((words ^ decoded) & decoded != 0)
+            return np.ldexp(magnitude, -codec.bits - 1)
+        if codec.importance != "paper":
+            return np.ldexp(magnitude, (codec.bits or 0) - n_mantissa)
+        assert self.file.state is not None
+        total, slack = allowed_scale(self.file.state)
+        # The promise; levels of format 1 are as published, and the nearest is half as far.
+        rounds = codec.rounding == "nearest"
+        allowed = self.tolerance * np.ldexp(total + slack, -n_mantissa - (rounds and codec.format == 1))
+        return allowed if codec.bits is None else np.maximum(allowed, np.ldexp(magnitude, -codec.bits - rounds))
 
     def verify(self) -> None:
-        values, decoded = self.file.gradient.view(np.uint32), self.decoded().view(np.uint32)
-        exponent = values >> 23 & 0xFF
-        is_wrong = np.where(exponent == 0, decoded != 0, self._judge(decoded))  # zeros and subnormals become +0
-        is_special = exponent == 0xFF
-        self.complain(np.where(is_special, values != decoded, is_wrong))
-
-
-def _is_near(values: FloatArray, decoded: FloatArray, allowed: np.ndarray) -> np.ndarray:
-    """Whether each decoded value has its sign, and is no further off than `allowed` says."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        distance = np.abs(values.astype(np.float64) - decoded.astype(np.float64))
-        return (distance <= allowed) & (np.sign(values) == np.sign(decoded))
+        values, decoded = self.file.gradient, self.decoded()
+        exponent = values.view(np.uint32) >> 23 & 0xFF
+        with np.errstate(invalid="ignore", over="ignore"):
+            distance = np.abs(values.astype(np.float64) - decoded.astype(np.float64))
+            is_wrong = ~(distance <= self._allowed) | (np.sign(values) != np.sign(decoded))
+        is_wrong = np.where(exponent == 0, decoded.view(np.uint32) != 0, is_wrong)  # zeros and subnormals become +0
+        self.complain(np.where(exponent == 0xFF, values.view(np.uint32) != decoded.view(np.uint32), is_wrong))
 
 
 def _rounded_file(file: GradientFile, dtype: torch.dtype) -> GradientFile:
@@ -323,16 +304,16 @@ def choose_specs(asked: Sequence[str]) -> list[str]:
 def by_spec(spec: str, file: GradientFile, n_threads: int) -> TimedMethod | None:
     """A method, or None where it cannot use `n_threads` threads. Raises: InvalidArgument (unknown name, option)."""
     name, options = _split(spec)
+    method: TimedMethod
     if name in baselines.names():
         if options:
             raise InvalidArgument(f"{spec}: baselines take no options")
-        baseline = BaselineMethod(name, file, n_threads)
-        baseline.spec = spec
-        return baseline if n_threads == 1 or baseline.is_threaded else None
-    if name in ("gcomp", "truncate"):
-        method: CodecMethod = GCompMethod(name, options, file, n_threads)
+        method = BaselineMethod(name, file, n_threads)
+        if n_threads > 1 and not method.is_threaded:
+            return None
     else:
-        method = CodecMethod(name, options, file, n_threads)
+        made = GCompMethod if name in ("gcomp", "truncate") else CodecMethod
+        method = made(name, options, file, n_threads)
     method.spec = spec
     return method
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,9 +16,8 @@ from typing import Any
 
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.registry import parse_spec
-from gradwire_lab.ranks.launch import Launch, start_ranks
+from gradwire_lab.ranks.launch import Launch, run_gradwire
 from gradwire_lab.ranks.netlab.rate import parse_rate
-from gradwire_lab.ranks.supervisor import end_on_signals
 from gradwire_lab.results.records import RecordLog, write_csv, write_json
 
 DEFAULT_RANKS = 4
@@ -72,7 +70,7 @@ def run_in_ranks(bench: str, args: argparse.Namespace, *, switch: bool = False) 
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
         log = RecordLog(args.log or Path(folder) / "records.jsonl")
-        command = [sys.executable, "-m", "gradwire", "bench", bench, *args.arguments, "--log", str(log.path)]
+        command = ["bench", bench, *args.arguments, "--log", str(log.path)]
         started: list[Launch] = []
 
         def take_line(rank: int, line: str) -> None:
@@ -81,19 +79,13 @@ def run_in_ranks(bench: str, args: argparse.Namespace, *, switch: bool = False) 
             else:
                 print(line, flush=True)  # only rank 0 writes on standard output, so lines need no rank before them
 
+        how: dict[str, Any] = {"switch": switch, "ranks_per_node": args.ranks_per_node, "on_start": started.append}
         for rate in args.rate or ["none"]:
-            each: Any = rate.split(",") if "," in rate else rate
-            n_ranks, nodes = args.ranks or DEFAULT_RANKS, {"ranks_per_node": args.ranks_per_node}
-            with (
-                end_on_signals(),
-                start_ranks(command, n_ranks, each, on_line=take_line, switch=switch, **nodes) as launch,
-            ):
-                started.append(launch)
-                try:
-                    result = launch.wait()
-                finally:
-                    write_results(args, log.read())
-            result.raise_if_failed()
+            each = rate.split(",") if "," in rate else rate
+            try:
+                run_gradwire(command, args.ranks or DEFAULT_RANKS, each, take_line, **how)
+            finally:
+                write_results(args, log.read())
     return 0
 
 

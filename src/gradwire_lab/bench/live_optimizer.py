@@ -9,6 +9,9 @@ import torch
 
 from gradwire_lab.workloads.gradients import FloatArray, OptimizerState
 
+_TORCH_NAMES = {"learning_rate": "lr"}
+_CLASSES = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "rmsprop": "RMSprop", "sgd": "SGD"}
+
 
 def make_optimizer(
     state: OptimizerState, n_elements: int | None = None, dtype: torch.dtype = torch.float32
@@ -29,26 +32,14 @@ def make_optimizer(
 
 
 def _construct(state: OptimizerState, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-    hyper = state.hyper
-    rate, decay = hyper["learning_rate"], hyper["weight_decay"]
-    if state.optimizer in ("adam", "adamw"):
-        cls = torch.optim.AdamW if state.optimizer == "adamw" else torch.optim.Adam
-        betas = (hyper["beta1"], hyper["beta2"])
-        return cls([parameter], lr=rate, betas=betas, eps=hyper["eps"], weight_decay=decay)
-    if state.optimizer == "adagrad":
-        return torch.optim.Adagrad(
-            [parameter], lr=rate, lr_decay=hyper["lr_decay"], eps=hyper["eps"], weight_decay=decay
-        )
-    if state.optimizer == "rmsprop":
-        return torch.optim.RMSprop([parameter], lr=rate, alpha=hyper["alpha"], eps=hyper["eps"], weight_decay=decay)
-    return torch.optim.SGD(
-        [parameter],
-        lr=rate,
-        momentum=hyper["momentum"],
-        dampening=hyper["dampening"],
-        nesterov=bool(hyper["nesterov"]),
-        weight_decay=decay,
-    )
+    options: dict[str, Any] = {_TORCH_NAMES.get(name, name): value for name, value in state.hyper.items()}
+    options.pop("step", None)
+    if "beta1" in options:
+        options["betas"] = options.pop("beta1"), options.pop("beta2")
+    if "nesterov" in options:
+        options["nesterov"] = bool(options["nesterov"])
+    cls: type[torch.optim.Optimizer] = getattr(torch.optim, _CLASSES[state.optimizer])
+    return cls([parameter], **options)
 
 
 def _stretch(array: FloatArray, length: int) -> torch.Tensor:

@@ -39,7 +39,6 @@ class TimedReducer(ABC):
     Attributes:
         gradient, buffer: (n,) float32: what a step reduces, and where; given by whoever times it.
         period: steps after which everything repeats; a sample is made of whole periods.
-        quantum: of the last reduction, where it was one in fixed point.
     """
 
     gradient: torch.Tensor
@@ -50,7 +49,6 @@ class TimedReducer(ABC):
         self.options = options or {}
         self.sent_bytes = 0  # by this rank, so far
         self.period = 1
-        self.quantum: float | None = None
         self.times: list[float] = []
         self._filling_s = 0.0
 
@@ -166,16 +164,16 @@ class DenseSwitchReducer(TimedReducer):
         if int(agreed) >= _NOT_FINITE:
             raise Unsupported("dense-switch sums finite gradients only: fixed point has no Inf or NaN")
         headroom_bits = (self._communicator.world_size - 1).bit_length()
-        self.quantum = math.ldexp(1.0, int(agreed) + headroom_bits - 30)
+        quantum = math.ldexp(1.0, int(agreed) + headroom_bits - 30)
         integers = self._communicator.scratch("dense switch", 4 * buffer.numel()).view(torch.int32)
         sums = []
         for start in range(0, buffer.numel(), _BLOCK_ELEMENTS):
             block = slice(start, min(start + _BLOCK_ELEMENTS, buffer.numel()))
-            integers[block].copy_(buffer[block].mul_(1.0 / self.quantum).round_())
+            integers[block].copy_(buffer[block].mul_(1.0 / quantum).round_())
             sums.append((block, self._aggregator.start_sum(integers[block], self._wire)))
         for block, one in sums:
             one()
-            buffer[block].copy_(integers[block]).mul_(self.quantum / self._communicator.world_size)
+            buffer[block].copy_(integers[block]).mul_(quantum / self._communicator.world_size)
 
     def finish_step(self) -> None:
         self.sent_bytes += self._recorder.close_step(self._step, 0).bytes_sent

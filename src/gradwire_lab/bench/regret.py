@@ -11,7 +11,7 @@ import argparse
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from gradwire_lab.bench.launching import check_changes, check_rank_arguments, is
 from gradwire_lab.bench.regret_figures import make_records
 from gradwire_lab.bench.train_methods import TrainMethod, describe
 from gradwire_lab.ranks.network import Network
+from gradwire_lab.results.experiment import Column, Table
+from gradwire_lab.results.grids import tabulate
 from gradwire_lab.results.records import RecordLog
 from gradwire_lab.results.tables import Grid, print_grid
 
@@ -149,24 +151,14 @@ def below_the_bars(records: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def make_grid(records: Sequence[Mapping[str, Any]]) -> Grid:
     """For people: a line for each method and network."""
-    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
-        "links": lambda r: r["rates"],
-        "": spec_of,
-        "step ms": lambda r: f"{1e3 * r['iteration_s']:.1f}",
-        "x DDP": lambda r: f"{r['x_ddp']:.3f}",
-        "x best, 2nd half": lambda r: f"{r['x_best_last_half']:.3f}",
-        "best": lambda r: r["best"],
-        "ends with": lambda r: r["ends_with"],
-        "good after": lambda r: str(r["good_after"]),
-    }
-    first, n_of_all = records[0], 4  # the other columns are auto's
-    return Grid(
-        f"{first['workload']}, {first['ranks']} ranks, {first['n_steps']} steps",
-        list(columns),
-        [
-            [cell(r) if r["scheme"] == "auto" or at < n_of_all else "" for at, cell in enumerate(columns.values())]
-            for r in records
-        ],
-        "x DDP and x best: above 1 is faster; all trials are on auto's own bill",
-        2,
-    )
+    first = records[0]
+    columns = [
+        Column("iteration_s", "step ms", 1e3, ",.1f"),
+        Column("x_ddp", "x DDP", form=".3f"),
+        Column("x_best_last_half", "x best, 2nd half", form=".3f"),
+        *(Column(name) for name in ("best", "ends_with", "good_after")),
+    ]
+    title = f"{first['workload']}, {first['ranks']} ranks, {first['n_steps']} steps"
+    named = [{**record, "links": record["rates"], "method": spec_of(record)} for record in records]
+    caption = "x DDP and x best: above 1 is faster; all trials are on auto's own bill"
+    return tabulate(named, Table(columns, rows=("links", "method"), title=title), caption)

@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from gradwire_lab.bench import driver, train_methods
 from gradwire_lab.bench.launching import check_changes, check_rank_arguments, is_rank, needs_switch, run_in_ranks
 from gradwire_lab.bench.timing import Timing
 from gradwire_lab.bench.train_methods import BASELINES, SHARDED, StepTimes, TrainMethod, describe
+from gradwire_lab.results.experiment import Column, Table
+from gradwire_lab.results.grids import tabulate
 from gradwire_lab.results.tables import Grid, print_grid
 from gradwire_lab.workloads import Workload
 
@@ -256,34 +258,25 @@ def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
     """The records of one network, for people."""
     first = records[0]
     network = first["rates"] if first["rate_bps"] else f"not shaped ({first['network']})"
-    if first["phase"]:
-        network = f"then {network}"
     marks = [f"computation {first['compute']}"] if first["compute"] != "real" else []
     marks += ["methods one after another"] if not first["is_interleaved"] and len(records) > 1 else []
-    reference = next((record["iteration_s"] for record in records if record["scheme"] == REFERENCE), None)
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "scheme": spec_of,
-        "step ms": lambda r: f"{r['iteration_s'] * 1e3:.1f}",
-        "quartiles": lambda r: f"({r['iteration_s_low'] * 1e3:.0f}-{r['iteration_s_high'] * 1e3:.0f})",
-        "x ddp": lambda r: "-" if reference is None else f"{r['iteration_s'] / reference:.2f}",
-        "exposed": lambda r: _ms(r["exposed_s"]),
-        "MB sent": lambda r: f"{r['wire_bytes'] / 1e6:.3f}",
-        "loss": lambda r: f"{r['loss']:.4f}",
-        "codec": lambda r: _ms(r["codec_s"]),
-        "compute": lambda r: _ms(r["compute_s"]),
-        "wait": lambda r: _ms(r["wait_s"]),
-        "ratio": lambda r: f"{r['wire_ratio']:.3f}",
-        "samples/s": lambda r: f"{r['samples_per_s']:.1f}",
-        f"loss at {first['loss_at_s']:.1f} s": lambda r: f"{r['loss_after_s']:.4f}",
-    }
-    return Grid(
-        ", ".join([f"{first['workload']}, {first['ranks']} ranks, {network}, {first['n_steps']} steps", *marks]),
-        list(columns),
-        [[cell(record) for cell in columns.values()] for record in records],
-        f"ms a step, medians; codec time is busy time, hidden or not; loss: mean of the last steps, and of those before "
-        f"{first['loss_at_s']:.1f} s",
+    network = f"then {network}" if first["phase"] else network
+    words = f"{first['workload']}, {first['ranks']} ranks, {network}, {first['n_steps']} steps"
+    moment = f"{first['loss_at_s']:.1f} s"
+    columns = [
+        Column("iteration_s", "step ms", 1e3, ",.1f", spread=True),
+        Column("iteration_s", "x ddp", kind="ratio"),
+        Column("exposed_s", "exposed", 1e3, ",.1f"),
+        Column("wire_bytes", "MB sent", 1e-6, ",.3f"),
+        Column("loss", form=".4f"),
+        *(Column(f"{name}_s", name, 1e3, ",.1f") for name in ("codec", "compute", "wait")),
+        Column("wire_ratio", "ratio", form=".3f"),
+        Column("samples_per_s", "samples/s", form=",.1f"),
+        Column("loss_after_s", f"loss at {moment}", form=".4f"),
+    ]
+    caption = (
+        "ms a step, medians; codec time is busy time, hidden or not; loss: mean of the last steps, and of those before "
     )
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+    table = Table(columns, rows=("method",), title=", ".join([words, *marks]))
+    named = [{**record, "method": spec_of(record)} for record in records]
+    return tabulate(named, table, f"{caption}{moment}", {"method": REFERENCE})

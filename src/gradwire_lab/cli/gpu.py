@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gradwire.errors import GradwireError, InvalidArgument
+from gradwire.errors import InvalidArgument
 from gradwire_lab.results.records import write_text
 
 SECTIONS = ("devices", "copies", "kernel rates", "one rank", "two ranks")
@@ -102,13 +102,11 @@ def _check_in_ranks(n_ranks: int) -> dict[str, Any]:
     """
     import torch
 
-    from gradwire_lab.ranks.launch import launch_ranks
+    from gradwire_lab.ranks.launch import run_gradwire
 
     are_enough = torch.accelerator.device_count() >= n_ranks and torch.cuda.is_available()
     backend = "cpu:gloo,cuda:nccl" if are_enough else "gloo"
-    status = launch_ranks([sys.executable, "-m", "gradwire", "gpu", "check"], n_ranks, {_RANK: backend}, timeout_s=400)
-    if status != 0:
-        raise GradwireError(f"{n_ranks} ranks over {backend} ended with status {status}; their output is above")
+    run_gradwire(["gpu", "check"], n_ranks, env={_RANK: backend}, timeout_s=400)
     return {"backend": backend, "n_ranks": n_ranks}
 
 

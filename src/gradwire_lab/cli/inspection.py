@@ -17,6 +17,7 @@ from typing import Any
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire_lab.cli.options import add_json
 from gradwire_lab.results.records import write_text
+from gradwire_lab.results.tables import Grid, print_grid
 
 # The first four bytes of a message: its kind, and the module that describes it.
 _MESSAGES = {
@@ -41,19 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print one table a path."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     records = []
     for path in args.paths:
         record = {"path": str(path), **inspect_path(path)}
         records.append(record)
-        # Text, not markup, and without a terminal's escape sequences: names come from files that anyone may have written.
-        table = Table(title=Text(_printable(f"{path}: {record['kind']}")), title_justify="left", show_header=False)
-        for key, value in _rows({key: value for key, value in record.items() if key not in ("path", "kind")}):
-            table.add_row(Text(_printable(key)), Text(_printable(_show(value))))
-        Console().print(table)
+        # Without a terminal's escape sequences: names come from files that anyone may have written.
+        shown = _rows({key: value for key, value in record.items() if key not in ("path", "kind")})
+        rows = [[_printable(key), _printable(_show(value))] for key, value in shown]
+        print_grid(Grid(_printable(f"{path}: {record['kind']}"), ["", ""], rows), wide=True)
     if args.json is not None:
         write_text(args.json, json.dumps(records, indent=1, default=str) + "\n")
     return 0

@@ -136,9 +136,8 @@ def _check(args: argparse.Namespace) -> int:
 
 def _clean() -> int:
     labs = end_stale_labs()
-    for lab in labs:
-        n_processes = len(lab.pids)
-        print(f"ended a lab of dead process {lab.identity.split('.')[0]}: {n_processes} processes, and its namespaces")
+    for identity, pids in labs.items():
+        print(f"ended a lab of dead process {identity.split('.')[0]}: {len(pids)} processes, and its namespaces")
     if not labs:
         print("nothing to clean: no lab of a dead owner")
     return 0

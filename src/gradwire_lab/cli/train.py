@@ -87,11 +87,17 @@ def flat_record(summary: dict[str, Any]) -> dict[str, Any]:
 
 def configs_from(args: argparse.Namespace) -> list[TrainConfig]:
     """One configuration per scheme."""
-    workload_options = parse_options(args.workload_option, "--workload-option")
+    workload, workload_options = parse_spec(args.workload)
+    workload_options |= parse_options(args.workload_option, "--workload-option")
     if args.compute != "real":
         workload_options["compute"] = args.compute
     given = {field.name: getattr(args, field.name) for field in fields(TrainConfig) if field.name in args}
-    given |= {"workload_options": workload_options, "rewrap_at": tuple(args.rewrap_at), **schemes_of(args)[0]}
+    given |= {
+        "workload": workload,
+        "workload_options": workload_options,
+        "rewrap_at": tuple(args.rewrap_at),
+        **schemes_of(args)[0],
+    }
     config = TrainConfig(**given)
     if len(args.scheme) == 1:
         return [config]

@@ -13,7 +13,7 @@ from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire_lab.report.inputs import LoggedRun, Record, is_number
 from gradwire_lab.results.captions import describe_data, describe_machine, describe_networks, format_rate, is_emulated
 from gradwire_lab.results.experiment import Column, Experiment, Plot, Table
-from gradwire_lab.results.grids import make_grid
+from gradwire_lab.results.grids import tabulate
 from gradwire_lab.results.plots import draw, series_of
 from gradwire_lab.results.summary import Summary
 from gradwire_lab.results.tables import Grid
@@ -46,25 +46,25 @@ class Section:
     figures: list[Figure] = field(default_factory=list)
     tables: list[Grid] = field(default_factory=list)
 
-    def _measured(self, records: Sequence[Record], axes: Iterable[str]) -> Experiment:
-        """The records as an experiment over `axes`."""
-        values = {axis: list(dict.fromkeys(record[axis] for record in records)) for axis in axes}
-        return Experiment("report", "", "", "", values, baseline={"scheme": self.base} if self.base else {})
-
     def draw(self, plot: Plot, records: Sequence[Record], caption: str) -> None:
         """Add a figure, if there is anything to draw."""
-        axes = dict.fromkeys((plot.series, plot.x))
-        series = series_of(plot, Summary(self._measured(records, axes), records))
+        axes = {axis: list(dict.fromkeys(record[axis] for record in records)) for axis in (plot.series, plot.x)}
+        experiment = Experiment("", "", "", "", axes, baseline=self.baseline)
+        series = series_of(plot, Summary(experiment, records))
         if series:
             height = 0.9 + 0.5 * len({x for points in series.values() for x, _ in points})
             size = (_SIZE_IN[0], height) if plot.style == "stacks" else _SIZE_IN
             name = f"{self.anchor}-{len(self.figures)}"
             self.figures.append(Figure(name, plot.title, caption, draw(replace(plot, title=""), series, name, size)))
 
+    @property
+    def baseline(self) -> dict[str, str]:
+        """The value of the field that ratios are to."""
+        return {"scheme": self.base} if self.base else {}
+
     def tabulate(self, table: Table, records: Sequence[Record], caption: str) -> None:
         """Add a table, the rows' names from its `rows`."""
-        grid = make_grid(self._measured(records, table.rows), table, records)
-        self.tables.append(replace(grid, title=table.title, caption=" ".join(filter(None, (caption, grid.caption)))))
+        self.tables.append(tabulate(records, table, caption, self.baseline))
 
 
 def make_sections(
@@ -159,21 +159,29 @@ _THRESHOLDS = ("size_bytes", "raw_s", "compressed_s", "codec_s", "total_compress
 def _threshold_table(run: LoggedRun) -> Grid | None:
     """SlimGC's table (Fig. 6 of its paper) that decided what this run compressed; None if it has none that reads."""
     stats = run.summary.get("stats")
-    rows = stats.get("threshold_table") if isinstance(stats, dict) else None
-    threshold = stats.get("threshold_bytes") if isinstance(stats, dict) else None
-    if not rows or not isinstance(threshold, int):
+    found = stats if isinstance(stats, dict) else {}
+    rows, threshold = found.get("threshold_table"), found.get("threshold_bytes")
+    if not isinstance(rows, list) or not rows or not isinstance(threshold, int):
         return None
     if not all(isinstance(row, dict) and all(is_number(row.get(name)) for name in _THRESHOLDS) for row in rows):
         return None
-    cells = [
-        [f"{row['size_bytes']:,.0f}", *(f"{1e3 * row[name]:,.2f}" for name in _THRESHOLDS[1:5]), f"{row['benefit']:.2f}",
-         "compressed" if row["size_bytes"] >= threshold else "raw"] for row in rows
-    ]  # fmt: skip
+    shown = [
+        {
+            **row,
+            "tensor, bytes": f"{row['size_bytes']:,.0f}",
+            "sent": "compressed" if row["size_bytes"] >= threshold else "raw",
+        }
+        for row in rows
+    ]
+    times = zip(_THRESHOLDS[1:5], ("raw", "compressed", "codec", "both"), strict=True)
+    columns = [Column(name, f"{title}, ms", 1e3, ",.2f") for name, title in times]
+    columns += [Column("benefit", form=".2f"), Column("sent")]
     chosen = "never: everything travels raw" if threshold >= NEVER else f"{threshold:,} bytes"
     caption = f"Communication threshold: {chosen}. One tensor of each size by itself, the slowest rank's mean over the "
     caption += "warm-up; benefit: raw / (compressed + codec)."
-    headings = ["tensor, bytes", "raw, ms", "compressed, ms", "codec, ms", "both, ms", "benefit", "sent"]
-    return Grid(f"Where compression pays: {run.label}", headings, cells, caption)
+    return tabulate(
+        shown, Table(columns, rows=("tensor, bytes",), title=f"Where compression pays: {run.label}"), caption
+    )
 
 
 # ---- records of benchmarks

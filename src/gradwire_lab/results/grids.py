@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +55,16 @@ def make_grid(experiment: Experiment, table: Table, records: Sequence[Record], m
     if more_columns := [column.heading for column in columns if column not in shown]:
         captions.append(f"Also measured: {', '.join(more_columns)}.")
     return Grid(title, [*map(_axis_title, names), *headings], lines, " ".join(captions), len(names))
+
+
+def tabulate(
+    records: Sequence[Record], table: Table, caption: str = "", baseline: Mapping[str, Any] | None = None
+) -> Grid:
+    """Records of one run as a table, whatever measured them; `baseline`: {field: value} of those that ratios are to."""
+    axes = {name: list(dict.fromkeys(record[name] for record in records)) for name in table.rows}
+    grid = make_grid(Experiment("", "", "", "", axes, baseline=baseline or {}), table, records)
+    caption = f"{caption.rstrip('.')}." if caption else ""
+    return replace(grid, title=table.title, caption=" ".join(filter(None, (caption, grid.caption))))
 
 
 def _axis_title(axis: str) -> str:

@@ -74,8 +74,9 @@ class Book:
 
     def shown(self, experiment: Experiment, where: Mapping[str, Any] | None = None) -> Shown | None:
         """Of an experiment's records, those of `where`: the current ones of a machine, else all of one that are known."""
+        code = self.code(experiment.measure)
         asked = {
-            name_of(experiment, cell): (experiment.settings(cells), self.code(experiment.measure))
+            name_of(experiment, cell): (experiment.settings(cells), code)
             for cells in experiment.groups()
             for cell in cells
         }
@@ -84,12 +85,9 @@ class Book:
             records = Store(self.root / "results", machine).read(experiment.key)
             known = [r for r in records if name_of(experiment, r) in asked and chosen(r, where or {})]
             current = [r for r in known if (r.get("settings"), r.get("code")) == asked[name_of(experiment, r)]]
-            found.append(Shown(machine, current or known, bool(current)))
-        return max(
-            (one for one in found if one.everything),
-            key=lambda one: (one.is_current, len(one.everything)),
-            default=None,
-        )
+            if known:
+                found.append(Shown(machine, current or known, bool(current)))
+        return max(found, key=lambda one: (one.is_current, len(one.everything)), default=None)
 
     def render(self) -> list[Path]:
         """Write every page, plot and table between marks, remove what is no more; returns what changed.
@@ -127,10 +125,8 @@ class Book:
         docs = self.root / "docs"
         yield docs / "results.md", self.overview()
         for system in self.systems:
-            yield (
-                docs / "results" / f"{system}.md",
-                self.coverage() if system == COVERAGE else self.page(system, pictures),
-            )
+            text = self.coverage() if system == COVERAGE else self.page(system, pictures)
+            yield docs / "results" / f"{system}.md", text
         for path in [self.root / "README.md", *sorted(docs.glob("*.md")), *sorted(docs.glob("systems/*.md"))]:
             if path.is_file() and path != docs / "results.md":
                 text = path.read_text(encoding="utf-8")
@@ -170,14 +166,8 @@ class Book:
             n_known = sum(self.shown(one) is not None for one in mine)
             verdicts = Counter(answer.verdict for one in mine for answer in self._answers(one))
             counts = [f"{verdicts[word]} {word}" for word in VERDICTS if verdicts[word]]
-            rows.append(
-                [
-                    f"[{title}](results/{system}.md)",
-                    f"{n_done} of {len(mine)}",
-                    str(n_known - n_done),
-                    ", ".join(counts) or "-",
-                ]
-            )
+            measured, link = f"{n_done} of {len(mine)}", f"[{title}](results/{system}.md)"
+            rows.append([link, measured, str(n_known - n_done), ", ".join(counts) or "-"])
         headings = ["system", "experiments measured", "in part, or stale", "goals"]
         lines.append(to_markdown(Grid("", headings, rows)))
         lines += ["The papers' figures and tables, and where each is: [coverage](results/coverage.md)."]
@@ -191,17 +181,14 @@ class Book:
         rows = []
         for experiment in mine:
             for answer in self._answers(experiment):
-                asked = f"[{answer.asked}](#{experiment.key})" if experiment.key in known else answer.asked
-                rows.append(
-                    [asked, answer.figure, answer.paper, answer.here, answer.goal, answer.verdict, experiment.differs]
-                )
+                asked, *rest = vars(answer).values()
+                asked = f"[{asked}](#{experiment.key})" if experiment.key in known else asked
+                rows.append([asked, *rest, experiment.differs])
         headings = ["asked", "in the paper", "paper", "here", "goal", "", "what differs"]
         answers = Grid("", headings, [[cell or "-" for cell in row] for row in rows], n_names=7)
-        left = [
-            [f"`gradwire bench run {one.key}`", one.question, _figures(one)] for one in mine if one.key not in known
-        ]
-        head = [_DO_NOT_EDIT, "", f"# {self.systems[system]}", "", "[All results](../results.md)", ""]
-        head += [*_note(self.root, system), *([to_markdown(answers)] if rows else [])]
+        unknown = [one for one in mine if one.key not in known]
+        left = [[f"`gradwire bench run {one.key}`", one.question, _figures(one)] for one in unknown]
+        head = [*_head(self.systems[system]), *_note(self.root, system), *([to_markdown(answers)] if rows else [])]
         tail = ["## Not measured yet", "", to_markdown(Grid("", ["command", "question", "figures"], left, n_names=3))]
         there = [one for one in mine if one.key in known]
         grids = {one.key: make_grid(one, _first_table(one), known[one.key].records, MOST_COLUMNS) for one in there}
@@ -234,26 +221,15 @@ class Book:
         for experiment in self.experiments:
             for ref in experiment.of:
                 found.setdefault((ref.paper, ref.figure), []).append(experiment)
-        lines = [
-            _DO_NOT_EDIT,
-            "",
-            "# The papers' figures and tables, one by one",
-            "",
-            "[All results](../results.md)",
-            "",
-        ]
-        lines += _note(self.root, COVERAGE)
+        lines = [*_head("The papers' figures and tables, one by one"), *_note(self.root, COVERAGE)]
         for paper in dict.fromkeys(paper for paper, _ in (*found, *self.left_out)):
             places = {place for place in (*found, *self.left_out) if place[0] == paper}
             rows = []
             for place in sorted(places, key=lambda place: _natural(place[1])):
                 state, why = self.left_out[place] if place in self.left_out else self._place(found[place])
                 rows.append([place[1], state, why])
-            lines += [
-                f"## {paper}",
-                "",
-                to_markdown(Grid("", ["in the paper", "here", "where, and what differs"], rows, n_names=3)),
-            ]
+            grid = Grid("", ["in the paper", "here", "where, and what differs"], rows, n_names=3)
+            lines += [f"## {paper}", "", to_markdown(grid)]
         return "\n".join(lines).rstrip() + "\n"
 
     def _place(self, experiments: Sequence[Experiment]) -> Coverage:
@@ -299,12 +275,13 @@ class Book:
 
 
 def _cut(grid: Grid, most_rows: int) -> Grid:
-    n_left = len(grid.rows) - most_rows
-    return (
-        replace(grid, rows=grid.rows[:most_rows], caption=f"{grid.caption} {n_left} more rows.".strip())
-        if n_left > 0
-        else grid
-    )
+    if (n_left := len(grid.rows) - most_rows) <= 0:
+        return grid
+    return replace(grid, rows=grid.rows[:most_rows], caption=f"{grid.caption} {n_left} more rows.".strip())
+
+
+def _head(title: str) -> list[str]:
+    return [_DO_NOT_EDIT, "", f"# {title}", "", "[All results](../results.md)", ""]
 
 
 def _first_table(experiment: Experiment) -> Table:

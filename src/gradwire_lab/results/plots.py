@@ -28,7 +28,7 @@ from gradwire_lab.results.palette import (
     assign_slots,
     css_variables,
 )
-from gradwire_lab.results.records import write_bytes
+from gradwire_lab.results.records import write_text
 from gradwire_lab.results.summary import Summary, Value, chosen
 
 Series = dict[str, list[tuple[Any, Value]]]
@@ -112,7 +112,7 @@ def draw_panels(plots: Sequence[tuple[Plot, Series]], path: Path) -> None:
         figure.legend(*handles, loc="outside upper center", ncols=6, fontsize=8, frameon=False)
         buffer, kind = io.BytesIO(), path.suffix.removeprefix(".")
         figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {})
-    write_bytes(path, buffer.getvalue())
+    write_text(path, buffer.getvalue())
 
 
 @contextmanager

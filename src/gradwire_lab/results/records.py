@@ -22,7 +22,7 @@ def write_json(path: Path, records: Sequence[Record]) -> None:
 
     What is not finite (the loss of a run that diverged) becomes null: JSON has no NaN.
     """
-    _replace(path, json.dumps([_finite(record) for record in records], indent=1, allow_nan=False) + "\n")
+    write_text(path, json.dumps([finite(record) for record in records], indent=1, allow_nan=False) + "\n")
 
 
 def write_csv(path: Path, records: Sequence[Record]) -> None:
@@ -32,17 +32,23 @@ def write_csv(path: Path, records: Sequence[Record]) -> None:
     writer = csv.DictWriter(text, columns, restval="")
     writer.writeheader()
     writer.writerows(records)
-    _replace(path, text.getvalue())
+    write_text(path, text.getvalue())
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text`; the old file stays whole if that fails. Raises: GradwireError."""
-    _replace(path, text)
-
-
-def write_bytes(path: Path, content: bytes) -> None:
+def write_text(path: Path, content: str | bytes) -> None:
     """Replace `path` by `content`; the old file stays whole if that fails. Raises: GradwireError."""
-    _replace(path, content)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise _write_error(path, error) from error
 
 
 class RecordLog:
@@ -60,7 +66,7 @@ class RecordLog:
 
     def append(self, records: Iterable[Record]) -> None:
         """Add `records` and force them to the disk. Raises: GradwireError; what was written before stays."""
-        lines = "".join(json.dumps(_finite(record), allow_nan=False) + "\n" for record in records)
+        lines = "".join(json.dumps(finite(record), allow_nan=False) + "\n" for record in records)
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(lines)
@@ -90,25 +96,9 @@ def _end_torn_line(path: Path, file: io.BufferedWriter) -> None:
                 file.write(b"\n")
 
 
-def _finite(record: Record) -> dict[str, Any]:
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
-    }
-
-
-def _replace(path: Path, content: str | bytes) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise _write_error(path, error) from error
+def finite(record: Record) -> dict[str, Any]:
+    """A record whose NaN and infinities are null."""
+    return {k: None if isinstance(value, float) and not math.isfinite(value) else value for k, value in record.items()}
 
 
 def _write_error(path: Path, error: OSError) -> GradwireError:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire_lab.results.experiment import Cell, Experiment
-from gradwire_lab.results.records import write_text
+from gradwire_lab.results.records import finite, write_text
 
 Record = dict[str, Any]
 
@@ -101,13 +101,10 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def write_lines(path: Path, records: Iterable[Record]) -> None:
-    """Replace a JSONL file. Raises: GradwireError, and the old file stays."""
-    write_text(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in map(_flat, records)))
-
-
-def _flat(record: Record) -> Record:
-    """A record without what a flat one cannot hold: nested values are refused, NaN and infinities become null."""
-    nested = [key for key, value in record.items() if isinstance(value, dict | list | tuple)]
-    if nested:
-        raise InvalidArgument(f"a result is a flat record, but {', '.join(nested)} holds others")
-    return {key: None if isinstance(value, float) and value - value != 0.0 else value for key, value in record.items()}
+    """Replace a JSONL file. Raises: InvalidArgument (a record that is not flat), GradwireError; the old file stays."""
+    lines = []
+    for record in records:
+        if nested := [key for key, value in record.items() if isinstance(value, dict | list | tuple)]:
+            raise InvalidArgument(f"a result is a flat record, but {', '.join(nested)} holds others")
+        lines.append(json.dumps(finite(record), allow_nan=False) + "\n")
+    write_text(path, "".join(lines))

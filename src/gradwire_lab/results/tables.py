@@ -52,7 +52,7 @@ def to_text(grid: Grid, width: int | None = WIDTH) -> str:
     lines = [grid.title] if grid.title else []
     head = _GAP.join(heading.rjust(size) for heading, _, size in shown)
     first = " ".join(grid.headings[: grid.n_names]).ljust(name_width)
-    lines += [f"{first}{_GAP}{head}".rstrip(), "-" * used]
+    lines += [f"{first}{_GAP}{head}".rstrip(), "-" * used] if any(grid.headings) else []
     for index, name in enumerate(names):
         values = _GAP.join(column[index].rjust(size) for _, column, size in shown)
         if len(name) > name_width:

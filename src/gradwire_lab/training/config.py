@@ -64,30 +64,24 @@ class TrainConfig:
         checks.count("steps", self.steps)
         if self.batch_size is not None:
             checks.count("batch_size", self.batch_size)
-        if self.save_every < 0:
-            raise InvalidArgument(f"save_every={self.save_every}: expected 0 (at the end only) or more")
+        for name in ("save_every", "dump_gradients_every", "local_sgd"):
+            if getattr(self, name) < 0:
+                raise InvalidArgument(f"{name}={getattr(self, name)}: expected a number of steps, or 0 (never)")
         if self.checkpoint is None and (self.resume or self.save_every):
             raise InvalidArgument(
                 "to resume or to save there must be a folder for it: pass checkpoint=DIR (--checkpoint DIR)"
             )
-        if self.trace and self.out is None:
-            raise InvalidArgument("a trace is written into the run's folder: pass out=RUN_DIR (--out RUN_DIR)")
-        if self.dump_gradients_every < 0 or (self.dump_gradients_every and self.out is None):
+        if self.out is None and (self.trace or self.dump_gradients_every):
             raise InvalidArgument(
-                f"dump_gradients_every={self.dump_gradients_every}: expected 0 (never), or a number of steps and "
-                "out=RUN_DIR, where the gradients go"
+                "traces and gradients are written into the run's folder: pass out=RUN_DIR (--out RUN_DIR)"
             )
-        if self.local_sgd < 0:
-            raise InvalidArgument(f"local_sgd={self.local_sgd}: expected 0 (off), or the steps between two exchanges")
         if self.local_sgd and (self.scheme.startswith("ddp") or self.checkpoint is not None or self.rewrap_at):
             raise InvalidArgument(
                 "with local SGD there is no DDP, and each rank has a state of its own: take a scheme such as plain, and leave "
                 "checkpoints out (a loop of your own saves them: gradwire.LocalSgd.state_dict)"
             )
-        if self.outer not in ("nesterov", "average"):
-            raise InvalidArgument(f"outer={self.outer!r}: expected 'nesterov' or 'average'")
-        if self.device not in ("cpu", "cuda"):
-            raise InvalidArgument(f"device={self.device!r}: expected 'cpu' or 'cuda'")
+        checks.choice("outer", self.outer, ("nesterov", "average"))
+        checks.choice("device", self.device, ("cpu", "cuda"))
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint of one run to continue in another."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire.registry import describe_choices
 from gradwire_lab.training.config import TrainConfig, TrainResult
-from gradwire_lab.training.display import ProgressDisplay, print_summary
+from gradwire_lab.training.display import print_step, print_summary
 from gradwire_lab.training.loop import train_rank
 
 # Set for ranks that `run_ranks` starts: their configuration, and that rank 0 reports as lines to the starter.
@@ -20,10 +21,8 @@ _CONFIG_VARIABLE = "GRADWIRE_TRAIN_CONFIG"
 _REPORT_MARK = "@gradwire "
 
 
-def run_ranks(
-    config: TrainConfig, n_ranks: int, rate: str = "none", *, show_progress: bool = True, show_table: bool = True
-) -> dict[str, Any]:
-    """Train in `n_ranks` new processes on this machine, behind links of `rate`; returns the run's summary.
+def run_ranks(config: TrainConfig, n_ranks: int, rate: str = "none") -> dict[str, Any]:
+    """Train in `n_ranks` new processes on this machine, behind links of `rate`; prints and returns the run's summary.
 
     The per-step records are in `config.out`/steps.jsonl.
     Raises: InvalidArgument, Unsupported (before any rank starts), PeerLost (a rank failed; its own words are on stderr).
@@ -35,38 +34,39 @@ def run_ranks(
     checks.count("ranks", n_ranks)
     parse_rate(rate)
     summary: dict[str, Any] = {}
-    with ProgressDisplay(config, start=show_progress) as display:
 
-        def take_line(rank: int, line: str) -> None:
-            if not line.startswith(_REPORT_MARK):
-                display.print(f"[{rank}] {line}")
-                return
-            report = json.loads(line[len(_REPORT_MARK) :])
-            if "summary" in report:
-                summary.update(report["summary"])
-            else:
-                display.show_step(report["step"])
+    def take_line(rank: int, line: str) -> None:
+        if not line.startswith(_REPORT_MARK):
+            print(f"[{rank}] {line}", flush=True)
+            return
+        report = json.loads(line[len(_REPORT_MARK) :])
+        if "summary" in report:
+            summary.update(report["summary"])
+        else:
+            print_step(config, report["step"])
 
-        run_gradwire(["train"], n_ranks, rate, take_line, env={_CONFIG_VARIABLE: to_text(config)})
-    if show_table:
-        print_summary(summary)
+    run_gradwire(["train"], n_ranks, rate, take_line, env={_CONFIG_VARIABLE: to_text(config)})
+    print_summary(summary)
     return summary
 
 
 def to_text(config: TrainConfig) -> str:
-    """A configuration for the ranks' environment."""
+    """A configuration as a line, for ranks."""
     return repr({key: str(value) if isinstance(value, Path) else value for key, value in vars(config).items()})
+
+
+def from_text(text: str) -> TrainConfig:
+    """What `to_text` wrote."""
+    fields: dict[str, Any] = ast.literal_eval(text)
+    for name in ("out", "checkpoint"):
+        fields[name] = None if fields[name] is None else Path(fields[name])
+    return TrainConfig(**fields)
 
 
 def given_config() -> TrainConfig | None:
     """The configuration that `run_ranks` gave this process, None in any other."""
     text = os.environ.get(_CONFIG_VARIABLE)
-    if text is None:
-        return None
-    fields: dict[str, Any] = ast.literal_eval(text)
-    for name in ("out", "checkpoint"):
-        fields[name] = None if fields[name] is None else Path(fields[name])
-    return TrainConfig(**fields)
+    return None if text is None else from_text(text)
 
 
 def check(config: TrainConfig) -> None:
@@ -96,8 +96,7 @@ def train_and_report(config: TrainConfig) -> TrainResult:
         result = train_rank(config, lambda record: _report({"step": record}))
         _report({"summary": result.summary})
         return result
-    with ProgressDisplay(config) as display:
-        result = train_rank(config, display.show_step)
+    result = train_rank(config, functools.partial(print_step, config))
     print_summary(result.summary)
     return result
 

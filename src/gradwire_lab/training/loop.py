@@ -186,19 +186,13 @@ class _Run:
         config = self._config
         # Rank 0 writes the records, and asking for the commit starts git.
         environment = _describe_environment() if self._rank == 0 else {}
+        names = ("scheme", "scheme_options", "workload_options", "steps", "local_sgd", "outer", "feedback_decay", "seed",
+                 "deterministic")  # fmt: skip
         return {
-            "scheme": config.scheme,
-            "scheme_options": config.scheme_options,
-            "workload_options": config.workload_options,
+            **{name: getattr(config, name) for name in names},
             "ranks": self._world_size,
             "rate_bps": _rate_bps(),
-            "steps": config.steps,
             "start_step": start_step,
-            "local_sgd": config.local_sgd,
-            "outer": config.outer,
-            "feedback_decay": config.feedback_decay,
-            "seed": config.seed,
-            "deterministic": config.deterministic,
             "n_parameters": n_elements,
             **self._workload.describe(),
             "batch_size": self._batch_size,

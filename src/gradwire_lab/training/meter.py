@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -71,31 +72,23 @@ class Meter:
     def summarize(self) -> dict[str, Any]:
         """Flat figures over all steps: medians of times after the warm-up, means of bytes, the loss at the end."""
         warm = self.records[N_WARM_UP_STEPS:] or self.records
-
-        def median(key: str) -> float:
-            return statistics.median(record[key] for record in warm)
-
-        codec_s = [sum(record[key] for key in ("encode_s", "decode_s", "importance_s")) for record in warm]
-        spread = [record["iteration_s"] for record in warm]
-        last = self.records[-10:]
+        columns = {key: np.array([record[key] for record in warm]) for key in warm[0] if key not in _OWN}
+        median = {key: float(np.median(column)) for key, column in columns.items()}
+        mean = {key: float(column.mean()) for key, column in columns.items()}
+        low, high = np.quantile(columns["iteration_s"], [0.1, 0.9], method="nearest").tolist()
         return {
             "n_steps": len(self.records),
-            "iteration_s": median("iteration_s"),
-            "iteration_s_p10": _quantile(spread, 0.1),
-            "iteration_s_p90": _quantile(spread, 0.9),
-            "compute_s": statistics.median(record["iteration_s"] - record["exposed_s"] for record in warm),
-            "codec_s": statistics.median(codec_s),
-            "exposed_s": median("exposed_s"),
-            "cpu_s": sum(record["cpu_s"] for record in warm) / len(warm),
-            "wire_bytes": sum(record["bytes_sent"] for record in warm) / len(warm),
+            "iteration_s": median["iteration_s"],
+            "iteration_s_p10": low,
+            "iteration_s_p90": high,
+            "compute_s": float(np.median(columns["iteration_s"] - columns["exposed_s"])),
+            "codec_s": float(np.median(columns["encode_s"] + columns["decode_s"] + columns["importance_s"])),
+            "exposed_s": median["exposed_s"],
+            "cpu_s": mean["cpu_s"],
+            "wire_bytes": mean["bytes_sent"],
             "wire_bytes_origin": "computed for a ring" if self._is_computed else "counted",
-            "ratio": sum(record["ratio"] for record in warm) / len(warm),
+            "ratio": mean["ratio"],
             "n_fallbacks": sum(record["n_fallbacks"] for record in self.records),
             "loss": self.records[-1]["loss"],
-            "loss_last_10": sum(record["loss"] for record in last) / len(last),
+            "loss_last_10": fmean(record["loss"] for record in self.records[-10:]),
         }
-
-
-def _quantile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from gradwire.telemetry.jsonl import JsonLines
+from gradwire_lab.results.records import write_text
 
 
 class RunFiles:
@@ -28,7 +28,7 @@ class RunFiles:
         steps = folder / "steps.jsonl"
         if start_step and steps.exists():
             kept = [line for line in steps.read_text().splitlines() if _step_of(line) < start_step]
-            write_atomically(steps, "".join(line + "\n" for line in kept))
+            write_text(steps, "".join(line + "\n" for line in kept))
             self._lines = JsonLines(steps, append=True)
         else:
             self._lines = JsonLines(steps)
@@ -46,16 +46,8 @@ class RunFiles:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` so that the file is either the old one or whole."""
-    write_atomically(path, json.dumps(value, indent=1, default=str) + "\n")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by a file with `text` in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    """Write `value` so that the file is either the old one or whole. Raises: GradwireError."""
+    write_text(path, json.dumps(value, indent=1, default=str) + "\n")
 
 
 def _step_of(line: str) -> float:

@@ -26,6 +26,7 @@ from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.gcomp.scheme import GComp
 from gradwire.schemes.plain import Plain
+from gradwire.schemes.selection import small_values
 from gradwire_lab.workloads import Workload
 
 MeanOf = Callable[[int, list[Tensor]], Tensor]
@@ -65,6 +66,7 @@ class SimulatedRanks:
         self._counts = torch.zeros(256, dtype=torch.int64)
         if isinstance(scheme, GComp) and scheme.codec.importance == "paper":
             self._metric = QuantisationMetric(optimizers, n_ranks, scheme.promise)
+        self._counts_here = torch.ones(self._n)  # 0: a value that is spared, as which every message counts
         self._residuals: list[Tensor | None] = [None] * n_ranks
         self._room = torch.empty(0, dtype=torch.uint8)
 
@@ -78,10 +80,27 @@ class SimulatedRanks:
         if self.n_ranks == 1:
             return buckets[0].buffer
         if isinstance(scheme, Plain):
-            return self._backend_mean(buckets, scheme.wire_dtype or torch.float32)
+            return self._backend_mean([bucket.buffer for bucket in buckets], scheme.wire_dtype or torch.float32)
         assert isinstance(scheme, Compressed)
         if self.step <= scheme.plain.n:
-            return self._backend_mean(buckets, torch.float32)
+            return self._backend_mean([bucket.buffer for bucket in buckets], torch.float32)
+        places = small_values(self._slots, buckets[0]) if scheme.select.spares else None
+        if places is not None:
+            return self._beside_small(buckets, places)
+        return self._compressed(buckets)
+
+    def _beside_small(self, buckets: list[Bucket], places: Tensor) -> Tensor:
+        """As `_compressed`; the values at `places` are spared."""
+        dtype = torch.bfloat16 if buckets[0].buffer.element_size() > 2 else buckets[0].buffer.dtype
+        small = self._backend_mean([bucket.buffer.index_select(0, places) for bucket in buckets], dtype)
+        for bucket in buckets:
+            bucket.buffer.index_fill_(0, places, 0.0)
+        self._counts_here.index_fill_(0, places, 0.0)
+        return self._compressed(buckets).index_copy_(0, places, small)
+
+    def _compressed(self, buckets: list[Bucket]) -> Tensor:
+        scheme = self.scheme
+        assert isinstance(scheme, Compressed)
         chosen = [bool(scheme.select(slot)) for slot in self._slots]
         if not all(chosen):
             raise Unsupported("tensors that are left out are not simulated")
@@ -92,11 +111,11 @@ class SimulatedRanks:
             self._weigh(scheme.codec)
         return self._round_a_ring(buckets, scheme.collective)
 
-    def _backend_mean(self, buckets: list[Bucket], dtype: torch.dtype) -> Tensor:
+    def _backend_mean(self, values: list[Tensor], dtype: torch.dtype) -> Tensor:
         """The sum of products with 1/N, in the order of ranks; a backend's own order is another."""
-        shares = [(bucket.buffer * (1.0 / self.n_ranks)).to(dtype) for bucket in buckets]
-        self.n_bytes += 2 * (self.n_ranks - 1) * self._n * dtype.itemsize
-        return functools.reduce(torch.add, shares).to(buckets[0].buffer.dtype)
+        shares = [(own * (1.0 / self.n_ranks)).to(dtype) for own in values]
+        self.n_bytes += 2 * (self.n_ranks - 1) * values[0].numel() * dtype.itemsize
+        return functools.reduce(torch.add, shares).to(values[0].dtype)
 
     def _weigh(self, codec: GCompCodec) -> None:
         if self._metric is not None:
@@ -114,6 +133,7 @@ class SimulatedRanks:
         mean, divisor = torch.empty_like(own[0]), world
         if mean.dtype == torch.float16:  # whose sum may overflow where the mean does not
             own, divisor = [values.float().div_(world).half() for values in own], 1
+        mean_room = 0 if self._metric is None else self._metric.promise.mean_room(world)
         n_chunks = count_chunks(-(-self._n // world), ring.chunk_elements)
         for part, chunks in enumerate(cut_into_chunks(self._n, world, n_chunks, lambda n, _: n)):
             order = [(part + hop) % world for hop in range(world)]
@@ -121,6 +141,7 @@ class SimulatedRanks:
                 order = list(range(world))
             for chunk in chunks:
                 values, weights = chunk.values, self._importance[chunk.values]
+                of_mean = ((weights.short() + mean_room) * (weights != 0)).clamp_(max=255).byte()
                 recode = functools.partial(self._recoded, codec, weights, mean.dtype)
                 if ring.topology == "ring":
                     total = own[order[0]][values]
@@ -130,7 +151,7 @@ class SimulatedRanks:
                     total = torch.zeros_like(mean[values])
                     for rank in order:
                         total = total + (own[rank][values] if rank == part else recode(own[rank][values]))
-                mean[values] = recode(total, world - 1)
+                mean[values] = self._recoded(codec, of_mean, mean.dtype, total, world - 1)
                 mean[values] /= divisor
         return mean
 
@@ -163,22 +184,22 @@ class SimulatedRanks:
         for owner, chunks in enumerate(cut_into_chunks(self._n, world, n_chunks, lambda n, _: n, starts)):
             for index, chunk in enumerate(chunks):
 
-                def recoded(values: Tensor, rank: int, owner: int = owner, index: int = index, chunk: Chunk = chunk,
-                            n_receivers: int = 1) -> Tensor:  # fmt: skip
+                def recoded(values: Tensor, rank: int, codec: Quantised, owner: int = owner, index: int = index,
+                            chunk: Chunk = chunk, n_receivers: int = 1) -> Tensor:  # fmt: skip
                     draw = buckets[rank].draw(rank, owner, index, owner == rank)
                     message = self._quantised(codec, values, chunk, self._residuals[rank], unsent[rank], draw)
                     self.n_bytes += message.numel() * n_receivers
                     decoded = torch.empty(values.numel())
                     codec.decode(message, decoded)
-                    return decoded
+                    return decoded.mul_(self._counts_here[chunk.values])
 
                 total = torch.zeros(chunk.values.stop - chunk.values.start)
                 for rank, bucket in enumerate(buckets):
                     values = bucket.buffer[chunk.values]
-                    total += values if rank == owner else recoded(values, rank)
+                    total += values if rank == owner else recoded(values, rank, codec)
                 if owners.pull == "raw":
                     raise Unsupported('pull="raw" is not simulated')
-                mean[chunk.values] = recoded(total, owner, n_receivers=world - 1) / world
+                mean[chunk.values] = recoded(total, owner, owners.answering, n_receivers=world - 1) / world
         self._residuals = unsent
         return mean
 

@@ -95,6 +95,14 @@ class Workload(ABC):
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Figures on held-out data (accuracy, loss), or {} when the data is shape-only; leaves the model's mode as it was."""
 
+    def mean_loss(self, model: nn.Module, batch: Batch, n_at_once: int) -> float:
+        """The mean loss of a large batch, taken in pieces, in evaluation mode."""
+        device = next(model.parameters()).device
+        pieces = zip(*(one.to(device).split(n_at_once) for one in batch), strict=True)
+        with evaluating(model):
+            losses = [float(self.loss(model, piece)) for piece in pieces]
+        return sum(losses) / len(losses)
+
     def build_model(self, seed: int) -> nn.Module:
         """The model with the weights that `seed` stands for; torch's own random state is left alone."""
         with torch.random.fork_rng(devices=[]):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradwire.errors import InvalidArgument
-from gradwire_lab.workloads.base import Batch, Workload, evaluating
+from gradwire_lab.workloads.base import Batch, Workload
 from gradwire_lab.workloads.text import byte_tokens, crop_batch, spread_crops
 
 N_BYTES = 256  # the vocabulary: one token a byte
@@ -113,11 +112,5 @@ class GptWorkload(Workload):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Loss in nats per byte over 128 held-out crops."""
-        device = next(model.parameters()).device
-        inputs, targets = spread_crops(byte_tokens()[1], self.length, 128)
-        with evaluating(model):
-            loss = torch.stack([
-                self.loss(model, (x.to(device), y.to(device)))
-                for x, y in zip(inputs.split(16), targets.split(16), strict=True)
-            ])  # fmt: skip
-        return {"held_out_loss": float(loss.double().mean())}
+        crops = spread_crops(byte_tokens()[1], self.length, 128)
+        return {"held_out_loss": self.mean_loss(model, crops, 16)}

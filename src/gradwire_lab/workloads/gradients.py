@@ -117,18 +117,10 @@ def _read_gradient(path: Path, arrays: dict[str, AnyArray]) -> FloatArray:
 
 def _expand_sparse(path: Path, arrays: dict[str, AnyArray]) -> FloatArray:
     index, value = arrays["nonzero_index"].ravel(), _as_float32(path, "nonzero_value", arrays["nonzero_value"])
-    count = arrays["n_elements"]
-    if not np.issubdtype(index.dtype, np.integer) or not np.issubdtype(count.dtype, np.integer) or count.size != 1:
-        raise InvalidArgument(f"{path}: nonzero_index and n_elements must be integers, n_elements a single one")
-    n_elements = int(count.reshape(())[()])
-    if index.size != value.size:
-        raise InvalidArgument(f"{path}: {index.size} nonzero_index but {value.size} nonzero_value")
-    if index.size and (int(index.min()) < 0 or int(index.max()) >= n_elements):
-        raise InvalidArgument(
-            f"{path}: nonzero_index runs from {index.min()} to {index.max()}, n_elements is {n_elements}"
-        )
-    if np.unique(index).size != index.size:
-        raise InvalidArgument(f"{path}: nonzero_index holds a position twice")
+    n_elements = int(_as_number(path, "n_elements", arrays["n_elements"]))
+    is_index = np.issubdtype(index.dtype, np.integer) and np.unique(index).size == index.size == value.size
+    if not is_index or (index.size and not 0 <= index.min() <= index.max() < n_elements):
+        raise InvalidArgument(f"{path}: nonzero_index must hold {value.size} different integers below {n_elements}")
     dense = np.zeros(n_elements, np.float32)
     dense[index] = value
     return dense

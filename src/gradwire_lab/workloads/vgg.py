@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -9,34 +10,40 @@ from torch import Tensor, nn
 from gradwire_lab.workloads.digits import DigitsWorkload
 
 
-def start_for_relu(model: nn.Module, *kinds: type[nn.Conv2d] | type[nn.Linear]) -> None:
-    """Without normalisation torch's own start is too small for many layers of ReLU: no gradient would arrive."""
-    for module in model.modules():
-        if isinstance(module, kinds):
-            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+class Vgg(nn.Module):
+    """Stages of 3x3 convolutions, each halving the image, then three dense layers; no normalisation.
 
+    Args:
+        n_in: channels of the images. stages: outputs and number of convolutions of each.
+        n_pooled: pixels a side that the dense layers see. started: the kinds of layer that begin as ReLU needs it.
+    """
 
-class DigitsVgg(nn.Module):
-    """Two stages of two 3x3 convolutions, each halving the image, then three dense layers; no normalisation."""
-
-    def __init__(self, width: int, dense: int) -> None:
+    def __init__(
+        self, n_in: int, stages: Sequence[tuple[int, int]], n_pooled: int, dense: int, n_classes: int, started: Any
+    ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        n_in = 1
-        for n_out in (width, 2 * width):
-            layers += [nn.Conv2d(n_in, n_out, 3, 1, 1), nn.ReLU(), nn.Conv2d(n_out, n_out, 3, 1, 1), nn.ReLU()]
+        for n_out, n_layers in stages:
+            for _ in range(n_layers):
+                layers += [nn.Conv2d(n_in, n_out, 3, 1, 1), nn.ReLU()]
+                n_in = n_out
             layers.append(nn.MaxPool2d(2))
-            n_in = n_out
-        self.features = nn.Sequential(*layers)
+        self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(n_pooled))
         self.classify = nn.Sequential(
-            nn.Linear(2 * width * 2 * 2, dense), nn.ReLU(), nn.Linear(dense, dense), nn.ReLU(), nn.Linear(dense, 10)
+            nn.Linear(n_in * n_pooled**2, dense),
+            nn.ReLU(),
+            nn.Linear(dense, dense),
+            nn.ReLU(),
+            nn.Linear(dense, n_classes),
         )
-        start_for_relu(self, nn.Conv2d, nn.Linear)
+        # Without normalisation torch's own start is too small for many layers of ReLU: no gradient would arrive.
+        for module in self.modules():
+            if isinstance(module, started):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+                nn.init.zeros_(module.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        """images: (batch, 1, 8, 8) float32; returns (batch, 10) logits."""
+        """images: (batch, n_in, h, w) float32; returns (batch, n_classes) logits."""
         out: Tensor = self.classify(self.features(images).flatten(1))
         return out
 
@@ -57,4 +64,5 @@ class VggWorkload(DigitsWorkload):
         self.width, self.dense = width, dense
 
     def make_model(self) -> nn.Module:
-        return DigitsVgg(self.width, self.dense)
+        stages = [(self.width, 2), (2 * self.width, 2)]
+        return Vgg(1, stages, 2, self.dense, 10, (nn.Conv2d, nn.Linear))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradwire_lab.workloads.base import Batch, Workload, evaluating
 from gradwire_lab.workloads.images import ImageSource, open_images
-from gradwire_lab.workloads.vgg import start_for_relu
+from gradwire_lab.workloads.vgg import Vgg
 
 # Blocks per stage (He et al., 2015, table 1).
 _RESNET_STAGES = {"resnet50": (3, 4, 6, 3), "resnet152": (3, 8, 36, 3)}
@@ -68,30 +68,6 @@ class ResNet(nn.Module):
         return out
 
 
-class Vgg(nn.Module):
-    """VGG without batch normalisation; pooled to 7x7 before the three dense layers, so any image size from 32 on."""
-
-    def __init__(self, stages: tuple[int, ...], n_classes: int) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        n_in = 3
-        for stage, n_layers in enumerate(stages):
-            n_out = min(64 << stage, 512)
-            for _ in range(n_layers):
-                layers += [nn.Conv2d(n_in, n_out, 3, 1, 1), nn.ReLU()]
-                n_in = n_out
-            layers.append(nn.MaxPool2d(2))
-        self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(7))
-        self.classify = nn.Sequential(
-            nn.Linear(512 * 7 * 7, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, n_classes)
-        )
-        start_for_relu(self, nn.Conv2d)
-
-    def forward(self, images: Tensor) -> Tensor:
-        out: Tensor = self.classify(self.features(images).flatten(1))
-        return out
-
-
 class VisionWorkload(Workload):
     """One of the papers' image classifiers.
 
@@ -126,7 +102,9 @@ class VisionWorkload(Workload):
     def make_model(self) -> nn.Module:
         if self.shape in _RESNET_STAGES:
             return ResNet(_RESNET_STAGES[self.shape], self.n_classes)
-        return Vgg(_VGG_STAGES[self.shape], self.n_classes)
+        # Without batch normalisation, and pooled to 7x7, so that any image size from 32 on will do.
+        stages = [(min(64 << stage, 512), n_layers) for stage, n_layers in enumerate(_VGG_STAGES[self.shape])]
+        return Vgg(3, stages, 7, 4096, self.n_classes, nn.Conv2d)
 
     def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
         return self._images.training_batch(step, rank, world_size, batch_size, seed)

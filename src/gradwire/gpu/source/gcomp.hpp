@@ -51,7 +51,7 @@ __device__ inline ChunkHeader chunk_header(const u8* message, u64 chunk) {
 
 // How many mantissa bits of a value travel (native/gcomp/kernels.hpp).
 struct KeepRule {
-  int mantissa_bits, cap, lowest_exponent, highest_exponent;
+  int mantissa_bits, cap, floor, lowest_exponent, highest_exponent;
 
   // `importance`: 0 but in mode paper.
   __device__ __forceinline__ u32 kept(u32 exponent, u32 importance) const {
@@ -60,7 +60,8 @@ struct KeepRule {
     int kept = cap < most ? cap : most;
     if (importance != 0) {
       const int needed = static_cast<int>(exponent) - static_cast<int>(importance / 4) + mantissa_bits - 86;
-      if (needed < kept) kept = needed < 0 ? 0 : needed;
+      const int least = needed < floor ? floor : needed;
+      if (least < kept) kept = least;
     }
     return static_cast<u32>(kept);
   }
@@ -70,10 +71,12 @@ struct KeepRule {
   }
 };
 
-__device__ __forceinline__ KeepRule keep_rule(u32 dtype, u32 cap) {
+// `kept_bits`: a header's, the cap and above its 5 bits the floor.
+__device__ __forceinline__ KeepRule keep_rule(u32 dtype, u32 kept_bits) {
   const int mantissa_bits = dtype == kFloat32 ? 23 : dtype == kBfloat16 ? 7 : 10;
-  if (dtype == kFloat16) return {mantissa_bits, static_cast<int>(cap), 103, 142};
-  return {mantissa_bits, static_cast<int>(cap), -23, 254};
+  const int cap = static_cast<int>(kept_bits & 31), floor = static_cast<int>(kept_bits >> 5);
+  if (dtype == kFloat16) return {mantissa_bits, cap, floor, 103, 142};
+  return {mantissa_bits, cap, floor, -23, 254};
 }
 
 // As `put_value`, but a NaN keeps its bits.

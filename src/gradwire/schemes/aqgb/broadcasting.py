@@ -236,7 +236,9 @@ class BlockExchange:
         newly, current.ending = current.ending, []
         for block in newly:
             current.ended[block] = True
-        answers, ended = self._native.send(newly, self._pacing.own_ceiling_bits, self._pacing.told_remaining_s())
+        answers, ended = self._native.send(
+            newly, self._pacing.own_ceiling_bits, self._pacing.told_remaining_s(), self._figures.hidden_us
+        )
         self._count_relayed(record, answers)
         for block in ended:
             self._end_block(current, block)
@@ -279,6 +281,7 @@ class BlockExchange:
         duration_ns: int,
         arrived_ns: int,
         decoded_ns: int,
+        hidden_us: list[int],
     ) -> None:
         """Take in a head of a peer and the body behind it, if there was one: see `_Heard` of _native.pyi.
 
@@ -287,6 +290,7 @@ class BlockExchange:
         current = self._round
         assert current is not None
         self._pacing.hear(origin, received_bytes, receiving_us, remaining_s, ceiling_bits)
+        self._figures.hear(origin, hidden_us)
         record = self._record_of(current, block)
         self._count_relayed(record, relayed)
         if block is not None:

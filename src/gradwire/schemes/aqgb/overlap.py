@@ -97,7 +97,15 @@ class OverlapFigures:
         self._spans: dict[str, list[Interval]] = {"wait": [], "receive": []}
         self._forward_began: float | None = None
         self._last_end: float | None = None
+        # Since attaching: how long communication overlapped with computation, and was waited for; of peers what they said.
+        self.hidden_us = [0, 0]
+        self._hidden_us_of: dict[int, list[int]] = {}
         self.rounds: deque[dict[str, Any]] = deque(maxlen=_N_ROUNDS)
+
+    def hear(self, peer: int, hidden_us: list[int]) -> None:
+        """Take in what `peer` said of its `hidden_us`."""
+        with self._lock:
+            self._hidden_us_of[peer] = hidden_us
 
     def begin_forward(self) -> None:
         """A forward pass in training begins."""
@@ -134,6 +142,8 @@ class OverlapFigures:
                 if receiving:
                     figures["osf"] = osf(compute, (receiving[0][0], receiving[-1][1]))
                 self.rounds.append(figures)
+                added_us = [round(1e6 * figures[name]) for name in ("overlap_s", "wait_s")]
+                self.hidden_us = [before + more for before, more in zip(self.hidden_us, added_us, strict=True)]
             self._last_end, self._forward_began = now_s, None
             self._spans = {"wait": [], "receive": []}
 
@@ -152,6 +162,7 @@ class OverlapFigures:
         """Means over the rounds; `utilisation`: the share of the time in which something was arriving."""
         with self._lock:
             rounds = list(self.rounds)
+            overlaps_us, waits_us = zip(self.hidden_us, *self._hidden_us_of.values(), strict=True)
         if not rounds:
             return {}
         n_rounds = len(rounds)
@@ -167,6 +178,7 @@ class OverlapFigures:
         }
         return bits | {
             "row": row([overlap], [wait_s]),
+            "group_row": row(overlaps_us, waits_us),
             "wait_per_round_s": wait_s / n_rounds,
             "overlap_per_round_s": overlap / n_rounds,
             "osf": math.fsum(spans) / len(spans) if spans else 1.0,

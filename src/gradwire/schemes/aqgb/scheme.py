@@ -120,7 +120,7 @@ class BlockBroadcast(Scheme):
             # as little as the connections' own making.
             mine = Preamble(FORMAT_VERSION, 0, self.name, self.configuration_hash, 0, 0, 0)
             never_closed = session.recorder.open_bucket(0, -1, 0)
-            communicator.submit(compare_preambles, communicator, mine, never_closed, session.stepped_by).wait()
+            communicator.submit(compare_preambles, communicator, mine, never_closed, session.optimizers).wait()
             native = communicator.submit(self._connect).wait()
             feedback = session.feedback if self.error_feedback else None
             self._exchange = BlockExchange(
@@ -303,7 +303,7 @@ class BlockBroadcast(Scheme):
 
     def stats(self) -> dict[str, Any]:
         """Bits per value and block, b, rounds whose bits cores bound (`rounds_held`), and how well communication hides
-        (this rank's ROW, T_wait, OSF, utilisation)."""
+        (this rank's ROW, the group's since attaching, T_wait, OSF, utilisation)."""
         if not hasattr(self, "figures"):
             return {}
         held = int(self.pacing.figures()["rounds_held"])

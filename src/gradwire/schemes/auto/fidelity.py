@@ -34,6 +34,7 @@ class FidelityRow:
         by_name_only: never unless it is asked for.
         not_before: under Adam-like optimizers, the first step.
         zero_bits: bits of a value that is zero, where that is less.
+        stands_in: only where no row before it, of its level and scheme, holds.
     """
 
     spec: str
@@ -45,6 +46,7 @@ class FidelityRow:
     by_name_only: bool = False
     not_before: int = 0
     zero_bits: float | None = None
+    stands_in: bool = False
 
     def holds_under(self, families: Iterable[str]) -> bool:
         """Return whether it may be used where these step the model: all of them. SGD beside others counts as unknown."""
@@ -54,21 +56,14 @@ class FidelityRow:
 
 _ALL = frozenset(FAMILIES)
 _SGD, _ADAM = frozenset({"sgd"}), frozenset({"adam"})
-# 12 bits bound the error of every value by itself, whatever a step makes of it; SGD has a row that keeps more.
-_BUT_SGD = _ALL - _SGD
+_KNOWN = _ALL - {"unknown"}
+# They bound the error of every value by itself, whatever a step makes of it.
+_TWELVE_BITS = "gcomp:importance=uniform,bits=12"
 
 TABLE: tuple[FidelityRow, ...] = (
     FidelityRow("plain", "exact", _ALL, "sum", 32),
-    FidelityRow(
-        "gcomp:importance=uniform,bits=12",
-        "exact",
-        _BUT_SGD,
-        "ring",
-        16.5,
-        "gcomp:importance=uniform,bits=12",
-        zero_bits=1.0,
-    ),
-    FidelityRow("gcomp", "exact", _SGD, "ring", 25, "gcomp:importance=none", zero_bits=1.0),
+    FidelityRow("gcomp:tolerance=32,least_bits=7", "exact", _KNOWN, "ring", 13.5, _TWELVE_BITS, zero_bits=1.0),
+    FidelityRow(_TWELVE_BITS, "exact", _ALL, "ring", 16.5, _TWELVE_BITS, zero_bits=1.0, stands_in=True),
     FidelityRow("bf16", "close", _ALL, "sum", 16),
     FidelityRow("embedded-float:bits=8", "close", _ALL, "ring", 8.03, "embedded-float:bits=8"),
     FidelityRow("embedded-float:bits=5", "close", _ADAM, "ring", 5.03, "embedded-float:bits=5"),
@@ -133,6 +128,8 @@ def rows_for(
         for row in TABLE
         if only is None and row.level in allowed and row.holds_under(families) and not row.by_name_only
     ]
+    held = {(row.level, parse_spec(row.spec)[0]) for row in chosen if not row.stands_in}
+    chosen = [row for row in chosen if not (row.stands_in and (row.level, parse_spec(row.spec)[0]) in held)]
     by_spec = {row.spec: row for row in [TABLE[0], *chosen, *named]}
     return list(by_spec.values())
 

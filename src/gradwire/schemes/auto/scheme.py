@@ -165,7 +165,9 @@ class Auto(Scheme):
         self._stepping = self._plain
         self._polls = Polls(session.communicator)
         self._last_scale = session.loss_scale()
-        families = self._families_of(module)
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        families = session.optimizers.families(parameters)
+        self._tell_unknown(parameters)
         rows = rows_for(self.fidelity, families, self._also, self._only)
         if session.communicator.world_size == 1 or self._can_only_be_plain(module):
             rows = rows[:1]
@@ -182,7 +184,6 @@ class Auto(Scheme):
         self.state_is_per_world = any(sub.state_is_per_world for sub in self._subs.values())
         self._rows = [rows[0], *(row for row in rows if row.spec in self._subs)]
         self._compare_candidates()
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._profile = self._given or measure_profile(session.communicator, self._rows, parameters)
         predicted = self._profile.predict_us(1)
         self.law = Law(
@@ -193,11 +194,9 @@ class Auto(Scheme):
             {row.spec: FIRST_ADAM_STEP for row in self._rows if row.not_before and families != {"sgd"}},
         )
 
-    def _families_of(self, module: DistributedDataParallel) -> frozenset[str]:
-        """The families that step the model; one that cannot be told is named once, on rank 0."""
+    def _tell_unknown(self, trained: Sequence[torch.Tensor]) -> None:
+        """Name on rank 0 an optimizer whose family cannot be told."""
         optimizers = self.session.optimizers
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        families = optimizers.families(trained)
         unknown = [one for p in trained if (one := optimizers.of(p)) and optimizers.family_of(p) == "unknown"]
         if unknown and self.session.communicator.rank == 0:
             _log.warning(
@@ -205,7 +204,6 @@ class Auto(Scheme):
                 "(docs/auto.md)",
                 type(unknown[0].optimizer).__name__,
             )
-        return families
 
     def _can_only_be_plain(self, module: DistributedDataParallel) -> bool:
         """Return whether the model has what no scheme takes; it is said once, and the same on all ranks."""
@@ -230,7 +228,7 @@ class Auto(Scheme):
         )
         mine = Preamble(FORMAT_VERSION, 0, self.name, facts, 0, 0, len(specs))
         record = self.session.recorder.open_bucket(0, -1, 0)
-        communicator.submit(compare_preambles, communicator, mine, record, self.session.stepped_by).wait()
+        communicator.submit(compare_preambles, communicator, mine, record, self.session.optimizers).wait()
 
     def _predict(self, computing_us: int) -> Mapping[str, int]:
         predicted = self._profile.predict_us(computing_us)

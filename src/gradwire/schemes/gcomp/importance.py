@@ -38,10 +38,8 @@ _LOWEST_CODE, _INFINITY = 348, 0x7F800000
 # 1 MiB of float32: long beside the handful of calls a tile takes, small beside any bucket.
 _TILE_ELEMENTS = 1 << 18
 
-
 # Below, no bit of any gradient could be let go of; above, nothing is left of a parameter's mantissa.
 _LEAST_TOLERANCE, _MOST_TOLERANCE = 2.0**-20, 2.0**20
-HORIZONS = ("step", "life")
 # Vectors of fewer values (biases, scales of norms) keep a tolerance of 1: they are few, and many times as large as the elements
 # of a matrix, so that their last places, and not those of the many, were what a loss moved by.
 _FEW_VALUES = 1 << 16
@@ -60,6 +58,7 @@ class Promise:
         horizon: "step": what one step adds. "life": what a gradient adds while the momentum holds it, 1 / (1 - mu) or
             1 / (1 - beta1) times as much.
         rounding, format: of the codec. Truncating goes one way, so the N errors are added up; format 1 is as published.
+        is_alike: whether the mean is rounded like the partial sums before it.
     Raises: InvalidArgument.
     """
 
@@ -67,9 +66,10 @@ class Promise:
     horizon: str = "step"
     rounding: str = "nearest"
     format: int = 2
+    is_alike: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("horizon", self.horizon, HORIZONS)
+        check_choice("horizon", self.horizon, ("step", "life"))
         is_number = isinstance(self.tolerance, int | float) and not isinstance(self.tolerance, bool)
         if not (is_number and _LEAST_TOLERANCE <= self.tolerance <= _MOST_TOLERANCE):
             raise InvalidArgument(
@@ -79,18 +79,31 @@ class Promise:
 
     @classmethod
     def of(cls, codec: Any) -> Promise:
-        """What this codec keeps by default."""
-        return cls(rounding=codec.rounding, format=codec.format)
+        """What this codec keeps by default, in messages that are all alike."""
+        return cls(rounding=codec.rounding, format=codec.format, is_alike=True)
 
     def room(self, world_size: int) -> float:
         """S x this is what the importance byte holds.
 
-        A codec of format 2 sends multiples of 2^-24 of the byte's power of two. Truncated to them, a mean of N is off by
-        less than 2^-24 of it, rounded to nearest by half of that at most, or 1/sqrt(N) of it in the mean square.
+        A codec of format 2 sends multiples of 2^-24 of the byte's power of two: rounded to nearest, one message is off by at
+        most half of that. The squares of N such errors add up.
         """
         if self.format == 1:
             return self.tolerance * world_size / 2 ** (world_size - 1).bit_length()
-        return self.tolerance * (2.0 if self.rounding == "truncate" else 4.0 * math.sqrt(world_size))
+        if self.rounding == "truncate":
+            return 2.0 * self.tolerance
+        roundings = world_size if self.is_alike or world_size == 1 else 2 * (world_size - 1)
+        return 4.0 * self.tolerance * world_size / math.sqrt(roundings)
+
+    def mean_room(self, world_size: int) -> int:
+        """By how many quarter octaves the byte of the last message is larger, which all others read.
+
+        It travels N - 1 times, the N - 1 before it once each. The fewest bytes for the same mean square let the last one be
+        off by as much as all before it together: by sqrt(N - 1) times as much as one of them.
+        """
+        if self.is_alike or self.format == 1 or self.rounding == "truncate" or world_size < 3:
+            return 0
+        return math.floor(2 * math.log2(world_size - 1))
 
 
 class QuantisationMetric:
@@ -218,7 +231,7 @@ class QuantisationMetric:
                     self._write(operands, ready)
             reads.append(ready)
             windows.append((offset, n, 0, 0, 0, 0.0, 0.0, 0.0, ready.data_ptr()))
-        importance = _native.BucketImportance(windows)
+        importance = _native.BucketImportance(windows, self.promise.mean_room(self._world_size))
         importance.reads = reads
         return importance
 

@@ -17,29 +17,21 @@ from torch import Tensor
 from gradwire.core.bucket import local_of
 from gradwire.schemes.gcomp.terms import Group, State, Terms
 
-# A square of values where parameters are matrices, so that a step that treats these otherwise shows it.
-_SIDE = 4
-# Of gradients and of what is added to them: far apart, so that a step that is not linear shows it.
-_SIZES = (1e-4, 1e-1, 1e2)
-# Slopes further apart than this are not one gain; of those that are, the largest counts.
-_SPREAD = 1.01
-# Steps without a gradient in which a momentum lets go of what it holds.
-_LIFE_STEPS = 300
+_SIDE = 4  # of a square of values where parameters are matrices, so that a step that treats these otherwise shows it
+_SIZES = (1e-4, 1e-1, 1e2)  # of gradients: far apart, so that a step that is not linear shows it
+_SPREAD = 1.01  # slopes further apart are not one gain; of those that are, the largest counts
+_LIFE_STEPS = 300  # without a gradient, in which a momentum lets go of what it holds
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class Probe:
     """A rule (`Terms` of a parameter, its group and state) for one optimizer. Cost: some steps on 16 values, whenever a
-    number of the group or of the state is new.
-
-    Args:
-        for_life: whether a gradient's life is asked for, too: hundreds of steps.
-    """
+    number of the group or of the state is new; hundreds, if a gradient's life is asked for."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, for_life: bool) -> None:
         self._optimizer, self._for_life = optimizer, for_life
         # What torch's own constructor leaves: groups, state and hooks. Of the rest only numbers and texts are surely copied.
-        base = vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+        base = vars(torch.optim.SGD([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=0.1))
         own = [value for name, value in vars(optimizer).items() if name not in base]
         self._can_be_copied = all(isinstance(value, _PLAIN) or inspect.isroutine(value) for value in own)
         self._gains: dict[Any, tuple[float, float] | None] = {}
@@ -69,19 +61,17 @@ class Probe:
             smallest, largest = map(float, self._slopes(parameter, group, state, 1).abs().aminmax())
             if not (smallest > 0 and largest <= smallest * _SPREAD and math.isfinite(largest)):
                 return None
-            in_the_end = self._slopes(parameter, group, state, _LIFE_STEPS) if self._for_life else torch.zeros(1)
+            in_the_end = self._slopes(parameter, group, state, _LIFE_STEPS).abs().max() if self._for_life else 0.0
         except Exception:  # an optimizer that cannot step on a few values: unknown
             return None
-        return largest, max(1.0, float(in_the_end.abs().max()) / largest)
+        return largest, max(1.0, float(in_the_end) / largest)
 
     def _slopes(self, parameter: Tensor, group: Group, state: State, n_steps: int) -> Tensor:
-        """(sizes x values,) float64: what a value moves by for each unit of its gradient, `n_steps` after it; 0 where its
-        neighbours count, too."""
+        """(sizes x values,) float64: what a value moves by for each unit of its gradient; 0 where its neighbours count, too."""
         n = local_of(parameter).numel()
-        places = torch.linspace(0, n - 1, min(_SIDE * _SIDE, n)).long()
-        slopes = []
+        places, slopes = torch.linspace(0, n - 1, min(_SIDE * _SIDE, n), dtype=torch.float64, device="cpu").long(), []
         for size in _SIZES:
-            gradient = torch.linspace(-size, 2 * size, len(places), dtype=torch.float64)
+            gradient = torch.linspace(-size, 2 * size, len(places), dtype=torch.float64, device="cpu")
             plainly, more, alone = (
                 self._stepped(parameter, at, group, state, values, n_steps)
                 for at, values in ((places, gradient), (places, gradient + size), (places[:1], gradient[:1]))
@@ -94,8 +84,8 @@ class Probe:
     ) -> Tensor:
         """The parameter's values at `places`, in float64, after a step with `gradient` and others with none."""
         is_square = parameter.dim() > 1 and len(places) == _SIDE * _SIDE
-        shape = [_SIDE, _SIDE] if is_square else [len(places)]
-        shape = (shape + [1] * parameter.dim())[: parameter.dim()]
+        shape = ([_SIDE, _SIDE] if is_square else [len(places)]) + [1] * parameter.dim()
+        shape = shape[: parameter.dim()]
 
         def few(value: Any) -> Any:
             if isinstance(value, Tensor) and value.shape == parameter.shape:
@@ -107,18 +97,14 @@ class Probe:
                 return value
             raise TypeError("neither a number nor a tensor shaped like the parameter")
 
-        values = torch.nn.Parameter(few(parameter))
-        twin = object.__new__(type(self._optimizer))
+        values, twin = torch.nn.Parameter(few(parameter)), object.__new__(type(self._optimizer))
         own_group = {name: few(value) for name, value in group.items() if name != "params"}
-        own_state = {name: few(value) for name, value in state.items()}
-        twin.__dict__ = {
-            **{name: {} if name.endswith("_hooks") else value for name, value in vars(self._optimizer).items()},
-            "param_groups": [{**own_group, "params": [values]}],
-            "state": defaultdict(dict, {values: own_state} if state else {}),
-        }
+        own_state = {values: {name: few(value) for name, value in state.items()}} if state else {}
+        twin.__dict__ = {name: {} if name.endswith("_hooks") else one for name, one in vars(self._optimizer).items()}
+        twin.__dict__ |= {"param_groups": [{**own_group, "params": [values]}], "state": defaultdict(dict, own_state)}
         step = inspect.unwrap(type(twin).step)
         for number in range(n_steps):
-            values.grad = gradient.reshape(shape) if number == 0 else torch.zeros(shape, dtype=torch.float64)
+            values.grad = gradient.reshape(shape) * (number == 0)
             with torch.no_grad():
                 step(twin)
         return values.detach().reshape(-1)

@@ -54,7 +54,7 @@ class GComp(Compressed):
         tolerance: with "paper", how far a message may move a parameter, in its last places (`Promise`). Each doubling sends a
             bit a value less.
         horizon: of the tolerance, "step" or "life": what one step adds, or all that a gradient adds by a momentum.
-        bits, rounding, format: see `GCompCodec`.
+        bits, rounding, format, least_bits: see `GCompCodec`.
         refresh_every: steps between two Huffman tables (50 as published); 0 keeps the built-in one. None: by need, when
             the table in use takes 3 % more bits than the entropy of the exponents.
         topology: "ring", as in the paper, or "direct".
@@ -63,6 +63,7 @@ class GComp(Compressed):
     """
 
     name = "gcomp"
+    options_of = GCompCodec
     collective: Ring
 
     def __init__(
@@ -72,18 +73,21 @@ class GComp(Compressed):
         refresh_every: int | None = None,
         topology: str = "ring",
         chunk_elements: int = CHUNK_ELEMENTS,
-        rounding: str = "nearest",
-        format: int = 2,
         tolerance: float = 1.0,
         horizon: str = "step",
+        **of_codec: Any,
     ) -> None:
         check_choice("importance", importance, ("paper", "uniform", "none"))
-        self.codec = GCompCodec(importance, bits, rounding=rounding, format=format)
-        self.promise = Promise(tolerance, horizon, rounding, format)
+        self.codec = GCompCodec(importance, bits, **of_codec)
+        self.promise = Promise(tolerance, horizon, self.codec.rounding, self.codec.format)
         if importance != "paper" and (tolerance, horizon) != (1, "step"):
             raise InvalidArgument(f'tolerance and horizon mean nothing with importance="{importance}": leave them out')
         super().__init__(collective=Ring(self.codec, topology, chunk_elements))
-        self._reads_optimizer, self._format, self._refresh_every = importance == "paper", format, refresh_every
+        self._reads_optimizer, self._format, self._refresh_every = (
+            importance == "paper",
+            self.codec.format,
+            refresh_every,
+        )
         self._tables, self._bits = TableRefresh(self.codec, refresh_every), bits
         self._metric: QuantisationMetric | None = None
         self._watches: list[OptimizerWatch] = []
@@ -92,6 +96,7 @@ class GComp(Compressed):
     def configuration(self) -> dict[str, Any]:
         of_codec = {"importance": self.codec.importance, "bits": self._bits, "rounding": self.codec.rounding}
         of_promise = {"tolerance": float(self.promise.tolerance), "horizon": self.promise.horizon}
+        of_promise["least_bits"] = self.codec.least_bits
         own = {"refresh_every": self._refresh_every, "format": self._format}
         return {**self.frame_configuration, **of_codec, **(of_promise if self._reads_optimizer else {}), **own}
 
@@ -134,7 +139,9 @@ class GComp(Compressed):
         # A rank that ran out of input (ddp.join) makes no steps: what it would derive is not what the others do.
         self.codec.format = 1 if self._reads_optimizer and self._is_joining() else self._format
         importance = self._importance_of(part, wire)
-        self.collective.mean(part, wire, importance, self._tables.counts_for(bucket.step, bucket.buffer.dtype))
+        counts = self._tables.counts_for(bucket.step, bucket.buffer.dtype)
+        mean_room = 0 if self._metric is None else self._metric.promise.mean_room(wire.world_size)
+        self.collective.mean(part, wire, importance, counts, mean_room)
         for watch in self._watches:
             watch.after_reduction(bucket, part.loss_scale)
 

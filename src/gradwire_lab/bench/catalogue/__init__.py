@@ -44,7 +44,7 @@ EXPERIMENTS: tuple[Experiment, ...] = tuple(
 
 # Tables for other pages, between `<!-- generated: bench render NAME -->` and `<!-- end -->`.
 SNIPPETS: dict[str, tuple[str, Table]] = {
-    "gcomp-beside-bf16": ("gcomp-frontier", gcomp.BESIDE_BF16),
+    "gcomp-beside-bf16": ("gcomp-tolerance", gcomp.BESIDE_BF16),
     "auto-speed": ("regret", auto.README_TABLE),
     "readme-speed": ("train-resnet", schemes.README_TABLE),
     "schemes-speed": ("train-resnet", schemes.SPEED_TABLE),

@@ -12,6 +12,7 @@ _SCHEMES = {
     "32-bit broadcast": "broadcast-32",
     "4-bit broadcast": "broadcast-4",
     "AQGB": "aqgb",
+    "AQGB, through owners": "aqgb-owners",
     "uncompressed ring": "plain",
 }
 _ROUNDS = Column("rounds", form=".0f")
@@ -89,6 +90,16 @@ EXPERIMENTS = [
           {"workload": {f"{n} blocks": f"resnet50-{n}blocks" for n in (1, 3, 4, 5, 6)},
            "scheme": {name: _SCHEMES[name] for name in ("AQGB", "4-bit broadcast", "32-bit broadcast")}},
           [Table(_MEASURES, rows=("workload",))], seconds=5),
+    Experiment(
+        key="aqgb-workers", system="simulator", measure="simulate", seconds=60,
+        question="The same at 0.5 Gb/s by the number of workers: a broadcast grows with them, an all-reduce does not.",
+        fixed={"seconds": 200, "gbit_per_s": 0.5},
+        axes={"workers": [16, 64, 256, 1_024],
+              "scheme": {name: _SCHEMES[name] for name in ("AQGB", "AQGB, through owners", "uncompressed ring")}},
+        show=[Table([_ROUNDS, Column("bits_per_value", "bits a value", form=".1f"), _USE], rows=("workers",))],
+        goals=[Goal("more rounds than an uncompressed ring at 1,024 workers: at least", _ROUNDS, ">=", 52,
+                    {"scheme": "aqgb-owners", "workers": 1_024})],
+    ),
     # A small model at rates that make it wait as a large one does at ten times these; then the large one.
     _reality("simulator-reality", "gpt:step_ms=100", ["50mbit", "100mbit", "200mbit"], 9, 110, [2, 4]),
     Experiment(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +10,7 @@ from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire_lab.bench.measures import Call
 from gradwire_lab.bench.measures.commands import run_process, to_words
 from gradwire_lab.results.experiment import Cell
-from gradwire_lab.results.store import Record
+from gradwire_lab.results.store import Record, read_lines
 
 _KEPT = ("step", "elapsed_s", "iteration_s", "bits_per_value", "first_bits_per_value", "loss")
 
@@ -42,22 +41,14 @@ def read_steps(folder: Path) -> list[Record]:
     Raises: InvalidArgument (no such run, or none of a broadcast scheme), CorruptMessage (a line that is no record).
     """
     path = folder / "steps.jsonl"
+    steps = [step for step in read_lines(path) if "bits_per_value" in step]
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InvalidArgument(f"{path} cannot be read ({error}); give the folder of `gradwire train --out`") from error
-    try:
-        steps = [json.loads(line) for line in lines]
         records = [
-            {
-                **{name: step[name] for name in _KEPT},
-                "q_ratio": step["bits_per_value"] / 32,
-                "acknowledged_bps": step.get("acknowledged_bps", 0.0),
-            }
+            {name: step[name] for name in _KEPT}
+            | {"q_ratio": step["bits_per_value"] / 32, "acknowledged_bps": step.get("acknowledged_bps", 0.0)}
             for step in steps
-            if "bits_per_value" in step
         ]
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise CorruptMessage(f"{path} is no log of gradwire train ({error!r})") from error
     if not records:
         raise InvalidArgument(f"{path} holds no bits: the run must be of --scheme aqgb or broadcast")

@@ -25,28 +25,22 @@ def gradient_file(name: str, folder: Path) -> Path:
     made = workloads.by_name(workload)
     path = folder / "gradients" / f"{made.name}_{made.optimizer}_step{step}.npz"
     if not path.is_file():
-        dump(made, [int(step)], path.parent, made.batch_size, seed=0)
+        _train_to(made, int(step), path)
     return path
 
 
-def dump(workload: Workload, steps: list[int], folder: Path, batch_size: int, seed: int) -> list[Path]:
-    """Write `WORKLOAD_OPTIMIZER_stepN.npz` for each of `steps` (ascending); returns the paths.
-
-    Raises: Unsupported (an optimizer that the format does not know), GradwireError (the file cannot be written).
-    """
+def _train_to(workload: Workload, last: int, path: Path, seed: int = 0) -> None:
+    """Train alone to step `last` and write its gradient. Raises: Unsupported (the optimizer), GradwireError."""
     model = workload.build_model(seed)
     optimizer = workload.build_optimizer(model)
     schedulers = workload.build_schedulers([optimizer])
     model.train()
-    paths: list[Path] = []
-    for step in range(1, steps[-1] + 1):
+    for step in range(1, last + 1):
         torch.manual_seed(seed * 1_000_003 + step)
         optimizer.zero_grad(set_to_none=True)
-        workload.loss(model, workload.batch_at(step - 1, 0, 1, batch_size, seed)).backward()
-        if step in steps:
-            paths.append(folder / f"{workload.name}_{workload.optimizer}_step{step}.npz")
-            write_snapshot(paths[-1], optimizer, step)
+        workload.loss(model, workload.batch_at(step - 1, 0, 1, workload.batch_size, seed)).backward()
+        if step == last:
+            write_snapshot(path, optimizer, step)
         optimizer.step()
         for scheduler in schedulers:
             scheduler.step()
-    return paths

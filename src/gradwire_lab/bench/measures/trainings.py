@@ -28,6 +28,7 @@ from gradwire_lab.bench.level_rule import entropy_bits, exponent_histogram
 from gradwire_lab.bench.measures import Call
 from gradwire_lab.bench.provenance import code_state
 from gradwire_lab.results.experiment import Cell
+from gradwire_lab.results.records import write_text
 from gradwire_lab.results.store import Record
 from gradwire_lab.training import TrainConfig, launching
 from gradwire_lab.workloads.gradients import load_gradients
@@ -227,20 +228,12 @@ def find_finished(config: TrainConfig) -> FinishedRun | None:
 
 def run_in_ranks(configs: Sequence[TrainConfig], n_ranks: int, rate: str, folder: Path) -> None:
     """Train one after another in one set of ranks. Raises: PeerLost (a rank failed)."""
-    from gradwire_lab.ranks.launch import start_ranks
-    from gradwire_lab.ranks.supervisor import end_on_signals
+    from gradwire_lab.ranks.launch import run_gradwire
 
-    plan = (folder / f"trainings-{n_ranks}-{re.sub('[^a-z0-9]', '-', rate)}.json").resolve()
-    plan.parent.mkdir(parents=True, exist_ok=True)
+    plan = (folder / f"trainings-{n_ranks}-{re.sub('[^a-z0-9]', '-', rate)}.txt").resolve()
     absolute = [dataclasses.replace(config, out=config.out.resolve()) for config in configs if config.out is not None]
-    plan.write_text(json.dumps([dataclasses.asdict(config) for config in absolute], default=str), encoding="utf-8")
-    command = [sys.executable, "-m", __name__, str(plan)]
-    each: Any = rate.split(",") if "," in rate else rate
-    with (
-        end_on_signals(),
-        start_ranks(command, n_ranks, each, on_line=lambda _, line: print(line, flush=True)) as launch,
-    ):
-        launch.wait().raise_if_failed()
+    write_text(plan, "".join(f"{launching.to_text(config)}\n" for config in absolute))
+    run_gradwire([str(plan)], n_ranks, rate.split(",") if "," in rate else rate, module=__name__)
 
 
 def train_plan(plan: Path) -> None:
@@ -249,10 +242,7 @@ def train_plan(plan: Path) -> None:
 
     from gradwire_lab.training import train_rank
 
-    configs = [
-        TrainConfig(**{**one, "out": Path(one["out"]), "rewrap_at": tuple(one["rewrap_at"])})
-        for one in json.loads(plan.read_text(encoding="utf-8"))
-    ]
+    configs = [launching.from_text(line) for line in plan.read_text(encoding="utf-8").splitlines()]
     dist.init_process_group("gloo")
     try:
         for number, config in enumerate(configs, start=1):
@@ -261,11 +251,8 @@ def train_plan(plan: Path) -> None:
             if dist.get_rank() == 0:
                 options = ",".join(f"{key}={value}" for key, value in config.scheme_options.items())
                 took_s = time.monotonic() - started
-                words = f"{config.workload}, {config.scheme}:{options}, seed {config.seed}"
-                print(
-                    f"    {number}/{len(configs)} {words}: loss {summary['loss_last_10']:.4f} ({took_s:.0f} s)",
-                    flush=True,
-                )
+                words = f"{number}/{len(configs)} {config.workload}, {config.scheme}:{options}, seed {config.seed}"
+                print(f"    {words}: loss {summary['loss_last_10']:.4f} ({took_s:.0f} s)", flush=True)
     finally:
         dist.destroy_process_group()
 

@@ -14,7 +14,7 @@ from gradwire_lab.cli.options import add_json, add_workload, option, switch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The benchmark's name, and everything after it, which its own parser reads in `run`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "commands:\n" + "\n".join(f"  {name:10} {summary}" for name, (_, summary, _) in BENCHES.items())
+    parser.epilog = "commands:\n" + "\n".join(f"  {name:10} {add.__doc__}" for name, (_, add) in BENCHES.items())
     parser.add_argument("bench", choices=list(BENCHES), metavar="COMMAND", help="one of the commands below")
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="...", help="its options; `COMMAND --help` lists them"
@@ -31,12 +31,14 @@ def run(args: argparse.Namespace) -> int:
 
 def parser_of(name: str) -> argparse.ArgumentParser:
     """The parser of one benchmark's options."""
-    parser = argparse.ArgumentParser(prog=f"gradwire bench {name}", description=BENCHES[name][1])
-    BENCHES[name][2](parser)
+    add = BENCHES[name][1]
+    parser = argparse.ArgumentParser(prog=f"gradwire bench {name}", description=add.__doc__)
+    add(parser)
     return parser
 
 
 def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    """List the experiments and which are measured."""
     parser.add_argument("key", nargs="*", metavar="KEY", help="an experiment, or the beginning of several keys (all)")
     switch(parser, "--quick", "those of `make bench` alone")
     switch(parser, "--here", "count only what this machine has measured")
@@ -45,6 +47,7 @@ def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Run experiments into results/, continuing where the last run stopped."""
     parser.add_argument("key", nargs="*", metavar="KEY", help="an experiment, or the beginning of several keys; `all`: "
                         "the catalogue's first list; `long`: its second; `gradwire bench list` has them")  # fmt: skip
     switch(parser, "--quick", "the small set of `make bench`, under half an hour")
@@ -57,6 +60,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_render_arguments(parser: argparse.ArgumentParser) -> None:
+    """Make docs/results from results/; --check: only say what is stale."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="print what stands between the marks "
                         "`<!-- generated: bench render NAME -->` and `<!-- end -->` of a page, and write nothing")  # fmt: skip
     switch(parser, "--check", "write nothing; exit with status 1 if a page is stale")
@@ -64,6 +68,7 @@ def _add_render_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_codec_arguments(parser: argparse.ArgumentParser) -> None:
+    """Ratio and speed of gradwire's and other codecs on real gradients."""
     words = ".npz files, or WORKLOAD@STEP for the gradients of a short training (gpt@50)"
     option(parser, "--gradients", "FILE", words, nargs="+", required=True)
     option(parser, "--codec", "NAME", "codecs, of other libraries too; `all` is every one", ["all"], nargs="+")
@@ -74,6 +79,7 @@ def _add_codec_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_allreduce_arguments(parser: argparse.ArgumentParser) -> None:
+    """Time and bytes of every scheme's all-reduce beside the backend's own."""
     from gradwire_lab.bench.sources import PATTERNS
 
     words = "schemes and baselines (ddp, ddp-bf16), with options as NAME:option=value,...; `all` is every one but "
@@ -94,6 +100,7 @@ def _add_allreduce_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Iteration time, bytes and loss of a workload under schemes and PyTorch's hooks."""
     from gradwire_lab.bench.train_methods import BASELINES
 
     words = f"schemes and baselines ({', '.join(BASELINES)}), with options as NAME:option=value,...; `all` is every one"
@@ -109,6 +116,7 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_regret_arguments(parser: argparse.ArgumentParser) -> None:
+    """Compare auto with DDP and with every scheme that it may use."""
     autos = [f"auto:fidelity={level}" for level in ("exact", "close", "any")]
     words = (
         "ddp, auto with its classes, schemes to compare with; every scheme that one of the autos may use is trained too"
@@ -148,41 +156,13 @@ def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)  # JSONL of records, from rank 0 to its launcher
 
 
-# name: (module:function that runs it, one-line help, its options); only the module that is called is imported.
-BENCHES: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
-    "list": (
-        "cli.bench.experiments:list_experiments",
-        "list the experiments and which are measured",
-        _add_list_arguments,
-    ),
-    "run": (
-        "cli.bench.experiments:run_experiments",
-        "run experiments into results/, continuing where the last run stopped",
-        _add_run_arguments,
-    ),
-    "render": (
-        "cli.bench.experiments:render_pages",
-        "make docs/results from results/; --check: only say what is stale",
-        _add_render_arguments,
-    ),
-    "codec": (
-        "bench.codec:run",
-        "ratio and speed of gradwire's and other codecs on real gradients",
-        _add_codec_arguments,
-    ),
-    "allreduce": (
-        "bench.allreduce:run",
-        "time and bytes of every scheme's all-reduce beside the backend's own",
-        _add_allreduce_arguments,
-    ),
-    "train": (
-        "bench.train:run",
-        "iteration time, bytes and loss of a workload under schemes and PyTorch's hooks",
-        _add_train_arguments,
-    ),
-    "regret": (
-        "bench.regret:run",
-        "compare auto with DDP and with every scheme that it may use",
-        _add_regret_arguments,
-    ),
+# name: (module:function that runs it, its options, which say what it does); only the module that is called is imported.
+BENCHES: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "list": ("cli.bench.experiments:list_experiments", _add_list_arguments),
+    "run": ("cli.bench.experiments:run_experiments", _add_run_arguments),
+    "render": ("cli.bench.experiments:render_pages", _add_render_arguments),
+    "codec": ("bench.codec:run", _add_codec_arguments),
+    "allreduce": ("bench.allreduce:run", _add_allreduce_arguments),
+    "train": ("bench.train:run", _add_train_arguments),
+    "regret": ("bench.regret:run", _add_regret_arguments),
 }

@@ -24,25 +24,18 @@ def list_experiments(args: argparse.Namespace) -> int:
     store = open_store(args)
     names = [store.machine] if args.here else machines(store.folder)
     runner = Runner(store, print, Path(args.folder))
-    rows, left = [], []
+    rows: list[list[str]] = []
+    left: list[ExperimentRun] = []
+    n_stale = 0
     for experiment in chosen:
-        states = [_best_state(experiment, cells, store, names) for cells in experiment.groups()]
-        again = [
-            ExperimentRun(experiment, cells)
-            for cells, state in zip(experiment.groups(), states, strict=True)
-            if state != "current"
-        ]
-        left += again
-        rows.append(
-            [
-                experiment.key,
-                f"{len(states) - states.count('never')}/{len(states)}",
-                str(states.count("stale") or "-"),
-                duration(runner.estimate_s(again)) if again else "-",
-                experiment.question,
-                "; ".join(f"{paper} {figure}" for paper, figure in experiment.of),
-            ]
-        )
+        runs = [ExperimentRun(experiment, cells) for cells in experiment.groups()]
+        states = [_best_state(experiment, run.cells, store, names) for run in runs]
+        again = [run for run, state in zip(runs, states, strict=True) if state != "current"]
+        left, n_stale = left + again, n_stale + states.count("stale")
+        figures = "; ".join(f"{paper} {figure}" for paper, figure in experiment.of)
+        done, stale = f"{len(states) - states.count('never')}/{len(states)}", str(states.count("stale") or "-")
+        takes = duration(runner.estimate_s(again)) if again else "-"
+        rows.append([experiment.key, done, stale, takes, experiment.question, figures])
     headings = ["key", "runs done", "stale", "left", "question", "figures"]
     shown = len(headings) if args.wide else 4
     print_grid(Grid("", headings[:shown], [row[:shown] for row in rows]), wide=args.wide)
@@ -52,7 +45,6 @@ def list_experiments(args: argparse.Namespace) -> int:
         mine = [experiment for experiment in chosen if experiment.is_long == is_long]
         hours = sum(experiment.seconds * len(experiment.groups()) for experiment in mine) / 3600
         print(f"{name}: {len(mine)} experiments, one pass about {hours:.1f} h")
-    n_stale = sum(int(row[2].replace("-", "0")) for row in rows)
     print(
         f"{n_stale} runs are stale, since code or settings have changed, and {len(left) - n_stale} were never measured"
     )

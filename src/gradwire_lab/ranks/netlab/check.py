@@ -1,18 +1,20 @@
-"""`gradwire netlab check`: measure what Gloo's all_reduce gets through links of given rates."""
+"""`gradwire netlab check`: measure what Gloo's all_reduce gets through links of given rates.
+
+As a program, in each rank: SECONDS REPEATS RATE_BPS.
+"""
 
 from __future__ import annotations
 
+import datetime
 import json
 import statistics
 import sys
+import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from gradwire.errors import InvalidArgument
 from gradwire_lab.ranks.launch import start_ranks
 from gradwire_lab.ranks.netlab.rate import parse_rate
-
-__all__ = ["RateCheck", "measure_rate"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def measure_rate(ranks: int, rate: str | float, seconds: float = 1.0, repeats: i
     if ranks < 2:
         raise InvalidArgument(f"ranks is {ranks}; an all-reduce needs two or more")
     lines: list[str] = []
-    probe = [sys.executable, str(Path(__file__).with_name("probe.py")), str(seconds), str(repeats), str(set_bps)]
+    probe = [sys.executable, "-m", __name__, str(seconds), str(repeats), str(set_bps)]
     with start_ranks(probe, ranks, rate, require_shaping=True, on_line=lambda rank, line: lines.append(line)) as launch:
         launch.wait(60 + 10 * seconds * (repeats + 1)).raise_if_failed()
         counters = launch.counters()
@@ -66,3 +68,35 @@ def measure_rate(ranks: int, rate: str | float, seconds: float = 1.0, repeats: i
         wire_overhead=(counters[0].sent_bytes + counters[0].received_bytes) / payload - 1,
         drops=sum(link.sent_drops + link.received_drops for link in counters),
     )
+
+
+def probe(seconds: float, repeats: int, rate_bps: int) -> None:
+    """In a rank: time all-reduces of a tensor that should take `seconds` at the rate; rank 0 prints one JSON line.
+
+    Each rank sends and receives 2 (N - 1) / N of the tensor (ring all-reduce).
+    """
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60 + 20 * seconds))
+    world_size = dist.get_world_size()
+    crossing = 2 * (world_size - 1) / world_size
+    n_elements = max(1 << 16, int(rate_bps / 8 * seconds / crossing / 4))
+    tensor = torch.ones(n_elements)
+    dist.all_reduce(tensor[: max(1 << 16, n_elements // 4)])  # connections, windows, memory
+    rates = []
+    for _ in range(repeats):
+        tensor.fill_(1)
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(tensor)
+        rates.append(4 * n_elements * crossing * 8 / (time.perf_counter() - start))
+        assert tensor[0] == world_size
+        assert tensor[-1] == world_size
+    if dist.get_rank() == 0:
+        print(json.dumps({"payload_bytes": 4 * n_elements, "rates_bps": rates}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    probe(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -20,8 +20,7 @@ from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire_lab.ranks.netlab.rate import format_rate, parse_rate
 from gradwire_lab.ranks.netlab.stale import LAB_VARIABLE, lab_identity
 from gradwire_lab.ranks.netlab.switch_host import SWITCH_VARIABLE, SwitchHost, switch_rate_bps
-from gradwire_lab.ranks.network import Network
-from gradwire_lab.ranks.rank_environment import find_free_port, rank_environment
+from gradwire_lab.ranks.network import Network, find_free_port, rank_environment
 from gradwire_lab.ranks.supervisor import LaunchResult, RankSet
 
 __all__ = ["LinkCounters", "Netlab"]
@@ -75,6 +74,7 @@ class Netlab:
         switch: put one more host beside the ranks, whose link carries what all of theirs carry together, and start the
             emulation of an aggregating switch there (`gradwire switch`); ranks find it in GRADWIRE_SWITCH.
         ranks_per_node: so many ranks, which follow each other, share one link; inside a node nothing is shaped.
+        on_loopback: make no namespaces, on whatever system: the ranks are this machine's processes.
     Raises: InvalidArgument; Unsupported (pyroute2 is missing; not Linux).
     Cost: 0.5 s, nearly all of it the start of one Python process.
     """
@@ -89,6 +89,7 @@ class Netlab:
         require_shaping: bool = False,
         switch: bool = False,
         ranks_per_node: int = 1,
+        on_loopback: bool = False,
     ) -> None:
         checks.count("ranks", ranks, 1, MAX_RANKS)
         if ranks_per_node < 1 or ranks % ranks_per_node:
@@ -109,7 +110,7 @@ class Netlab:
         self._settings = {"rates_bps": hosts_bps, "mtu": mtu, "queue_ms": queue_ms}
         self._has_switch = switch
         self._switch: SwitchHost | None = None
-        self._require_shaping = require_shaping
+        self._require_shaping, self._on_loopback = require_shaping, on_loopback
         self._fabric: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._lock = threading.Lock()  # one request at a time: an experiment may change links from another thread
@@ -122,7 +123,8 @@ class Netlab:
 
     def __enter__(self) -> Netlab:
         try:
-            self._open()
+            if not self._on_loopback:
+                self._open()
         except BaseException:
             self.close()
             raise
@@ -263,7 +265,7 @@ class Netlab:
         if self._ranks is not None and self._ranks.running:
             raise InvalidArgument("the lab's last run has not ended: wait() for it before the next start")
         self._ranks = RankSet(grace_s, on_line)
-        lab = {LAB_VARIABLE: lab_identity()}
+        lab = {} if self._on_loopback else {LAB_VARIABLE: lab_identity()}
         # A namespace has all its ports to itself; on loopback one must be sought.
         address, port, interface = (
             ("10.77.0.1", 29500, "eth0") if self.shaped else ("127.0.0.1", find_free_port(), "lo")

@@ -11,20 +11,9 @@ import contextlib
 import os
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LAB_VARIABLE", "StaleLab", "end_stale_labs", "find_stale_labs", "lab_identity"]
-
 LAB_VARIABLE = "GRADWIRE_LAB"
-
-
-@dataclass(frozen=True)
-class StaleLab:
-    """A lab whose owner is dead, and the processes that keep its namespaces alive."""
-
-    identity: str
-    pids: tuple[int, ...]
 
 
 def lab_identity(pid: int | None = None) -> str:
@@ -43,9 +32,9 @@ def _start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def find_stale_labs() -> list[StaleLab]:
-    """Labs of dead owners, among the processes whose environment this user may read."""
-    labs: dict[str, list[int]] = {}
+def find_stale_labs() -> dict[str, set[int]]:
+    """{identity of its dead owner: processes} of each such lab, among those whose environment this user may read."""
+    labs: dict[str, set[int]] = {}
     marker = f"{LAB_VARIABLE}=".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -54,8 +43,8 @@ def find_stale_labs() -> list[StaleLab]:
             continue
         for variable in variables:
             if variable.startswith(marker):
-                labs.setdefault(variable[len(marker) :].decode(errors="replace"), []).append(int(folder.name))
-    return [StaleLab(identity, tuple(sorted(pids))) for identity, pids in sorted(labs.items()) if _is_stale(identity)]
+                labs.setdefault(variable[len(marker) :].decode(errors="replace"), set()).add(int(folder.name))
+    return {identity: pids for identity, pids in sorted(labs.items()) if _is_stale(identity)}
 
 
 def _is_stale(identity: str) -> bool:
@@ -67,16 +56,16 @@ def _is_stale(identity: str) -> bool:
     return pid_namespace == os.stat("/proc/self/ns/pid").st_ino and _start_time(pid) != start_time
 
 
-def end_stale_labs() -> list[StaleLab]:
-    """Kill the processes of dead owners' labs; the kernel then takes namespaces and links down. Returns the labs."""
+def end_stale_labs() -> dict[str, set[int]]:
+    """Kill the processes of dead owners' labs; the kernel then takes namespaces and links down. Returns what was killed."""
     ended: dict[str, set[int]] = {}
     give_up = time.monotonic() + 5
     # Again until none is left: a process may start another between the look and the kill.
     while (labs := find_stale_labs()) and time.monotonic() < give_up:
-        for lab in labs:
-            ended.setdefault(lab.identity, set()).update(lab.pids)
-            for pid in lab.pids:
+        for identity, pids in labs.items():
+            ended.setdefault(identity, set()).update(pids)
+            for pid in pids:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    return [StaleLab(identity, tuple(sorted(pids))) for identity, pids in ended.items()]
+    return ended

@@ -32,7 +32,7 @@ import gradwire
 from gradwire import schemes
 from gradwire.codecs.hadamard import Thc
 from gradwire.gpu import kernels
-from gradwire.schemes import Scheme
+from gradwire.schemes import Scheme, selection
 from ranks import run_ranks
 
 Maker = Callable[[], Scheme]
@@ -41,6 +41,12 @@ Maker = Callable[[], Scheme]
 def by_name(name: str, **options: Any) -> Scheme:
     """As published, beside AdamW too."""
     return schemes.by_name(name, **schemes.as_published(name, options))
+
+
+def sparing(name: str, **options: Any) -> Scheme:
+    """The model's biases spared, which are more than a fiftieth of it."""
+    selection._MAX_SPARED_SHARE = 0.05
+    return by_name(name, exempt=None, **options)
 
 
 SCHEMES: dict[str, Maker] = {
@@ -58,6 +64,7 @@ SCHEMES: dict[str, Maker] = {
     "gcomp direct": lambda: by_name("gcomp", importance="uniform", bits=5, topology="direct", refresh_every=0),
     "gcomp, nothing left out": lambda: by_name("gcomp", importance="none", refresh_every=0, chunk_elements=1_000),
     "embedded-float": lambda: by_name("embedded-float"),
+    "embedded-float but for biases": lambda: sparing("embedded-float", bits=5),
     "embedded-float direct": lambda: by_name(
         "embedded-float", bits=13, partition=64, topology="direct", chunk_elements=500
     ),
@@ -69,6 +76,7 @@ SCHEMES: dict[str, Maker] = {
     "one-bit by group": lambda: schemes.by_name("one-bit", warmup_steps=1),  # as beside AdamW
     "one-bit by group, two means": lambda: by_name("one-bit", scale="two-means", scale_values=64, chunk_elements=500),
     "two-bit": lambda: by_name("two-bit"),
+    "one-bit but for biases": lambda: sparing("one-bit"),
     "two-bit by group": lambda: by_name("two-bit", scale_values=128, exempt=["*0.weight"]),
     "two-bit, four levels": lambda: schemes.by_name("two-bit", warmup_steps=1),  # as beside AdamW
     "qsgd": lambda: by_name("qsgd"),

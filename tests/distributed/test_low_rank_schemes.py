@@ -350,3 +350,23 @@ def test_rank_that_compresses_nothing_is_told_with_one_that_does(
     driver.close()
     assert [f"rank={highest} or less compresses some" in text for text in texts] == [True] * bool(highest)
     assert (stats["n_matrices"], stats["n_matrices_whole"]) == ((0, 2) if highest else (1, 1))
+
+
+@on_ranks(2)
+def test_residuals_fade_as_asked_and_beside_momentum(rank: int, world_size: int) -> None:
+    kept = []
+    for options in ({}, {"feedback_decay": 0.25}):
+        driver = Driver(schemes.by_name("acp-sgd", rank=2, **options), [torch.zeros(24, 18)])
+        driver.reduce([torch.randn(24, 18, generator=torch.Generator().manual_seed(rank))])
+        kept.append(driver.state())
+        driver.close()
+    assert torch.equal(kept[1], kept[0] * 0.25)
+    for scheme in ("acp-sgd", "power-sgd"):
+        for momentum, adam in ((0.9, False), (0.0, False), (0.9, True)):
+            ddp, _ = build()
+            other: Any = (
+                torch.optim.AdamW(ddp.parameters()) if adam else torch.optim.SGD(ddp.parameters(), 0.1, momentum)
+            )
+            made = schemes.by_name(scheme)
+            gradwire.attach(ddp, other, made).close()
+            assert made.configuration["feedback_decay"] == (0.5 if scheme == "acp-sgd" and momentum and not adam else 1)

@@ -37,7 +37,7 @@ LEARNING_RATES = {"sign-sgd": 1e-3, "qsgd": 0.1, "terngrad": 0.1, "dgc": 0.03}
 # ---- against their definitions
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @on_ranks()
 def test_sign_sgd_is_the_majority_of_signs_in_units_of_the_loss_scale(rank: int, world_size: int) -> None:
     for dtype in DTYPES:

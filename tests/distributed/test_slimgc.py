@@ -20,7 +20,7 @@ from slimgc_cases import (
     residuals_of,
     without_clocks,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -31,7 +31,7 @@ from gradwire.schemes.slimgc import SlimGC
 from gradwire.schemes.slimgc.exchange import FusedExchange
 from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire.wire.wire import Wire
-from ranks import run_ranks, try_ranks
+from ranks import on_ranks, run_ranks, try_ranks
 
 # ---- one spawned run a world, many promises
 
@@ -87,10 +87,10 @@ def check_one_table(rank: int, world_size: int) -> None:
     """Ranks that measured different times end with one table, the slowest rank's."""
     original = SlimGC._send_alone
 
-    def timed(self: SlimGC, step: int, values: torch.Tensor, is_compressed: bool) -> Any:
-        original(self, step, values, is_compressed)()
-        line = (1e-3, 1e-6) if is_compressed else (1e-4, 4e-6)
-        took = line[0] + line[1] * values.numel() * (1 + 0.1 * rank), 1e-4 if is_compressed else 0.0
+    def timed(self: SlimGC, step: int, values: torch.Tensor, mode: int) -> Any:
+        original(self, step, values, mode)()
+        line = (1e-3, 1e-6) if mode else (1e-4, 4e-6)
+        took = line[0] + line[1] * values.numel() * (1 + 0.1 * rank), 1e-4 if mode else 0.0
         return lambda: took
 
     SlimGC._send_alone = timed  # type: ignore[method-assign]
@@ -277,6 +277,50 @@ def check_resumption(rank: int, world_size: int) -> None:
 
 def test_a_resumed_run_goes_on_bit_by_bit() -> None:
     run_ranks(check_resumption, 2)
+
+
+SEVERAL = ["embedded-float:bits=8", "two-bit:levels=4,scale_values=64", "one-bit"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_each_tensor_gets_one_of_several_codecs_and_gradients_are_conserved(rank: int, world_size: int) -> Tensor:
+    """By the clocks given here one-bit pays for the first bucket, and embedded-float, which starts sooner, for the second."""
+    lines = [(0.1, 4e-3), (0.2, 2e-3), (2.0, 4e-3), (1.0, 1e-4)]
+
+    def timed(self: SlimGC, step: int, values: Tensor, mode: int) -> Any:
+        original(self, step, values, mode)()
+        start, per_value = lines[mode]
+        return lambda: (start + per_value * values.numel() * (1 + 0.1 * rank), 0.0)
+
+    original, SlimGC._send_alone = SlimGC._send_alone, timed  # type: ignore[method-assign,assignment]
+    try:
+        driver = driver_of(SlimGC(SEVERAL, drift_every=0, plain_steps=11))
+        old, results = residuals_of(driver), []
+        for step in range(16):
+            driver.loss_scale = 2.0 ** (step % 3)
+            gradients = gradients_of(rank, step)
+            found = flat(driver.reduce([one * driver.loss_scale for one in gradients])) / driver.loss_scale
+            new = residuals_of(driver)
+            balance = mean_over_ranks(found + new) - mean_over_ranks(flat(gradients) + old)
+            assert float(balance.abs().max()) < 1e-5, step
+            assert bool(new.any()) == (step >= 11)
+            old = new
+            results.append(found)
+        stats = driver.scheme.stats()
+        state = driver.scheme.state_dict()
+        assert stats["codecs"] == {"embedded-float": 3, "one-bit": 3}, stats
+        assert stats["n_tensors_raw"] == 1  # the empty one
+        driver.close()
+        resumed = driver_of(SlimGC(SEVERAL, drift_every=0, plain_steps=11))
+        resumed.scheme.load_state_dict(state)
+        resumed.step = 16
+        results.append(flat(resumed.reduce(gradients_of(rank, 16))))
+        assert resumed.scheme.stats()["codecs"] == stats["codecs"]
+        resumed.close()
+    finally:
+        SlimGC._send_alone = original  # type: ignore[method-assign]
+    return torch.stack(results)
 
 
 def train_with_other_tables(rank: int, world_size: int, n_before: int) -> None:

@@ -93,8 +93,8 @@ def train(
 @on_ranks()
 def test_the_step_at_the_owner_has_the_bits_of_the_step_on_every_rank(rank: int, world_size: int) -> None:
     # Measured times decide the table: without clocks in it, two runs can be compared.
-    def timed(self: SlimGC, step: int, values: Tensor, is_compressed: bool) -> Callable[[], tuple[float, float]]:
-        return lambda: (1e-3, 1e-4) if is_compressed else (4e-6 * values.numel(), 0.0)
+    def timed(self: SlimGC, step: int, values: Tensor, mode: int) -> Callable[[], tuple[float, float]]:
+        return lambda: (1e-3, 1e-4) if mode else (4e-6 * values.numel(), 0.0)
 
     SlimGC._send_alone = timed  # type: ignore[method-assign]
     cases: list[tuple[str, str, int | None]] = [(name, "plain", 0) for name in OPTIMIZERS]

@@ -27,7 +27,12 @@ class Signs:
     @staticmethod
     def n_words(values: Tensor) -> int:
         """Words of the message of `values`."""
-        return parts(values.numel(), 32) + (kernels_for(values.device) is not None)
+        return parts(values.numel(), 32) + Signs.n_leading(values)
+
+    @staticmethod
+    def n_leading(words: Tensor) -> int:
+        """Words of a message that lie there before the signs."""
+        return int(kernels_for(words.device) is not None)
 
     def pack(self, values: Tensor, words: Tensor) -> Tensor:
         """Write the signs of `values` (n,) float32, bfloat16 or float16 into `words` (n_words(values),) int32.

@@ -7,6 +7,7 @@ it is), and an all-gather brings that to all. Messages there have a fixed room, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -120,15 +121,13 @@ class Owners:
         """Chunks to a part, the dtype's code, and for kernels the chunks there and back; found once for a layout."""
         n = bucket.n_elements
         n_chunks = count_chunks(-(-n // world), self.chunk_elements, QUANTISED_MIN_CHUNKS)
-        pushed: _Parts = []
-        pulled: _Parts = []
+        there: _Parts = []
+        back: _Parts = []
         if self._on_device is not None:
             starts = sorted({start for start, _ in bucket.spans}) if self.codec.scale_values else []
-            pushed, pulled = (
-                cut_into_chunks(n, world, n_chunks, codec.message_room, starts)
-                for codec in (self.codec, self._answering)
-            )
-        found = self._cuts[bucket.layout_hash] = n_chunks, dtype_code(bucket.buffer.dtype), pushed, pulled
+            cut = functools.partial(cut_into_chunks, n, world, n_chunks, starts=starts)
+            there, back = cut(room_of=self.codec.message_room), cut(room_of=self._answering.message_room)
+        found = self._cuts[bucket.layout_hash] = n_chunks, dtype_code(bucket.buffer.dtype), there, back
         return found
 
 
@@ -148,20 +147,13 @@ class DeviceOwners:
         self._answering = answering or codec
 
     def mean(self, part: Part, parts: _Parts, answers: _Parts, pulls_raw: bool) -> None:
-        """Replace `part.values`, cut into `parts` and on their way back into `answers`, by their mean.
-
-        `pulls_raw`: sums come back in their dtype.
-        """
+        """Replace `part.values`, cut into `parts`, sums into `answers`, by their mean. `pulls_raw`: sums in their dtype."""
         bucket, values = part.bucket, part.values
 
         def encode(values: Tensor, owner: int, index: int, row: Tensor) -> None:
-            is_answer = owner == self._rank
-            draw, chunk = (
-                bucket.draw(self._rank, owner, index, is_answer),
-                (answers if is_answer else parts)[owner][index],
-            )
-            codec = self._answering if is_answer else self._codec
-            self._encode(codec, values, chunk, row, draw, part.residual, part.unsent, part.loss_scale)
+            codec, cut = (self._answering, answers) if owner == self._rank else (self._codec, parts)
+            draw = bucket.draw(self._rank, owner, index, owner == self._rank)
+            self._encode(codec, values, cut[owner][index], row, draw, part.residual, part.unsent, part.loss_scale)
 
         def own(chunk: Chunk) -> Tensor:
             return values[chunk.values]
@@ -280,7 +272,6 @@ class DeviceOwners:
         message: Tensor,
         out: Tensor,
         cuts: tuple[int, ...],
-        *,
         divisor: float = 1.0,
         adds: bool = False,
     ) -> None:

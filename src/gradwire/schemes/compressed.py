@@ -210,18 +210,15 @@ class Compressed(Scheme):
             wire.note(wire.all_finite(bucket.buffer))  # a mean may leave float16's range although no message did
 
     def _take_out_small(self, part: Part, wire: Wire) -> Callable[[], None]:
-        """Start the sum of the values that are spared, and leave zeros; what is returned puts their mean there.
-
-        It travels while the others are compressed and sent, so that it costs no time of its own.
-        """
+        """Start the sum of the values that are spared, which travels beside the others, and leave zeros; what is returned puts
+        their mean there."""
         places = self.select.places_of_small(part.bucket, wire)
         if places is None:
-            return _do_nothing
+            return lambda: None
         small = part.values.index_select(0, places)
         if part.residual is not None:  # of a state in which they were compressed
             small = small.float().add_(part.residual.index_select(0, places), alpha=part.loss_scale)
-        dtype = torch.bfloat16 if part.values.element_size() > 2 else part.values.dtype
-        sent = wire.scratch("small", places.numel(), dtype)
+        sent = wire.scratch("small", places.numel(), self.small_dtype(part.values.dtype))
         sent.copy_(small.mul_(1.0 / wire.world_size))
         part.values.index_fill_(0, places, 0.0)
         # As what no rank uses: a codec of signs has no zero.
@@ -237,6 +234,11 @@ class Compressed(Scheme):
                 part.unsent.index_fill_(0, places, 0.0)
 
         return put_back
+
+    def small_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which spared values of a bucket of `dtype` are summed: bfloat16, if the others have 8 bits or less."""
+        is_fine = getattr(getattr(self.collective, "codec", None), "bits", 0) > 8
+        return dtype if is_fine or dtype.itemsize == 2 else torch.bfloat16
 
     def step(self, part: Part, wire: Wire) -> None:
         """Replace `part.values` by their mean over the ranks, and write what was not sent to `part.unsent`."""
@@ -342,10 +344,6 @@ def refuse_unused_parameters(session: Session) -> None:
         raise Unsupported(
             "find_unused_parameters=True: which parameters a rank used is known to the host only; leave placement out"
         )
-
-
-def _do_nothing() -> None:
-    """Nothing was taken out."""
 
 
 def count_of(share: float, n_elements: int) -> int:

@@ -15,7 +15,29 @@ from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.selection import ByName, Names
 
 
-class EmbeddedFloatScheme(Compressed):
+class _Floats(Compressed):
+    """A mean round a ring, or between all pairs, through a codec of floats: the class `options_of`."""
+
+    options_of: type[EmbeddedFloat | TruncatedFloat] = EmbeddedFloat
+
+    def __init__(
+        self,
+        topology: str = "ring",
+        chunk_elements: int = CHUNK_ELEMENTS,
+        exempt: Names = None,
+        only: Names = (),
+        **codec: Any,
+    ) -> None:
+        ring = Ring(self.options_of(**codec), topology, chunk_elements)
+        super().__init__(collective=ring, select=ByName(exempt, only))
+        self._codec_options = codec
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {**self.frame_configuration, **self._codec_options}
+
+
+class EmbeddedFloatScheme(_Floats):
     """`bits` bits (8 by default) of every value, with an exponent shared by a `partition` (256 values).
 
     Args:
@@ -30,24 +52,8 @@ class EmbeddedFloatScheme(Compressed):
     name = "embedded-float"
     options_of = EmbeddedFloat
 
-    def __init__(
-        self,
-        topology: str = "ring",
-        chunk_elements: int = CHUNK_ELEMENTS,
-        exempt: Names = None,
-        only: Names = (),
-        **codec: Any,
-    ) -> None:
-        ring = Ring(EmbeddedFloat(**codec), topology, chunk_elements)
-        super().__init__(collective=ring, select=ByName(exempt, only))
-        self._codec_options = codec
 
-    @property
-    def configuration(self) -> dict[str, Any]:
-        return {**self.frame_configuration, **self._codec_options}
-
-
-class TruncatedFloatScheme(Compressed):
+class TruncatedFloatScheme(_Floats):
     """The first `bits` bits (8 by default) of every value, of `format` "auto", "native", "fp16", "fp8-e4m3", "fp8-e5m2",
     "fp6-e3m2" or "fp4-e2m1", with `rounding` "nearest", "truncate" (as published) or "stochastic" (`seed`): AQGB's TFP in an
     ordered all-reduce.
@@ -65,19 +71,3 @@ class TruncatedFloatScheme(Compressed):
 
     name = "truncated-float"
     options_of = TruncatedFloat
-
-    def __init__(
-        self,
-        topology: str = "ring",
-        chunk_elements: int = CHUNK_ELEMENTS,
-        exempt: Names = None,
-        only: Names = (),
-        **codec: Any,
-    ) -> None:
-        ring = Ring(TruncatedFloat(**codec), topology, chunk_elements)
-        super().__init__(collective=ring, select=ByName(exempt, only))
-        self._codec_options = codec
-
-    @property
-    def configuration(self) -> dict[str, Any]:
-        return {**self.frame_configuration, **self._codec_options}

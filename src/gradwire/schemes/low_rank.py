@@ -25,6 +25,7 @@ from torch.futures import Future
 
 from gradwire import _native
 from gradwire.checks import choice as check_choice
+from gradwire.checks import share as check_share
 from gradwire.codecs.tensors import dtype_code
 from gradwire.core.bucket import Bucket, Layout, Slot, offsets_of
 from gradwire.core.checkpoint import not_the_state
@@ -35,7 +36,7 @@ from gradwire.gpu.kernels import Kernels, kernels_for
 from gradwire.gpu.launching import THREADS, grid
 from gradwire.gpu.structs import fill_struct
 from gradwire.schemes.compressed import Compressed
-from gradwire.schemes.plain_steps import PlainSteps, is_beside_adam
+from gradwire.schemes.plain_steps import PlainSteps, is_beside_adam, momentum_of
 from gradwire.schemes.selection import ByName, Names, embeddings_and_heads
 from gradwire.wire.communicator import ring_bytes
 from gradwire.wire.device_wire import DeviceWire
@@ -46,6 +47,8 @@ _log = logging.getLogger(__name__)
 _WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MAX_RANKS_BFLOAT16 = 256  # fingerprints are counts of ranks, and bfloat16 holds integers up to here
 _MIB = float(1 << 20)
+# What one factor leaves out comes late, and an optimizer's momentum multiplies it: docs/systems/acp-sgd.md.
+_MOST_MOMENTUM, _DECAY_BESIDE_MOMENTUM = 0.5, 0.5
 
 # What an algorithm does when it goes on: send more, write the mean, or keep factors for the next step. Before "send" and
 # "write" all that it has sent must have come back as its mean, before "keep" the step must count.
@@ -62,6 +65,8 @@ class Options:
             one factor a step, half of that. 0: compress all.
         start_step: steps before this one are reduced plainly. None: 0, but 100 for acp-sgd beside all but SGD.
         error_feedback: add what compression left out to the next gradient.
+        feedback_decay: the share of a residual that is kept for the next step. None: 1, but 0.5 for acp-sgd beside SGD with a
+            momentum above 0.5, which multiplies what comes late.
         reuse: begin with the factor of the step before; False draws a new one every step.
         overlap: compress during the backward pass; False waits for its end, so that nothing competes with it.
         buffer_mb: tensor fusion: buffers are summed when they hold what stands for this much gradient (MiB x the
@@ -79,6 +84,7 @@ class Options:
     min_compression_rate: float = 2.0
     start_step: int | None = None
     error_feedback: bool = True
+    feedback_decay: float | None = None
     reuse: bool = True
     overlap: bool = True
     buffer_mb: float = 25.0
@@ -94,6 +100,8 @@ class Options:
             raise InvalidArgument(
                 f"min_compression_rate must be at least 0 (compress all), got {self.min_compression_rate}"
             )
+        if self.feedback_decay is not None:
+            check_share("feedback_decay", self.feedback_decay)
         if math.isnan(self.buffer_mb) or self.buffer_mb < 0:
             raise InvalidArgument(f"buffer_mb must be 0 (no fusion), a size or inf, got {self.buffer_mb}")
         check_choice("factor_dtype", self.factor_dtype, _WIRE_DTYPES)
@@ -546,11 +554,13 @@ class LowRank(Compressed):
             select=ByName(options.exempt or (), options.only or ()),
         )
         self.wire_dtype = _WIRE_DTYPES[options.factor_dtype]
+        self._decay = 1.0 if options.feedback_decay is None else options.feedback_decay
 
     @property
     def configuration(self) -> dict[str, Any]:
         chosen = ("start_step", "exempt", "only")
         shared = {name: value for name, value in vars(self.options).items() if name not in chosen}
+        shared["feedback_decay"] = self._decay
         return shared | {self.plain.option: self.plain.n} | self.select.configuration
 
     def bind(self, session: Session) -> None:
@@ -561,6 +571,9 @@ class LowRank(Compressed):
                 f'factor_dtype="bfloat16" takes up to {_MAX_RANKS_BFLOAT16} ranks, this run has '
                 f'{n_ranks}; use factor_dtype="float32"'
             )
+        if self.options.feedback_decay is None:
+            is_late = self._takes_turns and not is_beside_adam(session) and momentum_of(session) > _MOST_MOMENTUM
+            self._decay = _DECAY_BESIDE_MOMENTUM if is_late else 1.0
         super().bind(session)
         if self.options.exempt is None and is_beside_adam(session):
             self._exempt_words(session)
@@ -704,6 +717,8 @@ class LowRank(Compressed):
             return
         if work.loss_scale != 1:
             work.wire.divide(work.total, work.loss_scale)
+        if self._decay != 1:
+            work.total.mul_(self._decay)
         if work.unused is not None:
             work.unused.keep(work.total, [True] * len(work.plan.spans))
         self.session.feedback.stage_bucket(work.plan.matrices, work.total)

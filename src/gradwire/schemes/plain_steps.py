@@ -23,6 +23,7 @@ BESIDE_ADAM: dict[str, dict[str, tuple[Any, Any]]] = {
     "acp-sgd": {"start_step": (0, 100)},
     "one-bit": {"warmup_steps": (0, 50), "scale_values": ("message", 64)},
     "random-k": {"warmup_steps": (0, 50)},
+    "slimgc": {"codec": ("one-bit", "several"), "plain_steps": (0, 50)},
     "top-k": {"warmup_steps": (0, 50)},
     "two-bit": {"warmup_steps": (0, 50), "scale_values": ("message", 64), "levels": (3, 4)},
 }
@@ -79,6 +80,11 @@ class PlainSteps:
 def is_beside_adam(session: Session) -> bool:
     """Return whether one of the session's optimizers divides by a moment of the gradient, or may: all but SGD count."""
     return bool(session.optimizers.families() - {"sgd"})
+
+
+def momentum_of(session: Session) -> float:
+    """The largest momentum of the optimizer's groups; 0 without any."""
+    return max((float(group.get("momentum", 0.0)) for group in session.optimizers.param_groups), default=0.0)
 
 
 def check_steps(name: str, steps: Any) -> int:

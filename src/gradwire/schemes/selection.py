@@ -5,7 +5,7 @@ A `Select` is the rule, a `Selection` what it makes of one bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -119,15 +119,6 @@ def is_small(slot: Slot) -> bool:
     )
 
 
-def small_values(known: Sequence[Slot], bucket: Bucket) -> torch.Tensor | None:
-    """(m,) int64: which of the bucket's values are of small tensors; None: there are none, or too many among all `known`."""
-    n_small, n = (sum(slot.numel() for slot in slots) for slots in (filter(is_small, known), known))
-    spans = [span for slot, span in zip(bucket.slots, bucket.spans, strict=True) if slot.numel() and is_small(slot)]
-    if not spans or n_small > _MAX_SPARED_SHARE * n:
-        return None
-    return torch.cat([torch.arange(*span, dtype=torch.int64, device="cpu") for span in spans])
-
-
 class ByName:
     """Selects the tensors that `only` names (all, if it names none), but for those that `exempt` names.
 
@@ -148,6 +139,7 @@ class ByName:
         self._exempt, self._only = _read("exempt", exempt), _read("only", only)
         self.n_spared, self.spared_share = 0, 0.0
         self._places: dict[Layout, torch.Tensor | None] = {}
+        self._known: Mapping[str, Slot] = {}
         self._exempted: set[int] = set()  # parameters that a scheme leaves out besides, by id
         options = {"exempt": self._exempt, "only": self._only}
         self.configuration: dict[str, Any] = {
@@ -178,18 +170,24 @@ class ByName:
         if self and not any(self(slot) for slot in slots.values()):
             raise InvalidArgument(f"exempt= and only= leave nothing to compress; there are {_shown(slots)}")
 
-    def look_for_small(self, bucket: Bucket) -> None:
-        """Find the bucket's values that are spared; where buckets are handed over, so that all ranks know as many tensors."""
+    def look_for_small(self, bucket: Bucket) -> torch.Tensor | None:
+        """(m,) int64: which of the bucket's values are spared; None: none are. First asked where buckets are handed over, so
+        that all ranks know as many tensors."""
         if not self.spares or bucket.layout in self._places:
-            return
+            return self._places.get(bucket.layout)
         known = [one for one in self._known.values() if getattr(one.parameter, "requires_grad", True)] or bucket.slots
         n_small, n = (sum(slot.numel() for slot in slots) for slots in (filter(is_small, known), known))
-        places = self._places[bucket.layout] = small_values(known, bucket)
-        if places is not None:
+        spans = [span for slot, span in zip(bucket.slots, bucket.spans, strict=True) if slot.numel() and is_small(slot)]
+        self._places[bucket.layout] = None
+        if spans and n_small <= _MAX_SPARED_SHARE * n:
+            self._places[bucket.layout] = torch.cat(
+                [torch.arange(*span, dtype=torch.int64, device="cpu") for span in spans]
+            )
             self.n_spared, self.spared_share = n_small, n_small / n
+        return self._places[bucket.layout]
 
     def places_of_small(self, bucket: Bucket, wire: Wire) -> torch.Tensor | None:
-        """(m,) int64: which of the bucket's values are spared; None: none are. On the lane."""
+        """The same where the bucket lies; on the lane."""
         places = self._places.get(bucket.layout)
         if places is not None and places.device != bucket.buffer.device:
             places = self._places[bucket.layout] = wire.place(places)

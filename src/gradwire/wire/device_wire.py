@@ -176,11 +176,22 @@ class DeviceWire(Wire):
         return received
 
     def gather(self, payload: Tensor, is_finite: Flag) -> Tensor:
-        message = torch.cat([payload.new_zeros(_HEAD_WORDS), payload])
-        message[1:2].copy_(is_finite.logical_not())
-        message[:1].copy_(message[1:].sum(dtype=torch.int64))
-        received = self._all_gather(message)
-        self.record.count_exchanged((self.world_size - 1) * 4 * message.numel())
+        message = self._seal(payload[None], is_finite)[0]
+        return self._open(self._all_gather(message))
+
+    def to_owners(self, rows: Tensor, is_finite: Flag) -> Tensor:
+        return self._open(self._all_to_all(self._seal(rows, is_finite)))
+
+    def _seal(self, rows: Tensor, is_finite: Flag) -> Tensor:
+        """(k, head + n) int32: each row as a message."""
+        messages = torch.cat([rows.new_zeros(len(rows), _HEAD_WORDS), rows], 1)
+        messages[:, 1].copy_(is_finite.logical_not())
+        messages[:, 0].copy_(messages[:, 1:].sum(1, dtype=torch.int64))
+        return messages
+
+    def _open(self, received: Tensor) -> Tensor:
+        """(world, n): what the ranks' messages hold."""
+        self.record.count_exchanged((self.world_size - 1) * 4 * received.shape[1])
         self.note_error((received[:, 1:].sum(1, dtype=torch.int64).to(torch.int32) != received[:, 0]).any())
         self.note_message((received[:, 1] == 0).all())
         return received[:, _HEAD_WORDS:]

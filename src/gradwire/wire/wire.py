@@ -207,6 +207,10 @@ class Wire(ABC):
         """
 
     @abstractmethod
+    def to_owners(self, rows: Tensor, is_finite: Flag) -> Tensor:
+        """As `gather`, where row i of every rank's `rows` (world, n) int32 goes to rank i alone: (world, n), by sender."""
+
+    @abstractmethod
     def sum_floats(self, values: Tensor, is_finite: Flag) -> Tensor:
         """(n,) the sum of all ranks' `values` (n,) float32. `is_finite`: of what these were made of. Raises: RankMismatch."""
 
@@ -344,13 +348,31 @@ class HostWire(Wire):
         return self.communicator.all_gather(values)
 
     def gather(self, payload: Tensor, is_finite: Flag) -> Tensor:
-        message = torch.empty(_HEAD_WORDS + payload.numel(), dtype=torch.int32, device="cpu")
-        message[_HEAD_WORDS:] = payload
-        crc = _crc_of(message[_HEAD_WORDS:])
-        message[:_HEAD_WORDS] = torch.tensor([self.checksum, int(not is_finite), crc], dtype=torch.int32, device="cpu")
+        message = self._seal(payload[None], is_finite)[0]
         with self.timing("communicate"):
             messages = self.communicator.all_gather(message)
-        self.record.count_exchanged((self.world_size - 1) * 4 * message.numel())
+        return self._open(messages, message.numel())
+
+    def to_owners(self, rows: Tensor, is_finite: Flag) -> Tensor:
+        messages = self._seal(rows, is_finite)
+        with self.timing("communicate"):
+            received = self.communicator.all_to_all(messages)
+        return self._open(received, messages.shape[1])
+
+    def _seal(self, rows: Tensor, is_finite: Flag) -> Tensor:
+        """(k, head + n) int32: each row as a message."""
+        messages = torch.empty(len(rows), _HEAD_WORDS + rows.shape[1], dtype=torch.int32, device="cpu")
+        messages[:, _HEAD_WORDS:] = rows
+        for message in messages:
+            crc = _crc_of(message[_HEAD_WORDS:])
+            message[:_HEAD_WORDS] = torch.tensor(
+                [self.checksum, int(not is_finite), crc], dtype=torch.int32, device="cpu"
+            )
+        return messages
+
+    def _open(self, messages: Tensor, n_words: int) -> Tensor:
+        """(world, n): what the ranks' messages of `n_words` hold."""
+        self.record.count_exchanged((self.world_size - 1) * 4 * n_words)
         if bool((messages[:, 0] != messages[0, 0]).any()):
             self.name_mismatch()
         for rank, received in enumerate(messages):

@@ -26,7 +26,6 @@ from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.gcomp.scheme import GComp
 from gradwire.schemes.plain import Plain
-from gradwire.schemes.selection import small_values
 from gradwire_lab.workloads import Workload
 
 MeanOf = Callable[[int, list[Tensor]], Tensor]
@@ -84,23 +83,22 @@ class SimulatedRanks:
         assert isinstance(scheme, Compressed)
         if self.step <= scheme.plain.n:
             return self._backend_mean([bucket.buffer for bucket in buckets], torch.float32)
-        places = small_values(self._slots, buckets[0]) if scheme.select.spares else None
-        if places is not None:
-            return self._beside_small(buckets, places)
-        return self._compressed(buckets)
+        spared = scheme.select.look_for_small(buckets[0])
+        if spared is None:
+            return self._compressed(buckets, scheme)
+        own = [bucket.buffer for bucket in buckets]
+        small = self._backend_mean([one[spared] for one in own], scheme.small_dtype(own[0].dtype))
+        for one in own:
+            one[spared] = 0
+        self._counts_here[spared] = 0
+        mean = self._compressed(buckets, scheme)
+        mean[spared] = small
+        for residual in self._residuals:
+            if residual is not None:
+                residual[spared] = 0
+        return mean
 
-    def _beside_small(self, buckets: list[Bucket], places: Tensor) -> Tensor:
-        """As `_compressed`; the values at `places` are spared."""
-        dtype = torch.bfloat16 if buckets[0].buffer.element_size() > 2 else buckets[0].buffer.dtype
-        small = self._backend_mean([bucket.buffer.index_select(0, places) for bucket in buckets], dtype)
-        for bucket in buckets:
-            bucket.buffer.index_fill_(0, places, 0.0)
-        self._counts_here.index_fill_(0, places, 0.0)
-        return self._compressed(buckets).index_copy_(0, places, small)
-
-    def _compressed(self, buckets: list[Bucket]) -> Tensor:
-        scheme = self.scheme
-        assert isinstance(scheme, Compressed)
+    def _compressed(self, buckets: list[Bucket], scheme: Compressed) -> Tensor:
         chosen = [bool(scheme.select(slot)) for slot in self._slots]
         if not all(chosen):
             raise Unsupported("tensors that are left out are not simulated")

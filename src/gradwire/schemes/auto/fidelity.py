@@ -78,7 +78,7 @@ TABLE: tuple[FidelityRow, ...] = (
     FidelityRow("acp-sgd", "any", _ALL, "sum", 0.5, "", True, FIRST_ADAM_STEP),
     FidelityRow("power-sgd", "any", _ALL, "sum", 1.0, "", True, FIRST_ADAM_STEP),
     FidelityRow("top-k", "any", _ALL, "gather", 0.1, "", True, FIRST_ADAM_STEP),
-    FidelityRow("sign-sgd", "any", _ALL, "gather", 1.0, "", True, FIRST_ADAM_STEP),
+    FidelityRow("sign-sgd", "any", _ALL, "quantised", 1.5, "", True, FIRST_ADAM_STEP),
 )
 
 # These own the optimizer's step or its momentum, let replicas drift, or are there to be compared with: no turns for them.

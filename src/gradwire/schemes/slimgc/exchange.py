@@ -8,6 +8,7 @@ has it.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from gradwire.exchange.owners import DeviceOwners
 from gradwire.exchange.parts import Chunk, Cut
 from gradwire.exchange.ring import Importance, engine_codec, mean_through_codec
 from gradwire.schemes.selection import Selection
+from gradwire.schemes.slimgc.choosing import Choice
 from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.wire import Wire
 
@@ -29,8 +31,31 @@ from gradwire.wire.wire import Wire
 _PULL_BYTES_AHEAD = 2 << 20
 
 
+class BucketPlan(Selection):
+    """The decision for one bucket layout.
+
+    Args:
+        sizes: bytes of each tensor.
+        choice: by tensor, 0 for raw, else its codec.
+        cut: makes the selection of the tensors of one codec.
+
+    Attributes:
+        parts: of each codec that is used.
+        dtype: the bucket's.
+        is_flushed: nothing that was left out of the raw tensors waits any more.
+    """
+
+    def __init__(
+        self, bucket: Bucket, sizes: tuple[int, ...], choice: Choice, cut: Callable[[int], CutSelection]
+    ) -> None:
+        codecs = iter(choice)
+        super().__init__(bucket, lambda *_: next(codecs) != 0)
+        self.parts = tuple(cut(codec) for codec in sorted({*choice} - {0}))
+        self.dtype, self.sizes, self.is_flushed = bucket.buffer.dtype, sizes, False
+
+
 class CutSelection(Selection):
-    """The decision for one bucket layout and one threshold, and how the compressed values are cut over the ranks.
+    """The tensors of one bucket layout that one codec takes, and how their values are cut over the ranks.
 
     Args:
         keeps_places: bit_buf is laid out as the bucket, with gaps where raw tensors lie, so that it can be the bucket.
@@ -38,20 +63,20 @@ class CutSelection(Selection):
     Attributes:
         dtype: the bucket's.
         part_layout: of the compressed tensors as a bucket of their own; None: not made yet.
-        is_flushed: nothing that was left out of the raw tensors waits any more.
+        codec: which.
         n_bit_buf: values that bit_buf extends over: the compressed ones, and the gaps.
     """
 
     def __init__(
-        self, bucket: Bucket, threshold_bytes: int, world_size: int, group_elements: int, keeps_places: bool
+        self, bucket: Bucket, choice: Choice, codec: int, world_size: int, group_elements: int, keeps_places: bool
     ) -> None:
-        super().__init__(bucket, lambda _, n_bytes: n_bytes >= max(1, threshold_bytes), keeps_places)
-        self.keeps_places, self.dtype = keeps_places, bucket.buffer.dtype
+        codecs = iter(choice)
+        super().__init__(bucket, lambda *_: next(codecs) == codec, keeps_places)
+        self.codec, self.keeps_places, self.dtype = codec, keeps_places, bucket.buffer.dtype
         self.n_bit_buf = bucket.n_elements if keeps_places else self.n_compressed
         spans = [(span.fused, span.fused + span.n_elements) for span in self.compressed]
         self.cut = Cut(spans, world_size, group_elements)
         self.part_layout: Layout | None = None
-        self.is_flushed = False
 
 
 class FusedExchange:

@@ -43,10 +43,11 @@ _SMALL_BYTES, _SMALL_REPEATS, _LARGE_REPEATS = 256 << 10, 3, 2
 
 # Reads what an exchange took, when it is over: (seconds, of them in the codec). On a device the host waits for it.
 Later = Callable[[], tuple[float, float]]
-# (values (n,) of the gradient's dtype, is_compressed): sends one tensor by itself; what comes of it is thrown away.
-Send = Callable[[torch.Tensor, bool], Later]
-# (raw, compressed, codec) seconds, of one size; None where it was not measured in that mode.
-_Times = tuple[float | None, float | None, float | None]
+# (values (n,) of the gradient's dtype, mode: 0 raw, else which codec, from 1): sends one tensor by itself; what comes of it is
+# thrown away.
+Send = Callable[[torch.Tensor, int], Later]
+# Seconds of one size: raw, then compressed and in the codec of each; None where it was not measured in that mode.
+_Times = tuple[float | None, ...]
 
 
 class HostClock:
@@ -116,19 +117,22 @@ class Measuring:
         method: "fit" or "measured" (`gradwire.schemes.slimgc.threshold`).
         drift_every: steps between two looks at the network; 0: never.
         drift_factor: how much slower or faster a step's communication must become to measure again.
+        n_codecs: of more than one, all steps of the warm-up travel raw, and modes take turns in what is sent after them.
     Raises: InvalidArgument.
 
     Attributes:
-        table: None as long as none was measured.
+        tables: one of each codec; empty as long as none was measured.
         is_due: all sizes are to be measured again.
         is_requested: have that be so from the next look at the network on; if any rank asks, all measure.
     """
 
-    def __init__(self, warmup_steps: int, method: str, drift_every: int, drift_factor: float) -> None:
-        if warmup_steps < COLD_STEPS + 2:
+    def __init__(
+        self, warmup_steps: int, method: str, drift_every: int, drift_factor: float, n_codecs: int = 1
+    ) -> None:
+        if warmup_steps < COLD_STEPS + 1 + n_codecs:
             raise InvalidArgument(
-                f"warmup_steps is at least {COLD_STEPS + 2}: the first {COLD_STEPS} are not typical, and one "
-                f"compressed and one raw step must follow; got {warmup_steps}"
+                f"warmup_steps is at least {COLD_STEPS + 1 + n_codecs}: the first {COLD_STEPS} are not typical, and one "
+                f"raw step and one of each codec must follow; got {warmup_steps}"
             )
         if drift_every < 0:
             raise InvalidArgument(f"drift_every is 0 (never) or a number of steps, got {drift_every}")
@@ -136,7 +140,8 @@ class Measuring:
             raise InvalidArgument(f"the drift factor is above 1, not {drift_factor!r}")
         self.warmup_steps, self.method = warmup_steps, check_choice("method", method, METHODS)
         self.drift_every, self.drift_factor = drift_every, drift_factor
-        self.table: ThresholdTable | None = None
+        self.n_codecs = n_codecs
+        self.tables: list[ThresholdTable] = []
         self.n_measured = 0
         self.is_due = False
         self._first_step: int | None = None
@@ -147,19 +152,21 @@ class Measuring:
         self._reference_s: float | None = None
         self.is_requested = False
         self._ended: int | None = None  # the step that was probed last, until its times are taken
-        self._under_way: list[tuple[int, bool, list[Later]]] = []  # its probes: (values, is_compressed, times)
+        self._under_way: list[tuple[int, int, list[Later]]] = []  # its probes: (values, mode, times)
 
     # ---- what a step asks
 
-    def warmup_mode(self, step: int) -> bool | None:
-        """True: `step` sends everything compressed, as the first and every other step of the warm-up; False: everything raw.
+    def warmup_mode(self, step: int) -> int | None:
+        """1: `step` sends everything compressed, as the first and every other step of the warm-up; 0: everything raw.
 
-        None: it is after the warm-up, which begins with the first step that is asked about.
+        With several codecs, of which all these steps are raw, the mode of what is sent after them. None: it is after the
+        warm-up, which begins with the first step that is asked about.
         """
         if self._first_step is None:
             self._first_step = step
         n_before = step - self._first_step
-        return None if self.table is not None or n_before >= self.warmup_steps else n_before % 2 == 0
+        is_over = self.tables or n_before >= self.warmup_steps
+        return None if is_over else (n_before + 1) % (1 + self.n_codecs)
 
     def may_probe(self, step: int, is_ahead: bool) -> bool:
         """Return whether tensors may be sent by themselves after `step`; also asked on the training thread after its buckets.
@@ -190,10 +197,10 @@ class Measuring:
         """Send every size by itself, in the modes that are to be measured after `step`."""
         self._ended = step
         self._sample = self._sample.to(device)  # where it is, unless it was loaded
-        for is_compressed in self._modes(step):
+        for mode in self._modes(step):
             for n, repeats in self._probes():
-                times = [send(self._sample[:n], is_compressed) for _ in range(repeats)]
-                self._under_way.append((n, is_compressed, times))
+                times = [send(self._sample[:n], mode) for _ in range(repeats)]
+                self._under_way.append((n, mode, times))
 
     def conclude(self, communicate_s: float, communicator: Communicator) -> int | None:
         """Take the times of what was sent after the step that ended last, agree, or look at the network, as that step has it.
@@ -204,8 +211,8 @@ class Measuring:
         """
         step, self._ended = self._ended, None
         under_way, self._under_way = self._under_way, []
-        for n, is_compressed, times in under_way:
-            self._note(n, is_compressed, [read() for read in times])
+        for n, mode, times in under_way:
+            self._note(n, mode, [read() for read in times])
         if step is None:  # none has ended since, or it was given up half-way
             return None
         if self.warmup_mode(step) is not None:
@@ -213,17 +220,17 @@ class Measuring:
         if self.is_due:
             self.is_due = False
             return self._agree(communicator)
-        if self.table is not None:
+        if self.tables:
             self._communicate_s.append(communicate_s)
             if self.drift_every and not (step + 1) % self.drift_every:
                 self.is_due = self._is_outdated(communicator)
         return None
 
-    def _modes(self, step: int) -> tuple[bool, ...]:
-        """Find the modes in which sizes are sent after `step`: compressed or not."""
+    def _modes(self, step: int) -> tuple[int, ...]:
+        """Find the modes in which sizes are sent after `step`."""
         mode = self.warmup_mode(step)
         if mode is None:
-            return (True, False) if self.is_due else ()
+            return (*range(1, 1 + self.n_codecs), 0) if self.is_due else ()
         return (mode,) if self.may_probe(step, is_ahead=False) else ()
 
     def _is_outdated(self, communicator: Communicator) -> bool:
@@ -248,12 +255,16 @@ class Measuring:
         sizes = log_spaced({min(n, largest) for n in self._sizes}, _MAX_SIZES)
         return [(n, _SMALL_REPEATS if n * element_bytes < _SMALL_BYTES else _LARGE_REPEATS) for n in sizes]
 
-    def _note(self, n: int, is_compressed: bool, timed: list[tuple[float, float]]) -> None:
+    def _note(self, n: int, mode: int, timed: list[tuple[float, float]]) -> None:
         """Keep what the probes of one size and mode took: (seconds of the exchange, of it in the codec) of each."""
         total_s, codec_s = sorted(timed)[(len(timed) - 1) // 2]  # of three the middle one, of two the quicker
         codec_s = min(total_s, codec_s)
-        times = (None, total_s - codec_s, codec_s) if is_compressed else (total_s, None, None)
-        self._times.setdefault(n * self._sample.element_size(), []).append(times)
+        times: list[float | None] = [None] * (1 + 2 * self.n_codecs)
+        if mode:
+            times[2 * mode - 1 : 2 * mode + 1] = total_s - codec_s, codec_s
+        else:
+            times[0] = total_s
+        self._times.setdefault(n * self._sample.element_size(), []).append(tuple(times))
 
     def _agree(self, communicator: Communicator) -> int | None:
         """Make the table that all ranks share; its threshold."""
@@ -261,28 +272,36 @@ class Measuring:
         if not sizes:
             return None
         rows = torch.tensor(
-            [[_mean(self._times[size], i) for i in range(3)] for size in sizes], dtype=torch.float64, device="cpu"
+            [[_mean(self._times[size], i) for i in range(1 + 2 * self.n_codecs)] for size in sizes],
+            dtype=torch.float64,
+            device="cpu",
         )
         communicator.all_reduce(rows, dist.ReduceOp.MAX)
         self._times.clear()
-        self.table = ThresholdTable(
-            SizeTimes(size, *(float(value) for value in row)) for size, row in zip(sizes, rows, strict=True)
-        )
+        self.tables = [
+            ThresholdTable(
+                SizeTimes(size, *(float(row[i]) for i in (0, 2 * codec + 1, 2 * codec + 2)))
+                for size, row in zip(sizes, rows, strict=True)
+            )
+            for codec in range(self.n_codecs)
+        ]
         self.n_measured += 1
-        return self.table.threshold_bytes(self.method)
+        return self.tables[0].threshold_bytes(self.method)
 
     # ---- between steps
 
     def stats(self) -> dict[str, Any]:
-        """The table and how often it was made."""
+        """The first codec's table, those of others, and how often they were made."""
+        rows = [table.as_rows() for table in self.tables]
         return {
-            "threshold_table": [] if self.table is None else self.table.as_rows(),
+            "threshold_table": rows[0] if rows else [],
+            **({"other_tables": rows[1:]} if rows[1:] else {}),
             "threshold_measured": self.n_measured,
         }
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "table": None if self.table is None else self.table.as_rows(),
+            "tables": [table.as_rows() for table in self.tables],
             "n_measured": self.n_measured,
             "first_step": self._first_step,
             "sizes": sorted(self._sizes),
@@ -296,16 +315,18 @@ class Measuring:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing is changed if it raises. Raises: InvalidArgument."""
         try:
-            table = None if state["table"] is None else ThresholdTable.from_rows(state["table"])
+            tables = [ThresholdTable.from_rows(rows) for rows in state["tables"]]
             times = {int(size): [_as_times(row) for row in rows] for size, rows in state["times"].items()}
             sample, sizes = state["sample"], {int(size) for size in state["sizes"]}
             n_measured, first_step, reference_s = state["n_measured"], state["first_step"], state["reference_s"]
             communicate_s, is_requested = [float(s) for s in state["communicate_s"]], bool(state["is_requested"])
             if not isinstance(sample, torch.Tensor) or not isinstance(n_measured, int):
                 raise TypeError("sample is a tensor and n_measured a number")
+            if tables and len(tables) != self.n_codecs:
+                raise ValueError(f"{len(tables)} tables for {self.n_codecs} codecs")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise not_the_state("scheme slimgc", f"its threshold table does not read ({error!r})") from error
-        self.table, self._times, self._sample, self._sizes = table, times, sample.clone(), sizes
+        self.tables, self._times, self._sample, self._sizes = tables, times, sample.clone(), sizes
         self.n_measured, self._first_step, self._reference_s = n_measured, first_step, reference_s
         self._communicate_s.clear()
         self._communicate_s.extend(communicate_s)
@@ -319,5 +340,4 @@ def _mean(rows: list[_Times], index: int) -> float:
 
 
 def _as_times(row: Any) -> _Times:
-    raw, compressed, codec = (None if value is None else float(value) for value in row)
-    return raw, compressed, codec
+    return tuple(None if value is None else float(value) for value in row)

@@ -11,16 +11,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import statistics
 import zlib
+from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from gradwire import codecs
 from gradwire.checks import choice as check_choice
 from gradwire.codecs import Codec
-from gradwire.codecs.quantised import Quantised
+from gradwire.codecs.quantised import OneBit, Quantised
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import Part
@@ -28,12 +32,15 @@ from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.exchange.parts import CHUNK_ELEMENTS, QUANTISED_CHUNK_ELEMENTS, Cut
 from gradwire.exchange.ring import Importance
+from gradwire.registry import parse_spec
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 from gradwire.schemes.plain import start_plain_mean
-from gradwire.schemes.selection import tensors_of
-from gradwire.schemes.slimgc.exchange import CutSelection, FusedExchange
+from gradwire.schemes.plain_steps import PlainSteps, is_beside_adam
+from gradwire.schemes.selection import Selection, tensors_of
+from gradwire.schemes.slimgc.choosing import BucketSizes, Choice, choose
+from gradwire.schemes.slimgc.exchange import BucketPlan, CutSelection, FusedExchange
 from gradwire.schemes.slimgc.measuring import DeviceClock, HostClock, Later, Measuring
 from gradwire.schemes.slimgc.threshold import NEVER, check_threshold
 from gradwire.stepping.look_ahead import LookAhead, LookAheadOptions
@@ -61,6 +68,9 @@ _DEFAULTS: dict[str, Any] = {
     "update": "worker",
     "max_grad_value": None,
 }
+# What is chosen among beside Adam, from the finest on; the last is nearest to plain of those with two bits.
+CODECS_BESIDE_ADAM = ("embedded-float:bits=8", "embedded-float:bits=5", "two-bit:levels=4,scale_values=64")
+_READY_STEPS = 16  # of which the typical one says when a bucket is ready
 _MEASURED = ("warmup_steps", "method", "drift_every", "drift_factor")
 _LOOK_AHEAD = ("local", "local_rate", "sync_steps", "max_grad_norm")
 
@@ -74,7 +84,10 @@ class SlimGC(Compressed):
     and `plain` does the same with less to carry.
 
     Args:
-        codec: a codec's registry name, a codec, or a scheme that is one (OneBit(), GComp()).
+        codec: a codec's registry name, a codec, or a scheme that is one (OneBit(), GComp()). Several, in a list or joined by
+            "+", from the finest to the coarsest, each with its options ("embedded-float:bits=5"): of these and raw each tensor
+            gets one, by the time that it adds to a step (`choosing.py`). None: one-bit; beside Adam and its kin those of
+            `CODECS_BESIDE_ADAM`, or with a threshold the last of them.
         threshold_bytes: tensors of fewer bytes travel raw. None: measured, in `warmup_steps` steps. 0 compresses all.
         topology: "server" (every rank owns a part: push to it, pull from it; a scale belongs to one tensor) or
             "all-reduce" (a ring over all compressed tensors of a bucket, encoded anew at every hop).
@@ -84,6 +97,8 @@ class SlimGC(Compressed):
             optimizer's state then lies with the owners: `state_dict` of each rank holds its share. Needs `attach`.
         max_grad_value: with update="owner", in place of clip_grad_value_, which would clip the wrong gradient.
         error_feedback: keep what the codec lost for the next step. None: if the codec wants it; qsgd and ternary do not.
+        plain_steps: the first steps of the training, which are reduced plainly. None: 50 beside Adam and its kin where codec is
+            left out too, else 0.
         warmup_steps, method, drift_every, drift_factor: of the table; see `Measuring`.
         group_elements: values encoded and sent at a time. None: as many as suit the codec.
         backup: do not wait for the aggregation: start the next step on local weights (gradwire.stepping.look_ahead).
@@ -101,13 +116,20 @@ class SlimGC(Compressed):
 
     def __init__(
         self,
-        codec: str | Codec | Scheme = "one-bit",
+        codec: str | Codec | Scheme | Sequence[Any] | None = None,
         threshold_bytes: int | None = None,
         error_feedback: bool | None = None,
         **options: Any,
     ) -> None:
-        self.codec, mine = _read_options(codec, options)
-        super().__init__(error_feedback=codecs.choose_feedback(self.codec, error_feedback))
+        is_open, asked = codec is None, options.pop("plain_steps", None)
+        self._is_open = is_open and not options.keys() - _DEFAULTS.keys()  # the optimizer chooses the codec
+        self.codecs, mine = _read_options("one-bit" if is_open else codec, options)
+        if len(self.codecs) > 1 and (threshold_bytes is not None or mine["update"] == "owner"):
+            raise InvalidArgument('several codecs are chosen by time: leave threshold_bytes and update="owner" out')
+        super().__init__(
+            error_feedback=all(codecs.choose_feedback(codec, error_feedback) for codec in self.codecs),
+            plain=PlainSteps(self.name, "plain_steps", asked if asked is not None or self._is_open else 0),
+        )
         self.threshold_bytes = None if threshold_bytes is None else check_threshold(threshold_bytes)
         if mine["sync_steps"] is None:
             mine["sync_steps"] = 2 + (mine["warmup_steps"] if threshold_bytes is None else 0)
@@ -122,10 +144,15 @@ class SlimGC(Compressed):
         self._reset()
 
     def _reset(self) -> None:
-        self._measuring = Measuring(**{name: self._options[name] for name in _MEASURED})
+        how = {name: self._options[name] for name in _MEASURED}
+        self._measuring = Measuring(**how, n_codecs=len(self.codecs))
         self._last_stats: dict[str, Any] | None = None
         self._threshold = NEVER if self.threshold_bytes is None else self.threshold_bytes
-        self._plans: dict[int, tuple[int, int, CutSelection]] = {}  # by bucket: layout, threshold, plan
+        self._plans: dict[int, tuple[int, int, BucketPlan]] = {}  # by bucket: layout, decision, plan
+        # With several codecs: what is chosen, by layout; the buckets of a step; when each was ready, after the first.
+        self._choices: dict[int, Choice] = {}
+        self._buckets: dict[int, tuple[int, tuple[int, ...], int]] = {}
+        self._ready_s: dict[int, deque[float]] = {}
         self._under_way: list[torch.futures.Future] = []  # sums of raw buckets, which the lane does not wait for
         self._has_loaded = False
         self._loaded = 0  # what ranks that loaded shards of the optimizer's state must have alike
@@ -134,21 +161,33 @@ class SlimGC(Compressed):
     def settling_steps(self) -> int:
         """The table's warm-up, then two steps: new buffers are made, and with backup nothing looks ahead before that."""
         measured = 0 if self.threshold_bytes is not None else self._measuring.warmup_steps + 2
-        return max(measured, self._look_ahead.sync_steps + 2 if self.backup else 0)
+        return max(measured, self.plain.n, self._look_ahead.sync_steps + 2 if self.backup else 0)
 
     @property
     def is_settled(self) -> bool:
         """True once there is a threshold: given, or from a table. One rank has nothing to measure."""
         is_alone = self.is_bound and self.session.communicator.world_size == 1
-        return self.threshold_bytes is not None or self._measuring.table is not None or is_alone
+        if not super().is_settled:
+            return False
+        return self.threshold_bytes is not None or bool(self._measuring.tables) or is_alone
+
+    @property
+    def codec(self) -> Codec:
+        """The only codec, or the coarsest."""
+        return self.codecs[-1]
+
+    @property
+    def _chooses(self) -> bool:
+        return len(self.codecs) > 1
 
     @property
     def configuration(self) -> dict[str, Any]:
         return {
-            "codec": self.codec.name,
-            "codec_options": _options_of(self.codec),
+            "codec": "+".join(codec.name for codec in self.codecs),
+            "codec_options": [*map(_options_of, self.codecs)] if self._chooses else _options_of(self.codec),
             "threshold_bytes": self.threshold_bytes,
             "error_feedback": self.error_feedback,
+            self.plain.option: self.plain.n,
             **self._options,
         }
 
@@ -156,7 +195,9 @@ class SlimGC(Compressed):
         """Raises: InvalidArgument, Unsupported (a codec that reads the optimizer, and none, or another, was given; on a
         device, options that need the host)."""
         wire, metric = session.wire, None
-        if getattr(self.codec, "importance", None) == "paper":
+        if self._is_open:
+            self.codecs = self._codecs_beside(session)
+        if any(getattr(codec, "importance", None) == "paper" for codec in self.codecs):
             metric = QuantisationMetric.beside(session, Promise.of(self.codec))
             if self.update == "owner":
                 raise Unsupported(
@@ -164,15 +205,24 @@ class SlimGC(Compressed):
                     'importance="none", or update="worker"'
                 )
         if wire.on_device:
-            _refuse_on_device(self.codec, self._options)
+            for codec in self.codecs:
+                _refuse_on_device(codec, self._options)
         super().bind(session)
+        if self.plain.n:
+            self.plain.tell(self)
         self._reset()
-        how = (self._options[name] for name in ("topology", "pull", "group_elements"))
-        self._metric, self._exchange = metric, FusedExchange(wire, self.codec, *how)
-        # What is encoded where it lies need not lie together; the ring and an owner's step want it so.
-        self._keeps_places = self._exchange.adds_residual and self.update == "worker"
+        how = tuple(self._options[name] for name in ("topology", "pull", "group_elements"))
+        self._metric, self._exchanges = metric, [FusedExchange(wire, codec, *how) for codec in self.codecs]
         if self.threshold_bytes is None and wire.world_size > 1:
             self._clock = DeviceClock(wire) if isinstance(wire, DeviceWire) else HostClock()
+
+    def _codecs_beside(self, session: Session) -> list[Codec]:
+        if not is_beside_adam(session):
+            return [OneBit()]
+        is_single = self.threshold_bytes is not None or self.update == "owner" or session.wire.on_device
+        if not is_single and self._options["group_elements"] == QUANTISED_CHUNK_ELEMENTS:
+            self._options["group_elements"] = CHUNK_ELEMENTS
+        return [_made(spec, {}) for spec in CODECS_BESIDE_ADAM[-1 if is_single else 0 :]]
 
     def take_over(self) -> None:
         """Raises: InvalidArgument, Unsupported (an optimizer or a model that backup, or the owner's step, cannot serve)."""
@@ -224,30 +274,77 @@ class SlimGC(Compressed):
                 wire.flags.copy_(flags)
         return summed
 
-    def _plan_of(self, bucket: Bucket) -> CutSelection:
+    def _plan_of(self, bucket: Bucket) -> BucketPlan:
         """The decision for each tensor of the bucket (algorithm 2), made anew when layout or threshold change."""
         threshold = self._threshold
         mode = None if self.threshold_bytes is not None else self._measuring.warmup_mode(bucket.step)
         if mode is not None:
             bucket.wait_for_all()
             self._measuring.see([bucket.buffer[offset : offset + n] for _, offset, n in tensors_of(bucket)])
-            threshold = 0 if mode else NEVER
+            threshold = 0 if mode and not self._chooses else NEVER
+        if bucket.step < self.plain.n:
+            threshold = NEVER
         known = self._plans.get(bucket.index)
         if known is None or known[:2] != (bucket.layout_hash, threshold):
-            world_size, at_a_time = self.session.communicator.world_size, self._options["group_elements"]
-            plan = CutSelection(bucket, threshold, world_size, at_a_time, self._keeps_places)
+            sizes = tuple(n * bucket.buffer.element_size() for _, _, n in tensors_of(bucket))
+            choice = tuple(int(size >= max(1, threshold)) for size in sizes)
+            if self._chooses and threshold != NEVER:
+                if bucket.layout_hash not in self._choices:  # buckets have changed
+                    self._measuring.is_requested = True
+                choice = self._choices.get(bucket.layout_hash, (0,) * len(sizes))
+            plan = BucketPlan(bucket, sizes, choice, functools.partial(self._cut, bucket, choice))
             known = self._plans[bucket.index] = (bucket.layout_hash, threshold, plan)
+        if self._chooses:
+            self._see(bucket)
         return known[2]
 
-    def _reduce_by_plan(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> torch.futures.Future | None:
-        if not plan.compressed:
+    def _cut(self, bucket: Bucket, choice: Choice, codec: int) -> CutSelection:
+        # What is encoded where it lies need not lie together; the ring and an owner's step want it so.
+        keeps_places = self._exchanges[codec - 1].adds_residual and self.update == "worker"
+        world_size, at_a_time = self.session.communicator.world_size, self._options["group_elements"]
+        return CutSelection(bucket, choice, codec, world_size, at_a_time, keeps_places)
+
+    def _see(self, bucket: Bucket) -> None:
+        """Note what is in the bucket, and when it was ready."""
+        if bucket.index == 0:
+            self._buckets.clear()
+        started_ns = bucket.record.started_ns
+        self._buckets[bucket.index] = bucket.layout_hash, self._plans[bucket.index][2].sizes, started_ns
+        since_s = (started_ns - self._buckets.get(0, (0, (), started_ns))[2]) / 1e9
+        self._ready_s.setdefault(bucket.layout_hash, deque(maxlen=_READY_STEPS)).append(max(0.0, since_s))
+
+    def _choose(self) -> None:
+        """Choose a codec for every tensor of the last step's buckets, by the new tables and by when all ranks are ready."""
+        layouts = [self._buckets[index] for index in sorted(self._buckets)]
+        ready = [statistics.median(self._ready_s[layout]) for layout, _, _ in layouts]
+        ready_s = torch.tensor(ready, dtype=torch.float64, device="cpu")
+        self.session.communicator.all_reduce(ready_s, ReduceOp.MIN)  # of the rank that hides least
+        buckets = [BucketSizes(at, sizes) for at, (_, sizes, _) in zip(ready_s.tolist(), layouts, strict=True)]
+        tables = self._measuring.tables
+        before = [self._choices.get(layout, ()) for layout, _, _ in layouts]
+        is_known = all(len(one) == len(bucket.tensor_bytes) for one, bucket in zip(before, buckets, strict=True))
+        chosen = choose(buckets, [tables[0].raw, *(table.compressed for table in tables)], before if is_known else None)
+        self._choices = {layout: choice for (layout, _, _), choice in zip(layouts, chosen, strict=True)}
+        self._threshold = zlib.crc32(repr(sorted(self._choices.items())).encode())
+        self._plans.clear()
+
+    def _reduce_by_plan(self, bucket: Bucket, plan: BucketPlan, wire: Wire) -> torch.futures.Future | None:
+        if not plan.parts:
             return self._mean_raw(bucket, plan, wire)
         with wire.timing("encode"):
-            part = self._part_of(bucket, plan, wire)
+            part = self._part_of(bucket, plan.parts[0], wire)
             fp_buf = self._fill_fp_buf(bucket, plan, part, wire)
         # In host memory small tensors travel beside the large ones; on a device all is timed in one order.
         finish_raw = None if wire.on_device else wire.start_sum(fp_buf)
-        self._send(part, wire)
+        for cut in plan.parts:
+            if cut is not plan.parts[0]:
+                wire.communicator.run_deferred()
+                with wire.timing("encode"):
+                    part = self._part_of(bucket, cut, wire)
+            self._sent = cut
+            self._send(part, wire)
+            if not wire.on_device:  # behind what the exchange has deferred
+                wire.communicator.defer(functools.partial(self._take_mean, bucket, cut, part, wire))
         if finish_raw is not None:
             finish_raw()
         elif plan.n_raw:
@@ -255,14 +352,12 @@ class SlimGC(Compressed):
         wire.note(wire.all_finite(fp_buf))
         for run in plan.raw_runs:
             run.in_bucket(bucket.buffer).copy_(run.in_fused(fp_buf))
-
         if wire.on_device:
-            self._take_mean(bucket, plan, part, wire)
-        else:  # behind what the exchange has deferred
-            wire.communicator.defer(functools.partial(self._take_mean, bucket, plan, part, wire))
+            for cut in plan.parts:
+                self._take_mean(bucket, cut, part, wire)
         return None
 
-    def _mean_raw(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> torch.futures.Future | None:
+    def _mean_raw(self, bucket: Bucket, plan: BucketPlan, wire: Wire) -> torch.futures.Future | None:
         """Nothing is worth compressing: the backend's all-reduce, which in host memory the lane does not wait for."""
         self._flush_residuals(bucket, plan, wire)
         self._keep_own_mean(bucket, plan, wire, bucket.buffer[:0])
@@ -280,7 +375,7 @@ class SlimGC(Compressed):
         if wire.on_device or (plan.keeps_places and plan.dtype == torch.float32):
             bucket.wait_for_all()
         else:  # two by turns: the results of one bucket still travel when the next one is begun
-            buffer = wire.scratch(f"bit_buf {bucket.index % 2}", plan.n_bit_buf)
+            buffer = wire.scratch(f"bit_buf {bucket.index % 2} {plan.codec}", plan.n_bit_buf)
             for span in plan.compressed:
                 bucket.wait_for(span.position)
                 span.in_fused(buffer).copy_(span.in_bucket(bucket.buffer))
@@ -291,7 +386,7 @@ class SlimGC(Compressed):
         plan.part_layout = part.layout
         return part
 
-    def _fill_fp_buf(self, bucket: Bucket, plan: CutSelection, part: Bucket, wire: Wire) -> Tensor:
+    def _fill_fp_buf(self, bucket: Bucket, plan: BucketPlan, part: Bucket, wire: Wire) -> Tensor:
         """(n_raw + 1,) of the bucket's dtype: the small tensors / N, and last 0.
 
         Last is NaN where large tensors are not finite and their means stay with the owners: it tells the other ranks.
@@ -304,7 +399,7 @@ class SlimGC(Compressed):
         fp_buf[-1:].fill_(math.nan if is_untold else 0.0)
         return fp_buf.mul_(1.0 / wire.world_size)
 
-    def _flush_residuals(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> None:
+    def _flush_residuals(self, bucket: Bucket, plan: BucketPlan, wire: Wire) -> None:
         """Add to tensors that travel raw what was left out of them, where this rank has a gradient."""
         feedback, was_flushed = self.session.feedback, plan.is_flushed
         plan.is_flushed = True
@@ -321,14 +416,14 @@ class SlimGC(Compressed):
 
     def step(self, part: Part, wire: Wire) -> None:
         """Push the large tensors, encoded, to their owners, and pull the means; or send them round the ring."""
-        plan, importance = self._plans[part.bucket.index][2], None
+        plan, importance = self._sent, None
         part.used_by_any = [True] * len(plan.slots)  # ranks do not ask each other
         if self._metric is not None and plan.slots:
             with wire.record.timing("importance"):
                 importance = self._metric.of_bucket(
                     plan.slots, plan.offsets, part.loss_scale, plan.dtype, part.bucket.staged
                 )
-        self._exchange.mean(
+        self._exchanges[plan.codec - 1].mean(
             wire, plan.cut, part.values, part.residual, part.unsent, part.loss_scale, importance, self.update == "owner"
         )
 
@@ -344,7 +439,7 @@ class SlimGC(Compressed):
                 if not wire.on_device:  # there the messages say so
                     wire.note(wire.all_finite(mean))
 
-    def _keep_own_mean(self, bucket: Bucket, plan: CutSelection, wire: Wire, fused: Tensor) -> None:
+    def _keep_own_mean(self, bucket: Bucket, plan: Selection, wire: Wire, fused: Tensor) -> None:
         """With the step at the owner: hand over this rank's part of `fused` (n_compressed,), where the means are."""
         if not isinstance(self._stepper, OwnerStep):
             return
@@ -376,20 +471,20 @@ class SlimGC(Compressed):
         if self._clock is not None:
             self._measuring.probe(step, self.session.wire.device, functools.partial(self._send_alone, step))
 
-    def _send_alone(self, step: int, values: Tensor, is_compressed: bool) -> Later:
+    def _send_alone(self, step: int, values: Tensor, mode: int) -> Later:
         """Send one tensor, and throw away what comes of it."""
         n, recorder, wire = values.numel(), self.session.recorder, self.session.wire
         record = recorder.open_bucket(step, -1, 0)
         wire = wire.for_bucket(Preamble(FORMAT_VERSION, 0, self.name, self._shared_hash(), n, step, n), record)
-        dtype = torch.float32 if is_compressed and not wire.on_device else values.dtype
+        dtype = torch.float32 if mode and not wire.on_device else values.dtype
         sent, left_out = wire.scratch("probe", n, dtype).copy_(values), wire.scratch("left out of it", n)
 
         def send() -> None:
-            if not is_compressed:
+            if not mode:
                 return wire.mean(sent)
             cut = Cut([(0, n)], wire.world_size, self._options["group_elements"])
             importance = None if self._metric is None else Importance([])
-            self._exchange.mean(wire, cut, sent, left_out=left_out, importance=importance)
+            self._exchanges[mode - 1].mean(wire, cut, sent, left_out=left_out, importance=importance)
             wire.communicator.run_deferred()
 
         assert self._clock is not None
@@ -401,7 +496,10 @@ class SlimGC(Compressed):
         """Take the threshold of a new table, if what was measured makes one."""
         assert self._clock is not None
         threshold = self._measuring.conclude(self._clock.take_communicate_s(), self.session.communicator)
-        self._threshold = self._threshold if threshold is None else threshold
+        if threshold is not None and self._chooses:
+            self._choose()
+        elif threshold is not None:
+            self._threshold = threshold
 
     def end_backward(self, step: int) -> int:
         """Wait for the probes of a step that measures, which are part of it; after other steps for nothing."""
@@ -450,9 +548,12 @@ class SlimGC(Compressed):
         if self._last_stats is not None:
             return self._last_stats
         plans = [plan for _, _, plan in self._plans.values()]
+        used = Counter(
+            self.codecs[part.codec - 1].name for plan in plans for part in plan.parts for _ in part.compressed
+        )
         n_compressed, n_raw = sum(plan.n_compressed for plan in plans), sum(plan.n_raw for plan in plans)
         return {
-            "threshold_bytes": self._threshold,
+            **({"codecs": dict(used)} if self._chooses else {"threshold_bytes": self._threshold}),
             **self._measuring.stats(),
             "n_tensors_compressed": sum(len(plan.compressed) for plan in plans),
             "n_tensors_raw": sum(len(plan.raw) for plan in plans),
@@ -465,6 +566,7 @@ class SlimGC(Compressed):
         return {
             "residuals": self.session.feedback.state_by_name(self.session.slots),
             "threshold_bytes": self._threshold,
+            "choices": {layout: list(choice) for layout, choice in self._choices.items()},
             "measuring": self._measuring.state_dict(),
             "stepping": {} if self._stepper is None else self._stepper.state_dict(),
         }
@@ -482,6 +584,7 @@ class SlimGC(Compressed):
         self._measuring.load_state_dict(measuring)
         self.session.feedback.load_by_name(residuals, self.session.slots)
         self._threshold = threshold
+        self._choices = {int(layout): tuple(choice) for layout, choice in state.get("choices", {}).items()}
         self._plans.clear()
         self._has_loaded = True
 
@@ -500,8 +603,8 @@ class SlimGC(Compressed):
             super().close()
 
 
-def _read_options(codec: Any, given: dict[str, Any]) -> tuple[Codec, dict[str, Any]]:
-    """Returns: the codec, made by name with its options, given, or a scheme's; and all options of SlimGC's own.
+def _read_options(codec: Any, given: dict[str, Any]) -> tuple[list[Codec], dict[str, Any]]:
+    """Returns: the codecs, made by name with their options, given, or a scheme's; and all options of SlimGC's own.
 
     Raises: InvalidArgument.
     """
@@ -528,15 +631,23 @@ def _read_options(codec: Any, given: dict[str, Any]) -> tuple[Codec, dict[str, A
             'update="owner" pulls parameters, raw, from the ranks that own them: it needs topology="server" and '
             'pull="raw"'
         )
-    made = _codec_of(codec, given)
+    several = codec.split("+") if isinstance(codec, str) else codec
+    several = list(several) if isinstance(several, Sequence) else [codec]
+    if not several or (len(several) > 1 and given):
+        raise InvalidArgument(
+            'of several codecs each has its own options, "embedded-float:bits=5"; and one there must be'
+        )
+    made = [_made(one, given) for one in several]
     if group_elements is None:
-        options["group_elements"] = QUANTISED_CHUNK_ELEMENTS if isinstance(made, Quantised) else CHUNK_ELEMENTS
+        are_all = all(isinstance(one, Quantised) for one in made)
+        options["group_elements"] = QUANTISED_CHUNK_ELEMENTS if are_all else CHUNK_ELEMENTS
     return made, options
 
 
-def _codec_of(codec: Any, options: dict[str, Any]) -> Codec:
+def _made(codec: Any, options: dict[str, Any]) -> Codec:
     if isinstance(codec, str):
-        return codecs.by_name(codec, **options)
+        name, written = parse_spec(codec)
+        return codecs.by_name(name, **written, **options)
     if options:
         raise InvalidArgument(f"{', '.join(options)}: options are for a codec given by name; make the codec with them")
     inner: Any = getattr(codec, "codec", None) if isinstance(codec, Scheme) else codec

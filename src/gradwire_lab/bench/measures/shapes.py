@@ -85,7 +85,8 @@ def megabytes_of(n_elements: Mapping[str, int], world: int) -> dict[str, float]:
     ring, gathered, n = 2 * (world - 1) / world * 4, float(world - 1), n_elements["original"]
     sent = {
         "s_sgd": ring * n,
-        "sign_sgd": gathered * n / 8,
+        # Two ranks gather; else a bit a value to its owner, and one back, or two where there may be ties.
+        "sign_sgd": n / 8 if world == 2 else (3 - world % 2) * (world - 1) / world * n / 8,
         "top_k": gathered * 8 * _TOP_K_SHARE * n,
         "power_sgd": ring * n_elements["power"],
         "acp_sgd": ring * (n_elements["p"] + n_elements["q"]) / 2,

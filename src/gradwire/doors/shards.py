@@ -89,36 +89,31 @@ class ShardState(Reducer):
     def _inside(self, scheme: Scheme | str, module: nn.Module) -> Scheme:
         """The scheme with `Scatter` for its collective. Raises: Unsupported (one that reduces otherwise), InvalidArgument."""
         if isinstance(scheme, str):
-            name, written = parse_spec(scheme)
-            is_wide = torch.float32 in fsdp2.reduce_dtypes(module)
-            if name == "gcomp" and "importance" not in written:
+            name, options = parse_spec(scheme)
+            if name == "gcomp" and "importance" not in options:
                 # Of the optimizer's state a rank has only its shard's, so importance="paper" cannot be had.
-                given = "uniform" if is_wide or "bits" in written else "none"
-                defaults = {"importance": given, **({"bits": _GCOMP_BITS} if given == "uniform" else {})}
-                scheme = schemes.by_name(name, **{**defaults, **written})
-            else:
-                scheme = schemes.by_name(scheme)
+                is_wide = fsdp2.reduce_dtypes(module) == {torch.float32}
+                careful = {"importance": "uniform", "bits": _GCOMP_BITS}
+                options = {**(careful if is_wide or "bits" in options else {"importance": "none"}), **options}
+            scheme = schemes.by_name(name, **options)
         if isinstance(scheme, Plain):
             return _BySum(self._scatter(Bfloat16() if isinstance(scheme, Bf16) else None), scheme.name)
-        collective = getattr(scheme, "collective", None)
-        needs = [
-            what
-            for what, is_so in (
-                ("keeps error feedback, which would be as large as the whole model on every rank", _feeds_back(scheme)),
-                ("reads the optimizer's state of the whole model", _reads_optimizer(scheme)),
-                ("chooses tensors by name", bool(getattr(scheme, "select", None))),
-                ("begins with plain steps", bool(getattr(scheme, "settling_steps", 0))),
-                ("reduces in a way of its own", collective is None),
-            )
-            if is_so
-        ]
-        if needs or not isinstance(scheme, Compressed) or collective is None:
+        codec = getattr(getattr(scheme, "collective", None), "codec", None)
+        why = ""
+        if not isinstance(scheme, Compressed) or codec is None:
+            why = "reduces in a way of its own"
+        elif scheme.error_feedback or scheme.momenta is not None:
+            why = "keeps error feedback, which would be as large as the whole model on every rank"
+        elif scheme.adam is not None or getattr(codec, "importance", "") == "paper":
+            why = "reads the optimizer's state of the whole model"
+        elif scheme.select or scheme.settling_steps:
+            why = "chooses tensors by name, or begins with plain steps"
+        if why or not isinstance(scheme, Compressed):
             raise Unsupported(
-                f"scheme {scheme.name!r} cannot reduce FSDP2's shards: it {needs[0] if needs else 'is another kind'}. What "
-                f'can: {SCHEMES} (gcomp with importance="uniform" or "none")'
+                f"scheme {scheme.name!r} cannot reduce FSDP2's shards: it {why}. What can: {SCHEMES} (gcomp with "
+                'importance="uniform" or "none")'
             )
-        if not isinstance(collective, Scatter):
-            scheme.collective = self._scatter(collective.codec)
+        scheme.collective = self._scatter(codec)
         return scheme
 
     def _scatter(self, codec: Codec | Bfloat16 | None) -> Scatter:
@@ -374,12 +369,3 @@ class _BySum(Compressed):
     @property
     def configuration(self) -> dict[str, Any]:
         return self.frame_configuration
-
-
-def _feeds_back(scheme: Scheme) -> bool:
-    return bool(getattr(scheme, "error_feedback", False)) or getattr(scheme, "momenta", None) is not None
-
-
-def _reads_optimizer(scheme: Scheme) -> bool:
-    codec = getattr(scheme, "codec", None)
-    return getattr(scheme, "adam", None) is not None or getattr(codec, "importance", None) == "paper"

@@ -49,9 +49,12 @@ class Scatter:
         if wire.on_device:
             raise Unsupported("shards are exchanged in host memory: leave placement out")
 
-    def mean(self, part: Part, wire: Wire, importance: Any = None, counts: Tensor | None = None) -> None:
+    def mean(
+        self, part: Part, wire: Wire, importance: Any = None, counts: Tensor | None = None, mean_room: int = 0
+    ) -> None:
         """Replace this rank's part of `part.values` by its mean over the ranks, summed in float32 in rank order; on the lane.
 
+        The arguments are a ring's, of which only `counts` concern what shards can have.
         Raises: PeerLost, RankMismatch, CorruptMessage, IncompatibleVersion, and whatever the codec raises.
         """
         bucket, world = part.bucket, wire.world_size

@@ -9,6 +9,7 @@ import torch
 
 from gradwire import schemes
 from gradwire.core.bucket import Bucket, slots_by_name
+from gradwire.core.optimizers import Optimizers
 from gradwire.schemes import Scheme, Session
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
@@ -32,7 +33,7 @@ class Driver:
         self.slots = list(slots.values())
         wire = HostWire(self.communicator)
         scheme.bind(
-            Session(self.communicator, wire, self.recorder, None, slots, lambda: self.loss_scale, has_scaler=True)
+            Session(self.communicator, wire, self.recorder, Optimizers(), slots, lambda: self.loss_scale, has_scaler=True)
         )
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -56,33 +56,33 @@ FLOOR_OF = {
 # total: later work that needs more in a room takes it from the reserve, here, and what it deletes it gives back.
 BUDGETS = {
     "Python": {
-        "gradwire/loose": 1_070,
+        "gradwire/loose": 1_120,
         "gradwire/telemetry": 1_030,
-        "gradwire/wire": 1_800,
-        "gradwire/codecs": 3_090,
+        "gradwire/wire": 1_830,
+        "gradwire/codecs": 3_190,
         "gradwire/gpu": 550,
-        "gradwire/core": 1_230,
-        "gradwire/exchange": 890,
-        "gradwire/stepping": 1_510,
-        "gradwire/schemes": 9_760,
-        "gradwire/doors": 1_220,
+        "gradwire/core": 1_370,
+        "gradwire/exchange": 1_090,
+        "gradwire/stepping": 1_570,
+        "gradwire/schemes": 10_750,
+        "gradwire/doors": 1_820,
         "gradwire/planning": 360,
         "gradwire/integrations": 180,
         "gradwire_lab/loose": 310,
-        "gradwire_lab/ranks": 1_820,
-        "gradwire_lab/results": 1_840,
-        "gradwire_lab/workloads": 2_580,
-        "gradwire_lab/training": 1_270,
-        "gradwire_lab/report": 990,
-        "gradwire_lab/simulator": 3_000,
-        "gradwire_lab/bench": 6_690,
-        "gradwire_lab/cli": 1_660,
+        "gradwire_lab/ranks": 1_560,
+        "gradwire_lab/results": 1_800,
+        "gradwire_lab/workloads": 2_460,
+        "gradwire_lab/training": 1_450,
+        "gradwire_lab/report": 710,
+        "gradwire_lab/simulator": 3_010,
+        "gradwire_lab/bench": 6_350,
+        "gradwire_lab/cli": 1_600,
         "gradwire_lab/schemes": 370,
     },
-    "native": {"native": 15_230, "gradwire/gpu/source": 2_820},
-    "tests": {"tests": 37_930},
+    "native": {"native": 15_980, "gradwire/gpu/source": 2_830},
+    "tests": {"tests": 39_740},
 }
-RESERVES = {"Python": 4_000, "native": 950, "tests": 2_000}
+RESERVES = {"Python": 2_740, "native": 190, "tests": 190}
 TOTALS = {"Python": 47_220, "native": 19_000, "tests": 39_930}
 
 UPWARD_ARROWS: set[tuple[str, str]] = set()
@@ -102,7 +102,7 @@ SMALL_FILES = {
 }
 
 MOST_PARAMETERS = 9
-MOST_LINES = 800
+MOST_LINES = 820
 FEWEST_LINES_OF_CODE = 12
 CLOCKS = {
     "perf_counter",

@@ -175,7 +175,8 @@ class ByName:
         that all ranks know as many tensors."""
         if not self.spares or bucket.layout in self._places:
             return self._places.get(bucket.layout)
-        known = [one for one in self._known.values() if getattr(one.parameter, "requires_grad", True)] or bucket.slots
+        named = list(self._known.values())
+        known = [one for one in named if getattr(one.parameter, "requires_grad", True)] or named or bucket.slots
         n_small, n = (sum(slot.numel() for slot in slots) for slots in (filter(is_small, known), known))
         spans = [span for slot, span in zip(bucket.slots, bucket.spans, strict=True) if slot.numel() and is_small(slot)]
         self._places[bucket.layout] = None

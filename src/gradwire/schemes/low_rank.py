@@ -16,7 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from gradwire.gpu.kernels import Kernels, kernels_for
 from gradwire.gpu.launching import THREADS, grid
 from gradwire.gpu.structs import fill_struct
 from gradwire.schemes.compressed import Compressed
+from gradwire.schemes.matrices import MatrixShape, highest_rank, matrix_shape
 from gradwire.schemes.plain_steps import PlainSteps, is_beside_adam, momentum_of
 from gradwire.schemes.selection import ByName, Names, embeddings_and_heads
 from gradwire.wire.communicator import ring_bytes
@@ -160,42 +161,7 @@ def _checksum(factors: Tensor, before: int) -> int:
     return (31 * before + int(words.sum(dtype=torch.int64))) & 0xFFFFFFFF
 
 
-# ---- parameters as matrices
-
-
-class MatrixShape(NamedTuple):
-    """A parameter as a matrix, first dimension by the rest, and the rank it is approximated with."""
-
-    n_rows: int
-    n_columns: int
-    rank: int
-
-
-def matrix_shape(
-    parameter: Slot | Tensor, rank: int, min_compression_rate: float, n_factors: int = 2
-) -> MatrixShape | None:
-    """The matrix that `parameter` is compressed as, or None if it travels as it is.
-
-    The rate is n m / what a step sends of it: both factors of (n + m) r, as in PyTorch's powerSGD_hook, or one, half of that.
-    """
-    n_rows, n_columns = sides_of(parameter)
-    rank = min(rank, n_rows, n_columns)
-    is_compressed = 0 < rank <= highest_rank(parameter, min_compression_rate, n_factors)
-    return MatrixShape(n_rows, n_columns, rank) if is_compressed else None
-
-
-def sides_of(parameter: Slot | Tensor) -> tuple[int, int]:
-    """(rows, columns): the first dimension by the rest."""
-    n_rows = parameter.shape[0] if parameter.dim() else 1
-    return n_rows, parameter.numel() // max(1, n_rows)
-
-
-def highest_rank(parameter: Slot | Tensor, min_compression_rate: float, n_factors: int) -> float:
-    """The rank up to which `parameter` is compressed; 0 for what is no matrix."""
-    if parameter.dim() < 2 or parameter.numel() == 0:
-        return 0
-    n_sent = sum(sides_of(parameter)) * n_factors / 2
-    return parameter.numel() / (min_compression_rate * n_sent) if min_compression_rate else math.inf
+# ---- matrices of a bucket
 
 
 class MatrixGroup:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradwire.schemes.low_rank import MatrixShape, matrix_shape
+from gradwire.schemes.matrices import MatrixShape, matrix_shape
 from gradwire_lab import workloads
 from gradwire_lab.bench.measures import Call
 from gradwire_lab.results.experiment import Cell

@@ -33,7 +33,9 @@ class Driver:
         self.slots = list(slots.values())
         wire = HostWire(self.communicator)
         scheme.bind(
-            Session(self.communicator, wire, self.recorder, Optimizers(), slots, lambda: self.loss_scale, has_scaler=True)
+            Session(
+                self.communicator, wire, self.recorder, Optimizers(), slots, lambda: self.loss_scale, has_scaler=True
+            )
         )
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:

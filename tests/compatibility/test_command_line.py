@@ -101,7 +101,9 @@ def test_the_page_of_auto_holds_the_table_that_the_code_uses():
     for row in sorted(TABLE, key=lambda row: LEVELS.index(row.level)):
         name = f"`{row.spec}`" + (" (by name only)" if row.by_name_only else "")
         left_out = set(FAMILIES) - row.families
-        when = {0: "all", 1: "all that are known", 4: "SGD" if "sgd" in row.families else "Adam and its kin"}[len(left_out)]
+        when = {0: "all", 1: "all that are known", 4: "SGD" if "sgd" in row.families else "Adam and its kin"}[
+            len(left_out)
+        ]
         if row.not_before:
             when += f"; Adam from step {row.not_before} on"
         lines.append(f"| {row.level} | {name} | {when} |")

@@ -8,8 +8,7 @@ import pytest
 import torch
 from ddp_cases import attach, batches, build_model, finish, sgd, take_step, wrap
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import gradwire
@@ -31,15 +30,13 @@ def test_what_cannot_be_attached_is_refused_by_name(rank: int, world_size: int) 
     optimizer = sgd(ddp)
     bare = build_model()
     sharded = FullyShardedDataParallel(build_model(), device_id=torch.device("cpu"))
-    sharded_in_place = fully_shard(build_model(), mesh=init_device_mesh("cpu", (world_size,)))
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     for model, given, scheme, error, words in [
         (bare, optimizer, "gcomp", gradwire.InvalidArgument, "steps none of the model's parameters"),
         (nn.DataParallel(bare), optimizer, "gcomp", gradwire.Unsupported, "got DataParallel"),
         (sharded, optimizer, "gcomp", gradwire.Unsupported, "FSDP1 models are not supported"),
-        (sharded_in_place, sgd(sharded_in_place), "gcomp", gradwire.InvalidArgument, "hold the same shard"),
         (ddp, zero, "gcomp", gradwire.Unsupported, "ZeroRedundancyOptimizer is not supported yet"),
-        (ddp, None, "gcomp", gradwire.Unsupported, "torch.optim.Optimizer second, got NoneType"),
+        (ddp, None, "gcomp", gradwire.Unsupported, "torch.optim.Optimizer second, .* got NoneType"),
         (
             ddp,
             optimizer,
@@ -119,11 +116,11 @@ def test_ranks_that_switch_to_different_schemes_are_named_on_all_of_them(rank: i
     take_step(ddp, optimizer, next(batches(rank)))
 
 
-@on_ranks(2, raises=gradwire.Unsupported, match="Adamax")  # in less than the attachment's own timeout
+@on_ranks(2, raises=gradwire.Unsupported, match="was given Adamax")  # in less than the attachment's own timeout
 def test_rank_that_cannot_attach_tells_the_others(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
-    optimizer = torch.optim.Adamax(ddp.parameters()) if rank == 1 else sgd(ddp)
-    gradwire.attach(ddp, optimizer, "gcomp", timeout_s=300)
+    optimizer = (torch.optim.Adamax if rank == 1 else torch.optim.Adam)(ddp.parameters())
+    gradwire.attach(ddp, optimizer, "one-bit-adam", timeout_s=300)
     take_step(ddp, optimizer, next(batches(rank)))
 
 

@@ -134,7 +134,7 @@ def test_a_run_writes_a_flat_record_for_each_method(tmp_path: Path) -> None:
     assert run(parse(*words)) == 0
     ddp, exact, close = json.loads(out.read_text())
     assert (ddp["scheme"], exact["fidelity"], close["fidelity"]) == ("ddp", "exact", "close")
-    assert {"plain", "gcomp"} <= json.loads(exact["fixed_ms"]).keys()
+    assert {"plain", "gcomp:tolerance=32,least_bits=7"} <= json.loads(exact["fixed_ms"]).keys()
     assert {"bf16", "embedded-float:bits=8"} <= json.loads(close["fixed_ms"]).keys()
     assert exact["loss_deviation"] <= 1e-5
     for record in (exact, close):

@@ -55,7 +55,7 @@ def test_built_sketches_and_indices_are_as_large_as_the_formulas_say(pattern: st
     gradient = torch.from_numpy(GradientSource(None, density, pattern).gradient(0, n_elements))
     index = torch.empty(index_words(n_elements), dtype=torch.int32)
     n_nonzeros = write_index(gradient, index).n_nonzeros
-    shape = BloomShape.fit(n_nonzeros, n_elements, sketch.gamma)
+    shape = BloomShape.fit(n_nonzeros, n_elements, 32 * sketch.gamma)
     words, candidates = torch.empty(shape.n_words, dtype=torch.int32), torch.empty_like(index)
     bloom_filter.insert(index, n_elements, shape, 0, words)
     bloom_filter.query(words, n_elements, shape, 0, candidates)

@@ -14,7 +14,7 @@ from small_training import Training, adamw, batch_of
 def test_steps_of_another_optimizer_are_noticed(rank: int, world_size: int) -> None:
     training = Training(rank, "gcomp", adamw)
     training.take_steps(range(2))
-    training.optimizer = torch.optim.AdamW(training.ddp.parameters(), lr=1e-4)
+    training.optimizers = [torch.optim.AdamW(training.ddp.parameters(), lr=1e-4)]
     training.take_steps(range(2, 6))
 
 

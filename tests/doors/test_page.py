@@ -39,6 +39,8 @@ ELSEWHERE = {
     "Trainer(callbacks=[gradwire.integrations.lightning.GradwireCallback()])": "lightning_fit.py",
     "trainer.add_callback(gradwire.integrations.transformers.GradwireTrainerCallback(trainer))": "hf_trainer.py",
     "gradwire.integrations.accelerate.attach(accelerator, model, optimizer)": "accelerate_train.py",
+    "attach(ddp, [muon, adamw])": "",  # tests/distributed/test_several_optimizers.py
+    "step()": "",
     "engine.step()": "",
     "close()": "",  # said of what comes after it
     'attach(ddp, optimizer, "top-k", share=0.05)': "",  # tests/doors has options of every kind

@@ -28,7 +28,7 @@ from gradwire.gpu.launching import raise_error
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.frozen_adam import FrozenAdam
 from gradwire.schemes.plain_steps import PlainSteps
-from gradwire.schemes.selection import ByName, Selection, is_small
+from gradwire.schemes.selection import ByName, Selection
 from gradwire.wire.preamble import StepCheck
 from gradwire.wire.wire import Wire
 
@@ -215,15 +215,14 @@ class Compressed(Scheme):
         places = self.select.places_of_small(part.bucket, wire)
         if places is None:
             return lambda: None
+        if isinstance(self.collective, Owners):
+            part.is_used = list(part.is_used)  # as it was before the zeros: on a device it is not looked at
         small = part.values.index_select(0, places)
         if part.residual is not None:  # of a state in which they were compressed
             small = small.float().add_(part.residual.index_select(0, places), alpha=part.loss_scale)
         sent = wire.scratch("small", places.numel(), self.small_dtype(part.values.dtype))
         sent.copy_(small.mul_(1.0 / wire.world_size))
         part.values.index_fill_(0, places, 0.0)
-        # As what no rank uses: a codec of signs has no zero.
-        slots = part.bucket.slots
-        part.is_used = [used and not is_small(slot) for used, slot in zip(part.is_used, slots, strict=True)]
         wait = wire.start_sum(sent)
 
         def put_back() -> None:
@@ -310,6 +309,7 @@ class Compressed(Scheme):
             self.plain.tell_unused(self)
         for kept in self._kept.values():
             kept.clear()
+        self.select.release()
         if self.adam is not None:
             self.adam.close()
 

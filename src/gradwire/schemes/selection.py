@@ -170,6 +170,11 @@ class ByName:
         if self and not any(self(slot) for slot in slots.values()):
             raise InvalidArgument(f"exempt= and only= leave nothing to compress; there are {_shown(slots)}")
 
+    def release(self) -> None:
+        """Let the tensors go."""
+        self._known = {}
+        self._places.clear()
+
     def look_for_small(self, bucket: Bucket) -> torch.Tensor | None:
         """(m,) int64: which of the bucket's values are spared; None: none are. First asked where buckets are handed over, so
         that all ranks know as many tensors."""

@@ -65,7 +65,6 @@ class SimulatedRanks:
         self._counts = torch.zeros(256, dtype=torch.int64)
         if isinstance(scheme, GComp) and scheme.codec.importance == "paper":
             self._metric = QuantisationMetric(optimizers, n_ranks, scheme.promise)
-        self._counts_here = torch.ones(self._n)  # 0: a value that is spared, as which every message counts
         self._residuals: list[Tensor | None] = [None] * n_ranks
         self._room = torch.empty(0, dtype=torch.uint8)
 
@@ -90,7 +89,6 @@ class SimulatedRanks:
         small = self._backend_mean([one[spared] for one in own], scheme.small_dtype(own[0].dtype))
         for one in own:
             one[spared] = 0
-        self._counts_here[spared] = 0
         mean = self._compressed(buckets, scheme)
         mean[spared] = small
         for residual in self._residuals:
@@ -189,7 +187,7 @@ class SimulatedRanks:
                     self.n_bytes += message.numel() * n_receivers
                     decoded = torch.empty(values.numel())
                     codec.decode(message, decoded)
-                    return decoded.mul_(self._counts_here[chunk.values])
+                    return decoded
 
                 total = torch.zeros(chunk.values.stop - chunk.values.start)
                 for rank, bucket in enumerate(buckets):

@@ -68,7 +68,7 @@ EXPERIMENTS = [
                     {"scheme": "gcomp:importance=paper"}) for name, spec in (("truncate", TRUNCATE), ("periodic", PERIODIC))],
     ),
     Experiment(
-        key="gcomp-tolerance", system="gcomp", measure="training", seconds=180,
+        key="gcomp-tolerance", system="gcomp", measure="training", seconds=170,
         question="Bytes against closeness: what does each tolerance move the loss, beside PyTorch's hooks and fixed bits?",
         fixed={"ranks": 4, "steps": 60, "baseline": BASELINE}, over=("seed",), baseline={"scheme": BASELINE},
         axes={"workload": _FRONTIER_WORKLOADS, "seed": [0, 1, 2], "scheme": _FRONTIER},

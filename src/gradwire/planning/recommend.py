@@ -18,7 +18,7 @@ from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.plan import Plan
 from gradwire.registry import parse_spec
 from gradwire.schemes.auto.costs import measure_profile
-from gradwire.schemes.auto.fidelity import TABLE, check_level
+from gradwire.schemes.auto.fidelity import TABLE, check_level, needed
 from gradwire.telemetry.stopwatch import StepClock, Stopwatch
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.link_probe import probe_pairs
@@ -59,7 +59,7 @@ def recommend(
     ):
         ddp.train()
         plain_s, waited_s = trials.time(_PLAIN_SHARE * seconds)
-        rows = [row for row in TABLE if row.holds_under(families)]
+        rows = needed([row for row in TABLE if row.holds_under(families)])
         parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
         profile = measure_profile(communicator, rows, parameters)
         links = communicator.submit(probe_pairs, communicator).wait()

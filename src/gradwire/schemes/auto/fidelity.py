@@ -128,10 +128,14 @@ def rows_for(
         for row in TABLE
         if only is None and row.level in allowed and row.holds_under(families) and not row.by_name_only
     ]
-    held = {(row.level, parse_spec(row.spec)[0]) for row in chosen if not row.stands_in}
-    chosen = [row for row in chosen if not (row.stands_in and (row.level, parse_spec(row.spec)[0]) in held)]
-    by_spec = {row.spec: row for row in [TABLE[0], *chosen, *named]}
+    by_spec = {row.spec: row for row in [TABLE[0], *needed(chosen), *named]}
     return list(by_spec.values())
+
+
+def needed(rows: Sequence[FidelityRow]) -> list[FidelityRow]:
+    """The rows without those that stand in for one that holds."""
+    held = {(row.level, parse_spec(row.spec)[0]) for row in rows if not row.stands_in}
+    return [row for row in rows if not (row.stands_in and (row.level, parse_spec(row.spec)[0]) in held)]
 
 
 def row_of(spec: str) -> FidelityRow:

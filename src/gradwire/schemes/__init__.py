@@ -75,8 +75,7 @@ def as_published(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def by_name(name: str, **options: Any) -> Scheme:
     """A new scheme by its registry name, or by `NAME:option=value,option=value` as commands, logs and `stats()` write it.
 
-    Raises: InvalidArgument (unknown name; an option that the scheme does not take, that is given twice or whose value is
-        out of range).
+    Raises: InvalidArgument (unknown name; an option that the scheme does not take, or that is given twice; a wrong value).
     """
     name, written = parse_spec(name)
     for twice in written.keys() & options:

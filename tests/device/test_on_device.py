@@ -77,6 +77,8 @@ SCHEMES: dict[str, Maker] = {
     "one-bit by group, two means": lambda: by_name("one-bit", scale="two-means", scale_values=64, chunk_elements=500),
     "two-bit": lambda: by_name("two-bit"),
     "one-bit but for biases": lambda: sparing("one-bit"),
+    "terngrad but for biases": lambda: sparing("terngrad"),
+    "thc but for biases": lambda: sparing("thc"),
     "two-bit by group": lambda: by_name("two-bit", scale_values=128, exempt=["*0.weight"]),
     "two-bit, four levels": lambda: schemes.by_name("two-bit", warmup_steps=1),  # as beside AdamW
     "qsgd": lambda: by_name("qsgd"),

@@ -134,7 +134,7 @@ def by_name(name: str, **options: Any) -> Codec:
 
 
 def choose_feedback(codec: Codec, asked: bool | None) -> bool:
-    """Whether what `codec` leaves out is added to the next gradient: as asked, or, None, as the codec wants.
+    """Return whether what `codec` leaves out is added to the next gradient: as asked, or, None, as the codec wants.
 
     Raises: InvalidArgument (asked of a codec whose error would grow, or that does not say).
     """

@@ -119,7 +119,7 @@ def reduce_dtypes(module: nn.Module) -> set[torch.dtype]:
 
 
 def is_sharded_over_all(module: nn.Module) -> bool:
-    """Whether one sharding group has all ranks: nothing is left to reduce between replicas."""
+    """Return whether one sharding group has all ranks: nothing is left to reduce between replicas."""
     return is_fsdp2(module) and all(
         getattr(group.mesh_info, "shard_mesh_size", 0) == dist.get_world_size() for group in param_groups(module)
     )

@@ -1,4 +1,4 @@
-"""Where a backward pass begins and ends, for doors that nobody tells."""
+"""Finds the beginning and the end of a backward pass, for doors that nobody tells."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BackwardPass:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a pass has begun and not ended."""
+        """True from the beginning of a pass to its end."""
         return self._task is not None
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:

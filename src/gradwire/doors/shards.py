@@ -127,7 +127,7 @@ class ShardState(Reducer):
         super().switch(self._inside(scheme, module))
 
     def serves(self, group: dist.ProcessGroup) -> bool:
-        """Whether `group` has this attachment's ranks: not where weights are resharded over fewer after the forward pass."""
+        """Return whether `group` has this attachment's ranks, not fewer, as where weights are resharded after the forward."""
         if group not in self._served:
             self._served[group] = dist.get_process_group_ranks(group) == list(self.communicator.members)
         return self._served[group]
@@ -239,7 +239,7 @@ class ShardState(Reducer):
 
 
 class _Unit:
-    """What is kept of one of FSDP2's groups of parameters; it does not keep the group."""
+    """The state of one of FSDP2's groups of parameters, which it does not keep alive."""
 
     def __init__(self, unit: fsdp2.Unit, number: int, names: Mapping[torch.Tensor, str]) -> None:
         self.name, self.number, self._group = unit.name, number, weakref.ref(unit.group)
@@ -273,7 +273,7 @@ class _Unit:
         return self._layouts[key]
 
     def is_unread(self) -> bool:
-        """Whether nobody looks at the gradients before the backward pass is over: FSDP2 itself, hooks, a sum over replicas."""
+        """Return whether nobody (FSDP2, hooks, a sum over replicas) reads the gradients before the backward pass is over."""
         group = self._group()
         return getattr(group, "_all_reduce_hook", None) is None and all(
             parameter.grad is None and not getattr(parameter, "_post_accumulate_grad_hooks", None)
@@ -305,7 +305,7 @@ class _Reduction(NamedTuple):
 
 
 class _Gathering(dist.Work):
-    """What FSDP2 waits for before it takes the weights out."""
+    """The work that FSDP2 waits for before it takes the weights out."""
 
     def __init__(self, state: ShardState, gathered: torch.futures.Future) -> None:
         super().__init__()

@@ -215,8 +215,10 @@ class Compressed(Scheme):
         places = self.select.places_of_small(part.bucket, wire)
         if places is None:
             return lambda: None
-        if isinstance(self.collective, Owners):
-            part.is_used = list(part.is_used)  # as it was before the zeros: on a device it is not looked at
+        if not isinstance(self.collective, Ring | Scatter):  # which do not ask
+            part.is_used = list(
+                part.is_used
+            )  # before there are zeros, which the host, unlike a device, takes for unused
         small = part.values.index_select(0, places)
         if part.residual is not None:  # of a state in which they were compressed
             small = small.float().add_(part.residual.index_select(0, places), alpha=part.loss_scale)

@@ -77,15 +77,15 @@ class SimulatedRanks:
         self.n_plain_bytes += 8 * (self.n_ranks - 1) * self._n
         if self.n_ranks == 1:
             return buckets[0].buffer
+        own = [bucket.buffer for bucket in buckets]
         if isinstance(scheme, Plain):
-            return self._backend_mean([bucket.buffer for bucket in buckets], scheme.wire_dtype or torch.float32)
+            return self._backend_mean(own, scheme.wire_dtype or torch.float32)
         assert isinstance(scheme, Compressed)
         if self.step <= scheme.plain.n:
-            return self._backend_mean([bucket.buffer for bucket in buckets], torch.float32)
+            return self._backend_mean(own, torch.float32)
         spared = scheme.select.look_for_small(buckets[0])
         if spared is None:
             return self._compressed(buckets, scheme)
-        own = [bucket.buffer for bucket in buckets]
         small = self._backend_mean([one[spared] for one in own], scheme.small_dtype(own[0].dtype))
         for one in own:
             one[spared] = 0

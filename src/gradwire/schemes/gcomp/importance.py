@@ -47,7 +47,7 @@ _FEW_VALUES = 1 << 16
 
 @dataclass(frozen=True)
 class Promise:
-    """How far the bits that are let go of may move a parameter.
+    """The bound on how far the bits that are let go of may move a parameter.
 
     One message moves what the optimizer adds to A (terms.py) by at most tolerance x 2^-23 |A|, A's last place or two
     (times 1 + rho under Adam; 2^-10 and 2^-7 for float16 and bfloat16). N ranks round N times: together that is as much
@@ -79,7 +79,7 @@ class Promise:
 
     @classmethod
     def of(cls, codec: Any) -> Promise:
-        """What this codec keeps by default, in messages that are all alike."""
+        """Return the promise that this codec keeps by default, in messages that are all alike."""
         return cls(rounding=codec.rounding, format=codec.format, is_alike=True)
 
     def room(self, world_size: int) -> float:
@@ -146,7 +146,7 @@ class QuantisationMetric:
 
     @property
     def is_known(self) -> bool:
-        """Whether any optimizer has a rule, or has shown by its steps what it does."""
+        """True if any optimizer has a rule, or has shown by its steps what it does."""
         return any(not isinstance(rule, Probe) or rule.is_plain for rule in self._rules.values())
 
     @classmethod

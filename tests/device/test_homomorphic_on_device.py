@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from late import LikeNccl
 from late_cases import CPU, Place, attach, bits_of
 from test_on_device import begin_with_kernels, by_name, placement_on
@@ -248,6 +249,7 @@ def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:
         assert wire.read(numbers) == [5, 5, 5]
         numbers.fill_(6)
         seen["number read too soon"] = read_too_soon(wire, numbers) != [6, 6, 6]
+    dist.barrier()  # rank 0 serves the store, in which rank 1 may still look for a group's addresses
     return seen
 
 

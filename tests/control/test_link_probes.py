@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from gradwire.schemes.auto.votes import LinkProbes
 
 
-def profile(rate: float) -> Any:
-    """Of a link that takes 1,000 us at a rate of 1,000."""
-    return SimpleNamespace(link=SimpleNamespace(rate=rate), with_transfer=lambda us: profile(1e6 / us))
+def rate_of(transfer_us: int) -> float:
+    return 1e6 / transfer_us
 
 
 @pytest.mark.parametrize(
@@ -31,8 +27,8 @@ def test_the_fastest_of_three_counts_and_a_faster_one_at_once(
     transfers_us: list[int], found: list[float | None]
 ) -> None:
     probes = LinkProbes()
-    answers = [probes.found(us, profile(1000)) for us in transfers_us]
-    assert [answer and answer.link.rate for answer in answers] == found
+    answers = [probes.found(us, 1000, rate_of) for us in transfers_us]
+    assert [answer and rate_of(answer) for answer in answers] == found
 
 
 def test_a_slower_link_is_looked_at_again_and_an_urgent_one_three_times() -> None:
@@ -40,7 +36,7 @@ def test_a_slower_link_is_looked_at_again_and_an_urgent_one_three_times() -> Non
     assert not probes.take()
     probes.ask(is_urgent=False)
     assert [probes.take() for _ in range(3)] == [True, False, False]
-    probes.found(2000, profile(1000))
+    probes.found(2000, 1000, rate_of)
     assert [probes.take() for _ in range(3)] == [True, False, False]
     probes.ask(is_urgent=True)
     assert [probes.take() for _ in range(4)] == [True, True, True, False]

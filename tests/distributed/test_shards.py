@@ -267,7 +267,6 @@ def test_what_cannot_be_served_is_refused_by_name(rank: int, world_size: int) ->
     mesh = mesh_of(2)
     net, optimizer = build(mesh)
     for scheme, options, error, words in [
-        ("auto", {}, gradwire.Unsupported, "name one of plain, bf16, gcomp"),
         ("one-bit", {}, gradwire.Unsupported, "keeps error feedback"),
         ("gcomp", {"importance": "paper"}, gradwire.Unsupported, "reads the optimizer's state"),
         ("acp-sgd", {}, gradwire.Unsupported, "cannot reduce FSDP2's shards"),

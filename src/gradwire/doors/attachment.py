@@ -17,7 +17,6 @@ from gradwire.doors import fsdp2
 from gradwire.doors.alone import Alone, is_alone
 from gradwire.doors.gradients import GradientState
 from gradwire.doors.hook import Copied, HookState, ddp_hook
-from gradwire.doors.shards import SCHEMES as SHARD_SCHEMES
 from gradwire.doors.shards import ShardState
 from gradwire.doors.watching import Watch
 from gradwire.errors import InvalidArgument, Unsupported
@@ -118,8 +117,8 @@ def attach(
         optimizer: the optimizer that steps its parameters, or a list of all that do, as [muon, adamw]; read, never changed.
             Wrappers that hand calls through, as Accelerate's, are looked through.
         scheme: a Scheme, or a registry name such as "gcomp". The default "auto" measures and chooses, and keeps DDP's
-            own all-reduce if no scheme is faster. Modules other than DDP need a scheme by name, or there is one rank,
-            where nothing is exchanged and what is returned does nothing.
+            own all-reduce if no scheme is faster; so for FSDP2 over all ranks. Other modules need a scheme by name, or there
+            is one rank, where nothing is exchanged and what is returned does nothing.
         fidelity: for scheme "auto": "exact" (default: the losses of DDP), "close", "any", or a list of schemes.
         scaler: the torch.amp.GradScaler, if the loss is scaled.
         group: the ranks to reduce over; with FSDP2 those that hold the same shard, one on each node. Not for DDP, which has
@@ -212,18 +211,18 @@ def _attach_shards(
             f"{', '.join([*doors_own, *(['inside'] if 'inside' in shards else [])])}: this model is sharded over all ranks, so "
             "the scheme is the one inside the group, of the modules' own buffers; leave them out"
         )
-    if scheme == "auto" or isinstance(scheme, Auto):
+    if isinstance(scheme, Auto):
         raise Unsupported(
-            f'scheme "auto" does not choose for shards yet; name one of {SHARD_SCHEMES}: attach(model, optimizer, "gcomp") '
-            'sends the weights bit for bit and gradients to 12 bits, "plain" instead of it keeps FSDP2\'s own bits'
+            'between shards scheme "auto" is given by its name: attach(model, optimizer, fidelity="close")'
         )
+    fidelity = options.pop("fidelity", "exact")
     if isinstance(scheme, str) and options:
         name, written = parse_spec(scheme)
         given = ",".join(f"{key}={value}" for key, value in {**written, **options}.items())
         scheme = f"{name}:{given}"
     elif options:
         raise InvalidArgument(f"{', '.join(options)}: options go with a scheme's name")
-    return ShardState(scheme, model, optimizers, scaler, **shards, **common)
+    return ShardState(scheme, model, optimizers, scaler, fidelity=fidelity, **shards, **common)
 
 
 def _check_stepped(model: torch.nn.Module, optimizers: Optimizers) -> None:

@@ -44,11 +44,17 @@ class Unit(NamedTuple):
     group: Any  # torch's own
     shard_group: dist.ProcessGroup
 
+    @property
+    def collectives(self) -> tuple[Any, Any]:
+        """The all-gather and the reduce-scatter that FSDP2 uses now."""
+        all_gather, reduce_scatter = (getattr(self.group, name) for name in _COLLECTIVES)
+        return all_gather, reduce_scatter
+
     def put_in(self, all_gather: Any, reduce_scatter: Any) -> Callable[[], None]:
         """Have FSDP2 use these collectives; give back what puts in its own again."""
         module = weakref.ref(self.module)
         setters = ("set_custom_all_gather", all_gather), ("set_custom_reduce_scatter", reduce_scatter)
-        before = [getattr(self.group, name) for name in _COLLECTIVES]
+        before = self.collectives
         for name, collective in setters:
             getattr(self.module, name)(collective)
 
@@ -113,6 +119,15 @@ def reduce_dtypes(module: nn.Module) -> set[torch.dtype]:
     """The dtypes in which gradients are reduced between shards."""
     return {
         group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or parameter.sharded_param.dtype
+        for group in param_groups(module)
+        for parameter in group.fsdp_params
+    }
+
+
+def gathered_dtypes(module: nn.Module) -> set[torch.dtype]:
+    """The dtypes in which weights are gathered."""
+    return {
+        group.mp_policy.param_dtype or parameter.sharded_param.dtype
         for group in param_groups(module)
         for parameter in group.fsdp_params
     }

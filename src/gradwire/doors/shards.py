@@ -8,6 +8,7 @@ the next one comes. Gradients go through a scheme's frame, whose collective is `
 
 from __future__ import annotations
 
+import functools
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from gradwire.exchange.shards import Bfloat16, Scatter, Summed, gather
 from gradwire.reducer import Reducer
 from gradwire.registry import parse_spec
 from gradwire.schemes import Scheme
+from gradwire.schemes.auto.shards import ShardsAuto
 from gradwire.schemes.bf16 import Bf16
 from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.gcomp.table import TableRefresh
@@ -49,11 +51,14 @@ class ShardState(Reducer):
     """A scheme on the gradients that FSDP2 reduces between shards, and a coding of the weights that it gathers.
 
     Args:
-        scheme: a name or a Scheme without error feedback (what it leaves out would be kept for the whole model on every rank).
+        scheme: a name or a Scheme without error feedback (what it leaves out would be kept for the whole model on every rank);
+            "auto" measures and chooses, weights' coding too, and leaves all to FSDP2 where nothing is to be won.
         module: what `fully_shard` was called on; all its parameters in host memory.
         optimizer, scaler: as for Reducer.
         weights: "plain": FSDP2's bytes; "exact": fewer, and the same bits (GComp's code of exponents); "close": floats of 8
-            bits, which all ranks read alike; the optimizer's own weights stay as they are.
+            bits, which all ranks read alike; the optimizer's own weights stay as they are. None: "exact", under "auto" what
+            `fidelity` allows.
+        fidelity: for "auto": "exact", "close", "any", or a list of gradients' schemes.
         options: timeout_s and trace, as for Reducer.
     Raises: Unsupported, InvalidArgument.
     """
@@ -64,32 +69,48 @@ class ShardState(Reducer):
         module: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Optimizers | None = None,
         scaler: Any = None,
-        weights: str = "exact",
+        weights: str | None = None,
+        fidelity: str | Sequence[str] = "exact",
         **options: Any,
     ) -> None:
-        self.weights = check_choice("weights", weights, WEIGHTS)
+        self._asked = None if weights is None else check_choice("weights", weights, WEIGHTS)
+        self._fidelity = fidelity
         units = list(fsdp2.units(module))
         ranks = {tuple(dist.get_process_group_ranks(unit.shard_group)) for unit in units}
         if len(ranks) != 1:
             raise Unsupported(f"this model is sharded over {len(ranks)} groups of ranks; attach each part by itself")
         self._served: dict[dist.ProcessGroup, bool] = {}
-        self._weights_configuration = hash_configuration("weights", {"weights": weights})
+        self._weights_configuration = {one: hash_configuration("weights", {"weights": one}) for one in WEIGHTS}
         self._exchanged = {"weights": [0, 0], "gradients": [0, 0]}  # bytes sent, and those of torch's collective
         self._next = 0  # the gradient of a unit that comes next in this pass
         self._exposed_ns = 0
         self._pending: _Reduction | None = None
         self._give_back: list[Callable[[], None]] = []
         super().__init__(self._inside(scheme, module), list(*ranks), module, optimizer, scaler, **options)
+        self._step_watch, self._in_step = Stopwatch(), False
         self._pass = BackwardPass(module, lambda: not self.closed, self._end_pass, self._give_up)
+        # Before FSDP2's own, which waits for the first weights.
+        before = module.register_forward_pre_hook(self._begin_step, prepend=True)
+        self._give_back.append(before.remove)
         self._close_with(module)
         for number, unit in enumerate(units):
             own = _Unit(unit, number, {parameter: name for name, parameter in module.named_parameters()})
-            self._give_back.append(unit.put_in(_AllGather(self, own), _ReduceScatter(self, own)))
+            gather_all, reduce_all = unit.collectives
+            self._give_back.append(
+                unit.put_in(_AllGather(self, own, gather_all), _ReduceScatter(self, own, reduce_all))
+            )
 
     def _inside(self, scheme: Scheme | str, module: nn.Module) -> Scheme:
         """The scheme with `Scatter` for its collective. Raises: Unsupported (one that reduces otherwise), InvalidArgument."""
         if isinstance(scheme, str):
             name, options = parse_spec(scheme)
+            if name == ShardsAuto.name:
+                widths = fsdp2.gathered_dtypes(module), fsdp2.reduce_dtypes(module)
+                weight_bytes, gradient_bytes = (max(dtype.itemsize for dtype in dtypes) for dtypes in widths)
+                return ShardsAuto(
+                    lambda spec: self._inside(spec, module), (weight_bytes, gradient_bytes), self._asked,
+                    **{"fidelity": self._fidelity, **options},
+                )  # fmt: skip
             if name == "gcomp" and "importance" not in options:
                 # Of the optimizer's state a rank has only its shard's, so importance="paper" cannot be had.
                 is_wide = fsdp2.reduce_dtypes(module) == {torch.float32}
@@ -126,6 +147,16 @@ class ShardState(Reducer):
             raise InvalidArgument("the model that this was attached to is gone")
         super().switch(self._inside(scheme, module))
 
+    @property
+    def weights(self) -> str:
+        """How weights travel in this step."""
+        return self.scheme.weights if isinstance(self.scheme, ShardsAuto) else self._asked or "exact"
+
+    def _begin_step(self, module: nn.Module, inputs: Any) -> None:
+        if not self._in_step and torch.is_grad_enabled() and module.training:
+            self._in_step = True
+            self._step_watch.begin()
+
     def serves(self, group: dist.ProcessGroup) -> bool:
         """Return whether `group` has this attachment's ranks, not fewer, as where weights are resharded after the forward."""
         if group not in self._served:
@@ -138,39 +169,55 @@ class ShardState(Reducer):
         """Start to fill `output` (world n,), which has this rank's part, from all ranks."""
         number, unit.n_gathered = unit.n_gathered, unit.n_gathered + 1
         record = self.recorder.open_bucket(self.step, -1, 0)
-        return self.communicator.submit(self._gather_on_lane, unit, output, number, record)
+        return self.communicator.submit(self._gather_on_lane, unit, output, self.weights, number, record)
 
-    def _gather_on_lane(self, unit: _Unit, output: torch.Tensor, number: int, record: BucketRecord) -> None:
+    def _gather_on_lane(
+        self, unit: _Unit, output: torch.Tensor, weights: str, number: int, record: BucketRecord
+    ) -> None:
         communicator = self.communicator
         n_own = output.numel() // communicator.world_size
         layout = zlib.crc32(repr((unit.name, str(output.dtype), output.numel())).encode())
         preamble = Preamble(
-            FORMAT_VERSION, unit.number, "weights", self._weights_configuration, layout, number, output.numel()
+            FORMAT_VERSION, unit.number, "weights", self._weights_configuration[weights], layout, number, output.numel()
         )
         if layout not in unit.compared:
             compare_preambles(communicator, preamble, record)
             unit.compared.add(layout)
         facts = Facts(preamble.configuration, layout, number & 0xFFFFFFFF, unit.number)
         before = record.bytes_sent
-        if self.weights == "exact" and output.dtype in SUPPORTED_DTYPES:
-            if number == 0:
+        if weights == "exact" and output.dtype in SUPPORTED_DTYPES:
+            if not unit.has_tables:
+                unit.has_tables = True
                 unit.tables.begin_with(output[communicator.rank * n_own :][:n_own], communicator, record)
             unit.tables.begin_bucket(number, communicator, record)
             gather(communicator, unit.codec, output, facts, record, unit.tables.counts_for(number, output.dtype))
             unit.tables.end_step(number, communicator)
         else:
-            is_close = self.weights == "close" and output.dtype in SUPPORTED_DTYPES
+            is_close = weights == "close" and output.dtype in SUPPORTED_DTYPES
             codec: Codec | None = EmbeddedFloat(_CLOSE_BITS) if is_close else None
             gather(communicator, codec, output, facts, record)
-        counts = self._exchanged["weights"]
-        counts[0] += record.bytes_sent - before
-        counts[1] += (communicator.world_size - 1) * n_own * output.element_size()
+        self._count("weights", record.bytes_sent - before, n_own * output.element_size())
         self.recorder.close_bucket(record)
 
-    def wait(self, future: torch.futures.Future) -> None:
+    def gather_as_fsdp2(self, start: Callable[[], Any], own: torch.Tensor) -> _Own:
+        """Start FSDP2's own gather of `own` and others', in a step that `auto` leaves alone."""
+        n_bytes = own.numel() * own.element_size()
+        self._count("weights", (self.communicator.world_size - 1) * n_bytes, n_bytes)
+        waiting = Stopwatch()
+        work = start()
+        self._exposed_ns += waiting.elapsed_ns
+        return _Own(self, work)
+
+    def _count(self, kind: str, n_sent: int, n_bytes: int) -> None:
+        """Bytes sent, where torch's own collective sends `n_bytes` to each of the others."""
+        counts = self._exchanged[kind]
+        counts[0] += n_sent
+        counts[1] += (self.communicator.world_size - 1) * n_bytes
+
+    def wait(self, work: torch.futures.Future | dist.Work) -> None:
         """Wait on the training thread, which counts as exposed. Raises: what the exchange failed of."""
         waiting = Stopwatch()
-        future.wait()
+        work.wait()
         self._exposed_ns += waiting.elapsed_ns
 
     # ---- gradients
@@ -189,6 +236,20 @@ class ShardState(Reducer):
         if not can_wait:
             self._finish_pending()
 
+    def reduce_as_fsdp2(self, start: Callable[[], Any], whole: torch.Tensor) -> Any:
+        """Start FSDP2's own reduction of `whole` (world n,), in a step that `auto` leaves alone."""
+        self._pass.begin()
+        n_bytes = whole.numel() * whole.element_size() // self.communicator.world_size
+        record = self.recorder.open_bucket(self.step, self._next, n_bytes * self.communicator.world_size)
+        self._next += 1
+        record.count_exchanged((self.communicator.world_size - 1) * n_bytes)
+        self._count("gradients", record.bytes_sent, n_bytes)
+        waiting = Stopwatch()
+        work = start()
+        self._exposed_ns += waiting.elapsed_ns
+        self.recorder.close_bucket(record)
+        return work
+
     def _finish_pending(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -203,11 +264,15 @@ class ShardState(Reducer):
             self._finish_pending()
             if self._next:
                 step = self.step
-                self.scheme.end_buckets(step)
                 self.step += 1
-                self.communicator.submit(self._end_step, step)
-                exposed_ns, self._exposed_ns = self._exposed_ns, 0
+                if not self.scheme.is_transparent:
+                    self.scheme.end_buckets(step)
+                    self.communicator.submit(self._end_step, step)
+                exposed_ns, self._exposed_ns, self._in_step = self._exposed_ns, 0, False
+                took_ns = self._step_watch.elapsed_ns
                 self.close_pass(step, exposed_ns)
+                if isinstance(self.scheme, ShardsAuto):
+                    self.scheme.end_watched_step(step, took_ns, exposed_ns)
         finally:
             self._next = 0
 
@@ -245,6 +310,7 @@ class _Unit:
         self.name, self.number, self._group = unit.name, number, weakref.ref(unit.group)
         self._names = [names.get(parameter, "") for parameter in self.parameters]
         self.n_gathered = 0
+        self.has_tables = False
         self.compared: set[int] = set()
         self.codec = GCompCodec("none")
         self.tables = TableRefresh(self.codec, None)
@@ -319,11 +385,27 @@ class _Gathering(dist.Work):
         return self._gathered.done()
 
 
-class _Collective:
-    """One of FSDP2's collectives for one unit."""
+class _Own(dist.Work):
+    """The work of FSDP2's own collective; what is waited for counts as exposed."""
 
-    def __init__(self, state: ShardState, unit: _Unit) -> None:
-        self._state, self._unit = state, unit
+    def __init__(self, state: ShardState, work: Any) -> None:
+        super().__init__()
+        self._state, self._work = state, work
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self._work is not None:
+            self._state.wait(self._work)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+
+class _Collective:
+    """One of FSDP2's collectives for one unit, in the place of `own`."""
+
+    def __init__(self, state: ShardState, unit: _Unit, own: Any) -> None:
+        self._state, self._unit, self._own = state, unit, own
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for what is sent or comes, as FSDP2 asks for it."""
@@ -335,17 +417,23 @@ class _AllGather(_Collective):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         """Fill `output_tensor` with the `input_tensor` of all ranks, which lies in it. Returns: what to wait for."""
-        if not self._state.serves(group):
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-        return _Gathering(self._state, self._state.gather_weights(self._unit, output_tensor))
+        state = self._state
+        serves = state.serves(group)
+        if not serves or state.scheme.is_transparent:
+            start = functools.partial(self._own, output_tensor, input_tensor, group, async_op)
+            return state.gather_as_fsdp2(start, input_tensor) if serves else start()
+        return _Gathering(state, state.gather_weights(self._unit, output_tensor))
 
 
 class _ReduceScatter(_Collective):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any,
         async_op: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """Reduce this rank's part of `input_tensor` into `output_tensor`."""
+        if self._state.scheme.is_transparent:
+            start = functools.partial(self._own, output_tensor, input_tensor, group, op, async_op)
+            return self._state.reduce_as_fsdp2(start, input_tensor)
         is_sum = op == dist.ReduceOp.SUM
         if not is_sum and op != dist.ReduceOp.AVG:
             raise self._state.fail(
@@ -355,6 +443,7 @@ class _ReduceScatter(_Collective):
                 )
             )
         self._state.reduce_gradients(self._unit, output_tensor, input_tensor, is_sum)
+        return None
 
 
 class _BySum(Compressed):

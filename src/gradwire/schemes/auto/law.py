@@ -13,7 +13,7 @@ decide the same on every machine. Shares are in permille, times in microseconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 PLAIN = "plain"
@@ -639,6 +639,16 @@ class Law:
         self.decisions.append(Decision(step, kind, scheme, why))
 
     # ---- between runs
+
+    def figures(self) -> dict[str, Any]:
+        """For people: decisions, and in seconds what races cost and what was saved."""
+        return {
+            "since_step": self.since_step,
+            "decisions": [asdict(decision) for decision in self.decisions],
+            "spent_s": self.spent_us / 1e6,
+            "budget_s": self.allowed_us / 1e6,
+            "saved_s": self.saved_us / 1e6,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: what a resumed run begins with."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, 
 _log = logging.getLogger("gradwire.auto")
 _LAG = 2  # steps after which a vote is read, so that nobody waits for it
 _LONG_STEP = 50  # times as long as a vote: while something is tried it is read before the next step
-_MOST_BUDGET = 0.1
+MOST_BUDGET = 0.1
 _N_SHARES = 8  # a residual all at once would be a step several gradients long
 
 
@@ -104,8 +104,8 @@ class Auto(Scheme):
         replay: Sequence[tuple[int, str]] | None = None,
         profile: Mapping[str, Any] | None = None,
     ) -> None:
-        if not 0 <= budget <= _MOST_BUDGET:
-            raise InvalidArgument(f"budget is a share of the time from 0 to {_MOST_BUDGET}, got {budget}")
+        if not 0 <= budget <= MOST_BUDGET:
+            raise InvalidArgument(f"budget is a share of the time from 0 to {MOST_BUDGET}, got {budget}")
         self._only = None if isinstance(fidelity, str) else list(fidelity)
         self.fidelity = check_level(fidelity) if isinstance(fidelity, str) else "any"
         self._also = list(candidates)
@@ -183,7 +183,7 @@ class Auto(Scheme):
                 self._subs[row.spec] = sub
         self.state_is_per_world = any(sub.state_is_per_world for sub in self._subs.values())
         self._rows = [rows[0], *(row for row in rows if row.spec in self._subs)]
-        self._compare_candidates()
+        compare_offers(session, self.name, self.configuration, [row.spec for row in self._rows])
         self._profile = self._given or measure_profile(session.communicator, self._rows, parameters)
         predicted = self._profile.predict_us(1)
         self.law = Law(
@@ -216,19 +216,6 @@ class Auto(Scheme):
         except (Unsupported, InvalidArgument) as error:
             self.stay_plain(str(error))
         return bool(self._stays_plain)
-
-    def _compare_candidates(self) -> None:
-        """Raises: RankMismatch if ranks were given other options, or can bind other schemes."""
-        communicator = self.session.communicator
-        if communicator.world_size == 1:
-            return
-        specs = [row.spec for row in self._rows]
-        facts = hash_configuration(
-            self.name, {**self.configuration, "bound": specs, "optimizers": str(self.session.optimizers)}
-        )
-        mine = Preamble(FORMAT_VERSION, 0, self.name, facts, 0, 0, len(specs))
-        record = self.session.recorder.open_bucket(0, -1, 0)
-        communicator.submit(compare_preambles, communicator, mine, record, self.session.optimizers).wait()
 
     def _predict(self, computing_us: int) -> Mapping[str, int]:
         predicted = self._profile.predict_us(computing_us)
@@ -331,10 +318,7 @@ class Auto(Scheme):
             self._wants_to_reconsider = False
 
     def _lag(self) -> int:
-        """The steps that a vote may take; the same on all ranks."""
-        vote_us = 2e6 * (self._profile.machine.n_ranks - 1) * self._profile.link.backend_hop_s
-        is_long = self.law.candidates[PLAIN].expected_us > _LONG_STEP * vote_us
-        return 0 if is_long and self.law.state != "run" else _LAG
+        return lag_of(self.law, 2e6 * (self._profile.machine.n_ranks - 1) * self._profile.link.backend_hop_s)
 
     def _count(self, vote: Vote) -> None:
         """Give the law what the ranks agreed on."""
@@ -343,14 +327,18 @@ class Auto(Scheme):
         link_changed = vote.reconsider
         if vote.transfer_us:  # of a probe
             self.law.probe_us = vote.transfer_us
-            found = self._probes.found(vote.transfer_us, self._profile)
-            self._profile, link_changed = found or self._profile, link_changed or found is not None
+            profile = self._profile
+            found_us = self._probes.found(
+                vote.transfer_us, profile.link.rate, lambda us: profile.with_transfer(us).link.rate
+            )
+            if found_us:
+                self._profile, link_changed = profile.with_transfer(found_us), True
         for step, took_us, waited_us, fell_back in vote.steps():
             if self.law.wants_probe(step):
                 self._probes.ask(is_urgent=not self.law.is_settled)
             is_last = step == vote.last_step
             self.law.observe(step, took_us, waited_us, link_changed and is_last, is_typical=not fell_back)
-        self._tell()
+        self._told = log_decisions(self.law, self._told, self.session.communicator.rank)
 
     def plan_for(self, rate_bps: float) -> tuple[float, str, float]:
         """(seconds a step under plain, the best scheme, its seconds) on a link of that rate, by the model alone.
@@ -363,13 +351,6 @@ class Auto(Scheme):
         if there[best] * 1.03 >= there[PLAIN]:
             best = PLAIN
         return there[PLAIN] / 1e6, best, there[best] / 1e6
-
-    def _tell(self) -> None:
-        for decision in self.law.decisions[self._told :]:
-            if self.session.communicator.rank == 0:
-                level = logging.WARNING if decision.kind == "drift" else logging.INFO
-                _log.log(level, "step %d: %s %s: %s", decision.step, decision.kind, decision.scheme, decision.why)
-        self._told = len(self.law.decisions)
 
     def stay_plain(self, why: str) -> None:
         """Never leave DDP's own all-reduce again: something outside forbids it. On all ranks alike."""
@@ -400,19 +381,15 @@ class Auto(Scheme):
             "auto": {
                 "state": "stay" if self._stays_plain else law.state,
                 "scheme": self._active,
-                "since_step": law.since_step,
                 "fidelity": self.fidelity if self._only is None else list(self._only),
                 "candidates": [
                     *(law.candidates[row.spec].as_dict() | {"level": row.level, "excluded": ""} for row in self._rows),
                     *({"spec": spec, "excluded": why} for spec, why in self._excluded.items()),
                 ],
-                "decisions": [asdict(decision) for decision in law.decisions],
                 "schedule": list(self._schedule),
                 "link_mbit": self._profile.link.rate * 8 / 1e6,
                 "density": self._profile.density,
-                "spent_s": law.spent_us / 1e6,
-                "budget_s": law.allowed_us / 1e6,
-                "saved_s": law.saved_us / 1e6,
+                **law.figures(),
                 "stays_plain": self._stays_plain,
             }
         }
@@ -481,3 +458,31 @@ class Auto(Scheme):
             sub.unbind()
         self._subs.clear()
         super().unbind()
+
+
+# ---- what `auto` between shards does alike
+
+
+def compare_offers(session: Session, name: str, configuration: Mapping[str, Any], specs: Sequence[str]) -> None:
+    """Compare what ranks choose among. Raises: RankMismatch if they were given other options, or can bind other schemes."""
+    communicator = session.communicator
+    if communicator.world_size == 1:
+        return
+    facts = hash_configuration(name, {**configuration, "bound": list(specs), "optimizers": str(session.optimizers)})
+    mine = Preamble(FORMAT_VERSION, 0, name, facts, 0, 0, len(specs))
+    record = session.recorder.open_bucket(0, -1, 0)
+    communicator.submit(compare_preambles, communicator, mine, record, session.optimizers).wait()
+
+
+def lag_of(law: Law, vote_us: float) -> int:
+    """The steps that a vote, of which one takes `vote_us`, may take to come; the same on all ranks."""
+    is_long = law.candidates[PLAIN].expected_us > _LONG_STEP * vote_us
+    return 0 if is_long and law.state != "run" else _LAG
+
+
+def log_decisions(law: Law, n_told: int, rank: int) -> int:
+    """Log on rank 0 what the law has decided since `n_told`; returns how many are told."""
+    for decision in law.decisions[n_told:] if rank == 0 else ():
+        level = logging.WARNING if decision.kind == "drift" else logging.INFO
+        _log.log(level, "step %d: %s %s: %s", decision.step, decision.kind, decision.scheme, decision.why)
+    return len(law.decisions)

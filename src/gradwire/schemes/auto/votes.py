@@ -7,13 +7,13 @@ that rank.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 
 from gradwire.errors import RankMismatch
-from gradwire.schemes.auto.costs import CostProfile, density_of
+from gradwire.schemes.auto.costs import density_of
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.link_probe import probe_transfer_us
 
@@ -143,16 +143,20 @@ class LinkProbes:
         self._n_to_come -= is_due
         return is_due
 
-    def found(self, transfer_us: int, profile: CostProfile) -> CostProfile | None:
-        """The costs over another link than `profile` holds, if the slowest rank's transfer says that it is another."""
+    def found(self, transfer_us: int, old: float, rate_of: Callable[[int], float]) -> int | None:
+        """What a transfer takes over another link than that of rate `old`, if the slowest rank's one says that it is another.
+
+        `rate_of`: of a link over which a transfer takes so many microseconds.
+        """
         self._transfers_us.append(transfer_us)
-        old, new = profile.link.rate, profile.with_transfer(min(self._transfers_us))
-        is_slower = (old - new.link.rate) * 1000 > _CHANGED * old
+        fastest_us = min(self._transfers_us)
+        new = rate_of(fastest_us)
+        is_slower = (old - new) * 1000 > _CHANGED * old
         if is_slower and len(self._transfers_us) < _N_PROBES:
             self._n_to_come = max(1, self._n_to_come)
             return None
         self._transfers_us.clear()
-        return new if abs(new.link.rate - old) * 1000 > _CHANGED * old else None
+        return fastest_us if abs(new - old) * 1000 > _CHANGED * old else None
 
     def forget(self) -> None:
         """Nothing is to come, and what came does not count."""

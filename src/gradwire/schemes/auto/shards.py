@@ -1,0 +1,277 @@
+"""`auto` between FSDP2's shards: torch's own collectives, or codings of weights and gradients, chosen by measurement.
+
+Votes and the control law are those behind DDP. What is chosen among is a table of its own: weights travel too, twice a step,
+and nothing of error feedback can be had. Steps begin with FSDP2's own collectives, called as without gradwire.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gradwire.core.bucket import Bucket
+from gradwire.core.checkpoint import not_the_state
+from gradwire.core.optimizers import FAMILIES
+from gradwire.core.session import Session
+from gradwire.errors import InvalidArgument
+from gradwire.registry import parse_spec
+from gradwire.schemes.auto.fidelity import LEVELS, check_level
+from gradwire.schemes.auto.law import PLAIN, Law, median
+from gradwire.schemes.auto.scheme import MOST_BUDGET, compare_offers, lag_of, log_decisions
+from gradwire.schemes.auto.votes import LinkProbes, Polls, Vote
+from gradwire.schemes.base import Scheme
+from gradwire.wire.link_probe import probe_link
+
+_log = logging.getLogger("gradwire.auto")
+_FEW = 5  # steps that say how long one waits
+_ALL, _ADAM = frozenset(FAMILIES), frozenset({"adam"})
+
+
+class Pair(NamedTuple):
+    """Codings of gradients and weights, the level of their losses, and under which optimizers (as fidelity.py's rows)."""
+
+    gradients: str
+    weights: str
+    level: str
+    families: frozenset[str] = _ALL
+
+    @property
+    def spec(self) -> str:
+        """What logs and `stats` call it."""
+        return f"gradients={self.gradients},weights={self.weights}"
+
+    def share(self, weight_bytes: int, gradient_bytes: int) -> float:
+        """Its bytes, of those of values that are so wide: two gathers of weights, and gradients once. About; races decide."""
+        bits = parse_spec(self.gradients)[1].get("bits")
+        wide = gradient_bytes == 4
+        of_gradients = {"plain": 1.0, "gcomp": 0.52 if wide else 0.7}.get(
+            self.gradients, (float(bits or 8)) / (8 * gradient_bytes)
+        )
+        of_weights = {"plain": 1.0, "exact": 0.84 if weight_bytes == 4 else 0.67, "close": 1 / weight_bytes}[
+            self.weights
+        ]
+        sent = 2 * weight_bytes * of_weights + gradient_bytes * of_gradients
+        return sent / (2 * weight_bytes + gradient_bytes)
+
+
+TABLE = (
+    Pair("plain", "exact", "exact"),
+    Pair("gcomp", "exact", "exact"),
+    Pair("embedded-float:bits=8", "close", "close"),
+    Pair("embedded-float:bits=5", "close", "close", _ADAM),
+    Pair("embedded-float:bits=4", "close", "any"),
+)
+
+
+class ShardsAuto(Scheme):
+    """FSDP2's own collectives or one of several pairs at a time.
+
+    Args:
+        make: a scheme of gradients by its name, with the collective of shards.
+        widths: bytes of a weight as it is gathered and of a gradient as it is reduced.
+        weights: the only coding of weights that may be used; None: whichever `fidelity` allows.
+        fidelity: "exact", "close", "any", or a list of gradients' schemes, whose weights are `weights`, by default "exact".
+        budget: as `auto`'s.
+    Raises: InvalidArgument.
+    """
+
+    name = "auto"
+    takes_any_gradient = True
+    per_rank_state = None
+
+    def __init__(
+        self, make: Callable[[str], Scheme], widths: tuple[int, int], weights: str | None = None,
+        fidelity: str | Sequence[str] = "exact", budget: float = 0.01,
+    ) -> None:  # fmt: skip
+        if not 0 <= budget <= MOST_BUDGET:
+            raise InvalidArgument(f"budget is a share of the time from 0 to {MOST_BUDGET}, got {budget}")
+        self._make, self._widths, self._only, self._budget = make, widths, weights, budget
+        self._fidelity = check_level(fidelity) if isinstance(fidelity, str) else list(fidelity)
+        self._subs: dict[str, Scheme] = {}
+        self._pairs: dict[str, Pair] = {}
+        self._active = PLAIN
+        self._schedule: list[tuple[int, str]] = []
+        self._told, self._wants_to_reconsider = 0, False
+        self.law: Law  # once bound
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {"fidelity": self._fidelity, "weights": self._only or "", "budget": self._budget}
+
+    @property
+    def is_transparent(self) -> bool:
+        """True where FSDP2's own collectives do this step."""
+        return self._active == PLAIN
+
+    @property
+    def weights(self) -> str:
+        """The coding of weights in this step."""
+        return "plain" if self.is_transparent else self._pairs[self._active].weights
+
+    def _allowed(self, families: set[str]) -> list[Pair]:
+        if isinstance(self._fidelity, list):
+            return [Pair(check_spec(one), self._only or "exact", "any") for one in self._fidelity]
+        levels = LEVELS[: LEVELS.index(self._fidelity) + 1]
+        return [
+            pair
+            for pair in TABLE
+            if pair.level in levels and pair.families >= families and self._only in (None, pair.weights)
+        ]
+
+    def bind(self, session: Session) -> None:
+        """Make and bind every candidate, and time the link. Collective. Raises: RankMismatch, PeerLost, Unsupported."""
+        super().bind(session)
+        communicator = session.communicator
+        trained = [parameter for parameter in session.names if parameter.requires_grad]
+        self._pairs = {pair.spec: pair for pair in self._allowed(set(session.optimizers.families(trained)))}
+        for spec, pair in self._pairs.items():
+            self._subs[spec] = self._make(pair.gradients)
+            self._subs[spec].bind(session)
+        compare_offers(session, self.name, self.configuration, list(self._pairs))
+        hop_s, byte_s = communicator.submit(probe_link, communicator).wait()
+        slowest = torch.tensor([1e6 * hop_s, 1e12 * byte_s], dtype=torch.int64, device="cpu")
+        communicator.submit(communicator.all_reduce, slowest, dist.ReduceOp.MAX).wait()
+        self._hop_us, self._transfer_us = int(slowest[0]), 0
+        self._polls, self._probes = Polls(communicator), LinkProbes()
+        self._waiting_us, self._waits = 0, deque[int](maxlen=_FEW)
+        self.law = Law(
+            {PLAIN: 1000, **dict.fromkeys(self._pairs, 1000)},
+            math.ceil(1000 * self._budget),
+            self._predict,
+            lambda spec: "plain" if spec == PLAIN else self._pairs[spec].weights,
+        )
+
+    def _predict(self, computing_us: int) -> Mapping[str, int]:
+        """What waits is as long as what is sent."""
+        coded = {spec: pair.share(*self._widths) for spec, pair in self._pairs.items()}
+        return {spec: computing_us + int(self._waiting_us * share) for spec, share in {PLAIN: 1.0, **coded}.items()}
+
+    # ---- a step
+
+    def begin_at(self, step: int) -> None:
+        self._polls.forget()
+        self._probes.forget()
+        self.law.go_on_at(step)
+        self._schedule = [entry for entry in self._schedule if entry[0] < step]
+        self.choose(step)
+
+    def choose(self, step: int) -> None:
+        """Read what is due and decide, on the training thread, between two steps. Raises: RankMismatch, PeerLost."""
+        lag = lag_of(self.law, self._hop_us * 2 * (self.session.communicator.world_size - 1))
+        while (vote := self._polls.next_before(step - lag)) is not None:
+            self._count(vote)
+        name = self.law.scheme_of(step)
+        if name != self._active:
+            self.session.communicator.submit(_nothing).wait()  # its last step is committed
+            self._active = name
+            self._waits.clear()
+        if not self._schedule or self._schedule[-1][1] != name:
+            self._schedule.append((step, name))
+        self.session.recorder.scheme = name
+
+    def end_watched_step(self, step: int, took_ns: int, waited_ns: int) -> None:
+        """Put this rank's numbers to the vote, and choose for the next step."""
+        probe = self._probes.take()
+        at_once = self.law.role_of(step) != "run" or probe
+        if self._polls.add(step, took_ns // 1000, waited_ns // 1000, False, (), at_once=at_once, probe=probe,
+                           reconsider=self._wants_to_reconsider):  # fmt: skip
+            self._wants_to_reconsider = False
+        self.choose(step + 1)
+
+    def reconsider(self) -> None:
+        """Think again soon: forget what was measured under the old network. Any rank may call it."""
+        self._wants_to_reconsider = True
+
+    def _count(self, vote: Vote) -> None:
+        """Give the law what the ranks agreed on."""
+        link_changed = vote.reconsider
+        if vote.transfer_us:
+            self.law.probe_us = vote.transfer_us
+            before_us = self._transfer_us or vote.transfer_us
+            found_us = self._probes.found(vote.transfer_us, 1 / before_us, lambda us: 1 / us)
+            self._transfer_us = found_us or before_us
+            if found_us:
+                self._waiting_us, link_changed = self._waiting_us * found_us // before_us, True
+        for step, took_us, waited_us, _ in vote.steps():
+            if self.law.wants_probe(step):
+                self._probes.ask(is_urgent=not self.law.is_settled)
+            self._note_waiting(self.law.scheme_of(step), waited_us)
+            self.law.observe(step, took_us, waited_us, link_changed and step == vote.last_step)
+        self._told = log_decisions(self.law, self._told, self.session.communicator.rank)
+
+    def _note_waiting(self, name: str, waited_us: int) -> None:
+        """A plain step says what plain waits; others, how long it may wait at most: more bytes, but nothing to encode."""
+        self._waits.append(waited_us if name == PLAIN else int(waited_us / self._pairs[name].share(*self._widths)))
+        if name == PLAIN:
+            self._waiting_us = waited_us
+        elif len(self._waits) == self._waits.maxlen:
+            self._waiting_us = min(self._waiting_us, median(list(self._waits)))
+
+    def begin_step(self, step: int) -> None:
+        self._subs[self._active].begin_step(step)
+
+    def reduce(self, bucket: Bucket) -> torch.futures.Future:
+        return self._subs[self._active].reduce(bucket)
+
+    def end_buckets(self, step: int) -> None:
+        self._subs[self._active].end_buckets(step)
+
+    def end_step(self, step: int) -> None:
+        self._subs[self._active].end_step(step)
+
+    def end_backward(self, step: int) -> int:
+        return 0 if self.is_transparent else self._subs[self._active].end_backward(step)
+
+    # ---- between steps
+
+    def stats(self) -> dict[str, Any]:
+        """As `auto`'s behind DDP: what was predicted and measured, decisions with reasons, the schedule."""
+        return {
+            "auto": {
+                "scheme": self._active,
+                "fidelity": self._fidelity,
+                "candidates": [one.as_dict() for one in self.law.candidates.values()],
+                "schedule": list(self._schedule),
+                **self.law.figures(),
+            }
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"law": self.law.state_dict(), "schemes": {spec: sub.state_dict() for spec, sub in self._subs.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        try:
+            law, saved = state["law"], state["schemes"]
+            self.law.load_state_dict(law, 0)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise not_the_state("scheme auto", f"it does not read ({error!r})") from error
+        for spec, sub in self._subs.items():
+            if spec in saved:
+                sub.load_state_dict(saved[spec])
+
+    def close(self) -> None:
+        for sub in self._subs.values():
+            sub.close()
+
+    def unbind(self) -> None:
+        for sub in self._subs.values():
+            sub.unbind()
+        self._subs.clear()
+        super().unbind()
+
+
+def check_spec(spec: Any) -> str:
+    """`spec` if it is a text. Raises: InvalidArgument."""
+    if not isinstance(spec, str):
+        raise InvalidArgument(f"a candidate is a text NAME:option=value, not {type(spec).__name__}")
+    return spec
+
+
+def _nothing() -> None:
+    """For the lane, when all before it is done."""

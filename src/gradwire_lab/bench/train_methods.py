@@ -146,7 +146,7 @@ class TrainMethod:
         if self.name != "fsdp2-shards":
             return gradwire.attach(self._model, self._optimizers, self._make_scheme())
         scheme = {key: value for key, value in self.options.items() if key not in ("gradients", "weights", *_PRECISION)}
-        name, weights = self.options.get("gradients", "gcomp"), self.options.get("weights", "exact")
+        name, weights = self.options.get("gradients", "gcomp"), self.options.get("weights")
         return gradwire.attach(self._model, self._optimizers, name, weights=weights, **scheme)
 
     def _make_scheme(self) -> schemes.Scheme:

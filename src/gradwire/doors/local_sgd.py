@@ -5,7 +5,7 @@
     loop.close()
 
 The pseudo-gradient, anchor - parameter, is reduced by a scheme; the outer optimizer steps the anchors with the mean; the
-parameters go on from there. Douillard et al., DiLoCo, 2023; the overlap as in Streaming DiLoCo, 2025.
+parameters go on from there. Douillard et al., DiLoCo, 2023; overlap and fragments as in Streaming DiLoCo, 2025.
 
 When not to use this: where the link carries every step's gradients in the time of a step; DDP with a scheme then learns more
 from each step.
@@ -64,6 +64,8 @@ class LocalSgd:
         outer: makes the outer optimizer of the anchors, the parameters after the last outer step.
         group: who exchanges (default: all ranks); with FSDP2 those that hold the same shard.
         delay: inner steps that the exchange may overlap with (0: none). Their updates are kept.
+        fragments: parts of the model, about equally large, that are exchanged in turn, each every `every` steps: as many bytes
+            in all, of which as few times fewer come at once. An exchange ends before the next begins.
         feedback_decay: of a scheme with error feedback, the share of a residual that is kept from one exchange to the next:
             1 keeps all of it; below, what was left out long ago fades, and takes the outer momentum's place
             (SparseLoCo, arXiv 2508.15706).
@@ -81,15 +83,22 @@ class LocalSgd:
         outer: OuterOptimizer = nesterov,
         group: Any = None,
         delay: int = 0,
+        fragments: int = 1,
         feedback_decay: float = 1.0,
         scaler: Any = None,
         **options: Any,
     ) -> None:
-        if every < 1 or not 0 <= delay < every:
-            raise InvalidArgument(f"every must be at least 1 and delay from 0 to every - 1, got {every} and {delay}")
+        if not 1 <= fragments <= every or not 0 <= delay < every // fragments:
+            raise InvalidArgument(
+                "every must be at least fragments, that at least 1, and delay from 0 to every // fragments - 1, got "
+                f"every={every}, fragments={fragments}, delay={delay}"
+            )
         if not 0 <= feedback_decay <= 1:
             raise InvalidArgument(f"feedback_decay is a share from 0 to 1, got {feedback_decay}")
         self._every, self._delay, self._count = every, delay, 0
+        self._ends = [
+            every * (number + 1) // fragments for number in range(fragments)
+        ]  # when each fragment's exchange does
         self._named = named_parameters(module)
         # On the host and in float32: the outer step comes once in H, and needs no memory of the device.
         self._anchors: dict[str, nn.Parameter] = {}
@@ -139,17 +148,29 @@ class LocalSgd:
     def _end_step(self) -> None:
         self._stepped.clear()
         self._count += 1
-        if self._count == self._every - self._delay:
-            self._deltas = {name: a.detach() - _on_host(self._named[name]) for name, a in self._anchors.items()}
+        if self._count + self._delay in self._ends:
+            names = self._fragment(self._ends.index(self._count + self._delay))
+            self._deltas = {name: self._anchors[name].detach() - _on_host(self._named[name]) for name in names}
             self._sent = {name: delta.clone() for name, delta in self._deltas.items()} if self._delay else {}
-            self._work = self.reducer.all_reduce(self._deltas)
-        if self._count == self._every:
-            self._count = 0
+            self._work = self.reducer.all_reduce(self._deltas) if names else None
+        if self._count in self._ends:
+            self._count %= self._every
             self._step_outer()
 
+    def _fragment(self, number: int) -> list[str]:
+        """The names of a fragment: those whose middle lies in its share of all values."""
+        n_fragments, names, end = len(self._ends), [], 0
+        total = sum(anchor.numel() for anchor in self._anchors.values())
+        for name, anchor in self._anchors.items():
+            middle, end = end + anchor.numel() / 2, end + anchor.numel()
+            if min(int(middle * n_fragments / max(1, total)), n_fragments - 1) == number:
+                names.append(name)
+        return names
+
     def _step_outer(self) -> None:
-        assert self._work is not None
         work, self._work = self._work, None
+        if work is None:  # a fragment in which nothing lies
+            return
         work.wait()
         exchanged = {name: self._anchors[name] for name in self._deltas}
         before = {name: a.detach().clone() for name, a in exchanged.items()} if self._delay else {}
@@ -173,7 +194,8 @@ class LocalSgd:
         """This rank's state between two inner steps. Raises: InvalidArgument while an exchange is under way."""
         if self._work is not None:
             raise InvalidArgument(
-                f"an exchange is under way: save in the first {self._every - self._delay - 1} steps after an outer one"
+                "an exchange is under way: save in the first "
+                f"{self._every // len(self._ends) - self._delay - 1} steps after an outer one"
             )
         return {
             "count": self._count,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gradwire.checks import choice as check_choice
 from gradwire.checks import share as check_share
+from gradwire.codecs.chunks import CHUNK, add_chunks, take_chunks
 from gradwire.codecs.selection import Sample, add_elements, take_by_sample
 from gradwire.codecs.tensors import check_positive
 from gradwire.core.bucket import Bucket, Slot, flatten_like, local_of
@@ -31,6 +32,7 @@ from gradwire.errors import InvalidArgument
 from gradwire.schemes.compressed import Compressed, count_of
 from gradwire.schemes.plain_steps import check_steps
 from gradwire.schemes.selection import ByName, Names, Selection, matrices
+from gradwire.schemes.top_k import CODES
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class Dgc(Compressed):
         nesterov: Nesterov's momentum, as SGD's own.
         weight_decay: this share of a parameter is added to its gradient before all else, as SGD does; by the ranks that
             have a gradient of it.
+        code: "elements" or "chunks", of which the share is taken of every 4,096 values of a bucket; as `top-k`'s.
         exempt, only: which tensors are sent whole besides; see `ByName`.
     """
 
@@ -73,6 +76,7 @@ class Dgc(Compressed):
         per: str = "layer",
         nesterov: bool = False,
         weight_decay: float = 0.0,
+        code: str = "elements",
         **names: Names,
     ) -> None:
         super().__init__(error_feedback=True, momenta=True, select=ByName(**{"exempt": (), **names}))
@@ -86,7 +90,7 @@ class Dgc(Compressed):
         if isinstance(weight_decay, bool) or not (weight_decay >= 0 and math.isfinite(weight_decay)):
             raise InvalidArgument(f"weight_decay must be finite and not negative, got {weight_decay!r}")
         self.momentum, self.nesterov, self.weight_decay = float(momentum), bool(nesterov), float(weight_decay)
-        self.per = check_choice("per", per, ("layer", "bucket"))
+        self.per, self.code = check_choice("per", per, ("layer", "bucket")), check_choice("code", code, CODES)
         self.warmup_steps = check_steps("warmup_steps", warmup_steps)
         self.max_norm = None if max_norm is None else check_positive("max_norm", max_norm)
         self.seed = seed
@@ -107,6 +111,7 @@ class Dgc(Compressed):
             "per": self.per,
             "nesterov": self.nesterov,
             "weight_decay": self.weight_decay,
+            "code": self.code,
             **self.select.configuration,
         }
 
@@ -166,8 +171,11 @@ class Dgc(Compressed):
         with wire.timing("decode"):
             mean = gradient.zero_()
             for rank, received in enumerate(payloads):  # in rank order: the same sum everywhere
-                n_taken, indices, taken = received.tensor_split([1, (1 + received.numel()) // 2])
-                add_elements(indices, taken.view(torch.float32), mean, wire.error, n_taken)
+                if self.code == "chunks":
+                    add_chunks(received, count_of(self.share_at(bucket.step), CHUNK), mean)
+                else:
+                    n_taken, indices, taken = received.tensor_split([1, (1 + received.numel()) // 2])
+                    add_elements(indices, taken.view(torch.float32), mean, wire.error, n_taken)
                 wire.check(rank)
             wire.divide(mean, wire.world_size)
             if dense is not None:
@@ -183,6 +191,10 @@ class Dgc(Compressed):
         if wire.world_size == 1:
             wire.note_message(is_finite)
             return []
+        if self.code == "chunks":
+            with wire.timing("encode"):
+                payload = take_chunks(sums, count_of(self.share_at(bucket.step), CHUNK), beside=momenta)
+            return list(wire.gather(payload, is_finite))
         with wire.timing("encode"):
             tensors, counts = self._spans_and_counts(bucket, whole)
             generator = torch.Generator().manual_seed(bucket.draw(wire.rank, self.seed) & 0x7FFF_FFFF_FFFF_FFFF)

@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--outer", default="nesterov", choices=["nesterov", "average"], help=words)
     words = "share of local SGD's residuals that is kept from one exchange to the next"
     option(parser, "--feedback-decay", "SHARE", words, 1.0)
+    option(parser, "--fragments", "N", "parts of the model that local SGD exchanges in turn", 1)
+    option(parser, "--delay", "STEPS", "that an exchange of local SGD may overlap with", 0)
     _either(parser, "--evaluate", "on held-out data")
     add_json(parser, "write a list with one flat record per run")
 

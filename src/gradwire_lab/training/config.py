@@ -33,7 +33,8 @@ class TrainConfig:
             does: a run that does so is bit-identical to one that stops there and resumes.
         local_sgd: H; ranks step by themselves and exchange pseudo-gradients every H steps (`LocalSgd`, DiLoCo's outer
             optimizer). 0: gradients, every step. `outer`: its outer optimizer, "nesterov" (DiLoCo's) or "average";
-            `feedback_decay`: share of the residuals that lasts from one exchange to the next.
+            `feedback_decay`: share of the residuals that lasts from one exchange to the next; `fragments` and `delay`: as
+            LocalSgd's.
     """
 
     workload: str = "gpt"
@@ -58,6 +59,8 @@ class TrainConfig:
     local_sgd: int = 0
     outer: str = "nesterov"
     feedback_decay: float = 1.0
+    fragments: int = 1
+    delay: int = 0
 
     def __post_init__(self) -> None:
         """Raises: InvalidArgument."""

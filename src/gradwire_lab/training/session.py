@@ -65,8 +65,10 @@ class TrainingSession:
         scheme = schemes.by_name(name, **options) if options else name
         self.ddp = self.model
         outer, decay = OUTER[self._config.outer], self._config.feedback_decay
-        every = self._config.local_sgd
-        self.attachment = LocalSgd(self.model, self.optimizers, scheme, every, outer, feedback_decay=decay)
+        self.attachment = LocalSgd(
+            self.model, self.optimizers, scheme, self._config.local_sgd, outer, feedback_decay=decay,
+            fragments=self._config.fragments, delay=self._config.delay,
+        )  # fmt: skip
 
     def rewrap(self) -> None:
         """Wrap anew, as a resumption does, carrying the scheme's state over."""

@@ -40,7 +40,7 @@ _WORKLOAD_PREFIX = "workload."
 # and about DDP: its bucket_cap_mb, which schemes that work by block want no larger than a block.
 _BUCKET_MB = "bucket_mb"
 # Options of TrainConfig that a spec may name: pseudo-gradients every so many steps, instead of gradients at every step.
-_LOCAL_SGD: dict[str, Any] = {"local_sgd": 0, "outer": "nesterov", "feedback_decay": 1.0}
+_LOCAL_SGD: dict[str, Any] = {"local_sgd": 0, "outer": "nesterov", "feedback_decay": 1.0, "fragments": 1, "delay": 0}
 _WINDOW = 10  # steps below a loss before it counts as reached, as in GComp's paper (section 7.6)
 _UNSTEADY_STEPS = 2  # DDP rebuilds its buckets in step 1
 _FIELDS = ("optimizer", "learning_rate", "batch_size", "n_parameters", "ratio", "wire_bytes", "cpu_s", "exposed_s",

@@ -69,8 +69,8 @@ class LocalSgd:
         feedback_decay: of a scheme with error feedback, the share of a residual that is kept from one exchange to the next:
             1 keeps all of it; below, what was left out long ago fades, and takes the outer momentum's place
             (SparseLoCo, arXiv 2508.15706).
-        scaler: the GradScaler, if there is one. A step that any GradScaler skips counts as a step, given or not.
-        options: as for Reducer: bucket_mb, timeout_s, trace.
+        options: as for Reducer: bucket_mb, timeout_s, trace; and `scaler`, the GradScaler, which need not be given: a step that
+            any GradScaler skips counts as a step.
     Raises: InvalidArgument, Unsupported; the first `optimizer.step()` InvalidArgument, on all ranks, if these start apart.
     """
 
@@ -85,7 +85,6 @@ class LocalSgd:
         delay: int = 0,
         fragments: int = 1,
         feedback_decay: float = 1.0,
-        scaler: Any = None,
         **options: Any,
     ) -> None:
         if not 1 <= fragments <= every or not 0 <= delay < every // fragments:
@@ -95,6 +94,7 @@ class LocalSgd:
             )
         if not 0 <= feedback_decay <= 1:
             raise InvalidArgument(f"feedback_decay is a share from 0 to 1, got {feedback_decay}")
+        options.pop("scaler", None)
         self._every, self._delay, self._count = every, delay, 0
         self._ends = [
             every * (number + 1) // fragments for number in range(fragments)

@@ -102,6 +102,10 @@ def test_fragments_are_exchanged_in_turn(rank: int, world_size: int) -> None:
         step_inner(ours, optimizer, rank, range(3 * EVERY))
         assert loop.reducer.step == 6
         assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), net.parameters(), strict=True)), delay
+        step_inner(ours, optimizer, rank, range(1))
+        assert not agree(torch.cat([p.detach().flatten() for p in ours.parameters()]))
+        loop.take_shared()
+        assert agree(torch.cat([p.detach().flatten() for p in ours.parameters()]))
         loop.close()
     ours, optimizer = make()  # more parts than tensors: nothing is left out, nothing comes twice
     loop = gradwire.LocalSgd(ours, optimizer, "plain", 12, fragments=12, timeout_s=100)

@@ -240,11 +240,15 @@ def test_command_line_says_all_of_a_configuration() -> None:
 
 def test_local_sgd_exchanges_every_few_steps_and_may_end_between_two() -> None:
     every_3 = replace(CONFIG, local_sgd=3)
-    three, two, full = _train_in_turn(every_3, replace(every_3, steps=5), CONFIG)
+    shorter = [replace(every_3, steps=steps) for steps in (5, 3)]
+    in_parts = replace(every_3, fragments=3, delay=0)
+    three, two, one, parts, full = _train_in_turn(every_3, *shorter, in_parts, CONFIG)
     sent = [record["bytes_sent"] > 0 for record in three.steps]
     assert sent == [False, False, True, False, False, True]
     assert three.summary["replicas_equal"]
-    assert not two.summary["replicas_equal"]
+    assert two.summary["parameters_sha256"] == one.summary["parameters_sha256"], "what ranks share"
+    assert all(record["bytes_sent"] > 0 for record in parts.steps)
+    assert parts.summary["replicas_equal"]
     assert three.steps[2]["bytes_sent"] == pytest.approx(full.steps[2]["bytes_sent"], rel=0.1)
     assert [record["ratio"] for record in three.steps[:2]] == [0, 0]
     for wrong in ({"scheme": "ddp"}, {"checkpoint": Path("x")}, {"rewrap_at": (2,)}):

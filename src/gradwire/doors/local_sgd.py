@@ -186,6 +186,15 @@ class LocalSgd:
                 local.copy_(anchor)
         self._deltas, self._sent = {}, {}
 
+    @torch.no_grad()
+    def take_shared(self) -> None:
+        """Set the parameters to the shared ones, as the last exchange of each left them: the same on all ranks.
+
+        To evaluate or to save, at the end, or where there are fragments or a delay; what ranks have learnt since goes.
+        """
+        for name, anchor in self._anchors.items():
+            local_of(self._named[name]).copy_(anchor)
+
     def stats(self) -> dict[str, Any]:
         """The Reducer's: bytes and times of the exchanges, and the scheme's own figures."""
         return self.reducer.stats()

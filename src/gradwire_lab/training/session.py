@@ -129,16 +129,14 @@ class TrainingSession:
             optimizer.zero_grad(set_to_none=True)
 
     def flush(self) -> None:
-        """Let a scheme that owns the optimizer's step finish it, so that the parameters are those of the last step."""
-        flush = getattr(self.attachment, "flush", None)
+        """Have the parameters that all ranks share: a scheme that owns the optimizer's step finishes it."""
+        flush = getattr(self.attachment, "take_shared" if self._config.local_sgd else "flush", None)
         if flush is not None:
             flush()
 
     @property
     def replicas_may_differ(self) -> bool:
-        """Whether replicas may be apart at the end: `periodic`, and local SGD between two exchanges."""
-        if self._config.local_sgd:  # they are equal after an exchange
-            return self._config.steps % self._config.local_sgd != 0
+        """Whether replicas may be apart at the end: `periodic`."""
         return self._scheme is not None and bool(self._scheme.replicas_may_differ)
 
     def scheme_state(self) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from look_ahead_cases import OPTIMIZERS, PLAIN, build, loss_of, start
 from torch import Tensor, nn
 
 import gradwire
-from gradwire.schemes.slimgc import SlimGC
+from gradwire.schemes import Scheme, by_name
 from gradwire_lab.training.digest import hash_parameters
 from ranks import on_ranks
 from small_training import Training, adamw, batch_of
@@ -35,7 +35,7 @@ def weights_of(ddp: nn.Module) -> Tensor:
 # ---- one rank, no compression: the same bits as synchronous training
 
 
-def train(optimizer_name: str, case: str, scheme: SlimGC | None) -> tuple[Tensor, list[float], dict[str, Any]]:
+def train(optimizer_name: str, case: str, scheme: Scheme | None) -> tuple[Tensor, list[float], dict[str, Any]]:
     training = start(0, scheme, ALL_OPTIMIZERS[optimizer_name], gradient_as_bucket_view=case == "view")
     ddp, optimizer = training.ddp, training.optimizer
     has_schedule = case in ("schedule", "everything")
@@ -74,14 +74,14 @@ def test_one_rank_without_compression_is_synchronous_training_bit_for_bit(rank: 
     for name, case in cases:
         options = {"max_grad_norm": 0.05} if case in ("clipping", "everything") else {}
         expected = train(name, case, None)
-        found = train(name, case, SlimGC(**PLAIN, **options, local="peek", sync_steps=0))
+        found = train(name, case, by_name("slimgc", **PLAIN, **options, local="peek", sync_steps=0))
         assert torch.equal(found[0], expected[0]), (name, case)
         assert found[1] == expected[1], (name, case)
         for mine, theirs in zip(found[2]["state"].values(), expected[2]["state"].values(), strict=True):
             assert all(torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k])) for k in theirs), (name, case)
 
 
-def train_scaled(make: Callable[[Any], torch.optim.Optimizer], scheme: SlimGC | None) -> Tensor:
+def train_scaled(make: Callable[[Any], torch.optim.Optimizer], scheme: Scheme | None) -> Tensor:
     """Under a GradScaler that meets an overflow and grows; powers of two, so that scaling itself rounds nothing."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     training = start(0, scheme, make, scaler=scaler)
@@ -101,7 +101,7 @@ def test_every_optimizer_steps_under_a_scaler_as_it_does_without_backup(rank: in
         "fused adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     }
     for name, make in (ALL_OPTIMIZERS | fused).items():
-        found = train_scaled(make, SlimGC(**PLAIN, local="peek", sync_steps=0))
+        found = train_scaled(make, by_name("slimgc", **PLAIN, local="peek", sync_steps=0))
         assert torch.equal(found, train_scaled(make, None)), name
 
 
@@ -115,7 +115,7 @@ def test_two_ranks_follow_the_formula(rank: int, world_size: int, local: str) ->
     rate, n_steps = 0.1, 7
     ddp = build()
     optimizer = torch.optim.SGD(ddp.parameters(), lr=rate, momentum=0.9)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN, local=local, sync_steps=0), timeout_s=100)
+    attachment = gradwire.attach(ddp, optimizer, by_name("slimgc", **PLAIN, local=local, sync_steps=0), timeout_s=100)
     twin = copy.deepcopy(ddp.module)
     weights = [p.detach().clone() for p in twin.parameters()]
     velocity: list[Tensor] | None = None
@@ -164,11 +164,11 @@ def test_gradients_are_one_step_stale_and_never_two(rank: int, world_size: int) 
     """A network that takes a second: the next step is computed meanwhile, the one after it is not begun."""
     ddp = build(bucket_cap_mb=25)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    scheme = SlimGC(**PLAIN, sync_steps=0)
+    scheme = by_name("slimgc", **PLAIN, sync_steps=0)
     attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=100)
     events: list[tuple[str, int]] = []
     lock = threading.Lock()
-    inner = scheme._reduce_on_lane
+    inner = scheme.inner._reduce_on_lane
 
     def slow(bucket: Any) -> Any:
         time.sleep(1.0)
@@ -177,7 +177,7 @@ def test_gradients_are_one_step_stale_and_never_two(rank: int, world_size: int) 
             events.append(("aggregated", bucket.step))
         return result
 
-    scheme._reduce_on_lane = slow  # type: ignore[method-assign]
+    scheme.inner._reduce_on_lane = slow  # type: ignore[method-assign]
     for step in range(4):
         optimizer.zero_grad()
         with lock:
@@ -204,7 +204,7 @@ def test_gradients_are_one_step_stale_and_never_two(rank: int, world_size: int) 
 def test_saved_in_the_middle_of_a_pending_step_a_run_goes_on_with_the_same_bits(rank: int, world_size: int) -> None:
     def begin(seed: int = 1) -> Training:
         options = {"codec": "one-bit", "threshold_bytes": 400, "backup": True, "sync_steps": 2}
-        return start(rank, SlimGC(**options), lambda p: torch.optim.AdamW(p, lr=1e-2), seed)
+        return start(rank, by_name("slimgc", **options), lambda p: torch.optim.AdamW(p, lr=1e-2), seed)
 
     training, results = begin(), []
     training.take_steps(range(6))
@@ -235,7 +235,7 @@ def loss_of_narrow(module: nn.Module, rank: int, step: int) -> Tensor:
 @on_ranks()
 def test_global_weights_are_identical_on_all_ranks_after_300_steps(rank: int, world_size: int) -> str:
     # Measured times would make the decision, and so the hash, another one in each run.
-    scheme = SlimGC("one-bit", threshold_bytes=300, backup=True)
+    scheme = by_name("slimgc", codec="one-bit", threshold_bytes=300, backup=True)
     ddp = {"bucket_cap_mb": 25}
     training = Training(rank, scheme, adamw, narrow, loss_of_narrow, ddp, timeout_s=30)
     training.take_steps(range(300))

@@ -8,11 +8,13 @@ from typing import Any
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
 from gradwire.registry import Registry, parse_spec
+from gradwire.schemes.ahead import OPTIONS as AHEAD_OPTIONS
+from gradwire.schemes.ahead import Ahead
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.plain_steps import BESIDE_ADAM
 from gradwire.schemes.two_level import TwoLevel
 
-__all__ = ["Scheme", "Session", "TwoLevel", "by_name", "names"]
+__all__ = ["Ahead", "Scheme", "Session", "TwoLevel", "by_name", "names"]
 
 # name: "module:class". A new scheme is one file or folder and one line here.
 _REGISTRY: Registry[Scheme] = Registry(
@@ -75,6 +77,8 @@ def as_published(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def by_name(name: str, **options: Any) -> Scheme:
     """A new scheme by its registry name, or by `NAME:option=value,option=value` as commands, logs and `stats()` write it.
 
+    With `ahead=1` among the options, which may be followed by its own, the training does not wait for it: see `Ahead`.
+
     Raises: InvalidArgument (unknown name; an option that the scheme does not take, or that is given twice; a wrong value).
     """
     name, written = parse_spec(name)
@@ -83,4 +87,9 @@ def by_name(name: str, **options: Any) -> Scheme:
     options = {**written, **options}
     if name in _OF_THE_LABORATORY and name not in names():
         raise InvalidArgument(f"the scheme {name!r} is a baseline for experiments: `import gradwire_lab` registers it")
-    return _REGISTRY.make(name, options)
+    ahead = options.pop("ahead", 0)
+    if name == "slimgc" and options.pop("backup", False):  # its paper's word
+        ahead = 1
+    of_ahead = {key: options.pop(key) for key in AHEAD_OPTIONS if ahead and key in options}
+    made = _REGISTRY.make(name, options)
+    return Ahead(made, ahead, **of_ahead) if ahead else made

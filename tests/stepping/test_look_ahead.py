@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from look_ahead_cases import OPTIMIZERS, PLAIN, build, loss_of, start
 from torch import Tensor, nn
 
@@ -105,58 +104,7 @@ def test_every_optimizer_steps_under_a_scaler_as_it_does_without_backup(rank: in
         assert torch.equal(found, train_scaled(make, None)), name
 
 
-# ---- two ranks: the very formula, and the staleness
-
-
-@pytest.mark.parametrize("local", ["peek", "sgd"])
-@on_ranks(2)
-def test_two_ranks_follow_the_formula(rank: int, world_size: int, local: str) -> None:
-    """w(i+1) = w(i) - rule(mean of g), where rank j's g(i) is taken at w(i-1) moved by its own g(i-1) (formula 8)."""
-    rate, n_steps = 0.1, 7
-    ddp = build()
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=rate, momentum=0.9)
-    attachment = gradwire.attach(ddp, optimizer, by_name("slimgc", **PLAIN, local=local, sync_steps=0), timeout_s=100)
-    twin = copy.deepcopy(ddp.module)
-    weights = [p.detach().clone() for p in twin.parameters()]
-    velocity: list[Tensor] | None = None
-    waiting: list[Tensor] | None = None  # own gradient of the step before
-    for step in range(n_steps):
-        # By hand: settle the step before, then move on by the own gradient of that step.
-        start = weights
-        if waiting is not None:
-            moved = (
-                waiting
-                if local == "sgd" or velocity is None
-                else [0.9 * v + g for v, g in zip(velocity, waiting, strict=True)]
-            )
-            start = [w - rate * m for w, m in zip(weights, moved, strict=True)]
-        for p, w in zip(twin.parameters(), start, strict=True):
-            p.data.copy_(w)
-        own = torch.autograd.grad(loss_of(twin, rank, step), list(twin.parameters()))
-        if waiting is not None:
-            mean = [g / world_size for g in waiting]
-            for g in mean:
-                dist.all_reduce(g)
-            velocity = mean if velocity is None else [0.9 * v + g for v, g in zip(velocity, mean, strict=True)]
-            weights = [w - rate * v for w, v in zip(weights, velocity, strict=True)]
-        waiting = list(own)
-        # In training.
-        optimizer.zero_grad()
-        loss_of(ddp, rank, step).backward()
-        for p, g in zip(ddp.parameters(), own, strict=True):
-            assert torch.allclose(p.grad, g, atol=1e-6), (local, step)
-        optimizer.step()
-        for buffer, twins in zip(ddp.buffers(), twin.buffers(), strict=True):
-            twins.copy_(buffer)
-    attachment.flush()
-    mean = [g / world_size for g in waiting or []]
-    for g in mean:
-        dist.all_reduce(g)
-    assert velocity is not None
-    weights = [w - rate * (0.9 * v + g) for w, v, g in zip(weights, velocity, mean, strict=True)]
-    for p, w in zip(ddp.parameters(), weights, strict=True):
-        assert torch.allclose(p, w, atol=1e-6)
-    attachment.close()
+# ---- two ranks: the staleness
 
 
 @on_ranks(2)
@@ -200,11 +148,15 @@ def test_gradients_are_one_step_stale_and_never_two(rank: int, world_size: int) 
     attachment.close()
 
 
+@pytest.mark.parametrize(
+    "spec", ["slimgc:codec=one-bit,threshold_bytes=400", "acp-sgd:rank=2,start_step=1", "top-k:share=0.1"]
+)
 @on_ranks(2)
-def test_saved_in_the_middle_of_a_pending_step_a_run_goes_on_with_the_same_bits(rank: int, world_size: int) -> None:
+def test_saved_in_the_middle_of_a_pending_step_a_run_goes_on_with_the_same_bits(
+    rank: int, world_size: int, spec: str
+) -> None:
     def begin(seed: int = 1) -> Training:
-        options = {"codec": "one-bit", "threshold_bytes": 400, "backup": True, "sync_steps": 2}
-        return start(rank, by_name("slimgc", **options), lambda p: torch.optim.AdamW(p, lr=1e-2), seed)
+        return start(rank, by_name(spec, ahead=1, sync_steps=2), lambda p: torch.optim.AdamW(p, lr=1e-2), seed)
 
     training, results = begin(), []
     training.take_steps(range(6))

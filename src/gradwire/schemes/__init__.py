@@ -32,6 +32,7 @@ _REGISTRY: Registry[Scheme] = Registry(
         "one-bit": "gradwire.schemes.quantisers:OneBitScheme",
         "one-bit-adam": "gradwire.schemes.one_bit_adam:OneBitAdam",
         "plain": "gradwire.schemes.plain:Plain",
+        "power-momentum": "gradwire.schemes.power_momentum:PowerMomentum",
         "power-sgd": "gradwire.schemes.power_sgd:power_sgd",
         "power-sgd-overlap": "gradwire.schemes.power_sgd:power_sgd_overlap",
         "qsgd": "gradwire.schemes.quantisers:QsgdScheme",
@@ -62,9 +63,9 @@ def owns_step(name: str) -> bool:
     return _REGISTRY.class_of(name).owns_step
 
 
-def needs_adam(name: str) -> bool:
-    """Whether the scheme called `name` exchanges the momenta of Adam or AdamW, and works with no other optimizer."""
-    return _REGISTRY.class_of(name).needs_adam
+def needs_momenta(name: str) -> bool:
+    """Whether the scheme called `name` exchanges or reads momenta, and works only with optimizers that have such."""
+    return _REGISTRY.class_of(name).needs_momenta
 
 
 def as_published(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

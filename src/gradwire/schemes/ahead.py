@@ -175,7 +175,7 @@ def _refuse(inner: Scheme) -> None:
     """Raises: Unsupported (a scheme that does more than reduce, or reads what local weights change)."""
     why = (
         "takes the optimizer's step itself" if inner.owns_step
-        else "exchanges the optimizer's momenta, which are a step behind" if inner.needs_adam
+        else "exchanges the optimizer's momenta, which are a step behind" if inner.needs_momenta
         else "leaves ranks with different results" if inner.replicas_may_differ
         else "watches DDP's own steps; name a scheme" if inner.is_transparent
         else "reads parameters and the optimizer's state, which are this rank's own for a step; for gcomp take "

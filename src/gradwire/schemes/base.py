@@ -45,8 +45,8 @@ class Scheme(metaclass=ABCMeta):
 
     # Whether it takes the optimizer's step itself (gradwire.stepping); it then needs the model and the optimizer.
     owns_step: bool = False
-    # Whether it works with torch's Adam and AdamW only, inside DDP, whose momenta it exchanges.
-    needs_adam: bool = False
+    # Whether it works with some of torch's optimizers only, whose momenta it exchanges or reads.
+    needs_momenta: bool = False
     # Whether the training goes on without its means, which it uses a step later (`ahead.py`). Set before `bind`.
     is_ahead: bool = False
 

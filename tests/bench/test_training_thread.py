@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire import schemes
 from gradwire.codecs.quantised import OneBit
-from gradwire.schemes.slimgc import SlimGC
 from gradwire_lab.bench.training_thread import TrainingThreadQuantiser
 from ranks import patience, run_ranks
 
@@ -67,7 +67,9 @@ def check_probes_count_to_their_step(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(20, 60))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for backup in (False, True):
-        attachment = gradwire.attach(ddp, optimizer, SlimGC("one-bit", warmup_steps=4, backup=backup), timeout_s=100)
+        attachment = gradwire.attach(
+            ddp, optimizer, schemes.by_name("slimgc", codec="one-bit", warmup_steps=4, backup=backup), timeout_s=100
+        )
         sent = []
         for step in range(5):
             optimizer.zero_grad()

@@ -118,4 +118,4 @@ def variant_of(case: dict[str, Any]) -> Variant:
 
 def optimizer_of(case: dict[str, Any]) -> str:
     """The optimizer that `case` names, or the one that its scheme needs."""
-    return "adamw" if schemes.needs_adam(case["scheme"][0]) else str(case["optimizer"])
+    return "adamw" if schemes.needs_momenta(case["scheme"][0]) else str(case["optimizer"])

@@ -24,7 +24,7 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
     **{
         name: lambda name=name: schemes.by_name(name, **schemes.as_published(name, {}))
         for name in schemes.names()
-        if name not in ("aqgb", "gcomp", "slimgc") and not schemes.needs_adam(name)
+        if name not in ("aqgb", "gcomp", "slimgc") and not schemes.needs_momenta(name)
     },
     "gcomp": lambda: schemes.by_name("gcomp", refresh_every=3),
     "gcomp direct": lambda: schemes.by_name("gcomp", importance="none", topology="direct", chunk_elements=1_000),

@@ -147,7 +147,6 @@ def test_a_nan_is_nan_on_all_ranks(library: Path) -> None:
 def refuse(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
     for options, says in (
-        ({"backup": True}, "backup=True works on host memory"),
         ({"update": "owner", "pull": "raw"}, 'update="owner" works on host memory'),
         ({"pull": "raw"}, 'pull="raw"'),
         ({"topology": "all-reduce"}, 'topology="all-reduce"'),

@@ -26,7 +26,7 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
     **{
         name: lambda name=name: schemes.by_name(name, **schemes.as_published(name, {}))
         for name in schemes.names()
-        if name not in ("auto", "gcomp", "periodic", *STEP_OWNERS) and not schemes.needs_adam(name)
+        if name not in ("auto", "gcomp", "periodic", *STEP_OWNERS) and not schemes.needs_momenta(name)
     },
     # Every step through a hook of its own, from the first step on; what it decides is test_auto.py's matter.
     "auto": lambda: schemes.by_name(

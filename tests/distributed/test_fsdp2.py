@@ -121,7 +121,7 @@ STATELESS = {"periodic", "plain", "truncate", "truncated-float", "zlib", "zstd"}
 SCHEMES = sorted(
     name
     for name in schemes.names()
-    if not (schemes.owns_step(name) or schemes.needs_adam(name)) and name not in {"auto", *STATELESS}
+    if not (schemes.owns_step(name) or schemes.needs_momenta(name)) and name not in {"auto", *STATELESS}
 )
 OPTIONS: dict[str, dict[str, Any]] = {
     "homomorphic": {"aggregator": "process-group"},

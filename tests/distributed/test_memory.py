@@ -86,7 +86,7 @@ def reduce_warm(rank: int, world_size: int, name: str) -> list[int]:
 # residuals are kept. So they do not promise what the next test checks.
 ALLOCATES_MESSAGES = {"acp-sgd", "dgc", "power-sgd", "power-sgd-overlap", "random-k", "sign-sgd", "top-k"}
 # These (and auto) need a model and an optimizer, which this test does without.
-OWN_THE_STEP = {name for name in schemes.names() if schemes.owns_step(name) or schemes.needs_adam(name)}
+OWN_THE_STEP = {name for name in schemes.names() if schemes.owns_step(name) or schemes.needs_momenta(name)}
 
 
 @pytest.mark.parametrize("name", sorted(set(schemes.names()) - ALLOCATES_MESSAGES - OWN_THE_STEP - {"auto"}))

@@ -19,7 +19,7 @@ SHAPES = {"a": (40, 30), "b": (30,), "empty": (0, 3), "scalar": (), "c": (8, 5, 
 REDUCING = sorted(
     name
     for name in schemes.names()
-    if not (schemes.owns_step(name) or schemes.needs_adam(name)) and name not in ("auto", "periodic")
+    if not (schemes.owns_step(name) or schemes.needs_momenta(name)) and name not in ("auto", "periodic")
 )
 OPTIONS: dict[str, dict[str, Any]] = {
     "gcomp": {"importance": "none"},

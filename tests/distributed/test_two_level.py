@@ -24,7 +24,7 @@ STATELESS = {"periodic", "truncate", "truncated-float", "zlib", "zstd"}
 INNER = sorted(
     name
     for name in schemes.names()
-    if not (schemes.owns_step(name) or schemes.needs_adam(name)) and name not in {"auto", *STATELESS}
+    if not (schemes.owns_step(name) or schemes.needs_momenta(name)) and name not in {"auto", *STATELESS}
 )
 OPTIONS: dict[str, dict[str, Any]] = {
     "gcomp": {"importance": "none"},

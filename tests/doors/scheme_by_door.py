@@ -22,7 +22,7 @@ _DIFFERS = "its replicas differ by design"
 
 def refusal(scheme: str, door: str) -> str | None:
     """Why a scheme, with its options as they are, is refused behind a door; None: it works."""
-    if schemes.needs_adam(scheme):
+    if schemes.needs_momenta(scheme):
         return _UNDER_ADAM if door == "ddp" else _EXCHANGES_MOMENTA
     if door == "ddp":
         return None

@@ -157,7 +157,7 @@ def run_case(rank: int, world_size: int, spec: str, kind: str) -> list[Any]:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(
         ddp.parameters(), lr=0.01, momentum=0.0 if name == "dgc" else 0.9
     )
-    if schemes.needs_adam(name):
+    if schemes.needs_momenta(name):
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, foreach=False)
     scaler, owns_step = Scaler(), spec in STEP_OWNERS
     attachment = gradwire.attach(

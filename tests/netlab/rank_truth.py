@@ -33,7 +33,7 @@ def train(scheme: str, interface: str) -> dict[str, float]:
         nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 700), nn.Linear(700, 512))
     )
     optimizer: torch.optim.Optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
-    if schemes.needs_adam(scheme):
+    if schemes.needs_momenta(scheme):
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     attachment = gradwire.attach(ddp, optimizer, scheme)
     generator = torch.Generator().manual_seed(dist.get_rank())

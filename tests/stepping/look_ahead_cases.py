@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.schemes.slimgc import SlimGC
+from gradwire.schemes import Scheme
 from gradwire.schemes.slimgc.threshold import NEVER
 from small_training import MakeOptimizer, Training, batch_of, sgd
 
@@ -41,7 +41,7 @@ def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def start(
-    rank: int, scheme: SlimGC | None, optimizer: MakeOptimizer = sgd, seed: int = 1, scaler: Any = None, **ddp: Any
+    rank: int, scheme: Scheme | None, optimizer: MakeOptimizer = sgd, seed: int = 1, scaler: Any = None, **ddp: Any
 ) -> Training:
     options: dict[str, Any] = {} if scheme is None else {"timeout_s": 100, "scaler": scaler}
     ddp = {"bucket_cap_mb": 0.003, **ddp}

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from look_ahead_cases import OPTIMIZERS, PLAIN, build, loss_of, start
 from torch import Tensor, nn
 
 import gradwire
-from gradwire.schemes.slimgc import SlimGC
+from gradwire.schemes import Scheme, by_name
 from gradwire_lab.training.digest import hash_parameters
 from ranks import on_ranks
 from small_training import Training, adamw, batch_of
@@ -35,7 +34,7 @@ def weights_of(ddp: nn.Module) -> Tensor:
 # ---- one rank, no compression: the same bits as synchronous training
 
 
-def train(optimizer_name: str, case: str, scheme: SlimGC | None) -> tuple[Tensor, list[float], dict[str, Any]]:
+def train(optimizer_name: str, case: str, scheme: Scheme | None) -> tuple[Tensor, list[float], dict[str, Any]]:
     training = start(0, scheme, ALL_OPTIMIZERS[optimizer_name], gradient_as_bucket_view=case == "view")
     ddp, optimizer = training.ddp, training.optimizer
     has_schedule = case in ("schedule", "everything")
@@ -74,14 +73,14 @@ def test_one_rank_without_compression_is_synchronous_training_bit_for_bit(rank: 
     for name, case in cases:
         options = {"max_grad_norm": 0.05} if case in ("clipping", "everything") else {}
         expected = train(name, case, None)
-        found = train(name, case, SlimGC(**PLAIN, **options, local="peek", sync_steps=0))
+        found = train(name, case, by_name("slimgc", **PLAIN, **options, local="peek", sync_steps=0))
         assert torch.equal(found[0], expected[0]), (name, case)
         assert found[1] == expected[1], (name, case)
         for mine, theirs in zip(found[2]["state"].values(), expected[2]["state"].values(), strict=True):
             assert all(torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k])) for k in theirs), (name, case)
 
 
-def train_scaled(make: Callable[[Any], torch.optim.Optimizer], scheme: SlimGC | None) -> Tensor:
+def train_scaled(make: Callable[[Any], torch.optim.Optimizer], scheme: Scheme | None) -> Tensor:
     """Under a GradScaler that meets an overflow and grows; powers of two, so that scaling itself rounds nothing."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     training = start(0, scheme, make, scaler=scaler)
@@ -101,62 +100,11 @@ def test_every_optimizer_steps_under_a_scaler_as_it_does_without_backup(rank: in
         "fused adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     }
     for name, make in (ALL_OPTIMIZERS | fused).items():
-        found = train_scaled(make, SlimGC(**PLAIN, local="peek", sync_steps=0))
+        found = train_scaled(make, by_name("slimgc", **PLAIN, local="peek", sync_steps=0))
         assert torch.equal(found, train_scaled(make, None)), name
 
 
-# ---- two ranks: the very formula, and the staleness
-
-
-@pytest.mark.parametrize("local", ["peek", "sgd"])
-@on_ranks(2)
-def test_two_ranks_follow_the_formula(rank: int, world_size: int, local: str) -> None:
-    """w(i+1) = w(i) - rule(mean of g), where rank j's g(i) is taken at w(i-1) moved by its own g(i-1) (formula 8)."""
-    rate, n_steps = 0.1, 7
-    ddp = build()
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=rate, momentum=0.9)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN, local=local, sync_steps=0), timeout_s=100)
-    twin = copy.deepcopy(ddp.module)
-    weights = [p.detach().clone() for p in twin.parameters()]
-    velocity: list[Tensor] | None = None
-    waiting: list[Tensor] | None = None  # own gradient of the step before
-    for step in range(n_steps):
-        # By hand: settle the step before, then move on by the own gradient of that step.
-        start = weights
-        if waiting is not None:
-            moved = (
-                waiting
-                if local == "sgd" or velocity is None
-                else [0.9 * v + g for v, g in zip(velocity, waiting, strict=True)]
-            )
-            start = [w - rate * m for w, m in zip(weights, moved, strict=True)]
-        for p, w in zip(twin.parameters(), start, strict=True):
-            p.data.copy_(w)
-        own = torch.autograd.grad(loss_of(twin, rank, step), list(twin.parameters()))
-        if waiting is not None:
-            mean = [g / world_size for g in waiting]
-            for g in mean:
-                dist.all_reduce(g)
-            velocity = mean if velocity is None else [0.9 * v + g for v, g in zip(velocity, mean, strict=True)]
-            weights = [w - rate * v for w, v in zip(weights, velocity, strict=True)]
-        waiting = list(own)
-        # In training.
-        optimizer.zero_grad()
-        loss_of(ddp, rank, step).backward()
-        for p, g in zip(ddp.parameters(), own, strict=True):
-            assert torch.allclose(p.grad, g, atol=1e-6), (local, step)
-        optimizer.step()
-        for buffer, twins in zip(ddp.buffers(), twin.buffers(), strict=True):
-            twins.copy_(buffer)
-    attachment.flush()
-    mean = [g / world_size for g in waiting or []]
-    for g in mean:
-        dist.all_reduce(g)
-    assert velocity is not None
-    weights = [w - rate * (0.9 * v + g) for w, v, g in zip(weights, velocity, mean, strict=True)]
-    for p, w in zip(ddp.parameters(), weights, strict=True):
-        assert torch.allclose(p, w, atol=1e-6)
-    attachment.close()
+# ---- two ranks: the staleness
 
 
 @on_ranks(2)
@@ -164,11 +112,11 @@ def test_gradients_are_one_step_stale_and_never_two(rank: int, world_size: int) 
     """A network that takes a second: the next step is computed meanwhile, the one after it is not begun."""
     ddp = build(bucket_cap_mb=25)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    scheme = SlimGC(**PLAIN, sync_steps=0)
+    scheme = by_name("slimgc", **PLAIN, sync_steps=0)
     attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=100)
     events: list[tuple[str, int]] = []
     lock = threading.Lock()
-    inner = scheme._reduce_on_lane
+    inner = scheme.inner._reduce_on_lane
 
     def slow(bucket: Any) -> Any:
         time.sleep(1.0)
@@ -177,7 +125,7 @@ def test_gradients_are_one_step_stale_and_never_two(rank: int, world_size: int) 
             events.append(("aggregated", bucket.step))
         return result
 
-    scheme._reduce_on_lane = slow  # type: ignore[method-assign]
+    scheme.inner._reduce_on_lane = slow  # type: ignore[method-assign]
     for step in range(4):
         optimizer.zero_grad()
         with lock:
@@ -200,11 +148,15 @@ def test_gradients_are_one_step_stale_and_never_two(rank: int, world_size: int) 
     attachment.close()
 
 
+@pytest.mark.parametrize(
+    "spec", ["slimgc:codec=one-bit,threshold_bytes=400", "acp-sgd:rank=2,start_step=1", "top-k:share=0.1"]
+)
 @on_ranks(2)
-def test_saved_in_the_middle_of_a_pending_step_a_run_goes_on_with_the_same_bits(rank: int, world_size: int) -> None:
+def test_saved_in_the_middle_of_a_pending_step_a_run_goes_on_with_the_same_bits(
+    rank: int, world_size: int, spec: str
+) -> None:
     def begin(seed: int = 1) -> Training:
-        options = {"codec": "one-bit", "threshold_bytes": 400, "backup": True, "sync_steps": 2}
-        return start(rank, SlimGC(**options), lambda p: torch.optim.AdamW(p, lr=1e-2), seed)
+        return start(rank, by_name(spec, ahead=1, sync_steps=2), lambda p: torch.optim.AdamW(p, lr=1e-2), seed)
 
     training, results = begin(), []
     training.take_steps(range(6))
@@ -235,7 +187,7 @@ def loss_of_narrow(module: nn.Module, rank: int, step: int) -> Tensor:
 @on_ranks()
 def test_global_weights_are_identical_on_all_ranks_after_300_steps(rank: int, world_size: int) -> str:
     # Measured times would make the decision, and so the hash, another one in each run.
-    scheme = SlimGC("one-bit", threshold_bytes=300, backup=True)
+    scheme = by_name("slimgc", codec="one-bit", threshold_bytes=300, backup=True)
     ddp = {"bucket_cap_mb": 25}
     training = Training(rank, scheme, adamw, narrow, loss_of_narrow, ddp, timeout_s=30)
     training.take_steps(range(300))

@@ -13,7 +13,7 @@ from look_ahead_cases import PLAIN, build, loss_of
 import gradwire
 from gradwire.codecs.general import RawCodec
 from gradwire.errors import InvalidArgument, PeerLost, Unsupported
-from gradwire.schemes.slimgc import SlimGC
+from gradwire.schemes import by_name
 from gradwire_lab.training.digest import hash_parameters
 from ranks import on_ranks, try_ranks
 
@@ -32,16 +32,16 @@ def test_what_cannot_be_peeked_or_would_be_lost_is_refused(rank: int, world_size
     for kind in (Odd, torch.optim.LBFGS):
         ddp = build()
         with pytest.raises(Unsupported, match="cannot be peeked"):
-            gradwire.attach(ddp, kind(ddp.parameters(), lr=0.1), SlimGC(**PLAIN), timeout_s=100)
+            gradwire.attach(ddp, kind(ddp.parameters(), lr=0.1), by_name("slimgc", **PLAIN), timeout_s=100)
     ddp = build()
     # Its step is not tried where the local one is plain SGD.
     optimizer: torch.optim.Optimizer = Odd(ddp.parameters(), lr=0.1)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN, local="sgd"), timeout_s=100)
+    attachment = gradwire.attach(ddp, optimizer, by_name("slimgc", **PLAIN, local="sgd"), timeout_s=100)
     attachment.close()
     # Clipping would be of the local gradient, and too late for the mean.
     ddp = build()
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN), timeout_s=100)
+    attachment = gradwire.attach(ddp, optimizer, by_name("slimgc", **PLAIN), timeout_s=100)
     loss_of(ddp, rank, 0).backward()
     torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
     with pytest.raises(Unsupported, match="max_grad_norm"):
@@ -50,7 +50,7 @@ def test_what_cannot_be_peeked_or_would_be_lost_is_refused(rank: int, world_size
     ddp = build()
     # What the user does to parameters between steps would be lost: it is said, and after a flush it holds.
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN, sync_steps=0), timeout_s=100)
+    attachment = gradwire.attach(ddp, optimizer, by_name("slimgc", **PLAIN, sync_steps=0), timeout_s=100)
     loss_of(ddp, rank, 0).backward()
     optimizer.step()
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_what_cannot_be_peeked_or_would_be_lost_is_refused(rank: int, world_size
 def die_between_push_and_pull(rank: int, world_size: int) -> None:
     ddp = build()
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    scheme = SlimGC("one-bit", threshold_bytes=0, pull="raw", backup=True, sync_steps=0)
+    scheme = by_name("slimgc", codec="one-bit", threshold_bytes=0, pull="raw", backup=True, sync_steps=0)
     attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=1_000)
     for step in range(6):
         optimizer.zero_grad()
@@ -116,7 +116,7 @@ def test_death_between_push_and_pull_is_a_lost_peer_and_leaves_complete_weights(
 )
 def test_options_of_the_backup_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
-        SlimGC(backup=True, **options)
+        by_name("slimgc", backup=True, **options)
     if "max_grad_norm" in options or "local_rate" in options:
         with pytest.raises(InvalidArgument):
-            SlimGC(**options)
+            by_name("slimgc", **options)

@@ -193,7 +193,6 @@ def test_shards_are_resumable_and_what_cannot_be_served_is_refused(rank: int, wo
     [
         {"update": "server"},
         {"update": "owner"},
-        {"update": "owner", "pull": "raw", "backup": True},
         {"update": "owner", "topology": "all-reduce"},
         {"update": "owner", "pull": "raw", "max_grad_value": 0.0},
         {"max_grad_value": 1.0},

@@ -107,6 +107,7 @@ def attach(
     timeout_s: float | None = None,
     trace: bool = False,
     placement: str = "staged",
+    ahead: int = 0,
     **options: Any,
 ) -> Attachment:
     """Reduce the gradients of `module` by `scheme`. Collective: every rank calls it, with the same arguments.
@@ -127,6 +128,8 @@ def attach(
         trace: record the spans of a Chrome trace.
         placement: for DDP on a GPU: "staged" reduces in host memory (default; every scheme), "device" on the GPU, by the
             backend that torch has there (docs/gpu.md lists the schemes; tested without a GPU only).
+        ahead: for DDP: 1 has the next step start on local weights while means travel, which it uses a step later, with
+            `local`, `local_rate`, `sync_steps` and `max_grad_norm` as further options (see `gradwire.schemes.Ahead`).
         options: those of a scheme given by name, as "aqgb", floor=0.25; and for modules other than DDP bucket_mb, bucket_dtype
             and op (see GradientState); for FSDP2 `weights`, "exact", "close" or "plain" (see ShardState), and where ranks
             have replicas too `inside`, the scheme between the shards.
@@ -145,12 +148,14 @@ def attach(
     shards: dict[str, Any] = {
         name: options.pop(name) for name in ("weights", "inside") if name in options and fsdp2.is_fsdp2(model)
     }
-    if group is None and not is_alone() and fsdp2.is_sharded_over_all(model):
+    if group is None and not is_alone() and fsdp2.is_sharded_over_all(model) and not ahead:
         return _attach_shards(
             model, optimizers, scheme, scaler, shards, options, doors_own, timeout_s=timeout_s, trace=trace
         )
     if isinstance(scheme, str):
-        scheme = schemes.by_name(scheme, **options)
+        scheme = schemes.by_name(scheme, **options, **({"ahead": ahead} if ahead else {}))
+    elif ahead:
+        scheme = schemes.Ahead(scheme, ahead, **options)
     elif options:
         raise InvalidArgument(
             f'{", ".join(options)}: options go with a scheme\'s name, as in attach(ddp, optimizer, "name", option=value); a '
@@ -161,6 +166,8 @@ def attach(
             raise Unsupported('placement="device" is for DDP models: leave it out')
         if group is None and is_alone() and (isinstance(scheme, Auto) or not dist.is_initialized()):
             return Alone(scheme)
+        if ahead:
+            raise Unsupported("ahead=1 takes the step of a model inside DDP: wrap the module in it, or leave ahead out")
         if isinstance(scheme, Auto):
             raise Unsupported(
                 'scheme "auto" watches DDP, which this module is not: attach(DistributedDataParallel(module), optimizer); '

@@ -8,11 +8,13 @@ from typing import Any
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
 from gradwire.registry import Registry, parse_spec
+from gradwire.schemes.ahead import OPTIONS as AHEAD_OPTIONS
+from gradwire.schemes.ahead import Ahead
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.plain_steps import BESIDE_ADAM
 from gradwire.schemes.two_level import TwoLevel
 
-__all__ = ["Scheme", "Session", "TwoLevel", "by_name", "names"]
+__all__ = ["Ahead", "Scheme", "Session", "TwoLevel", "by_name", "names"]
 
 # name: "module:class". A new scheme is one file or folder and one line here.
 _REGISTRY: Registry[Scheme] = Registry(
@@ -30,6 +32,7 @@ _REGISTRY: Registry[Scheme] = Registry(
         "one-bit": "gradwire.schemes.quantisers:OneBitScheme",
         "one-bit-adam": "gradwire.schemes.one_bit_adam:OneBitAdam",
         "plain": "gradwire.schemes.plain:Plain",
+        "power-momentum": "gradwire.schemes.power_momentum:PowerMomentum",
         "power-sgd": "gradwire.schemes.power_sgd:power_sgd",
         "power-sgd-overlap": "gradwire.schemes.power_sgd:power_sgd_overlap",
         "qsgd": "gradwire.schemes.quantisers:QsgdScheme",
@@ -60,9 +63,9 @@ def owns_step(name: str) -> bool:
     return _REGISTRY.class_of(name).owns_step
 
 
-def needs_adam(name: str) -> bool:
-    """Whether the scheme called `name` exchanges the momenta of Adam or AdamW, and works with no other optimizer."""
-    return _REGISTRY.class_of(name).needs_adam
+def needs_momenta(name: str) -> bool:
+    """Whether the scheme called `name` exchanges or reads momenta, and works only with optimizers that have such."""
+    return _REGISTRY.class_of(name).needs_momenta
 
 
 def as_published(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,6 +78,8 @@ def as_published(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def by_name(name: str, **options: Any) -> Scheme:
     """A new scheme by its registry name, or by `NAME:option=value,option=value` as commands, logs and `stats()` write it.
 
+    With `ahead=1` among the options, which may be followed by its own, the training does not wait for it: see `Ahead`.
+
     Raises: InvalidArgument (unknown name; an option that the scheme does not take, or that is given twice; a wrong value).
     """
     name, written = parse_spec(name)
@@ -83,4 +88,9 @@ def by_name(name: str, **options: Any) -> Scheme:
     options = {**written, **options}
     if name in _OF_THE_LABORATORY and name not in names():
         raise InvalidArgument(f"the scheme {name!r} is a baseline for experiments: `import gradwire_lab` registers it")
-    return _REGISTRY.make(name, options)
+    ahead = options.pop("ahead", 0)
+    if name == "slimgc" and options.pop("backup", False):  # its paper's word
+        ahead = 1
+    of_ahead = {key: options.pop(key) for key in AHEAD_OPTIONS if ahead and key in options}
+    made = _REGISTRY.make(name, options)
+    return Ahead(made, ahead, **of_ahead) if ahead else made

@@ -45,8 +45,10 @@ class Scheme(metaclass=ABCMeta):
 
     # Whether it takes the optimizer's step itself (gradwire.stepping); it then needs the model and the optimizer.
     owns_step: bool = False
-    # Whether it works with torch's Adam and AdamW only, inside DDP, whose momenta it exchanges.
-    needs_adam: bool = False
+    # Whether it works with some of torch's optimizers only, whose momenta it exchanges or reads.
+    needs_momenta: bool = False
+    # Whether the training goes on without its means, which it uses a step later (`ahead.py`). Set before `bind`.
+    is_ahead: bool = False
 
     session: Session
     _agreed_step = -1  # in which ranks have compared where they are
@@ -54,6 +56,11 @@ class Scheme(metaclass=ABCMeta):
     @property
     def is_transparent(self) -> bool:
         """True if this step's buckets are DDP's own affair, reduced as without gradwire (`auto` while it stays plain)."""
+        return False
+
+    @property
+    def reads_optimizer(self) -> bool:
+        """Whether it reads parameters or the optimizer's state while gradients travel, as all ranks have them then."""
         return False
 
     def add_residuals(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> None:

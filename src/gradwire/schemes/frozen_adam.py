@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.checks import choice as check_choice
-from gradwire.core.bucket import Bucket, Slot, flatten_like, local_of
+from gradwire.core.bucket import Bucket, Slot, local_of
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.optimizers import Optimizers
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.schemes.momenta import as_lying
 from gradwire.schemes.plain_steps import check_steps
 from gradwire.schemes.selection import ByName, Selection
 from gradwire.wire.device_wire import Reading
@@ -149,12 +150,12 @@ class FrozenAdam:
         """(n,) float32: what the state holds for a frozen slot, as its bucket lies; and beta1, as it is now."""
         assert slot.parameter is not None
         momentum = local_of(self._state_of(slot.parameter)["exp_avg"]).detach()
-        return _as_lying(momentum, slot, self._device), float(self._group_of(slot.parameter)["betas"][0])
+        return as_lying(momentum, slot, self._device), float(self._group_of(slot.parameter)["betas"][0])
 
     def root(self, slot: Slot) -> Tensor:
         """(n,) float32: what the momentum of a frozen slot is divided by, but for the correction; above zero."""
         assert slot.parameter is not None
-        return _as_lying(self._root(slot.parameter), slot, self._device)
+        return as_lying(self._root(slot.parameter), slot, self._device)
 
     # ---- around the user's step
 
@@ -326,10 +327,3 @@ class _BegunVariances:
 
 def _adams(session: Session) -> list[torch.optim.Optimizer]:
     return [one for one in session.optimizers if isinstance(one, torch.optim.Adam | torch.optim.AdamW)]
-
-
-def _as_lying(values: Tensor, slot: Slot, device: torch.device) -> Tensor:
-    """(n,) float32, on the device: of a tensor in the shape of the slot's parameter, as the slot lies in a bucket."""
-    assert slot.parameter is not None
-    flat = flatten_like(values, local_of(slot.parameter))
-    return flat[slot.start : slot.start + slot.numel()].to(device=device, dtype=torch.float32)

@@ -37,6 +37,7 @@ from gradwire.gpu.launching import THREADS, grid
 from gradwire.gpu.structs import fill_struct
 from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.matrices import MatrixShape, highest_rank, matrix_shape
+from gradwire.schemes.momenta import Momenta, Momentum
 from gradwire.schemes.plain_steps import PlainSteps, is_beside_adam, momentum_of
 from gradwire.schemes.selection import ByName, Names, embeddings_and_heads
 from gradwire.wire.communicator import ring_bytes
@@ -326,6 +327,7 @@ class Work:
         dense: the tensors that travel as they are.
         fingerprint: of these, what ranks must share; None on a device, where no host would read its mean.
         total: the totals of all groups, one after the other.
+        expected: what is expected of each matrix's gradient, and is no part of its total.
         unused: residuals of matrices that wait.
         n_awaited: tensors that are still to be summed.
         done: that the mean is there.
@@ -342,6 +344,7 @@ class Work:
     fingerprint: Tensor | None = None
     n_awaited: int = 0
     total: Tensor = field(init=False)
+    expected: list[Momentum] = field(default_factory=list)
     unused: Unused | None = None
 
 
@@ -504,6 +507,7 @@ class LowRank(Compressed):
         name: by which the registry knows the algorithm.
         steps: the algorithm, for one bucket: what it sends is the mean over the ranks when it goes on.
         takes_turns: a step sends the one or the other factor; what comes in was summed a step ago, and is orthonormal.
+        momenta: what is expected of gradients: of what they differ from it the mean is taken.
 
     Attributes:
         turn: "p" or "q": the factor that a step computes first; the other one comes in.
@@ -511,9 +515,17 @@ class LowRank(Compressed):
 
     options_of = Options
 
-    def __init__(self, name: str, steps: Algorithm, options: Options, takes_turns: bool = False, /) -> None:
+    def __init__(
+        self,
+        name: str,
+        steps: Algorithm,
+        options: Options,
+        takes_turns: bool = False,
+        /,
+        momenta: Momenta | None = None,
+    ) -> None:
         self.name = name
-        self._steps, self.options, self._takes_turns = steps, options, takes_turns
+        self._steps, self.options, self._takes_turns, self._momenta = steps, options, takes_turns, momenta
         super().__init__(
             error_feedback=options.error_feedback,
             plain=PlainSteps(name, "start_step", options.start_step),
@@ -530,7 +542,8 @@ class LowRank(Compressed):
         return shared | {self.plain.option: self.plain.n} | self.select.configuration
 
     def bind(self, session: Session) -> None:
-        """Raises: Unsupported (more ranks than bfloat16 can count), InvalidArgument (names of no tensor)."""
+        """Raises: Unsupported (more ranks than bfloat16 can count; with momenta, none that is known, or DDP that looks for
+        unused parameters), InvalidArgument (names of no tensor)."""
         n_ranks = session.communicator.world_size
         if self.wire_dtype == torch.bfloat16 and n_ranks > _MAX_RANKS_BFLOAT16:
             raise Unsupported(
@@ -540,6 +553,8 @@ class LowRank(Compressed):
         if self.options.feedback_decay is None:
             is_late = self._takes_turns and not is_beside_adam(session) and momentum_of(session) > _MOST_MOMENTUM
             self._decay = _DECAY_BESIDE_MOMENTUM if is_late else 1.0
+        if self._momenta is not None:
+            self._momenta.bind(session, self.name)
         super().bind(session)
         if self.options.exempt is None and is_beside_adam(session):
             self._exempt_words(session)
@@ -647,7 +662,12 @@ class LowRank(Compressed):
         self.fusion.send(work, work.dense, self.turn)
         if work.plan.groups:
             self._add_residuals(work)
-        yield from self._steps(self, work)
+        for pause in self._steps(self, work):
+            if pause == "keep" and self._momenta is not None:  # the mean of the differences is written
+                for expected, (start, end) in zip(work.expected, work.plan.spans, strict=True):
+                    if expected.values is not None:
+                        work.bucket.buffer[start:end].add_(expected.values, alpha=work.loss_scale)
+            yield pause
 
     def _add_residuals(self, work: Work) -> None:
         """total = gradient + residual, both multiplied by the loss scale, of every matrix; the bucket stays as it is.
@@ -660,7 +680,8 @@ class LowRank(Compressed):
         residual = None
         if self.error_feedback:
             residual, work.total = feedback.pair(matrices)
-            if not all(is_used := work.wire.used(gradient, work.plan.spans)):
+            # With momenta a gradient of zeros is one, as it is to the optimizer.
+            if self._momenta is None and not all(is_used := work.wire.used(gradient, work.plan.spans)):
                 work.unused = Unused(matrices.spans, is_used, residual)
         else:
             work.total = feedback.room(matrices.layout, matrices.n_elements, device=gradient.device)
@@ -674,6 +695,11 @@ class LowRank(Compressed):
                 total.copy_(values).add_(residual[start:end], alpha=work.loss_scale)
         if work.unused is not None:
             work.unused.put_back()
+        if self._momenta is not None:
+            work.expected = [self._momenta.of(slot) for slot in matrices.slots]
+            for expected, (start, end) in zip(work.expected, matrices.spans, strict=True):
+                if expected.values is not None:
+                    work.total[start:end].sub_(expected.values, alpha=work.loss_scale)
         for group, total in zip(work.plan.groups, work.total.split(work.plan.sizes), strict=True):
             group.total = total.view(-1, group.shape.n_rows, group.shape.n_columns)
 
@@ -685,6 +711,8 @@ class LowRank(Compressed):
             work.wire.divide(work.total, work.loss_scale)
         if self._decay != 1:
             work.total.mul_(self._decay)
+        for expected, (start, end) in zip(work.expected, work.plan.matrices.spans, strict=bool(work.expected)):
+            work.total[start:end].mul_(expected.decay)
         if work.unused is not None:
             work.unused.keep(work.total, [True] * len(work.plan.spans))
         self.session.feedback.stage_bucket(work.plan.matrices, work.total)

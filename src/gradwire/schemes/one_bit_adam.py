@@ -50,7 +50,7 @@ class OneBitAdam(Compressed):
     """
 
     name = "one-bit-adam"
-    needs_adam = True
+    needs_momenta = True
     collective: Owners
     adam: FrozenAdam
 

@@ -80,7 +80,12 @@ class TwoLevel(Scheme):
         from gradwire.schemes import by_name
 
         self.inner = by_name(inner, **options) if isinstance(inner, str) else inner
-        if self.inner.owns_step or self.inner.replicas_may_differ or self.inner.is_transparent or self.inner.needs_adam:
+        if (
+            self.inner.owns_step
+            or self.inner.replicas_may_differ
+            or self.inner.is_transparent
+            or self.inner.needs_momenta
+        ):
             raise Unsupported(
                 f"two-level takes a scheme that only reduces, and {self.inner.name!r} does more; choose another, or attach "
                 "it without two levels"

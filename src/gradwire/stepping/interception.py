@@ -93,7 +93,7 @@ def refuse_join(module: nn.Module | None, what: str, instead: str) -> None:
     if isinstance(module, DistributedDataParallel) and module._join_config.enable:
         raise Unsupported(
             f"{what} cannot stand in for ranks that ran out of input (ddp.join): give every rank equally many batches, or "
-            f"use {instead}"
+            + instead
         )
 
 

@@ -1,4 +1,4 @@
-"""SlimGC's model backup (section 3.5): the next step starts on local weights while this step's gradients are aggregated.
+"""A step ahead (SlimGC's model backup, section 3.5): the next step starts on local weights while gradients are aggregated.
 
 At the user's step i, in this order:
 
@@ -53,14 +53,14 @@ class LookAheadOptions:
         local: "peek": the user's own rule, on a copy of its state that is thrown away; "sgd": weights - local_rate x
             gradient.
         local_rate: of "sgd"; None: each group's own learning rate.
-        sync_steps: steps from the beginning that wait for their aggregate, as without backup.
+        sync_steps: steps from the beginning that wait for their aggregate, as without; None: as its owner says.
         max_grad_norm: clip the norm of the mean gradient, as clip_grad_norm_ does; and of the local one for its step.
     Raises: InvalidArgument.
     """
 
     local: str = "peek"
     local_rate: float | None = None
-    sync_steps: int = 2
+    sync_steps: int | None = None
     max_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class LookAheadOptions:
             raise InvalidArgument(
                 f'local_rate is a positive learning rate for local="sgd", got {rate!r} with {local!r}'
             )
-        if self.sync_steps < 0:
+        if self.sync_steps is not None and self.sync_steps < 0:
             raise InvalidArgument(f"sync_steps is 0 or more, got {self.sync_steps}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise InvalidArgument(f"max_grad_norm must be positive, got {self.max_grad_norm}")
@@ -96,12 +96,12 @@ def check_peekable(optimizer: torch.optim.Optimizer) -> None:
     if not takes_step_of(optimizer, _PEEKABLE):
         raise Unsupported(
             f'{type(optimizer).__name__} cannot be peeked: local="peek" tries its step on a copy of its state, which it '
-            f'knows how to copy for torch.optim\'s {", ".join(_PEEKABLE)}; use local="sgd", or backup=False'
+            f'knows how to copy for torch.optim\'s {", ".join(_PEEKABLE)}; use local="sgd", or leave ahead out'
         )
     for group in optimizer.param_groups:
         for option in ("differentiable", "capturable"):
             if group.get(option):
-                raise Unsupported(f'local="peek" does not serve {option}=True: use local="sgd", or backup=False')
+                raise Unsupported(f'local="peek" does not serve {option}=True: use local="sgd", or leave ahead out')
 
 
 class LocBuf:
@@ -192,11 +192,11 @@ class LookAhead(StepOwner):
     """
 
     def __init__(self, session: Session, start_mean: Mean, options: LookAheadOptions) -> None:
-        self._wrapper, self._optimizer = model_and_optimizer(session, "backup=True")
+        self._wrapper, self._optimizer = model_and_optimizer(session, "ahead=1")
         self._session, self._start_mean, self._options = session, start_mean, options
         if options.local == "peek":
             check_peekable(self._optimizer)
-        self._parameters = stepped_parameters(session, "backup=True")
+        self._parameters = stepped_parameters(session, "ahead=1")
         self.loc_buf = LocBuf(self._parameters)
         self._chunks = _chunks(self._parameters)
         self._grad_bufs: list[dict[int, torch.Tensor]] = [{}, {}]  # of the step under way, and of the one before
@@ -223,7 +223,7 @@ class LookAhead(StepOwner):
 
     def begin_step(self, step: int) -> None:
         """A backward pass has its first gradients."""
-        refuse_join(self._wrapper, "backup=True", "backup=False")
+        refuse_join(self._wrapper, "ahead=1", "leave ahead out")
         self._interceptor.begin_reduction()
         self._flag.begin_step()
         if self._arriving is not None:
@@ -240,7 +240,7 @@ class LookAhead(StepOwner):
         # The hook closes its own record at the end of the backward pass; this traffic goes on after that.
         record = self._session.recorder.open_bucket(bucket.step, -1, 0)
         return Bucket(
-            copied, bucket.slots, bucket.offsets, index=bucket.index, step=bucket.step, is_last=bucket.is_last,
+            copied, bucket.layout, index=bucket.index, step=bucket.step, is_last=bucket.is_last,
             record=record,
         )  # fmt: skip
 
@@ -265,7 +265,7 @@ class LookAhead(StepOwner):
         assert self._pending is None
         self._n_taken += 1
         self._pending = arrived
-        if self._n_taken <= self._options.sync_steps:
+        if self._n_taken <= (self._options.sync_steps or 0):
             self.flush()
             return
         self._n_ahead += 1

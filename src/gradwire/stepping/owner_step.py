@@ -281,7 +281,7 @@ class OwnerStep(StepOwner):
 
     def begin_step(self, step: int) -> None:
         """A backward pass has its first gradients."""
-        refuse_join(self._wrapper, 'update="owner"', 'update="worker"')
+        refuse_join(self._wrapper, 'update="owner"', 'use update="worker"')
         self._interceptor.begin_reduction()
         self._owned.clear()
         self._step = step

@@ -202,7 +202,7 @@ def check_schemes(
     seconds: dict[str, float] = {}
     different = []
     for name in schemes.names():
-        if schemes.needs_adam(name):  # these steps are SGD's
+        if schemes.needs_momenta(name):  # these steps are SGD's
             continue
         on_cpu, on_device = (schemes.by_name(name, **_OPTIONS.get(name, {})) for _ in range(2))
         if placement == "device" and not on_device.works_on_device:

@@ -209,5 +209,5 @@ def names() -> list[str]:
     """The baselines, then every scheme of the registry that reduces without a model around it."""
     return [
         *BASELINES,
-        *(name for name in schemes.names() if not (schemes.owns_step(name) or schemes.needs_adam(name))),
+        *(name for name in schemes.names() if not (schemes.owns_step(name) or schemes.needs_momenta(name))),
     ]

@@ -358,7 +358,7 @@ def names() -> list[str]:
 
 def more() -> list[str]:
     """What there is beside these: doors, codecs on the training thread, and schemes of one optimizer."""
-    return [*BY_NAME_ONLY, *(name for name in schemes.names() if schemes.needs_adam(name))]
+    return [*BY_NAME_ONLY, *(name for name in schemes.names() if schemes.needs_momenta(name))]
 
 
 def describe(method: TrainMethod) -> str:

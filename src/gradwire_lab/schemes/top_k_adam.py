@@ -44,7 +44,7 @@ class TopKAdam(Compressed):
     """
 
     name = "top-k-adam"
-    needs_adam = True
+    needs_momenta = True
     works_on_device = False
     adam: FrozenAdam
 

@@ -170,7 +170,7 @@ class BlockBroadcast(Scheme):
         """Raises: Unsupported (ddp.join)."""
         assert self._interceptor is not None
         assert self._flag is not None
-        refuse_join(self.session.module, f"scheme {self.name!r}", "a scheme that leaves the step to the optimizer")
+        refuse_join(self.session.module, f"scheme {self.name!r}", "use a scheme that leaves the step to the optimizer")
         self._interceptor.begin_reduction()
         self._flag.begin_step()
         if self._exchange is not None:

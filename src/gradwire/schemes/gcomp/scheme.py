@@ -121,6 +121,10 @@ class GComp(Compressed):
     def may_object(self) -> bool:
         return bool(self._watches)
 
+    @property
+    def reads_optimizer(self) -> bool:
+        return self.codec.importance == "paper"
+
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Raises: Unsupported (the optimizer that importance is read from is not the one that makes the steps)."""
         if self._reads_optimizer and bucket.resident is not None and self._is_joining():

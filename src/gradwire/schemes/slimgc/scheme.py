@@ -2,8 +2,8 @@
 
 Per bucket: tensors below the communication threshold are fused and sent in full precision (fp_buf), the others go
 through the codec (bit_buf), to the rank that owns them and back, all of it on the lane, off the training thread. The
-threshold comes from a table of benefits that is measured while the training warms up (3.3). With backup=True the next
-step does not wait for any of it (3.5).
+threshold comes from a table of benefits that is measured while the training warms up (3.3). That the next step waits for none
+of it (3.5, backup=True) is `gradwire.schemes.ahead` around it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from gradwire.schemes.slimgc.choosing import BucketSizes, Choice, choose
 from gradwire.schemes.slimgc.exchange import ChosenCodecs, CutSelection, FusedExchange
 from gradwire.schemes.slimgc.measuring import DeviceClock, HostClock, Later, Measuring
 from gradwire.schemes.slimgc.threshold import NEVER, check_threshold
-from gradwire.stepping.look_ahead import LookAhead, LookAheadOptions
 from gradwire.stepping.owner_step import Owned, OwnerStep
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import then
@@ -60,11 +59,6 @@ _DEFAULTS: dict[str, Any] = {
     "method": "fit",
     "drift_every": 50,
     "drift_factor": 1.5,
-    "backup": False,
-    "local": "peek",
-    "local_rate": None,
-    "sync_steps": None,
-    "max_grad_norm": None,
     "update": "worker",
     "max_grad_value": None,
 }
@@ -72,7 +66,6 @@ _DEFAULTS: dict[str, Any] = {
 CODECS_BESIDE_ADAM = ("embedded-float:bits=8", "embedded-float:bits=5", "two-bit:levels=4,scale_values=64")
 _READY_STEPS = 16  # of which the typical one says when a bucket is ready
 _MEASURED = ("warmup_steps", "method", "drift_every", "drift_factor")
-_LOOK_AHEAD = ("local", "local_rate", "sync_steps", "max_grad_norm")
 
 
 class SlimGC(Compressed):
@@ -101,11 +94,6 @@ class SlimGC(Compressed):
             left out too, else 0.
         warmup_steps, method, drift_every, drift_factor: of the table; see `Measuring`.
         group_elements: values encoded and sent at a time. None: as many as suit the codec.
-        backup: do not wait for the aggregation: start the next step on local weights (gradwire.stepping.look_ahead).
-            Gradients are then one step old in what they know of the other ranks. Needs `attach`.
-        local: with backup, how the local weights come about: "peek" (the user's own rule) or "sgd" (`local_rate`).
-        sync_steps: with backup, steps at the beginning that wait all the same; None: the warm-up's and two more.
-        max_grad_norm: with backup, in place of clip_grad_norm_, which would clip the wrong gradient.
         **options: those, and of a codec that is given by name.
     Raises: InvalidArgument.
     """
@@ -131,15 +119,12 @@ class SlimGC(Compressed):
             plain=PlainSteps(self.name, "plain_steps", asked if asked is not None or self._is_open else 0),
         )
         self.threshold_bytes = None if threshold_bytes is None else check_threshold(threshold_bytes)
-        if mine["sync_steps"] is None:
-            mine["sync_steps"] = 2 + (mine["warmup_steps"] if threshold_bytes is None else 0)
-        self._options, self.backup, self.update = mine, mine["backup"], mine["update"]
-        self._look_ahead = LookAheadOptions(**{name: mine[name] for name in _LOOK_AHEAD})
-        self.owns_step = self.backup or self.update == "owner"
+        self._options, self.update = mine, mine["update"]
+        self.owns_step = self.update == "owner"
         self.state_is_per_world = True
         if self.update == "owner":
             self.per_rank_state = None  # its shards of the optimizer's state are cut for so many ranks
-        self._stepper: LookAhead | OwnerStep | None = None
+        self._stepper: OwnerStep | None = None
         self._clock: HostClock | DeviceClock | None = None  # None: no table is measured
         self._reset()
 
@@ -159,9 +144,8 @@ class SlimGC(Compressed):
 
     @property
     def settling_steps(self) -> int:
-        """The table's warm-up, then two steps: new buffers are made, and with backup nothing looks ahead before that."""
-        measured = 0 if self.threshold_bytes is not None else self._measuring.warmup_steps + 2
-        return max(measured, self.plain.n, self._look_ahead.sync_steps + 2 if self.backup else 0)
+        """The table's warm-up, then two steps: new buffers are made."""
+        return max(0 if self.threshold_bytes is not None else self._measuring.warmup_steps + 2, self.plain.n)
 
     @property
     def is_settled(self) -> bool:
@@ -175,6 +159,10 @@ class SlimGC(Compressed):
     def codec(self) -> Codec:
         """The only codec, or the coarsest."""
         return self.codecs[-1]
+
+    @property
+    def reads_optimizer(self) -> bool:
+        return any(getattr(codec, "importance", None) == "paper" for codec in self.codecs)
 
     @property
     def _chooses(self) -> bool:
@@ -197,7 +185,7 @@ class SlimGC(Compressed):
         wire, metric = session.wire, None
         if self._is_open:
             self.codecs = self._codecs_beside(session)
-        if any(getattr(codec, "importance", None) == "paper" for codec in self.codecs):
+        if self.reads_optimizer:
             metric = QuantisationMetric.beside(session, Promise.of(self.codec))
             if self.update == "owner":
                 raise Unsupported(
@@ -225,10 +213,8 @@ class SlimGC(Compressed):
         return [_made(spec, {}) for spec in CODECS_BESIDE_ADAM[-1 if is_single else 0 :]]
 
     def take_over(self) -> None:
-        """Raises: InvalidArgument, Unsupported (an optimizer or a model that backup, or the owner's step, cannot serve)."""
-        if self.backup:
-            self._stepper = LookAhead(self.session, self._start_mean, self._look_ahead)
-        elif self.update == "owner":
+        """Raises: InvalidArgument, Unsupported (an optimizer or a model that the owner's step cannot serve)."""
+        if self.update == "owner":
             self._stepper = OwnerStep(self.session, self._start_mean, self._options["max_grad_value"])
 
     # ---- one bucket
@@ -245,7 +231,6 @@ class SlimGC(Compressed):
             self._take_times()
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
-        """With backup, DDP goes on with this rank's own gradient, and the mean is used by the next step."""
         return self._start_mean(bucket) if self._stepper is None else self._stepper.reduce(bucket)
 
     def _start_mean(self, bucket: Bucket) -> torch.futures.Future:
@@ -441,7 +426,7 @@ class SlimGC(Compressed):
 
     def _keep_own_mean(self, bucket: Bucket, plan: Selection, wire: Wire, fused: Tensor) -> None:
         """With the step at the owner: hand over this rank's part of `fused` (n_compressed,), where the means are."""
-        if not isinstance(self._stepper, OwnerStep):
+        if self._stepper is None:
             return
         edges = tuple(fused.numel() * part // wire.world_size for part in range(wire.world_size + 1))
         own = fused[edges[wire.rank] : edges[wire.rank + 1]]
@@ -504,7 +489,7 @@ class SlimGC(Compressed):
     def end_backward(self, step: int) -> int:
         """Wait for the probes of a step that measures, which are part of it; after other steps for nothing."""
         waited_ns = 0 if self._stepper is None else self._stepper.end_backward()
-        if isinstance(self._clock, HostClock) and self._measuring.may_probe(step, is_ahead=self.backup):
+        if isinstance(self._clock, HostClock) and self._measuring.may_probe(step, self.is_ahead):
             watch = Stopwatch()
             # An error of the lane is raised with its own type by whoever called this.
             with contextlib.suppress(GradwireError), watch:
@@ -518,7 +503,7 @@ class SlimGC(Compressed):
 
     def hand_over(self) -> None:
         """The optimizer gets back the state that its owners hold, whole on every rank."""
-        if isinstance(self._stepper, OwnerStep):
+        if self._stepper is not None:
             self._stepper.give_state_back()
 
     # ---- what ranks compare
@@ -579,8 +564,7 @@ class SlimGC(Compressed):
         threshold = check_threshold(state.get("threshold_bytes"))
         if self._stepper is not None:
             self._stepper.load_state_dict(state.get("stepping", {}))
-            if isinstance(self._stepper, OwnerStep):
-                self._loaded = zlib.crc32(repr(self._stepper.state.describe()).encode())
+            self._loaded = zlib.crc32(repr(self._stepper.state.describe()).encode())
         self._measuring.load_state_dict(measuring)
         self.session.feedback.load_by_name(residuals, self.session.slots)
         self._threshold = threshold
@@ -612,20 +596,15 @@ def _read_options(codec: Any, given: dict[str, Any]) -> tuple[list[Codec], dict[
     is_server = check_choice("topology", options["topology"], ("server", "all-reduce")) == "server"
     is_raw = check_choice("pull", options["pull"], ("compressed", "raw")) == "raw"
     is_owners = check_choice("update", options["update"], ("worker", "owner")) == "owner"
-    backup = options["backup"] = bool(options["backup"])
     most, group_elements = options["max_grad_value"], options["group_elements"]
     if is_raw and not is_server:
         raise InvalidArgument('pull="raw" needs topology="server": in a ring nobody owns the result')
     if group_elements is not None and group_elements < 1:
         raise InvalidArgument(f"group_elements must be at least 1, got {group_elements}")
-    if is_owners and backup:
-        raise InvalidArgument('backup=True moves local weights by the whole optimizer: it needs update="worker"')
     if most is not None and (not is_owners or not most > 0):
         raise InvalidArgument(
             f'max_grad_value is positive and belongs to update="owner", got {most!r}; otherwise clip .grad as ever'
         )
-    if not backup and (options["max_grad_norm"] is not None or options["local_rate"] is not None):
-        raise InvalidArgument("max_grad_norm and local_rate belong to backup=True; without it, clip .grad as ever")
     if is_owners and not is_raw:
         raise InvalidArgument(
             'update="owner" pulls parameters, raw, from the ranks that own them: it needs topology="server" and '
@@ -668,7 +647,7 @@ def _options_of(codec: Codec) -> dict[str, Any]:
 
 def _refuse_on_device(codec: Codec, options: dict[str, Any]) -> None:
     """Raises: Unsupported (what needs the host)."""
-    for name, wanted in (("backup", False), ("update", "worker"), ("topology", "server"), ("pull", "compressed")):
+    for name, wanted in (("update", "worker"), ("topology", "server"), ("pull", "compressed")):
         if options[name] != wanted:
             value = f'"{options[name]}"' if isinstance(options[name], str) else options[name]
             raise Unsupported(f"slimgc with {name}={value} works on host memory: leave that or placement out")

@@ -8,7 +8,7 @@ from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref,
 # PyTorch's own: DDP, and its hooks.
 HOOKS = ["ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8"]
 # What `auto` loses to each: catalogue/auto.py.
-FIXED = [name for name in schemes.names() if name != "auto" and not schemes.needs_adam(name)]
+FIXED = [name for name in schemes.names() if name != "auto" and not schemes.needs_momenta(name)]
 EVERYTHING = [*HOOKS, *FIXED]
 REDUCING = ["ddp", "ddp-bf16", *(name for name in FIXED if not schemes.owns_step(name))]
 DDP = {"scheme": "ddp"}

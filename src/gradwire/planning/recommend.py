@@ -19,9 +19,10 @@ from gradwire.planning.plan import Plan
 from gradwire.registry import parse_spec
 from gradwire.schemes.auto.costs import measure_profile
 from gradwire.schemes.auto.fidelity import TABLE, check_level, needed
-from gradwire.telemetry.stopwatch import StepClock, Stopwatch
+from gradwire.telemetry.stopwatch import Lap, StepClock, Stopwatch
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.link_probe import probe_pairs
+from gradwire.wire.wire import HostWire
 
 _WARMUP, _FEWEST, _MOST = 2, 3, 10
 _PLAIN_SHARE, _TRIAL_SHARE = 0.2, 0.7  # of the time
@@ -61,7 +62,7 @@ def recommend(
         plain_s, waited_s = trials.time(_PLAIN_SHARE * seconds)
         rows = needed([row for row in TABLE if row.holds_under(families)])
         parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
-        profile = measure_profile(communicator, rows, parameters)
+        profile = measure_profile(HostWire(communicator), rows, parameters)
         links = communicator.submit(probe_pairs, communicator).wait()
         plan = Plan(profile, plain_s - waited_s, plain_s, {}, fidelity, families != {"sgd"}, tuple(links))
         measured = {"plain": plain_s}
@@ -96,8 +97,8 @@ class _Trials:
         self, ddp: DistributedDataParallel, step_function: Callable[[], Any], communicator: Communicator
     ) -> None:
         self._ddp, self._step, self._communicator = ddp, step_function, communicator
-        self._rows: list[tuple[float, float]] = []  # seconds and seconds waiting of each step
-        clock = StepClock(ddp, ddp, lambda: None, lambda took, waited: self._rows.append((took / 1e9, waited / 1e9)))
+        self._rows: list[Lap] = []
+        clock = StepClock(ddp, ddp, lambda: None, self._rows.append)
         self.close = clock.close
 
     def time(self, limit_s: float) -> tuple[float, float]:
@@ -113,9 +114,8 @@ class _Trials:
                 )
             if n_done >= _WARMUP + _FEWEST and self.is_over(elapsed, limit_s):
                 break
-        rows = torch.tensor(
-            [(took, -waited) for took, waited in self._rows[_WARMUP:]], dtype=torch.float64, device="cpu"
-        )
+        laps = [lap.read() for lap in self._rows[_WARMUP:]]
+        rows = torch.tensor([(took / 1e9, -waited / 1e9) for took, waited in laps], dtype=torch.float64, device="cpu")
         communicator.submit(communicator.all_reduce, rows, dist.ReduceOp.MAX).wait()
         took, waited = rows.median(dim=0).values.tolist()
         return took, min(-waited, took)

@@ -198,7 +198,7 @@ class Auto(Scheme):
         self._rows = [rows[0], *(row for row in rows if row.spec in self._subs)]
         self._compare_candidates()
         self._profiles = [self._given] if self._given is not None else self._measure(parameters)
-        predicted = self._predict(1)
+        predicted = self._predict_all(1)
         self.law = Law(
             {row.spec: predicted.get(row.spec, predicted[PLAIN]) for row in self._rows},
             math.ceil(1000 * self._budget),
@@ -275,8 +275,11 @@ class Auto(Scheme):
         communicator.submit(compare_preambles, communicator, mine, record, self.session.optimizers).wait()
 
     def _predict(self, computing_us: int) -> Mapping[str, int]:
-        predicted = {spec: us for profile in self._profiles for spec, us in profile.predict_us(computing_us).items()}
+        predicted = self._predict_all(computing_us)
         return {row.spec: predicted[row.spec] for row in self._rows if row.spec in predicted}
+
+    def _predict_all(self, computing_us: int) -> dict[str, int]:
+        return {spec: us for profile in self._profiles for spec, us in profile.predict_us(computing_us).items()}
 
     # ---- a step
 

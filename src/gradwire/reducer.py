@@ -103,13 +103,15 @@ class Reducer:
         self.recorder = Recorder(communicator.rank, communicator.world_size, trace=trace)
         self._loss_scale = LossScale(scaler)
         try:
-            wire = self._make_wire(communicator)
+            wire, device_wire = self._make_wires(communicator)
             self.session = Session(
                 communicator, wire, self.recorder, optimizers, self.slots, self._loss_scale,
                 _no_module if module is None else weakref.ref(module),
-                scaler is not None,
+                scaler is not None, device_wire=device_wire,
             )  # fmt: skip
-            self._staging = Staging(() if wire.on_device else self._parameters_of_buckets())
+            # Where it is not sure that anything is staged, memory is pinned when it first is.
+            is_staged = not wire.on_device and device_wire is None
+            self._staging = Staging(self._parameters_of_buckets() if is_staged else ())
             self.scheme.bind(self.session)
             self.scheme.take_over()
             self._tell_of_strays()
@@ -199,6 +201,8 @@ class Reducer:
                     check_gradient(buffer, on_any_device=True)
                 layout = self._layouts[index] = Layout(buffer, tuple(map(slot_of, slots)), offsets)
                 is_known = (index, layout.hash) in self._compared
+            if self.scheme.carries_residuals:
+                self.scheme.add_residuals(layout.slots, [buffer[start:end] for start, end in layout.spans])
             bucket = self._bucket(buffer, layout, index=index, step=step, is_last=is_last, record=record)
             if not is_known:
                 self._compared.add((index, layout.hash))
@@ -224,9 +228,10 @@ class Reducer:
         if buffer.device.type == "cpu":
             return Bucket(buffer, layout, **place)
         if place["index"] == 0:
-            self._loss_scale.note()
-        if isinstance(self.session.wire, DeviceWire):
-            return Bucket(buffer, layout, resident=ResidentBucket(self.session.wire, buffer), **place)
+            self.note_loss_scale()
+        wire = self.scheme.wire_at_work
+        if isinstance(wire, DeviceWire):
+            return Bucket(buffer, layout, resident=ResidentBucket(wire, buffer), **place)
         bounds = layout.spans if self.scheme.waits_by_tensor else [(0, buffer.numel())]
         staged = self._staging.stage(place["index"], buffer, bounds)
         return Bucket(staged.on_host, layout, staged=staged, **place)
@@ -238,9 +243,14 @@ class Reducer:
         """Those whose gradients come as buckets: memory to stage them is pinned beforehand. None are known here."""
         return []
 
-    def _make_wire(self, communicator: Communicator) -> Wire:
-        """Make the wire: here in host memory, to which buckets of a device come."""
-        return HostWire(communicator)
+    def note_loss_scale(self) -> None:
+        """Start to read the loss scale of the pass that begins, if it is on a device."""
+        self._loss_scale.note()
+
+    def _make_wires(self, communicator: Communicator) -> tuple[Wire, DeviceWire | None]:
+        """Make the wire, and one of the device beside it for a scheme that may choose: here in host memory, to which buckets
+        of a device come."""
+        return HostWire(communicator), None
 
     def fail(self, error: BaseException) -> GradwireError:
         """Note an error for `close_pass`, tell the peers, and return what to raise."""
@@ -396,8 +406,9 @@ class Reducer:
                 raise
         finally:
             self.scheme.unbind()
-            if isinstance(self.session.wire, DeviceWire):
-                self.session.wire.close()
+            for wire in (self.session.wire, self.session.device_wire):
+                if isinstance(wire, DeviceWire):
+                    wire.close()
             self.recorder.close()
             self.slots, self._flattener, self._layouts = {}, Flattener({}, 0), {}
             self._loss_scale, self._staging = LossScale(), Staging()

@@ -305,7 +305,6 @@ def refuse(rank: int, world_size: int, library: Path) -> None:
     unsure = place.model(build_model(), find_unused_parameters=True)
     for model, scheme, says in (
         (ddp, "zlib", "'zlib' works on host memory: leave placement out"),
-        (ddp, "auto", "'auto' works on host memory"),
         (ddp, schemes.by_name("embedded-float", bits=32), "bits=32 needs escapes"),
         (unsure, "two-bit", "find_unused_parameters=True"),
         (unsure, "thc", "find_unused_parameters=True"),

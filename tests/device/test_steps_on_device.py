@@ -53,10 +53,10 @@ def test_states_are_the_cpus(library: Path) -> None:
 # ---- what the host asks of the device
 
 # Operators whose result the host has to have before it goes on.
-_READING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "_unique2"}
+READING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "_unique2"}
 
 
-class _Asked(TorchDispatchMode):
+class Asked(TorchDispatchMode):
     """What the lane enqueues."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class _Asked(TorchDispatchMode):
 
 def ask(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
-    reduce, asked = Compressed._reduce_on_lane, _Asked()
+    reduce, asked = Compressed._reduce_on_lane, Asked()
 
     def watched(*arguments: Any) -> Any:
         with asked:
@@ -84,12 +84,12 @@ def ask(rank: int, world_size: int, library: Path) -> None:
         for name in SCHEMES:
             if any(part in name for part in ("one-bit", "sign-sgd", "top-k", "dgc")):
                 train(rank, place, SCHEMES[name](), n_steps=2)
-    read = [name for name in asked.names if name in _READING or name.endswith("to the host")]
+    read = [name for name in asked.names if name in READING or name.endswith("to the host")]
     assert {"masked_fill_", "copy_", "linalg_vector_norm"} <= set(asked.names), set(asked.names)
     assert not read, f"the host waits for {sorted(set(read))}"
     with asked:
         bool(torch.ones(1, device=place.device).any())
-    assert asked.names[-1] in _READING
+    assert asked.names[-1] in READING
 
 
 def test_the_host_reads_nothing_within_a_step(library: Path) -> None:

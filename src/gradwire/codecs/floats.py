@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire.codecs.tensors import bytes_in, bytes_of, check_step, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument
-from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on
+from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on, table_of, upload
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, parts
 from gradwire.gpu.structs import fill_struct
 
 _CHUNK_VALUES = 16_384
 _SHARED_OF_SEAL = SHARED_OF_CHECKSUM + 4
+
+
+class Messages(NamedTuple):
+    """Several messages that one launch makes or reads: each from values, and in a room, of its own.
+
+    Attributes:
+        table: (n_messages, 6) int64 on the device: `Row` of gpu/source/floats.hpp.
+        n_most: values of the longest message.
+        n_scales, n_chunks: of all of them.
+    """
+
+    table: Tensor
+    n_most: int
+    n_scales: int
+    n_chunks: int
+
+    @property
+    def n(self) -> int:
+        """How many there are."""
+        return self.table.shape[0]
 
 
 class Floats(ABC):
@@ -55,20 +77,43 @@ class Floats(ABC):
         """As `DeviceCodec.encode`. Cost: one or two passes, no allocation below bit 31."""
         if kernels_for(gradient.device) is None:
             return self._encode_natively(gradient, out, step)
-        n, device = gradient.numel(), gradient.device
+        return self._write(gradient, out, step, None)
+
+    def lay_out(self, messages: Sequence[tuple[int, int, int, int]], device: torch.device) -> Messages:
+        """Messages by their first value, their place among the bytes, their values, and what is added to the step by which the
+        first one draws; on the current stream."""
+        rows, scale, chunk = [], 0, 0
+        for first, at, n, number in messages:
+            rows.append((first, at, n, number, scale, chunk))
+            scale, chunk = scale + parts(n, self.partition), chunk + parts(n, _CHUNK_VALUES)
+        return Messages(upload(table_of(*rows), device), max(n for _, _, n, _ in messages), scale, chunk)
+
+    def encode_messages(self, values: Tensor, room: Tensor, messages: Messages, *, step: int = 0) -> None:
+        """As `encode`, of several messages in as many launches as one: their values are of `values`, their bytes of `room`."""
+        self._write(values, room, step, messages)
+
+    def _write(self, values: Tensor, room: Tensor, step: int, messages: Messages | None) -> Tensor:
+        n, device = values.numel() if messages is None else messages.n_most, values.device
         launch = self.check_device(device).launch
-        n_chunks = parts(n, _CHUNK_VALUES)
-        n_bytes = torch.empty(1, dtype=torch.int64, device=device)
-        scales = torch.empty(parts(n, self.partition), dtype=torch.int32, device=device)
+        n_scales = parts(n, self.partition) if messages is None else messages.n_scales
+        n_chunks = parts(n, _CHUNK_VALUES) if messages is None else messages.n_chunks
+        n_rows = 1 if messages is None else messages.n
+        n_bytes = torch.empty(n_rows, dtype=torch.int64, device=device)
+        scales = torch.empty(n_scales, dtype=torch.int32, device=device)
         flags = torch.empty(n_chunks, dtype=torch.int32, device=device)
         parameters = fill_struct(
-            "FloatEncode", values=gradient, message=out, scales=scales, chunk_flags=flags, n_bytes=n_bytes,
-            seed=self.seed, step=check_step(step), n=n, rounding=self.native_rounding, **self._format(gradient.dtype),
+            "FloatEncode", values=values, message=room, scales=scales, chunk_flags=flags, n_bytes=n_bytes,
+            seed=self.seed, step=check_step(step), n=n, rounding=self.native_rounding,
+            rows=None if messages is None else messages.table, **self._format(values.dtype),
         )  # fmt: skip
-        for kernel, n_blocks in self._launches(n)[0].items():
-            launch(kernel, n_blocks, THREADS, 0, parameters)
-        launch("gw_floats_seal_chunks", n_chunks, THREADS, _SHARED_OF_SEAL, parameters)
-        launch("gw_floats_seal", 1, THREADS, _SHARED_OF_SEAL, parameters)
+        most = parts(n, _CHUNK_VALUES)
+        for kernel, n_blocks, shared in (
+            *((kernel, n_blocks, 0) for kernel, n_blocks in self._launches(n)[0].items()),
+            ("gw_floats_seal_chunks", most, _SHARED_OF_SEAL),
+            ("gw_floats_seal", 1, _SHARED_OF_SEAL),
+        ):
+            parameters.per_row = n_blocks
+            launch(kernel, n_rows * n_blocks, THREADS, shared, parameters)
         return n_bytes
 
     def decode(
@@ -97,19 +142,43 @@ class Floats(ABC):
             elif divisor != 1:
                 out /= divisor
             return
-        n, launch = out.numel(), self.check_device(out.device).launch
+        self._read(message, out, None, 1, 0, divisor, adds, error)
+
+    def decode_messages(
+        self,
+        room: Tensor,
+        out: Tensor,
+        messages: Messages,
+        *,
+        n_sources: int = 1,
+        source_bytes: int = 0,
+        divisor: float = 1.0,
+        adds: bool = False,
+        error: Tensor,
+    ) -> None:
+        """As `decode`, of several messages in as many launches as one.
+
+        Args:
+            n_sources, source_bytes: with `adds`, so many have sent messages of the same values, in rooms so far apart: they
+                are added in their order.
+        """
+        self._read(room, out, messages, n_sources, source_bytes, divisor, adds, error)
+
+    def _read(
+        self, room: Tensor, out: Tensor, messages: Messages | None, n_sources: int, source_bytes: int,
+        divisor: float, adds: bool, error: Tensor | None,
+    ) -> None:  # fmt: skip
+        n, launch = out.numel() if messages is None else messages.n_most, self.check_device(out.device).launch
         error = torch.zeros(1, dtype=torch.int32, device=out.device) if error is None else error
+        n_rows = 1 if messages is None else messages.n
         parameters = fill_struct(
-            "FloatDecode",
-            message=message,
-            error=error,
-            n=n,
-            out=out,
-            divisor=divisor,
-            adds=adds,
-            **self._format(out.dtype),
-        )
-        launch("gw_floats_check", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
-        launch("gw_floats_read_chunks", parts(n, _CHUNK_VALUES), THREADS, SHARED_OF_CHECKSUM, parameters)
+            "FloatDecode", message=room, error=error, n=n, out=out, divisor=divisor, adds=adds,
+            rows=None if messages is None else messages.table, n_rows=n_rows, n_sources=n_sources,
+            source_bytes=source_bytes, **self._format(out.dtype),
+        )  # fmt: skip
+        for kernel, n_blocks in (("gw_floats_check", 1), ("gw_floats_read_chunks", parts(n, _CHUNK_VALUES))):
+            parameters.per_row = n_blocks
+            launch(kernel, n_sources * n_rows * n_blocks, THREADS, SHARED_OF_CHECKSUM, parameters)
         for kernel, n_blocks in self._launches(n)[1].items():
-            launch(kernel, n_blocks, THREADS, 0, parameters)
+            parameters.per_row = n_blocks
+            launch(kernel, n_rows * n_blocks, THREADS, 0, parameters)

@@ -63,6 +63,7 @@ class Session:
         module_ref: of the DDP model, which is not kept alive: it goes when its user lets go of it.
         has_scaler: whether there is a GradScaler.
         feedback: what the scheme at work has not sent yet.
+        device_wire: the device's collectives beside those in host memory, where it was left to the scheme which to use.
     """
 
     communicator: Communicator
@@ -74,6 +75,7 @@ class Session:
     module_ref: Callable[[], torch.nn.Module | None] = lambda: None
     has_scaler: bool = False
     feedback: Feedback = field(default_factory=Feedback)
+    device_wire: Wire | None = None
 
     @property
     def module(self) -> torch.nn.Module | None:

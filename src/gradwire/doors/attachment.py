@@ -106,7 +106,7 @@ def attach(
     group: dist.ProcessGroup | Sequence[int] | None = None,
     timeout_s: float | None = None,
     trace: bool = False,
-    placement: str = "staged",
+    placement: str | None = None,
     ahead: int = 0,
     **options: Any,
 ) -> Attachment:
@@ -126,8 +126,9 @@ def attach(
             its own.
         timeout_s: how long to wait for a peer before PeerLost is raised (default: the timeout of the model's process group).
         trace: record the spans of a Chrome trace.
-        placement: for DDP on a GPU: "staged" reduces in host memory (default; every scheme), "device" on the GPU, by the
-            backend that torch has there (docs/gpu.md lists the schemes; tested without a GPU only).
+        placement: for DDP on a GPU: "staged" reduces in host memory (every scheme), "device" on the GPU, by the backend that
+            torch has there (docs/gpu.md lists the schemes; tested without a GPU only). Not said, "auto" chooses among both,
+            and a scheme by name is staged.
         ahead: for DDP: 1 has the next step start on local weights while means travel, which it uses a step later, with
             `local`, `local_rate`, `sync_steps` and `max_grad_norm` as further options (see `gradwire.schemes.Ahead`).
         options: those of a scheme given by name, as "aqgb", floor=0.25; and for modules other than DDP bucket_mb, bucket_dtype
@@ -162,7 +163,7 @@ def attach(
             "scheme that is made has its own"
         )
     if not isinstance(model, DistributedDataParallel):
-        if placement != "staged":
+        if placement == "device":
             raise Unsupported('placement="device" is for DDP models: leave it out')
         if group is None and is_alone() and (isinstance(scheme, Auto) or not dist.is_initialized()):
             return Alone(scheme)

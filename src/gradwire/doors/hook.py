@@ -6,6 +6,7 @@ at the very end of the same backward pass, so no optimizer step can follow.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations as objects, not as strings.
+import logging
 import operator
 from typing import Any, NamedTuple
 
@@ -19,10 +20,13 @@ from gradwire.doors.watching import Watch
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
+from gradwire.schemes.auto.scheme import Auto
 from gradwire.telemetry.stopwatch import now_ns
 from gradwire.wire.communicator import Communicator, completed
-from gradwire.wire.device_wire import DeviceWire
+from gradwire.wire.device_wire import DeviceWire, serves
 from gradwire.wire.wire import HostWire, Wire
+
+_log = logging.getLogger(__name__)
 
 PLACEMENTS = ("staged", "device")
 _NO_BUCKETS = (
@@ -61,7 +65,7 @@ class HookState(Reducer):
         timeout_s: how long to wait for a peer before PeerLost is raised (default: the timeout of `group`).
         trace: record the spans of a Chrome trace.
         placement: where device buckets are reduced: "staged", in host memory, or on the "device", between devices by the
-            backend that torch has for them (docs/gpu.md).
+            backend that torch has for them (docs/gpu.md). None: scheme "auto" chooses among both, others are staged.
     Raises: InvalidArgument, Unsupported.
     """
 
@@ -74,9 +78,10 @@ class HookState(Reducer):
         group: dist.ProcessGroup | None = None,
         timeout_s: float | None = None,
         trace: bool = False,
-        placement: str = "staged",
+        placement: str | None = None,
     ) -> None:
-        self._group, self._placement = group, check_choice("placement", placement, PLACEMENTS)
+        self._group = group
+        self._placement = None if placement is None else check_choice("placement", placement, PLACEMENTS)
         self._watch: Watch | None = None
         self._shadows: list[torch.futures.Future[torch.Tensor]] = []
         self._closed_by_all = False
@@ -150,10 +155,20 @@ class HookState(Reducer):
         if not scheme.takes_any_gradient:
             check_trained(module)
 
-    def _make_wire(self, communicator: Communicator) -> Wire:
-        if self._placement == "staged":
-            return HostWire(communicator)
-        return DeviceWire(communicator, [parameter.device for parameter in self._parameters_of_buckets()])
+    def _make_wires(self, communicator: Communicator) -> tuple[Wire, DeviceWire | None]:
+        devices = [parameter.device for parameter in self._parameters_of_buckets()]
+        if self._placement == "device":
+            return DeviceWire(communicator, devices), None
+        host = HostWire(communicator)
+        # DDP's own group shows that its backend works here; it may refuse what others serve, as two ranks on one GPU.
+        is_free = self._placement is None and isinstance(self.scheme, Auto) and communicator.world_size > 1
+        if not is_free or not devices or not serves(self._group, devices[0]):
+            return host, None
+        try:
+            return host, DeviceWire(communicator, devices)
+        except Unsupported as error:
+            _log.warning("auto chooses among schemes in host memory only: %s", error)
+            return host, None
 
     def _check_divisor(self) -> None:
         """A hook is not told by how many ranks DDP divides once some have left `join`: all of them is the default."""

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.errors import Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes.auto.scheme import Auto
-from gradwire.telemetry.stopwatch import StepClock
+from gradwire.telemetry.stopwatch import Lap, StepClock
 from gradwire.wire.communicator import ring_bytes
 
 
@@ -47,6 +47,7 @@ class Watch:
         auto, state = self._auto, self._state
         if auto is None or self._is_joining:  # all ranks go on with what they have: some of them cannot vote
             return
+        state.note_loss_scale()
         auto.choose(state.step)
         if not auto.is_transparent:
             try:
@@ -54,14 +55,14 @@ class Watch:
             except Unsupported as error:
                 auto.stay_plain(str(error))
 
-    def _end(self, took_ns: int, waited_ns: int) -> None:
+    def _end(self, lap: Lap) -> None:
         auto, state = self._auto, self._state
         if auto is None:
             return
         if auto.is_transparent:
-            self._count_plain_step(waited_ns)
+            self._count_plain_step(lap.waited_ns)
         if not self._is_joining:
-            auto.end_watched_step(state.step - 1, took_ns, waited_ns)
+            auto.end_watched_step(state.step - 1, lap)
 
     def _count_plain_step(self, waited_ns: int) -> None:
         """Note what the reducer's hook would: DDP has done it. Bytes are those of its ring."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from gradwire import _native
 from gradwire.checks import choice as check_choice
 from gradwire.codecs import Codec, DeviceCodec
+from gradwire.codecs.floats import Floats, Messages
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.tensors import bytes_of, dtype_code
@@ -171,7 +172,9 @@ class DeviceRing:
     def __init__(self, wire: DeviceWire, codec: DeviceCodec, is_ring: bool, chunk_elements: int) -> None:
         codec.check_device(wire.device)
         self._wire, self._codec, self._is_ring, self._chunk_elements = wire, codec, is_ring, chunk_elements
+        self._floats = codec if isinstance(codec, Floats) else None  # which take the messages of a part in one launch
         self._is_fixed = not isinstance(codec, GCompCodec)
+        self._messages: dict[tuple[tuple[int, int, int, int], ...], Messages] = {}
         self._rank, self._world = wire.rank, wire.world_size
         self._cuts: dict[tuple[int, torch.dtype], list[list[Chunk]]] = {}
         # Of the bucket that is under way.
@@ -235,7 +238,14 @@ class DeviceRing:
         rank, world, buffer = self._rank, self._world, bucket.buffer
         numbers = _numbers_of_owners(rank, world, len(parts[0]))
         sent, received = (self._row(name, parts, world) for name in ("sent", "received"))
-        for place, part in enumerate(_others(rank, world)):
+        if self._floats is not None:
+            others = [
+                (chunk, part * sent.shape[1], 0, number[part])
+                for part in _others(rank, world)
+                for chunk, number in zip(parts[part], numbers, strict=True)
+            ]
+            self._floats.encode_messages(buffer, sent, self._laid_out(others), step=self._first_draw)
+        for place, part in enumerate(_others(rank, world) if self._floats is None else ()):
             values = buffer[_values_of(parts[part])]
             self._encode(values, parts[part], sent[part], place, [number[part] for number in numbers])
         lengths = self._tell(
@@ -248,14 +258,39 @@ class DeviceRing:
         self._exchange(came, gone, bucket.record)
         own = buffer[_values_of(parts[rank])]
         total = self._wire.scratch("total", own.numel(), buffer.dtype).zero_()
-        for source in range(world):
-            if source == rank:
-                total.add_(own)
-            else:
-                self._decode(came[source], parts[rank], total, adds=True)
+        if self._floats is None:
+            for source in range(world):
+                if source == rank:
+                    total.add_(own)
+                else:
+                    self._decode(came[source], parts[rank], total, adds=True)
+        else:
+            self._add_sources(received[:rank], parts[rank], total)
+            total.add_(own)
+            self._add_sources(received[rank + 1 :], parts[rank], total)
         result = self._row("result", parts)
         self._encode(total, parts[rank], result, 0, [number[rank] for number in numbers], True)
         return result, list(range(world))
+
+    def _add_sources(self, received: Tensor, part: list[Chunk], total: Tensor) -> None:
+        """Add what so many ranks have sent of a part, in their order."""
+        if self._floats is not None and len(received):
+            messages = self._laid_out([(chunk, 0, part[0].values.start, 0) for chunk in part])
+            self._floats.decode_messages(
+                received, total, messages, n_sources=len(received), source_bytes=received.shape[1], adds=True,
+                error=self._wire.flags[:1],
+            )  # fmt: skip
+
+    def _laid_out(self, chunks: Sequence[tuple[Chunk, int, int, int]]) -> Messages:
+        """Messages of one launch: the chunk, where its row begins, the value from which values are counted, its number."""
+        assert self._floats is not None, "one message a launch"
+        rows = tuple(
+            (chunk.values.start - start, row + chunk.room.start, chunk.values.stop - chunk.values.start, number)
+            for chunk, row, start, number in chunks
+        )
+        if rows not in self._messages:
+            self._messages[rows] = self._floats.lay_out(rows, self._wire.device)
+        return self._messages[rows]
 
     # ---- means
 
@@ -266,6 +301,12 @@ class DeviceRing:
         results = self._wire.scratch("results", self._world * row_bytes, torch.uint8).view(self._world, row_bytes)
         self._wire.group.all_gather(results, result[:row_bytes])
         bucket.record.count_exchanged((self._world - 1) * row_bytes)
+        if self._floats is not None:
+            every = [(chunk, i * row_bytes, 0, 0) for i, part in enumerate(owned) for chunk in parts[part]]
+            self._floats.decode_messages(
+                results, bucket.buffer, self._laid_out(every), divisor=divisor, error=self._wire.flags[:1]
+            )
+            return
         for row, part, (length,) in zip(results, owned, lengths, strict=True):
             out = bucket.buffer[_values_of(parts[part])]
             self._decode(row[:length], parts[part], out, divisor=divisor, is_mean=True)
@@ -276,6 +317,10 @@ class DeviceRing:
         self, values: Tensor, part: list[Chunk], row: Tensor, place: int, numbers: Sequence[int], is_mean: bool = False
     ) -> None:
         """`place`: of the row among those of this hop. `numbers`: of the messages, chunk by chunk."""
+        if self._floats is not None:
+            chunks = [(chunk, 0, part[0].values.start, number) for chunk, number in zip(part, numbers, strict=True)]
+            self._floats.encode_messages(values, row, self._laid_out(chunks), step=self._first_draw)
+            return
         for chunk, number in zip(part, numbers, strict=True):
             own, step = values[chunk.within(part[0].values.start)], draw_after(self._first_draw, number)
             if self._counts is not None and isinstance(self._codec, GCompCodec):
@@ -294,6 +339,10 @@ class DeviceRing:
         adds: bool = False,
         is_mean: bool = False,
     ) -> None:
+        if self._floats is not None:
+            messages = self._laid_out([(chunk, 0, part[0].values.start, 0) for chunk in part])
+            self._floats.decode_messages(row, out, messages, divisor=divisor, adds=adds, error=self._wire.flags[:1])
+            return
         for chunk in part:
             self._codec.decode(
                 row[chunk.room], out[chunk.within(part[0].values.start)], self._importance_of(chunk, is_mean),

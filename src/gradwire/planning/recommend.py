@@ -16,12 +16,13 @@ from gradwire.core.optimizers import Optimizers
 from gradwire.doors.attachment import attach
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.plan import Plan
-from gradwire.registry import parse_spec
 from gradwire.schemes.auto.costs import measure_profile
-from gradwire.schemes.auto.fidelity import TABLE, check_level, needed
-from gradwire.telemetry.stopwatch import StepClock, Stopwatch
+from gradwire.schemes.auto.fidelity import TABLE, check_level, needed, row_of
+from gradwire.telemetry.stopwatch import Lap, StepClock, Stopwatch
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.device_wire import DeviceWire, serves
 from gradwire.wire.link_probe import probe_pairs
+from gradwire.wire.wire import HostWire, Wire
 
 _WARMUP, _FEWEST, _MOST = 2, 3, 10
 _PLAIN_SHARE, _TRIAL_SHARE = 0.2, 0.7  # of the time
@@ -38,6 +39,7 @@ def recommend(
 ) -> Plan:
     """Measure links, codecs and a few steps of a model, and recommend a scheme. Collective.
 
+    On GPUs that DDP's own backend joins, the bus between them and the schemes of `placement="device"` are measured.
     Parameters, gradients, buffers and random states are restored; no optimizer step is taken. Call it before `attach`.
 
     Args:
@@ -54,6 +56,7 @@ def recommend(
     elapsed = Stopwatch()
     with (
         _restored(ddp),
+        contextlib.ExitStack() as wires,
         contextlib.closing(Communicator(ddp.process_group)) as communicator,
         contextlib.closing(_Trials(ddp, step_function, communicator)) as trials,
     ):
@@ -61,21 +64,41 @@ def recommend(
         plain_s, waited_s = trials.time(_PLAIN_SHARE * seconds)
         rows = needed([row for row in TABLE if row.holds_under(families)])
         parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
-        profile = measure_profile(communicator, rows, parameters)
-        links = communicator.submit(probe_pairs, communicator).wait()
+        wire = wires.enter_context(_wire_of(ddp, parameters, communicator))
+        if wire.on_device:
+            working = [row for row in rows[1:] if schemes.by_name(row.scheme).works_on_device]
+            rows = [rows[0], *(row.on_device() for row in working)]
+        profile = measure_profile(wire, rows, parameters)
+        links = [] if wire.on_device else communicator.submit(probe_pairs, communicator).wait()
         plan = Plan(profile, plain_s - waited_s, plain_s, {}, fidelity, families != {"sgd"}, tuple(links))
         measured = {"plain": plain_s}
         for spec in _worth_trying(plan):
             if trials.is_over(elapsed, (_PLAIN_SHARE + _TRIAL_SHARE) * seconds) and len(measured) > 1:
                 break
-            name, options = parse_spec(spec)
+            row = row_of(spec)
             try:
-                attachment = attach(ddp, optimizer, schemes.by_name(name, **options))
+                placement = "device" if row.is_on_device else "staged"
+                attachment = attach(ddp, optimizer, schemes.by_name(row.scheme), placement=placement)
             except (Unsupported, InvalidArgument):
                 continue
             with contextlib.closing(attachment):
                 measured[spec], _ = trials.time(_TRIAL_SHARE * seconds / _N_TRIED)
     return replace(plan, measured_s=measured)
+
+
+@contextlib.contextmanager
+def _wire_of(
+    ddp: DistributedDataParallel, parameters: Sequence[torch.Tensor], communicator: Communicator
+) -> Iterator[Wire]:
+    """The wire to measure: between the devices that DDP's own group joins, else in host memory."""
+    if communicator.world_size == 1 or not serves(ddp.process_group, parameters[0].device):
+        yield HostWire(communicator)
+        return
+    wire = DeviceWire(communicator, [parameter.device for parameter in parameters])
+    try:
+        yield wire
+    finally:
+        wire.close()
 
 
 def _worth_trying(plan: Plan) -> list[str]:
@@ -96,8 +119,8 @@ class _Trials:
         self, ddp: DistributedDataParallel, step_function: Callable[[], Any], communicator: Communicator
     ) -> None:
         self._ddp, self._step, self._communicator = ddp, step_function, communicator
-        self._rows: list[tuple[float, float]] = []  # seconds and seconds waiting of each step
-        clock = StepClock(ddp, ddp, lambda: None, lambda took, waited: self._rows.append((took / 1e9, waited / 1e9)))
+        self._rows: list[Lap] = []
+        clock = StepClock(ddp, ddp, lambda: None, self._rows.append)
         self.close = clock.close
 
     def time(self, limit_s: float) -> tuple[float, float]:
@@ -113,9 +136,8 @@ class _Trials:
                 )
             if n_done >= _WARMUP + _FEWEST and self.is_over(elapsed, limit_s):
                 break
-        rows = torch.tensor(
-            [(took, -waited) for took, waited in self._rows[_WARMUP:]], dtype=torch.float64, device="cpu"
-        )
+        laps = [lap.read() for lap in self._rows[_WARMUP:]]
+        rows = torch.tensor([(took / 1e9, -waited / 1e9) for took, waited in laps], dtype=torch.float64, device="cpu")
         communicator.submit(communicator.all_reduce, rows, dist.ReduceOp.MAX).wait()
         took, waited = rows.median(dim=0).values.tolist()
         return took, min(-waited, took)

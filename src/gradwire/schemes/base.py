@@ -63,8 +63,18 @@ class Scheme(metaclass=ABCMeta):
         """Whether it reads parameters or the optimizer's state while gradients travel, as all ranks have them then."""
         return False
 
+    @property
+    def wire_at_work(self) -> Wire:
+        """The wire of this step's buckets: where they are reduced."""
+        return self.session.wire
+
+    @property
+    def carries_residuals(self) -> bool:
+        """True if `add_residuals` has something to add."""
+        return False
+
     def add_residuals(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> None:
-        """Add to the gradients of a transparent step what an earlier scheme has not sent."""
+        """Add to the gradients, where they are, what an earlier scheme has not sent."""
 
     @property
     @abstractmethod

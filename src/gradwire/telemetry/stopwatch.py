@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -69,13 +69,37 @@ def processor_watch() -> Stopwatch:
     return Stopwatch(time.process_time_ns)
 
 
+class Lap(NamedTuple):
+    """The time of a step.
+
+    Attributes:
+        took_ns, waited_ns: by the clock of the training thread.
+        on_device: events at which the device came to the step's beginning, its last gradient and its end; None: on the CPU.
+    """
+
+    took_ns: int
+    waited_ns: int
+    on_device: tuple[torch.Event, torch.Event, torch.Event] | None = None
+
+    def read(self) -> tuple[int, int]:
+        """(took_ns, waited_ns) where the model computes: waits until a device has come to the step's end."""
+        if self.on_device is None:
+            return self.took_ns, self.waited_ns
+        began, computed, ended = self.on_device
+        ended.synchronize()
+        return int(1e6 * began.elapsed_time(ended)), int(1e6 * computed.elapsed_time(ended))
+
+
 class StepClock:
-    """Calls `begin` before every step and `end(took_ns, waited_ns)` after it, on the training thread.
+    """Calls `begin` before every step and `end(lap)` after it, on the training thread.
 
     It sees a DDP model from outside, without a communication hook or a wrapper. A step is from the start of its first forward
     pass to the end of its backward pass. What lies between steps (loading, evaluation, the optimizer) counts for nobody: no
     scheme changes it. Waiting is from the last gradient to the moment at which DDP has all means: autograd runs what is queued
     on it in order, so one callback comes before DDP's own and one after.
+
+    A device runs behind the thread that gives it work: its own times are events on the stream of the passes, and nobody waits
+    for them here.
 
     Only passes in which DDP synchronises end a step; under `no_sync` the passes before it are part of it. What `begin` and
     `end` raise comes out of the forward and the backward pass.
@@ -89,17 +113,20 @@ class StepClock:
         ddp: DistributedDataParallel,
         called: torch.nn.Module,
         begin: Callable[[], None],
-        end: Callable[[int, int], None],
+        end: Callable[[Lap], None],
     ) -> None:
         self._begin, self._end = begin, end
         self._ddp = weakref.ref(ddp)  # whose parameters hold this, and may live longer
         self._began_ns = self._computed_ns = 0
+        self._events: list[torch.Event] = []
         self._is_queued = False
         self._handles: list[Any] = [called.register_forward_pre_hook(_BeforeForward(self._before_forward))]
         parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
         if not (ddp.find_unused_parameters or ddp.static_graph):
             parameters = parameters[-1:]  # each has a gradient in every pass; the last is ready early
         self._handles += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in parameters]
+        device = parameters[0].device if parameters else torch.device("cpu")
+        self._device = None if device.type == "cpu" else device
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         if not torch.is_grad_enabled() or not module.training:
@@ -108,7 +135,16 @@ class StepClock:
         if self._began_ns:
             return
         self._begin()
+        self._events.clear()
+        self._mark()
         self._began_ns = time.perf_counter_ns()
+
+    def _mark(self) -> None:
+        """Note when the device comes to what it is given next."""
+        if self._device is not None:
+            event = torch.Event(device=self._device, enable_timing=True, blocking=True)
+            event.record(torch.accelerator.current_stream(self._device))
+            self._events.append(event)
 
     def _on_gradient(self, _: torch.Tensor) -> None:
         ddp = self._ddp()
@@ -119,13 +155,17 @@ class StepClock:
 
     def _before_ddp_waits(self) -> None:
         self._computed_ns = time.perf_counter_ns()
+        self._mark()
         torch.autograd.Variable._execution_engine.queue_callback(self._after_ddp_waited)
 
     def _after_ddp_waited(self) -> None:
         now_ns, began_ns = time.perf_counter_ns(), self._began_ns
         self._began_ns = 0
         if began_ns:
-            self._end(now_ns - began_ns, now_ns - self._computed_ns)
+            self._mark()
+            marks = tuple(self._events)
+            on_device = (marks[0], marks[-2], marks[-1]) if self._device is not None else None
+            self._end(Lap(now_ns - began_ns, now_ns - self._computed_ns, on_device))
 
     def close(self) -> None:
         """Take the hooks back."""

@@ -7,7 +7,7 @@ that is over, and `DeviceWire.read`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -86,6 +86,12 @@ class DeviceWire(Wire):
                 f"{self.device} has no memory left for what gradwire sends: make the model or the batch smaller, or "
                 f"leave placement out, which needs none there. Backend: {error}"
             ) from error
+
+    def lend(self, values: Iterable[Tensor]) -> None:
+        stream = torch.accelerator.current_stream(self.device)
+        stream.wait_stream(self.stream)
+        for one in values:
+            one.record_stream(stream)
 
     # ---- values
 
@@ -300,6 +306,12 @@ def _make_backend(communicator: Communicator, device: torch.device) -> Any:  # t
     return plugin.creator_fn(*place, timeout)
 
 
+def serves(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """True if a process group of the user's carries tensors of `device` by the backend that torch has for such devices."""
+    own = dist.Backend.default_device_backend_map.get(device.type, "")
+    return device.type != "cpu" and bool(own) and f"{device.type}:{own}" in dist.get_backend_config(group).split(",")
+
+
 class DeviceTimes:
     """Durations by kind, of work on the streams that are current: known to the host when it has passed."""
 
@@ -327,6 +339,14 @@ class DeviceTimes:
         event = torch.Event(device=self._device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device))
         return event
+
+
+def time_on(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds that the device takes for what `work` enqueues on the current stream, for which this thread waits."""
+    times = DeviceTimes(device)
+    with times.timing("work"):
+        work()
+    return times.take()["work"]
 
 
 class Reading:

@@ -8,36 +8,51 @@ from collections.abc import Callable
 import torch
 
 from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire.wire.device_wire import DeviceWire, time_on
+from gradwire.wire.wire import Wire
 
 # Smaller ones pass a shaper's bucket as if it were not there (docs/netlab.md).
 PROBE_ELEMENTS = 1 << 16
+# Between devices 16 MB: at 10 GB/s they take a millisecond and a half, where a collective of nothing takes 50 us.
+DEVICE_PROBE_ELEMENTS = 1 << 22
 _SMALL_ELEMENTS = 16
 _REPEATS = 3
 
 
-def probe_transfer_us(communicator: Communicator) -> int:
-    """Time the sum of a quarter of a megabyte, in microseconds; on the lane, every rank."""
-    return int(1e6 * _time_of(communicator, PROBE_ELEMENTS))
+def probe_elements(wire: Wire) -> int:
+    """Values in the sum that a probe times."""
+    return DEVICE_PROBE_ELEMENTS if wire.on_device else PROBE_ELEMENTS
 
 
-def probe_link(communicator: Communicator) -> tuple[float, float]:
+def probe_transfer_us(wire: Wire) -> int:
+    """Time the sum of a quarter of a megabyte, of 16 between devices, in microseconds; on the lane, every rank."""
+    return int(1e6 * _time_of(wire, probe_elements(wire)))
+
+
+def probe_link(wire: Wire) -> tuple[float, float]:
     """(seconds a hop of the backend's all-reduce, seconds a byte that a rank sends); on the lane, every rank.
 
-    What this rank sees; the slowest rank's numbers are the group's.
+    What this rank sees; the slowest rank's numbers are the group's. Bytes/s are what NCCL's tests call the bus bandwidth.
     """
-    if communicator.world_size == 1:
+    if wire.world_size == 1:
         return 0.0, 0.0
-    small_s = min(_time_of(communicator, _SMALL_ELEMENTS) for _ in range(_REPEATS + 1))
-    large = sorted(_time_of(communicator, PROBE_ELEMENTS) for _ in range(_REPEATS))
-    n_bytes = ring_bytes(4 * PROBE_ELEMENTS, communicator.world_size)
-    hop_s = small_s / (2 * (communicator.world_size - 1))
+    if wire.on_device:
+        _time_of(wire, _SMALL_ELEMENTS)  # which connects
+    small_s = min(_time_of(wire, _SMALL_ELEMENTS) for _ in range(_REPEATS + 1))
+    large = sorted(_time_of(wire, probe_elements(wire)) for _ in range(_REPEATS))
+    n_bytes = ring_bytes(4 * probe_elements(wire), wire.world_size)
+    hop_s = small_s / (2 * (wire.world_size - 1))
     return hop_s, max(large[_REPEATS // 2] - small_s, 1e-7) / n_bytes
 
 
-def _time_of(communicator: Communicator, n_elements: int) -> float:
+def _time_of(wire: Wire, n_elements: int) -> float:
+    if isinstance(wire, DeviceWire):
+        with wire.at_work():
+            values = wire.scratch("probe", n_elements).zero_()
+            return time_on(wire.device, lambda: wire.group.sum(values))
     values = torch.zeros(n_elements, dtype=torch.float32, device="cpu")
     started = time.perf_counter()
-    communicator.all_reduce(values)
+    wire.communicator.all_reduce(values)
     return time.perf_counter() - started
 
 

@@ -14,7 +14,7 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
@@ -101,6 +101,10 @@ class Wire(ABC):
     @abstractmethod
     def at_work(self) -> AbstractContextManager[None]:
         """`with wire.at_work():` enqueues what is inside on the stream that all of it runs on."""
+
+    @abstractmethod
+    def lend(self, values: Iterable[Tensor]) -> None:
+        """Have the calling thread use `values`, which work on this wire makes."""
 
     # ---- values
 
@@ -272,6 +276,9 @@ class HostWire(Wire):
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
         yield
+
+    def lend(self, values: Iterable[Tensor]) -> None:
+        pass
 
     # ---- values
 

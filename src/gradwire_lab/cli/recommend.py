@@ -8,11 +8,14 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.planning.box import Topology, advise, plan_box, read_topology
 from gradwire.planning.plan import Plan, describe_rate
+from gradwire.registry import parse_spec
 from gradwire_lab.cli.options import add_json, add_ranks, option
 from gradwire_lab.results.records import write_text
 from gradwire_lab.results.tables import Grid, print_grid
@@ -25,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "your own training: FUNCTION() returns (ddp, optimizer, step); step() runs one forward and backward pass"
     what.add_argument("--entry", metavar="MODULE:FUNCTION", help=words)
     what.add_argument("--profile", type=Path, metavar="FILE", help="a plan saved with --json: nothing is measured")
+    words = "GPUs of one machine, by arithmetic: also plain_s=S, a step under DDP on all, or bus_rate=BYTES/S; gradient_bits=16"
+    what.add_argument("--box", metavar="ranks=N,parameters=N,compute_s=S,...", help=words)
+    option(parser, "--topology", "FILE", "what `nvidia-smi topo -m` printed (default: it is asked on GPUs)", type=Path)
     option(parser, "--for-ranks", "N", "with --profile: the number of ranks to predict for", type=int)
     parser.add_argument("--fidelity", default="any", choices=["exact", "close", "any"], help="default: any")
     option(parser, "--seconds", "S", "approximate time to spend", 60.0)
@@ -38,7 +44,11 @@ def run(args: argparse.Namespace) -> int:
         plan = _read(args.profile)
         if args.for_ranks is not None or args.rate != "none":
             plan = plan.elsewhere(args.for_ranks, _rate_bps(args.rate))
-        _show(plan, args.json)
+        _show(plan, args)
+        return 0
+    if args.box is not None:
+        _, described = parse_spec(f"box:{args.box}")
+        _show(_make(lambda: plan_box(**described)), args)
         return 0
     if args.for_ranks is not None:
         raise InvalidArgument("--for-ranks predicts from a plan: give it with --profile FILE")
@@ -48,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgument("--rate shapes the links of ranks that this command starts: not under torchrun")
     plan = _measure(args)
     if os.environ["RANK"] == "0":
-        _show(plan, args.json)
+        _show(plan, args)
     return 0
 
 
@@ -112,7 +122,6 @@ def _load_workload(spec: str) -> Any:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from gradwire.registry import parse_spec
     from gradwire_lab import workloads
 
     name, options = parse_spec(spec)
@@ -138,20 +147,40 @@ def _read(path: Path) -> Plan:
         raise InvalidArgument(f"{path} is not JSON that gradwire writes: {error}") from error
 
 
-def _show(plan: Plan, json_path: Path | None) -> None:
+def _make(plan: Callable[[], Plan]) -> Plan:
+    try:
+        return plan()
+    except TypeError as error:
+        raise InvalidArgument(f"--box takes what gradwire.planning.box.plan_box does: {error}") from error
+
+
+def _topology(args: argparse.Namespace) -> Topology | None:
+    if args.topology is None:
+        return read_topology() if args.box is None else None
+    try:
+        return Topology.from_text(args.topology.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise Unsupported(f"cannot read {args.topology}: {error}") from error
+
+
+def _show(plan: Plan, args: argparse.Namespace) -> None:
     machine, link = plan.profile.machine, plan.profile.link
     waits_s = max(0.0, plan.plain_s - plan.compute_s)
+    where = f"{machine.n_local} on {machine.n_cores} cores; link {describe_rate(8 * link.rate)}"
+    if machine.on_device:
+        where = f"on GPUs; bus bandwidth {link.rate / 1e9:.3g} GB/s, as NCCL counts it"
     print(
-        f"{machine.n_ranks} ranks, {machine.n_local} on {machine.n_cores} cores; link {describe_rate(8 * link.rate)}, "
-        f"{1e3 * link.backend_hop_s:.2g} ms a hop;\na step computes {1e3 * plan.compute_s:.0f} ms and waits "
-        f"{1e3 * waits_s:.0f} ms"
+        f"{machine.n_ranks} ranks, {where}, {1e3 * link.backend_hop_s:.2g} ms a hop;\n"
+        f"a step computes {1e3 * plan.compute_s:.0f} ms and waits {1e3 * waits_s:.0f} ms"
     )
     print_grid(make_grid(plan))
+    if args.box is not None:
+        print("By arithmetic: nothing was measured here, and kernels are taken to move 350 GB/s of memory.")
     if plan.slow_ranks():
         print(f"Slow links: rank {', '.join(map(str, plan.slow_ranks()))}; everybody waits for them.")
-    print(plan.sentence())
-    if json_path is not None:
-        write_text(json_path, json.dumps(plan.as_dict(), indent=1) + "\n")
+    print(advise(plan, _topology(args)) if machine.on_device else plan.sentence())
+    if args.json is not None:
+        write_text(args.json, json.dumps(plan.as_dict(), indent=1) + "\n")
 
 
 def make_grid(plan: Plan) -> Grid:

@@ -1,6 +1,6 @@
 // Truncated-float and embedded-float messages (docs/format.md) on a device: what both share, which is their header, the
 // checksums of header and chunks, and values as words. The bytes of native/truncated_float and native/embedded_float.
-// The launches of a message stand in gradwire/codecs/floats.py.
+// The launches of a message stand in gradwire/codecs/floats.py; one launch serves several messages, each with blocks of its own.
 #pragma once
 
 #include "checksum.hpp"
@@ -95,6 +95,13 @@ __device__ __forceinline__ u32 narrowed_word(u32 dtype, u32 word) {
 
 __device__ __forceinline__ u32 raw_nan(u32 dtype) { return dtype == kFloat16 ? 0x7E000000u : kNan; }
 
+// One of several messages that a launch serves.
+struct Row {
+  u64 first, at;  // its values, and its bytes, from those of the first message
+  u64 n, number;  // of its values; what it draws by is that much after the first step
+  u64 scale, chunk;  // its first ones among those of all messages
+};
+
 struct Written {
   void* out;  // (n,) of the dtype
   float divisor;
@@ -118,8 +125,46 @@ struct FloatEncode {
   u64* n_bytes;        // of the message, for the host
   u64 seed, step;
   Format format;
-  u32 rounding, pad;
+  u32 rounding, per_row;  // blocks of a message
+  const Row* rows;        // null: one message, as it stands here
 };
+
+__device__ __forceinline__ u64 bytes_of(u32 dtype) { return dtype == kFloat32 ? 4 : 2; }
+
+// The parameters of the message that this block works on.
+__device__ __forceinline__ FloatEncode own_of(const FloatEncode& all) {
+  FloatEncode p = all;
+  if (all.rows == nullptr) return p;
+  const u64 index = blockIdx.x / all.per_row;
+  const Row row = all.rows[index];
+  p.values = static_cast<const u8*>(all.values) + row.first * bytes_of(all.format.dtype);
+  p.message += row.at;
+  p.scales += row.scale;
+  p.chunk_flags += row.chunk;
+  p.n_bytes += index;
+  p.step += row.number;
+  p.format.n = row.n;
+  return p;
+}
+// A kernel whose body sees its own message's parameters.
+#define GW_KERNEL_OF_ROWS(name, Parameters)                \
+  __device__ inline void name##_own(const Parameters& p);  \
+  GW_KERNEL(name, Parameters) { name##_own(own_of(p)); }   \
+  __device__ inline void name##_own(const Parameters& p)
+
+// Its blocks, and their threads, are numbered from 0.
+template <class Parameters>
+__device__ __forceinline__ u64 block_of(const Parameters& p) {
+  return blockIdx.x % p.per_row;
+}
+template <class Parameters>
+__device__ __forceinline__ u64 thread_of(const Parameters& p) {
+  return block_of(p) * blockDim.x + threadIdx.x;
+}
+template <class Parameters>
+__device__ __forceinline__ u64 threads_of(const Parameters& p) {
+  return static_cast<u64>(p.per_row) * blockDim.x;
+}
 
 // Header, chunk table and marks, with both complements; thread 0 has it.
 __device__ inline u32 checksum_of_head(const u8* message, const Format& f, u64 n_marks, ChecksumShared& shared) {
@@ -135,10 +180,11 @@ struct FloatShared {
 };
 
 // A block a chunk.
-GW_KERNEL(gw_floats_seal_chunks, FloatEncode) {
+GW_KERNEL_OF_ROWS(gw_floats_seal_chunks, FloatEncode) {
   FloatShared& shared = shared_as<FloatShared>();
   const Format& f = p.format;
-  const u64 chunk = blockIdx.x, n = values_in(f, chunk), n_partitions = parts_of(n, f.partition);
+  if (block_of(p) >= chunks_of(f)) return;
+  const u64 chunk = block_of(p), n = values_in(f, chunk), n_partitions = parts_of(n, f.partition);
   u8* const at = p.message + chunk_at(f, chunk);
   if (threadIdx.x == 0) shared.found = 0;
   fill_checksum_table(shared.checksum);
@@ -155,7 +201,7 @@ GW_KERNEL(gw_floats_seal_chunks, FloatEncode) {
 }
 
 // One block: the header.
-GW_KERNEL(gw_floats_seal, FloatEncode) {
+GW_KERNEL_OF_ROWS(gw_floats_seal, FloatEncode) {
   FloatShared& shared = shared_as<FloatShared>();
   const Format& f = p.format;
   if (threadIdx.x == 0) shared.found = 0;
@@ -187,14 +233,40 @@ struct FloatDecode {
   u32* error;         // 0, or 7 less the first of Wrong
   Format format;
   Written to;
+  const Row* rows;   // null: one message, as it stands here
+  u64 source_bytes;  // from a source's messages to the next one's
+  u32 per_row, n_rows, n_sources, pad;
 };
+
+// As of an encoder. Of several sources, whose messages are added up, those of the block's, or of `source`.
+__device__ __forceinline__ FloatDecode own_of(const FloatDecode& all, u64 source) {
+  FloatDecode p = all;
+  p.message += source * all.source_bytes;
+  if (all.rows == nullptr) return p;
+  const Row row = all.rows[blockIdx.x / all.per_row % all.n_rows];
+  p.message += row.at;
+  p.to.out = static_cast<u8*>(all.to.out) + row.first * bytes_of(all.format.dtype);
+  p.format.n = row.n;
+  return p;
+}
+__device__ __forceinline__ FloatDecode own_of(const FloatDecode& all) {
+  return own_of(all, blockIdx.x / all.per_row / all.n_rows);
+}
 
 // No kernel but the first two writes to the error, so all threads of the last one see the same.
 __device__ __forceinline__ bool is_whole(const FloatDecode& p) { return *p.error <= error_word(kCode); }
 __device__ __forceinline__ bool is_flagged(const FloatDecode& p) { return p.message[18] & 1; }
 
+// One that adds up, or writes, what one source after the other has sent of the same values.
+#define GW_KERNEL_OF_SOURCES(name)                                                           \
+  __device__ inline void name##_own(const FloatDecode& p);                                   \
+  GW_KERNEL(name, FloatDecode) {                                                             \
+    for (u64 source = 0; source < p.n_sources; ++source) name##_own(own_of(p, source));      \
+  }                                                                                          \
+  __device__ inline void name##_own(const FloatDecode& p)
+
 // One block.
-GW_KERNEL(gw_floats_check, FloatDecode) {
+GW_KERNEL_OF_ROWS(gw_floats_check, FloatDecode) {
   ChecksumShared& shared = shared_as<ChecksumShared>();
   const Format& f = p.format;
   fill_checksum_table(shared);
@@ -213,10 +285,11 @@ GW_KERNEL(gw_floats_check, FloatDecode) {
 }
 
 // A block a chunk: its checksum, and scales or exponents that an encoder writes.
-GW_KERNEL(gw_floats_read_chunks, FloatDecode) {
+GW_KERNEL_OF_ROWS(gw_floats_read_chunks, FloatDecode) {
   ChecksumShared& shared = shared_as<ChecksumShared>();
   const Format& f = p.format;
-  const u64 chunk = blockIdx.x, n = values_in(f, chunk), n_partitions = parts_of(n, f.partition);
+  if (block_of(p) >= chunks_of(f)) return;
+  const u64 chunk = block_of(p), n = values_in(f, chunk), n_partitions = parts_of(n, f.partition);
   const u8* const at = p.message + chunk_at(f, chunk);
   fill_checksum_table(shared);
   const u32 sum = checksum_of_both(at, content_bytes(f, n), at, 0, shared);
@@ -329,9 +402,9 @@ __device__ inline u32 largest_of_partition(const FloatEncode& p, u64 begin, u64 
 }
 
 // A warp a partition.
-GW_KERNEL(gw_truncated_scales, FloatEncode) {
+GW_KERNEL_OF_ROWS(gw_truncated_scales, FloatEncode) {
   const Format& f = p.format;
-  for (u64 partition = thread_number() / kWarp; partition * f.partition < f.n; partition += thread_count() / kWarp) {
+  for (u64 partition = thread_of(p) / kWarp; partition * f.partition < f.n; partition += threads_of(p) / kWarp) {
     const u64 begin = partition * f.partition;
     const u32 largest = largest_of_partition(p, begin, smaller(begin + f.partition, f.n));
     if (threadIdx.x % kWarp != 0) continue;
@@ -398,14 +471,14 @@ __device__ inline u8 byte_of_rest(const FloatEncode& p, u64 begin, u64 byte) {
   return static_cast<u8>(bits);
 }
 
-GW_KERNEL(gw_truncated_pack, FloatEncode) {
+GW_KERNEL_OF_ROWS(gw_truncated_pack, FloatEncode) {
   const Format& f = p.format;
   const u64 n_blocks = f.n / kBlockValues, begin = n_blocks * kBlockValues;
-  for (u64 i = thread_number(); i < n_blocks * kStreams; i += thread_count())
+  for (u64 i = thread_of(p); i < n_blocks * kStreams; i += threads_of(p))
     pack_stream(p, i / kStreams, static_cast<u32>(i % kStreams));
-  for (u64 byte = thread_number(); byte < parts_of((f.n - begin) * f.n_bits, 8); byte += thread_count())
+  for (u64 byte = thread_of(p); byte < parts_of((f.n - begin) * f.n_bits, 8); byte += threads_of(p))
     p.message[codes_at(f, n_blocks) + byte] = byte_of_rest(p, begin, byte);
-  for (u64 byte = thread_number(); byte < marks_bytes(f); byte += thread_count()) {
+  for (u64 byte = thread_of(p); byte < marks_bytes(f); byte += threads_of(p)) {
     u32 marks = 0;
     for (u64 bit = 0; bit < 8 && (8 * byte + bit) * f.partition < f.n; ++bit)
       marks |= (p.scales[8 * byte + bit] == 0 ? 1u : 0u) << bit;
@@ -441,12 +514,12 @@ __device__ inline void put_code(const FloatDecode& p, bool is_right, u64 i, u32 
   put_raw(p.to, f.dtype, i, word);
 }
 
-GW_KERNEL(gw_truncated_unpack, FloatDecode) {
+GW_KERNEL_OF_SOURCES(gw_truncated_unpack) {
   const Format& f = p.format;
   const bool is_right = is_whole(p);
   const u32 k = f.n_bits, mask = k == 32 ? ~0u : (1u << k) - 1;
   const u64 n_blocks = f.n / kBlockValues, begin = n_blocks * kBlockValues;
-  for (u64 own = thread_number(); own < n_blocks * kStreams; own += thread_count()) {
+  for (u64 own = thread_of(p); own < n_blocks * kStreams; own += threads_of(p)) {
     const u64 block = own / kStreams, stream = own % kStreams;
     const u8* at = p.message + codes_at(f, block) + 4 * stream;
     u64 window = 0;
@@ -462,7 +535,7 @@ GW_KERNEL(gw_truncated_unpack, FloatDecode) {
       n_window -= k;
     }
   }
-  for (u64 i = thread_number(); i < f.n - begin; i += thread_count()) {
+  for (u64 i = thread_of(p); i < f.n - begin; i += threads_of(p)) {
     const u8* const from = p.message + codes_at(f, n_blocks);
     u64 bits = 0;
     for (u64 byte = i * k / 8; 8 * byte < (i + 1) * k; ++byte)
@@ -498,10 +571,10 @@ __device__ __forceinline__ u32 embedded_code(const Format& f, u32 word, u32 expo
   return (word & kSign) | significand >> least(own == 0 ? 31 : distance >> 1, 31);
 }
 
-GW_KERNEL(gw_embedded_pack, FloatEncode) {
+GW_KERNEL_OF_ROWS(gw_embedded_pack, FloatEncode) {
   const Format& f = p.format;
   const u32 lane = threadIdx.x % kWarp;
-  for (u64 index = thread_number() / kWarp; index * f.partition < f.n; index += thread_count() / kWarp) {
+  for (u64 index = thread_of(p) / kWarp; index * f.partition < f.n; index += threads_of(p) / kWarp) {
     const Partition own = partition_at(f, index);
     const u32 largest = largest_of_partition(p, own.begin, own.begin + own.n) >> 23;
     const u32 exponent = largest > kLeastExponent ? largest : kLeastExponent;
@@ -541,11 +614,11 @@ __device__ __forceinline__ u32 embedded_word(const Format& f, u32 code, u32 expo
   return (code & kSign) | __float_as_uint(static_cast<float>(static_cast<int>(magnitude)) * weight);
 }
 
-GW_KERNEL(gw_embedded_unpack, FloatDecode) {
+GW_KERNEL_OF_SOURCES(gw_embedded_unpack) {
   const Format& f = p.format;
   const bool is_right = is_whole(p);
   const u32 lane = threadIdx.x % kWarp;
-  for (u64 index = thread_number() / kWarp; index * f.partition < f.n; index += thread_count() / kWarp) {
+  for (u64 index = thread_of(p) / kWarp; index * f.partition < f.n; index += threads_of(p) / kWarp) {
     const Partition own = partition_at(f, index);
     const u32 exponent = p.message[own.exponent_at];
     const u8* const plane = p.message + own.planes_at + (31 - lane) * own.plane_bytes();

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,9 @@ from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire.schemes.auto.fidelity import FidelityRow
 from gradwire.wire.communicator import Communicator, ring_bytes
-from gradwire.wire.link_probe import PROBE_ELEMENTS, probe_link, processor_s
+from gradwire.wire.device_wire import DeviceWire, Reading, time_on
+from gradwire.wire.link_probe import DEVICE_PROBE_ELEMENTS, PROBE_ELEMENTS, probe_link, processor_s
+from gradwire.wire.wire import Wire
 
 # sum: the backend's all-reduce of the codec's output. agreed-sum: a small maximum over the ranks before it. ring, direct:
 # frames, encoded and decoded while others travel. quantised: to the owners of the parts and back. gather: all to all.
@@ -45,6 +47,8 @@ _SLOWEST, _FASTEST = 1e5, 12.5e9  # bytes/s between which a break-even rate is l
 # together, and a hop of frames a third more than the backend's.
 _MESSAGE_S, _FRAME_HOP = 0.25e-3, 1.33
 _SAMPLE = 1 << 16  # values
+_DEVICE_SAMPLE = 1 << 22  # on a device, where less is over before the next kernel can begin
+_LAUNCHES_PER_MESSAGE = 6  # of a float format: three to make it, three to read it
 _DENSITY_SAMPLE = 1 << 13
 _SPARSE = 0.8
 _CAST_S = 0.5e-9  # a value: a cast is what a codec without a name does
@@ -57,11 +61,12 @@ _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's own
 
 @dataclass(frozen=True)
 class SharedCores:
-    """`n_local` of `n_ranks` ranks share `n_cores`."""
+    """`n_local` of `n_ranks` ranks share `n_cores`; `on_device`: the lane works on a device, beside the computation."""
 
     n_ranks: int
     n_local: int
     n_cores: int
+    on_device: bool = False
 
     @property
     def share(self) -> float:
@@ -157,6 +162,10 @@ def bucket_load(shape: str, n_values: int, codec: CodecCost, link: LinkCost, mac
     chunks = _count_chunks(part, _CHUNK, _MIN_CHUNKS)
     beside_s = encode_s + decode_s + 2 * (n - 1) * chunks * link.message_s
     hops = 2 * (n - 1) if shape == "ring" else 2
+    if (
+        machine.on_device
+    ):  # where the messages of a part, or of all, are made in the launches of one, then sent, then read
+        chunks, beside_s = 1, encode_s + decode_s + (n if shape == "ring" else 3) * link.message_s
     return BucketLoad(0, in_ring_bytes, hops * link.frame_hop_s, beside_s, chunks, 0, False)
 
 
@@ -275,7 +284,7 @@ def break_even_rate(
         plain_s = predict_s("sum", CodecCost(), step, there, machine)
         return plain_s - margin * predict_s(shape, codec, step, there, machine)
 
-    low, high = _SLOWEST, _FASTEST
+    low, high = _SLOWEST, _FASTEST * (100 if machine.on_device else 1)  # a bus between GPUs carries more
     if gain_s(low) <= 0:
         return None
     if gain_s(high) > 0:
@@ -336,8 +345,9 @@ class CostProfile:
         """The same, with the link as `probe_transfer_us` found it on the slowest rank."""
         n = self.machine.n_ranks
         hops_s = 2 * (n - 1) * self.link.backend_hop_s
-        n_bytes = ring_bytes(4 * PROBE_ELEMENTS, n)
-        return replace(self, link=replace(self.link, rate=n_bytes / max(transfer_us / 1e6 - hops_s, 1e-6)))
+        n_values = DEVICE_PROBE_ELEMENTS if self.machine.on_device else PROBE_ELEMENTS
+        rate = ring_bytes(4 * n_values, n) / max(transfer_us / 1e6 - hops_s, 1e-6)
+        return replace(self, link=replace(self.link, rate=rate))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -356,29 +366,37 @@ class CostProfile:
         )
 
 
-def measure_profile(
-    communicator: Communicator, rows: Sequence[FidelityRow], parameters: Sequence[torch.Tensor]
-) -> CostProfile:
-    """Measure link and codecs, as all ranks at once: collective, under a second. Raises: PeerLost."""
-    agreed: CostProfile = communicator.submit(_measure, communicator, rows, parameters).wait()
+def measure_profile(wire: Wire, rows: Sequence[FidelityRow], parameters: Sequence[torch.Tensor]) -> CostProfile:
+    """Measure a wire's link and codecs, as all ranks at once: collective, under a second. Raises: PeerLost.
+
+    Args:
+        rows: schemes that run on this wire.
+    """
+    agreed: CostProfile = wire.communicator.submit(_measure, wire, rows, parameters).wait()
     return agreed
 
 
-def _measure(
-    communicator: Communicator, rows: Sequence[FidelityRow], parameters: Sequence[torch.Tensor]
-) -> CostProfile:
-    speeds = [codec_speed(row.codec) for row in rows]
-    hop_s, byte_s = probe_link(communicator)
-    slowest = torch.tensor([hop_s, byte_s, *(s for pair in speeds for s in pair)], dtype=torch.float64, device="cpu")
+def _measure(wire: Wire, rows: Sequence[FidelityRow], parameters: Sequence[torch.Tensor]) -> CostProfile:
+    communicator = wire.communicator
+    measure = speed_on(wire) if isinstance(wire, DeviceWire) else codec_speed
+    speeds = [measure(row.codec) for row in rows]
+    is_staged = not wire.on_device and any(parameter.device.type != "cpu" for parameter in parameters)
+    copy_s = _copy_s(parameters[0].device) if is_staged else 0.0
+    hop_s, byte_s = probe_link(wire)
+    message_s = _launches_s(wire) if isinstance(wire, DeviceWire) else _MESSAGE_S
+    facts = [hop_s, byte_s, message_s, copy_s, *(s for pair in speeds for s in pair)]
+    slowest = torch.tensor(facts, dtype=torch.float64, device="cpu")
     if communicator.world_size > 1:
         communicator.all_reduce(slowest, dist.ReduceOp.MAX)
-    hop_s, byte_s, *flat = slowest.tolist()
-    link = LinkCost(1 / max(byte_s, 1e-12), hop_s, _FRAME_HOP * hop_s, _MESSAGE_S, hop_s * communicator.world_size)
+    hop_s, byte_s, message_s, copy_s, *flat = slowest.tolist()
+    frame_hop_s = hop_s if wire.on_device else _FRAME_HOP * hop_s
+    link = LinkCost(1 / max(byte_s, 1e-12), hop_s, frame_hop_s, message_s, hop_s * communicator.world_size)
+    machine = SharedCores(communicator.world_size, 1, 1, True) if wire.on_device else _machine_of(communicator)
     return CostProfile(
-        _machine_of(communicator),
+        machine,
         link,
         {
-            row.spec: CodecCost(flat[2 * i], flat[2 * i + 1], row.bits, zero_bits=row.zero_bits)
+            row.spec: CodecCost(flat[2 * i] + copy_s, flat[2 * i + 1] + copy_s, row.bits, zero_bits=row.zero_bits)
             for i, row in enumerate(rows)
         },
         {row.spec: row.shape for row in rows},
@@ -391,10 +409,7 @@ def codec_speed(spec: str) -> tuple[float, float]:
     if not spec:
         return _CAST_S, _CAST_S
     name, options = parse_spec(spec)
-    generator = torch.Generator().manual_seed(0)
-    sample = torch.randn(_SAMPLE, generator=generator, dtype=torch.float32, device="cpu") * torch.exp2(
-        -8 * torch.rand(_SAMPLE, generator=generator, dtype=torch.float32, device="cpu")
-    )
+    sample = _sample(_SAMPLE)
     try:
         codec = codecs.by_name(name, **options)
         message = torch.empty(codec.max_encoded_bytes(_SAMPLE, torch.float32), dtype=torch.uint8, device="cpu")
@@ -405,6 +420,62 @@ def codec_speed(spec: str) -> tuple[float, float]:
     except GradwireError:  # one that cannot be tried by itself: a trial will tell
         return _CAST_S, _CAST_S
     return encode_s / _SAMPLE, decode_s / _SAMPLE
+
+
+def _sample(n_values: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    shape = torch.exp2(-8 * torch.rand(n_values, generator=generator, dtype=torch.float32, device="cpu"))
+    return torch.randn(n_values, generator=generator, dtype=torch.float32, device="cpu") * shape
+
+
+def speed_on(wire: DeviceWire) -> Callable[[str], tuple[float, float]]:
+    """`codec_speed` of kernels, in seconds of the device that wait for the lane; on the lane."""
+    with wire.at_work():
+        sample = wire.place(_sample(_DEVICE_SAMPLE))
+        cast_s = _device_s(wire, lambda: sample.to(torch.bfloat16)) / _DEVICE_SAMPLE
+
+    def speed(spec: str) -> tuple[float, float]:
+        if not spec:
+            return cast_s, cast_s
+        name, options = parse_spec(spec)
+        try:
+            codec = codecs.by_name(name, **options)
+            with wire.at_work():
+                room = codec.max_encoded_bytes(_DEVICE_SAMPLE, torch.float32)
+                message = torch.empty(room, dtype=torch.uint8, device=wire.device)
+                out = torch.empty(_DEVICE_SAMPLE, dtype=torch.float32, device=wire.device)
+                encode_s = _device_s(wire, lambda: codec.encode(sample, message))
+                decode_s = _device_s(wire, lambda: codec.decode(message, out))
+        except GradwireError:  # one that cannot be tried by itself: a trial will tell
+            return cast_s, cast_s
+        return encode_s / _DEVICE_SAMPLE, decode_s / _DEVICE_SAMPLE
+
+    return speed
+
+
+def _device_s(wire: DeviceWire, work: Callable[[], object], repeats: int = 3) -> float:
+    """The device's seconds for what `work` enqueues, the best of some after a first one that loads the kernels."""
+    work()
+    return min(time_on(wire.device, work) for _ in range(repeats))
+
+
+def _launches_s(wire: DeviceWire) -> float:
+    """Seconds from one small kernel to the next, times what a message takes of them to make and to read."""
+    with wire.at_work():
+        word = wire.scratch("word", 1)
+        return _device_s(wire, lambda: [word.zero_() for _ in range(_LAUNCHES_PER_MESSAGE)])
+
+
+def _copy_s(device: torch.device) -> float:
+    """Seconds a value from the device to pinned memory: on the lane, which waits."""
+    on_device = torch.zeros(_DEVICE_SAMPLE, dtype=torch.float32, device=device)
+    pinned = torch.empty(_DEVICE_SAMPLE, dtype=torch.float32, pin_memory=True, device="cpu")
+
+    def copy() -> object:
+        return pinned.copy_(on_device, non_blocking=True)
+
+    copy()
+    return min(time_on(device, copy) for _ in range(3)) / _DEVICE_SAMPLE
 
 
 def _machine_of(communicator: Communicator) -> SharedCores:
@@ -425,11 +496,20 @@ def _machine_of(communicator: Communicator) -> SharedCores:
 
 def density_of(gradients: Iterable[torch.Tensor | None]) -> float:
     """The share of the values that is not zero, by a sample spread over all of them; 1 where there is none to look at."""
+    return look_for_zeros(gradients)()
+
+
+def look_for_zeros(gradients: Iterable[torch.Tensor | None]) -> Callable[[], float]:
+    """As `density_of`, when the result is called: where gradients are on a device, that waits for it, and this does not."""
     dense = [g.detach().view(-1) for g in gradients if g is not None and not g.is_sparse and g.is_contiguous()]
     stride = max(1, sum(values.numel() for values in dense) // _DENSITY_SAMPLE)
     samples = [values[::stride] for values in dense if values.numel()]
     n_values = sum(sample.numel() for sample in samples)
-    return sum(int(torch.count_nonzero(sample)) for sample in samples) / n_values if n_values else 1.0
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for sample in samples:
+        by_device.setdefault(sample.device, []).append(torch.count_nonzero(sample))
+    found = [Reading(torch.stack(counts).sum()) for counts in by_device.values()]
+    return lambda: sum(int(reading.wait()) for reading in found) / n_values if n_values else 1.0
 
 
 def bucket_sizes(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -48,6 +48,24 @@ class FidelityRow:
     zero_bits: float | None = None
     stands_in: bool = False
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether its buckets are reduced between devices."""
+        return self.spec.endswith(ON_DEVICE)
+
+    @property
+    def scheme(self) -> str:
+        """The spec, wherever buckets are reduced."""
+        return self.spec.removesuffix(ON_DEVICE)
+
+    def on_device(self) -> FidelityRow:
+        """The same between devices: what goes round a ring in host memory takes two collectives there, and rounds a value
+        twice instead of once a rank."""
+        spec, shape = self.spec, self.shape
+        if shape == "ring" and "topology=" not in spec:
+            spec, shape = spec + (",topology=direct" if ":" in spec else ":topology=direct"), "direct"
+        return replace(self, spec=spec + ON_DEVICE, shape=shape)
+
     def holds_under(self, families: Iterable[str]) -> bool:
         """Return whether it may be used where these step the model: all of them. SGD beside others counts as unknown."""
         several = frozenset(families)
@@ -80,6 +98,9 @@ TABLE: tuple[FidelityRow, ...] = (
     FidelityRow("top-k", "any", _ALL, "gather", 0.1, "", True, FIRST_ADAM_STEP),
     FidelityRow("sign-sgd", "any", _ALL, "quantised", 1.5, "", True, FIRST_ADAM_STEP),
 )
+
+# At the end of a spec: reduced between devices, not in host memory.
+ON_DEVICE = "@device"
 
 # These own the optimizer's step or its momentum, let replicas drift, or are there to be compared with: no turns for them.
 NEVER = (
@@ -145,6 +166,10 @@ def row_of(spec: str) -> FidelityRow:
     """
     if not isinstance(spec, str):
         raise InvalidArgument(f"a candidate is a text NAME:option=value, not {type(spec).__name__}")
+    if spec.endswith(ON_DEVICE):
+        spec = spec.removesuffix(ON_DEVICE)
+        same = next((row for row in TABLE if row.on_device().scheme == spec), None)
+        return same.on_device() if same is not None else row_of(spec).on_device()
     name, _ = parse_spec(spec)
     if name in NEVER:
         raise InvalidArgument(f"scheme {name!r} takes no turns with others; attach it by itself")

@@ -5,6 +5,9 @@ control law says (law.py), from numbers that all ranks share: every rank's time 
 all-reduce that is read two steps later (votes.py). Steps begin plain and without a communication hook, so that where
 nothing is to be won DDP runs as it does without gradwire (doors/watching.py).
 
+On a GPU steps are timed by the device, and candidates run between devices, in host memory, or both, as the attachment's
+`placement` says; the law is the same.
+
 When not to use this: where a run must be repeated bit for bit, unless by `replay`; it decides by the clock.
 """
 
@@ -26,16 +29,17 @@ from gradwire.core.checkpoint import not_the_state
 from gradwire.core.optimizers import FAMILIES
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.registry import parse_spec
 from gradwire.schemes.auto.costs import CostProfile, measure_profile
 from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, FidelityRow, check_level, rows_for
 from gradwire.schemes.auto.law import PLAIN, Law
 from gradwire.schemes.auto.votes import LinkProbes, Polls, Vote
 from gradwire.schemes.base import Scheme
+from gradwire.telemetry.stopwatch import Lap
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
+from gradwire.wire.wire import Wire
 
 _log = logging.getLogger("gradwire.auto")
-_LAG = 2  # steps after which a vote is read, so that nobody waits for it
+LAG = 2  # steps after which a vote is read, so that nobody waits for it
 _LONG_STEP = 50  # times as long as a vote: while something is tried it is read before the next step
 MOST_BUDGET = 0.1
 _N_SHARES = 8  # a residual all at once would be a step several gradients long
@@ -58,14 +62,21 @@ class ResidualHandover:
         """Begin to hand these (n,) over beside what is still under way."""
         for slot, residual in residuals.items():
             residual = residual.detach().reshape(-1).float()
+            if slot.parameter is not None:  # where its gradients are
+                residual = residual.to(slot.parameter.device)
             share, n_steps = self._left.pop(slot, (torch.zeros_like(residual), 0))
             self._left[slot] = ((residual + share * n_steps) / _N_SHARES, _N_SHARES)
 
-    def add_to(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor], loss_scale: float) -> None:
-        """gradient += its share x loss_scale. A gradient that is all zero here keeps waiting: DDP may throw it away."""
+    def add_to(
+        self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor], loss_scale: float, asks: bool = True
+    ) -> None:
+        """gradient += its share x loss_scale. For a gradient that is all zero here it keeps waiting: DDP may throw it away.
+
+        `asks`: whether to look for such on a device too, which has to be waited for.
+        """
         for slot, gradient in zip(slots, gradients, strict=True):
             kept = self._left.get(slot)
-            if kept is not None and bool(gradient.any()):
+            if kept is not None and ((gradient.device.type != "cpu" and not asks) or bool(gradient.any())):
                 gradient.view(-1).add_(kept[0].to(gradient.dtype), alpha=loss_scale)
                 self._added.add(slot)
 
@@ -95,6 +106,7 @@ class Auto(Scheme):
     """
 
     name = "auto"
+    works_on_device = True
 
     def __init__(
         self,
@@ -111,9 +123,10 @@ class Auto(Scheme):
         self._also = list(candidates)
         rows_for(self.fidelity, FAMILIES, self._also, self._only)  # its complaints, now
         self._budget = budget
+        self._is_on_device = False  # whether the model is
         self._replay = None if replay is None else sorted((int(step), str(spec)) for step, spec in replay)
         self._given = None if profile is None else CostProfile.from_dict(profile)
-        self._profile: CostProfile  # once bound
+        self._profiles: list[CostProfile] = []  # once bound: of the link that plain steps use first
         self._rows: list[FidelityRow] = []
         self._subs: dict[str, Scheme] = {}
         self._excluded: dict[str, str] = {}
@@ -164,19 +177,19 @@ class Auto(Scheme):
         self._stays_plain = self._objection = ""
         self._stepping = self._plain
         self._polls = Polls(session.communicator)
-        self._last_scale = session.loss_scale()
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._is_on_device = any(parameter.device.type != "cpu" for parameter in parameters)
         families = session.optimizers.families(parameters)
         self._tell_unknown(parameters)
         rows = rows_for(self.fidelity, families, self._also, self._only)
         if session.communicator.world_size == 1 or self._can_only_be_plain(module):
             rows = rows[:1]
+        rows = self._place(rows)
         for row in rows[1:]:
-            name, options = parse_spec(row.spec)
             try:
-                sub = schemes.by_name(name, **options)
+                sub = schemes.by_name(row.scheme)
                 sub.objection = self._note_objection
-                sub.bind(session)
+                sub.bind(replace(session, wire=self._wire_of(row)))
             except (Unsupported, InvalidArgument) as error:
                 self._excluded[row.spec] = str(error)
             else:
@@ -184,15 +197,46 @@ class Auto(Scheme):
         self.state_is_per_world = any(sub.state_is_per_world for sub in self._subs.values())
         self._rows = [rows[0], *(row for row in rows if row.spec in self._subs)]
         compare_offers(session, self.name, self.configuration, [row.spec for row in self._rows])
-        self._profile = self._given or measure_profile(session.communicator, self._rows, parameters)
-        predicted = self._profile.predict_us(1)
+        self._profiles = [self._given] if self._given is not None else self._measure(parameters)
+        predicted = self._predict_all(1)
         self.law = Law(
             {row.spec: predicted.get(row.spec, predicted[PLAIN]) for row in self._rows},
             math.ceil(1000 * self._budget),
             self._predict,
-            lambda spec: self._profile.family_of(spec),
+            self._family_of,
             {row.spec: FIRST_ADAM_STEP for row in self._rows if row.not_before and families != {"sgd"}},
         )
+
+    def _place(self, rows: list[FidelityRow]) -> list[FidelityRow]:
+        """The rows as they run here: between devices, in host memory, or each of the two. Plain steps are DDP's own."""
+        session, placed = self.session, rows[:1]
+        for row in rows[1:]:
+            if session.wire.on_device or session.device_wire is not None:
+                placed.append(row if row.is_on_device else row.on_device())
+            if not session.wire.on_device and not row.is_on_device:
+                placed.append(row)
+        return placed
+
+    def _wire_of(self, row: FidelityRow) -> Wire:
+        between = self.session.device_wire
+        return between if between is not None and row.is_on_device else self.session.wire
+
+    def _measure(self, parameters: Sequence[torch.Tensor]) -> list[CostProfile]:
+        """What predictions rest on, a wire at a time; plain steps take the device's, where there is one."""
+        plain, *others = self._rows
+        wires = [wire for wire in (self.session.device_wire, self.session.wire) if wire is not None]
+        rows = [[row for row in others if self._wire_of(row) is wire] for wire in wires]
+        rows[0].insert(0, plain)
+        return [measure_profile(wire, mine, parameters) for wire, mine in zip(wires, rows, strict=True)]
+
+    @property
+    def _profile(self) -> CostProfile:
+        return self._profiles[0]
+
+    def _family_of(self, spec: str) -> str:
+        """Schemes whose predictions err alike: of one way to communicate, by one wire."""
+        index = next((i for i, profile in enumerate(self._profiles) if spec in profile.shapes), 0)
+        return self._profiles[index].family_of(spec) + (" in host memory" if index else "")
 
     def _tell_unknown(self, trained: Sequence[torch.Tensor]) -> None:
         """Name on rank 0 an optimizer whose family cannot be told."""
@@ -218,8 +262,11 @@ class Auto(Scheme):
         return bool(self._stays_plain)
 
     def _predict(self, computing_us: int) -> Mapping[str, int]:
-        predicted = self._profile.predict_us(computing_us)
+        predicted = self._predict_all(computing_us)
         return {row.spec: predicted[row.spec] for row in self._rows if row.spec in predicted}
+
+    def _predict_all(self, computing_us: int) -> dict[str, int]:
+        return {spec: us for profile in self._profiles for spec, us in profile.predict_us(computing_us).items()}
 
     # ---- a step
 
@@ -243,8 +290,8 @@ class Auto(Scheme):
         if self._stays_plain:
             name = PLAIN
         if name != self._active:
-            if self._active != PLAIN:  # on the lane, after it has committed its last step
-                self._handover.take(self.session.communicator.submit(self.session.feedback.take).wait())
+            if self._active != PLAIN:
+                self._take_over_from(self._subs[self._active])
             self._active = name
         if not self._schedule or self._schedule[-1][1] != name:
             self._schedule.append((step, name))
@@ -255,6 +302,21 @@ class Auto(Scheme):
             said = torch.tensor([int(bool(self._objection))], dtype=torch.int64, device="cpu")
             self._asked = communicator.submit(communicator.start_all_reduce, said), said
 
+    def _take_over_from(self, sub: Scheme) -> None:
+        """Have the next steps send what `sub` has not sent, once it has committed its last step."""
+        wire = sub.session.wire
+
+        def take() -> dict[Slot, torch.Tensor]:
+            sub.settle()
+            with wire.at_work():
+                return self.session.feedback.take()
+
+        left = self.session.communicator.submit(take).wait()
+        wire.lend(left.values())
+        if left:
+            self._last_scale = self.session.loss_scale()
+            self._handover.take(left)
+
     def _replayed(self, step: int) -> str:
         assert self._replay is not None
         name = next((spec for since, spec in reversed(self._replay) if since <= step), PLAIN)
@@ -263,14 +325,17 @@ class Auto(Scheme):
         return name
 
     def _end_handover_step(self) -> None:
+        if not self._handover:
+            return
         scale = self.session.loss_scale()
         self._handover.end_step(was_applied=scale >= self._last_scale)  # a scaler lowers it where it skips a step
         self._last_scale = scale
 
     def add_residuals(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> None:
-        """Add what an earlier scheme has not sent; for steps that are transparent, by whoever reduces them."""
+        """Add what an earlier scheme has not sent, before the gradients are reduced."""
         if self._handover:
-            self._handover.add_to(slots, gradients, self.session.loss_scale())
+            may_be_unused = bool(getattr(self.session.module, "find_unused_parameters", False))
+            self._handover.add_to(slots, gradients, self._last_scale, asks=may_be_unused)
 
     def _note_objection(self, error: Unsupported) -> None:
         """Note what the scheme at work cannot serve: it does not end what DDP trains, the next step is plain, on all ranks."""
@@ -291,10 +356,6 @@ class Auto(Scheme):
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         self._records.append(bucket.record)
-        if self._handover:
-            flat = bucket.buffer
-            gradients = [flat[o : o + slot.numel()] for slot, o in zip(bucket.slots, bucket.offsets, strict=True)]
-            self.add_residuals(bucket.slots, gradients)
         return self._stepping.reduce(bucket)
 
     def end_step(self, step: int) -> None:
@@ -303,7 +364,22 @@ class Auto(Scheme):
     def end_backward(self, step: int) -> int:
         return 0 if self.is_transparent else self._stepping.end_backward(step)
 
-    def end_watched_step(self, step: int, took_ns: int, waited_ns: int) -> None:
+    @property
+    def wire_at_work(self) -> Wire:
+        return self._stepping.session.wire
+
+    @property
+    def carries_residuals(self) -> bool:
+        return bool(self._handover)
+
+    def divide_kept(self, by: float) -> None:
+        with self.wire_at_work.at_work():
+            super().divide_kept(by)
+
+    def settle(self) -> None:
+        self._stepping.settle()
+
+    def end_watched_step(self, step: int, lap: Lap) -> None:
         """Put this rank's numbers to the vote: on the training thread, after the backward pass of `step`."""
         self._n_steps = step + 1
         fell_back = any(record.fallbacks for record in self._records)
@@ -311,28 +387,27 @@ class Auto(Scheme):
         communicator = self.session.communicator
         if communicator.world_size == 1 or self._replay is not None or self._stays_plain:
             return
-        probe = self._probes.take()
-        at_once = self.law.role_of(step) != "run" or probe  # by what all ranks know alone
-        if self._polls.add(step, took_ns // 1000, waited_ns // 1000, fell_back, (p.grad for p in self.session.names),
+        link = self.session.device_wire or self.session.wire  # of plain steps
+        probe = link if self._probes.take() else None
+        at_once = self.law.role_of(step) != "run" or probe is not None  # by what all ranks know alone
+        if self._polls.add(step, lap, fell_back, (p.grad for p in self.session.names),
                            at_once=at_once, probe=probe, reconsider=self._wants_to_reconsider):  # fmt: skip
             self._wants_to_reconsider = False
 
     def _lag(self) -> int:
+        """The steps that a vote may take; the same on all ranks. A device may always be so far behind."""
+        if self._is_on_device:
+            return LAG
         return lag_of(self.law, 2e6 * (self._profile.machine.n_ranks - 1) * self._profile.link.backend_hop_s)
 
     def _count(self, vote: Vote) -> None:
         """Give the law what the ranks agreed on."""
         if vote.density:
-            self._profile = replace(self._profile, density=vote.density)
+            self._profiles = [replace(profile, density=vote.density) for profile in self._profiles]
         link_changed = vote.reconsider
         if vote.transfer_us:  # of a probe
             self.law.probe_us = vote.transfer_us
-            profile = self._profile
-            found_us = self._probes.found(
-                vote.transfer_us, profile.link.rate, lambda us: profile.with_transfer(us).link.rate
-            )
-            if found_us:
-                self._profile, link_changed = profile.with_transfer(found_us), True
+            link_changed = self._note_transfer(vote.transfer_us) or link_changed
         for step, took_us, waited_us, fell_back in vote.steps():
             if self.law.wants_probe(step):
                 self._probes.ask(is_urgent=not self.law.is_settled)
@@ -340,13 +415,28 @@ class Auto(Scheme):
             self.law.observe(step, took_us, waited_us, link_changed and is_last, is_typical=not fell_back)
         self._told = log_decisions(self.law, self._told, self.session.communicator.rank)
 
+    def _note_transfer(self, transfer_us: int) -> bool:
+        """Whether a probe of plain steps' link says that it is another. Host memory's, beside it, is taken to have changed as
+        much."""
+        profile = self._profile
+        found_us = self._probes.found(transfer_us, profile.link.rate, lambda us: profile.with_transfer(us).link.rate)
+        if not found_us:
+            return False
+        found = profile.with_transfer(found_us)
+        factor = found.link.rate / self._profile.link.rate
+        beside = [replace(one, link=replace(one.link, rate=factor * one.link.rate)) for one in self._profiles[1:]]
+        self._profiles = [found, *beside]
+        return True
+
     def plan_for(self, rate_bps: float) -> tuple[float, str, float]:
         """(seconds a step under plain, the best scheme, its seconds) on a link of that rate, by the model alone.
 
         The best is plain where nothing wins 3 %.
         """
-        link = replace(self._profile.link, rate=rate_bps / 8)
-        there = replace(self._profile, link=link).predict_us(self.law.computing_us)
+        there: dict[str, int] = {}
+        for profile in self._profiles:
+            link = replace(profile.link, rate=rate_bps / 8)
+            there |= replace(profile, link=link).predict_us(self.law.computing_us)
         best = min(self.law.candidates, key=lambda spec: (there[spec], spec))
         if there[best] * 1.03 >= there[PLAIN]:
             best = PLAIN
@@ -406,7 +496,7 @@ class Auto(Scheme):
             "step": self._n_steps,
             "active": self._active,
             "schemes": {spec: sub.state_dict() for spec, sub in kept.items()},
-            "carried": {names[slot]: residual for slot, residual in self._handover.left().items()},
+            "carried": {names[slot]: residual.cpu() for slot, residual in self._handover.left().items()},
             "world_size": self.session.communicator.world_size,
         }
 
@@ -435,7 +525,8 @@ class Auto(Scheme):
                 sub.load_state_dict(saved[spec])
         self._handover = ResidualHandover()
         self._active = active if is_same_world and active in self._subs else PLAIN
-        if is_same_world:
+        if is_same_world and carried:
+            self._last_scale = self.session.loss_scale()
             self._handover.take(carried)
         self.begin_at(step)
 
@@ -445,8 +536,10 @@ class Auto(Scheme):
         self._end_handover_step()
         for slot, left in self._handover.left().items():
             kept = feedback.of(slot)
-            feedback.stage(slot, left if kept is None else left + kept.values.view(-1) / kept.scale)
+            feedback.stage(slot, left if kept is None else left + (kept.values.view(-1) / kept.scale).to(left.device))
         feedback.commit()
+        if self._is_on_device:  # the successor has streams of its own
+            torch.accelerator.synchronize()
         self._handover = ResidualHandover()
 
     def close(self) -> None:
@@ -477,7 +570,7 @@ def compare_offers(session: Session, name: str, configuration: Mapping[str, Any]
 def lag_of(law: Law, vote_us: float) -> int:
     """The steps that a vote, of which one takes `vote_us`, may take to come; the same on all ranks."""
     is_long = law.candidates[PLAIN].expected_us > _LONG_STEP * vote_us
-    return 0 if is_long and law.state != "run" else _LAG
+    return 0 if is_long and law.state != "run" else LAG
 
 
 def log_decisions(law: Law, n_told: int, rank: int) -> int:

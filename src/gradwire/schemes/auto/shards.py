@@ -26,6 +26,7 @@ from gradwire.schemes.auto.law import PLAIN, Law, median
 from gradwire.schemes.auto.scheme import MOST_BUDGET, compare_offers, lag_of, log_decisions
 from gradwire.schemes.auto.votes import LinkProbes, Polls, Vote
 from gradwire.schemes.base import Scheme
+from gradwire.telemetry.stopwatch import Lap
 from gradwire.wire.link_probe import probe_link
 
 _log = logging.getLogger("gradwire.auto")
@@ -134,7 +135,7 @@ class ShardsAuto(Scheme):
             self._subs[spec] = self._make(pair.gradients)
             self._subs[spec].bind(session)
         compare_offers(session, self.name, self.configuration, list(self._pairs))
-        hop_s, byte_s = communicator.submit(probe_link, communicator).wait()
+        hop_s, byte_s = communicator.submit(probe_link, session.wire).wait()
         slowest = torch.tensor([1e6 * hop_s, 1e12 * byte_s], dtype=torch.int64, device="cpu")
         communicator.submit(communicator.all_reduce, slowest, dist.ReduceOp.MAX).wait()
         self._hop_us, self._transfer_us = int(slowest[0]), 0
@@ -177,9 +178,10 @@ class ShardsAuto(Scheme):
 
     def end_watched_step(self, step: int, took_ns: int, waited_ns: int) -> None:
         """Put this rank's numbers to the vote, and choose for the next step."""
-        probe = self._probes.take()
-        at_once = self.law.role_of(step) != "run" or probe
-        if self._polls.add(step, took_ns // 1000, waited_ns // 1000, False, (), at_once=at_once, probe=probe,
+        is_probed = self._probes.take()
+        at_once = self.law.role_of(step) != "run" or is_probed
+        probe = self.session.wire if is_probed else None
+        if self._polls.add(step, Lap(took_ns, waited_ns), False, (), at_once=at_once, probe=probe,
                            reconsider=self._wants_to_reconsider):  # fmt: skip
             self._wants_to_reconsider = False
         self.choose(step + 1)

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import RankMismatch
-from gradwire.schemes.auto.costs import density_of
+from gradwire.schemes.auto.costs import look_for_zeros
+from gradwire.telemetry.stopwatch import Lap
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.link_probe import probe_transfer_us
+from gradwire.wire.wire import Wire
 
 _BATCH = 5  # steps that share a vote while nothing is tried
 _N_PROBES = 3  # in steps on end, until a slower link is believed
@@ -28,16 +30,27 @@ class Vote:
     Attributes:
         last_step: of those voted on.
         numbers: (5 + 3 n,) int64: last step and its negative, flags, a probe's microseconds, 1 + permille of values that are
-            not zero, and three of each step.
+            not zero, and three of each step; once `write` was called.
         started: the lane's future of the all-reduce's future.
     """
 
     started: torch.futures.Future
+    numbers: torch.Tensor
 
-    def __init__(self, last_step: int, reconsider: bool, density: float | None, rows: list[int]) -> None:
-        permille = 0 if density is None else 1 + round(1000 * density)
+    def __init__(
+        self, last_step: int, reconsider: bool, density: Callable[[], float] | None, rows: list[tuple[Lap, bool]]
+    ) -> None:
         self.last_step = last_step
-        numbers = [last_step, -last_step, int(reconsider), 0, permille, *rows]
+        self._reconsider, self._density, self._rows = reconsider, density, rows
+
+    def write(self, probe: Wire | None) -> None:
+        """Fill in the numbers, on the lane, which waits for the end of steps that a device is still at; then probe a link."""
+        rows = [(*lap.read(), fell_back) for lap, fell_back in self._rows]
+        permille = 0 if self._density is None else 1 + round(1000 * self._density())
+        transfer_us = 0 if probe is None else probe_transfer_us(probe)
+        numbers = [self.last_step, -self.last_step, int(self._reconsider), transfer_us, permille]
+        for took_ns, waited_ns, fell_back in rows:
+            numbers += [took_ns // 1000, -(waited_ns // 1000), int(fell_back)]
         self.numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     @property
@@ -67,37 +80,31 @@ class Polls:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._rows: list[int] = []  # three of each step that is not on its way yet
+        self._rows: list[tuple[Lap, bool]] = []  # of each step that is not on its way yet
         self._pending: deque[Vote] = deque()
-        self._transfer_us = 0
         self._has_looked = False
 
-    def add(self, step: int, took_us: int, waited_us: int, fell_back: bool, gradients: Iterable[torch.Tensor | None], *,
-            at_once: bool, probe: bool, reconsider: bool) -> bool:  # fmt: skip
+    def add(self, step: int, lap: Lap, fell_back: bool, gradients: Iterable[torch.Tensor | None], *,
+            at_once: bool, probe: Wire | None, reconsider: bool) -> bool:  # fmt: skip
         """Put a step to the vote, at once or with the next ones; return whether it is on its way. On the training thread.
 
         Args:
-            took_us, waited_us: of the step. fell_back: it says nothing of its scheme.
+            lap: of the step. fell_back: it says nothing of its scheme.
             gradients: looked at for zeros in the first vote, and with a probe.
-            probe: measure the link before it. reconsider: ask all ranks to think again. Both only if it goes at once.
+            probe: measure this wire's link before it. reconsider: ask all ranks to think again. Both only if it goes at once.
         """
-        looks = probe or not self._has_looked
-        self._rows += [took_us, -waited_us, int(fell_back)]
-        if not at_once and not looks and len(self._rows) < 3 * _BATCH:
+        looks = probe is not None or not self._has_looked
+        self._rows.append((lap, fell_back))
+        if not at_once and not looks and len(self._rows) < _BATCH:
             return False
-        if probe:
-            self._communicator.submit(self._probe)
-        vote = Vote(step, reconsider, density_of(gradients) if looks else None, self._rows)
+        vote = Vote(step, reconsider, look_for_zeros(gradients) if looks else None, self._rows)
         self._rows, self._has_looked = [], True
-        vote.started = self._communicator.submit(self._start, vote)
+        vote.started = self._communicator.submit(self._start, vote, probe)
         self._pending.append(vote)
         return True
 
-    def _probe(self) -> None:
-        self._transfer_us = probe_transfer_us(self._communicator)
-
-    def _start(self, vote: Vote) -> torch.futures.Future:
-        vote.numbers[3], self._transfer_us = self._transfer_us, 0
+    def _start(self, vote: Vote, probe: Wire | None) -> torch.futures.Future:
+        vote.write(probe)
         return self._communicator.start_all_reduce(vote.numbers, dist.ReduceOp.MAX)
 
     def next_before(self, step: int) -> Vote | None:

@@ -1,4 +1,4 @@
-"""one-bit-adam, and power-momentum, on the late device: when a variance is frozen, and what the host reads of it, as on the CPU."""
+"""one-bit-adam and power-momentum on the late device: when a variance is frozen, what the host reads of it, as on the CPU."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def run_case(rank: int, world_size: int, spec: str, kind: str) -> list[Any]:
 
 
 def is_compared(spec: str, kind: str) -> bool:
-    """What step owners do with unused parameters and other dtypes: tests/stepping, tests/broadcast. Momenta refuse the former."""
+    """What step owners do with unused parameters and other dtypes: tests/stepping, tests/broadcast. Momenta refuse them."""
     if spec.startswith("power-momentum"):
         return "unused" not in kind
     return spec not in STEP_OWNERS or kind == "float32 rebuilt"

@@ -30,7 +30,8 @@ class Variant:
     @property
     def owns_step(self) -> bool:
         """Whether it takes the optimizer's step, which restricts what scripts may do to `.grad`."""
-        return schemes.owns_step(self.name) or bool(self.options.get("backup")) or self.options.get("update") == "owner"
+        asked = self.options.get("ahead") or self.options.get("backup") or self.options.get("update") == "owner"
+        return schemes.owns_step(self.name) or bool(asked)
 
     @property
     def replicas_may_differ(self) -> bool:
@@ -84,6 +85,9 @@ _LISTED = [
     Variant("acp-sgd", {"rank": 1, "start_step": 0, "feedback_decay": 1.0}, conserves=True),
     Variant("acp-sgd", {"rank": 3, "buffer_mb": 0.01, "start_step": 0, "feedback_decay": 1.0}, conserves=True),
     Variant("acp-sgd", {"rank": 2, "start_step": 3}),
+    Variant("acp-sgd", {"rank": 2, "start_step": 0, "ahead": 1}),
+    Variant("one-bit", {"warmup_steps": 0, "ahead": 1}),
+    Variant("power-momentum", {"rank": 2}),
     Variant("power-sgd", {"rank": 2}, conserves=True),
     Variant("power-sgd", {"rank": 1, "start_step": 2}, conserves=True),
     Variant("power-sgd-overlap", {"rank": 2}, conserves=True),

@@ -1,4 +1,4 @@
-"""one-bit-adam on the late device: when a variance is frozen, and what the host reads of it, as on the CPU."""
+"""one-bit-adam and power-momentum on the late device: when a variance is frozen, what the host reads of it, as on the CPU."""
 
 from __future__ import annotations
 
@@ -162,8 +162,12 @@ def overflow(rank: int, world_size: int, library: Path) -> None:
     def adamw(parameters: Any, **_: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
 
-    for feature, freeze_step in ((scale_the_loss, 1), (stop_and_resume, 1), (stop_and_resume, 3)):
-        scheme = functools.partial(make_scheme, freeze_step)
+    behind = functools.partial(by_name, "power-momentum", rank=2, min_compression_rate=0)
+    for feature, scheme in (
+        (scale_the_loss, functools.partial(make_scheme, 1)),
+        *((stop_and_resume, functools.partial(make_scheme, freeze_step)) for freeze_step in (1, 3)),
+        (scale_the_loss, behind), (stop_and_resume, behind),
+    ):  # fmt: skip
         with mock.patch.object(torch.optim, "SGD", adamw):
             expected = feature(rank, Place(CPU), scheme())
             with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):

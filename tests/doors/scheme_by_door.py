@@ -16,12 +16,16 @@ _OWNS_STEP = "steps parameters itself, inside DDP's model"
 _READS_OPTIMIZER = 'with `importance="none"`'
 _UNDER_ADAM = "under Adam and AdamW"
 _EXCHANGES_MOMENTA = "exchanges the momenta of DDP's Adam"
+_UNDER_MOMENTUM = "under Adam, Muon and SGD with momentum"
+_READS_MOMENTA = "reads the momentum of the model's optimizer"
 _WATCHES_DDP = "times the steps of a DDP model"
 _DIFFERS = "its replicas differ by design"
 
 
 def refusal(scheme: str, door: str) -> str | None:
     """Why a scheme, with its options as they are, is refused behind a door; None: it works."""
+    if scheme == "power-momentum":
+        return _UNDER_MOMENTUM if door in ("ddp", "fsdp2") else _READS_MOMENTA
     if schemes.needs_momenta(scheme):
         return _UNDER_ADAM if door == "ddp" else _EXCHANGES_MOMENTA
     if door == "ddp":

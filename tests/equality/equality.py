@@ -59,6 +59,7 @@ SPECS = [
     "one-bit-adam:freeze_step=1,codec=two-bit,scale_values=none",
     "periodic:every=2",
     "plain",
+    "power-momentum:rank=2,min_compression_rate=0",
     "power-sgd",
     "power-sgd:rank=2,min_compression_rate=0,reuse=false",
     "power-sgd-overlap",
@@ -189,7 +190,9 @@ def run_case(rank: int, world_size: int, spec: str, kind: str) -> list[Any]:
 
 
 def is_compared(spec: str, kind: str) -> bool:
-    """What step owners do with unused parameters and other dtypes: tests/stepping, tests/broadcast."""
+    """What step owners do with unused parameters and other dtypes: tests/stepping, tests/broadcast. Momenta refuse them."""
+    if spec.startswith("power-momentum"):
+        return "unused" not in kind
     return spec not in STEP_OWNERS or kind == "float32 rebuilt"
 
 

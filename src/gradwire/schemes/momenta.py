@@ -48,7 +48,7 @@ class Momenta:
         """Raises: Unsupported (no optimizer with a momentum that is known; DDP looks for unused parameters)."""
         if getattr(session.module, "find_unused_parameters", False):
             raise Unsupported(
-                f"find_unused_parameters=True: {scheme} would take a parameter that no rank used for one whose momentum goes on; "
+                f"find_unused_parameters=True: {scheme} takes a parameter that no rank used for one whose momentum goes on; "
                 "leave it out, or take power-sgd"
             )
         self._optimizers, self._device = session.optimizers, session.wire.device

@@ -70,6 +70,19 @@ BY_RANKS = {
     "embedded-float, 4 bits": "embedded-float:bits=4",
 }
 
+# By optimizer: low rank of gradients, and behind the optimizer, at equal bytes, embeddings included; and a step ahead.
+_OPTIMIZERS = {"AdamW": _GPT, "Muon": f"{_GPT},optimizer=muon"}
+_WHOLE = "factor_dtype=bfloat16,exempt=none,start_step=0"
+BEHIND = [
+    "plain",
+    f"power-sgd:rank=8,{_WHOLE}",
+    f"acp-sgd:rank=16,{_WHOLE}",
+    "power-momentum",
+    "power-momentum:rank=12",
+]
+STALE = {"AdamW": _GPT, "SGD": f"{_GPT},optimizer=momentum"}
+AHEAD = ["plain", "plain:ahead=1", "acp-sgd", "acp-sgd:ahead=1", "two-bit", "two-bit:ahead=1"]
+
 # What chose the defaults beside Adam, on a page of their own.
 _DEFAULTS = ("first-steps", "levels", "groups", "gpt-short", "rank")
 
@@ -90,13 +103,13 @@ def _compare(key: str, question: str, schemes: Sequence[str], workload: str, *, 
 
 
 def _at_most(nats: float, *specs: str) -> Goal:
-    column = Column("held_out_loss", "", 1.0, ".3f", "difference", "plain", spread=True)
-    return Goal(f"at most {nats} nats behind plain", column, "<=", nats, {"scheme": specs})
+    return Goal(f"at most {nats} nats behind plain", _BEHIND, "<=", nats, {"scheme": specs})
 
 
 # No more lines than can be told apart.
 _DRAWN = ["plain", "ddp-bf16", "embedded-float:bits=5", "one-bit-adam", "two-bit:scale_values=512,warmup_steps=50",
           "power-sgd:rank=8", "top-k-adam:share=0.05"]  # fmt: skip
+_BEHIND = Column("held_out_loss", "", 1.0, ".3f", "difference", "plain", spread=True)
 _NATS = Column("held_out_loss", "held-out loss", 1.0, ".3f", spread=True)
 _SOONER = Column("seconds_to_loss", "x sooner than DDP", kind="speed-up", against="ddp")
 _ACCURACY = Column("accuracy", "accuracy, %", 100.0, ".2f", spread=True)
@@ -131,6 +144,20 @@ EXPERIMENTS = [
              seconds=180, loss=_ACCURACY, goals=[]),
     _compare("bert-long", "A small BERT after 2,400 steps, when every run has left the first plateau of its loss.", LONG_BERT,
              "bert:n_layers=2,width=64,n_heads=4", steps=2_400, seconds=900, is_long=True, loss=_NATS, goals=[]),
+    *(Experiment(
+        key=f"lossy-{key}", system="lossy", measure="training", seconds=seconds, is_long=True, baseline={"scheme": "plain"},
+        question=question, fixed={"ranks": 2, "steps": 300, "baseline": "plain"},
+        axes={"workload": workloads, "seed": [0, 1, 2], "scheme": specs}, over=("seed",), together=("scheme",),
+        show=[Table([_NATS, Column("held_out_loss", "against plain", 1.0, ".4f", "difference", "plain", spread=True),
+                     _BYTES], across="workload")],
+        goals=[Goal(f"at most {nats} nats behind plain under {name}", _BEHIND, "<=", nats,
+                    {"workload": workloads[name], "scheme": spec}) for name, nats, spec in goals],
+    ) for key, question, workloads, specs, seconds, goals in (
+        ("momentum", "Low rank of gradients, and of what they differ from the optimizer's momentum: what does each lose?",
+         _OPTIMIZERS, BEHIND, 150, [("AdamW", 0.02, "power-momentum"), ("Muon", 0.005, "power-momentum:rank=12")]),
+        ("ahead", "What does a step lose that starts before the means of the one before are there?",
+         STALE, AHEAD, 180, [("AdamW", 0.02, "plain:ahead=1")]),
+    )),
     Experiment(
         key="lossy-ranks", system="lossy", measure="ranks", seconds=3_600, is_long=True, baseline={"scheme": "plain"},
         question="Do the classes hold at more ranks than two? Simulated ranks, a ring of real messages, a global batch of 64.",

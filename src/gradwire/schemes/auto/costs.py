@@ -162,7 +162,9 @@ def bucket_load(shape: str, n_values: int, codec: CodecCost, link: LinkCost, mac
     chunks = _count_chunks(part, _CHUNK, _MIN_CHUNKS)
     beside_s = encode_s + decode_s + 2 * (n - 1) * chunks * link.message_s
     hops = 2 * (n - 1) if shape == "ring" else 2
-    if machine.on_device:  # where the messages of a part, or of all, are made in the launches of one, then sent, then read
+    if (
+        machine.on_device
+    ):  # where the messages of a part, or of all, are made in the launches of one, then sent, then read
         chunks, beside_s = 1, encode_s + decode_s + (n if shape == "ring" else 3) * link.message_s
     return BucketLoad(0, in_ring_bytes, hops * link.frame_hop_s, beside_s, chunks, 0, False)
 

@@ -297,3 +297,20 @@ def test_recommend_measures_the_bus_and_names_what_runs_on_it(library: Path) -> 
     assert first == second
     assert {"plain", "bf16@device", ON_DEVICE[1]} <= set(first)
     assert all(spec == "plain" or spec.endswith("@device") for spec in first)
+
+
+def train_alone(rank: int, world_size: int, library: Path) -> None:
+    _, place = begin(library)
+    ends = []
+    for where, placement in ((Place(CPU), None), (place, "device"), (place, None)):
+        training = Training(rank, where, Auto(fidelity=SPECS), placement)
+        training.take_steps(range(4))
+        found, stats = training.close()
+        assert [one["spec"] for one in stats["candidates"]] == ["plain"]
+        ends.append(found)
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
+
+
+def test_one_rank_has_nobody_to_save_bytes_for(library: Path) -> None:
+    run_ranks(train_alone, 1, library)

@@ -146,12 +146,7 @@ def sizes_noted(counter: Counter) -> Iterator[None]:
     noted_decode = noting(dequantise, lambda codec, _, out: size_of(codec, out.numel(), None))
     with (
         mock.patch.multiple(Floats, lay_out=lay, _write=noted_write, _read=noted_read),
-        mock.patch.object(
-            Quantised, "_encode", noting(quantise, lambda codec, values, *_: size_of(codec, values.numel(), None))
-        ),
-        mock.patch.object(
-            Quantised, "decode", noting(dequantise, lambda codec, _, out: size_of(codec, out.numel(), None))
-        ),
+        mock.patch.multiple(Quantised, _encode=noted_encode, decode=noted_decode),
         mock.patch.object(floats, "upload", lambda values, device: torch.empty(values.shape, device=device)),
     ):
         yield

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import InvalidArgument
-from gradwire.planning.box import Topology, advise, describe, plan_box
+from gradwire.planning.box import GpuLinks, advise, describe, plan_box
 from gradwire.planning.plan import Plan
 from gradwire_lab.cli import main
 
@@ -50,16 +50,16 @@ def seconds(plan: Plan) -> dict[str, float]:
 
 
 def test_a_matrix_of_links_is_read_and_said_in_words() -> None:
-    there = Topology.from_text(_NODE % ("PHB", "PHB"), "4, 16\n4, 16\n3, 16\n4, 8\n")
+    there = GpuLinks.from_text(_NODE % ("PHB", "PHB"), "4, 16\n4, 16\n3, 16\n4, 8\n")
     assert there.links[0, 1] == "PIX"
     assert there.links[2, 3] == "PHB"
     assert (there.has_nvlink, there.farthest) == (False, "SYS")
     assert there.pcie_rate == pytest.approx(15.8e9, rel=0.01)
     assert "two sockets, at 15.8 GB/s" in there.sentence()
-    mixed = Topology.from_text(_NODE % ("NV4", "NV4"))
+    mixed = GpuLinks.from_text(_NODE % ("NV4", "NV4"))
     assert not mixed.has_nvlink
     assert math.isinf(mixed.pcie_rate)
-    pair = Topology.from_text(_PAIR)
+    pair = GpuLinks.from_text(_PAIR)
     assert pair.has_nvlink
     assert "leave gradwire out" in pair.sentence()
 
@@ -67,7 +67,7 @@ def test_a_matrix_of_links_is_read_and_said_in_words() -> None:
 @pytest.mark.parametrize("text", ["", "no GPUs here", _NODE % ("???", "PHB"), "GPU0 X\nGPU1 PIX"])
 def test_what_is_no_matrix_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="nvidia-smi topo -m"):
-        Topology.from_text(text)
+        GpuLinks.from_text(text)
 
 
 def test_the_published_step_with_bf16_is_predicted_within_15_percent() -> None:
@@ -88,7 +88,7 @@ def test_the_case_without_a_published_step_is_bounded_by_what_it_computes_and_se
 
 
 def test_a_machine_with_nvlink_is_told_to_leave_gradwire_out_and_a_fast_bus_too() -> None:
-    assert advise(first_case(), Topology.from_text(_PAIR)).startswith("NVLink joins all GPUs: leave gradwire out")
+    assert advise(first_case(), GpuLinks.from_text(_PAIR)).startswith("NVLink joins all GPUs: leave gradwire out")
     fast = plan_box(8, 1.2e9, 1.4, bus_rate=200e9)
     assert "leave gradwire out, nothing wins 3 %" in advise(fast)
     assert fast.plain.step_s < 1.45

@@ -40,7 +40,7 @@ _KNOWN = ("bf16", "embedded-float")
 
 
 @dataclass(frozen=True)
-class Topology:
+class GpuLinks:
     """What joins the GPUs of a machine.
 
     Attributes:
@@ -52,7 +52,7 @@ class Topology:
     pcie: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def from_text(cls, matrix: str, pcie: str = "") -> Topology:
+    def from_text(cls, matrix: str, pcie: str = "") -> GpuLinks:
         """Read `nvidia-smi topo -m`, and of each GPU a line "GENERATION, LANES". Raises: InvalidArgument (no such matrix)."""
         plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)
         rows = [line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s", line)]
@@ -102,7 +102,7 @@ class Topology:
         return joined + "."
 
 
-def read_topology() -> Topology | None:
+def read_topology() -> GpuLinks | None:
     """This machine's, as nvidia-smi says; None where it says nothing."""
     command = shutil.which("nvidia-smi")
     if command is None:
@@ -113,7 +113,7 @@ def read_topology() -> Topology | None:
             subprocess.run([command, *arguments], capture_output=True, text=True, timeout=60, check=True).stdout
             for arguments in (["topo", "-m"], query)
         )
-        return Topology.from_text(matrix, pcie)
+        return GpuLinks.from_text(matrix, pcie)
     except (OSError, subprocess.SubprocessError, InvalidArgument):
         return None
 
@@ -212,7 +212,7 @@ def describe(spec: str) -> str:
     return f"{row.bits:.0f} bits" if name in ("embedded-float", "truncated-float") else name
 
 
-def advise(plan: Plan, topology: Topology | None = None) -> str:
+def advise(plan: Plan, topology: GpuLinks | None = None) -> str:
     """What to do in this box, in two sentences."""
     if topology is not None and topology.has_nvlink:
         return topology.sentence()

@@ -91,10 +91,11 @@ def _wire_of(
     ddp: DistributedDataParallel, parameters: Sequence[torch.Tensor], communicator: Communicator
 ) -> Iterator[Wire]:
     """The wire to measure: between the devices that DDP's own group joins, else in host memory."""
-    if communicator.world_size == 1 or not serves(ddp.process_group, parameters[0].device):
+    devices = {parameter.device for parameter in parameters}
+    if communicator.world_size == 1 or len(devices) > 1 or not serves(ddp.process_group, *devices):
         yield HostWire(communicator)
         return
-    wire = DeviceWire(communicator, [parameter.device for parameter in parameters])
+    wire = DeviceWire(communicator, list(devices))
     try:
         yield wire
     finally:

@@ -39,7 +39,7 @@ _TIMED_CALLS = 20  # between two looks at the clock, so that waiting for the dev
 # Options under which a scheme's bits are the same in every run; all others have theirs by default.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "aqgb": {"floor": 0.125, "ceiling": 0.125},  # its bits follow the clock
-    "auto": {"fidelity": ["gcomp"], "replay": [(2, "gcomp")]},  # its decisions do
+    "auto": {"fidelity": ["gcomp:topology=ring"], "replay": [(2, "gcomp:topology=ring")]},  # its decisions do
     "gcomp": {"refresh_every": 3},
     "homomorphic": {"sparsifier": "top-k", "density": 0.05, "index": "bitmap"},  # its gradients are dense here
     "slimgc": {"threshold_bytes": 2_000},
@@ -120,7 +120,7 @@ def list_kernels(kernels: Kernels) -> dict[str, Any]:
     if not isinstance(kernels, CudaKernels):
         return {}
     text = b"".join(source_files().values()).decode()
-    found = {name: kernels.resources(name) for name in re.findall(r"\bGW_KERNEL\((gw_\w+),", text)}
+    found = {name: kernels.resources(name) for name in re.findall(r"\bGW_KERNEL(?:_OF_\w+)?\((gw_\w+)\b", text)}
     if spilt := [name for name, used in found.items() if used["local_bytes"]]:
         raise CheckFailed(f"kernels that keep registers in memory: {', '.join(spilt)}")
     return {"driver": kernels.driver, "architecture": kernels.architecture, "kernels": found}

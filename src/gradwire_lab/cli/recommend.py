@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.planning.box import Topology, advise, plan_box, read_topology
+from gradwire.planning.box import GpuLinks, advise, plan_box, read_topology
 from gradwire.planning.plan import Plan, describe_rate
 from gradwire.registry import parse_spec
 from gradwire_lab.cli.options import add_json, add_ranks, option
@@ -154,11 +154,11 @@ def _make(plan: Callable[[], Plan]) -> Plan:
         raise InvalidArgument(f"--box takes what gradwire.planning.box.plan_box does: {error}") from error
 
 
-def _topology(args: argparse.Namespace) -> Topology | None:
+def _topology(args: argparse.Namespace) -> GpuLinks | None:
     if args.topology is None:
         return read_topology() if args.box is None else None
     try:
-        return Topology.from_text(args.topology.read_text())
+        return GpuLinks.from_text(args.topology.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise Unsupported(f"cannot read {args.topology}: {error}") from error
 

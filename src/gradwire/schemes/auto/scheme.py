@@ -30,7 +30,7 @@ from gradwire.core.optimizers import FAMILIES
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.auto.costs import CostProfile, measure_profile
-from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, FidelityRow, check_level, rows_for
+from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, ON_DEVICE, FidelityRow, check_level, rows_for
 from gradwire.schemes.auto.law import PLAIN, Law
 from gradwire.schemes.auto.votes import LinkProbes, Polls, Vote
 from gradwire.schemes.base import Scheme
@@ -320,8 +320,12 @@ class Auto(Scheme):
     def _replayed(self, step: int) -> str:
         assert self._replay is not None
         name = next((spec for since, spec in reversed(self._replay) if since <= step), PLAIN)
-        if name != PLAIN and name not in self._subs:
-            raise InvalidArgument(f"the schedule to replay names {name!r}, which is not allowed here")
+        if name != PLAIN and name not in self._subs:  # it may be of a run in host memory
+            name += ON_DEVICE
+            if name not in self._subs:
+                raise InvalidArgument(
+                    f"the schedule to replay names {name.removesuffix(ON_DEVICE)!r}, which is not allowed here"
+                )
         return name
 
     def _end_handover_step(self) -> None:

@@ -86,6 +86,9 @@ class ShardState(Reducer):
             own = _Unit(unit, number, {parameter: name for name, parameter in module.named_parameters()})
             self._give_back.append(unit.put_in(_AllGather(self, own), _ReduceScatter(self, own)))
 
+    def _speaks(self) -> bool:
+        return super()._speaks() and self.communicator.world_size == dist.get_world_size()  # else who is between does
+
     def _inside(self, scheme: Scheme | str, module: nn.Module) -> Scheme:
         """The scheme with `Scatter` for its collective. Raises: Unsupported (one that reduces otherwise), InvalidArgument."""
         if isinstance(scheme, str):

@@ -48,7 +48,9 @@ def main(argv: list[str] | None = None) -> int:
         printed.register(sys.stdout, 0)
         if not printed.poll(0):
             raise  # another pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # as in `gradwire ... | head`: the rest goes nowhere
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # as in `gradwire ... | head`: the rest goes nowhere
         return 141
 
 

@@ -32,6 +32,7 @@ def train(
     width: int = 100,
     timeout_s: float = max(10.0, patience()),
     dtype: Any = None,
+    attached: list[Any] | None = None,
 ) -> None:
     """A few steps; `fault(attachment)` may do harm on the rank `faulty`, before the backward pass of BAD_STEP."""
     torch.manual_seed(1)
@@ -39,6 +40,8 @@ def train(
     ddp = DistributedDataParallel(model.to(dtype) if dtype else model, bucket_cap_mb=0.01)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=timeout_s)
+    if attached is not None:
+        attached.append(attachment)
     for step in range(N_STEPS):
         optimizer.zero_grad()
         loss = ddp(torch.randn(8, 20, dtype=dtype)).square().mean()
@@ -252,8 +255,17 @@ def test_a_new_attachment_works_after_a_failure(rank: int, world_size: int) -> N
 
 
 def train_and_close_alone(rank: int, world_size: int, scheme: str) -> None:
+    def close(attachment: Any) -> None:
+        attachment.close()
+        dist.barrier()  # the others have closed, too, when this rank asks
+
+    attached: list[Any] = []
     try:
-        train(rank, scheme, lambda attachment: attachment.close(), timeout_s=60)
+        train(rank, scheme, close, timeout_s=60, attached=attached)
+    except gradwire.PeerLost:
+        attached[0].close()
+        dist.barrier()
+        raise
     finally:  # rank 0 holds the store, where the others read who has closed
         dist.monitored_barrier()
 

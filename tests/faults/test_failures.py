@@ -210,7 +210,9 @@ def test_message_with_an_unknown_table_names_the_table_on_all_ranks(rank: int, w
 def test_rank_that_does_not_come_ends_in_peer_lost_after_the_timeout(scheme: str) -> None:
     outcomes = try_ranks(train_with_sleep, 3, scheme)
     check_all_raised(outcomes, gradwire.PeerLost, "timeout_s=2")
-    for survivor in outcomes[::2]:  # not since it asked, which `plain` does when the sum should have been there long ago
+    for survivor in outcomes[
+        ::2
+    ]:  # not since it asked, which `plain` does when the sum should have been there long ago
         assert re.search(r"waited [2-7]\.\d s", str(survivor.error)), survivor
 
 

@@ -66,7 +66,7 @@ AREAS = {
             "corruption/test_preamble.py",
             "distributed/test_collectives.py",
             "distributed/test_bf16.py",
-            "distributed/test_sparse_models.py",
+            "distributed/test_auto_leaves_alone.py",
             "distributed/test_warm_up.py",
             "distributed/test_low_rank_limits.py",
             "faults/test_failures.py",

@@ -145,10 +145,14 @@ class Reducer:
         """The slot called `name`, made at first sight. Raises: InvalidArgument (another shape than before)."""
         return self._flattener.slot(name, tensor)
 
+    def _speaks(self) -> bool:
+        """Return whether what concerns the whole model is logged here: on one rank, once."""
+        return not self.communicator.rank
+
     def _tell_of_strays(self) -> None:
-        """Log on rank 0 which parameters none of the optimizers steps, or more than one; DDP trains such models too."""
+        """Log which parameters none of the optimizers steps, or more than one; DDP trains such models too."""
         optimizers, names = self.session.optimizers, self.session.names
-        if not optimizers or self.communicator.rank:
+        if not optimizers or not self._speaks():
             return
         trained = [parameter for parameter in names if parameter.requires_grad]
         several = set(optimizers.shared())
@@ -173,9 +177,10 @@ class Reducer:
         if self.scheme.owns_step or self.session.wire.on_device:
             return  # an owner sees by itself that gradients were scaled
         self.communicator.submit(self.scheme.divide_kept, self._loss_scale.take(scaler)).wait()
-        _log.warning(
-            "a GradScaler steps the optimizer: its scale counts from now on; better attach(..., scaler=scaler)"
-        )
+        if self._speaks():
+            _log.warning(
+                "a GradScaler steps the optimizer: its scale counts from now on; better attach(..., scaler=scaler)"
+            )
 
     # ---- one bucket
 

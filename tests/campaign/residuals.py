@@ -22,6 +22,8 @@ N_STEPS = 200
 MOST = 40.0
 # Two looks, of which the second is not much above the first.
 LOOKS, MOST_GROWTH = (119, 199), 1.3
+# In a heavy tail a value waits until the scale, a mean of what waits, has grown to it: slower from look to look, but long.
+MOST_GROWTH_IN_TAILS = 1.5
 
 
 def _slimgc(codec: str) -> Variant:
@@ -51,7 +53,8 @@ def run(case: dict[str, Any]) -> None:
     """Raises: Found, Refused."""
     first, last = results_of(launch(look, case["world_size"], case))[0]
     said = f"a residual of {first:.3g} gradients after {LOOKS[0]} steps and of {last:.3g} after {LOOKS[1]}"
-    require(last <= MOST_GROWTH * first + 0.5, f"residuals grow: {said}")
+    most_growth = MOST_GROWTH_IN_TAILS if case["power"] > 1 and case["in_common"] == 1.0 else MOST_GROWTH
+    require(last <= most_growth * first + 0.5, f"residuals grow: {said}")
     require(last <= MOST, f"residuals are large: {said}")
 
 

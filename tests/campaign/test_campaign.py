@@ -49,6 +49,10 @@ _RESIDUALS = {
     "scheme": ("slimgc", {"codec": "qsgd", "threshold_bytes": 0}), "world_size": 2,
     "shapes": [[24, 18], [64, 33], [50]], "in_common": 1.0, "power": 1, "seed": 0,
 }  # fmt: skip
+_PLACEMENT = {
+    "placement": "device", "scheme": "one-bit", "world_size": 2, "lateness_us": 300, "widths": [7], "dtype": "float32",
+    "optimizer": "momentum", "bucket_cap_mb": 0.01, "steps": 4, "features": ["loads a state"],
+}  # fmt: skip
 _ONE_OF_EACH = {(one.name, one.options.get("codec")): one for one in residuals.FED_BACK}
 
 PLANTS: list[tuple[str, dict[str, Any], str, str]] = [
@@ -71,6 +75,7 @@ PLANTS: list[tuple[str, dict[str, Any], str, str]] = [
     ("soak", _SOAK, "memory", "memory grows"),
     ("soak", _SOAK, "descriptors", "descriptors grow"),
     ("soak", _SOAK, "threads", "threads grow"),
+    ("placements", _PLACEMENT, "drift", "other bits than rank 0"),
 ]
 
 

@@ -1,6 +1,7 @@
 """What a person types at a shell: versions agree, every command explains itself, and `inspect` names what it is given."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -251,6 +252,19 @@ def test_inspect_shows_what_lies_within_in_rows_of_its_own(tmp_path, capsys):
     assert all(
         words in printed for words in ("stats.sent", "stats.auto.why", "fast", "1 entries (in full with --json)")
     )
+
+
+@pytest.mark.parametrize(("n_paths", "unbuffered"), [(0, ""), (1, ""), (400, ""), (1, "1")])
+def test_who_reads_no_further_ends_the_command_quietly(n_paths, unbuffered, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    (tmp_path / "summary.json").write_text(json.dumps({"stats": dict.fromkeys(map(str, range(20)), "long" * 5)}))
+    (tmp_path / "config.json").write_text("{}")
+    command = ["inspect", *[str(tmp_path)] * n_paths] if n_paths else ["--help"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run([sys.executable, "-m", "gradwire", *command], stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 def test_inspect_refuses_an_array_that_is_larger_than_memory(tmp_path):

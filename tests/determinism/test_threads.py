@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ import gradwire
 from gradwire import _native, codecs, schemes
 from gradwire.core import threads
 from gradwire.core.bucket import Bucket
-from ranks import assert_alike, on_ranks
+from ranks import assert_alike, on_ranks, run_ranks
 
 
 @pytest.fixture
@@ -134,3 +135,37 @@ def test_python_goes_on_while_the_native_core_works(name: str) -> None:
         stop = True
         sys.setswitchinterval(interval_s)
         counter.join()
+
+
+def fork_beside_a_codec(rank: int, world_size: int) -> list[int]:
+    """How children end that are forked while another thread encodes and changes the number of threads."""
+    values = torch.randn(100_000)
+    codec = codecs.by_name("gcomp", importance="none")
+    message = torch.zeros(codec.max_encoded_bytes(values.numel(), values.dtype), dtype=torch.uint8)
+    stop = threading.Event()
+
+    def keep_at_work() -> None:
+        own, into = codecs.by_name("gcomp", importance="none"), torch.zeros_like(message)
+        while not stop.is_set():
+            for n_threads in (2, 3):
+                gradwire.set_thread_count(n_threads)
+                own.encode(values, into)
+
+    beside = threading.Thread(target=keep_at_work)
+    beside.start()
+    codes = []
+    for _ in range(6):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            decoded = torch.empty_like(values)
+            codec.decode(message[: codec.encode(values, message)], decoded)
+            os._exit(0 if torch.equal(decoded, values) else 1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    stop.set()
+    beside.join()
+    return codes
+
+
+def test_children_forked_beside_a_codec_can_use_one() -> None:
+    assert run_ranks(fork_beside_a_codec, 1) == [[0] * 6]

@@ -23,6 +23,7 @@ from gradwire import _native
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.codecs.tensors import bytes_of, dtype_code
+from logs import log_of
 from ranks import agree, bits_of, on_ranks, patience, try_ranks
 
 CASES = [
@@ -167,7 +168,12 @@ def test_inside_and_between_have_a_scheme_each(rank: int, world_size: int) -> No
         state.close()
         assert all(bits_of(a) == bits_of(b) for a, b in zip(shards_of(ours), shards_of(theirs), strict=True))
     ours, optimizer = build(mesh)
+    del optimizer.param_groups[0]["params"][0]
+    texts = log_of("gradwire")
     state = attach(ours, optimizer, "qsgd", inside="gcomp")
+    told = torch.tensor(sum("none of the optimizers" in text for text in texts))
+    dist.all_reduce(told)
+    assert told == 1  # by one rank, of one of its two groups
     run(rank, ours, optimizer, "")
     stats = state.stats()
     assert stats["inside"]["gradients_bytes_sent"] < 0.6 * stats["inside"]["gradients_original_bytes"]

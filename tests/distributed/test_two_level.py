@@ -223,6 +223,9 @@ def test_groups_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
             gradwire.Reducer(TwoLevel("plain", nodes), timeout_s=5)
     with pytest.raises(gradwire.InvalidArgument, match='"paper" reads the optimizer'):  # what it is around refuses
         gradwire.Reducer(TwoLevel("gcomp", 2), timeout_s=100)
+    ddp = wrap(torch.nn.Linear(4, 4))
+    with pytest.raises(gradwire.InvalidArgument, match="exempt='nosuch' matches no tensor; there are weight, bias"):
+        gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), 0.1), TwoLevel("one-bit", 2, exempt=["nosuch"]))
     for name in ("aqgb", "periodic"):
         with pytest.raises(gradwire.Unsupported, match=name):
             TwoLevel(name)

@@ -81,6 +81,22 @@ def test_script_that_ends_without_closing_ends_well(scheme: str) -> None:
         assert "Traceback" not in rank.stderr, rank.stderr
 
 
+def test_script_that_ends_while_its_lane_computes_ends_well() -> None:
+    """Whatever comes back from native code while the interpreter goes down ends the process by SIGABRT."""
+    ending = """
+    matrix, ends = torch.randn(1000, 1000), time.monotonic() + 2.5
+    def compute():
+        while time.monotonic() < ends:
+            matrix @ matrix
+    attachment.scheme.session.communicator.submit(compute)
+    if os.fork() == 0:
+        sys.exit()  # a child that ends as scripts do
+    print(os.wait()[1])
+    """
+    for rank in run_script(ending, "plain"):
+        assert (rank.returncode, rank.stdout) == (0, "0\n"), rank.stderr
+
+
 def test_new_process_group_after_the_old_one_takes_new_attachments_and_goes_without_closing_them() -> None:
     ending = """
     dist.destroy_process_group()

@@ -42,7 +42,7 @@ _OPERATORS += ("core/ReplaceOrWithAnd", "core/ReplaceBreakWithContinue", "core/R
 
 
 class Area(NamedTuple):
-    """Modules under `src/gradwire`, and the tests, under `tests`, that have to notice a change of them."""
+    """Modules under `src/gradwire`, and the tests, under `tests`, that have to notice a change of them; quick ones first."""
 
     modules: tuple[str, ...]
     tests: tuple[str, ...]
@@ -65,6 +65,8 @@ AREAS = {
         (
             "corruption/test_preamble.py",
             "distributed/test_collectives.py",
+            "distributed/test_bf16.py",
+            "distributed/test_auto_leaves_alone.py",
             "distributed/test_warm_up.py",
             "distributed/test_low_rank_limits.py",
             "faults/test_failures.py",
@@ -86,9 +88,11 @@ AREAS = {
         (
             "recovery/test_quantisers.py",
             "recovery/test_arguments.py",
+            "recovery/test_top_k_selection.py",
+            "device/test_codecs_on_device.py",
+            "device/test_selection_kernels.py",
             "distributed/test_summed_and_dgc_schemes.py",
             "distributed/test_sign_and_sparse_schemes.py",
-            "device/test_codecs_on_device.py",
         ),
     ),
     "auto's hand-over": Area(

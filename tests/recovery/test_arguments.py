@@ -57,6 +57,8 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("ternary", {"seed": 1 << 64}, "seed"),
     ("qsgd", {"levels": 0}, "levels"),
     ("qsgd", {"levels": 128}, "levels"),
+    ("qsgd", {"levels": True}, "levels"),
+    ("qsgd", {"levels": "7"}, "levels"),
     ("qsgd", {"block": 100}, "block"),
     ("qsgd", {"seed": 0.5}, "seed"),
     ("qsgd", {"colour": 1}, "colour"),

@@ -140,6 +140,9 @@ def test_state_comes_back_by_name_and_misfits_are_refused() -> None:
     for misfit in ({"layer.9": torch.zeros(3)}, {"layer.0": torch.zeros(3)}):
         with pytest.raises(InvalidArgument, match="Load the checkpoint into the model that wrote it"):
             other.load_by_name(misfit, slots)
+    for no_floats in ([1.0], torch.zeros(3, dtype=torch.int64)):
+        with pytest.raises(InvalidArgument, match="no tensor of floats"):
+            other.load_by_name({"layer.0": no_floats}, slots)  # type: ignore[dict-item]
     assert other.state_by_name(slots).keys() == state.keys()  # what it held is still there
 
 

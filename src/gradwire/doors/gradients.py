@@ -107,6 +107,11 @@ class GradientState(Reducer):
         if module is not None and self._bucket_dtype is None and not scheme.takes_any_gradient:
             check_trained(module)
 
+    def _speaks(self) -> bool:
+        module = self.session.module
+        shards = () if module is None else fsdp2.param_groups(module)
+        return super()._speaks() and not any(getattr(shard.mesh_info, "shard_mesh_rank", 0) for shard in shards)
+
     def _take_up_trained(self) -> None:
         """Give a place to what trains and has none: at first, and when parameters are unfrozen, on all ranks alike."""
         new = [slot for slot in self.slots.values() if slot not in self._home and _parameter(slot).requires_grad]

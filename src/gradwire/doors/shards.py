@@ -100,6 +100,9 @@ class ShardState(Reducer):
                 unit.put_in(_AllGather(self, own, gather_all), _ReduceScatter(self, own, reduce_all))
             )
 
+    def _speaks(self) -> bool:
+        return super()._speaks() and self.communicator.world_size == dist.get_world_size()  # else who is between does
+
     def _inside(self, scheme: Scheme | str, module: nn.Module) -> Scheme:
         """The scheme with `Scatter` for its collective. Raises: Unsupported (one that reduces otherwise), InvalidArgument."""
         if isinstance(scheme, str):

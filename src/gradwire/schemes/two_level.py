@@ -118,7 +118,7 @@ class TwoLevel(Scheme):
         # Twice: sums of a bucket and rows of an earlier one may cross on the way, in another order on other ranks.
         self._sums, self._gathers = communicator.subgroup(in_node), communicator.subgroup(in_node)
         self._between = communicator.subgroup([members[node[self._own]] for node in nodes])
-        self._inner_slots: dict[str, Slot] = {}
+        self._inner_slots: dict[str, Slot] = dict(session.slots)  # whole, for the names that the inner scheme checks
         self._cuts: dict[Layout, _Cut] = {}
         self._ready: dict[int, Callable[[], None]] = {}  # gathers whose turn has not come, by number
         self._pending: dict[int, torch.futures.Future] = {}
@@ -129,6 +129,7 @@ class TwoLevel(Scheme):
                 replace(session, communicator=self._between, wire=HostWire(self._between), slots=self._inner_slots)
             )
             undo.pop_all()
+        self._inner_slots.clear()
 
     # ---- one bucket
 

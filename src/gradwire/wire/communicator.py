@@ -38,8 +38,10 @@ from gradwire.wire.rendezvous import meet, name_group, ranks_of, restart_advice,
 
 # Of a receive that nothing answers (see `_break_connections`).
 _SILENT_TAG = 1 << 20
-# A lane with nothing to wait for ends in microseconds; one that waits for a peer is torn loose after this long.
+# A lane with nothing to wait for ends in microseconds; one that waits for a peer is torn loose after this long. What it
+# computes ends by itself.
 _EXIT_WAIT_S = 0.5
+_EXIT_LIMIT_S = 120
 _LONGEST_S = 10**9  # more than any clock here has to count
 
 
@@ -436,11 +438,21 @@ class Communicator:
         self._group = None
 
     def _abandon(self) -> None:
-        """End the lane without waiting for peers: the interpreter goes down."""
-        if not self._end_lane(_EXIT_WAIT_S):
+        """End the lane and the group's threads without waiting for peers: the interpreter goes down, and would end the
+        process by a signal if one of them came back to it."""
+        if os.getpid() != self._process:
+            return
+        ends = time.monotonic() + _EXIT_WAIT_S
+        is_over = self._end_lane(_EXIT_WAIT_S)
+        while is_over and not all(started.done() for started in list(self._started)):
+            is_over = time.monotonic() < ends
+            time.sleep(0.001)
+        if not is_over:
             who = f"rank {self.members[self.rank]}"
             self.fail(PeerLost(f"{who} left in the middle of a step; look at its output for the cause"))
-            self._end_lane(_EXIT_WAIT_S)
+            is_over = self._end_lane(_EXIT_LIMIT_S)
+        if is_over:
+            self._group = None
 
 
 # Lanes that would still run when the interpreter goes down, and could crash it there: a script that ends without

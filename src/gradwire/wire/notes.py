@@ -34,6 +34,7 @@ class Notes:
         self._store, self._name, self._rank, self._members = store, name, rank, members
         self._world_size = len(members)
         self._closed_at: int | None = None
+        self._knows_failure = False
 
     # ---- a failure
 
@@ -48,6 +49,7 @@ class Notes:
 
         One that no rank of ours can have written counts as none.
         """
+        self._knows_failure = True
         mine = json.dumps({"rank": self._rank, "type": type(failure).__name__, "message": str(failure)})
         standing = [_read(mine, self._world_size)]
 
@@ -101,9 +103,13 @@ class Notes:
         deadline = time.monotonic() + timeout_s
         alone = f"this rank closed its attachment at step {self._closed_at}, the others did not"
         try:
-            while not self._store.check([self._key(rank) for rank in range(self._world_size)]):
-                if self._store.check([self._name + "/failure"]):
+            while True:
+                is_closed = self._store.check([self._key(rank) for rank in range(self._world_size)])
+                # Who closes because it has lost this rank has noted that before.
+                if not self._knows_failure and self._store.check([self._name + "/failure"]):
                     raise RankMismatch(f"{alone}: {_CURE}")
+                if is_closed:
+                    return
                 if time.monotonic() > deadline:
                     raise PeerLost(
                         f"{alone}, and none has said anything for {timeout_s:g} s: look at their output for the cause"

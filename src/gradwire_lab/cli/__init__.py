@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import select
 import sys
 
 from gradwire import __version__
@@ -34,8 +36,25 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; returns the process's exit status (0 done, 1 a gradwire error, 2 wrong usage, 130 Ctrl-C)."""
-    arguments = sys.argv[1:] if argv is None else argv
+    """Run one subcommand; returns the process's exit status (0 done, 1 a gradwire error, 2 wrong usage, 130 Ctrl-C,
+    141 nobody reads what it prints)."""
+    try:
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()  # here, not when the interpreter goes down
+    except BrokenPipeError:
+        printed = select.poll()
+        printed.register(sys.stdout, 0)
+        if not printed.poll(0):
+            raise  # another pipe
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # as in `gradwire ... | head`: the rest goes nowhere
+        return 141
+
+
+def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="gradwire", description="Gradient compression for PyTorch data-parallel training."
     )

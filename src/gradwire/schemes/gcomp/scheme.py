@@ -91,6 +91,7 @@ class GComp(Compressed):
         self._tables, self._bits = TableRefresh(self.codec, refresh_every), bits
         self._metric: QuantisationMetric | None = None
         self._watches: list[OptimizerWatch] = []
+        self._has_odd_states = False
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -106,6 +107,7 @@ class GComp(Compressed):
             self._metric = QuantisationMetric.beside(session, self.promise)
             self._watches = [OptimizerWatch(optimizer, self.object_to) for optimizer in self._metric.optimizers]
             self.codec.bits = self._bits
+            self._has_odd_states = any(map(_rounds_by_address, self._metric.optimizers.param_groups))
             if not self._metric.is_known:
                 self.codec.bits = min(_CAREFUL_BITS, self._bits or _CAREFUL_BITS)
                 _log.warning(
@@ -141,7 +143,8 @@ class GComp(Compressed):
         bucket = part.bucket
         self._tables.begin_bucket(bucket.step, wire.communicator, wire.record)
         # A rank that ran out of input (ddp.join) makes no steps: what it would derive is not what the others do.
-        self.codec.format = 1 if self._reads_optimizer and self._is_joining() else self._format
+        sends_levels = self._reads_optimizer and (self._is_joining() or (self._has_odd_states and not wire.on_device))
+        self.codec.format = 1 if sends_levels else self._format
         importance = self._importance_of(part, wire)
         counts = self._tables.counts_for(bucket.step, bucket.buffer.dtype)
         mean_room = 0 if self._metric is None else self._metric.promise.mean_room(wire.world_size)
@@ -192,3 +195,9 @@ class GComp(Compressed):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._tables.load_state_dict(state)
+
+
+def _rounds_by_address(group: dict[str, Any]) -> bool:
+    """Whether states of this group may differ between ranks, under DDP alone too: on CPUs torch's fused steps of 16-bit
+    parameters round the same values in another way where they lie at another address."""
+    return bool(group.get("fused")) and any(p.dtype.itemsize < 4 and p.device.type == "cpu" for p in group["params"])

@@ -17,7 +17,7 @@ from gradwire.doors.attachment import attach
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.plan import Plan
 from gradwire.registry import parse_spec
-from gradwire.schemes.auto.costs import measure_profile
+from gradwire.schemes.auto.costs import density_of, measure_profile
 from gradwire.schemes.auto.fidelity import TABLE, check_level, needed
 from gradwire.telemetry.stopwatch import StepClock, Stopwatch
 from gradwire.wire.communicator import Communicator
@@ -59,9 +59,10 @@ def recommend(
     ):
         ddp.train()
         plain_s, waited_s = trials.time(_PLAIN_SHARE * seconds)
-        rows = needed([row for row in TABLE if row.holds_under(families)])
         parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
-        profile = measure_profile(communicator, rows, parameters)
+        density = density_of(parameter.grad for parameter in parameters)  # of DDP's means: the same on all ranks
+        rows = needed([row for row in TABLE if row.holds_under(families) and density <= row.densest])
+        profile = replace(measure_profile(communicator, rows, parameters), density=density)
         links = communicator.submit(probe_pairs, communicator).wait()
         plan = Plan(profile, plain_s - waited_s, plain_s, {}, fidelity, families != {"sgd"}, tuple(links))
         measured = {"plain": plain_s}

@@ -26,7 +26,16 @@ import torch
 from gradwire import _native
 from gradwire.errors import InvalidArgument
 
-__all__ = ["MAX_CORE", "CountSketch", "FixedPoint", "IndexFacts", "NarrowCells", "Outcome", "index_words", "write_index"]
+__all__ = [
+    "MAX_CORE",
+    "CountSketch",
+    "FixedPoint",
+    "IndexFacts",
+    "NarrowCells",
+    "Outcome",
+    "index_words",
+    "write_index",
+]
 
 MIN_GAMMA = 1.3
 # A core of up to this many values is sent beside the sketch; a larger one is given another salt.

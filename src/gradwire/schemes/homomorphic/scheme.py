@@ -97,7 +97,9 @@ class Homomorphic(Compressed):
         check_choice("integer_bits", integer_bits, tuple(_INTEGERS))
         self._is_rounded = integer_bits < 32
         if self._is_rounded and mode not in ("packed", "exact"):
-            raise InvalidArgument(f'integer_bits={integer_bits} is for mode="packed" and mode="exact": {mode} sums floats')
+            raise InvalidArgument(
+                f'integer_bits={integer_bits} is for mode="packed" and mode="exact": {mode} sums floats'
+            )
         feeds_back = sparsifier is not None or self._is_rounded
         if error_feedback and not feeds_back and mode != "lossy":
             raise InvalidArgument(

@@ -188,7 +188,7 @@ def fail_in_a_call(rank: int, world_size: int, fault: str) -> None:
         threading.Event().wait(9 * patience())
         return
     work = dist.all_reduce(torch.zeros(N + 8 * rank), async_op=True)
-    with pytest.raises(RuntimeError, match="RankMismatch|PeerLost"):
+    with pytest.raises(RuntimeError, match=r"RankMismatch|PeerLost"):
         work.get_future().wait()
     work.wait()
 

@@ -131,8 +131,8 @@ class FixedPoint(NamedTuple):
 class NarrowCells(NamedTuple):
     """Integer cells of 8 or 16 bits: a sketch of int32 modulo 2^`modulus_bits`, two or four cells to an int32 that is summed.
 
-    A cell of a sketch wraps around. So that no sum of the ranks' cells carries into the next one, each is sent modulo a power of
-    two that many times smaller; what comes out of the sketch is right if the sum of a value fits that.
+    A cell of a sketch wraps around. So that no sum of the ranks' cells carries into the next one, each is sent modulo a power
+    of two that many times smaller; what comes out of the sketch is right if the sum of a value fits that.
     """
 
     dtype: torch.dtype

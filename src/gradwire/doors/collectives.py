@@ -42,7 +42,7 @@ def all_reduce(
     *,
     op: Any = dist.ReduceOp.SUM,
     async_op: bool = False,
-) -> Work | None:
+) -> SchemeWork | None:
     """`torch.distributed.all_reduce` through a scheme, in place, over a group of any backend. Collective.
 
     The first call for a group, scheme and operation makes connections, which stay until the group goes.
@@ -51,7 +51,7 @@ def all_reduce(
         tensor: float32, bfloat16 or float16, of any shape and size; the same shape and dtype on all ranks.
         scheme: one that keeps nothing of single tensors: no error feedback, no optimizer.
         op: SUM, which is the mean times the number of ranks, or AVG.
-        async_op: return at once, a Work to `wait()` for.
+        async_op: return at once, a work to `wait()` for.
     Raises: InvalidArgument, Unsupported, and what any rank failed of, here or by `wait()`.
     """
     name = _name_of(op)
@@ -117,8 +117,8 @@ class GradwireGroup(dist.ProcessGroup):
 
     def __init__(self, options: Any, of_backend: Any, *, scheme: str) -> None:
         rank, size = options.group_rank, options.group_size
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's annotations lack this form
+        self._gloo: Any = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
         for device in ("cpu", "cuda"):
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -133,7 +133,7 @@ class GradwireGroup(dist.ProcessGroup):
         """Torch asks for it."""
         return _BACKEND
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]  # one for torch's three
         """Torch's own signature: one tensor in a list, and its options or the operation itself."""
         op = getattr(opts, "reduceOp", opts)
         reduction = self._reductions.get("sum" if op is None else _name_of(op))
@@ -177,12 +177,12 @@ class _AllReduces:
         self._make: Callable[[], Reducer] = functools.partial(Reducer, scheme, members, op=op, timeout_s=timeout_s)
         self.reducer: Reducer | None = None  # once there was something to reduce
 
-    def start(self, tensor: torch.Tensor) -> Work:
+    def start(self, tensor: torch.Tensor) -> SchemeWork:
         """Begin to replace `tensor`, of any shape, by its sum or mean."""
         if self.reducer is None:
             self.reducer = self._make()
         flat = tensor.detach().contiguous().view(-1)
-        return Work(self.reducer, tensor.detach(), flat)
+        return SchemeWork(self.reducer, tensor.detach(), flat)
 
     def fail(self, error: BaseException) -> None:
         if self.reducer is not None:
@@ -197,7 +197,7 @@ class _AllReduces:
 _by_group: weakref.WeakKeyDictionary[Any, dict[tuple[Scheme | str, str], _AllReduces]] = weakref.WeakKeyDictionary()
 
 
-class Work(dist.distributed_c10d.Work):
+class SchemeWork(dist.distributed_c10d.Work):
     """An all-reduce under way.
 
     DDP takes its future alone, and would turn an error in it into a RuntimeError: of one that begins in a backward pass the
@@ -221,7 +221,7 @@ class Work(dist.distributed_c10d.Work):
                 reducer.communicator.raise_if_failed()
             return [tensor]
 
-        # Ranks whose programs have come apart are told so, and by whom; else they would wait for each other. A small all-gather.
+        # A small all-gather: ranks whose programs have come apart are told so; else they would wait for each other.
         reducer.forget_layouts()
         self._future = reducer.reduce(flat, (), (), 0, True).then(end)
 

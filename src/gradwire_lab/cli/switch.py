@@ -38,11 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM, SIGHUP or Ctrl-C; then print the counters."""
-    server: _native.SwitchServer | RackSwitch
-    if args.above is None:
-        server = open_switch(args.address, args.port, args.slots, args.lease)
-    else:
-        server = _open_rack(args)
+    server: _native.SwitchServer | RackSwitch = (
+        open_switch(args.address, args.port, args.slots, args.lease) if args.above is None else _open_rack(args)
+    )
     print(f"gradwire switch: an emulation, at {args.address}:{server.port}, {args.slots} slots", flush=True)
     try:
         with end_on_signals():

@@ -1,4 +1,4 @@
-"""The lower of two levels of switches, emulated: it sums its own rack's packets and sends what they come to on to the switch above.
+"""The lower of two levels of switches, emulated: it sums its own rack's packets, and sends their sums to the switch above.
 
 For the workers it is a switch (docs/switch.md), for the switch above one worker among the racks, so neither knows of the
 other. It keeps registers as a switch does, and no timers: a worker that asks again for a sum that is complete here makes it

@@ -25,8 +25,8 @@ IntArray = npt.NDArray[np.int32]
 class Serving:
     """A switch that serves until it is told to stop; a context manager."""
 
-    def __init__(self, n_slots: int = 1024, port: int = 0, lease_s: float = 60.0) -> None:
-        self.server: Any = open_switch("127.0.0.1", port, n_slots, lease_s)
+    def __init__(self, n_slots: int = 1024, port: int = 0, lease_s: float = 60.0, server: Any = None) -> None:
+        self.server: Any = server or open_switch("127.0.0.1", port, n_slots, lease_s)
         self.port = self.server.port
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -140,9 +140,12 @@ class Relay:
 
 
 @contextlib.contextmanager
-def clients(port: int, n: int, job: int = 7, slots: int = 64, timeout_s: float = 100.0) -> Iterator[list[Any]]:
-    """`n` workers of one job, joined; they leave at the end."""
-    made = [_native.SwitchClient("127.0.0.1", port, job, worker, n, slots) for worker in range(n)]
+def clients(
+    port: int | Sequence[int], n: int, job: int = 7, slots: int = 64, timeout_s: float = 100.0
+) -> Iterator[list[Any]]:
+    """`n` workers of one job, joined; they leave at the end. `port`: of the switch, or of each worker's own."""
+    ports = [port] * n if isinstance(port, int) else port
+    made = [_native.SwitchClient("127.0.0.1", ports[worker], job, worker, n, slots) for worker in range(n)]
     at_once([lambda client=client: client.join(timeout_s) for client in made])
     try:
         yield made

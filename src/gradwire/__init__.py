@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gradwire import codecs, schemes
     from gradwire.core.threads import set_thread_count, thread_count
     from gradwire.doors.attachment import Attachment, attach
+    from gradwire.doors.collectives import all_reduce, register_backend
     from gradwire.doors.hook import HookState, ddp_hook
     from gradwire.doors.local_sgd import LocalSgd
     from gradwire.planning.recommend import recommend
@@ -26,14 +27,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Attachment", "BufferTooSmall", "CorruptMessage", "GradwireError", "HookState", "IncompatibleVersion",
-    "InvalidArgument", "LocalSgd", "OutOfMemory", "PeerLost", "RankMismatch", "Reducer", "Unsupported", "attach", "codecs",
-    "ddp_hook", "recommend", "register_update",
+    "InvalidArgument", "LocalSgd", "OutOfMemory", "PeerLost", "RankMismatch", "Reducer", "Unsupported", "all_reduce", "attach",
+    "codecs", "ddp_hook", "recommend", "register_backend", "register_update",
     "schemes", "set_thread_count", "thread_count",
 ]
 # fmt: on
 
 # Loaded at first use, so that `gradwire --help` and the lab's own processes do not wait for torch.
 _LAZY = {"Attachment": "doors.attachment", "attach": "doors.attachment"}
+_LAZY |= {"all_reduce": "doors.collectives", "register_backend": "doors.collectives"}
 _LAZY |= {"HookState": "doors.hook", "ddp_hook": "doors.hook", "Reducer": "reducer", "LocalSgd": "doors.local_sgd"}
 _LAZY |= {"recommend": "planning.recommend", "register_update": "schemes.gcomp.terms"}
 _LAZY |= {"set_thread_count": "core.threads", "thread_count": "core.threads", "codecs": "", "schemes": ""}

@@ -382,6 +382,10 @@ class Reducer:
         self.scheme = successor
         successor.take_over()
         successor.begin_at(self.step)
+        self.forget_layouts()
+
+    def forget_layouts(self) -> None:
+        """Have ranks compare in full what they reduce, before the next bucket of every layout, as if all were new."""
         self._layouts.clear()
         self._compared.clear()
 

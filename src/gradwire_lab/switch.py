@@ -42,7 +42,8 @@ class Switch:
     """Sums of int32 (int64 at 1.5 times its bytes), ORs and maxima in a switch's registers.
 
     Args:
-        address: host:port of the switch (IPv4); by default what the environment variable GRADWIRE_SWITCH says.
+        address: host:port of the switch (IPv4); by default what the environment variable GRADWIRE_SWITCH says. After a comma
+            more of them, of servers that take a job's slots over where those before have none left, as ATP's do.
         slots: packets of 256 values that this job may have in flight, a power of two; the switch may grant fewer.
     Raises: InvalidArgument.
     """
@@ -71,7 +72,7 @@ class Switch:
                 f"a switch serves up to {_native.SWITCH_MAX_WORKERS} ranks, one bit each of a register; "
                 f"there are {communicator.world_size}: use the aggregator process-group"
             )
-        parse_address(self._address)
+        parse_addresses(self._address)
         self._communicator = communicator
 
     def or_words(self, words: torch.Tensor, wire: Wire) -> None:
@@ -137,7 +138,21 @@ class Switch:
         return SwitchSum(self._worker.submit(task), communicator, wire.record).wait
 
     def _open(self, communicator: Communicator) -> _native.SwitchClient:
-        host, port = parse_address(self._address)
+        places = parse_addresses(self._address)
+        for host, port in places[:-1]:
+            try:
+                client = self._join(communicator, host, port)
+                refused = 0
+            except Unsupported:
+                client, refused = None, 1
+            # Slots may have become free between one rank's request and another's: all are served there, or none.
+            if not communicator.all_gather(torch.tensor([refused])).any() and client is not None:
+                return client
+            if client is not None:
+                client.leave()
+        return self._join(communicator, *places[-1])
+
+    def _join(self, communicator: Communicator, host: str, port: int) -> _native.SwitchClient:
         # Rank 0 draws the job's number: who does not know it cannot join in. Two draws never meet by accident.
         drawn = communicator.all_gather(torch.tensor([secrets.randbits(62) + 1], dtype=torch.int64))
         job = int(drawn[0, 0])
@@ -254,8 +269,8 @@ def _abandon_switches() -> None:
         switch._abandon()
 
 
-def parse_address(address: str | None) -> tuple[str, int]:
-    """Host and port of `address`, or of GRADWIRE_SWITCH where that is None. Raises: InvalidArgument."""
+def parse_addresses(address: str | None) -> list[tuple[str, int]]:
+    """Hosts and ports of `address`, or of GRADWIRE_SWITCH where that is None. Raises: InvalidArgument."""
     where = "address" if address is not None else ADDRESS_VARIABLE
     text = address if address is not None else os.environ.get(ADDRESS_VARIABLE)
     if text is None:
@@ -263,10 +278,13 @@ def parse_address(address: str | None) -> tuple[str, int]:
             f"the aggregator switch needs a switch: start one (gradwire switch), and set {ADDRESS_VARIABLE}=host:port on "
             "every rank or give address='host:port'"
         )
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-        raise InvalidArgument(f"{where} is {text!r}; write it as host:port, such as 10.77.0.5:4790")
-    return host, int(port)
+    places = []
+    for place in text.split(","):
+        host, colon, port = place.rpartition(":")
+        if not colon or not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+            raise InvalidArgument(f"{where} is {text!r}; write it as host:port, such as 10.77.0.5:4790")
+        places.append((host, int(port)))
+    return places
 
 
 def _resolve(host: str) -> str:

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from gradwire.schemes.auto.costs import CodecCost, CostProfile, LinkCost, SharedCores, density_of
+from gradwire.schemes.auto.fidelity import rows_for
+from gradwire.schemes.auto.law import Candidate, most_promising
 from ranks import on_ranks
 from small_training import Training
 
@@ -58,6 +60,27 @@ def test_a_profile_keeps_its_density_and_an_old_one_is_dense() -> None:
     assert CostProfile.from_dict(saved) == profile(0.25)
     del saved["density"]
     assert CostProfile.from_dict(saved).density == 1.0
+
+
+@pytest.mark.parametrize(
+    ("density", "best"),
+    [(0.01, "homomorphic"), (0.05, "gcomp:tolerance=32,least_bits=7"), (1.0, "gcomp:tolerance=32,least_bits=7")],
+)
+def test_packed_sums_are_tried_where_next_to_nothing_is_not_zero(density: float, best: str) -> None:
+    rows = rows_for("exact", {"adam"})
+    found = CostProfile(
+        SharedCores(2, 1, 1),
+        LinkCost(1e6, 1e-4, 1e-4, 1e-4, 1e-4),
+        {row.spec: CodecCost(0, 0, row.bits, zero_bits=row.zero_bits, densest=row.densest) for row in rows},
+        {row.spec: row.shape for row in rows},
+        (4_000_000,),
+        density,
+    ).predict_us(1_000)
+    assert min(found, key=lambda spec: found[spec]) == best
+    # Nor is it for curiosity, which a race costs little to satisfy.
+    candidates = [Candidate("homomorphic", found["homomorphic"])]
+    tried = most_promising(candidates, 10, found["plain"], allowed_us=20 * found["plain"], floor_us=1_000)
+    assert (tried is not None) == (density < 0.1)
 
 
 def embedding() -> nn.Module:

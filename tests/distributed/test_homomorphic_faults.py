@@ -169,6 +169,9 @@ def test_altered_sums_raise_and_integer_aggregators_get_integers(rank: int, worl
     many = SimpleNamespace(wire=SimpleNamespace(world_size=17, on_device=False))
     with pytest.raises(gradwire.Unsupported, match="sums of 17 ranks leave too little of 8 bits: take integer_bits=16"):
         make(integer_bits=8).bind(many)
+    many.wire.world_size = 8  # cells of a sketch have to hold twice as much
+    with pytest.raises(gradwire.Unsupported, match="sums of 8 ranks leave too little of 8 bits"):
+        make(integer_bits=8, mode="exact").bind(many)
     driver = Driver(make(mode="exact", aggregator=IntegersOnly()), parameters())
     driver.reduce(gradients_of(rank, world_size, 0, 0.05))
     driver.close()
@@ -180,7 +183,7 @@ def test_altered_sums_raise_and_integer_aggregators_get_integers(rank: int, worl
         ({"mode": "fast"}, "packed, sketch, exact, lossy"),
         ({"budget": 0}, "budget"),
         ({"integer_bits": 24}, "integer_bits"),
-        ({"integer_bits": 16, "mode": "exact"}, 'integer_bits=16 is for mode="packed"'),
+        ({"integer_bits": 16, "mode": "sketch"}, 'integer_bits=16 is for mode="packed"'),
         ({"sparsifier": "random"}, "top-k"),
         ({"density": 2}, "density"),
         ({"error_feedback": True}, "left out"),

@@ -17,6 +17,8 @@ def test_results_and_residuals_conserve_the_gradients(rank: int, world_size: int
         {"mode": "lossy", "budget": 0.05, "error_feedback": True},
         {"integer_bits": 16},
         {"integer_bits": 8},
+        {"integer_bits": 16, "mode": "exact"},
+        {"integer_bits": 8, "mode": "exact"},
     ):
         driver = Driver(make(**options), parameters(), LAYOUT)
         old = torch.zeros(flat(parameters()).numel())

@@ -14,7 +14,7 @@ from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.wire import HostWire
 from ranks import run_ranks, try_ranks
-from switch_cases import Serving
+from switch_cases import Serving, clients
 
 
 def values_of(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -70,11 +70,14 @@ def reduce_everything(rank: int, world_size: int, address: str) -> dict[str, Any
     return results
 
 
-def test_sums_ors_and_maxima_of_ranks_are_exact_and_their_bytes_are_counted() -> None:
+@pytest.mark.parametrize("is_first_full", [False, True])
+def test_sums_ors_and_maxima_of_ranks_are_exact_and_their_bytes_are_counted(is_first_full: bool) -> None:
     world_size = 3
-    with Serving() as serving:
-        results = run_ranks(reduce_everything, world_size, f"localhost:{serving.port}")
+    with Serving() as serving, Serving(n_slots=1) as full, clients(full.port, 1, job=9, slots=1):
+        first = f"localhost:{full.port}," if is_first_full else ""
+        results = run_ranks(reduce_everything, world_size, f"{first}localhost:{serving.port}")
         counters = serving.counters()
+        assert (full.counters()["refusals"] > 0) == is_first_full
     assert counters["n_jobs"] == 0
     assert counters["jobs_admitted"] == 2
     for n in (0, 1, 1000, 70_001):

@@ -34,6 +34,7 @@ def run(name: str, n_ranks: int, *arguments: object, ranks_per_node: int = 1) ->
         ("custom_loop.py", 2, 1),
         ("fsdp2_between_nodes.py", 4, 2),
         ("fsdp2_shards.py", 2, 1),
+        ("process_group.py", 2, 1),
         ("two_level.py", 4, 2),
         ("diloco.py", 2, 1),
     ],

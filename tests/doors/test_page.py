@@ -28,6 +28,7 @@ SPANS = {
     "gradwire.LocalSgd(model, optimizer, scheme, every=500)": "",
     "gradwire.Reducer(scheme).all_reduce({name: tensor})": "",
     "attachment.state_dict(all_ranks=True)": "",
+    'gradwire.register_backend("gcomp:importance=uniform,bits=12")': "",
     "set_requires_gradient_sync(False)": "sharded.",
     "set_requires_all_reduce(False)": "sharded.",
     "set_force_sum_reduction_for_comms(True)": "sharded.",
@@ -47,6 +48,7 @@ ELSEWHERE = {
     "wait()": "",
     'attach(model, optimizer, "one-bit", inside="gcomp", weights="exact")': "",  # tests/distributed/test_shards.py
     "stats()": "",
+    "gradwire.all_reduce(tensor, group, scheme)": "",  # tests/doors/test_collectives.py
     'group=mesh.get_group("replicate")': "",  # an argument: in the second block
 }
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 
 from gradwire import _native
-from gradwire.errors import PeerLost, Unsupported
-from switch_cases import ADD, MAXIMUM, OR, Relay, Serving, Trouble, assert_reduced, at_once, clients, draw
+from gradwire.errors import PeerLost, RankMismatch, Unsupported
+from gradwire_lab.ranks.rack_switch import RackSwitch
+from ranks import patience
+from switch_cases import ADD, MAXIMUM, OR, Relay, Serving, Trouble, assert_reduced, at_once, clients, draw, try_at_once
 
 LENGTHS = (0, 1, 255, 256, 257, 5_000)
 
@@ -51,6 +55,47 @@ def test_results_are_exact_over_a_network_that_misbehaves(n_workers: int, troubl
             assert counters["duplicates"] + counters["stale"] > 0
         if trouble.damaged:
             assert counters["foreign"] > 0
+
+
+@contextlib.contextmanager
+def two_levels(racks: Sequence[Sequence[int]], trouble: Trouble | None = None, slots: int = 64) -> Iterator[list[int]]:
+    """A switch above one for each rack: the port of every worker's own. With `trouble`, above and below each rack's."""
+    with contextlib.ExitStack() as stack:
+        above = stack.enter_context(Serving(n_slots=slots))
+        ports = {}
+        for number, ranks in enumerate(racks):
+            port = above.port if trouble is None else stack.enter_context(Relay(above.port, trouble, number)).port
+            rack = RackSwitch("127.0.0.1", 0, slots, ("127.0.0.1", port), number, len(racks), ranks)
+            stack.callback(rack.close)
+            stack.enter_context(Serving(server=rack))
+            port = rack.port if trouble is None else stack.enter_context(Relay(rack.port, trouble, 9 + number)).port
+            ports.update(dict.fromkeys(ranks, port))
+        yield [ports[rank] for rank in sorted(ports)]
+
+
+@pytest.mark.parametrize("racks", [[[0, 1], [2, 3]], [[0], [1, 2, 4], [3]]], ids=str)
+@pytest.mark.parametrize(
+    "trouble", [None, Trouble(lost=0.03, doubled=0.1, held=0.2, damaged=0.03)], ids=["", "trouble"]
+)
+def test_two_levels_of_switches_give_the_bits_of_one(racks: list[list[int]], trouble: Trouble | None) -> None:
+    with two_levels(racks, trouble) as ports, clients(ports, len(ports), slots=16) as workers:
+        for call, n in enumerate((9_000, 1, 3_000, 0, 5_000)):
+            assert_reduced(workers, n, (ADD, OR, MAXIMUM)[call % 3], seed=call)
+
+
+def test_two_levels_say_who_is_missing_or_elsewhere() -> None:
+    with two_levels([[0, 1], [2]]) as ports, clients(ports, 3, slots=16) as workers:
+        numbers = draw(3, 300, 1)
+        errors = try_at_once([lambda i=i: workers[i].reduce(numbers[i], ADD, 1.0 * patience()) for i in (0, 1)])
+        assert all(isinstance(error, PeerLost) and "rank 2 sent nothing" in str(error) for error in errors), errors
+    with two_levels([[0, 1], [2]]) as ports, clients(ports, 3, slots=16) as workers:
+        workers[2].reduce(numbers[0][:0], ADD, 9.0)  # a call that the others do not make
+        errors = try_at_once([lambda i=i: workers[i].reduce(numbers[i], ADD, 20.0) for i in range(3)])
+        assert any(isinstance(error, RankMismatch) for error in errors), errors
+    with two_levels([[0, 1], [2]]) as ports:
+        stranger = _native.SwitchClient("127.0.0.1", ports[0], 7, 2, 3, 16)  # in the other rack
+        with pytest.raises(Unsupported, match="another number of ranks"):
+            stranger.join(20.0)
 
 
 def test_two_jobs_at_once_do_not_touch_each_other() -> None:

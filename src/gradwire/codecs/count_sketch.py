@@ -26,7 +26,16 @@ import torch
 from gradwire import _native
 from gradwire.errors import InvalidArgument
 
-__all__ = ["MAX_CORE", "CountSketch", "FixedPoint", "IndexFacts", "Outcome", "index_words", "write_index"]
+__all__ = [
+    "MAX_CORE",
+    "CountSketch",
+    "FixedPoint",
+    "IndexFacts",
+    "NarrowCells",
+    "Outcome",
+    "index_words",
+    "write_index",
+]
 
 MIN_GAMMA = 1.3
 # A core of up to this many values is sent beside the sketch; a larger one is given another salt.
@@ -117,6 +126,42 @@ class FixedPoint(NamedTuple):
             return words
         sums = words.view(self.dtype)[:n].int()
         return sums.bitwise_and_((1 << 8 * self.dtype.itemsize) - 1).sub_(world_size * self.limit)
+
+
+class NarrowCells(NamedTuple):
+    """Integer cells of 8 or 16 bits: a sketch of int32 modulo 2^`modulus_bits`, two or four cells to an int32 that is summed.
+
+    A cell of a sketch wraps around. So that no sum of the ranks' cells carries into the next one, each is sent modulo a power
+    of two that many times smaller; what comes out of the sketch is right if the sum of a value fits that.
+    """
+
+    dtype: torch.dtype
+    world_bits: int
+
+    @property
+    def modulus_bits(self) -> int:
+        return 8 * self.dtype.itemsize - self.world_bits
+
+    @property
+    def value_bits(self) -> int:
+        """Of one rank's value, beside its sign."""
+        return self.modulus_bits - 1 - self.world_bits
+
+    def fixed_point(self, exponent: int) -> FixedPoint:
+        """Of values that are below 2^exponent in magnitude, on every rank."""
+        return FixedPoint(torch.int32, self.value_bits - exponent, (1 << self.value_bits) - 1)
+
+    def narrow(self, cells: torch.Tensor) -> torch.Tensor:
+        """The words to sum of (n,) int32 cells."""
+        narrowed = cells.new_zeros(cells.numel() + -cells.numel() % (4 // self.dtype.itemsize), dtype=self.dtype)
+        narrowed[: cells.numel()] = cells & ((1 << self.modulus_bits) - 1)
+        return narrowed.view(torch.int32)
+
+    def widen(self, words: torch.Tensor, cells: torch.Tensor) -> float:
+        """Write the sums as int32 cells that wrap around as theirs do. Returns: the factor of a value that comes out."""
+        shift = 32 - self.modulus_bits
+        cells.copy_(words.view(self.dtype)[: cells.numel()]).bitwise_left_shift_(shift)
+        return math.ldexp(1.0, -shift)
 
 
 def index_words(n_elements: int) -> int:

@@ -16,7 +16,7 @@ from gradwire.core.optimizers import Optimizers
 from gradwire.doors.attachment import attach
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.plan import Plan
-from gradwire.schemes.auto.costs import measure_profile
+from gradwire.schemes.auto.costs import density_of, measure_profile
 from gradwire.schemes.auto.fidelity import TABLE, check_level, needed, row_of
 from gradwire.telemetry.stopwatch import Lap, StepClock, Stopwatch
 from gradwire.wire.communicator import Communicator
@@ -62,13 +62,14 @@ def recommend(
     ):
         ddp.train()
         plain_s, waited_s = trials.time(_PLAIN_SHARE * seconds)
-        rows = needed([row for row in TABLE if row.holds_under(families)])
         parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+        density = density_of(parameter.grad for parameter in parameters)  # of DDP's means: the same on all ranks
+        rows = needed([row for row in TABLE if row.holds_under(families) and density <= row.densest])
         wire = wires.enter_context(_wire_of(ddp, parameters, communicator))
         if wire.on_device:
             working = [row for row in rows[1:] if schemes.by_name(row.scheme).works_on_device]
             rows = [rows[0], *(row.on_device() for row in working)]
-        profile = measure_profile(wire, rows, parameters)
+        profile = replace(measure_profile(wire, rows, parameters), density=density)
         links = [] if wire.on_device else communicator.submit(probe_pairs, communicator).wait()
         plan = Plan(profile, plain_s - waited_s, plain_s, {}, fidelity, families != {"sgd"}, tuple(links))
         measured = {"plain": plain_s}

@@ -13,6 +13,7 @@ from typing import Any
 from gradwire import _native
 from gradwire.errors import InvalidArgument
 from gradwire_lab.cli.options import add_json, option
+from gradwire_lab.ranks.rack_switch import RackSwitch
 from gradwire_lab.ranks.supervisor import end_on_signals
 from gradwire_lab.results.records import write_text
 
@@ -29,12 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--slots", "N", "a power of two, for all jobs", DEFAULT_SLOTS)
     words = "seconds; a job that is silent for longer loses its slots if another job needs them"
     option(parser, "--lease", "S", words, DEFAULT_LEASE_S)
+    option(parser, "--above", "HOST:PORT", "another switch: this one sums a rack, and sends that on", None)
+    option(parser, "--rack", "K/R", "below another: the number of this rack, and of all racks", "0/2")
+    option(parser, "--ranks", "N,N", "below another: the ranks of this rack", "0")
     add_json(parser, "write the counters at the end")
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM, SIGHUP or Ctrl-C; then print the counters."""
-    server = open_switch(args.address, args.port, args.slots, args.lease)
+    server: _native.SwitchServer | RackSwitch = (
+        open_switch(args.address, args.port, args.slots, args.lease) if args.above is None else _open_rack(args)
+    )
     print(f"gradwire switch: an emulation, at {args.address}:{server.port}, {args.slots} slots", flush=True)
     try:
         with end_on_signals():
@@ -62,6 +68,20 @@ def open_switch(
     return _native.SwitchServer(address, port, n_slots, lease_s)
 
 
-def describe(server: _native.SwitchServer) -> dict[str, Any]:
+def _open_rack(args: argparse.Namespace) -> RackSwitch:
+    """Raises: InvalidArgument."""
+    try:
+        rack, n_racks = map(int, args.rack.split("/"))
+        ranks = [int(rank) for rank in args.ranks.split(",")]
+        host, port = args.above.rsplit(":", 1)
+        above = host, int(port)
+    except ValueError as error:
+        raise InvalidArgument(
+            f"--above is HOST:PORT, --rack K/R, --ranks N,N,..., not {args.above!r}, {args.rack!r}, {args.ranks!r}"
+        ) from error
+    return RackSwitch(args.address, args.port, args.slots, above, rack, n_racks, ranks)
+
+
+def describe(server: _native.SwitchServer | RackSwitch) -> dict[str, Any]:
     """Its counters, flat, with a word that it is an emulation."""
     return {"switch": "emulation", "epoch": server.epoch, **server.counters()}

@@ -51,6 +51,7 @@ _DEVICE_SAMPLE = 1 << 22  # on a device, where less is over before the next kern
 _LAUNCHES_PER_MESSAGE = 6  # of a float format: three to make it, three to read it
 _DENSITY_SAMPLE = 1 << 13
 _SPARSE = 0.8
+_NEVER_S = 60.0  # more than any step
 _CAST_S = 0.5e-9  # a value: a cast is what a codec without a name does
 _FORWARD_SHARE = 1 / 3  # of what a step computes, before the first gradient
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's own
@@ -107,7 +108,8 @@ class StepCost:
 class CodecCost:
     """Seconds a value to encode and to decode, bits a value on the wire, seconds a bucket whatever its size.
 
-    `zero_bits`: of a value that is zero; None: as many as of any other.
+    `zero_bits`: of a value that is zero; None: as many as of any other. `densest`: the largest share of other values at which
+    it is thought of.
     """
 
     encode_s: float = 0.0
@@ -115,9 +117,12 @@ class CodecCost:
     bits: float = 32.0
     fixed_s: float = 0.0
     zero_bits: float | None = None
+    densest: float = 1.0
 
     def at(self, density: float) -> CodecCost:
-        """The cost where a share `density` of the values is not zero."""
+        """The cost where a share `density` of the values is not zero; where that is too much, one that nothing can bear."""
+        if density > self.densest:
+            return replace(self, fixed_s=_NEVER_S, zero_bits=None)
         if self.zero_bits is None:
             return self
         return replace(self, bits=density * self.bits + (1 - density) * self.zero_bits, zero_bits=None)
@@ -396,7 +401,9 @@ def _measure(wire: Wire, rows: Sequence[FidelityRow], parameters: Sequence[torch
         machine,
         link,
         {
-            row.spec: CodecCost(flat[2 * i] + copy_s, flat[2 * i + 1] + copy_s, row.bits, zero_bits=row.zero_bits)
+            row.spec: CodecCost(
+                flat[2 * i] + copy_s, flat[2 * i + 1] + copy_s, row.bits, zero_bits=row.zero_bits, densest=row.densest
+            )
             for i, row in enumerate(rows)
         },
         {row.spec: row.shape for row in rows},

@@ -34,6 +34,7 @@ class FidelityRow:
         by_name_only: never unless it is asked for.
         not_before: under Adam-like optimizers, the first step.
         zero_bits: bits of a value that is zero, where that is less.
+        densest: the largest share of values that are not zero at which it is tried.
         stands_in: only where no row before it, of its level and scheme, holds.
     """
 
@@ -46,6 +47,7 @@ class FidelityRow:
     by_name_only: bool = False
     not_before: int = 0
     zero_bits: float | None = None
+    densest: float = 1.0
     stands_in: bool = False
 
     @property
@@ -82,6 +84,9 @@ TABLE: tuple[FidelityRow, ...] = (
     FidelityRow("plain", "exact", _ALL, "sum", 32),
     FidelityRow("gcomp:tolerance=32,least_bits=7", "exact", _KNOWN, "ring", 13.5, _TWELVE_BITS, zero_bits=1.0),
     FidelityRow(_TWELVE_BITS, "exact", _ALL, "ring", 16.5, _TWELVE_BITS, zero_bits=1.0, stands_in=True),
+    # DDP's own sum, of the values at the union: measured with its index (two ranks, 2 M values) 0.50, 1.41, 4.2 and 10.6 bits a
+    # value where a share of 0.01, 0.03, 0.1 and 0.3 is not zero. GComp takes 1.2, 1.5, 2.6 and 5.7.
+    FidelityRow("homomorphic", "exact", _ALL, "agreed-sum", 45, zero_bits=0.05, densest=0.1),
     FidelityRow("bf16", "close", _ALL, "sum", 16),
     FidelityRow("embedded-float:bits=8", "close", _ALL, "ring", 8.03, "embedded-float:bits=8"),
     FidelityRow("embedded-float:bits=5", "close", _ADAM, "ring", 5.03, "embedded-float:bits=5"),
@@ -90,7 +95,6 @@ TABLE: tuple[FidelityRow, ...] = (
     FidelityRow("thc", "any", _ALL, "agreed-sum", 8, "thc"),
     FidelityRow("qsgd", "any", _ALL, "quantised", 6.2, "qsgd"),
     FidelityRow("terngrad", "any", _ALL, "agreed-sum", 4, "ternary"),
-    FidelityRow("homomorphic", "exact", _ALL, "sum", 32, by_name_only=True),
     FidelityRow("one-bit", "any", _ALL, "quantised", 1.1, "one-bit", True, FIRST_ADAM_STEP),
     FidelityRow("two-bit", "any", _ALL, "quantised", 2.1, "two-bit", True, FIRST_ADAM_STEP),
     FidelityRow("acp-sgd", "any", _ALL, "sum", 0.5, "", True, FIRST_ADAM_STEP),

@@ -25,7 +25,7 @@ from torch import Tensor
 from gradwire.checks import choice as check_choice
 from gradwire.checks import share as check_share
 from gradwire.codecs import packed_values
-from gradwire.codecs.count_sketch import CountSketch, FixedPoint
+from gradwire.codecs.count_sketch import CountSketch, FixedPoint, NarrowCells
 from gradwire.codecs.packed_values import FLAGS_AT, NOT_FINITE
 from gradwire.codecs.selection import take_largest
 from gradwire.core.feedback import Part
@@ -62,8 +62,9 @@ class Homomorphic(Compressed):
             all ranks hold zeros the mean is 0.
         budget: lossy mode: size of the sketch as a share of the gradient's, in (0, 1]; the index comes on top.
         integer_bits: fixed point: 32 (a value keeps 31 - ceil(log2 world size) bits below the largest one's exponent)
-            or 64 (62; over a switch, three words a value); in mode "packed" also 16 and 8, whatever the aggregator: a lossy
-            sum of 2 or 1 bytes a value.
+            or 64 (62; over a switch, three words a value). Also 16 and 8, whatever the aggregator: a lossy sum of 2 or 1 bytes
+            a value, which keeps 15 or 7 less ceil(log2 world size) bits, or a cell of a sketch, in which it keeps so many fewer
+            once more: the paper's "any bit width".
         sparsifier: "top-k" sends of each rank's gradient only its `density` of largest values, without gathering.
         density: share of values that the sparsifier keeps, in (0, 1].
         error_feedback: add what sparsifier, lossy mode and integers of 8 or 16 bits left out to the next gradient.
@@ -95,9 +96,9 @@ class Homomorphic(Compressed):
         check_choice("sparsifier", sparsifier, (None, "top-k"))
         check_choice("integer_bits", integer_bits, tuple(_INTEGERS))
         self._is_rounded = integer_bits < 32
-        if self._is_rounded and mode != "packed":
+        if self._is_rounded and mode not in ("packed", "exact"):
             raise InvalidArgument(
-                f'integer_bits={integer_bits} is for mode="packed": cells of a sketch hold sums of many values'
+                f'integer_bits={integer_bits} is for mode="packed" and mode="exact": {mode} sums floats'
             )
         feeds_back = sparsifier is not None or self._is_rounded
         if error_feedback and not feeds_back and mode != "lossy":
@@ -111,6 +112,7 @@ class Homomorphic(Compressed):
         self.index, self._learnt, self._sketch = index, Learnt(), CountSketch(**sketch)
         self._index = SharedIndex(index, self._sketch.seed, self._learnt, self.aggregator)
         self._sketches = SketchSum(self._sketch, mode, self.budget, self._learnt, self.aggregator)
+        self._narrow: NarrowCells | None = None  # once bound, if cells of a sketch have fewer than 32 bits
         self._n_plain = {_TOO_DENSE: 0, _TOO_LARGE: 0}
 
     @property
@@ -138,7 +140,10 @@ class Homomorphic(Compressed):
                 'mode="packed" or mode="exact" with it, or aggregator="process-group"'
             )
         world_bits = (session.wire.world_size - 1).bit_length()
-        if self.integer_bits - 1 - world_bits < _MIN_WORLD_BITS:
+        is_narrow = self._is_rounded and self.mode == "exact"
+        self._narrow = NarrowCells(_INTEGERS[self.integer_bits], world_bits) if is_narrow else None
+        value_bits = self.integer_bits - 1 - world_bits if self._narrow is None else self._narrow.value_bits
+        if value_bits < _MIN_WORLD_BITS:
             raise Unsupported(
                 f"sums of {session.wire.world_size} ranks leave too little of {self.integer_bits} bits: take integer_bits=16"
             )
@@ -174,8 +179,8 @@ class Homomorphic(Compressed):
             return
         values = self._values_to_send(part, wire)
         is_packed = self.mode == "packed"
-        cell_bytes = self.integer_bits // 8 if self._sums_integers else values.element_size()
-        cell_bits = 8.0 * cell_bytes if is_packed else 32 * self._sketch.gamma
+        cell_bytes = self.integer_bits // 8 if self._sums_integers else values.element_size() if is_packed else 4
+        cell_bits = 8.0 * cell_bytes if is_packed else 8 * min(4, cell_bytes) * self._sketch.gamma
         cells_of = self._sketches.assumed(values, wire, key)
         confirms = self.mode in ("sketch", "lossy")  # integers and packed values give back a zero as 0 by themselves
         union = self._index.agree(values, wire, key, cell_bits, is_packed, confirms, cells_of)
@@ -192,13 +197,13 @@ class Homomorphic(Compressed):
         else:
             n_cells = union.n_set if is_packed else self._sketches.prepare(summand)
             self._index.remember(key, union.n_set if is_packed else self._sketch.n_nonzeros)
-            if is_too_dense(bucket, cell_bytes if is_packed else max(4, cell_bytes), n_cells):
+            if is_too_dense(bucket, cell_bytes, n_cells):
                 self._learnt.note_dense(key)
                 self._send_plainly(part, wire, _TOO_DENSE)
             elif is_packed:
                 self._sum_packed(summand)
             else:
-                self._sketches.send(summand, self._fixed_point(union))
+                self._sketches.send(summand, self._fixed_point(union), self._narrow)
         part.keep()
 
     def _values_to_send(self, part: Part, wire: Wire) -> Tensor:
@@ -269,6 +274,8 @@ class Homomorphic(Compressed):
     def _fixed_point(self, union: Union) -> FixedPoint | None:
         if not self._sums_integers:
             return None
+        if self._narrow is not None:
+            return self._narrow.fixed_point(union.head.exponent or 0)
         return FixedPoint.fit(union.head.exponent or 0, self.session.wire.world_size, _INTEGERS[self.integer_bits])
 
     def _may_overflow(self, union: Union) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.codecs.count_sketch import MAX_ATTEMPTS, MAX_CORE, CountSketch, FixedPoint, Outcome
+from gradwire.codecs.count_sketch import MAX_ATTEMPTS, MAX_CORE, CountSketch, FixedPoint, NarrowCells, Outcome
 from gradwire.core.feedback import Part
 from gradwire.errors import CorruptMessage
 from gradwire.exchange.aggregators import Aggregator
@@ -107,13 +107,18 @@ class SketchSum:
             max_cells = max(_MIN_BUDGET_CELLS, int(self.budget * bucket.original_bytes / 4))
         return self.sketch.prepare(summand.union.words, bucket.n_elements, self._attempt(key), max_cells, step)
 
-    def send(self, summand: Summand, fixed: FixedPoint | None) -> None:
-        """Sum the sketch that was laid out, peel it while it travels, and put the mean into the bucket."""
+    def send(self, summand: Summand, fixed: FixedPoint | None, narrow: NarrowCells | None = None) -> None:
+        """Sum the sketch that was laid out, peel it while it travels, and put the mean into the bucket.
+
+        `narrow`: how its cells travel, if not as they are.
+        """
         part, wire, key, values, union = summand
         sketch = self.sketch
         dtype = torch.float32 if fixed is None else fixed.dtype
         peel_first = sketch.n_nonzeros < _PEEL_FIRST_NONZEROS
         attempt = self._attempt(key)
+        if narrow is not None and fixed is not None and part.unsent is not None:
+            part.unsent += values - fixed.quantise(values) * fixed.scale
         while True:
             n_core = self._peel(wire, union) if peel_first else 0
             if self._has_to_try_again(n_core, attempt):
@@ -123,7 +128,8 @@ class SketchSum:
             cells = wire.scratch("cells", sketch.n_cells, dtype)
             with wire.timing("encode"):
                 sketch.add(values, union.own, cells, fixed)
-            total = self._aggregator.start_sum(cells, wire) if cells.numel() else None
+                words = cells if narrow is None else narrow.narrow(cells)
+            total = self._aggregator.start_sum(words, wire) if cells.numel() else None
             if not peel_first:
                 n_core = self._peel(wire, union)
             if total is not None:
@@ -138,7 +144,7 @@ class SketchSum:
             self._learnt.learn("attempts", key, attempt if attempt < MAX_ATTEMPTS else 0)
         if self.mode == "sketch":
             self._learn_table(key)
-        self._recover(summand, cells, n_core, fixed)
+        self._recover(summand, cells, n_core, fixed, 1.0 if narrow is None else narrow.widen(words, cells))
 
     def _attempt(self, key: str) -> int:
         return self._learnt.of("attempts", key) or 0
@@ -156,8 +162,10 @@ class SketchSum:
             table = {"batch_values": c, "counts": kept} if sketch.n_cells else None
         self._learnt.learn("tables", key, table)
 
-    def _recover(self, summand: Summand, cells: Tensor, n_core: int, fixed: FixedPoint | None) -> None:
-        """Put the mean into the bucket, from summed cells and the order of peeling."""
+    def _recover(
+        self, summand: Summand, cells: Tensor, n_core: int, fixed: FixedPoint | None, unit: float = 1.0
+    ) -> None:
+        """Put the mean into the bucket, from summed cells, in which 1 stands for `unit`, and the order of peeling."""
         part, wire, _, values, union = summand
         sketch, unsent = self.sketch, part.unsent
         estimate = self.mode == "lossy" and n_core > _MAX_DENSE_CORE
@@ -170,7 +178,7 @@ class SketchSum:
             out = part.values if is_direct else wire.scratch("mean", values.numel())
             # From all ranks' values, not from their sums: those may cancel, and rounding does not.
             bound = wire.world_size * 2.0**union.head.exponent if union.head.exponent is not None else 0.0
-            if sketch.recover(cells, scale, out, estimate, bound) is not Outcome.COMPLETE:
+            if sketch.recover(cells, unit * scale, out, estimate, bound) is not Outcome.COMPLETE:
                 raise CorruptMessage(
                     f"the summed sketch of bucket {wire.facts.bucket} in step {wire.facts.step} is not that of its index: it "
                     f"was altered on its way through the aggregator {self._aggregator.name!r}; restart from the last checkpoint"

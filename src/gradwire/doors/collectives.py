@@ -1,0 +1,254 @@
+"""All-reduces of any tensors through a scheme: one call, or all that a process group "gradwire" is asked for.
+
+The second is how the paper deploys GComp: below the framework, in the place of the collective. DDP, native HSDP or a loop of
+one's own call torch.distributed as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.core.bucket import SUPPORTED_DTYPES
+from gradwire.errors import GradwireError, InvalidArgument, PeerLost, Unsupported
+from gradwire.reducer import Reducer
+from gradwire.schemes import Scheme, by_name
+from gradwire.telemetry.stopwatch import Stopwatch
+from gradwire.wire.rendezvous import ranks_of, timeout_of
+
+# Every bit of every value arrives: what is reduced may be anything.
+DEFAULT = "gcomp:importance=none"
+# Of one tensor: below it time is latency, and small things (losses, counts, statistics) keep the backend's own sums.
+LEAST_BYTES = 1 << 16
+
+_BACKEND = "gradwire"
+
+
+def _name_of(op: Any) -> str:
+    """The Reducer's name of an operation; "" of one that it lacks. A RedOpType and a ReduceOp are equal, but not as keys."""
+    return "sum" if op == dist.ReduceOp.SUM else "mean" if op == dist.ReduceOp.AVG else ""
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    scheme: Scheme | str = DEFAULT,
+    *,
+    op: Any = dist.ReduceOp.SUM,
+    async_op: bool = False,
+) -> SchemeWork | None:
+    """`torch.distributed.all_reduce` through a scheme, in place, over a group of any backend. Collective.
+
+    The first call for a group, scheme and operation makes connections, which stay until the group goes.
+
+    Args:
+        tensor: float32, bfloat16 or float16, of any shape and size; the same shape and dtype on all ranks.
+        scheme: one that keeps nothing of single tensors: no error feedback, no optimizer.
+        op: SUM, which is the mean times the number of ranks, or AVG.
+        async_op: return at once, a work to `wait()` for.
+    Raises: InvalidArgument, Unsupported, and what any rank failed of, here or by `wait()`.
+    """
+    name = _name_of(op)
+    if not name:
+        raise InvalidArgument(f"op is ReduceOp.SUM or ReduceOp.AVG, not {op}: give it to torch.distributed.all_reduce")
+    if tensor.dtype not in SUPPORTED_DTYPES:
+        raise InvalidArgument(f"a tensor of {tensor.dtype}: torch.distributed.all_reduce takes it")
+    home = dist.group.WORLD if group is None else group
+    if home is None:
+        raise InvalidArgument("torch.distributed is not initialised: call init_process_group first")
+    made = _by_group.setdefault(home, {})
+    key = scheme, name
+    if key not in made:
+        # By its ranks: what is kept must not hold the group.
+        made[key] = _AllReduces(_stateless(scheme), name, ranks_of(home), timeout_of(home))
+        weakref.finalize(home, made[key].close).atexit = False
+    work = made[key].start(tensor)
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def register_backend(scheme: str = DEFAULT) -> None:
+    """Make `init_process_group("gradwire")` and `new_group(backend="gradwire")` known to torch.distributed.
+
+    Such a group sums and averages float32, bfloat16 and float16 tensors from 64 KiB on by the scheme; everything else it
+    leaves to Gloo. Another call changes the scheme of groups that are made later. Ranks call it alike.
+
+    Args:
+        scheme: a registry name with its options, of a scheme that keeps nothing of single tensors.
+    Raises: InvalidArgument, Unsupported.
+    """
+    _stateless(scheme)
+    make = functools.partial(GradwireGroup, scheme=scheme)
+    dist.Backend.register_backend(_BACKEND, make, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _stateless(scheme: Scheme | str) -> Scheme:
+    """The scheme, if tensors without names may go through it. Raises: InvalidArgument, Unsupported."""
+    made = by_name(scheme) if isinstance(scheme, str) else scheme
+    if made.owns_step or made.needs_adam or made.state_is_per_world or made.is_transparent:
+        raise Unsupported(
+            f"scheme {made.name!r} keeps something of each parameter, or asks for the model; a collective has tensors without "
+            "names: take gcomp (importance none or uniform), bf16, homomorphic or another without error feedback, or attach"
+        )
+    if made.configuration.get("importance") == "paper":
+        raise InvalidArgument(
+            f'{made.name} with importance="paper" reads the optimizer, of which a collective knows nothing: say '
+            "importance=none, or importance=uniform,bits=12"
+        )
+    return made
+
+
+class GradwireGroup(dist.ProcessGroup):
+    """A process group whose large sums and means of floats go through a scheme, and all else through Gloo.
+
+    Args:
+        options: torch's, for a backend that is made by `register_backend(..., extended_api=True)`.
+        of_backend: what `pg_options` gave; nothing is taken.
+        scheme: a registry name.
+    """
+
+    def __init__(self, options: Any, of_backend: Any, *, scheme: str) -> None:
+        rank, size = options.group_rank, options.group_size
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's annotations lack this form
+        self._gloo: Any = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
+        for device in ("cpu", "cuda"):
+            self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        members = list(options.global_ranks_in_group) or list(range(size))
+        timeout_s = options.timeout.total_seconds()
+        # Connections are made when the first tensor comes: here torch.distributed has yet to be initialised.
+        self._reductions = {
+            op: _AllReduces(_stateless(scheme), op, members, timeout_s) for op in ("sum", "mean") if size > 1
+        }
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's own name
+        """Torch asks for it."""
+        return _BACKEND
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]  # one for torch's three
+        """Torch's own signature: one tensor in a list, and its options or the operation itself."""
+        op = getattr(opts, "reduceOp", opts)
+        reduction = self._reductions.get("sum" if op is None else _name_of(op))
+        (tensor, *others) = tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if (
+            reduction is None
+            or others
+            or tensor.layout is not torch.strided
+            or tensor.dtype not in SUPPORTED_DTYPES
+            or tensor.numel() * tensor.element_size() < LEAST_BYTES
+        ):
+            return self._gloo.allreduce(tensors, *([] if opts is None else [opts]))
+        return reduction.start(tensor)
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """`Reducer.stats` of the sums, and of the means, that have gone through the scheme."""
+        return {op: one.reducer.stats() for op, one in self._reductions.items() if one.reducer is not None}
+
+    def shutdown(self) -> None:
+        """Finish what is under way; `destroy_process_group` calls it."""
+        for reduction in self._reductions.values():
+            reduction.close()
+
+    def abort(self) -> None:
+        """End what is under way: every rank raises PeerLost."""
+        for reduction in self._reductions.values():
+            reduction.fail(PeerLost(f"rank {dist.get_rank()} has aborted its process group"))
+        self._gloo.abort()
+
+
+class _AllReduces:
+    """All-reduces over one group by one scheme, each a step of it. Ranks begin them in one order.
+
+    Args:
+        op: "sum" or "mean".
+        members: the group's global ranks.
+        timeout_s: as a Reducer takes it.
+    """
+
+    def __init__(self, scheme: Scheme, op: str, members: Sequence[int], timeout_s: float) -> None:
+        self._make: Callable[[], Reducer] = functools.partial(Reducer, scheme, members, op=op, timeout_s=timeout_s)
+        self.reducer: Reducer | None = None  # once there was something to reduce
+
+    def start(self, tensor: torch.Tensor) -> SchemeWork:
+        """Begin to replace `tensor`, of any shape, by its sum or mean."""
+        if self.reducer is None:
+            self.reducer = self._make()
+        flat = tensor.detach().contiguous().view(-1)
+        return SchemeWork(self.reducer, tensor.detach(), flat)
+
+    def fail(self, error: BaseException) -> None:
+        if self.reducer is not None:
+            self.reducer.fail(error)
+
+    def close(self) -> None:
+        if self.reducer is not None:
+            with contextlib.suppress(GradwireError):  # whoever waited for it has it
+                self.reducer.close()
+
+
+_by_group: weakref.WeakKeyDictionary[Any, dict[tuple[Scheme | str, str], _AllReduces]] = weakref.WeakKeyDictionary()
+
+
+class SchemeWork(dist.distributed_c10d.Work):
+    """An all-reduce under way.
+
+    DDP takes its future alone, and would turn an error in it into a RuntimeError: of one that begins in a backward pass the
+    error is raised at the end of that pass, with its own type.
+    """
+
+    def __init__(self, reducer: Reducer, tensor: torch.Tensor, flat: torch.Tensor) -> None:
+        super().__init__()
+        self._reducer, self._step, self._is_closed = reducer, reducer.step, False
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if is_in_backward:
+            engine = torch.autograd.Variable._execution_engine
+            # Behind DDP's own callback, which waits for the future.
+            engine.queue_callback(lambda: engine.queue_callback(self._close))
+
+        def end(done: torch.futures.Future) -> list[torch.Tensor]:
+            done.wait()
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view_as(tensor))
+            if not is_in_backward:
+                reducer.communicator.raise_if_failed()
+            return [tensor]
+
+        # A small all-gather: ranks whose programs have come apart are told so; else they would wait for each other.
+        reducer.forget_layouts()
+        self._future = reducer.reduce(flat, (), (), 0, True).then(end)
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return when the tensor holds the result; no longer than the group's own timeout. Raises: what a rank failed of."""
+        waited = Stopwatch()
+        try:
+            self._future.wait()
+        except RuntimeError:
+            self._close(waited.elapsed_ns)  # the error itself
+            raise
+        self._close(waited.elapsed_ns)
+        return True
+
+    def _close(self, exposed_ns: int = 0) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._reducer.close_pass(self._step, exposed_ns)
+
+    def get_future(self) -> Any:
+        """Of [tensor]. Outside of a backward pass an error ends it."""
+        return self._future
+
+    def is_completed(self) -> bool:
+        """True if `wait` would return at once."""
+        return self._future.done()
+
+    def result(self) -> list[torch.Tensor]:
+        """What was reduced."""
+        return list(self._future.value())

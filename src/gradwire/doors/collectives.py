@@ -93,7 +93,7 @@ def register_backend(scheme: str = DEFAULT) -> None:
 def _stateless(scheme: Scheme | str) -> Scheme:
     """The scheme, if tensors without names may go through it. Raises: InvalidArgument, Unsupported."""
     made = by_name(scheme) if isinstance(scheme, str) else scheme
-    if made.owns_step or made.needs_adam or made.state_is_per_world or made.is_transparent:
+    if made.owns_step or made.needs_momenta or made.is_ahead or made.state_is_per_world or made.is_transparent:
         raise Unsupported(
             f"scheme {made.name!r} keeps something of each parameter, or asks for the model; a collective has tensors without "
             "names: take gcomp (importance none or uniform), bf16, homomorphic or another without error feedback, or attach"

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import codecs, schemes
+from gradwire.codecs.quantised import Quantised
 from gradwire.doors.attachment import attach
-from gradwire.errors import GradwireError
+from gradwire.errors import GradwireError, Unsupported
 from gradwire.gpu.compiler import source_files
 from gradwire.gpu.driver import CudaKernels
 from gradwire.gpu.kernels import Kernels, using
@@ -103,15 +104,15 @@ def measure_copies(device: torch.device, n_bytes: int = 64 << 20) -> dict[str, A
     return rates
 
 
-def _gb_s(device: torch.device, n_bytes: int, call: Callable[[], object]) -> float:
+def _gb_s(device: torch.device, n_bytes: int, call: Callable[[], object], n_calls: int = _TIMED_CALLS) -> float:
     times = []
     for _ in range(6):
         torch.accelerator.synchronize(device)
         started = time.perf_counter()
-        for _ in range(_TIMED_CALLS):
+        for _ in range(n_calls):
             call()
         torch.accelerator.synchronize(device)
-        times.append((time.perf_counter() - started) / _TIMED_CALLS)
+        times.append((time.perf_counter() - started) / n_calls)
     return n_bytes / statistics.median(times[1:]) / 1e9
 
 
@@ -126,32 +127,90 @@ def list_kernels(kernels: Kernels) -> dict[str, Any]:
     return {"driver": kernels.driver, "architecture": kernels.architecture, "kernels": found}
 
 
-def measure_kernels(kernels: Kernels, n_elements: int = 1 << 24) -> dict[str, Any]:
-    """GB/s of float32 values that quantisers encode with error feedback, decode and add; beside a copy.
+# What is timed of each codec, as the registry knows it.
+_TIMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "one-bit": ("one-bit", {}),
+    "one-bit by 64": ("one-bit", {"scale_values": 64}),
+    "two-bit": ("two-bit", {}),
+    "two-bit, four levels by 64": ("two-bit", {"scale_values": 64, "levels": 4}),
+    "qsgd": ("qsgd", {}),
+    "truncated-float, 8 bits": ("truncated-float", {"bits": 8}),
+    "embedded-float, 8 bits": ("embedded-float", {"bits": 8}),
+    "embedded-float, 5 bits": ("embedded-float", {"bits": 5}),
+    "embedded-float, 4 bits": ("embedded-float", {"bits": 4}),
+    "gcomp, every bit": ("gcomp", {"importance": "none"}),
+    "gcomp, 7 bits": ("gcomp", {"importance": "uniform", "bits": 7}),
+}
 
-    Several inputs in turn, so that none is still in the cache.
+
+def measure_kernels(kernels: Kernels, n_elements: int = 1 << 24, n_calls: int = _TIMED_CALLS) -> dict[str, Any]:
+    """GB/s of float32 values that codecs encode, with error feedback where they want it, decode, and decode and add.
+
+    Several inputs in turn, so that none is still in the cache. `of_copy`: the memory traffic that a call cannot do without
+    (each value, residual, sum and message read once and written once) in a second, as a share of a copy's. Beside them
+    nvCOMP's ANS, if its package (`nvidia-nvcomp-cu13`) is here.
     """
     device = kernels.device
-    inputs = itertools.cycle([torch.randn(n_elements, device=device) for _ in range(4)])
+    drawn = [torch.randn(n_elements, device=device) for _ in range(4)]
+    inputs = itertools.cycle(drawn)
     copied, residual, sums = (torch.zeros(n_elements, device=device) for _ in range(3))
     error = torch.zeros(1, dtype=torch.int32, device=device)
-    rates = {"copy": _gb_s(device, 4 * n_elements, lambda: copied.copy_(next(inputs)))}
+    rates = {"copy": _gb_s(device, 4 * n_elements, lambda: copied.copy_(next(inputs)), n_calls)}
+    shares, sizes = {"copy": 1.0}, {}
     with using(kernels):
-        for name in ("one-bit", "two-bit", "qsgd"):
-            codec: Any = codecs.by_name(name)
-            message = torch.empty(codec.message_room(n_elements), dtype=torch.uint8, device=device)
+        for label, (name, options) in _TIMED.items():
+            codec: Any = codecs.by_name(name, **options)
+            is_quantiser = isinstance(codec, Quantised)
+            room = (
+                codec.message_room(n_elements) if is_quantiser else codec.max_encoded_bytes(n_elements, torch.float32)
+            )
+            whole = torch.empty(room, dtype=torch.uint8, device=device)
+            message = whole[: int(codec.encode(next(inputs), whole))]
+            sizes[label] = n_bytes = message.numel()
 
-            def encode(codec: Any = codec, message: Tensor = message) -> None:
-                codec.encode_with_residual(next(inputs), residual, message)
+            def encode(codec: Any = codec, is_quantiser: bool = is_quantiser, whole: Tensor = whole) -> None:
+                if is_quantiser:
+                    codec.encode_with_residual(next(inputs), residual, whole)
+                else:
+                    codec.encode(next(inputs), whole)
 
-            calls: dict[str, Callable[[], object]] = {
-                "encode": encode,
-                "decode": functools.partial(codec.decode, message, sums, error=error),
-                "decode and add": functools.partial(codec.decode, message, sums, error=error, adds=True),
-            }
-            rates |= {f"{name} {way}": _gb_s(device, 4 * n_elements, call) for way, call in calls.items()}
+            decode = functools.partial(codec.decode, message, sums, error=error)
+            for way, call, n_passes in (
+                ("encode", encode, 3 if is_quantiser else 1),
+                ("decode", decode, 1),
+                ("decode and add", functools.partial(decode, adds=True), 2),
+            ):
+                at = f"{label} {way}"
+                rates[at] = _gb_s(device, 4 * n_elements, call, n_calls)
+                traffic = 4 * n_elements * n_passes + n_bytes
+                shares[at] = rates[at] * traffic / (4 * n_elements) / (2 * rates["copy"])
     raise_error(int(error), "a message", device)
-    return {"n_elements": n_elements, "gb_s": rates}
+    found = {"n_elements": n_elements, "gb_s": rates, "of_copy": shares, "message_bytes": sizes}
+    return found | _measure_nvcomp(drawn[0], n_calls)
+
+
+def _measure_nvcomp(values: Tensor, n_calls: int) -> dict[str, Any]:
+    """nvCOMP's ANS of the same values, as bytes: GB/s of them, and the share that is left of them."""
+    try:
+        from nvidia import nvcomp
+    except ImportError:
+        return {"nvcomp": "not here: pip install nvidia-nvcomp-cu13"}
+
+    codec = nvcomp.Codec(algorithm="ANS", cuda_stream=torch.cuda.current_stream(values.device).cuda_stream)
+    source = nvcomp.as_array(values.view(torch.uint8))
+    encoded = codec.encode(source)
+    back = torch.utils.dlpack.from_dlpack(codec.decode(encoded)).view(torch.uint8)
+    if not torch.equal(back, values.view(torch.uint8)):
+        raise CheckFailed("nvCOMP's ANS did not give the bytes back")
+    n_bytes = values.numel() * values.element_size()
+    return {
+        "nvcomp": {
+            "version": getattr(nvcomp, "__version__", "unknown"),
+            "share": encoded.buffer_size / n_bytes,
+            "encode_gb_s": _gb_s(values.device, n_bytes, lambda: codec.encode(source), n_calls),
+            "decode_gb_s": _gb_s(values.device, n_bytes, lambda: codec.decode(encoded), n_calls),
+        }
+    }
 
 
 class GivenGradients(nn.Module):
@@ -204,7 +263,12 @@ def check_schemes(
     for name in schemes.names():
         if schemes.needs_momenta(name):  # these steps are SGD's
             continue
-        on_cpu, on_device = (schemes.by_name(name, **_OPTIONS.get(name, {})) for _ in range(2))
+        options = {} if name == "auto" and dist.get_world_size(group) == 1 else _OPTIONS.get(name, {})
+        try:
+            on_cpu, on_device = (schemes.by_name(name, **options) for _ in range(2))
+        except Unsupported as error:  # a package that it needs is not installed
+            note(f"{name}: not run: {error}")
+            continue
         if placement == "device" and not on_device.works_on_device:
             continue
         expected = train_with_given_gradients(on_cpu, torch.device("cpu"))

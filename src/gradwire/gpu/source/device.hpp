@@ -8,9 +8,11 @@
 
 #if defined(__CUDACC__)
 #define GW_EMULATED 0
+#define GW_UNROLLED _Pragma("unroll")
 #define GW_KERNEL(name, Parameters) extern "C" __global__ void name(const Parameters p)
 #else
 #define GW_EMULATED 1
+#define GW_UNROLLED
 #define GW_KERNEL(name, Parameters) inline void name(const Parameters& p)
 #include "emulation.hpp"
 #endif
@@ -48,6 +50,7 @@ __device__ __forceinline__ Number sum_of_lanes(Number own, u32 n = kWarp) {
   return own;
 }
 __device__ __forceinline__ u32 largest_of_lanes(u32 own, u32 n = kWarp) {
+  if (n == kWarp) return __reduce_max_sync(kWholeWarp, own);
   for (u32 lanes = 1; lanes < n; lanes *= 2) {
     const u32 other = __shfl_xor_sync(kWholeWarp, own, lanes);
     if (other > own) own = other;
@@ -69,12 +72,25 @@ __device__ __forceinline__ u64 last_up_to(const Item* items, u64 n, u64 Item::* 
   return low;
 }
 
-// Little-endian words at any address.
+// n / size and n % size of a power of two that is known at run time only.
+struct Power {
+  u32 shift;
+  __device__ __forceinline__ explicit Power(u32 size) : shift(31 - __clz(size)) {}
+  __device__ __forceinline__ u64 parts(u64 n) const { return n >> shift; }
+};
+
+// Little-endian words at any address, which is a word's as a rule.
+__device__ __forceinline__ bool is_word(const void* at) { return reinterpret_cast<u64>(at) % 4 == 0; }
 __device__ __forceinline__ u32 load32(const u8* at) {
+  if (is_word(at)) return *reinterpret_cast<const u32*>(at);
   return at[0] | static_cast<u32>(at[1]) << 8 | static_cast<u32>(at[2]) << 16 | static_cast<u32>(at[3]) << 24;
 }
 __device__ __forceinline__ u64 load64(const u8* at) { return load32(at) | static_cast<u64>(load32(at + 4)) << 32; }
 __device__ __forceinline__ void store32(u8* at, u32 word) {
+  if (is_word(at)) {
+    *reinterpret_cast<u32*>(at) = word;
+    return;
+  }
   for (u32 i = 0; i < 4; ++i) at[i] = static_cast<u8>(word >> 8 * i);
 }
 __device__ __forceinline__ void store64(u8* at, u64 word) {
@@ -135,10 +151,24 @@ __device__ __forceinline__ void put_bits(void* values, u32 dtype, u64 i, u32 bit
     static_cast<u16*>(values)[i] = static_cast<u16>(bits);
 }
 
-__device__ __forceinline__ float value_at(const void* values, u32 dtype, u64 i) {
-  const u32 bits = bits_at(values, dtype, i);
+// Values `first`, `first` + stride, ... before `end`, zeros behind it: all loads are under way before one is waited for.
+template <u32 kBatch>
+__device__ __forceinline__ void load_bits(const void* values, u32 dtype, u64 first, u64 stride, u64 end, u32 (&bits)[kBatch]) {
+  const u64 n = first < end ? end - first : 0;
+  if (dtype == kFloat32) {
+    const u32* const own = static_cast<const u32*>(values) + first;
+    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) bits[q] = q * stride < n ? own[q * stride] : 0;
+  } else {
+    const u16* const own = static_cast<const u16*>(values) + first;
+    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) bits[q] = q * stride < n ? own[q * stride] : 0;
+  }
+}
+__device__ __forceinline__ float value_of_bits(u32 dtype, u32 bits) {
   if (dtype == kFloat16) return float_of_half(static_cast<u16>(bits));
   return __uint_as_float(dtype == kBfloat16 ? bits << 16 : bits);
+}
+__device__ __forceinline__ float value_at(const void* values, u32 dtype, u64 i) {
+  return value_of_bits(dtype, bits_at(values, dtype, i));
 }
 __device__ __forceinline__ void put_value(void* values, u32 dtype, u64 i, float value) {
   if (dtype == kFloat32) return put_bits(values, dtype, i, __float_as_uint(value));

@@ -219,7 +219,8 @@ class Quantised:
             launch("gw_grouped_unpack", grid(self._per_word * layout.n_words), THREADS, 0, parameters)
         else:
             launch("gw_quantised_check", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
-            launch("gw_quantised_unpack", grid(n), THREADS, 0, parameters)
+            name = "gw_quantised_unpack_levels" if levels else "gw_quantised_unpack"
+            launch(name, grid(n), THREADS, 0, parameters)
 
     def exchange_codec(
         self, dtype: torch.dtype, importance: _native.BucketImportance | None, first_step: int = 0
@@ -269,18 +270,20 @@ class Quantised:
         kind, rule, parameter, levels, block, seed = self.native_options
         layout = self._layout(n, cuts)
         n_bytes = torch.empty(1, dtype=torch.int64, device=device)
-        sum_bytes = _SUMS_BYTES if layout.groups is None else 4
-        sums = torch.empty(sum_bytes * layout.n_sums, dtype=torch.uint8, device=device)
+        if layout.groups is None:
+            sums, flag = torch.empty(_SUMS_BYTES * layout.n_sums, dtype=torch.uint8, device=device), None
+        else:
+            sums, flag = None, torch.zeros(1, dtype=torch.int32, device=device)
         checksums = torch.empty(layout.n_checksums, dtype=torch.int32, device=device)
         parameters = fill_struct(
             "QuantiseGroups", values=gradient, residual=residual, left_out=new_residual, message=out, sums=sums,
             pieces=checksums, n_bytes=n_bytes, n=n, seed=seed, step=check_step(step), residual_scale=residual_scale,
             parameter=parameter, kind=kind, dtype=dtype_code(gradient.dtype), rule=rule, levels=levels,
-            block=block or _CPU_BLOCK, largest=sums, **self._grouping(layout, device),
+            block=block or _CPU_BLOCK, is_nonfinite=flag, **self._grouping(layout, device),
         )  # fmt: skip
         if layout.groups is not None:
             launch("gw_grouped_measure", parts(8 * layout.n_sums, THREADS), THREADS, 0, parameters)
-            launch("gw_grouped_head", 1, THREADS, 4, parameters)
+            launch("gw_grouped_head", 1, THREADS, 0, parameters)
             launch("gw_grouped_pack", grid(self._per_word * layout.n_words), THREADS, 0, parameters)
         else:
             launch("gw_quantised_measure", parts(8 * layout.n_sums, THREADS), THREADS, 0, parameters)

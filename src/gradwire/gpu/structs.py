@@ -20,7 +20,7 @@ _FORMAT = "n:Q kind dtype format n_bits partition version:I"
 STRUCTS = {
     "Quantise": _QUANTISE,
     "Dequantise": _DEQUANTISE,
-    "QuantiseGroups": f"{_QUANTISE} {_GROUPING} largest:p",
+    "QuantiseGroups": f"{_QUANTISE} {_GROUPING} is_nonfinite:p",
     "DequantiseGroups": f"{_DEQUANTISE} {_GROUPING}",
     "FloatEncode": f"values message scales chunk_flags n_bytes:p seed step:Q {_FORMAT} rounding per_row:I rows:p",
     "FloatDecode": (

@@ -1,5 +1,5 @@
-// GComp messages of format 2 (docs/format.md#gcomp-format-2) on a device. To write one takes six launches (measure,
-// place, pack, exponents, seal_chunks, seal), to read it four (check, checksums, streams, unpack); their grids and
+// GComp messages of format 2 (docs/format.md#gcomp-format-2) on a device. To write one takes five launches (measure,
+// place, pack, exponents, seal), to read it four (check, checksums, streams, unpack); their grids and
 // threads stand in gradwire/codecs/gcomp.py.
 #pragma once
 
@@ -101,6 +101,7 @@ __device__ __forceinline__ u32 rounds_of(u64 n) { return static_cast<u32>(parts_
 // ---- writing: the lengths of all chunks are known before the first of them is written. And the histogram of
 // exponents, for the next Huffman table.
 
+inline constexpr u32 kBatch = 8;  // values that a thread has under way
 inline constexpr u32 kEncodeThreads = kChecksumThreads;
 inline constexpr u32 kStreamThreads = kEncodeThreads / kStreams;
 
@@ -138,9 +139,19 @@ __device__ __forceinline__ u32 rounded(u32 word, u32 kept, u32 highest_exponent)
   return overflows ? word & mask : nearest;
 }
 
-__device__ inline Sent sent_at(const Encode& p, const KeepRule& rule, u64 i) {
-  u32 word = __float_as_uint(value_at(p.values, p.dtype, i));
-  const u32 importance = p.mode == kModePaper ? p.importance[i] : 0, before = word >> 23 & 255;
+// Of values so far from each other, which lie before `end`; of what is behind it, nothing.
+__device__ __forceinline__ void load_values(const Encode& p, u64 first, u64 stride, u64 end, u32 (&bits)[kBatch],
+                                            u32 (&importance)[kBatch]) {
+  load_bits(p.values, p.dtype, first, stride, end, bits);
+  GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
+    const u64 i = first + q * stride;
+    importance[q] = p.mode == kModePaper && i < end ? p.importance[i] : 0;
+  }
+}
+
+__device__ inline Sent sent_of(const Encode& p, const KeepRule& rule, u32 bits, u32 importance) {
+  u32 word = __float_as_uint(value_of_bits(p.dtype, bits));
+  const u32 before = word >> 23 & 255;
   if (p.rounds && before != 0)
     word = rounded(word, rule.kept(before, importance), static_cast<u32>(rule.highest_exponent));
   const u32 exponent = word >> 23 & 255;
@@ -166,19 +177,26 @@ GW_KERNEL(gw_gcomp_measure, Encode) {
   if (threadIdx.x == 0) shared.n_escapes = shared.is_nonfinite = 0;
   fill_checksum_table(shared.checksum);
   u32 lane_bits = 0, n_escapes = 0, stream = 0, stream_bits = 0;
-  for (u32 i = threadIdx.x; i < n; i += blockDim.x) {
-    const Sent sent = sent_at(p, rule, first + i);
-    const u32 code = p.table->codes[sent.exponent];
-    p.exponents[first + i] = static_cast<u8>(sent.exponent);
-    if (i / quarter != stream) {
-      atomicAdd(&shared.stream_bits[stream], stream_bits);
-      stream = i / quarter;
-      stream_bits = 0;
+  for (u32 at = threadIdx.x; at < n; at += kBatch * kEncodeThreads) {
+    u32 bits[kBatch], importance[kBatch];
+    load_values(p, first + at, kEncodeThreads, first + n, bits, importance);
+    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
+      const u32 i = at + q * kEncodeThreads;
+      if (i >= n) break;
+      const Sent sent = sent_of(p, rule, bits[q], importance[q]);
+      const u32 code = p.table->codes[sent.exponent];
+      p.exponents[first + i] = static_cast<u8>(sent.exponent);
+      const u32 own_stream = (i >= quarter) + (i >= 2 * quarter) + (i >= 3 * quarter);
+      if (own_stream != stream) {
+        atomicAdd(&shared.stream_bits[stream], stream_bits);
+        stream = own_stream;
+        stream_bits = 0;
+      }
+      stream_bits += length_of(code);
+      lane_bits += sent.n_bits();
+      n_escapes += (code & kIsEscaped) != 0;
+      if (sent.exponent == kNonfinite) atomicMax(&shared.is_nonfinite, 1u);
     }
-    stream_bits += length_of(code);
-    lane_bits += sent.n_bits();
-    n_escapes += (code & kIsEscaped) != 0;
-    if (sent.exponent == kNonfinite) atomicMax(&shared.is_nonfinite, 1u);
   }
   atomicAdd(&shared.stream_bits[stream], stream_bits);
   atomicAdd(&shared.lane_bits[own_lane()], lane_bits);
@@ -267,40 +285,36 @@ GW_KERNEL(gw_gcomp_pack, Encode) {
   const KeepRule rule = keep_rule(p.dtype, p.kept_bits);
   u8* at = n == 0 ? nullptr : p.message + chunk_header(p.message, chunk).offset;
   u32 bits = 0, n_bits = 0;
-  for (u32 round = 0; round < rounds_of(p.n); ++round) {
-    const u32 i = round * kLanes + lane;
-    Sent sent{0, 0, 0};
-    if (i < n) sent = sent_at(p, rule, first + i);
-    const u64 joined = static_cast<u64>(bits) << sent.n_bits() | sent.field;
-    n_bits += sent.n_bits();
-    const bool is_full = n_bits >= 32;
-    const u32 full = ballot_of_chunk(is_full);
-    if (is_full) {
-      n_bits -= 32;
-      store32(at + 4 * __popc(full & ((1u << lane) - 1)), static_cast<u32>(joined >> n_bits));
+  for (u32 round = 0; round < rounds_of(p.n); round += kBatch) {
+    u32 raw[kBatch], importance[kBatch];
+    load_values(p, first + round * kLanes + lane, kLanes, first + n, raw, importance);
+    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
+      Sent sent{0, 0, 0};
+      if ((round + q) * kLanes + lane < n) sent = sent_of(p, rule, raw[q], importance[q]);
+      const u64 joined = static_cast<u64>(bits) << sent.n_bits() | sent.field;
+      n_bits += sent.n_bits();
+      const bool is_full = n_bits >= 32;
+      const u32 full = ballot_of_chunk(is_full);
+      if (is_full) {
+        n_bits -= 32;
+        store32(at + 4 * __popc(full & ((1u << lane) - 1)), static_cast<u32>(joined >> n_bits));
+      }
+      bits = static_cast<u32>(joined) & ((1u << n_bits) - 1);
+      at += 4 * __popc(full);
     }
-    bits = static_cast<u32>(joined) & ((1u << n_bits) - 1);
-    at += 4 * __popc(full);
   }
   if (n != 0) store32(at + 4 * lane, bits | 1u << n_bits);
 }
 
-// A block a chunk, 64 threads a stream: the exponents, coded in shared memory; or as they are.
-GW_KERNEL(gw_gcomp_exponents, Encode) {
-  struct Shared {
-    u32 sums[kEncodeThreads];
-    u32 stage[kChunkValues / 4];
-  };
-  Shared& shared = shared_as<Shared>();
-  const u64 chunk = blockIdx.x;
-  const u32 n = values_in(p.n, chunk);
-  const u8* const exponents = p.exponents + chunk * kChunkValues;
-  const ChunkLengths& own = p.chunks[chunk];
-  u8* const segment = p.message + chunk_header(p.message, chunk).exponents_at();
-  if (own.is_raw) {
-    for (u32 i = threadIdx.x; i < n; i += blockDim.x) segment[i] = exponents[i];
-    return;
-  }
+struct ExponentShared {
+  u32 sums[kEncodeThreads];
+  u32 stage[kChunkValues / 4];
+  ChecksumShared checksum;
+};
+
+// By a block, 64 threads a stream: exponents coded in shared memory.
+__device__ inline void code_exponents(const Encode& p, const ChunkLengths& own, const u8* exponents, u32 n, u8* segment,
+                                      ExponentShared& shared) {
   for (u32 i = threadIdx.x; i < kChunkValues / 4; i += blockDim.x) shared.stage[i] = 0;
   const u32 stream = threadIdx.x / kStreamThreads, stop = stream_begin(n, stream + 1);
   const u32 each = static_cast<u32>(parts_of(stream_begin(n, 1), kStreamThreads));
@@ -339,13 +353,21 @@ GW_KERNEL(gw_gcomp_exponents, Encode) {
     segment[i] = static_cast<u8>(shared.stage[i / 4] >> 8 * (i % 4));
 }
 
-// A block a chunk.
-GW_KERNEL(gw_gcomp_seal_chunks, Encode) {
-  ChecksumShared& shared = shared_as<ChecksumShared>();
+// A block a chunk: the exponents, coded or as they are, and the checksum of all of it.
+GW_KERNEL(gw_gcomp_exponents, Encode) {
+  ExponentShared& shared = shared_as<ExponentShared>();
   const u64 chunk = blockIdx.x;
-  const ChunkHeader own = chunk_header(p.message, chunk);
-  fill_checksum_table(shared);
-  const u32 sum = checksum_of_both(p.message + own.offset, own.n_bytes(), p.message, 0, shared);
+  const u32 n = values_in(p.n, chunk);
+  const ChunkHeader header = chunk_header(p.message, chunk);
+  const ChunkLengths& own = p.chunks[chunk];
+  const u8* const exponents = p.exponents + chunk * kChunkValues;
+  u8* const segment = p.message + header.exponents_at();
+  if (own.is_raw)
+    for (u32 i = threadIdx.x; i < n; i += blockDim.x) segment[i] = exponents[i];
+  else
+    code_exponents(p, own, exponents, n, segment, shared);
+  fill_checksum_table(shared.checksum);
+  const u32 sum = checksum_of_both(p.message + header.offset, header.n_bytes(), p.message, 0, shared.checksum);
   if (threadIdx.x == 0) store32(p.message + kBlockHeaderBytes + kChunkHeaderBytes * chunk + 28, sum);
 }
 
@@ -491,11 +513,15 @@ __device__ inline bool decode_stream(const Decode& p, const u16* look_up, const 
   if (end != segment + own.exponent_bytes) return false;
   const u32 first = stream_begin(own.n_values, stream), last = stream_begin(own.n_values, stream + 1);
   u64 word = begin / 4, window = word_at(p, word) >> 8 * (begin % 4);
+  u32 ahead[4];  // words that are under way
+  GW_UNROLLED for (u32 q = 0; q < 4; ++q) ahead[q] = word_at(p, word + 1 + q);
   u32 n_window = 32 - 8 * static_cast<u32>(begin % 4), n_used = 0, four = 0;
   for (u32 i = first; i < last; ++i) {
     if (n_window < kLookUpBits) {
-      window |= static_cast<u64>(word_at(p, ++word)) << n_window;
+      window |= static_cast<u64>(ahead[0]) << n_window;
       n_window += 32;
+      GW_UNROLLED for (u32 q = 0; q < 3; ++q) ahead[q] = ahead[q + 1];
+      ahead[3] = word_at(p, ++word + 4);
     }
     const u32 entry = look_up[window & (kLookUpEntries - 1)], n_bits = entry & 0xFF;
     window >>= n_bits;
@@ -526,16 +552,35 @@ GW_KERNEL(gw_gcomp_streams, Decode) {
   p.stream_is_bad[number] = !is_right;
 }
 
-__device__ __forceinline__ void put_decoded(const Decode& p, u64 i, u32 word) {
+// What the threads of a chunk have read ahead: of the next values what a round needs, and a window of mantissa words.
+struct Ahead {
+  u32 exponents[kBatch], importance[kBatch], sums[kBatch];
+};
+inline constexpr u32 kWindow = kBatch * kLanes;  // words, as many as a batch takes at most
+
+__device__ __forceinline__ void read_ahead(const Decode& p, const ChunkHeader& own, u64 chunk, u32 n, u32 batch, Ahead& to) {
+  const u64 first = chunk * kChunkValues;
+  GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
+    const u32 i = (batch * kBatch + q) * kLanes + own_lane();
+    to.exponents[q] = to.importance[q] = to.sums[q] = 0;
+    if (i >= n) continue;
+    to.exponents[q] = own.is_raw() ? bytes_at(p, own.exponents_at() + i) & 0xFF : p.exponents[first + i];
+    if (p.mode == kModePaper) to.importance[q] = p.importance[first + i];
+    if (p.adds) to.sums[q] = bits_at(p.out, p.dtype, first + i);
+  }
+}
+
+__device__ __forceinline__ void put_decoded(const Decode& p, u64 i, u32 word, u32 sum) {
   if (!p.adds && p.divisor == 1) return put_word(p.out, p.dtype, i, word);
   const float value = __uint_as_float(word);
-  const float result = p.adds ? added(value, value_at(p.out, p.dtype, i)) : value / p.divisor;
+  const float result = p.adds ? added(value, value_of_bits(p.dtype, sum)) : value / p.divisor;
   put_value(p.out, p.dtype, i, magnitude_bits(result) > kInfinity ? __uint_as_float(kNan) : result);
 }
 
 // Half a warp a chunk, a thread a lane: from the last value to the first. How many bits a lane takes follows from the
-// exponents, so a ballot tells every lane which word is its own.
+// exponents, so a ballot tells every lane which word is its own. Two windows of words lie in shared memory.
 GW_KERNEL(gw_gcomp_unpack, Decode) {
+  auto& words = shared_as<u32[kWarp / kLanes][2 * kWindow]>()[threadIdx.x / kLanes];
   const u64 n_chunks = chunks_of(p.n), chunk = thread_number() / kLanes, first = chunk * kChunkValues;
   const u32 lane = own_lane(), n = chunk < n_chunks ? values_in(p.n, chunk) : 0;
   if (!is_whole(p)) {
@@ -556,44 +601,66 @@ GW_KERNEL(gw_gcomp_unpack, Decode) {
   }
   const u64 escapes = own.offset + own.n_bytes() - n_escapes;
   const KeepRule rule = keep_rule(p.dtype, p.kept_bits);
-  for (u32 round = rounds_of(p.n); round-- > 0;) {
-    const u32 i = round * kLanes + lane;
-    u32 exponent = 0;
-    if (i < n) exponent = own.is_raw() ? bytes_at(p, own.exponents_at() + i) & 0xFF : p.exponents[first + i];
-    const bool is_escaped = i < n && !own.is_raw() && exponent == p.placeholder;
-    const u32 escaped = ballot_of_chunk(is_escaped);
-    if (is_escaped) {
-      const u32 place = n_escapes - __popc(escaped >> lane);  // its own is the last of those
-      exponent = bytes_at(p, escapes + place) & 0xFF;
-      if (place >= n_escapes || !(p.table->codes[exponent] & kIsEscaped)) is_bad = true;
+  u32 batch = static_cast<u32>(parts_of(rounds_of(p.n), kBatch)), lowest = n_words, read[kBatch];
+  Ahead now, next;
+  const auto read_words = [&] {  // those below the windows
+    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
+      const u32 below = q * kLanes + lane + 1;
+      read[q] = below <= lowest ? bytes_at(p, own.offset + 4ull * (lowest - below)) : 0;
     }
-    const u32 n_escaped = __popc(escaped);
-    if (n_escaped > n_escapes) is_bad = true;
-    n_escapes -= n_escaped < n_escapes ? n_escaped : n_escapes;
+  };
+  const auto keep_words = [&] {  // where a batch may take more than is there
+    __syncwarp();
+    if (n_words - lowest < kWindow && lowest != 0) {
+      GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) words[(lowest - (q * kLanes + lane + 1)) % (2 * kWindow)] = read[q];
+      lowest -= lowest < kWindow ? lowest : kWindow;
+      read_words();
+    }
+    __syncwarp();
+  };
+  read_words();
+  read_ahead(p, own, chunk, n, batch - 1, next);
+  while (batch-- > 0) {
+    keep_words();
+    now = next;
+    if (batch > 0) read_ahead(p, own, chunk, n, batch - 1, next);
+    GW_UNROLLED for (u32 q = kBatch; q-- > 0;) {
+      const u32 i = (batch * kBatch + q) * kLanes + lane;
+      u32 exponent = now.exponents[q];
+      const bool is_escaped = i < n && !own.is_raw() && exponent == p.placeholder;
+      const u32 escaped = ballot_of_chunk(is_escaped);
+      if (is_escaped) {
+        const u32 place = n_escapes - __popc(escaped >> lane);  // its own is the last of those
+        exponent = bytes_at(p, escapes + place) & 0xFF;
+        if (place >= n_escapes || !(p.table->codes[exponent] & kIsEscaped)) is_bad = true;
+      }
+      const u32 n_escaped = __popc(escaped);
+      if (n_escaped > n_escapes) is_bad = true;
+      n_escapes -= n_escaped < n_escapes ? n_escaped : n_escapes;
 
-    if (exponent != 0 && !rule.has(exponent)) {
-      is_bad = true;
-      exponent = 0;
+      if (exponent != 0 && !rule.has(exponent)) {
+        is_bad = true;
+        exponent = 0;
+      }
+      const u32 kept = exponent == 0 ? 0 : rule.kept(exponent, now.importance[q]), n_field = exponent == 0 ? 0 : kept + 1;
+      const bool takes = n_bits < n_field;
+      const u32 taking = ballot_of_chunk(takes), n_taken = __popc(taking);
+      u64 joined = bits;
+      if (takes) {
+        const u32 place = n_words - __popc(taking >> lane);
+        if (place >= n_words) is_bad = true;
+        joined |= static_cast<u64>(words[place % (2 * kWindow)]) << n_bits;
+        n_bits += 32;
+      }
+      if (n_taken > n_words) is_bad = true;
+      n_words -= n_taken < n_words ? n_taken : n_words;
+      const u32 field = static_cast<u32>(joined) & ((1u << n_field) - 1);
+      bits = static_cast<u32>(joined >> n_field);
+      n_bits -= n_field;
+      if (i >= n) continue;
+      const u32 mantissa = field & ((1u << kept) - 1), sign = field >> kept << 31;
+      put_decoded(p, first + i, exponent == 0 ? 0 : sign | exponent << 23 | mantissa << (23 - kept), now.sums[q]);
     }
-    const u32 importance = exponent != 0 && p.mode == kModePaper ? p.importance[first + i] : 0;
-    const u32 kept = exponent == 0 ? 0 : rule.kept(exponent, importance), n_field = exponent == 0 ? 0 : kept + 1;
-    const bool takes = n_bits < n_field;
-    const u32 taking = ballot_of_chunk(takes), n_taken = __popc(taking);
-    u64 joined = bits;
-    if (takes) {
-      const u32 place = n_words - __popc(taking >> lane);
-      if (place >= n_words) is_bad = true;
-      joined |= static_cast<u64>(bytes_at(p, own.offset + 4ull * place)) << n_bits;
-      n_bits += 32;
-    }
-    if (n_taken > n_words) is_bad = true;
-    n_words -= n_taken < n_words ? n_taken : n_words;
-    const u32 field = static_cast<u32>(joined) & ((1u << n_field) - 1);
-    bits = static_cast<u32>(joined >> n_field);
-    n_bits -= n_field;
-    if (i >= n) continue;
-    const u32 mantissa = field & ((1u << kept) - 1);
-    put_decoded(p, first + i, exponent == 0 ? 0 : field >> kept << 31 | exponent << 23 | mantissa << (23 - kept));
   }
   if (ballot_of_chunk(is_bad || n_words != 0 || n_bits != 0 || n_escapes != 0) == 0) return;
   if (lane == 0) report(p.error, kCode);

@@ -204,9 +204,9 @@ def test_floats_take_two_collectives_and_as_many_launches_at_any_number_of_ranks
         assert found.collectives == 2
         # Exponents or scales of partitions, headers and checksums are 3 % at most.
         assert found.sent_mb * 1e6 == pytest.approx(share * N_VALUES * n_bits / 8, rel=0.03)
-        assert found.launches <= 12
+        assert found.launches <= 13
         assert found.operators <= 4
-        assert found.passes <= 8
+        assert found.passes <= 6.5
         assert found.launches <= count(spec, world_size, rank, one_by_one=True).launches / 8
     in_ring = count(f"{spec},topology=ring", world_size, 0)
     assert in_ring.collectives == world_size

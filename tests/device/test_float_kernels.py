@@ -98,8 +98,8 @@ FAULTS = {
     ),
     "streams draw each other's numbers": (
         "floats.hpp",
-        "32 * block + j + stream);",
-        "32 * block + j + (stream ^ 1));",
+        "value / 64 * 8 + value % 8);",
+        "value / 64 * 8 + (value % 8 ^ 1));",
     ),
     "four planes are in another order": (
         "floats.hpp",

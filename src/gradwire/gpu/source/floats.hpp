@@ -109,7 +109,7 @@ struct Written {
 __device__ __forceinline__ void put_raw(const Written& to, u32 dtype, u64 i, u32 word, u32 there) {
   if (!to.adds && to.divisor == 1) return put_bits(to.out, dtype, i, dtype == kFloat32 ? word : word >> 16);
   const float value = dtype == kFloat16 ? float_of_half(static_cast<u16>(word >> 16)) : __uint_as_float(word);
-  put_value(to.out, dtype, i, to.adds ? added(value, value_of_bits(dtype, there)) : value / to.divisor);
+  put_value(to.out, dtype, i, to.adds ? added(value, value_of_bits(dtype, there)) : divided(value, to.divisor));
 }
 
 // ---- writing
@@ -143,11 +143,11 @@ __device__ __forceinline__ FloatEncode own_of(const FloatEncode& all) {
   p.format.n = row.n;
   return p;
 }
-// A kernel whose body sees its own message's parameters.
-#define GW_KERNEL_OF_ROWS(name, Parameters)                \
-  __device__ inline void name##_own(const Parameters& p);  \
-  GW_KERNEL(name, Parameters) { name##_own(own_of(p)); }   \
-  __device__ inline void name##_own(const Parameters& p)
+// A kernel whose body sees its own message's parameters, and which dtype it is of.
+#define GW_KERNEL_OF_ROWS(name, Parameters)                                  \
+  __device__ __forceinline__ void name##_own(const Parameters& p);           \
+  GW_KERNEL_BY_DTYPE(name, Parameters, format.dtype) { name##_own(own_of(p)); } \
+  __device__ __forceinline__ void name##_own(const Parameters& p)
 
 // Its blocks, and their threads, are numbered from 0.
 template <class Parameters>
@@ -269,12 +269,12 @@ __device__ __forceinline__ bool is_whole(const FloatDecode& p) { return *p.error
 __device__ __forceinline__ bool is_flagged(const FloatDecode& p) { return p.message[18] & 1; }
 
 // One that adds up, or writes, what one source after the other has sent of the same values.
-#define GW_KERNEL_OF_SOURCES(name)                                                           \
-  __device__ inline void name##_own(const FloatDecode& p);                                   \
-  GW_KERNEL(name, FloatDecode) {                                                             \
-    for (u64 source = 0; source < p.n_sources; ++source) name##_own(own_of(p, source));      \
-  }                                                                                          \
-  __device__ inline void name##_own(const FloatDecode& p)
+#define GW_KERNEL_OF_SOURCES(name)                                                      \
+  __device__ __forceinline__ void name##_own(const FloatDecode& p);                     \
+  GW_KERNEL_BY_DTYPE(name, FloatDecode, format.dtype) {                                 \
+    for (u64 source = 0; source < p.n_sources; ++source) name##_own(own_of(p, source)); \
+  }                                                                                     \
+  __device__ __forceinline__ void name##_own(const FloatDecode& p)
 
 // One block.
 GW_KERNEL_OF_ROWS(gw_floats_check, FloatDecode) {
@@ -359,32 +359,59 @@ __device__ inline u32 rounded_exponent(u32 word, const Layout& layout, u32 n_bit
   return least(code + (fraction_of(number) * (up - down) < x - down), layout.largest >> (layout.width - n_bits));
 }
 
-// Of a value's bits, whose partition has that scale.
-__device__ inline u32 code_of(const FloatEncode& p, u32 bits, u32 scale, u32 number) {
+// How a value becomes a code: its first bits; rounded among numbers of its own dtype; or of a format, to which it is scaled:
+// cut off, to numbers that have fewer bits of exponent, or to nearest and by chance.
+enum Way : u32 { kFirstBits, kOwnDtype, kCutOff, kFewExponents, kOfFormat };
+
+struct Rules {
+  Layout layout;
+  Way way;
+  bool is_random;
+};
+__device__ inline Rules rules_of(const FloatEncode& p) {
   const Format& f = p.format;
   const Layout layout = layout_of(f);
+  const bool is_native = f.format == kNative, cuts_exponent = f.n_bits < 1 + layout.exponent_bits;
+  const Way way = is_exact(f) || (is_native && p.rounding == kTruncate) ? kFirstBits
+                  : is_native && !cuts_exponent                         ? kOwnDtype
+                  : p.rounding == kTruncate                             ? kCutOff
+                  : cuts_exponent                                       ? kFewExponents
+                                                                        : kOfFormat;
+  return {layout, way, p.rounding == kStochastic};
+}
+
+// Of a value's bits, whose partition has that scale: as a word, which is 0 for what is not finite, and what divides by it.
+struct Scale {
+  u32 word;
+  float inverse;  // of powers of two, which FP4's are not
+};
+template <u32 kWay>
+__device__ __forceinline__ u32 code_of(const Format& f, const Rules& rules, u32 bits, Scale scale, u32 number) {
+  const Layout& layout = rules.layout;
   const u32 raw = raw_word(f.dtype, bits), shift = 32 - f.n_bits, sign = (raw & kSign) >> shift;
   if (is_exact(f)) return raw >> shift;
-  if (scale == 0) return 0;
-  const bool is_random = p.rounding == kStochastic, is_native = f.format == kNative;
-  const bool cuts_exponent = f.n_bits < 1 + layout.exponent_bits;
-  if (is_native && p.rounding == kTruncate) return raw >> shift;
-  if (is_native && !cuts_exponent) {
-    const u32 magnitude = raw & kMagnitude, addend = addend_of(is_random, number, magnitude >> shift, shift);
+  if (scale.word == 0) return 0;
+  if (kWay == kFirstBits) return raw >> shift;
+  if (kWay == kOwnDtype) {
+    const u32 magnitude = raw & kMagnitude, addend = addend_of(rules.is_random, number, magnitude >> shift, shift);
     return least((magnitude + addend) >> shift, layout.largest >> (layout.width - f.n_bits)) | sign;
   }
   u32 word = float_word(f.dtype, bits);
-  if (!is_native) {  // subnormal values count as zero
-    const u32 normal = (word & kInfinity) == 0 ? word & kSign : word;
-    word = __float_as_uint(__uint_as_float(normal) / __uint_as_float(scale));
+  if (f.format != kNative) {  // subnormal values count as zero
+    const float normal = __uint_as_float((word & kInfinity) == 0 ? word & kSign : word);
+    word = __float_as_uint(f.format == kFp4 ? quotient(normal, __uint_as_float(scale.word)) : normal * scale.inverse);
   }
-  if (p.rounding == kTruncate)
+  if (kWay == kCutOff)
     return rounded(word, layout, layout.mantissa_bits, false, 0) >> (layout.width - f.n_bits) | sign;
-  if (cuts_exponent) return rounded_exponent(word, layout, f.n_bits, is_random ? number : kSign) | sign;
-  return rounded(word, layout, f.n_bits - 1 - layout.exponent_bits, is_random, number) | sign;
+  if (kWay == kFewExponents) return rounded_exponent(word, layout, f.n_bits, rules.is_random ? number : kSign) | sign;
+  return rounded(word, layout, f.n_bits - 1 - layout.exponent_bits, rules.is_random, number) | sign;
 }
 
 // ---- writing
+
+__device__ __forceinline__ float inverse_of(const Format& f, u32 scale) {
+  return has_scales(f) && scale != 0 ? quotient(1, __uint_as_float(scale)) : 0;
+}
 
 // The number that the largest code stands for.
 __device__ inline float largest_number(const Format& f) {
@@ -397,8 +424,8 @@ __device__ inline u32 scale_for(u32 largest, const Format& f) {
   if (largest >= kInfinity) return 0;
   if (!has_scales(f)) return kUnitScale;
   if (largest >> 23 == 0) return kLeastScaleWord;
-  const u32 quotient = __float_as_uint(__uint_as_float(largest) / largest_number(f));
-  const u32 below = f.format == kFp4 ? 0xFFFFu : 0x7FFFFFu, scale = (quotient + below) & ~below;
+  const u32 ratio = __float_as_uint(quotient(__uint_as_float(largest), largest_number(f)));
+  const u32 below = f.format == kFp4 ? 0xFFFFu : 0x7FFFFFu, scale = (ratio + below) & ~below;
   return scale > kLeastScaleWord ? scale : kLeastScaleWord;
 }
 
@@ -411,48 +438,71 @@ __device__ __forceinline__ u32 number_of(const Drawn& drawn, u32 q) {
   return q % 2 == 0 ? word : word << 16 | word >> 16;
 }
 
-// A stream of a whole block, its words 32 bytes apart; scales of every 32 values of the block.
-__device__ inline void pack_stream(const FloatEncode& p, u64 block, u32 stream, const u32 (&bits)[kThreadValues],
-                                   const u32 (&scales)[kStreams], u8* at) {
+// A stream of a whole block from that value on, its words 32 bytes apart.
+template <u32 kWay>
+__device__ __forceinline__ void pack_stream(const FloatEncode& p, const Rules& rules, u64 first, u8* at) {
+  const Format& f = p.format;
+  const Power partition(f.partition);
   u64 window = 0;
   u32 n_window = 0;
   Drawn drawn{{0, 0, 0, 0}};
-  GW_UNROLLED for (u32 j = 0; j < kThreadValues; ++j) {
+  for (u32 group = 0; group < 4; ++group) {
+    const u64 value = first + 64 * group;
+    u32 bits[8];
+    load_bits(p.values, f.dtype, value, kStreams, f.n, bits);
     // The eight numbers of a counter are those of eight neighbours in a stream.
-    if (j % 8 == 0 && p.rounding == kStochastic) drawn = draw(p.seed, p.step, 32 * block + j + stream);
-    window |= static_cast<u64>(code_of(p, bits[j], scales[j / 4], drawn.number(j % 8))) << n_window;
-    n_window += p.format.n_bits;
-    if (n_window < 32) continue;
-    store32(at, static_cast<u32>(window));
-    at += 4 * kStreams;
-    window >>= 32;
-    n_window -= 32;
+    if (rules.is_random) drawn = draw(p.seed, p.step, value / 64 * 8 + value % 8);
+    const u32 words[2] = {p.scales[partition.parts(value)], p.scales[partition.parts(value + 32)]};
+    const float inverse = inverse_of(f, words[0]);
+    const float inverses[2] = {inverse, f.partition == 32 ? inverse_of(f, words[1]) : inverse};
+    GW_UNROLLED for (u32 q = 0; q < 8; ++q) {
+      const u32 code = code_of<kWay>(f, rules, bits[q], {words[q / 4], inverses[q / 4]}, drawn.number(q));
+      window |= static_cast<u64>(code) << n_window;
+      n_window += f.n_bits;
+      if (n_window < 32) continue;
+      store32(at, static_cast<u32>(window));
+      at += 4 * kStreams;
+      window >>= 32;
+      n_window -= 32;
+    }
   }
 }
 
-// A byte of the codes past the last whole block, which are one stream.
-__device__ inline u8 byte_of_rest(const FloatEncode& p, u64 begin, u64 byte) {
-  const u32 k = p.format.n_bits;
-  const Power partition(p.format.partition);
-  u32 bits = 0;
-  for (u64 i = 8 * byte / k; i * k < 8 * byte + 8 && begin + i < p.format.n; ++i) {
-    const u64 at = begin + i, group = at / 64;
-    u32 number = 0;
-    if (p.rounding == kStochastic)
-      number = number_of(draw(p.seed, p.step, 8 * group + at % 8), static_cast<u32>(at % 64 / 8));
-    const u64 code = code_of(p, bits_at(p.values, p.format.dtype, at), p.scales[partition.parts(at)], number);
-    bits |= static_cast<u32>(i * k < 8 * byte ? code >> (8 * byte - i * k) : code << (i * k - 8 * byte));
+__device__ inline u32 code_of(const FloatEncode& p, const Rules& rules, u64 i) {
+  const Format& f = p.format;
+  const u32 word = p.scales[Power(f.partition).parts(i)], bits = bits_at(p.values, f.dtype, i);
+  const Scale scale{word, inverse_of(f, word)};
+  u32 number = 0;
+  if (rules.is_random) number = number_of(draw(p.seed, p.step, i / 64 * 8 + i % 8), static_cast<u32>(i % 64 / 8));
+  switch (rules.way) {
+    case kFirstBits: return code_of<kFirstBits>(f, rules, bits, scale, number);
+    case kOwnDtype: return code_of<kOwnDtype>(f, rules, bits, scale, number);
+    case kCutOff: return code_of<kCutOff>(f, rules, bits, scale, number);
+    case kFewExponents: return code_of<kFewExponents>(f, rules, bits, scale, number);
+    default: return code_of<kOfFormat>(f, rules, bits, scale, number);
   }
-  return static_cast<u8>(bits);
 }
 
-// The scales of every 32 of a block's values, by eight threads that have a stream each; written by the first of those of
-// a partition. A partition is some of them, or up to four blocks.
-__device__ inline void choose_scales(const FloatEncode& p, const Chunk& own, u32 first, const u32 (&bits)[kThreadValues],
-                                     u32 (&scales)[kStreams]) {
+// The codes past a chunk's last whole block, which are one stream: a thread makes a byte.
+__device__ __forceinline__ void pack_rest(const FloatEncode& p, const Rules& rules, const Chunk& own) {
+  const u32 k = p.format.n_bits, n_whole = own.n / kBlockValues * kBlockValues, n = own.n - n_whole;
+  for (u32 byte = threadIdx.x; 8 * byte < n * k; byte += blockDim.x) {
+    u32 bits = 0;
+    for (u32 i = 8 * byte / k; i * k < 8 * byte + 8 && i < n; ++i) {
+      const u64 code = code_of(p, rules, own.first + n_whole + i);
+      bits |= static_cast<u32>(i * k < 8 * byte ? code >> (8 * byte - i * k) : code << (i * k - 8 * byte));
+    }
+    own.codes[n_whole / 8 * k + byte] = static_cast<u8>(bits);
+  }
+}
+
+// The scales of a block's values, by eight threads that have a stream each; written by the first of those of a partition,
+// which is some 32s of them, or up to four blocks. Returns whether one is not finite.
+__device__ __forceinline__ bool choose_scales(const FloatEncode& p, const Chunk& own, u32 first) {
   const Format& f = p.format;
   const Power partition(f.partition);
-  u32 largest[kStreams];
+  u32 bits[kThreadValues], largest[kStreams];
+  load_bits(p.values, f.dtype, own.first + first + threadIdx.x % kStreams, kStreams, own.first + own.n, bits);
   GW_UNROLLED for (u32 c = 0; c < kStreams; ++c) {
     largest[c] = 0;
     GW_UNROLLED for (u32 j = 4 * c; j < 4 * c + 4; ++j) {
@@ -460,60 +510,66 @@ __device__ inline void choose_scales(const FloatEncode& p, const Chunk& own, u32
       if (magnitude > largest[c]) largest[c] = magnitude;
     }
   }
-  GW_UNROLLED for (u32 step = 1; step < kStreams; step *= 2)
+  GW_UNROLLED for (u32 step = kStreams / 2; step > 0; step /= 2)  // into the first of those that share a scale
     GW_UNROLLED for (u32 c = 0; c < kStreams; ++c)
-      if (32 * step < f.partition && !(c & step))
-        largest[c] = largest[c | step] = largest[c] > largest[c | step] ? largest[c] : largest[c | step];
+      if (32 * step < f.partition && !(c & step) && largest[c | step] > largest[c]) largest[c] = largest[c | step];
   const u32 n_lanes = f.partition > kBlockValues ? f.partition / kThreadValues : kStreams;
+  bool found = false;
   GW_UNROLLED for (u32 c = 0; c < kStreams; ++c) {
     const u32 at = first + 32 * c;
-    if (c == 0 || f.partition < kBlockValues) {
-      largest[c] = largest_of_lanes(largest[c], n_lanes);
-      scales[c] = is_exact(f) ? kUnitScale : scale_for(largest[c], f);
-    } else {
-      scales[c] = scales[0];
-    }
-    if (threadIdx.x % kStreams != 0 || at >= own.n || at % f.partition != 0) continue;
-    const u32 index = static_cast<u32>(partition.parts(at));
-    p.scales[partition.parts(own.first) + index] = scales[c];
-    const u32 sent = (scales[c] == 0 ? kUnitScale : scales[c]) >> 16;
+    if (32 * c & (f.partition - 1)) continue;
+    const u32 most = largest_of_lanes(largest[c], n_lanes), scale = is_exact(f) ? kUnitScale : scale_for(most, f);
+    found |= scale == 0;
+    if (threadIdx.x % kStreams != 0 || at >= own.n || at & (f.partition - 1)) continue;
+    const u32 index = static_cast<u32>(partition.parts(at)), sent = (scale == 0 ? kUnitScale : scale) >> 16;
+    p.scales[partition.parts(own.first) + index] = scale;
     if (!has_scales(f)) continue;
     own.at[kScaleBytes * index] = static_cast<u8>(sent);
     own.at[kScaleBytes * index + 1] = static_cast<u8>(sent >> 8);
   }
+  return found;
 }
 
-// A warp takes four blocks of 256 values at once, a thread a stream of them.
-GW_KERNEL_OF_ROWS(gw_truncated_pack, FloatEncode) {
-  const Format& f = p.format;
-  if (block_of(p) >= chunks_of(f)) return;
-  const Chunk own = chunk_of(p);
-  const u32 lane = threadIdx.x % kWarp, stream = lane % kStreams;
-  bool found = false;
-  for (u32 unit = threadIdx.x / kWarp * kUnitValues; unit < own.n; unit += blockDim.x * kThreadValues) {
-    const u32 first = unit + lane / kStreams * kBlockValues;
-    u32 bits[kThreadValues], scales[kStreams];
-    load_bits(p.values, f.dtype, own.first + first + stream, kStreams, own.first + own.n, bits);
-    choose_scales(p, own, first, bits, scales);
-    GW_UNROLLED for (u32 c = 0; c < kStreams; ++c) found |= scales[c] == 0;
+// Where the blocks of this thread begin: a warp takes four at once, and a thread a stream of one.
+template <class Work>
+__device__ __forceinline__ void for_blocks(const Chunk& own, Work work) {
+  for (u32 unit = threadIdx.x / kWarp * kUnitValues; unit < own.n; unit += blockDim.x * kThreadValues)
+    work(unit + threadIdx.x % kWarp / kStreams * kBlockValues);
+}
+
+template <u32 kWay>
+__device__ __forceinline__ void pack_blocks(const FloatEncode& p, const Rules& rules, const Chunk& own) {
+  const u32 stream = threadIdx.x % kStreams;
+  for_blocks(own, [&](u32 first) {
     if (first + kBlockValues <= own.n)
-      pack_stream(p, (own.first + first) / kBlockValues, stream, bits, scales,
-                  own.codes + first / 8 * f.n_bits + 4 * stream);
-    __syncwarp();
-    const u32 n_whole = own.n / kBlockValues * kBlockValues;
-    if (n_whole < unit || n_whole >= unit + kUnitValues) continue;
-    for (u64 byte = lane; byte < parts_of((own.n - n_whole) * f.n_bits, 8); byte += kWarp)
-      own.codes[n_whole / 8 * f.n_bits + byte] = byte_of_rest(p, own.first + n_whole, byte);
+      pack_stream<kWay>(p, rules, own.first + first + stream, own.codes + first / 8 * p.format.n_bits + 4 * stream);
+  });
+}
+
+GW_KERNEL_OF_ROWS(gw_truncated_pack, FloatEncode) {
+  if (block_of(p) >= chunks_of(p.format)) return;
+  const Chunk own = chunk_of(p);
+  const Rules rules = rules_of(p);
+  bool found = false;
+  for_blocks(own, [&](u32 first) { found |= choose_scales(p, own, first); });
+  __syncthreads();
+  switch (rules.way) {
+    case kFirstBits: pack_blocks<kFirstBits>(p, rules, own); break;
+    case kOwnDtype: pack_blocks<kOwnDtype>(p, rules, own); break;
+    case kCutOff: pack_blocks<kCutOff>(p, rules, own); break;
+    case kFewExponents: pack_blocks<kFewExponents>(p, rules, own); break;
+    default: pack_blocks<kOfFormat>(p, rules, own);
   }
+  pack_rest(p, rules, own);
+  __syncthreads();
   seal_chunk(p, own, found);
 }
 
 // ---- reading
 
-__device__ inline u32 word_of_code(const Format& f, u32 code, u32 scale) {
+__device__ __forceinline__ u32 word_of_code(const Format& f, const Layout& layout, u32 code, u32 scale) {
   const u32 shift = 32 - f.n_bits;
   if (f.format == kNative) return code << shift;
-  const Layout layout = layout_of(f);
   const u32 sign_bit = 1u << (f.n_bits - 1), magnitude = (code & (sign_bit - 1)) << (layout.width - f.n_bits);
   float value = __uint_as_float((magnitude << (23 - layout.mantissa_bits)) + ((127 - layout.bias) << 23));
   if (magnitude >> layout.mantissa_bits == 0)  // in units of the smallest subnormal number
@@ -522,20 +578,21 @@ __device__ inline u32 word_of_code(const Format& f, u32 code, u32 scale) {
   return narrowed_word(f.dtype, least(scaled, 0x7F7FFFFFu) | (code & sign_bit) << shift);
 }
 
-__device__ inline u32 scale_of(const FloatDecode& p, u64 i) {
-  if (!has_scales(p.format)) return kUnitScale;
+// Of a value's partition; 0 where it is not finite, or the message is not whole.
+__device__ inline u32 scale_of(const FloatDecode& p, bool is_right, u64 i) {
+  if (!is_right) return 0;
   const Power partition(p.format.partition);
-  const u64 chunk = i / kChunkValues;
+  const u64 chunk = i / kChunkValues, index = partition.parts(i);
+  if (is_flagged(p) && (p.message[marks_at(p.format) + index / 8] >> index % 8 & 1)) return 0;
+  if (!has_scales(p.format)) return kUnitScale;
   const u8* const at = p.message + chunk_at(p.format, chunk) + kScaleBytes * partition.parts(i % kChunkValues);
   return static_cast<u32>(at[0] | at[1] << 8) << 16;
 }
 
-// Of a value whose partition has that scale; `there`: the bits that it may be added to.
-__device__ inline void put_code(const FloatDecode& p, bool is_right, u64 i, u32 code, u32 scale, u32 there) {
+// `there`: the bits that it may be added to.
+__device__ __forceinline__ void put_code(const FloatDecode& p, const Layout& layout, u64 i, u32 code, u32 scale, u32 there) {
   const Format& f = p.format;
-  const u64 partition = Power(f.partition).parts(i);
-  const bool is_marked = is_right && is_flagged(p) && (p.message[marks_at(f) + partition / 8] >> partition % 8 & 1);
-  put_raw(p.to, f.dtype, i, is_right && !is_marked ? word_of_code(f, code, scale) : raw_nan(f.dtype), there);
+  put_raw(p.to, f.dtype, i, scale != 0 ? word_of_code(f, layout, code, scale) : raw_nan(f.dtype), there);
 }
 
 // Where the codes of a block of 256 values begin, or those of the values past the last one.
@@ -550,6 +607,7 @@ GW_KERNEL_OF_SOURCES(gw_truncated_unpack) {
   const bool is_right = is_whole(p);
   const u32 k = f.n_bits, mask = k == 32 ? ~0u : (1u << k) - 1;
   const u64 n_blocks = f.n / kBlockValues, begin = n_blocks * kBlockValues;
+  const Layout layout = layout_of(f);
   for (u64 own = thread_of(p); own < n_blocks * kStreams; own += threads_of(p)) {
     const u64 block = own / kStreams, first = block * kBlockValues + own % kStreams;
     const u8* at = p.message + codes_at(f, block) + 4 * (own % kStreams);
@@ -558,15 +616,15 @@ GW_KERNEL_OF_SOURCES(gw_truncated_unpack) {
     for (u32 group = 0; group < 4; ++group) {
       const u64 value = first + 64 * group;
       if (p.to.adds) load_bits(p.to.out, f.dtype, value, kStreams, f.n, there);
-      scales[0] = scale_of(p, value);
-      scales[1] = f.partition == 32 ? scale_of(p, value + 32) : scales[0];
+      scales[0] = scale_of(p, is_right, value);
+      scales[1] = f.partition == 32 ? scale_of(p, is_right, value + 32) : scales[0];
       GW_UNROLLED for (u32 q = 0; q < 8; ++q) {
         if (n_window < k) {
           window |= static_cast<u64>(load32(at)) << n_window;
           at += 4 * kStreams;
           n_window += 32;
         }
-        put_code(p, is_right, value + kStreams * q, static_cast<u32>(window) & mask, scales[q / 4], there[q]);
+        put_code(p, layout, value + kStreams * q, static_cast<u32>(window) & mask, scales[q / 4], there[q]);
         window >>= k;
         n_window -= k;
       }
@@ -578,7 +636,7 @@ GW_KERNEL_OF_SOURCES(gw_truncated_unpack) {
     for (u64 byte = i * k / 8; 8 * byte < (i + 1) * k; ++byte)
       bits |= static_cast<u64>(from[byte]) << 8 * (byte - i * k / 8);
     const u32 there = p.to.adds ? bits_at(p.to.out, f.dtype, begin + i) : 0;
-    put_code(p, is_right, begin + i, static_cast<u32>(bits >> i * k % 8) & mask, scale_of(p, begin + i), there);
+    put_code(p, layout, begin + i, static_cast<u32>(bits >> i * k % 8) & mask, scale_of(p, is_right, begin + i), there);
   }
 }
 

@@ -163,7 +163,7 @@ __device__ inline Sent sent_of(const Encode& p, const KeepRule& rule, u32 bits, 
 __device__ __forceinline__ u32 length_of(u32 code) { return code >> 16 & 31; }
 
 // A block a chunk: how long its segments will be; the exponents as they are sent.
-GW_KERNEL(gw_gcomp_measure, Encode) {
+GW_KERNEL_BY_DTYPE(gw_gcomp_measure, Encode, dtype) {
   struct Shared {
     ChecksumShared checksum;
     u32 lane_bits[kLanes], stream_bits[kStreams], n_escapes, is_nonfinite;
@@ -279,7 +279,7 @@ GW_KERNEL(gw_gcomp_place, Encode) {
 }
 
 // Half a warp a chunk, a thread a lane: signs and mantissas. A ballot tells every lane where its full word goes.
-GW_KERNEL(gw_gcomp_pack, Encode) {
+GW_KERNEL_BY_DTYPE(gw_gcomp_pack, Encode, dtype) {
   const u64 chunk = thread_number() / kLanes, first = chunk * kChunkValues;
   const u32 lane = own_lane(), n = chunk < chunks_of(p.n) ? values_in(p.n, chunk) : 0;
   const KeepRule rule = keep_rule(p.dtype, p.kept_bits);
@@ -421,19 +421,23 @@ struct Decode {
 inline constexpr u32 kOtherImportance = kCode + 1;
 
 // A word of the message; zeros past its end.
+__device__ __noinline__ u32 last_word(const u8* message, u64 n_bytes, u64 i) {
+  u32 word = 0;
+  for (u64 byte = 4 * i; byte < n_bytes; ++byte) word |= static_cast<u32>(message[byte]) << 8 * (byte - 4 * i);
+  return word;
+}
 __device__ __forceinline__ u32 word_at(const Decode& p, u64 i) {
   if (i < p.n_bytes / 4) return reinterpret_cast<const u32*>(p.message)[i];
-  u32 word = 0;
-  if (i == p.n_bytes / 4)
-    for (u32 byte = 0; byte < p.n_bytes % 4; ++byte) word |= static_cast<u32>(p.message[4 * i + byte]) << 8 * byte;
-  return word;
+  return last_word(p.message, p.n_bytes, i);
 }
 
 // The four bytes from any one on.
 __device__ __forceinline__ u32 bytes_at(const Decode& p, u64 byte) {
-  const u32 word = word_at(p, byte / 4), past = static_cast<u32>(byte % 4) * 8;
-  return past == 0 ? word : word >> past | word_at(p, byte / 4 + 1) << (32 - past);
+  const u64 both = word_at(p, byte / 4) | static_cast<u64>(word_at(p, byte / 4 + 1)) << 32;
+  return static_cast<u32>(both >> byte % 4 * 8);
 }
+
+__device__ __noinline__ u32 rare_byte_at(const u8* message, u64 n_bytes, u64 byte) { return byte < n_bytes ? message[byte] : 0; }
 
 // No kernel but the first two writes more than this, so all threads of the others see the same.
 __device__ __forceinline__ bool is_whole(const Decode& p) { return *p.error <= error_word(kCode); }
@@ -564,7 +568,7 @@ __device__ __forceinline__ void read_ahead(const Decode& p, const ChunkHeader& o
     const u32 i = (batch * kBatch + q) * kLanes + own_lane();
     to.exponents[q] = to.importance[q] = to.sums[q] = 0;
     if (i >= n) continue;
-    to.exponents[q] = own.is_raw() ? bytes_at(p, own.exponents_at() + i) & 0xFF : p.exponents[first + i];
+    to.exponents[q] = own.is_raw() ? rare_byte_at(p.message, p.n_bytes, own.exponents_at() + i) : p.exponents[first + i];
     if (p.mode == kModePaper) to.importance[q] = p.importance[first + i];
     if (p.adds) to.sums[q] = bits_at(p.out, p.dtype, first + i);
   }
@@ -573,13 +577,13 @@ __device__ __forceinline__ void read_ahead(const Decode& p, const ChunkHeader& o
 __device__ __forceinline__ void put_decoded(const Decode& p, u64 i, u32 word, u32 sum) {
   if (!p.adds && p.divisor == 1) return put_word(p.out, p.dtype, i, word);
   const float value = __uint_as_float(word);
-  const float result = p.adds ? added(value, value_of_bits(p.dtype, sum)) : value / p.divisor;
+  const float result = p.adds ? added(value, value_of_bits(p.dtype, sum)) : divided(value, p.divisor);
   put_value(p.out, p.dtype, i, magnitude_bits(result) > kInfinity ? __uint_as_float(kNan) : result);
 }
 
 // Half a warp a chunk, a thread a lane: from the last value to the first. How many bits a lane takes follows from the
 // exponents, so a ballot tells every lane which word is its own. Two windows of words lie in shared memory.
-GW_KERNEL(gw_gcomp_unpack, Decode) {
+GW_KERNEL_BY_DTYPE(gw_gcomp_unpack, Decode, dtype) {
   auto& words = shared_as<u32[kWarp / kLanes][2 * kWindow]>()[threadIdx.x / kLanes];
   const u64 n_chunks = chunks_of(p.n), chunk = thread_number() / kLanes, first = chunk * kChunkValues;
   const u32 lane = own_lane(), n = chunk < n_chunks ? values_in(p.n, chunk) : 0;
@@ -601,29 +605,27 @@ GW_KERNEL(gw_gcomp_unpack, Decode) {
   }
   const u64 escapes = own.offset + own.n_bytes() - n_escapes;
   const KeepRule rule = keep_rule(p.dtype, p.kept_bits);
-  u32 batch = static_cast<u32>(parts_of(rounds_of(p.n), kBatch)), lowest = n_words, read[kBatch];
-  Ahead now, next;
-  const auto read_words = [&] {  // those below the windows
-    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
-      const u32 below = q * kLanes + lane + 1;
-      read[q] = below <= lowest ? bytes_at(p, own.offset + 4ull * (lowest - below)) : 0;
-    }
-  };
-  const auto keep_words = [&] {  // where a batch may take more than is there
+  const u32 n_batches = static_cast<u32>(parts_of(rounds_of(p.n), kBatch));
+  u32 lowest = n_words, read[kBatch]{};  // words from `lowest` on are in the windows; those below it have been read
+  bool is_read = false;
+  Ahead now{}, next{};
+  for (u32 batch = n_batches + 1; batch-- > 0; now = next) {  // the first one only reads ahead
+    if (batch > 0) read_ahead(p, own, chunk, n, batch - 1, next);
     __syncwarp();
-    if (n_words - lowest < kWindow && lowest != 0) {
+    if (is_read && n_words - lowest < kWindow) {  // the batch may take more than is there
       GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) words[(lowest - (q * kLanes + lane + 1)) % (2 * kWindow)] = read[q];
       lowest -= lowest < kWindow ? lowest : kWindow;
-      read_words();
+      is_read = false;
     }
     __syncwarp();
-  };
-  read_words();
-  read_ahead(p, own, chunk, n, batch - 1, next);
-  while (batch-- > 0) {
-    keep_words();
-    now = next;
-    if (batch > 0) read_ahead(p, own, chunk, n, batch - 1, next);
+    if (!is_read && lowest != 0) {
+      GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
+        const u32 below = q * kLanes + lane + 1;
+        read[q] = below <= lowest ? bytes_at(p, own.offset + 4ull * (lowest - below)) : 0;
+      }
+      is_read = true;
+    }
+    if (batch == n_batches) continue;
     GW_UNROLLED for (u32 q = kBatch; q-- > 0;) {
       const u32 i = (batch * kBatch + q) * kLanes + lane;
       u32 exponent = now.exponents[q];
@@ -631,7 +633,7 @@ GW_KERNEL(gw_gcomp_unpack, Decode) {
       const u32 escaped = ballot_of_chunk(is_escaped);
       if (is_escaped) {
         const u32 place = n_escapes - __popc(escaped >> lane);  // its own is the last of those
-        exponent = bytes_at(p, escapes + place) & 0xFF;
+        exponent = rare_byte_at(p.message, p.n_bytes, escapes + place);
         if (place >= n_escapes || !(p.table->codes[exponent] & kIsEscaped)) is_bad = true;
       }
       const u32 n_escaped = __popc(escaped);

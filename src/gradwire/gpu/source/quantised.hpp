@@ -32,6 +32,7 @@ struct Quantise {
   Sums* sums;             // one a block of `block` values
   u32* pieces;            // one a piece of the payload
   u64* n_bytes;           // of the message, for the host
+  u32* is_nonfinite;      // 0
   u64 n, seed, step;
   float residual_scale, parameter;
   u32 kind, dtype, rule, levels;
@@ -56,28 +57,33 @@ __device__ __forceinline__ float term_of(const Quantise& p, u64 i) {
   return term_of(p, bits_at(p.values, p.dtype, i), p.residual == nullptr ? 0.0f : p.residual[i]);
 }
 
-// Those `stride` apart, before `end`.
+// What makes terms of values `stride` apart, before `end`; zeros behind it.
 template <u32 kBatch>
-__device__ __forceinline__ void load_terms(const Quantise& p, u64 first, u64 stride, u64 end, float (&terms)[kBatch]) {
+struct Loaded {
   u32 bits[kBatch];
   float carried[kBatch];
-  load_bits(p.values, p.dtype, first, stride, end, bits);
+};
+template <u32 kBatch>
+__device__ __forceinline__ void load(const Quantise& p, u64 first, u64 stride, u64 end, Loaded<kBatch>& to) {
+  load_bits(p.values, p.dtype, first, stride, end, to.bits);
   GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
     const u64 i = first + q * stride;
-    carried[q] = p.residual != nullptr && i < end ? p.residual[i] : 0.0f;
+    to.carried[q] = p.residual != nullptr && i < end ? p.residual[i] : 0.0f;
   }
-  GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) terms[q] = term_of(p, bits[q], carried[q]);
 }
 
 // Eight threads, each a lane of the CPU's; then the lanes in its order, which a butterfly gives to all of them.
 template <u32 kBatch>
 __device__ inline Sums sums_of(const Quantise& p, u64 begin, u64 end) {
   Sums own{0, 0, 0, 0, 0};
-  for (u64 first = begin + threadIdx.x % kLanes; first < end; first += kBatch * kLanes) {
-    float terms[kBatch];
-    load_terms(p, first, kLanes, end, terms);
+  constexpr u32 kStep = kBatch * kLanes;
+  Loaded<kBatch> now, next;
+  u64 first = begin + threadIdx.x % kLanes;
+  load(p, first, kLanes, end, now);
+  for (; first < end; first += kStep) {
+    if (first + kStep < end) load(p, first + kStep, kLanes, end, next);
     GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {  // zeros past the end add nothing
-      const float value = terms[q];
+      const float value = term_of(p, now.bits[q], now.carried[q]);
       const double magnitude = static_cast<double>(__uint_as_float(magnitude_bits(value)));
       if (magnitude_bits(value) > own.largest) own.largest = magnitude_bits(value);
       if (p.kind == kQsgd) {
@@ -88,13 +94,14 @@ __device__ inline Sums sums_of(const Quantise& p, u64 begin, u64 end) {
       own.negative += value < 0 ? magnitude : 0;
       own.n_negative += value < 0;
     }
+    now = next;
   }
   return {sum_of_lanes(own.positive, kLanes), sum_of_lanes(own.negative, kLanes), sum_of_lanes(own.n_negative, kLanes),
           largest_of_lanes(own.largest, kLanes), 0};
 }
 
 // Eight threads a block.
-GW_KERNEL(gw_quantised_measure, Quantise) {
+GW_KERNEL_BY_DTYPE(gw_quantised_measure, Quantise, dtype) {
   const u64 block = thread_number() / kLanes, begin = block * p.block;
   const u64 end = begin < p.n ? smaller(begin + p.block, p.n) : begin;
   Sums own = sums_of<16>(p, begin, end);
@@ -107,6 +114,7 @@ GW_KERNEL(gw_quantised_measure, Quantise) {
     if (norm < kLeastScale) norm = own.per_unit = 0;
     store32(p.message + kHeaderBytes + 4 * block, __float_as_uint(norm));
   }
+  if (own.largest >= kInfinity) atomicOr(p.is_nonfinite, 1u);
   p.sums[block] = own;
 }
 
@@ -131,7 +139,11 @@ __device__ inline Sums sum_of_blocks(const Sums* sums, u64 n_blocks) {
   for (u64 first = 0; first < n_blocks; first += kChooseThreads * kRunBlocks) {
     Sums own{0, 0, 0, 0, 0};
     const u64 begin = first + threadIdx.x * kRunBlocks, end = smaller(begin + kRunBlocks, n_blocks);
-    for (u64 i = begin; i < end; ++i) add_up(own, sums[i]);
+    for (u64 i = begin; i < end; i += 8) {
+      Sums eight[8];
+      GW_UNROLLED for (u32 q = 0; q < 8; ++q) eight[q] = i + q < end ? sums[i + q] : Sums{0, 0, 0, 0, 0};
+      GW_UNROLLED for (u32 q = 0; q < 8; ++q) add_up(own, eight[q]);
+    }
     runs[threadIdx.x] = own;
     __syncthreads();
     for (u64 run = 0; threadIdx.x == 0 && run < smaller(kChooseThreads, parts_of(n_blocks - first, kRunBlocks)); ++run)
@@ -155,9 +167,10 @@ __device__ inline void write_header(const Quantise& p, u32 version, bool is_fini
 
 // One block: the header but for its checksum.
 GW_KERNEL(gw_quantised_choose, Quantise) {
-  const Sums all = sum_of_blocks(p.sums, parts_of(p.n, p.block));
+  Sums all{0, 0, 0, 0, 0};
+  if (p.kind != kQsgd) all = sum_of_blocks(p.sums, parts_of(p.n, p.block));
   if (threadIdx.x != 0) return;
-  const bool is_finite = all.largest < kInfinity;
+  const bool is_finite = *p.is_nonfinite == 0;
   float first = 0, second = 0;
   if (is_finite && p.kind != kQsgd) {
     const float mean = mean_of(all.positive + all.negative, p.n);
@@ -175,28 +188,10 @@ GW_KERNEL(gw_quantised_choose, Quantise) {
   *p.n_bytes = kHeaderBytes + (is_finite ? payload_bytes(p.kind, p.n, p.block, p.levels) : 0);
 }
 
-// A message that is not finite says nothing else, so the residual stays.
-__device__ __forceinline__ void keep(const Quantise& p, u64 i, bool is_finite, float term, float decoded, float carried) {
-  if (p.left_out != nullptr) p.left_out[i] = is_finite ? (term - decoded) * (1 / p.residual_scale) : carried;
-}
-
 // Two-bit: a value's code.
 __device__ __forceinline__ u32 code_of(float term, float threshold) {
   return term >= threshold && term > 0 ? 1 : term <= -threshold && term < 0 ? 2 : 0;
 }
-// A zero before each of 16 bits.
-__device__ __forceinline__ u32 spread(u32 bits) {
-  bits = (bits | bits << 8) & 0x00FF00FFu;
-  bits = (bits | bits << 4) & 0x0F0F0F0Fu;
-  bits = (bits | bits << 2) & 0x33333333u;
-  return (bits | bits << 1) & 0x55555555u;
-}
-// The word of 16 codes, for each half of a warp.
-__device__ __forceinline__ u32 joined(u32 code) {
-  const u32 half = threadIdx.x & 16, low = __ballot_sync(kWholeWarp, code & 1), high = __ballot_sync(kWholeWarp, code & 2);
-  return spread(low >> half & 0xFFFF) | spread(high >> half & 0xFFFF) << 1;
-}
-
 // What the code stands for; of zeros with a threshold of zero, their own sign: nothing is left out of them.
 __device__ __forceinline__ float decoded_of(float term, float threshold) {
   const bool is_beyond = __uint_as_float(magnitude_bits(term)) >= threshold;
@@ -212,60 +207,64 @@ __device__ __forceinline__ float level_of(u32 code, float inner, float outer) {
   return code & 2 ? -level : level;
 }
 
-// What is known of a field of the code words: its value, if there is one, and its scales.
-struct Field {
-  bool is_there;
+// Values to a word: a power of two.
+__device__ __forceinline__ constexpr u32 word_shift(u32 kind) { return kind == kOneBit ? 5 : 4; }
+
+// Up to four neighbours of a code word, which have the same scales.
+struct Fields {
   u64 value;
+  u32 n;
   float first, second;
 };
 
-// Values to a word: a power of two.
-__device__ __forceinline__ u32 word_shift(u32 kind) { return kind == kOneBit ? 5 : 4; }
-
-inline constexpr u32 kBatch = 4;  // fields that a thread works on at once
-
-// One-bit and two-bit: a warp makes a word of 32 values, or two of 16. field_at(word, number in it)
-template <class FieldAt>
-__device__ __forceinline__ void pack_words(const Quantise& p, u64 n_words, u32* words, bool has_levels,
-                                           FieldAt field_at) {
+// One-bit and two-bit, a thread for four fields. fields_at(word, number of the first in it)
+template <u32 kKind, bool kHasLevels, class FieldsAt>
+__device__ __forceinline__ void pack_words(const Quantise& p, u64 n_words, u32* words, FieldsAt fields_at) {
+  constexpr u32 kThreads = (1u << word_shift(kKind)) / 4;  // a word
   const bool is_finite = p.message[6] == 0;
-  const u32 shift = word_shift(p.kind), in_word = threadIdx.x & ((1u << shift) - 1);
-  for (u64 first = thread_number(); first / kWarp * kWarp < n_words << shift; first += kBatch * thread_count()) {
-    Field own[kBatch];
-    u32 bits[kBatch];
-    float carried[kBatch];
-    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
-      own[q] = field_at((first + q * thread_count()) >> shift, in_word);
-      bits[q] = own[q].is_there ? bits_at(p.values, p.dtype, own[q].value) : 0;
-      carried[q] = own[q].is_there && p.residual != nullptr ? p.residual[own[q].value] : 0.0f;
-    }
-    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
-      const float term = term_of(p, bits[q], carried[q]);
-      const u64 number = (first + q * thread_count()) >> shift;
-      u32 word = 0;
+  for (u64 four = thread_number(); four / kWarp * kWarp < n_words * kThreads; four += thread_count()) {
+    const u64 number = four / kThreads;
+    const u32 place = static_cast<u32>(four % kThreads);
+    const Fields own = fields_at(number, 4 * place);
+    u32 bits[4], carried[4]{}, left[4], word = 0;
+    load_four(p.values, p.dtype, own.value, own.n, bits);
+    if (p.residual != nullptr) load_four(p.residual, kFloat32, own.value, own.n, carried);
+    GW_UNROLLED for (u32 q = 0; q < 4; ++q) {
+      const float term = term_of(p, bits[q], __uint_as_float(carried[q]));
       float decoded = 0;
-      if (p.kind == kOneBit) {
-        word = __ballot_sync(kWholeWarp, term < 0);
-        decoded = term < 0 ? -own[q].second : own[q].first;
+      u32 code = term < 0;
+      if (kKind == kOneBit) {
+        decoded = term < 0 ? -own.second : own.first;
       } else {
-        const u32 code = has_levels ? nearest_code(term, own[q].first, own[q].second) : code_of(term, own[q].first);
-        word = joined(own[q].is_there ? code : 0);
-        decoded = has_levels ? level_of(code, own[q].first, own[q].second) : decoded_of(term, own[q].first);
+        code = kHasLevels ? nearest_code(term, own.first, own.second) : code_of(term, own.first);
+        decoded = kHasLevels ? level_of(code, own.first, own.second) : decoded_of(term, own.first);
       }
-      if (own[q].is_there) keep(p, own[q].value, is_finite, term, decoded, carried[q]);
-      if (is_finite && in_word == 0 && number < n_words) words[number] = word;
+      word |= (q < own.n ? code : 0) << (kKind == kOneBit ? q : 2 * q);
+      // A message that is not finite says nothing else, so the residual stays.
+      left[q] = is_finite ? __float_as_uint((term - decoded) * (1 / p.residual_scale)) : carried[q];
     }
+    if (p.left_out != nullptr) store_four(p.left_out, kFloat32, own.value, own.n, left);
+    word <<= place * (32 / kThreads);
+    for (u32 lanes = 1; lanes < kThreads; lanes *= 2) word |= __shfl_xor_sync(kWholeWarp, word, lanes);
+    if (is_finite && place == 0 && number < n_words) words[number] = word;
   }
 }
 
-GW_KERNEL(gw_quantised_pack, Quantise) {
+// Those of a message with one scale, or two, for all of its values.
+__device__ __forceinline__ Fields plain_fields(u64 n, u64 value, float first, float second) {
+  return {value, value < n ? static_cast<u32>(smaller(4, n - value)) : 0, first, second};
+}
+
+GW_KERNEL_BY_DTYPE(gw_quantised_pack, Quantise, dtype) {
   const float first = __uint_as_float(load32(p.message + 20)), second = __uint_as_float(load32(p.message + 24));
-  const u32 shift = word_shift(p.kind);
-  pack_words(p, parts_of(p.n, 1u << shift), reinterpret_cast<u32*>(p.message + kHeaderBytes), false,
-             [&](u64 word, u32 number) {
-               const u64 value = (word << shift) + number;
-               return Field{value < p.n, value, first, second};
-             });
+  u32* const words = reinterpret_cast<u32*>(p.message + kHeaderBytes);
+  const auto fields_at = [&](u64 word, u32 number) {
+    return plain_fields(p.n, (word << word_shift(p.kind)) + number, first, second);
+  };
+  if (p.kind == kOneBit)
+    pack_words<kOneBit, false>(p, parts_of(p.n, 32), words, fields_at);
+  else
+    pack_words<kTwoBit, false>(p, parts_of(p.n, 16), words, fields_at);
 }
 
 // Fields of a byte, or of half a byte: of the eight values of a group that share a counter.
@@ -282,15 +281,15 @@ __device__ __forceinline__ u32 field_of(const u8* codes, bool are_nibbles, u64 i
 }
 
 // QSGD: a thread draws once for the eight values that share a counter.
-GW_KERNEL(gw_quantised_pack_levels, Quantise) {
+GW_KERNEL_BY_DTYPE(gw_quantised_pack_levels, Quantise, dtype) {
   const bool is_finite = p.message[6] == 0, are_nibbles = p.levels <= 7;
   const u32 sign = are_nibbles ? 8 : 128;
   u8* const codes = p.message + kHeaderBytes + norm_bytes(p.kind, p.n, p.block);
   const Power block(p.block);
   for (u64 counter = thread_number(); counter < parts_of(p.n, kGroup) * kLanes; counter += thread_count()) {
     const u64 group = counter / kLanes, lane = counter % kLanes, first = group * kGroup + lane;
-    float terms[8];
-    load_terms(p, first, kLanes, p.n, terms);
+    Loaded<8> loaded;
+    load(p, first, kLanes, p.n, loaded);
     const Drawn drawn = draw(p.seed, p.step, counter);
     const u64 number = block.parts(group * kGroup);
     const float per_unit = p.sums[number].per_unit;
@@ -300,14 +299,16 @@ GW_KERNEL(gw_quantised_pack_levels, Quantise) {
       const u64 i = first + 8 * q;
       own[q] = 0;
       if (i >= p.n) continue;
+      const float term = term_of(p, loaded.bits[q], loaded.carried[q]);
       float decoded = 0;
       if (is_finite) {
-        const float raised = __uint_as_float(magnitude_bits(terms[q])) * per_unit + fraction_of(drawn.number(q));
+        const float raised = __uint_as_float(magnitude_bits(term)) * per_unit + fraction_of(drawn.number(q));
         const int level = static_cast<int>(smaller(static_cast<u32>(raised), p.levels));
-        own[q] = static_cast<u8>(static_cast<u32>(level) | (terms[q] < 0 ? sign : 0));
-        decoded = static_cast<float>(terms[q] < 0 ? -level : level) * step;
+        own[q] = static_cast<u8>(static_cast<u32>(level) | (term < 0 ? sign : 0));
+        decoded = static_cast<float>(term < 0 ? -level : level) * step;
       }
-      keep(p, i, is_finite, terms[q], decoded, is_finite || p.residual == nullptr ? 0.0f : p.residual[i]);
+      if (p.left_out != nullptr)
+        p.left_out[i] = is_finite ? (term - decoded) * (1 / p.residual_scale) : loaded.carried[q];
     }
     if (is_finite) put_fields(codes, are_nibbles, group, lane, own);
   }
@@ -368,55 +369,52 @@ GW_KERNEL(gw_quantised_check, Dequantise) {
 }
 
 // What a code of one or two bits stands for; NaN where no encoder writes it, which is reported.
-__device__ __forceinline__ float value_of(const Dequantise& p, u32 word, u32 i, bool has_levels, float first,
-                                          float second) {
-  if (p.kind == kOneBit) return word >> i & 1 ? -second : first;
+template <u32 kKind, bool kHasLevels>
+__device__ __forceinline__ float value_of(const Dequantise& p, u32 word, u32 i, float first, float second) {
+  if (kKind == kOneBit) return word >> i & 1 ? -second : first;
   const u32 code = word >> 2 * i & 3;
-  if (has_levels) return level_of(code, first, second);
+  if (kHasLevels) return level_of(code, first, second);
   if (code == 3) report(p.error, kCode);
   return code == 3 ? __uint_as_float(kNan) : code == 1 ? first : code == 2 ? -first : 0.0f;
 }
 
 // Values, or their sum with what is there; NaN where a message is not whole, so that nobody goes on with less.
-template <class FieldAt>
-__device__ __forceinline__ void unpack_words(const Dequantise& p, u64 n_words, const u32* words, bool has_levels,
-                                             FieldAt field_at) {
+template <u32 kKind, bool kHasLevels, class FieldsAt>
+__device__ __forceinline__ void unpack_words(const Dequantise& p, u64 n_words, const u32* words, FieldsAt fields_at) {
+  constexpr u32 kThreads = (1u << word_shift(kKind)) / 4;  // a word
   const bool is_finite = *p.error <= error_word(kCode) && p.message[6] == 0;  // more was written by an earlier kernel
-  const u32 shift = word_shift(p.kind), in_word = threadIdx.x & ((1u << shift) - 1);
-  for (u64 first = thread_number(); first >> shift < n_words; first += kBatch * thread_count()) {
-    Field own[kBatch];
-    u32 codes[kBatch];
-    float sums[kBatch];
-    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
-      const u64 word = (first + q * thread_count()) >> shift;
-      own[q] = field_at(word, in_word);
-      codes[q] = is_finite && own[q].is_there ? words[word] : 0;
-      sums[q] = p.adds && own[q].is_there ? static_cast<const float*>(p.out)[own[q].value] : 0.0f;
-    }
-    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
-      if (!own[q].is_there) continue;
+  for (u64 four = thread_number(); four < n_words * kThreads; four += thread_count()) {
+    const u32 place = 4 * static_cast<u32>(four % kThreads);
+    const Fields own = fields_at(four / kThreads, place);
+    if (own.n == 0) continue;
+    const bool is_right = __float_as_uint(own.first) < kInfinity && __float_as_uint(own.second) < kInfinity;
+    if (is_finite && !is_right) report(p.error, kCode);
+    const u32 word = is_finite ? words[four / kThreads] >> place * (32 >> word_shift(kKind)) : 0;
+    u32 there[4]{}, bits[4];
+    if (p.adds) load_four(p.out, kFloat32, own.value, own.n, there);
+    GW_UNROLLED for (u32 q = 0; q < 4; ++q) {
       float value = __uint_as_float(kNan);
-      if (is_finite && (__float_as_uint(own[q].first) >= kInfinity || __float_as_uint(own[q].second) >= kInfinity))
-        report(p.error, kCode);
-      else if (is_finite)
-        value = value_of(p, codes[q], in_word, has_levels, own[q].first, own[q].second);
-      if (p.divisor != 1) value /= p.divisor;
-      put_value(p.out, p.dtype, own[q].value, p.adds ? added(sums[q], value) : value);
+      if (is_finite && is_right && q < own.n) value = value_of<kKind, kHasLevels>(p, word, q, own.first, own.second);
+      value = divided(value, p.divisor);
+      bits[q] = bits_of_value(p.dtype, p.adds ? added(__uint_as_float(there[q]), value) : value);
     }
+    store_four(p.out, p.dtype, own.value, own.n, bits);
   }
 }
 
-GW_KERNEL(gw_quantised_unpack, Dequantise) {
+GW_KERNEL_BY_DTYPE(gw_quantised_unpack, Dequantise, dtype) {
   const float first = __uint_as_float(load32(p.message + 20)), second = __uint_as_float(load32(p.message + 24));
-  const u32 shift = word_shift(p.kind);
-  unpack_words(p, parts_of(p.n, 1u << shift), reinterpret_cast<const u32*>(p.message + kHeaderBytes), false,
-               [&](u64 word, u32 number) {
-                 const u64 value = (word << shift) + number;
-                 return Field{value < p.n, value, first, second};
-               });
+  const u32* const words = reinterpret_cast<const u32*>(p.message + kHeaderBytes);
+  const auto fields_at = [&](u64 word, u32 number) {
+    return plain_fields(p.n, (word << word_shift(p.kind)) + number, first, second);
+  };
+  if (p.kind == kOneBit)
+    unpack_words<kOneBit, false>(p, parts_of(p.n, 32), words, fields_at);
+  else
+    unpack_words<kTwoBit, false>(p, parts_of(p.n, 16), words, fields_at);
 }
 
-GW_KERNEL(gw_quantised_unpack_levels, Dequantise) {
+GW_KERNEL_BY_DTYPE(gw_quantised_unpack_levels, Dequantise, dtype) {
   const bool is_finite = *p.error <= error_word(kCode) && p.message[6] == 0, are_nibbles = p.levels <= 7;
   const u32* const norms = reinterpret_cast<const u32*>(p.message + kHeaderBytes);
   const u8* const codes = p.message + kHeaderBytes + norm_bytes(p.kind, p.n, p.block);
@@ -455,7 +453,6 @@ struct Grouping {
 struct QuantiseGroups {
   Quantise base;  // `block` means nothing
   Grouping by;
-  u32* is_nonfinite;  // 0
 };
 
 struct DequantiseGroups {
@@ -478,20 +475,29 @@ __device__ __forceinline__ u16 upper_half(double value) {
 __device__ __forceinline__ double exact_mean(double sum, u64 count) {
   return count == 0 ? 0.0 : sum / static_cast<double>(count);
 }
-// Field `lane` of code word `word`.
-__device__ __forceinline__ Field field_at(const Grouping& by, const u8* message, u32 kind, u64 word, u32 lane) {
-  if (word >= end_of(by).first_word) return {false, 0, 0, 0};
-  const u64 number = last_up_to(by.pieces, by.n_pieces, &Piece::first_word, word);
-  const Piece piece = by.pieces[number];
-  const u64 offset = ((word - piece.first_word) << word_shift(kind)) + lane, value = piece.begin + offset;
-  if (value >= by.pieces[number + 1].begin) return {false, 0, 0, 0};
+// From field `number` of code word `word` on.
+__device__ __forceinline__ Fields fields_of(const Grouping& by, const u8* message, u32 kind, u64 word, u32 number) {
+  if (word >= end_of(by).first_word) return {0, 0, 0, 0};
+  const u64 index = last_up_to(by.pieces, by.n_pieces, &Piece::first_word, word), end = by.pieces[index + 1].begin;
+  const Piece piece = by.pieces[index];
+  const u64 offset = ((word - piece.first_word) << word_shift(kind)) + number, value = piece.begin + offset;
   const u64 group = piece.first_group + Power(by.values).parts(offset);
+  if (value >= end) return {0, 0, 0, 0};
   const u16* const scales = reinterpret_cast<const u16*>(message + scales_at(by)) + group * by.per_group;
-  return {true, value, widened(scales[0]), widened(scales[by.per_group - 1])};
+  return {value, static_cast<u32>(smaller(4, end - value)), widened(scales[0]), widened(scales[by.per_group - 1])};
 }
 
+// work(words of the kind, and with which levels)
+#define GW_BY_KIND(kind, per_group, work, ...)                    \
+  if (kind == kOneBit)                                            \
+    work<kOneBit, false>(__VA_ARGS__);                            \
+  else if (per_group == 2)                                        \
+    work<kTwoBit, true>(__VA_ARGS__);                             \
+  else                                                            \
+    work<kTwoBit, false>(__VA_ARGS__)
+
 // Eight threads a group.
-GW_KERNEL(gw_grouped_measure, QuantiseGroups) {
+GW_KERNEL_BY_DTYPE(gw_grouped_measure, QuantiseGroups, base.dtype) {
   const u64 group = thread_number() / kLanes;
   u64 begin = 0, end = 0;
   if (group < end_of(p.by).first_group) {
@@ -501,7 +507,7 @@ GW_KERNEL(gw_grouped_measure, QuantiseGroups) {
   }
   const Sums sums = sums_of<8>(p.base, begin, end);
   if (threadIdx.x % kLanes != 0 || begin == end) return;
-  if (sums.largest >= kInfinity) atomicOr(p.is_nonfinite, 1u);
+  if (sums.largest >= kInfinity) atomicOr(p.base.is_nonfinite, 1u);
   u16* const scales = reinterpret_cast<u16*>(p.base.message + scales_at(p.by)) + group * p.by.per_group;
   const double magnitude = exact_mean(sums.positive + sums.negative, end - begin);
   if (p.by.per_group == 1) {
@@ -523,17 +529,19 @@ GW_KERNEL(gw_grouped_head, QuantiseGroups) {
   for (u64 i = threadIdx.x; i < cuts_of(p.by); i += blockDim.x)
     store32(message + kHeaderBytes + kCutBytes * (1 + i), static_cast<u32>(p.by.pieces[i + 1].begin));
   if (threadIdx.x != 0) return;
-  const bool is_finite = *p.is_nonfinite == 0;
+  const bool is_finite = *p.base.is_nonfinite == 0;
   write_header(p.base, kGroupedVersion, is_finite, p.by.per_group, p.by.values);
   store32(message + kHeaderBytes, static_cast<u32>(cuts_of(p.by)));
   for (u64 at = scales_at(p.by) + n_groups * p.by.per_group * kScaleBytes; at < codes_at(p.by); ++at) message[at] = 0;
   *p.base.n_bytes = is_finite ? codes_at(p.by) + 4 * end_of(p.by).first_word : kHeaderBytes;
 }
 
-GW_KERNEL(gw_grouped_pack, QuantiseGroups) {
-  pack_words(p.base, end_of(p.by).first_word, reinterpret_cast<u32*>(p.base.message + codes_at(p.by)),
-             p.by.per_group == 2,
-             [&](u64 word, u32 lane) { return field_at(p.by, p.base.message, p.base.kind, word, lane); });
+GW_KERNEL_BY_DTYPE(gw_grouped_pack, QuantiseGroups, base.dtype) {
+  const auto fields_at = [&](u64 word, u32 number) {
+    return fields_of(p.by, p.base.message, p.base.kind, word, number);
+  };
+  u32* const words = reinterpret_cast<u32*>(p.base.message + codes_at(p.by));
+  GW_BY_KIND(p.base.kind, p.by.per_group, pack_words, p.base, end_of(p.by).first_word, words, fields_at);
 }
 
 // One block.
@@ -546,11 +554,12 @@ GW_KERNEL(gw_grouped_check, DequantiseGroups) {
     report(p.base.error, kField);
 }
 
-GW_KERNEL(gw_grouped_unpack, DequantiseGroups) {
-  const Dequantise& to = p.base;
-  unpack_words(to, end_of(p.by).first_word, reinterpret_cast<const u32*>(to.message + codes_at(p.by)),
-               to.kind == kTwoBit && p.by.per_group == 2,
-               [&](u64 word, u32 lane) { return field_at(p.by, to.message, to.kind, word, lane); });
+GW_KERNEL_BY_DTYPE(gw_grouped_unpack, DequantiseGroups, base.dtype) {
+  const auto fields_at = [&](u64 word, u32 number) {
+    return fields_of(p.by, p.base.message, p.base.kind, word, number);
+  };
+  const u32* const words = reinterpret_cast<const u32*>(p.base.message + codes_at(p.by));
+  GW_BY_KIND(p.base.kind, p.by.per_group, unpack_words, p.base, end_of(p.by).first_word, words, fields_at);
 }
 
 }  // namespace gradwire::gpu

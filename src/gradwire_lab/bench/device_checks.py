@@ -124,7 +124,7 @@ def list_kernels(kernels: Kernels) -> dict[str, Any]:
     if not isinstance(kernels, CudaKernels):
         return {}
     text = b"".join(source_files().values()).decode()
-    found = {name: kernels.resources(name) for name in re.findall(r"\bGW_KERNEL(?:_OF_\w+)?\((gw_\w+)\b", text)}
+    found = {name: kernels.resources(name) for name in re.findall(r"\bGW_KERNEL(?:_\w+)?\((gw_\w+)\b", text)}
     if spilt := [name for name, used in found.items() if used["local_bytes"]]:
         raise CheckFailed(f"kernels that keep registers in memory: {', '.join(spilt)}")
     return {"driver": kernels.driver, "architecture": kernels.architecture, "kernels": found}

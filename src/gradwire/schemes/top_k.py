@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradwire.checks import share as check_share
 from gradwire.codecs.selection import add_elements, take_largest
@@ -52,34 +51,18 @@ class TopK(Compressed):
         return {"share": self.share, "error_feedback": self.error_feedback} | self.frame_configuration
 
     def step(self, part: Part, wire: Wire) -> None:
-        send_largest(part, wire, self.share, Elements())
-
-
-class Elements:
-    """The layout of elements that travel: their indices, int32, then their values, float32."""
-
-    def pack(self, indices: Tensor, taken: Tensor, total: Tensor) -> Tensor:
-        """The payload, (n,) int32; `indices` (k,) ascend. What it does not hold of `taken` (k,) goes back to `total`."""
-        return torch.cat([indices, taken.view(torch.int32)])
-
-    def unpack(self, payload: Tensor, n_elements: int, wire: Wire) -> tuple[Tensor, Tensor]:
-        """(k,) int32 indices, to be checked, and (k,) float32 values."""
-        indices, taken = payload.chunk(2)
-        return indices, taken.view(torch.float32)
-
-
-def send_largest(part: Part, wire: Wire, share: float, elements: Elements) -> None:
-    """Replace `part.values` by the mean of every rank's `share` of largest values; what is not sent stays."""
-    n = part.bucket.n_elements
-    with wire.timing("encode"):
-        total = part.total()
-        indices, taken, is_finite = take_largest(total, count_of(share, n))
-        payload = elements.pack(indices, taken, total)
-        part.keep()
-    payloads = wire.gather(payload, is_finite)
-    with wire.timing("decode"):
-        mean = wire.scratch("mean", n).zero_()
-        for rank, received in enumerate(payloads):  # in rank order: the same sum everywhere
-            add_elements(*elements.unpack(received, n, wire), mean, wire.error)
-            wire.check(rank)
-        part.values.copy_(wire.divide(mean, wire.world_size))
+        """What is sent: indices (k,) int32, ascending, then values (k,) float32."""
+        n = part.bucket.n_elements
+        with wire.timing("encode"):
+            total = part.total()
+            indices, taken, is_finite = take_largest(total, count_of(self.share, n))
+            payload = torch.cat([indices, taken.view(torch.int32)])
+            part.keep()
+        payloads = wire.gather(payload, is_finite)
+        with wire.timing("decode"):
+            mean = wire.scratch("mean", n).zero_()
+            for rank, received in enumerate(payloads):  # in rank order: the same sum everywhere
+                found, values = received.chunk(2)
+                add_elements(found, values.view(torch.float32), mean, wire.error)
+                wire.check(rank)
+            part.values.copy_(wire.divide(mean, wire.world_size))

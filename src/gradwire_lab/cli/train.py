@@ -21,7 +21,7 @@ from gradwire_lab.training.run_files import write_json
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     add_workload(parser)
-    words = "such as optimizer=muon, learning_rate=0.1, data_dir=..., fold=2"
+    words = "such as optimizer=muon, learning_rate=0.1, fold=2"
     option(parser, "--workload-option", "K=V", words, [], action="append")
     words = "emulate: replay captured gradients behind calibrated waits"
     parser.add_argument("--compute", choices=["real", "emulate"], default="real", help=words)

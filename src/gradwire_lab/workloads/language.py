@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, ClassVar
 
 import torch
@@ -10,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire_lab.workloads.base import Batch, Workload, draw_from_epochs, evaluating, step_generator
-from gradwire_lab.workloads.squad import Squad, find_squad
+from gradwire_lab.workloads.base import Batch, Workload, step_generator
 from gradwire_lab.workloads.text import byte_tokens, crop_batch, spread_crops
 
 
@@ -61,44 +59,28 @@ class Gpt2Workload(Workload):
 
 
 class BertWorkload(Workload):
-    """BERT with a question-answering head.
+    """BERT with a question-answering head, on random tokens and spans: the right shapes, nothing to learn.
 
     Args:
         size: "base" (109 M parameters) or "large" (334 M), set by the workload's name.
-        data_dir: a folder with SQuAD v1.1 (train-v1.1.json, dev-v1.1.json); without it tokens are random, shape-only.
         length: tokens of question and paragraph (the papers: 64 to 384). dropout: 0 keeps replicas reproducible.
     """
 
+    data = "shape-only"
     learning_rates: ClassVar[dict[str, float]] = {"adamw": 5e-5, "adam": 5e-5}
     _vocabulary_size: ClassVar[int] = 30522
 
     def __init__(
-        self,
-        *,
-        size: str,
-        data_dir: str | None = None,
-        length: int = 64,
-        dropout: float = 0.0,
-        batch_size: int | None = None,
-        **options: Any,
+        self, *, size: str, length: int = 64, dropout: float = 0.0, batch_size: int | None = None, **options: Any
     ) -> None:
         super().__init__(batch_size=batch_size or {"base": 2, "large": 1}[size], **options)
         if not 8 <= length <= 512:
             raise InvalidArgument(f"length={length}: BERT takes 8 to 512 tokens here")
-        self.size, self.data_dir, self.length, self.dropout = size, data_dir, length, dropout
-        self.data = "shape-only" if data_dir is None else "real"
+        self.size, self.length, self.dropout = size, length, dropout
         self.stands_for = {
             "base": "BERT-base, 109 M parameters: GComp, ACP-SGD (batch 32), homomorphic compression (SQuAD, batch 8)",
             "large": "BERT-large, 334 M parameters: ACP-SGD (batch 8)",
         }[size]
-
-    @functools.cached_property
-    def _squad(self) -> tuple[Squad, Squad | None] | None:
-        if self.data_dir is None:
-            return None
-        training, held_out = find_squad(self.data_dir)
-        held_out_squad = Squad(held_out, self.length, self._vocabulary_size) if held_out else None
-        return Squad(training, self.length, self._vocabulary_size), held_out_squad
 
     def make_model(self) -> nn.Module:
         transformers = _transformers()
@@ -112,9 +94,6 @@ class BertWorkload(Workload):
         return model
 
     def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
-        if self._squad is not None:
-            squad = self._squad[0]
-            return squad.rows(draw_from_epochs(len(squad.targets), step, rank, world_size, batch_size, seed))
         generator = step_generator(seed, "random tokens", step, rank, world_size)
         ids = torch.randint(1000, self._vocabulary_size, (batch_size, self.length), generator=generator)
         types = (torch.arange(self.length) >= self.length // 4).long().expand(batch_size, -1)
@@ -124,25 +103,5 @@ class BertWorkload(Workload):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, targets = batch
         ids, types = inputs.unbind(1)
-        out = model(input_ids=ids, token_type_ids=types, attention_mask=(ids != 0).long())
+        out = model(input_ids=ids, token_type_ids=types)
         return (F.cross_entropy(out.start_logits, targets[:, 0]) + F.cross_entropy(out.end_logits, targets[:, 1])) / 2
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Loss and share of exactly found spans over 64 held-out questions of SQuAD's development file."""
-        if self._squad is None or self._squad[1] is None:
-            return {}
-        squad = self._squad[1]
-        device = next(model.parameters()).device
-        chosen = torch.linspace(0, len(squad.targets) - 1, 64).long().unique()
-        loss_sum, n_exact = 0.0, 0
-        with evaluating(model):
-            for indices in chosen.split(8):
-                inputs, targets = (values.to(device) for values in squad.rows(indices))
-                ids, types = inputs.unbind(1)
-                out = model(input_ids=ids, token_type_ids=types, attention_mask=(ids != 0).long())
-                found = torch.stack((out.start_logits.argmax(1), out.end_logits.argmax(1)), 1)
-                n_exact += int((found == targets).all(1).sum())
-                loss_sum += len(indices) * float(
-                    F.cross_entropy(out.start_logits, targets[:, 0]) + F.cross_entropy(out.end_logits, targets[:, 1])
-                ) / 2  # fmt: skip
-        return {"held_out_loss": loss_sum / len(chosen), "exact": n_exact / len(chosen)}

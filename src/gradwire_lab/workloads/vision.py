@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradwire_lab.workloads.base import Batch, Workload, evaluating
-from gradwire_lab.workloads.images import ImageSource, open_images
+from gradwire_lab.workloads.base import Batch, Workload, step_generator
 from gradwire_lab.workloads.vgg import Vgg
 
 # Blocks per stage (He et al., 2015, table 1).
@@ -69,35 +68,23 @@ class ResNet(nn.Module):
 
 
 class VisionWorkload(Workload):
-    """One of the papers' image classifiers.
+    """One of the papers' image classifiers, on noise with random labels: the right shapes, nothing to learn.
 
     Args:
         shape: "resnet50", "resnet152", "vgg16" or "vgg19" (set by the workload's name).
-        data_dir: CIFAR-10 or an ImageNet-like folder; without it the images are random and the run is shape-only.
-        image_size: pixels a side; default 64 for random images and folders, 32 for CIFAR-10 (the papers: 224).
-        n_classes: outputs of the last layer; 1,000 keeps the published parameter counts with any data.
+        image_size: pixels a side (the papers: 224; 64 keeps a step of the large networks to seconds on one core).
+        n_classes: outputs of the last layer; 1,000 keeps the published parameter counts.
     """
 
     default_optimizer = "momentum"
+    data = "shape-only"
 
     def __init__(
-        self,
-        *,
-        shape: str,
-        data_dir: str | None = None,
-        image_size: int | None = None,
-        n_classes: int = 1000,
-        batch_size: int | None = None,
-        **options: Any,
+        self, *, shape: str, image_size: int = 64, n_classes: int = 1000, batch_size: int | None = None, **options: Any
     ) -> None:
         super().__init__(batch_size=batch_size or _BATCH_SIZES[shape], **options)
-        self.shape, self.data_dir, self.image_size, self.n_classes = shape, data_dir, image_size, n_classes
+        self.shape, self.image_size, self.n_classes = shape, image_size, n_classes
         self.stands_for = _STANDS_FOR[shape]
-        self.data = "shape-only" if data_dir is None else "real"
-
-    @functools.cached_property
-    def _images(self) -> ImageSource:
-        return open_images(self.data_dir, self.image_size, self.n_classes)
 
     def make_model(self) -> nn.Module:
         if self.shape in _RESNET_STAGES:
@@ -107,22 +94,9 @@ class VisionWorkload(Workload):
         return Vgg(3, stages, 7, 4096, self.n_classes, nn.Conv2d)
 
     def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
-        return self._images.training_batch(step, rank, world_size, batch_size, seed)
+        generator = step_generator(seed, "random images", step, rank, world_size)
+        images = torch.randn(batch_size, 3, self.image_size, self.image_size, generator=generator)
+        return images, torch.randint(self.n_classes, (batch_size,), generator=generator)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Accuracy and loss on up to 512 held-out images of the user's folder."""
-        held_out = self._images.held_out(512)
-        if held_out is None:
-            return {}
-        device = next(model.parameters()).device
-        images, labels = held_out
-        n_correct, loss_sum = 0, 0.0
-        with evaluating(model):
-            for x, y in zip(images.split(32), labels.to(device).split(32), strict=True):
-                logits = model(x.to(device))
-                n_correct += int((logits.argmax(1) == y).sum())
-                loss_sum += float(F.cross_entropy(logits, y, reduction="sum"))
-        return {"accuracy": n_correct / len(labels), "held_out_loss": loss_sum / len(labels)}

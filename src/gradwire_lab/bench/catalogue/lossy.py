@@ -59,17 +59,6 @@ GROUPS = ["plain", *(f"{spec}scale_values={values}" for spec in _GROUPED for val
 RANKS = [f"acp-sgd:{exempt}rank={rank}" for exempt in ("", "exempt=none,") for rank in (2, 4, 8, 16, 32)]
 
 
-BY_RANKS = {
-    "plain": "plain",
-    "plain, disturbed by a rounding": "control",
-    "bf16": "bf16",
-    "gcomp, 12 bits": "gcomp:importance=uniform,bits=12",
-    "gcomp, 7 bits": "gcomp:importance=uniform,bits=7",
-    "embedded-float, 8 bits": "embedded-float:bits=8",
-    "embedded-float, 5 bits": "embedded-float:bits=5",
-    "embedded-float, 4 bits": "embedded-float:bits=4",
-}
-
 # What chose the defaults beside Adam, on a page of their own.
 _DEFAULTS = ("first-steps", "levels", "groups", "gpt-short", "rank")
 
@@ -131,14 +120,6 @@ EXPERIMENTS = [
              seconds=180, loss=_ACCURACY, goals=[]),
     _compare("bert-long", "A small BERT after 2,400 steps, when every run has left the first plateau of its loss.", LONG_BERT,
              "bert:n_layers=2,width=64,n_heads=4", steps=2_400, seconds=900, is_long=True, loss=_NATS, goals=[]),
-    Experiment(
-        key="lossy-ranks", system="lossy", measure="ranks", seconds=3_600, is_long=True, baseline={"scheme": "plain"},
-        question="Do the classes hold at more ranks than two? Simulated ranks, a ring of real messages, a global batch of 64.",
-        fixed={"workload": _GPT.replace(",batch_size=8", ""), "steps": 200, "global_batch": 64},
-        axes={"ranks": [2, 8, 16, 64], "seed": [0, 1, 2], "scheme": BY_RANKS}, over=("seed",), together=("scheme", "seed"),
-        show=[Table([_NATS, Column("held_out_loss", "against plain", 1.0, ".4f", "difference", "plain", spread=True),
-                     _BYTES], across="ranks")],
-    ),
     Experiment(
         key="lossy-times", system="lossy", measure="training", seconds=600, is_long=True, baseline={"scheme": "ddp"},
         question="How long does a GPT take to DDP's loss?",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -17,9 +18,10 @@ from gradwire_lab.bench.measures import Call
 from gradwire_lab.bench.measures.gradients import load
 from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.store import Record
-from gradwire_lab.training.simulated import MeanOf, play
 from gradwire_lab.workloads.base import step_generator
 from gradwire_lab.workloads.gradients import GradientFile
+
+MeanOf = Callable[[int, list[torch.Tensor]], torch.Tensor]
 
 
 def measure_errors(call: Call) -> list[tuple[Cell, Record]]:
@@ -154,3 +156,40 @@ def train(
     }
     late = losses[-max(1, n_steps // 10) :]
     return losses, {**end, **evaluated, "end_loss": float(np.mean(late))}
+
+
+def play(
+    workload: workloads.Workload,
+    n_ranks: int,
+    n_steps: int,
+    seed: int,
+    make_mean: Callable[[dict[str, torch.Tensor], list[torch.optim.Optimizer]], MeanOf],
+) -> tuple[list[float], dict[str, float]]:
+    """Train as `n_ranks` ranks would, one after the other.
+
+    Args:
+        make_mean: given the parameters by name and their optimizers, returns what takes the step's number and the (n,)
+            gradients of all ranks, and returns what the optimizer gets.
+    Returns: the loss of every step, the mean over the ranks; what the workload evaluates in the end.
+    """
+    model = workload.build_model(seed)
+    optimizers = workload.build_optimizers(model)
+    named: dict[str, torch.Tensor] = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    sizes, mean_of = [one.numel() for one in named.values()], make_mean(named, optimizers)
+    batches = [workload.batches(rank, n_ranks, seed=seed) for rank in range(n_ranks)]
+    losses = []
+    for step in range(n_steps):
+        gradients, total = [], 0.0
+        for batch in batches:
+            model.zero_grad(set_to_none=True)
+            loss = workload.loss(model, next(batch))
+            loss.backward()
+            total += workload.reported_loss(loss)
+            parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in named.values()]
+            gradients.append(torch.cat([part.reshape(-1) for part in parts]))
+        losses.append(total / n_ranks)
+        for parameter, part in zip(named.values(), mean_of(step, gradients).split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+        for optimizer in optimizers:
+            optimizer.step()
+    return losses, workload.evaluate(model)

@@ -23,6 +23,7 @@ from gradwire_lab.bench.reducers import TimedReducer, make_reducer
 from gradwire_lab.bench.sources import GradientSource
 from gradwire_lab.bench.timing import MIN_SAMPLE_S, Timing
 from gradwire_lab.ranks.network import current_network
+from gradwire_lab.results.captions import format_bytes
 from gradwire_lab.results.experiment import Column, Table
 from gradwire_lab.results.grids import tabulate
 from gradwire_lab.results.tables import Grid, print_grid
@@ -231,11 +232,3 @@ def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
     caption = "time: median over samples of the slowest rank; bytes: sent per rank, mean"
     named = [{**record, "method": spec_of(record)} for record in records]
     return tabulate(named, Table(columns, rows=("method",), title=title), caption, {"method": REFERENCE})
-
-
-def format_bytes(n_bytes: int) -> str:
-    """1 KiB as "1 KiB", 25 MB as "25 MB": in the unit that divides it, else in bytes."""
-    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10), ("MB", 10**6), ("kB", 10**3)):
-        if n_bytes % size == 0:
-            return f"{n_bytes // size} {unit}"
-    return f"{n_bytes:,} bytes"

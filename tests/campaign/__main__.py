@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -100,4 +102,10 @@ def _sum_up(folder: Path, seed: int | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        for rank in multiprocessing.active_children():
+            rank.kill()
+        print("campaign: interrupted; the same command goes on from here", file=sys.stderr, flush=True)
+        os._exit(130)  # torch takes seconds to be taken down

@@ -21,7 +21,7 @@ from gradwire_lab.bench.allreduce_bounds import Exact, error_bound
 from gradwire_lab.bench.launching import check_rank_arguments, is_rank, needs_switch, run_in_ranks
 from gradwire_lab.bench.reducers import TimedReducer, make_reducer
 from gradwire_lab.bench.sources import GradientSource
-from gradwire_lab.bench.timing import MIN_SAMPLE_S, Timing
+from gradwire_lab.bench.timing import MIN_SAMPLE_S, Progress, Timing
 from gradwire_lab.ranks.network import current_network
 from gradwire_lab.results.captions import format_bytes
 from gradwire_lab.results.experiment import Column, Table
@@ -95,11 +95,14 @@ class AllReduceBench:
             plans = [self._plan(method) for method in methods]
             turns: list[list[driver.Turn]] = [[] for _ in methods]
             verdicts = [("", 0.0)] * len(methods)
+            n_samples = sum(n_rounds for n_rounds, _ in plans)
+            progress = Progress(f"{format_bytes(n_bytes)}, samples", n_samples, self.rank != 0)
             for round_index in range(max(n_rounds for n_rounds, _ in plans)):
                 for number, (method, (n_rounds, n_repeats)) in enumerate(zip(methods, plans, strict=True)):
                     if round_index < n_rounds:
                         turns[number].append(driver.take_turn(method, n_repeats))
                         verdicts[number] = self._verify(method, exact, state)
+                        progress.advance()
             records = [
                 self._record(method, n_repeats, kept, verdict, exact)
                 for method, (_, n_repeats), kept, verdict in zip(methods, plans, turns, verdicts, strict=True)

@@ -34,7 +34,12 @@ class _Bench:
         environment = {**os.environ, "TMPDIR": str(self._folder / "tmp"), "PYTHONPATH": str(_ROOT / "tests")}
         with (self._folder / "said").open("wb") as said:
             self.process = subprocess.Popen(
-                command, stdout=said, stderr=subprocess.STDOUT, env=environment, cwd=self._folder
+                command,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=self._folder,
+                start_new_session=True,
             )
         return self.process
 
@@ -99,7 +104,10 @@ def _interrupt(bench: _Bench, number: int, status: int, within_s: float = 60) ->
     assert bench.process is not None
     started = bench.descendants()
     namespaces = set(map(_namespace, started)) - {_namespace(os.getpid())}
-    bench.process.send_signal(number)
+    if number == signal.SIGINT:  # a terminal sends it to the whole group
+        os.killpg(bench.process.pid, number)
+    else:
+        bench.process.send_signal(number)
     assert bench.process.wait(within_s * patience()) == status, bench.said
     wait_until(lambda: not any(map(is_running, started)), "ranks, their launcher and the network process end")
     wait_until(lambda: not namespaces & network_namespaces(), "the namespaces are empty")
@@ -146,10 +154,9 @@ def test_ctrl_c_ends_a_command_and_its_ranks_within_two_seconds(bench: _Bench, c
 
 def test_ctrl_c_ends_a_campaign_within_two_seconds(bench: _Bench) -> None:
     bench.start_command([sys.executable, "-m", "campaign", "--minutes", "1"])
-    wait_until(
-        lambda: len(bench.descendants()) >= 4, "a case runs in ranks", 60
-    )  # beside the fork server and its helper
+    # Beside the fork server and its helper.
+    wait_until(lambda: len(bench.descendants()) >= 4, "a case runs in ranks", 60)
     started = bench.descendants()
-    bench.process.send_signal(signal.SIGINT)
+    os.killpg(bench.process.pid, signal.SIGINT)
     assert bench.process.wait(2 * patience()) == 130, bench.said
     wait_until(lambda: not any(map(is_running, started)), "ranks and their server end")

@@ -91,13 +91,8 @@ def configs_from(args: argparse.Namespace) -> list[TrainConfig]:
     if args.compute != "real":
         workload_options["compute"] = args.compute
     given = {field.name: getattr(args, field.name) for field in fields(TrainConfig) if field.name in args}
-    given |= {
-        "workload": workload,
-        "workload_options": workload_options,
-        "rewrap_at": tuple(args.rewrap_at),
-        **schemes_of(args)[0],
-    }
-    config = TrainConfig(**given)
+    given |= {"workload": workload, "workload_options": workload_options, "rewrap_at": tuple(args.rewrap_at)}
+    config = TrainConfig(**given | schemes_of(args)[0])
     if len(args.scheme) == 1:
         return [config]
     if config.checkpoint is not None:

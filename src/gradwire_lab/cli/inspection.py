@@ -107,10 +107,7 @@ def _inspect_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, list) or not all(isinstance(record, dict) for record in content):
         raise InvalidArgument(f"{path} is JSON, but no record or list of records; {_FORMAT_ADVICE}")
     kinds = Counter(
-        next(
-            (f"bench {kind}" for kind, (fields, _) in BENCH_FIELDS.items() if set(fields) <= set(record)),
-            "another kind",
-        )
+        next((f"bench {kind}" for kind, (known, _) in BENCH_FIELDS.items() if {*known} <= {*record}), "another kind")
         for record in content
     )
     names = dict.fromkeys(str(record.get("scheme") or record.get("codec")) for record in content)
@@ -226,9 +223,7 @@ def _rows(record: dict[str, Any], above: str = "", depth: int = 0) -> Iterator[t
 def _show(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    if isinstance(value, bool | str) or value is None:
-        return str(value)
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, list) and len(value) <= 2 * _MAX_LISTED and not any(isinstance(v, dict | list) for v in value):
         return ", ".join(map(str, value))

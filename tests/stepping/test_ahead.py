@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradwire
-import gradwire_lab  # noqa: F401  (registers periodic and top-k-adam)
+import gradwire_lab  # noqa: F401  (registers periodic)
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes import Ahead, by_name
 from ranks import on_ranks
@@ -202,7 +202,6 @@ def test_a_loss_scale_that_changes_meanwhile_is_that_of_the_step(rank: int, worl
         ("gcomp", "reads parameters"),
         ("slimgc:codec=gcomp", "reads parameters"),
         ("one-bit-adam", "exchanges the optimizer's momenta"),
-        ("top-k-adam", "exchanges the optimizer's momenta"),
         ("periodic", "leaves ranks with different results"),
         ("one-bit:ahead=1", "takes the optimizer's step itself"),
     ],

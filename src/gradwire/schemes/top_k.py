@@ -24,7 +24,6 @@ from gradwire.schemes.plain_steps import PlainSteps
 from gradwire.schemes.selection import ByName, Names
 from gradwire.wire.wire import Flag, Wire
 
-
 CODES = ("elements", "chunks")
 
 

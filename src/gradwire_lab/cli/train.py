@@ -21,7 +21,14 @@ from gradwire_lab.training.run_files import write_json
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     add_workload(parser)
-    option(parser, "--workload-option", "K=V", "such as optimizer=muon, learning_rate=0.1, data_dir=..., fold=2", [], action="append")
+    option(
+        parser,
+        "--workload-option",
+        "K=V",
+        "such as optimizer=muon, learning_rate=0.1, data_dir=..., fold=2",
+        [],
+        action="append",
+    )
     words = "emulate: captured gradients, calibrated waits"
     parser.add_argument("--compute", choices=["real", "emulate"], default="real", help=words)
     words = "a run each; ddp: without gradwire"

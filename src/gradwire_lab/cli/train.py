@@ -21,14 +21,8 @@ from gradwire_lab.training.run_files import write_json
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     add_workload(parser)
-    option(
-        parser,
-        "--workload-option",
-        "K=V",
-        "such as optimizer=muon, learning_rate=0.1, data_dir=..., fold=2",
-        [],
-        action="append",
-    )
+    words = "such as optimizer=muon, data_dir=..., fold=2"
+    option(parser, "--workload-option", "K=V", words, [], action="append")
     words = "emulate: captured gradients, calibrated waits"
     parser.add_argument("--compute", choices=["real", "emulate"], default="real", help=words)
     words = "a run each; ddp: without gradwire"
@@ -58,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--outer", default="nesterov", choices=["nesterov", "average"], help=words)
     words = "of its residuals that last"
     option(parser, "--feedback-decay", "SHARE", words, 1.0)
-    option(parser, "--fragments", "N", "parts of the model that local SGD exchanges in turn", 1)
-    option(parser, "--delay", "STEPS", "that an exchange of local SGD may overlap with", 0)
+    option(parser, "--fragments", "N", "parts of the model, exchanged in turn", 1)
+    option(parser, "--delay", "STEPS", "that an exchange may overlap with", 0)
     _either(parser, "--evaluate", "leave out the evaluation on held-out data")
     add_json(parser, "write a list with one flat record per run")
 

@@ -85,13 +85,13 @@ def watch_means(scheme: Ahead, parameters: list[Tensor]) -> list[list[Tensor]]:
             steps.append([torch.empty(0)] * len(parameters))
         mine, done = steps[-1], reduce(bucket)
 
-        def note(_: Any) -> None:
+        def note(_: Any) -> Any:
             for slot, (start, end) in zip(bucket.slots, bucket.spans, strict=True):
                 place = next(i for i, p in enumerate(parameters) if p is slot.parameter)
                 mine[place] = bucket.buffer[start:end].double().view(slot.shape)
+            return done.value()
 
-        done.add_done_callback(note)
-        return done
+        return done.then(note)  # with a callback beside it, the step could go on before the note is taken
 
     scheme.inner.reduce = watched  # type: ignore[method-assign]
     return steps

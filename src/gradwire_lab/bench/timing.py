@@ -100,12 +100,16 @@ class Progress:
 
     def advance(self, n_pieces: int = 1) -> None:
         """So many pieces more are done."""
-        self._done += n_pieces
+        self.reach(self._done + n_pieces)
+
+    def reach(self, done: int) -> None:
+        """So many pieces are done in all."""
+        self._done = done
         now_s = time.monotonic()
-        if not self._is_silent and now_s - self._said_s >= _SAID_EVERY_S and self._done < self._n:
+        if not self._is_silent and now_s - self._said_s >= _SAID_EVERY_S and 0 < done < self._n:
             self._said_s = now_s
-            left_s = (now_s - self._began_s) / self._done * (self._n - self._done)
-            print(f"  {self._what}: {self._done} of {self._n}, about {duration(left_s)} left", flush=True)
+            left_s = (now_s - self._began_s) / done * (self._n - done)
+            print(f"  {self._what}: {done} of {self._n}, about {duration(left_s)} left", flush=True)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ USERS: dict[str, tuple[str, str]] = {
 LABORATORY: dict[str, tuple[str, str]] = {
     "bench": ("gradwire_lab.cli.bench", "experiments; codecs, all-reduce and training beside others"),
     "netlab": ("gradwire_lab.cli.netlab", "run any command in ranks, over links with a limited rate"),
-    "simulate": ("gradwire_lab.simulator.cli", "predict training on a network that you do not have"),
+    "simulate": ("gradwire_lab.cli.simulate", "predict training on a network that you do not have"),
     "switch": ("gradwire_lab.cli.switch", "an emulated switch that sums packets of integers"),
 }
 COMMANDS = {**USERS, **LABORATORY}

@@ -18,7 +18,7 @@ from typing import Any
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.plan import describe_rate
 from gradwire_lab.cli.options import add_ranks, add_workload, option, switch
-from gradwire_lab.results.records import write_text
+from gradwire_lab.results.records import write_json, write_text
 from gradwire_lab.results.tables import Grid, print_grid
 
 _SECONDS, _QUICK_SECONDS = 110.0, 25.0
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     command = ["demo", "--workload", args.workload, "--seconds", str(seconds)]
     result["shaped"] = run_gradwire(command, args.ranks, args.rate, take_line)
     result["rate"] = args.rate if result["shaped"] else "none"
-    write_text(args.out / "demo.json", json.dumps(result, indent=1) + "\n")
+    write_json(args.out / "demo.json", result)
     show(result)
     print(f"\nAll figures: {args.out / 'demo.json'}" + _draw(result, args.out / "demo.svg"))
     return 0

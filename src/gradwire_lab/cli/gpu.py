@@ -15,7 +15,7 @@ from typing import Any
 
 from gradwire.errors import InvalidArgument
 from gradwire_lab.cli.options import add_json, switch
-from gradwire_lab.results.records import write_text
+from gradwire_lab.results.records import write_json
 
 SECTIONS = ("devices", "copies", "kernel rates", "one rank", "two ranks")
 _RANK = "GRADWIRE_GPU_RANK"
@@ -155,4 +155,4 @@ def _read(path: Path | None) -> dict[str, Any]:
 
 def _write(path: Path | None, record: dict[str, Any]) -> None:
     if path is not None:
-        write_text(path, json.dumps(record, indent=1) + "\n")
+        write_json(path, record)

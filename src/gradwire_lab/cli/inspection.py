@@ -16,7 +16,7 @@ from typing import Any
 
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire_lab.cli.options import add_json
-from gradwire_lab.results.records import write_text
+from gradwire_lab.results.records import write_json
 from gradwire_lab.results.tables import Grid, print_grid
 
 # The first four bytes of a message: its kind, and the module that describes it.
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         rows = [[_printable(key), _printable(_show(value))] for key, value in shown]
         print_grid(Grid(_printable(f"{path}: {record['kind']}"), ["", ""], rows), wide=True)
     if args.json is not None:
-        write_text(args.json, json.dumps(records, indent=1, default=str) + "\n")
+        write_json(args.json, records)
     return 0
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire_lab.cli.options import add_json, add_ranks, add_workload, option, switch
+from gradwire_lab.results.records import write_json
 from gradwire_lab.training import TrainConfig
 from gradwire_lab.training.launching import given_config, run_ranks, train_and_report
-from gradwire_lab.training.run_files import write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

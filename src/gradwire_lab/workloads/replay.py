@@ -220,9 +220,6 @@ class ReplayWorkload(Workload):
         out: Tensor = model(batch[0])
         return out
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        return {}
-
     def ddp_options(self) -> dict[str, Any]:
         # No broadcast at the start (the ranks map the same parameters, and writing to them would copy them), and
         # gradients as views of the buckets: one copy of the gradient a rank instead of two, and the captured one stays

@@ -74,7 +74,7 @@ class Learnt:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` gave. Raises: InvalidArgument."""
-        older = {"tables": {}}  # what states lack that were saved before
+        older: dict[str, Any] = {"tables": {}}  # what states lack that were saved before
         loaded: dict[str, Any] = {name: state.get(name, older.get(name)) for name in _CHECKS}
         for name, is_right in _CHECKS.items():
             of_buckets = loaded[name]

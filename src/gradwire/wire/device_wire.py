@@ -202,13 +202,6 @@ class DeviceWire(Wire):
         self.note_message((received[:, 1] == 0).all())
         return received[:, _HEAD_WORDS:]
 
-    def sum_floats(self, values: Tensor, is_finite: Flag) -> Tensor:
-        # Before the values goes NaN where anything is not finite: so its sum tells all ranks.
-        message = torch.cat([values.new_zeros(1).masked_fill_(is_finite.logical_not(), float("nan")), values])
-        self.sum(message)
-        self.note_message(message.isfinite().all())
-        return message[1:]
-
     def largest(
         self, is_used: Sequence[bool], n_scales: int, write_scales: Callable[[Tensor], None]
     ) -> tuple[list[bool], Tensor]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from gradwire.errors import InvalidArgument
 
+JITTERS = ("common", "per-worker", "stragglers", "none")
 # Both of the paper's distributions have a mean of 1.5 s; a factor is a time over that.
 _MEAN_S = 1.5
 
@@ -86,6 +87,15 @@ class Stragglers(Jitter):
         cut = (math.log(self.high_s - self.low_s) - mu) / self.sigma
         below = _normal_cdf(cut)
         return math.exp(mu + self.sigma**2 / 2) * _normal_cdf(cut - self.sigma) / below if below > 0 else 0.0
+
+
+def jitter_by_name(kind: str, sigma: float = 1.5, seed: int = 0) -> Jitter:
+    """One of `JITTERS`; `sigma`: of "stragglers". Raises: InvalidArgument."""
+    if kind == "stragglers":
+        return Stragglers(sigma, seed)
+    if kind not in JITTERS:
+        raise InvalidArgument(f"no jitter is called {kind!r}; there are: {', '.join(JITTERS)}")
+    return Uniform(0.0 if kind == "none" else 0.1, is_common=kind != "per-worker", seed=seed)
 
 
 def _normal_cdf(x: float) -> float:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec, spec_of
+from gradwire_lab.bench.timing import Progress
+from gradwire_lab.cli.options import add_json, option, switch
+from gradwire_lab.ranks.netlab.rate import parse_rate
 from gradwire_lab.results.experiment import Column, Experiment, Plot, Table
 from gradwire_lab.results.grids import make_grid
 from gradwire_lab.results.plots import draw_panels, series_of
@@ -22,92 +22,42 @@ from gradwire_lab.results.summary import Summary
 from gradwire_lab.results.tables import Grid, print_grid
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.bandwidth import parse_trace
-from gradwire_lab.simulator.jitter import Jitter, Stragglers, Uniform
+from gradwire_lab.simulator.jitter import JITTERS, jitter_by_name
 from gradwire_lab.simulator.runs import SimulatedRun
 from gradwire_lab.simulator.schemes import registry
 from gradwire_lab.simulator.schemes.measured import MeasuredTable
 from gradwire_lab.simulator.stage import Setting
 from gradwire_lab.simulator.trace import write_trace
 
-_JITTERS = ("common", "per-worker", "stragglers", "none")
-DEFAULT_SCHEMES = ["broadcast-32", "broadcast-4", "aqgb", "plain"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `gradwire simulate`."""
-    parser.add_argument(
-        "--scheme",
-        nargs="+",
-        default=DEFAULT_SCHEMES,
-        metavar="NAME",
-        help="what to simulate, options as NAME:option=value,...; `all` is everything (broadcast-32 broadcast-4 aqgb plain)",
-    )
-    parser.add_argument(
-        "--workers",
-        nargs="+",
-        type=int,
-        default=[16],
-        metavar="N",
-        help="number of workers (16); several: one run each",
-    )
-    parser.add_argument(
-        "--rate",
-        nargs="+",
-        default=["2.5gbit"],
-        metavar="RATE",
-        help="rate of each link (2.5gbit); several: one run each",
-    )
-    parser.add_argument(
-        "--workload",
-        nargs="+",
-        default=["resnet50-4blocks"],
-        metavar="NAME",
-        help=f"{', '.join(workloads.names())}; several: one run each (resnet50-4blocks)",
-    )
-    parser.add_argument(
-        "--step-ms", type=float, metavar="MS", help="time of a forward and backward pass (the workload's own)"
-    )
-    parser.add_argument("--seconds", type=float, metavar="S", help="simulated seconds (200, unless --rounds is given)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="stop after this many synchronised rounds")
-    parser.add_argument("--jitter", choices=_JITTERS, default="common", help="how computation times vary (common)")
-    parser.add_argument("--sigma", type=float, default=1.5, help="tail of the stragglers' distribution (1.5)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the jitter (0)")
-    parser.add_argument(
-        "--racks", type=int, default=1, metavar="N", help="number of racks in a two-level tree (1: one switch)"
-    )
-    parser.add_argument(
-        "--core-rate", metavar="RATE", help="rate of each rack's link to the core (that of its workers' links together)"
-    )
-    parser.add_argument(
-        "--latency-us",
-        type=float,
-        default=0.0,
-        metavar="US",
-        help="latency of every message that a worker waits for (0)",
-    )
-    parser.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="rates over time: a file of lines `seconds,rate`, or directly 0=2.5gbit,60=1gbit",
-    )
-    parser.add_argument(
-        "--trace-workers", nargs="+", type=int, metavar="N", help="workers whose links follow the trace (all)"
-    )
-    parser.add_argument(
-        "--measured-on", metavar="NAME", help="workload of the measured sizes (resnet50's, else resnet's)"
-    )
-    parser.add_argument(
-        "--no-codec-times", action="store_true", help="codecs take no time: what the network alone allows"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of flat records")
-    parser.add_argument("--details", type=Path, metavar="FILE", help="write every round, link and worker of every run")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the records as a table")
-    parser.add_argument("--plot", nargs="+", type=Path, metavar="FILE", help="draw the records: PNG or SVG")
-    parser.add_argument("--wide", action="store_true", help="all columns of the table")
-    parser.add_argument(
-        "--chrome-trace", type=Path, metavar="FILE", help="spans of a single run's rounds, for Perfetto"
-    )
-    parser.add_argument("--trace-rounds", type=int, default=5, metavar="N", help="rounds in the Chrome trace (5)")
+    """The command's options."""
+    schemes = ["broadcast-32", "broadcast-4", "aqgb", "plain"]
+    option(parser, "--scheme", "NAME", "as NAME:option=value,...; `all`: everything", schemes, nargs="+")
+    option(parser, "--workers", "N", "how many; several: a run each", [16], nargs="+", type=int)
+    option(parser, "--rate", "RATE", "of each link; several: a run each", ["2.5gbit"], nargs="+")
+    words = f"{', '.join(workloads.names())}; several: a run each"
+    option(parser, "--workload", "NAME", words, ["resnet50-4blocks"], nargs="+")
+    option(parser, "--step-ms", "MS", "forward and backward pass (default: the workload's)", type=float)
+    option(parser, "--seconds", "S", "simulated (default: 200, or what --rounds take)", type=float)
+    option(parser, "--rounds", "N", "stop after this many synchronised rounds", type=int)
+    words = "how computation times vary (default: common)"
+    parser.add_argument("--jitter", choices=JITTERS, default="common", help=words)
+    option(parser, "--sigma", "SIGMA", "tail of the stragglers' distribution", 1.5)
+    option(parser, "--seed", "N", "of the jitter", 0)
+    option(parser, "--racks", "N", "in a two-level tree; 1: one switch", 1)
+    option(parser, "--core-rate", "RATE", "of a rack's link to the core (default: workers')")
+    option(parser, "--latency-us", "US", "of every message that a worker waits for", 0.0)
+    option(parser, "--trace", "FILE", "lines `seconds,rate`, or directly 0=2gbit,60=1gbit")
+    option(parser, "--trace-workers", "N", "whose links follow the trace (default: all)", nargs="+", type=int)
+    option(parser, "--measured-on", "NAME", "workload of the measured sizes (default: resnet50's, else resnet's)")
+    switch(parser, "--no-codec-times", "codecs take no time: what the network alone allows")
+    add_json(parser, csv=True)
+    option(parser, "--details", "FILE", "write every round, link and worker of every run", type=Path)
+    option(parser, "--plot", "FILE", "draw the records: PNG or SVG", [], nargs="+", type=Path)
+    switch(parser, "--wide", "all columns of the table")
+    option(parser, "--chrome-trace", "FILE", "spans of a single run's rounds, for Perfetto", type=Path)
+    option(parser, "--trace-rounds", "N", "rounds in the Chrome trace", 5)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,29 +67,21 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgument(
             f"a Chrome trace shows one run, and these are {len(runs)}: name one scheme, rate and size"
         )
-    for path in args.plot or ():
+    for path in args.plot:
         if path.suffix not in (".png", ".svg"):
             raise InvalidArgument(f"--plot {path}: expected a name that ends in .png or .svg")
     records: list[dict[str, Any]] = []
     details: list[dict[str, Any]] = []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, disable=not sys.stdout.isatty(), transient=True) as progress:
-        task = progress.add_task("simulating", total=float(len(runs)))
-        for index, one in enumerate(runs):
-            progress.update(task, description=f"{one.scheme}, {one.setting.n_workers} workers")
+    one_run, unit = (runs[0].seconds, "seconds") if runs[0].seconds else (float(runs[0].rounds or 1), "rounds")
+    progress = Progress(f"{unit} simulated", round(one_run * len(runs)))
+    for index, one in enumerate(runs):
 
-            def show(n_rounds: int, now_s: float, one: SimulatedRun = one, index: int = index) -> None:
-                share = now_s / one.seconds if one.seconds else n_rounds / (one.rounds or 1)
-                progress.update(task, completed=index + min(1.0, share))
+        def show(n_rounds: int, now_s: float, done: float = index * one_run) -> None:
+            progress.reach(round(done + (now_s if unit == "seconds" else n_rounds)))
 
-            simulation, record = one.do(show)
-            records.append(record)
-            details += simulation.metrics.details(record) if args.details else []
+        simulation, record = one.do(show)
+        records.append(record)
+        details += simulation.metrics.details(record) if args.details else []
     if args.json:
         write_json(args.json, records)
     if args.details:
@@ -150,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         n_events = write_trace(args.chrome_trace, simulation, n_rounds=args.trace_rounds)
         print(f"{n_events} events in {args.chrome_trace}: open it at ui.perfetto.dev")
     print_grid(make_table(records), args.wide)
-    for path in args.plot or ():
+    for path in args.plot:
         plot_sweep(records, path)
         print(f"plot: {path}")
     return 0
@@ -174,7 +116,7 @@ def make_runs(args: argparse.Namespace) -> list[SimulatedRun]:
             parse_link_rate(rate),
             trace=trace,
             traced_workers=tuple(args.trace_workers) if args.trace_workers else None,
-            jitter=make_jitter(args.jitter, args.seed, args.sigma),
+            jitter=jitter_by_name(args.jitter, args.sigma, args.seed),
             racks=args.racks,
             core_bps=parse_link_rate(args.core_rate) if args.core_rate else None,
             latency_s=args.latency_us / 1e6,
@@ -195,19 +137,8 @@ def make_runs(args: argparse.Namespace) -> list[SimulatedRun]:
     return runs
 
 
-def make_jitter(kind: str, seed: int, sigma: float = 1.5) -> Jitter:
-    """By its name on the command line. Raises: InvalidArgument."""
-    if kind == "stragglers":
-        return Stragglers(sigma, seed)
-    if kind not in _JITTERS:
-        raise InvalidArgument(f"no jitter is called {kind!r}; there are: {', '.join(_JITTERS)}")
-    return Uniform(0.0 if kind == "none" else 0.1, is_common=kind != "per-worker", seed=seed)
-
-
 def parse_link_rate(text: str) -> float:
     """Bits a second. Raises: InvalidArgument (none: a simulated link has a rate)."""
-    from gradwire_lab.ranks.netlab.rate import parse_rate
-
     rate_bps = parse_rate(text)
     if rate_bps is None:
         raise InvalidArgument(f"--rate {text}: a simulated link needs a rate")

@@ -278,6 +278,18 @@ GW_KERNEL(gw_gcomp_place, Encode) {
   *p.n_bytes = begin;
 }
 
+// What is sent of a thread's values of a segment, from `first` on; of what is not before `end`, nothing.
+template <class Work>
+__device__ __forceinline__ void for_own_values(const Encode& p, u64 first, u64 end, Work work) {
+  const KeepRule rule = keep_rule(p.dtype, p.kept_bits);
+  for (u32 at = 0; at < kSegmentValues; at += kBatch * kLanes) {
+    u32 raw[kBatch], importance[kBatch];
+    load_values(p, first + at, kLanes, end, raw, importance);
+    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q)
+      work(first + at + q * kLanes < end ? sent_of(p, rule, raw[q], importance[q]) : Sent{0, 0, 0});
+  }
+}
+
 // A block a chunk: signs and mantissas. How many bits of a lane come before a segment says where its words go; what of them
 // begins its first word, it learns last.
 GW_KERNEL_BY_DTYPE(gw_gcomp_pack, Encode, dtype) {
@@ -289,26 +301,15 @@ GW_KERNEL_BY_DTYPE(gw_gcomp_pack, Encode, dtype) {
   Shared& shared = shared_as<Shared>();
   const u64 chunk = blockIdx.x, first = chunk * kChunkValues;
   const u32 lane = own_lane(), segment = own_segment(), n = values_in(p.n, chunk), begin = segment * kSegmentValues + lane;
-  const KeepRule rule = keep_rule(p.dtype, p.kept_bits);
-  const auto for_values = [&](auto work) {
-    for (u32 at = 0; at < kSegmentValues; at += kBatch * kLanes) {
-      u32 raw[kBatch], importance[kBatch];
-      load_values(p, first + begin + at, kLanes, first + n, raw, importance);
-      GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
-        const bool is_there = begin + at + q * kLanes < n;
-        work(is_there ? sent_of(p, rule, raw[q], importance[q]) : Sent{0, 0, 0});
-      }
-    }
-  };
   u32 n_own = 0, n_before = 0;
-  for_values([&](const Sent& sent) { n_own += sent.n_bits(); });
+  for_own_values(p, first + begin, first + n, [&](const Sent& sent) { n_own += sent.n_bits(); });
   shared.n_bits[segment][lane] = n_own;
   __syncthreads();
   for (u32 before = 0; before < segment; ++before) n_before += shared.n_bits[before][lane];
   u8* at = p.message + chunk_header(p.message, chunk).offset + 4 * sum_of_lanes(n_before / 32, kLanes);
   u8* first_at = nullptr;
   u32 first_word = 0, bits = 0, n_bits = n_before % 32;
-  for_values([&](const Sent& sent) {
+  for_own_values(p, first + begin, first + n, [&](const Sent& sent) {
     const u64 joined = static_cast<u64>(bits) << sent.n_bits() | sent.field;
     n_bits += sent.n_bits();
     const bool is_full = n_bits >= 32;

@@ -406,3 +406,12 @@ def check_accelerator(device: torch.device) -> None:
             f"a bucket on {device}: gradwire takes buckets of {accelerator or 'no device'}, torch's accelerator here; "
             "train there or on the CPU, with torch 2.9 or newer"
         )
+
+
+def check_not_captured() -> None:
+    """Raises: Unsupported (a CUDA graph is being captured)."""
+    if torch.cuda.is_current_stream_capturing():
+        raise Unsupported(
+            "a CUDA graph cannot capture a backward pass whose gradients gradwire exchanges: its messages are made anew in "
+            "every step, partly by the host. Capture the model's parts without DDP around them, or none"
+        )

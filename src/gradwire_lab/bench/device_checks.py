@@ -310,3 +310,44 @@ def check_schemes(
     if different:
         raise CheckFailed(f"on {device} other bits than on the CPU: {', '.join(different)}")
     return {"n_schemes": len(seconds), "seconds": seconds}
+
+
+def check_features(device: torch.device) -> dict[str, Any]:
+    """What people do around DDP on a device, in one rank: mixed precision, a compiled model, a captured CUDA graph.
+
+    Raises: CheckFailed (a loss is not finite, or a captured backward pass was not refused).
+    """
+    placements = ("staged", "device") if dist.get_backend() != "gloo" else ("staged",)
+    done = []
+    for name, placement, is_compiled in itertools.product(("one-bit", "gcomp", "auto"), placements, (False, True)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.GELU()))).to(device)
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(ddp.parameters())
+        attachment = attach(ddp, optimizer, name, placement=placement)
+        step = torch.compile(ddp) if is_compiled else ddp
+        batch = torch.randn(32, 512, device=device)
+        for _ in range(4):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = step(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+        if not bool(loss.isfinite()):
+            raise CheckFailed(f"{name}, {placement}, compiled: {is_compiled}: a loss of {float(loss)}")
+        if name == "one-bit" and device.type == "cuda" and not is_compiled:
+            _check_capture(ddp, batch)
+        attachment.close()
+        done.append(f"{name}, {placement}{', compiled' if is_compiled else ''}")
+    return {"trained": done}
+
+
+def _check_capture(ddp: nn.Module, batch: Tensor) -> None:
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            ddp(batch).square().mean().backward()
+    except Exception as error:
+        if "CUDA graph" not in str(error):
+            raise CheckFailed(f"a captured backward pass was answered by {error}") from error
+        return
+    raise CheckFailed("a captured backward pass was not refused")

@@ -110,7 +110,7 @@ def _run_rank() -> int:
     import torch
     import torch.distributed as dist
 
-    from gradwire_lab.bench.device_checks import check_schemes
+    from gradwire_lab.bench.device_checks import check_features, check_schemes
 
     rank, backend = int(os.environ["LOCAL_RANK"]), os.environ[_RANK]
     current = torch.accelerator.current_accelerator()
@@ -121,6 +121,8 @@ def _run_rank() -> int:
     for placement in ("staged", "device") if "nccl" in backend else ("staged",):
         note = functools.partial(print, f"  {placement}:") if rank == 0 else lambda _: None
         check_schemes(device, note=note, placement=placement)
+    if dist.get_world_size() == 1:
+        check_features(device)
     dist.destroy_process_group()
     return 0
 

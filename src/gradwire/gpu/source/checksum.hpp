@@ -79,8 +79,8 @@ __device__ inline u32 xor_over_block(u32 word, ChecksumShared& shared) {
   return all;
 }
 
-// Of any bytes; thread 0 has it. Threads take words in turn, the last one the last whole word, behind words of zeros; what
-// is left behind that is thread 0's.
+// Of any bytes; thread 0 has it. Threads take words in turn, the last one the last whole word, behind words of zeros;
+// what is left behind that is thread 0's.
 __device__ inline u32 checksum_of_piece(const u8* bytes, u64 n_bytes, ChecksumShared& shared) {
   constexpr u32 kBatch = 4;
   const u32 before = static_cast<u32>(reinterpret_cast<u64>(bytes) % 4);
@@ -95,9 +95,9 @@ __device__ inline u32 checksum_of_piece(const u8* bytes, u64 n_bytes, ChecksumSh
       own[q] = i < n_zeros ? 0 : words[i - n_zeros];
       if (i == n_zeros) own[q] &= ~0u << 8 * before;
     }
-    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q)
-      sum = own[q] ^ shared.shifted[0][sum & 0xFF] ^ shared.shifted[1][sum >> 8 & 0xFF] ^
-            shared.shifted[2][sum >> 16 & 0xFF] ^ shared.shifted[3][sum >> 24];
+    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) sum =
+        own[q] ^ shared.shifted[0][sum & 0xFF] ^ shared.shifted[1][sum >> 8 & 0xFF] ^
+        shared.shifted[2][sum >> 16 & 0xFF] ^ shared.shifted[3][sum >> 24];
   }
   sum = xor_over_block(product_of(sum, shift_by(4 * (kChecksumThreads - threadIdx.x))), shared);
   if (threadIdx.x == 0)
@@ -106,7 +106,8 @@ __device__ inline u32 checksum_of_piece(const u8* bytes, u64 n_bytes, ChecksumSh
   return sum;
 }
 
-// With the complement that all begins with, and without the one at the end: of what comes behind bytes of this checksum.
+// With the complement that all begins with, and without the one at the end: of what comes behind bytes of this
+// checksum.
 __device__ inline u32 checksum_behind(u32 before, u32 own, u64 n_own) {
   return n_own == 0 ? before : own ^ product_of(before, shift_by(n_own));
 }

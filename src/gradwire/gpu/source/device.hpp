@@ -18,17 +18,17 @@
 #endif
 
 // A kernel whose code is made for each dtype, which `member` of its parameters says: inside, the compiler knows it.
-#define GW_KERNEL_BY_DTYPE(name, Parameters, member)                \
-  __device__ __forceinline__ void name##_of(const Parameters& p);   \
-  GW_KERNEL(name, Parameters) {                                     \
-    Parameters own = p;                                             \
-    if (p.member == kFloat32)                                       \
-      own.member = kFloat32, name##_of(own);                        \
-    else if (p.member == kBfloat16)                                 \
-      own.member = kBfloat16, name##_of(own);                       \
-    else                                                            \
-      own.member = kFloat16, name##_of(own);                        \
-  }                                                                 \
+#define GW_KERNEL_BY_DTYPE(name, Parameters, member)              \
+  __device__ __forceinline__ void name##_of(const Parameters& p); \
+  GW_KERNEL(name, Parameters) {                                   \
+    Parameters own = p;                                           \
+    if (p.member == kFloat32)                                     \
+      own.member = kFloat32, name##_of(own);                      \
+    else if (p.member == kBfloat16)                               \
+      own.member = kBfloat16, name##_of(own);                     \
+    else                                                          \
+      own.member = kFloat16, name##_of(own);                      \
+  }                                                               \
   __device__ __forceinline__ void name##_of(const Parameters& p)
 
 namespace gradwire::gpu {
@@ -165,9 +165,11 @@ __device__ __forceinline__ void put_bits(void* values, u32 dtype, u64 i, u32 bit
     static_cast<u16*>(values)[i] = static_cast<u16>(bits);
 }
 
-// Values `first`, `first` + stride, ... before `end`, zeros behind it: all loads are under way before one is waited for.
+// Values `first`, `first` + stride, ... before `end`, zeros behind it: all loads are under way before one is waited
+// for.
 template <u32 kBatch>
-__device__ __forceinline__ void load_bits(const void* values, u32 dtype, u64 first, u64 stride, u64 end, u32 (&bits)[kBatch]) {
+__device__ __forceinline__ void load_bits(const void* values, u32 dtype, u64 first, u64 stride, u64 end,
+                                          u32 (&bits)[kBatch]) {
   const u64 n = first < end ? end - first : 0;
   if (dtype == kFloat32) {
     const u32* const own = static_cast<const u32*>(values) + first;
@@ -185,7 +187,9 @@ __device__ __forceinline__ float value_at(const void* values, u32 dtype, u64 i) 
   return value_of_bits(dtype, bits_at(values, dtype, i));
 }
 __device__ __forceinline__ u32 bits_of_value(u32 dtype, float value) {
-  return dtype == kFloat32 ? __float_as_uint(value) : dtype == kBfloat16 ? bfloat16_of_float(value) : half_of_float(value);
+  return dtype == kFloat32    ? __float_as_uint(value)
+         : dtype == kBfloat16 ? bfloat16_of_float(value)
+                              : half_of_float(value);
 }
 __device__ __forceinline__ void put_value(void* values, u32 dtype, u64 i, float value) {
   put_bits(values, dtype, i, bits_of_value(dtype, value));
@@ -224,8 +228,7 @@ __device__ __forceinline__ void store_words(Word* at, u32 n, const u32 (&bits)[4
     GW_UNROLLED for (u32 q = 0; q < 4; ++q) whole.words[q] = static_cast<Word>(bits[q]);
     *reinterpret_cast<Whole*>(at) = whole;
   } else {
-    GW_UNROLLED for (u32 q = 0; q < 4; ++q)
-      if (q < n) at[q] = static_cast<Word>(bits[q]);
+    GW_UNROLLED for (u32 q = 0; q < 4; ++q) if (q < n) at[q] = static_cast<Word>(bits[q]);
   }
 }
 __device__ __forceinline__ void load_four(const void* values, u32 dtype, u64 i, u32 n, u32 (&bits)[4]) {

@@ -1,6 +1,7 @@
 // Truncated-float and embedded-float messages (docs/format.md) on a device: what both share, which is their header, the
 // checksums of header and chunks, and values as words. The bytes of native/truncated_float and native/embedded_float.
-// The launches of a message stand in gradwire/codecs/floats.py; one launch serves several messages, each with blocks of its own.
+// The launches of a message stand in gradwire/codecs/floats.py; one launch serves several messages, each with blocks of
+// its own.
 #pragma once
 
 #include "checksum.hpp"
@@ -48,7 +49,9 @@ __device__ __forceinline__ bool is_exact(const Format& f) {
   return f.format == kNative && f.n_bits == kLayouts[f.dtype].width;
 }
 
-__device__ __forceinline__ u64 partitions_of(const Format& f, u64 n) { return Power(f.partition).parts(n + f.partition - 1); }
+__device__ __forceinline__ u64 partitions_of(const Format& f, u64 n) {
+  return Power(f.partition).parts(n + f.partition - 1);
+}
 __device__ __forceinline__ u64 chunks_of(const Format& f) { return parts_of(f.n, kChunkValues); }
 __device__ __forceinline__ u64 entry_bytes(const Format& f) { return f.kind == kTruncated ? 4 : 8; }
 __device__ __forceinline__ u64 table_end(const Format& f) { return kBytesOfHeader + entry_bytes(f) * chunks_of(f); }
@@ -94,8 +97,8 @@ __device__ __forceinline__ u32 raw_nan(u32 dtype) { return dtype == kFloat16 ? 0
 
 // One of several messages that a launch serves.
 struct Row {
-  u64 first, at;  // its values, and its bytes, from those of the first message
-  u64 n, number;  // of its values; what it draws by is that much after the first step
+  u64 first, at;     // its values, and its bytes, from those of the first message
+  u64 n, number;     // of its values; what it draws by is that much after the first step
   u64 scale, chunk;  // its first ones among those of all messages
 };
 
@@ -144,8 +147,8 @@ __device__ __forceinline__ FloatEncode own_of(const FloatEncode& all) {
   return p;
 }
 // A kernel whose body sees its own message's parameters, and which dtype it is of.
-#define GW_KERNEL_OF_ROWS(name, Parameters)                                  \
-  __device__ __forceinline__ void name##_own(const Parameters& p);           \
+#define GW_KERNEL_OF_ROWS(name, Parameters)                                     \
+  __device__ __forceinline__ void name##_own(const Parameters& p);              \
   GW_KERNEL_BY_DTYPE(name, Parameters, format.dtype) { name##_own(own_of(p)); } \
   __device__ __forceinline__ void name##_own(const Parameters& p)
 
@@ -185,8 +188,8 @@ struct Chunk {
 __device__ __forceinline__ Chunk chunk_of(const FloatEncode& p) {
   const u64 index = block_of(p), n = values_in(p.format, index);
   u8* const at = p.message + chunk_at(p.format, index);
-  return {index, index * kChunkValues, static_cast<u32>(n), static_cast<u32>(partitions_of(p.format, n)), at,
-          at + head_bytes(p.format, n)};
+  return {index, index * kChunkValues,        static_cast<u32>(n), static_cast<u32>(partitions_of(p.format, n)),
+          at,    at + head_bytes(p.format, n)};
 }
 
 // By the block that has written it: its entry of the table. `found`: this thread has seen what is not finite.
@@ -359,8 +362,8 @@ __device__ inline u32 rounded_exponent(u32 word, const Layout& layout, u32 n_bit
   return least(code + (fraction_of(number) * (up - down) < x - down), layout.largest >> (layout.width - n_bits));
 }
 
-// How a value becomes a code: its first bits; rounded among numbers of its own dtype; or of a format, to which it is scaled:
-// cut off, to numbers that have fewer bits of exponent, or to nearest and by chance.
+// How a value becomes a code: its first bits; rounded among numbers of its own dtype; or of a format, to which it is
+// scaled: cut off, to numbers that have fewer bits of exponent, or to nearest and by chance.
 enum Way : u32 { kFirstBits, kOwnDtype, kCutOff, kFewExponents, kOfFormat };
 
 struct Rules {
@@ -380,7 +383,8 @@ __device__ inline Rules rules_of(const FloatEncode& p) {
   return {layout, way, p.rounding == kStochastic};
 }
 
-// Of a value's bits, whose partition has that scale: as a word, which is 0 for what is not finite, and what divides by it.
+// Of a value's bits, whose partition has that scale: as a word, which is 0 for what is not finite, and what divides by
+// it.
 struct Scale {
   u32 word;
   float inverse;  // of powers of two, which FP4's are not
@@ -401,8 +405,7 @@ __device__ __forceinline__ u32 code_of(const Format& f, const Rules& rules, u32 
     const float normal = __uint_as_float((word & kInfinity) == 0 ? word & kSign : word);
     word = __float_as_uint(f.format == kFp4 ? quotient(normal, __uint_as_float(scale.word)) : normal * scale.inverse);
   }
-  if (kWay == kCutOff)
-    return rounded(word, layout, layout.mantissa_bits, false, 0) >> (layout.width - f.n_bits) | sign;
+  if (kWay == kCutOff) return rounded(word, layout, layout.mantissa_bits, false, 0) >> (layout.width - f.n_bits) | sign;
   if (kWay == kFewExponents) return rounded_exponent(word, layout, f.n_bits, rules.is_random ? number : kSign) | sign;
   return rounded(word, layout, f.n_bits - 1 - layout.exponent_bits, rules.is_random, number) | sign;
 }
@@ -475,11 +478,16 @@ __device__ inline u32 code_of(const FloatEncode& p, const Rules& rules, u64 i) {
   u32 number = 0;
   if (rules.is_random) number = number_of(draw(p.seed, p.step, i / 64 * 8 + i % 8), static_cast<u32>(i % 64 / 8));
   switch (rules.way) {
-    case kFirstBits: return code_of<kFirstBits>(f, rules, bits, scale, number);
-    case kOwnDtype: return code_of<kOwnDtype>(f, rules, bits, scale, number);
-    case kCutOff: return code_of<kCutOff>(f, rules, bits, scale, number);
-    case kFewExponents: return code_of<kFewExponents>(f, rules, bits, scale, number);
-    default: return code_of<kOfFormat>(f, rules, bits, scale, number);
+    case kFirstBits:
+      return code_of<kFirstBits>(f, rules, bits, scale, number);
+    case kOwnDtype:
+      return code_of<kOwnDtype>(f, rules, bits, scale, number);
+    case kCutOff:
+      return code_of<kCutOff>(f, rules, bits, scale, number);
+    case kFewExponents:
+      return code_of<kFewExponents>(f, rules, bits, scale, number);
+    default:
+      return code_of<kOfFormat>(f, rules, bits, scale, number);
   }
 }
 
@@ -496,8 +504,8 @@ __device__ __forceinline__ void pack_rest(const FloatEncode& p, const Rules& rul
   }
 }
 
-// The scales of a block's values, by eight threads that have a stream each; written by the first of those of a partition,
-// which is some 32s of them, or up to four blocks. Returns whether one is not finite.
+// The scales of a block's values, by eight threads that have a stream each; written by the first of those of a
+// partition, which is some 32s of them, or up to four blocks. Returns whether one is not finite.
 __device__ __forceinline__ bool choose_scales(const FloatEncode& p, const Chunk& own, u32 first) {
   const Format& f = p.format;
   const Power partition(f.partition);
@@ -511,8 +519,8 @@ __device__ __forceinline__ bool choose_scales(const FloatEncode& p, const Chunk&
     }
   }
   GW_UNROLLED for (u32 step = kStreams / 2; step > 0; step /= 2)  // into the first of those that share a scale
-    GW_UNROLLED for (u32 c = 0; c < kStreams; ++c)
-      if (32 * step < f.partition && !(c & step) && largest[c | step] > largest[c]) largest[c] = largest[c | step];
+      GW_UNROLLED for (u32 c = 0; c < kStreams; ++c) if (32 * step < f.partition && !(c & step) &&
+                                                         largest[c | step] > largest[c]) largest[c] = largest[c | step];
   const u32 n_lanes = f.partition > kBlockValues ? f.partition / kThreadValues : kStreams;
   bool found = false;
   GW_UNROLLED for (u32 c = 0; c < kStreams; ++c) {
@@ -554,11 +562,20 @@ GW_KERNEL_OF_ROWS(gw_truncated_pack, FloatEncode) {
   for_blocks(own, [&](u32 first) { found |= choose_scales(p, own, first); });
   __syncthreads();
   switch (rules.way) {
-    case kFirstBits: pack_blocks<kFirstBits>(p, rules, own); break;
-    case kOwnDtype: pack_blocks<kOwnDtype>(p, rules, own); break;
-    case kCutOff: pack_blocks<kCutOff>(p, rules, own); break;
-    case kFewExponents: pack_blocks<kFewExponents>(p, rules, own); break;
-    default: pack_blocks<kOfFormat>(p, rules, own);
+    case kFirstBits:
+      pack_blocks<kFirstBits>(p, rules, own);
+      break;
+    case kOwnDtype:
+      pack_blocks<kOwnDtype>(p, rules, own);
+      break;
+    case kCutOff:
+      pack_blocks<kCutOff>(p, rules, own);
+      break;
+    case kFewExponents:
+      pack_blocks<kFewExponents>(p, rules, own);
+      break;
+    default:
+      pack_blocks<kOfFormat>(p, rules, own);
   }
   pack_rest(p, rules, own);
   __syncthreads();
@@ -590,7 +607,8 @@ __device__ inline u32 scale_of(const FloatDecode& p, bool is_right, u64 i) {
 }
 
 // `there`: the bits that it may be added to.
-__device__ __forceinline__ void put_code(const FloatDecode& p, const Layout& layout, u64 i, u32 code, u32 scale, u32 there) {
+__device__ __forceinline__ void put_code(const FloatDecode& p, const Layout& layout, u64 i, u32 code, u32 scale,
+                                         u32 there) {
   const Format& f = p.format;
   put_raw(p.to, f.dtype, i, scale != 0 ? word_of_code(f, layout, code, scale) : raw_nan(f.dtype), there);
 }
@@ -643,8 +661,9 @@ GW_KERNEL_OF_SOURCES(gw_truncated_unpack) {
 // ---- embedded: a shared exponent a partition, sign and magnitude in bit planes. Messages with the first 2 to 31 bits,
 // which have no escapes.
 
-// A warp takes 256 values of a partition at once, a thread eight of them; or all of a smaller one. Four planes of theirs
-// are nibbles of a word a thread, which the transposition of a warp's words turns into words of planes, and back.
+// A warp takes 256 values of a partition at once, a thread eight of them; or all of a smaller one. Four planes of
+// theirs are nibbles of a word a thread, which the transposition of a warp's words turns into words of planes, and
+// back.
 inline constexpr u32 kGroups = 8;
 
 // Bit `lane` of word i becomes bit i of word `lane`; words of a warp's threads.
@@ -659,7 +678,7 @@ __device__ __forceinline__ u32 transposed(u32 word) {
 
 // Where the words of four planes lie: those of one thread each, after or before their transposition.
 struct PlaneWord {
-  u32 plane;  // counted from the sign
+  u32 plane;          // counted from the sign
   u32 byte, n_bytes;  // of the plane; 0 where there is none
 };
 __device__ __forceinline__ PlaneWord plane_word(const Format& f, u32 planes, u32 first, u32 n_values) {

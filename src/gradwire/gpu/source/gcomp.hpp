@@ -286,21 +286,22 @@ __device__ __forceinline__ void for_own_values(const Encode& p, u64 first, u64 e
     u32 raw[kBatch], importance[kBatch];
     load_values(p, first + at, kLanes, end, raw, importance);
     GW_UNROLLED for (u32 q = 0; q < kBatch; ++q)
-      work(first + at + q * kLanes < end ? sent_of(p, rule, raw[q], importance[q]) : Sent{0, 0, 0});
+        work(first + at + q * kLanes < end ? sent_of(p, rule, raw[q], importance[q]) : Sent{0, 0, 0});
   }
 }
 
-// A block a chunk: signs and mantissas. How many bits of a lane come before a segment says where its words go; what of them
-// begins its first word, it learns last.
+// A block a chunk: signs and mantissas. How many bits of a lane come before a segment says where its words go; what of
+// them begins its first word, it learns last.
 GW_KERNEL_BY_DTYPE(gw_gcomp_pack, Encode, dtype) {
   struct Shared {
-    u32 n_bits[kSegments][kLanes];                             // of a segment
-    u32 left[kSegments][kLanes], n_left[kSegments][kLanes];    // behind its last whole word
+    u32 n_bits[kSegments][kLanes];                           // of a segment
+    u32 left[kSegments][kLanes], n_left[kSegments][kLanes];  // behind its last whole word
     bool is_behind_a_word[kSegments][kLanes];
   };
   Shared& shared = shared_as<Shared>();
   const u64 chunk = blockIdx.x, first = chunk * kChunkValues;
-  const u32 lane = own_lane(), segment = own_segment(), n = values_in(p.n, chunk), begin = segment * kSegmentValues + lane;
+  const u32 lane = own_lane(), segment = own_segment(), n = values_in(p.n, chunk),
+            begin = segment * kSegmentValues + lane;
   u32 n_own = 0, n_before = 0;
   for_own_values(p, first + begin, first + n, [&](const Sent& sent) { n_own += sent.n_bits(); });
   shared.n_bits[segment][lane] = n_own;
@@ -536,8 +537,8 @@ GW_KERNEL(gw_gcomp_checksums, Decode) {
   if (threadIdx.x == 0 && importance != own.importance_checksum) atomicMax(p.error, kOtherImportance);
 }
 
-// By one thread: the exponents of a stream to where its values' are; whether its bits are what its bytes hold. Every 32 of
-// them it reads the words that the next 32 can take at most into its own places in shared memory.
+// By one thread: the exponents of a stream to where its values' are; whether its bits are what its bytes hold. Every 32
+// of them it reads the words that the next 32 can take at most into its own places in shared memory.
 inline constexpr u32 kStreamStep = 32, kStepWords = (kStreamStep * kLookUpBits + 31) / 32 + 1, kPlaces = 32;
 static_assert(2 * kStepWords <= kPlaces);
 
@@ -633,9 +634,10 @@ struct UnpackShared {
   u32 n_escapes[kSegments], is_bad;
 };
 
-// By a block: the exponents of a chunk, with those that have no code of their own. Returns whether there are as many of them
-// as it says; the thread's own values need no barrier.
-__device__ __forceinline__ bool read_exponents(const Decode& p, const ChunkHeader& own, u64 chunk, UnpackShared& shared) {
+// By a block: the exponents of a chunk, with those that have no code of their own. Returns whether there are as many of
+// them as it says; the thread's own values need no barrier.
+__device__ __forceinline__ bool read_exponents(const Decode& p, const ChunkHeader& own, u64 chunk,
+                                               UnpackShared& shared) {
   const u32 n = own.n_values, begin = own_segment() * kSegmentValues + own_lane();
   for (u32 i = threadIdx.x; i < n; i += blockDim.x)
     shared.exponents[i] = own.is_raw() ? p.message[own.exponents_at() + i] : p.exponents[chunk * kChunkValues + i];
@@ -669,12 +671,13 @@ __device__ __forceinline__ bool read_exponents(const Decode& p, const ChunkHeade
 }
 
 // A block a chunk, whose lanes are read from the last value to the first. How many bits a lane takes follows from the
-// exponents, so a ballot tells every lane which word is its own. What a segment needs of a word that a later one has taken,
-// it does last.
+// exponents, so a ballot tells every lane which word is its own. What a segment needs of a word that a later one has
+// taken, it does last.
 GW_KERNEL_BY_DTYPE(gw_gcomp_unpack, Decode, dtype) {
   UnpackShared& shared = shared_as<UnpackShared>();
   const u64 chunk = blockIdx.x, first = chunk * kChunkValues;
-  const u32 lane = own_lane(), segment = own_segment(), n = values_in(p.n, chunk), begin = segment * kSegmentValues + lane;
+  const u32 lane = own_lane(), segment = own_segment(), n = values_in(p.n, chunk),
+            begin = segment * kSegmentValues + lane;
   const auto give_up = [&] {
     for (u32 i = threadIdx.x; i < n; i += blockDim.x) put_value(p.out, p.dtype, first + i, __uint_as_float(kNan));
   };
@@ -759,7 +762,8 @@ GW_KERNEL_BY_DTYPE(gw_gcomp_unpack, Decode, dtype) {
     const u32 i = begin + round * kLanes, exponent = i < n ? shared.exponents[i] : 0;
     if (i >= n) continue;
     const u32 kept = exponent == 0 ? 0 : rule.kept(exponent, importance_of(i)), n_field = exponent == 0 ? 0 : kept + 1;
-    put(i, exponent, kept, static_cast<u32>(joined) & ((1u << n_field) - 1), p.adds ? bits_at(p.out, p.dtype, first + i) : 0);
+    put(i, exponent, kept, static_cast<u32>(joined) & ((1u << n_field) - 1),
+        p.adds ? bits_at(p.out, p.dtype, first + i) : 0);
     joined >>= n_field;
   }
 }

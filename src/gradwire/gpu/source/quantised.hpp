@@ -381,7 +381,7 @@ __device__ __forceinline__ float value_of(const Dequantise& p, u32 word, u32 i, 
 // Values, or their sum with what is there; NaN where a message is not whole, so that nobody goes on with less.
 template <u32 kKind, bool kHasLevels, class FieldsAt>
 __device__ __forceinline__ void unpack_words(const Dequantise& p, u64 n_words, const u32* words, FieldsAt fields_at) {
-  constexpr u32 kThreads = (1u << word_shift(kKind)) / 4;  // a word
+  constexpr u32 kThreads = (1u << word_shift(kKind)) / 4;                     // a word
   const bool is_finite = *p.error <= error_word(kCode) && p.message[6] == 0;  // more was written by an earlier kernel
   for (u64 four = thread_number(); four < n_words * kThreads; four += thread_count()) {
     const u32 place = 4 * static_cast<u32>(four % kThreads);
@@ -488,12 +488,12 @@ __device__ __forceinline__ Fields fields_of(const Grouping& by, const u8* messag
 }
 
 // work(words of the kind, and with which levels)
-#define GW_BY_KIND(kind, per_group, work, ...)                    \
-  if (kind == kOneBit)                                            \
-    work<kOneBit, false>(__VA_ARGS__);                            \
-  else if (per_group == 2)                                        \
-    work<kTwoBit, true>(__VA_ARGS__);                             \
-  else                                                            \
+#define GW_BY_KIND(kind, per_group, work, ...) \
+  if (kind == kOneBit)                         \
+    work<kOneBit, false>(__VA_ARGS__);         \
+  else if (per_group == 2)                     \
+    work<kTwoBit, true>(__VA_ARGS__);          \
+  else                                         \
     work<kTwoBit, false>(__VA_ARGS__)
 
 // Eight threads a group.

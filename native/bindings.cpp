@@ -3,6 +3,7 @@
 
 #include "checksum/crc32c.hpp"
 #include "low_rank/factors.hpp"
+#include "netlab/relay.hpp"
 #include "packing/packing.hpp"
 #include "parallel/thread_pool.hpp"
 #include "signs/votes.hpp"
@@ -150,6 +151,15 @@ NB_MODULE(_native, m) {
       },
       "allow_avx2"_a, "allow_avx512"_a = true);
   m.def("crc32c", &crc32c, "data"_a, "crc"_a = 0, unlocked);
+  m.attr("LINE_BYTES") = sizeof(netlab::Line);
+  m.def(
+      "relay_packets",
+      [](const std::vector<int>& devices, Bytes lines, int stop) {
+        const std::size_t n = lines.size() / sizeof(netlab::Line);
+        if (n != devices.size()) throw InvalidArgument("relay_packets() takes a line for each device");
+        netlab::relay(devices, {reinterpret_cast<netlab::Line*>(lines.data()), n}, stop);
+      },
+      "devices"_a, "lines"_a, "stop"_a, unlocked);
   bind_codecs(m);
   bind_sums(m);
   bind_engine(m);

@@ -17,7 +17,7 @@ from typing import Any
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire_lab.ranks.launch import Launch, run_gradwire
-from gradwire_lab.ranks.netlab.rate import parse_rate
+from gradwire_lab.ranks.netlab.rate import parse_rate, with_way
 from gradwire_lab.results.records import RecordLog, write_csv, write_json
 
 DEFAULT_RANKS = 4
@@ -80,7 +80,7 @@ def run_in_ranks(bench: str, args: argparse.Namespace, *, switch: bool = False) 
                 print(line, flush=True)  # only rank 0 writes on standard output, so lines need no rank before them
 
         how: dict[str, Any] = {"switch": switch, "ranks_per_node": args.ranks_per_node, "on_start": started.append}
-        for rate in args.rate or ["none"]:
+        for rate in [with_way(args, one) for one in args.rate or ["none"]]:
             each = rate.split(",") if "," in rate else rate
             try:
                 run_gradwire(command, args.ranks or DEFAULT_RANKS, each, take_line, **how)

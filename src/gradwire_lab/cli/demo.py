@@ -17,7 +17,7 @@ from typing import Any
 
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.plan import describe_rate
-from gradwire_lab.cli.options import add_ranks, add_workload, option, switch
+from gradwire_lab.cli.options import add_ranks, add_way, add_workload, option, switch
 from gradwire_lab.results.records import write_json, write_text
 from gradwire_lab.results.tables import Grid, print_grid
 
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     add_workload(parser)
     add_ranks(parser, 2, "100mbit")
+    add_way(parser)
     option(parser, "--seconds", "S", f"approximate training time (default: {_SECONDS:.0f})", type=float)
     switch(parser, "--quick", f"{_QUICK_SECONDS:.0f} seconds of training")
     option(parser, "--out", "DIR", "folder of demo.json and demo.svg", Path("runs/demo"), type=Path)
@@ -48,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
     from gradwire.registry import parse_spec
     from gradwire_lab import workloads
     from gradwire_lab.ranks.launch import run_gradwire
-    from gradwire_lab.ranks.netlab.rate import parse_rate
 
     seconds = args.seconds if args.seconds is not None else _QUICK_SECONDS if args.quick else _SECONDS
     if not seconds > 0:
@@ -58,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
     if "RANK" in os.environ:
         _train(args.workload, seconds)
         return 0
-    parse_rate(args.rate)
+    from gradwire_lab.ranks.netlab.rate import parse_link, with_way
+
+    rate = with_way(args, args.rate)
+    parse_link(rate, 0, args.ranks)
     name, options = parse_spec(args.workload)
     workloads.by_name(name, **options)
     result: dict[str, Any] = {}
@@ -69,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(line, flush=True)
 
-    words = f"{args.workload} on {args.ranks} local ranks, links of {args.rate}"
+    words = f"{args.workload} on {args.ranks} local ranks, links of {rate}"
     print(f"{words}; {seconds:.0f} s of training, in turns.", flush=True)
     command = ["demo", "--workload", args.workload, "--seconds", str(seconds)]
-    result["shaped"] = run_gradwire(command, args.ranks, args.rate, take_line)
-    result["rate"] = args.rate if result["shaped"] else "none"
+    result["shaped"] = run_gradwire(command, args.ranks, rate, take_line)
+    result["rate"] = rate if result["shaped"] else "none"
     write_json(args.out / "demo.json", result)
     show(result)
     print(f"\nAll figures: {args.out / 'demo.json'}" + _draw(result, args.out / "demo.svg"))

@@ -8,11 +8,11 @@ import logging
 import sys
 
 from gradwire.errors import InvalidArgument
-from gradwire_lab.cli.options import add_json, add_ranks, option, switch
+from gradwire_lab.cli.options import add_json, add_ranks, add_way, option, switch
 from gradwire_lab.ranks.launch import start_ranks
 from gradwire_lab.ranks.netlab.check import RateCheck, measure_rate
-from gradwire_lab.ranks.netlab.lab import MTU, QUEUE_MS, LinkCounters
-from gradwire_lab.ranks.netlab.rate import format_rate, parse_rate
+from gradwire_lab.ranks.netlab.lab import DISTANT_MTU, MTU, QUEUE_MS, LinkCounters
+from gradwire_lab.ranks.netlab.rate import format_rate, parse_link, with_way
 from gradwire_lab.ranks.netlab.schedule import Schedule, parse_event
 from gradwire_lab.ranks.netlab.stale import end_stale_labs
 from gradwire_lab.ranks.supervisor import end_on_signals
@@ -30,14 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="Run a command in every rank, with torchrun's environment variables and its own rate-limited link.",
     )
     add_ranks(run, 4, "1gbit")
+    add_way(run)
     option(run, "--ranks-per-node", "N", "ranks that share one link", 1)
     option(run, "--straggler", "RANK=RATE", "give one rank another rate; repeatable", [], action="append")
-    words = "in mid-run: 10:rate:2=100mbit, 10:down:2, 12:up:2, 5:stop:1, 6:continue:1, 9:kill:3; repeatable"
+    words = "in mid-run: 10:rate:2=100mbit, 10:delay:2=40ms, 10:down:2, 12:up:2, 5:stop:1, 6:continue:1, 9:kill:3; repeatable"
     option(run, "--at", "SECONDS:EVENT", words, [], action="append")
     option(run, "--grace", "S", "seconds that the other ranks get to end when one fails", 10.0)
     option(run, "--timeout", "S", "end the run after this long, with status 124", type=float)
     switch(run, "--counters", "print what each link has carried, at the end")
-    option(run, "--mtu", "BYTES", "of the links", MTU)
+    option(run, "--mtu", "BYTES", f"of the links (default: {MTU}, with a distance {DISTANT_MTU})", type=int)
     option(run, "--queue-ms", "MS", "of each link's queues", QUEUE_MS, type=float)
     switch(run, "--require-shaping", "fail instead of running on loopback if links cannot be limited")
     run.add_argument("rank_command", nargs="+", metavar="COMMAND", help="the command and its arguments")
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = actions.add_parser("check", help="measure the links' rates", description=words)
     option(check, "--ranks", "N", "processes to start here", 4)
     option(check, "--rates", "RATE", "of the links, one run each", ["100mbit", "500mbit", "1gbit", "2gbit"], nargs="+")
+    add_way(check)
     option(check, "--seconds", "S", "per all-reduce", 1.0)
     option(check, "--repeats", "N", "all-reduces at each rate", 5)
     option(check, "--tolerance", "SHARE", "status 1 beyond it", 0.05)
@@ -65,16 +67,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     n_links = max(1, args.ranks // max(1, args.ranks_per_node))
-    rates: list[str | float | None] = [args.rate] * n_links
+    own = with_way(args, args.rate)
+    rates: list[str | float | None] = [own] * n_links
     for straggler in args.straggler:
         rank, equals, rate = straggler.partition("=")
         if not equals or not rank.isdecimal() or int(rank) >= n_links:
             raise InvalidArgument(f"--straggler {straggler}: write RANK=RATE, with a rank from 0 to {n_links - 1}")
-        rates[int(rank)] = rate
-    if parse_rate(args.rate) is None and args.at and not args.straggler:
+        rates[int(rank)] = with_way(args, rate)
+    if own == "none" and args.at and not args.straggler:
         raise InvalidArgument("--at changes a lab's links and ranks; with --rate none there is no lab")
     events = [parse_event(text, args.ranks) for text in args.at]
-    rate = rates if args.straggler else args.rate
+    rate = rates if args.straggler else own
     counters: list[LinkCounters] | None = None
     options = {
         "mtu": args.mtu, "queue_ms": args.queue_ms, "require_shaping": args.require_shaping,
@@ -112,22 +115,31 @@ def _counter_grid(counters: list[LinkCounters]) -> Grid:
 def _check(args: argparse.Namespace) -> int:
     if not 0.01 <= args.seconds <= 60 or not 1 <= args.repeats <= 100:
         raise InvalidArgument("--seconds is from 0.01 to 60, --repeats from 1 to 100")
-    for rate in args.rates:
-        parse_rate(rate)
+    links = [with_way(args, rate) for rate in args.rates]
+    for link in links:
+        parse_link(link, 0, args.ranks)
     checks: list[RateCheck] = []
-    for rate in args.rates:
+    for link in links:
         with end_on_signals():
-            checks.append(measure_rate(args.ranks, rate, args.seconds, args.repeats))
+            checks.append(measure_rate(args.ranks, link, args.seconds, args.repeats))
         if args.json is not None:  # after each rate: what was measured stays if a later one fails
             write_text(args.json, "".join(json.dumps(one.to_record()) + "\n" for one in checks))
     rows = []
     for one in checks:
         shares = (one.deviation, one.lowest_bps / one.set_bps, one.highest_bps / one.set_bps, one.wire_overhead)
         measured = f"{one.payload_bps / 1e6:,.1f} Mb/s"
-        rows.append([format_rate(one.set_bps), measured, *(f"{share:.1%}" for share in shares), str(one.drops)])
-    headings = ["set", "median", "deviation", "lowest", "highest", "frames over payload", "drops"]
+        way = [f"{1e3 * one.round_trip_s:.2f} ms", f"{one.loss:.2%}"]
+        rows.append([format_rate(one.set_bps), measured, *(f"{share:.1%}" for share in shares), str(one.drops), *way])
+    headings = ["set", "median", "deviation", "lowest", "highest", "frames over payload", "drops", "round trip", "loss"]
     print_grid(Grid(f"Gloo all_reduce, {args.ranks} ranks, payload without headers", headings, rows))
-    outside = [format_rate(one.set_bps) for one in checks if abs(one.deviation) > args.tolerance]
+    # A connection over a lossy line does not fill it, whatever the line can do: there the way is what is checked.
+    outside = [
+        format_rate(one.set_bps)
+        for one, link in zip(checks, links, strict=True)
+        if (one.deviation < -args.tolerance and not parse_link(link, 0, args.ranks).is_distant)
+        or one.deviation > args.tolerance
+        or not one.has_way_of(parse_link(link, 0, args.ranks), args.tolerance)
+    ]
     if outside:
         words = f"more than {args.tolerance:.0%} off: {', '.join(outside)}; is the machine busy?"
         print(f"gradwire: {words}", file=sys.stderr)

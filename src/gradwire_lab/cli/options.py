@@ -58,6 +58,15 @@ def add_ranks(parser: argparse.ArgumentParser, default: int | None = None, rate:
     option(parser, "--rate", "RATE", "each rank's link: 100mbit, none", rate)
 
 
+def add_way(parser: argparse.ArgumentParser) -> None:
+    """How far the ranks are from each other, beside `--rate`; `netlab.rate.with_way` reads it."""
+    option(parser, "--delay", "TIME", "one way between ranks: 20ms")
+    option(parser, "--jitter", "TIME", "packets come so much earlier or later: 1ms")
+    option(parser, "--loss", "SHARE", "of the packets: 0.05%")
+    option(parser, "--sites", "SxR", "sites of so many ranks: 2x2")
+    option(parser, "--site-delay", "TIME", "added one way between sites: 40ms")
+
+
 def add_json(parser: argparse.ArgumentParser, what: str = "write a list of flat records", *, csv: bool = False) -> None:
     """`--json`, and `--csv`."""
     option(parser, "--json", "FILE", what, type=Path)

@@ -16,7 +16,7 @@ from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.box import GpuLinks, advise, plan_box, read_topology
 from gradwire.planning.plan import Plan, describe_rate
 from gradwire.registry import parse_spec
-from gradwire_lab.cli.options import add_json, add_ranks, option
+from gradwire_lab.cli.options import add_json, add_ranks, add_way, option
 from gradwire_lab.results.records import write_text
 from gradwire_lab.results.tables import Grid, print_grid
 
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fidelity", default="any", choices=["exact", "close", "any"], help="default: any")
     option(parser, "--seconds", "S", "approximate time to spend", 60.0)
     add_ranks(parser)  # with --profile the other network's rate
+    add_way(parser)
     add_json(parser, "write the plan: for --profile, and for attach")
 
 
@@ -64,13 +65,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _start_ranks(args: argparse.Namespace) -> int:
     from gradwire_lab.ranks.launch import run_gradwire
+    from gradwire_lab.ranks.netlab.rate import with_way
 
     command = ["recommend", "--fidelity", args.fidelity, "--seconds", str(args.seconds)]
     for flag, value in (("--workload", args.workload), ("--entry", args.entry), ("--json", args.json)):
         command += [] if value is None else [flag, str(value)]
     if args.entry is not None:
         _check_entry(args.entry)
-    run_gradwire(command, args.ranks if args.ranks is not None else 4, args.rate)
+    run_gradwire(command, args.ranks if args.ranks is not None else 4, with_way(args, args.rate))
     return 0
 
 

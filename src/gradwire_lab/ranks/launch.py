@@ -73,7 +73,9 @@ def start_ranks(
         raise InvalidArgument("no command to run in the ranks; give one after --")
     from gradwire_lab.ranks.netlab import Netlab, parse_rate
 
-    on_loopback = rate is None or (isinstance(rate, str | int | float) and parse_rate(rate) is None)
+    on_loopback = rate is None or (
+        isinstance(rate, str | int | float) and parse_rate(rate) is None and "/" not in str(rate)
+    )
     lab = Netlab(n_ranks, rate, switch=switch, on_loopback=on_loopback, **lab_options)
     try:
         lab.__enter__()

@@ -1,7 +1,8 @@
 """What a rank finds in its environment: torchrun's variables, and the network, so that every result carries it.
 
 `GRADWIRE_NETWORK` is "netlab 1000000000" (all links alike), "netlab 1000000000,100000000" (one rate a rank, "none" for
-an unshaped link), "netlab 100000000 nodes=2x4" (two links with four ranks behind each) or "loopback";
+an unshaped link), "netlab 100000000 nodes=2x4" (two links with four ranks behind each), "netlab 100000000 way=delay=20ms"
+or "loopback";
 `GRADWIRE_RANKS_ON_MACHINE` is how many ranks share this machine's cores.
 """
 
@@ -28,6 +29,7 @@ class Network:
     rates_bps: tuple[int | None, ...] = ()  # per rank, at the start of the run; one entry stands for all
     n_ranks_on_machine: int | None = None
     ranks_per_node: int = 1  # behind each link
+    way: str = ""  # of links with a distance: what follows their rate ("delay=20ms/loss=0.05%")
 
     @property
     def shaped(self) -> bool:
@@ -46,7 +48,8 @@ class Network:
             words = words[:1]
         if self.ranks_per_node > 1 and self.n_ranks_on_machine is not None:
             words = [",".join(words) + f" nodes={self.n_ranks_on_machine // self.ranks_per_node}x{self.ranks_per_node}"]
-        variables = {NETWORK_VARIABLE: f"{self.kind} {','.join(words)}".strip()}
+        way = f" way={self.way}" if self.way else ""
+        variables = {NETWORK_VARIABLE: f"{self.kind} {','.join(words)}{way}".strip()}
         if self.n_ranks_on_machine is not None:
             variables[RANKS_VARIABLE] = str(self.n_ranks_on_machine)
         return variables
@@ -63,11 +66,12 @@ def current_network(environment: Mapping[str, str] | None = None) -> Network:
     environment = os.environ if environment is None else environment
     kind, _, rates = environment.get(NETWORK_VARIABLE, "unspecified").partition(" ")
     ranks = environment.get(RANKS_VARIABLE)
+    rates, _, way = rates.partition(" way=")
     rates, _, nodes = rates.partition("nodes=")
     try:
         per_node = int(nodes.partition("x")[2]) if nodes else 1
         rates_bps = _read_rates(rates.strip().split(",") if rates.strip() else [])
-        return Network(kind, rates_bps, None if ranks is None else int(ranks), per_node)
+        return Network(kind, rates_bps, None if ranks is None else int(ranks), per_node, way)
     except ValueError as error:
         raise InvalidArgument(
             f"{NETWORK_VARIABLE}={environment.get(NETWORK_VARIABLE)!r}, {RANKS_VARIABLE}={ranks!r}: {error}; unset them"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradwire_lab.bench.launching import DEFAULT_RANKS
-from gradwire_lab.cli.options import ShortHelp, add_json, add_workload, option, switch
+from gradwire_lab.cli.options import ShortHelp, add_json, add_way, add_workload, option, switch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -150,6 +150,7 @@ def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--ranks", "N", f"ranks to start here (default: {DEFAULT_RANKS})", type=int)
     words = "link rates, one run each: 100mbit, none (default), or R,R,R,S: one a rank or node"
     option(parser, "--rate", "RATE", words, nargs="+")
+    add_way(parser)
     option(parser, "--ranks-per-node", "N", "ranks that share a node and its link", 1)
     add_json(parser, csv=True)
     parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)  # JSONL of records, from rank 0 to its launcher

@@ -1,12 +1,15 @@
-"""`gradwire netlab check`: measure what Gloo's all_reduce gets through links of given rates.
+"""`gradwire netlab check`: measure what Gloo's all_reduce gets through links, how long they are, and what they lose.
 
 As a program, in each rank: SECONDS REPEATS RATE_BPS.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import math
+import socket
 import statistics
 import sys
 import time
@@ -14,7 +17,9 @@ from dataclasses import asdict, dataclass
 
 from gradwire.errors import InvalidArgument
 from gradwire_lab.ranks.launch import start_ranks
-from gradwire_lab.ranks.netlab.rate import parse_rate
+from gradwire_lab.ranks.netlab.rate import LabLink, parse_link
+
+_N_DATAGRAMS, _PORT = 2000, 29_700
 
 
 @dataclass(frozen=True)
@@ -28,11 +33,24 @@ class RateCheck:
     highest_bps: float
     wire_overhead: float  # frames on rank 0's link, both directions, against the payload: headers and acknowledgements
     drops: int  # frames, over all links
+    round_trip_s: float  # median of small datagrams from rank 0 to rank 1 and back
+    loss: float  # one way, from the share of those that came back
 
     @property
     def deviation(self) -> float:
         """Measured against set: -0.02 is 2 % too slow."""
         return self.payload_bps / self.set_bps - 1
+
+    def has_way_of(self, link: LabLink, tolerance: float) -> bool:
+        """Whether round trip and loss are the link's: to so many parts, or to 1 ms, and to what chance leaves."""
+        chance = 4 * math.sqrt((link.loss + 1 / _N_DATAGRAMS) / _N_DATAGRAMS)
+        meant_s = 2 * (link.delay_s + link.site_delay_s * (self.ranks == 2 and link.site_delay_s > 0))
+        is_long_enough = self.round_trip_s >= meant_s - 2 * link.jitter_s - tolerance * meant_s
+        return (
+            is_long_enough
+            and self.round_trip_s <= meant_s * (1 + tolerance) + 2 * link.jitter_s + 1e-3
+            and abs(self.loss - link.loss) <= chance
+        )
 
     def to_record(self) -> dict[str, float]:
         """A flat JSON record."""
@@ -44,7 +62,7 @@ def measure_rate(ranks: int, rate: str | float, seconds: float = 1.0, repeats: i
 
     Raises: InvalidArgument, Unsupported (no shaped network here), PeerLost (a rank failed).
     """
-    set_bps = parse_rate(rate)
+    set_bps = parse_link(rate, 0, ranks).rate_bps
     if set_bps is None:
         raise InvalidArgument("a link without a limit has no rate to check: give 100mbit, 1gbit, ...")
     if ranks < 2:
@@ -67,6 +85,8 @@ def measure_rate(ranks: int, rate: str | float, seconds: float = 1.0, repeats: i
         highest_bps=max(rates),
         wire_overhead=(counters[0].sent_bytes + counters[0].received_bytes) / payload - 1,
         drops=sum(link.sent_drops + link.received_drops for link in counters),
+        round_trip_s=found["round_trip_s"],
+        loss=found["loss"],
     )
 
 
@@ -82,6 +102,8 @@ def probe(seconds: float, repeats: int, rate_bps: int) -> None:
     world_size = dist.get_world_size()
     crossing = 2 * (world_size - 1) / world_size
     n_elements = max(1 << 16, int(rate_bps / 8 * seconds / crossing / 4))
+    round_trip_s, loss = _echoes(dist.get_rank())
+    dist.barrier()
     tensor = torch.ones(n_elements)
     dist.all_reduce(tensor[: max(1 << 16, n_elements // 4)])  # connections, windows, memory
     rates = []
@@ -94,8 +116,52 @@ def probe(seconds: float, repeats: int, rate_bps: int) -> None:
         assert tensor[0] == world_size
         assert tensor[-1] == world_size
     if dist.get_rank() == 0:
-        print(json.dumps({"payload_bytes": 4 * n_elements, "rates_bps": rates}), flush=True)
+        print(
+            json.dumps(
+                {"payload_bytes": 4 * n_elements, "rates_bps": rates, "round_trip_s": round_trip_s, "loss": loss}
+            ),
+            flush=True,
+        )
     dist.destroy_process_group()
+
+
+def _echoes(rank: int) -> tuple[float, float]:
+    """The median time of a datagram from rank 0 to rank 1 and back, and the loss of one way; of other ranks, nothing."""
+    if rank > 1:
+        return 0.0, 0.0
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+        own.bind(("", _PORT + rank))
+        own.settimeout(2.0)
+        other = ("10.77.0.2", _PORT + 1)
+        took: dict[int, float] = {}
+        if rank == 1:
+            with contextlib.suppress(TimeoutError):
+                own.settimeout(5.0)
+                while True:
+                    packet, sender = own.recvfrom(64)
+                    own.sendto(packet, sender)
+                    own.settimeout(2.0)
+            return 0.0, 0.0
+        sent: dict[int, float] = {}
+        time.sleep(0.2)  # rank 1 has bound its socket
+        for number in range(_N_DATAGRAMS):
+            sent[number] = time.perf_counter()
+            own.sendto(number.to_bytes(4, "little"), other)
+            own.settimeout(0.001)
+            with contextlib.suppress(TimeoutError):
+                _take(own, sent, took)
+        own.settimeout(1.0)
+        with contextlib.suppress(TimeoutError):
+            while True:
+                _take(own, sent, took)
+    if not took:
+        return math.inf, 1.0
+    return statistics.median(took.values()), 1 - math.sqrt(len(took) / _N_DATAGRAMS)
+
+
+def _take(own: socket.socket, sent: dict[int, float], took: dict[int, float]) -> None:
+    number = int.from_bytes(own.recv(64), "little")
+    took[number] = time.perf_counter() - sent[number]
 
 
 if __name__ == "__main__":

@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import importlib.util
 import json
+import mmap
 import os
 import select
 import signal
 import socket
+import struct
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 CLONE_NEWUSER = 0x10000000
@@ -163,22 +168,139 @@ class Fabric:
         basic, queue = statistics.get_attr("TCA_STATS_BASIC"), statistics.get_attr("TCA_STATS_QUEUE")
         return [basic["bytes"], basic["packets"], queue["drops"]]
 
-    def kill_inside(self) -> int:
-        """Kill every process in the lab's namespaces, however far from the ranks it was started; returns how many."""
-        inodes = {os.fstat(namespace).st_ino for namespace in self.namespaces}
-        killed: set[int] = set()
-        give_up = time.monotonic() + 3
-        while time.monotonic() < give_up:
-            found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _namespace(pid) in inodes]
-            found = [pid for pid in found if pid != os.getpid()]
-            if not found:
-                break
-            for pid in found:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-                    killed.add(pid)
-            time.sleep(0.01)
-        return len(killed)
+    def close(self) -> None:
+        """Links go with their namespaces."""
+
+
+# Fields of native/netlab/relay.hpp's Line, eight bytes each.
+_LINE = (
+    "up_bps",
+    "down_bps",
+    "up_loss",
+    "down_loss",
+    "delay_s",
+    "jitter_s",
+    "site",
+    "site_delay_s",
+    "queue_s",
+    "is_up",
+)
+_N_COUNTERS, _LINE_BYTES = 6, 128
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x1, 0x1000
+
+
+class DistantFabric:
+    """As `Fabric`, of long lines: `eth0` is a TUN device, and a child process relays their packets (native/netlab).
+
+    Args:
+        lines: of each rank, fields of `_LINE` by name; is_up and queue_s are not among them.
+        native: where the extension lies that holds the relay.
+    """
+
+    def __init__(self, lines: list[dict[str, float]], mtu: int, queue_ms: float, native: str) -> None:
+        from pyroute2 import IPRoute
+
+        self._queue_s = queue_ms / 1000
+        self.user_namespace = become_able()
+        self.namespaces = [os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)]
+        self._table = mmap.mmap(-1, _LINE_BYTES * len(lines))
+        devices = []
+        for rank, line in enumerate(lines):
+            unshare(CLONE_NEWNET)
+            self.namespaces.append(os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
+            try:
+                device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+                fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", b"eth0", _IFF_TUN | _IFF_NO_PI))
+            except OSError as error:
+                raise UnavailableError(
+                    f"lines with delay or loss need TUN devices, which this machine refuses: {error}"
+                ) from error
+            devices.append(device)
+            set_sysctl("ipv6/conf/all/disable_ipv6", "1")
+            set_sysctl("ipv4/tcp_no_metrics_save", "1")
+            with IPRoute() as route:
+                route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
+                card = route.link_lookup(ifname="eth0")[0]
+                route.addr("add", index=card, address=f"10.77.{(rank + 1) >> 8}.{(rank + 1) & 255}", prefixlen=16)
+                route.link("set", index=card, mtu=mtu, txqlen=10_000, state="up")
+            self.set_line(rank, is_up=1.0, **line)
+        ends, self._stop = os.pipe()
+        self._relay = os.fork()
+        if self._relay == 0:
+            os.close(self._stop)
+            _relay(native, devices, self._table, ends)
+        os.close(ends)
+        for device in devices:
+            os.close(device)
+
+    def set_line(self, rank: int, **fields: float) -> None:
+        """Change what is given of a line; packets on their way stay."""
+        for name, value in fields.items():
+            struct.pack_into("d", self._table, _LINE_BYTES * rank + 8 * _LINE.index(name), value)
+        slowest = min((rate for rate in map(self._field(rank), ("up_bps", "down_bps")) if rate), default=0.0)
+        # A queue that does not hold two of TCP's largest segments drops them even when nothing is congested.
+        queue_s = max(self._queue_s, 8 * 150_000 / slowest if slowest else 0)
+        struct.pack_into("d", self._table, _LINE_BYTES * rank + 8 * _LINE.index("queue_s"), queue_s)
+
+    def _field(self, rank: int) -> Any:
+        return lambda name: struct.unpack_from("d", self._table, _LINE_BYTES * rank + 8 * _LINE.index(name))[0]
+
+    def set_rate(self, rank: int, rate_bps: int | None) -> None:
+        """Change both directions."""
+        self.set_line(rank, up_bps=rate_bps or 0, down_bps=rate_bps or 0)
+
+    def set_link(self, rank: int, up: bool) -> None:
+        """Let nothing pass, or all again: a line that is cut somewhere, which the rank's card does not see."""
+        self.set_line(rank, is_up=float(up))
+
+    def counters(self) -> list[list[int]]:
+        """Per rank: sent bytes, packets, drops; received bytes, packets, drops; as the relay counted."""
+        ranks = range(len(self._table) // _LINE_BYTES)
+        return [
+            list(struct.unpack_from(f"{_N_COUNTERS}q", self._table, _LINE_BYTES * r + 8 * len(_LINE))) for r in ranks
+        ]
+
+    def close(self) -> None:
+        """End the relay."""
+        if self._relay:
+            os.close(self._stop)
+            os.waitpid(self._relay, 0)
+            self._relay = 0
+
+
+def _relay(native: str, devices: list[int], table: mmap.mmap, stop: int) -> None:
+    """In the child, until the parent is gone. Does not return."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        import numpy as np
+
+        spec = importlib.util.spec_from_file_location("_native", native)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.relay_packets(devices, np.frombuffer(table, np.uint8), stop)
+    except BaseException as error:
+        print(f"gradwire: the relay of the test network ended: {error}", file=sys.stderr, flush=True)
+    os._exit(0)
+
+
+def kill_inside(descriptors: Sequence[int]) -> int:
+    """Kill every process in the lab's namespaces, however far from the ranks it was started; returns how many."""
+    inodes = {os.fstat(namespace).st_ino for namespace in descriptors}
+    killed: set[int] = set()
+    give_up = time.monotonic() + 3
+    while time.monotonic() < give_up:
+        found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _namespace(pid) in inodes]
+        found = [pid for pid in found if pid != os.getpid()]
+        if not found:
+            break
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+        time.sleep(0.01)
+    return len(killed)
 
 
 def _namespace(pid: int) -> int | None:
@@ -188,7 +310,7 @@ def _namespace(pid: int) -> int | None:
         return None
 
 
-def serve(fabric: Fabric, channel: socket.socket, owner: int) -> None:
+def serve(fabric: Fabric | DistantFabric, channel: socket.socket, owner: int) -> None:
     """Answer requests until the owner says so, closes its end, or dies."""
     poll = select.poll()
     poll.register(channel, select.POLLIN)
@@ -206,7 +328,8 @@ def serve(fabric: Fabric, channel: socket.socket, owner: int) -> None:
         operation = request.pop("operation")
         try:
             if operation == "close":
-                channel.send(json.dumps({"answer": fabric.kill_inside()}).encode())
+                fabric.close()
+                channel.send(json.dumps({"answer": kill_inside(fabric.namespaces)}).encode())
                 return
             answer = {"answer": getattr(fabric, operation)(**request)}
         except Exception as error:  # the owner decides what a refusal means
@@ -215,11 +338,12 @@ def serve(fabric: Fabric, channel: socket.socket, owner: int) -> None:
 
 
 def main() -> None:
-    """`fabric.py CHANNEL_DESCRIPTOR OWNER_PID JSON`, with JSON: rates_bps, mtu, queue_ms."""
+    """`fabric.py CHANNEL_DESCRIPTOR OWNER_PID JSON`, with JSON: rates_bps or lines and native; mtu, queue_ms."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     owner = int(sys.argv[2])
     try:
-        fabric = Fabric(**json.loads(sys.argv[3]))
+        settings = json.loads(sys.argv[3])
+        fabric = DistantFabric(**settings) if "lines" in settings else Fabric(**settings)
     except ImportError as error:
         channel.send(json.dumps({"missing": str(error)}).encode())
         return
@@ -235,7 +359,8 @@ def main() -> None:
     try:
         serve(fabric, channel, owner)
     finally:
-        fabric.kill_inside()
+        fabric.close()
+        kill_inside(fabric.namespaces)
 
 
 if __name__ == "__main__":

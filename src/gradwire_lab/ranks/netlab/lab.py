@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradwire import checks
+from gradwire import _native, checks
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
-from gradwire_lab.ranks.netlab.rate import format_rate, parse_rate
+from gradwire_lab.ranks.netlab.rate import LabLink, format_rate, parse_link, parse_rate
 from gradwire_lab.ranks.netlab.stale import LAB_VARIABLE, lab_identity
 from gradwire_lab.ranks.netlab.switch_host import SWITCH_VARIABLE, SwitchHost, switch_rate_bps
 from gradwire_lab.ranks.network import Network, find_free_port, rank_environment
@@ -31,6 +31,7 @@ MAX_RANKS = 250  # the kernel passes at most 253 descriptors at once: the ranks'
 # Jumbo frames, as on most clusters: headers are 0.8 % of a full frame (4.6 % at 1,500), and the shared cores, which do
 # for ranks, links and switch at once, handle a sixth of the packets.
 MTU = 9000
+DISTANT_MTU = 1500  # of lines with delay or loss: what packets between sites have
 # Per direction. TCP with several senders into one link fills any queue: one that is short makes it wait out time-outs
 # of 200 ms and more, one that is long only adds delay.
 QUEUE_MS = 50.0
@@ -67,8 +68,9 @@ class Netlab:
 
     Args:
         ranks: 1 to 250.
-        rate: of every link in both directions, as `parse_rate` takes it, or a sequence with one for each rank (node).
-        mtu: of the links in bytes, 1280 to 65535.
+        rate: of every link, as `parse_link` takes it, or a sequence with one for each rank (node). Links with delay, jitter,
+            loss, sites or another rate back are relayed in user space, about 1 Gb/s of them.
+        mtu: of the links in bytes, 1280 to 65535; 9000, and 1500 of links with a distance, if not given.
         queue_ms: what each direction's queue holds at its rate, in milliseconds.
         require_shaping: raise Unsupported instead of falling back to loopback.
         switch: put one more host beside the ranks, whose link carries what all of theirs carry together, and start the
@@ -84,7 +86,7 @@ class Netlab:
         ranks: int,
         rate: str | float | Sequence[str | float | None] | None = "1gbit",
         *,
-        mtu: int = MTU,
+        mtu: int | None = None,
         queue_ms: float = QUEUE_MS,
         require_shaping: bool = False,
         switch: bool = False,
@@ -100,14 +102,26 @@ class Netlab:
         if len(rates) != n_nodes:
             links = "ranks" if ranks_per_node == 1 else "nodes"
             raise InvalidArgument(f"{len(rates)} rates for {n_nodes} {links}; give one for all or one for each")
+        lines = [parse_link(one, number, n_nodes) for number, one in enumerate(rates)]
+        self._is_distant = any(line.is_distant for line in lines)
+        if mtu is None:
+            mtu = DISTANT_MTU if self._is_distant else MTU
         if not 1280 <= mtu <= 65535:
             raise InvalidArgument(f"mtu is {mtu}; it must be from 1280 to 65535 bytes")
         if not 1 <= queue_ms <= 10_000:
             raise InvalidArgument(f"queue_ms is {queue_ms}; it must be from 1 to 10000 milliseconds")
         self._n_ranks = ranks
-        self._rates_bps = [parse_rate(one) for one in rates]
+        self._rates_bps = [line.rate_bps for line in lines]
         hosts_bps = [*self._rates_bps, *([switch_rate_bps(self._rates_bps)] if switch else [])]
-        self._settings = {"rates_bps": hosts_bps, "mtu": mtu, "queue_ms": queue_ms}
+        self._settings: dict[str, Any] = {"mtu": mtu, "queue_ms": queue_ms}
+        if self._is_distant:
+            if switch:
+                raise InvalidArgument("an aggregating switch stands in one rack: leave delay, loss and sites out")
+            self._settings |= {"lines": [_line_of(line) for line in lines], "native": _native.__file__}
+        else:
+            self._settings["rates_bps"] = hosts_bps
+        words = sorted({str(one).partition("/")[2] for one in rates} - {""})
+        self._way = words[0] if len(words) == 1 else "several" if words else ""
         self._has_switch = switch
         self._switch: SwitchHost | None = None
         self._require_shaping, self._on_loopback = require_shaping, on_loopback
@@ -237,7 +251,7 @@ class Netlab:
     def network(self) -> Network:
         """What the ranks and their results are told."""
         kind, rates = ("netlab", self.rates_bps) if self.shaped else ("loopback", ())
-        return Network(kind, rates, self._n_ranks, self._ranks_per_node)
+        return Network(kind, rates, self._n_ranks, self._ranks_per_node, self._way if self.shaped else "")
 
     @property
     def namespace_paths(self) -> list[str]:
@@ -328,6 +342,19 @@ class Netlab:
         self._rates_bps[rank] = rate_bps
         _logger.info("rank %d's link is now at %s", rank, format_rate(rate_bps))
 
+    def set_line(self, rank: int, **changes: str) -> None:
+        """Change delay, jitter or loss of one rank's (node's) line, as `parse_link` reads them.
+
+        Raises: InvalidArgument; Unsupported (loopback, or a lab that was opened without any distance).
+        """
+        self._check_node(rank)
+        if self.shaped and not self._is_distant:
+            raise Unsupported("this lab's links have no distance: open it with one, such as 100mbit/delay=1ms")
+        link = parse_link("/".join(["none", *(f"{name}={text}" for name, text in changes.items())]))
+        names = {"up_loss": "loss", "delay_s": "delay", "jitter_s": "jitter"}
+        given = {name: value for name, value in _line_of(link).items() if names.get(name) in changes}
+        self._ask("set_line", rank=rank, **given)
+
     def link_down(self, rank: int) -> None:
         """Pull the rank's (node's) cable: it keeps its address and loses its carrier. Raises: Unsupported (loopback)."""
         self._check_node(rank)
@@ -360,3 +387,15 @@ class Netlab:
     def continue_rank(self, rank: int) -> None:
         """Let a stopped rank go on."""
         self.kill_rank(rank, signal.SIGCONT)
+
+
+def _line_of(link: LabLink) -> dict[str, float]:
+    """What the fabric is told of a line."""
+    rates = {"up_bps": float(link.rate_bps or 0), "down_bps": float(link.down_bps or 0)}
+    way = {
+        "delay_s": link.delay_s,
+        "jitter_s": link.jitter_s,
+        "site": float(link.site),
+        "site_delay_s": link.site_delay_s,
+    }
+    return {**rates, "up_loss": link.loss, **way}

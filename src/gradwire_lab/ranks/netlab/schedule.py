@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire_lab.ranks.netlab.lab import Netlab
-from gradwire_lab.ranks.netlab.rate import parse_rate
+from gradwire_lab.ranks.netlab.rate import parse_link
 
 __all__ = ["Event", "Schedule", "parse_event"]
 
-_ACTIONS = ("rate", "down", "up", "kill", "stop", "continue")
-_FORM = "write SECONDS:ACTION:RANK, such as 10:rate:2=100mbit, 10:down:2, and up, kill, stop, continue"
+_ACTIONS = ("rate", "delay", "jitter", "loss", "down", "up", "kill", "stop", "continue")
+_FORM = "write SECONDS:ACTION:RANK, such as 10:rate:2=100mbit, 10:delay:2=40ms, 10:down:2, and up, kill, stop, continue"
 
 
 @dataclass(frozen=True, order=True)
@@ -31,6 +31,9 @@ class Event:
         """Do it now."""
         if self.action == "rate":
             lab.set_rate(self.rank, self.rate)
+            return
+        if self.rate is not None:
+            lab.set_line(self.rank, **{self.action: self.rate})
             return
         actions = {
             "down": lab.link_down,
@@ -48,12 +51,12 @@ class Event:
 def parse_event(text: str, n_ranks: int) -> Event:
     """Read "10:rate:2=100mbit" or "10:down:2". Raises: InvalidArgument."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?):([a-z]+):(\d+)(?:=(.+))?", text)
-    if match is None or match[2] not in _ACTIONS or (match[2] == "rate") != (match[4] is not None):
+    if match is None or match[2] not in _ACTIONS or (match[2] in _ACTIONS[:4]) != (match[4] is not None):
         raise InvalidArgument(f"{text!r} is no event: {_FORM}")
     if int(match[3]) >= n_ranks:
         raise InvalidArgument(f"event {text!r}: there is no rank {match[3]}; there are ranks 0 to {n_ranks - 1}")
     if match[4] is not None:
-        parse_rate(match[4])
+        parse_link(match[4] if match[2] == "rate" else f"none/{match[2]}={match[4]}")
     return Event(float(match[1]), match[2], int(match[3]), match[4])
 
 

@@ -6,7 +6,6 @@ all that its synchronisation overlaps with or is waited for in. Definitions: gra
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 import statistics
@@ -14,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gradwire.schemes.aqgb.overlap import Interval, length_s, osf, overlap_s, row
-from gradwire_lab.simulator.network import Link
+from gradwire.schemes.aqgb.overlap import Interval, length_s, osf, row
 from gradwire_lab.simulator.stage import Stage, WorkerGroup
 
 
@@ -155,14 +153,11 @@ class Metrics:
     def end_forward(self, group: WorkerGroup, round_number: int, synchronised_s: float) -> None:
         """A worker has used all gradients of `round_number`, which everybody had at `synchronised_s`."""
         of_group, now_s = self._of_group[group.index], self._simulation.environment.now
-        computing = of_group.computing
-        communicating = [
-            *_within(group.site.up, of_group.backward_started_s, now_s),
-            *_within(group.site.down, of_group.backward_started_s, now_s),
-        ]
-        overlap = overlap_s(computing, communicating)
+        computing, in_use_s = of_group.computing, group.site.use.seconds
+        overlap = math.fsum(in_use_s(end_s) - in_use_s(start_s) for start_s, end_s in computing)
         compute = length_s(computing)
-        update = (self._first_gradient_s[round_number], synchronised_s)
+        began_s = self._first_gradient_s[round_number]
+        update = (began_s, max(began_s, synchronised_s))
         of_group.compute_total_s += compute
         of_group.wait_total_s += of_group.wait_s
         of_group.overlap_total_s += overlap
@@ -208,7 +203,7 @@ class Metrics:
                 link.n_links,
                 link.carried_bits,
                 link.carried_bits / link.offered_bits,
-                length_s(link.busy_until(now_s)) / now_s,
+                link.use.seconds(now_s) / now_s,
             )
             for link in self._simulation.network.links
         ]
@@ -254,7 +249,7 @@ class Metrics:
             "longest_wait_s": _mean([one.longest_wait_s for one in rounds]),
             "row": _mean(finite_rows),
             "osf": _mean([one.osf for one in rounds]),
-            "round_s": statistics.median(periods_s) if periods_s else None,
+            "round_s": _mean(periods_s),
             "bits_per_value": _mean([bits * 32 / original_bits for bits in sent]),
             "first_stage_ratio": _mean([ratio for _, ratio in self.ratios]),
         }
@@ -262,16 +257,3 @@ class Metrics:
 
 def _mean(values: list[float]) -> float | None:
     return statistics.fmean(values) if values else None
-
-
-def _within(link: Link, start_s: float, end_s: float) -> list[Interval]:
-    """When `link` was busy between two moments. Its stretches are in order and do not overlap."""
-    stretches = link.busy
-    found = []
-    for index in range(bisect.bisect_right(stretches, (start_s, -math.inf)) - 1, len(stretches)):
-        if index >= 0 and stretches[index][1] > start_s:
-            found.append((max(start_s, stretches[index][0]), min(end_s, stretches[index][1])))
-    open_since_s = link.open_since_s
-    if open_since_s is not None and open_since_s < end_s:
-        found.append((max(start_s, open_since_s), end_s))
-    return found

@@ -7,6 +7,7 @@ size. So a change of the rates touches classes and never flows, and the cost of 
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
@@ -27,6 +28,47 @@ _DONE_BITS = 1e-3
 _KEPT_SHARES = 10_000
 
 
+class Use:
+    """When something was in use: stretches in order, and how long they are together up to any moment."""
+
+    def __init__(self) -> None:
+        self._starts_s: list[float] = []
+        self._ends_s: list[float] = []  # one less than starts while it is in use
+        self._before_s = [0.0]  # how long it was in use before each stretch
+        self._n_users = 0
+
+    def enter(self, now_s: float) -> None:
+        """One more uses it."""
+        self._n_users += 1
+        if self._n_users > 1:
+            return
+        if self._ends_s and self._ends_s[-1] == now_s:  # what ends and begins at the same instant is one stretch
+            self._ends_s.pop()
+            self._before_s.pop()
+        else:
+            self._starts_s.append(now_s)
+
+    def leave(self, now_s: float) -> None:
+        """One fewer does."""
+        self._n_users -= 1
+        if self._n_users == 0:
+            self._ends_s.append(now_s)
+            self._before_s.append(self._before_s[-1] + now_s - self._starts_s[-1])
+
+    def seconds(self, until_s: float) -> float:
+        """How long it was in use up to a moment, which is not ahead."""
+        index = bisect.bisect_right(self._starts_s, until_s) - 1
+        if index < 0:
+            return 0.0
+        end_s = self._ends_s[index] if index < len(self._ends_s) else until_s
+        return self._before_s[index] + min(until_s, end_s) - self._starts_s[index]
+
+    def stretches(self, now_s: float) -> list[tuple[float, float]]:
+        """(start_s, end_s), the one that still lasts included."""
+        both = itertools.zip_longest(self._starts_s, self._ends_s, fillvalue=now_s)
+        return [(start_s, end_s) for start_s, end_s in both if end_s > start_s]
+
+
 @dataclass(eq=False)
 class Link:
     """`n_links` links that are alike; what is said of one holds for the busiest of them.
@@ -34,7 +76,7 @@ class Link:
     Attributes:
         carried_bits: by all of them together.
         offered_bits: what all of them together could have carried so far.
-        busy: stretches (start_s, end_s) in which at least one flow was on them.
+        use: when at least one flow was on them. uses: that, and of what they are parts.
     """
 
     name: str
@@ -42,37 +84,17 @@ class Link:
     capacity_bps: float
     carried_bits: float = 0.0
     offered_bits: float = 0.0
-    busy: list[tuple[float, float]] = field(default_factory=list)
-    _n_classes: int = 0
-    _since_s: float = 0.0
+    use: Use = field(default_factory=Use)
+    uses: list[Use] = field(default_factory=list)
     _offered_until_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.uses.append(self.use)
 
     def offer(self, now_s: float) -> None:
         """Count the capacity up to now; before it changes, and before it is read."""
         self.offered_bits += self.n_links * self.capacity_bps * (now_s - self._offered_until_s)
         self._offered_until_s = now_s
-
-    def enter(self, now_s: float) -> None:
-        """A class of flows begins to use it."""
-        if self._n_classes == 0:
-            # What ends and begins at the same instant is one stretch.
-            self._since_s = self.busy.pop()[0] if self.busy and self.busy[-1][1] == now_s else now_s
-        self._n_classes += 1
-
-    def leave(self, now_s: float) -> None:
-        """A class of flows has no flow on it any more."""
-        self._n_classes -= 1
-        if self._n_classes == 0 and now_s > self._since_s:
-            self.busy.append((self._since_s, now_s))
-
-    @property
-    def open_since_s(self) -> float | None:
-        """Since when it has been used without a break; None if it is idle."""
-        return self._since_s if self._n_classes else None
-
-    def busy_until(self, now_s: float) -> list[tuple[float, float]]:
-        """Stretches in which it was used, the one that still lasts included."""
-        return [*self.busy, (self._since_s, now_s)] if self._n_classes and now_s > self._since_s else list(self.busy)
 
 
 @dataclass(frozen=True)
@@ -94,6 +116,7 @@ class FlowClass:
 
     def __init__(self, name: str, crossings: Sequence[Crossing]) -> None:
         self.name, self.crossings = name, tuple(crossings)
+        self._uses = [use for crossing in self.crossings for use in crossing.link.uses]
         self.n_flows = 0
         self.rate_bps = 0.0
         self.carried_bits = 0.0
@@ -123,8 +146,8 @@ class FlowClass:
         if self.n_flows == 0:
             # Progress starts over where nobody counts on it: it would lose digits over a long run.
             self._progress_bits = 0.0
-            for crossing in self.crossings:
-                crossing.link.enter(now_s)
+            for use in self._uses:
+                use.enter(now_s)
         self.n_flows += flow.weight
         flow.ends_at_bits = self._progress_bits + flow.bits
         heapq.heappush(self._waiting, (flow.ends_at_bits, number, flow))
@@ -135,8 +158,8 @@ class FlowClass:
         self.n_flows -= flow.weight
         if self.n_flows == 0:
             self._waiting.clear()
-            for crossing in self.crossings:
-                crossing.link.leave(now_s)
+            for use in self._uses:
+                use.leave(now_s)
 
     def first(self) -> Flow | None:
         """The flow that will be done first."""

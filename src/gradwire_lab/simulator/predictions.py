@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradwire.registry import parse_spec
+from gradwire.schemes.auto.costs import CodecCost, SharedCores, bucket_load
+from gradwire.schemes.aqgb.pacing import DEFAULT_CONFIDENCE
 from gradwire_lab.simulator.jitter import Uniform
 from gradwire_lab.simulator.replayed import block_workload, bucket_workload
 from gradwire_lab.simulator.schemes.aqgb import AqgbModel
 from gradwire_lab.simulator.schemes.base import SchemeModel
 from gradwire_lab.simulator.schemes.broadcast import FixedBroadcast
-from gradwire_lab.simulator.schemes.collective import Collective, Cost
-from gradwire_lab.simulator.schemes.measured import lane_of
+from gradwire_lab.simulator.schemes.collective import Collective
+from gradwire_lab.simulator.schemes.measured import shape_of
 from gradwire_lab.simulator.simulation import Simulation
 from gradwire_lab.simulator.stage import Setting
 
@@ -121,7 +123,13 @@ def _make_scheme(simulation: Simulation, record: Record) -> SchemeModel:
         )
     if record["scheme"] == "aqgb":
         # Its bits are not taken from the record: predicting them is the point.
-        return AqgbModel(simulation, overhead_bits_per_value=_EXPONENT_BITS, is_fan_out=True)
-    lane = lane_of(record["scheme"])
-    hops = 2 * (n_ranks - 1)
-    return Collective(simulation, Cost(bits_per_value, encode_s / n_values, decode_s / n_values, hops, lane))
+        return AqgbModel(
+            simulation, overhead_bits_per_value=_EXPONENT_BITS, is_fan_out=True, confidence=DEFAULT_CONFIDENCE
+        )
+    shape = shape_of(record["scheme"])
+    # The message whose way of this shape puts so many bits on a link.
+    per_bit = (
+        8 * bucket_load(shape, 8, CodecCost(bits=1.0), simulation.setting.link, SharedCores(n_ranks, 1, 2)).wire_bytes
+    )
+    bits = bits_per_value * 8 / per_bit if per_bit else 0.0
+    return Collective(simulation, shape, CodecCost(encode_s / n_values, decode_s / n_values, bits))

@@ -22,20 +22,23 @@ from gradwire_lab.simulator.topology import Topology
 
 
 class Gates:
-    """When every worker has all of a block: a count for every round and block, and an event at which it is full."""
+    """When every worker has all of a block: a count for every round and block, and an event at which it is full.
+
+    Of each block rounds open in their order, perhaps before any worker comes to them.
+    """
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._counts: dict[tuple[int, int], int] = {}
         self._events: dict[tuple[int, int], simpy.Event] = {}
         self._n_left: dict[int, int] = {}
+        self._last_open = [-1] * len(simulation.setting.workload.blocks)
 
-    def event(self, round_number: int, block: int) -> simpy.Event:
-        """What a worker waits for before it uses `block` in the round after `round_number`."""
-        key = (round_number, block)
-        if key not in self._events:
-            self._events[key] = self._simulation.environment.event()
-        return self._events[key]
+    def event(self, round_number: int, block: int) -> simpy.Event | None:
+        """What a worker waits for before it uses `block` in the round after `round_number`; None: nothing."""
+        if round_number <= self._last_open[block]:
+            return None
+        return self._events.setdefault((round_number, block), self._simulation.environment.event())
 
     def count(self, round_number: int, block: int, n_workers: int) -> None:
         """`n_workers` more have delivered `block` to everyone."""
@@ -46,14 +49,15 @@ class Gates:
 
     def open(self, round_number: int, block: int) -> None:
         """Everybody has `block`."""
-        self.event(round_number, block).succeed()
+        self._last_open[block] = round_number
+        waited_for = self._events.pop((round_number, block), None)
+        if waited_for is not None:
+            waited_for.succeed()
         self._counts.pop((round_number, block), None)
         left = self._n_left.get(round_number, len(self._simulation.setting.workload.blocks)) - 1
         self._n_left[round_number] = left
         if left == 0:
             del self._n_left[round_number]
-            for old in range(len(self._simulation.setting.workload.blocks)):
-                self._events.pop((round_number - 1, old), None)  # everybody has passed these
             self._simulation.end_round(round_number)
 
 
@@ -83,7 +87,11 @@ class Simulation(Stage):
             rates,
             setting.racks,
             setting.core_bps,
-            kinds=[worker in traced for worker in range(setting.n_workers)] if setting.trace else None,
+            kinds=[
+                (setting.trace and worker in traced, setting.speeds and setting.speeds[worker])
+                for worker in range(setting.n_workers)
+            ],
+            connection_bps=setting.connection_bps,
         )
         self.groups = list(self._make_groups())
         self.gates = Gates(self)
@@ -155,12 +163,11 @@ class Simulation(Stage):
         while True:
             factor = self._factor(round_number, group)
             for index, block in enumerate(blocks):
-                if round_number:
-                    gate = self.gates.event(round_number - 1, index)
-                    if not gate.processed:
-                        since_s = environment.now
-                        yield gate
-                        metrics.add_wait(group, since_s, environment.now)
+                gate = self.gates.event(round_number - 1, index)
+                if gate is not None:
+                    since_s = environment.now
+                    yield gate
+                    metrics.add_wait(group, since_s, environment.now)
                 scheme.on_forward(group, round_number, index)
                 started_s = environment.now
                 yield environment.timeout(block.forward_s * factor)
@@ -182,7 +189,8 @@ class Simulation(Stage):
         if round_number not in self._factors:
             self._factors[round_number] = self.setting.jitter.factors(round_number, self.setting.n_workers).tolist()
         factors = self._factors[round_number]
-        return factors[0] if len(factors) == 1 else factors[group.first_worker]
+        factor = factors[0] if len(factors) == 1 else factors[group.first_worker]
+        return factor / self.setting.speeds[group.first_worker] if self.setting.speeds else factor
 
     def _follow_trace(self, trace: Trace) -> Generator[simpy.Event, Any, None]:
         traced = self.setting.traced_workers

@@ -10,6 +10,7 @@ import simpy
 
 from gradwire import checks
 from gradwire.errors import InvalidArgument
+from gradwire.schemes.auto.costs import LinkCost, connection_rate
 from gradwire_lab.simulator.bandwidth import Trace
 from gradwire_lab.simulator.jitter import Jitter, Uniform
 from gradwire_lab.simulator.network import SimulatedNetwork
@@ -25,8 +26,13 @@ class Setting:
         rate_bps: of every worker's link, both ways.
         rates_bps: of each worker's, instead.
         trace: rates from given times on; of all links, or of those of `traced_workers`.
-        racks, core_bps: a two-level tree instead of one switch (`Topology`).
+        racks, core_bps: a two-level tree instead of one switch (`Topology`); racks may be sites.
         latency_s: from a sender to a receiver, paid by every message that somebody waits for.
+        core_latency_s: the same between racks.
+        loss, streams: of the TCP connections between racks, where `core_latency_s` is given: what they carry at most
+            (`costs.connection_rate`).
+        at_once: asynchronous collectives that are under way at a time: one for each stream of NCCL, or thread of Gloo.
+        speeds: of each worker's computation; 2 is twice as fast as the workload says.
         shares_groups: simulate workers that are alike once; False lists them singly, for tests.
     """
 
@@ -37,23 +43,61 @@ class Setting:
     trace: Trace | None = None
     traced_workers: tuple[int, ...] | None = None
     jitter: Jitter = field(default_factory=Uniform)
-    racks: int = 1
-    core_bps: float | None = None
+    racks: int | tuple[int, ...] = 1
+    core_bps: float | tuple[float, ...] | None = None
     latency_s: float = 0.0
+    core_latency_s: float | None = None
+    loss: float = 0.0
+    streams: int = 1
+    at_once: int = 1
+    speeds: tuple[float, ...] | None = None
     shares_groups: bool = True
 
     def __post_init__(self) -> None:
         checks.count("n_workers", self.n_workers)
-        if self.rates_bps is not None and len(self.rates_bps) != self.n_workers:
-            raise InvalidArgument(f"{len(self.rates_bps)} rates for {self.n_workers} workers")
+        checks.count("at_once", self.at_once)
+        for what, several in (("rates", self.rates_bps), ("speeds", self.speeds)):
+            if several is not None and len(several) != self.n_workers:
+                raise InvalidArgument(f"{len(several)} {what} for {self.n_workers} workers")
+        for speed in self.speeds or ():
+            if not 0 < speed < float("inf"):
+                raise InvalidArgument(f"a speed of {speed}: expected more than 0")
         for rate_bps in self.rates_bps or (self.rate_bps,):
             if not 0 < rate_bps < float("inf"):
                 raise InvalidArgument(f"a link rate of {rate_bps} bits a second: expected more than 0")
-        if not 0 <= self.latency_s < float("inf"):
-            raise InvalidArgument(f"latency_s={self.latency_s}: expected 0 or more")
+        checks.finite("latency_s", self.latency_s, 0)
+        checks.finite("core_latency_s", self.hop_s, 0)
+        self.connection_bps  # noqa: B018 (refuses what is wrong)
         for worker in self.traced_workers or ():
             if not 0 <= worker < self.n_workers:
                 raise InvalidArgument(f"a trace for worker {worker}: there are workers 0 to {self.n_workers - 1}")
+
+    @property
+    def is_one_rack(self) -> bool:
+        """There is no core between workers."""
+        return self.racks == 1 or (isinstance(self.racks, tuple) and len(self.racks) == 1)
+
+    @property
+    def hop_s(self) -> float:
+        """The latency of a message of all workers' collectives, which waits for the farthest."""
+        return self.latency_s if self.is_one_rack or self.core_latency_s is None else self.core_latency_s
+
+    @property
+    def connection_bps(self) -> float:
+        """What the connections of two workers in different racks carry. Raises: InvalidArgument (a loss without latency)."""
+        if self.core_latency_s is None:
+            if self.loss or self.streams != 1:
+                raise InvalidArgument(
+                    "loss and streams are those of paths between racks: give core_latency_s with them"
+                )
+            return float("inf")
+        return 8 * connection_rate(2 * self.core_latency_s, self.loss, self.streams)
+
+    @property
+    def link(self) -> LinkCost:
+        """The library's: of a rank's link, with what a hop takes between the workers that are farthest apart."""
+        rate = min(self.rates_bps or (self.rate_bps,)) / 8
+        return LinkCost(rate, self.hop_s, self.hop_s, 0.0, self.hop_s, at_once=self.at_once)
 
     def replace(self, **changes: Any) -> Setting:
         """The same with `changes`. Raises: InvalidArgument."""

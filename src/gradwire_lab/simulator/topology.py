@@ -7,12 +7,13 @@ counted instead of listed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradwire import checks
 from gradwire.errors import InvalidArgument
-from gradwire_lab.simulator.network import Crossing, FlowClass, Link, SimulatedNetwork
+from gradwire_lab.simulator.network import Crossing, FlowClass, Link, SimulatedNetwork, Use
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Site:
     rack: int
     up: Link
     down: Link
+    use: Use  # of either way
 
 
 def _each(n_flows: int) -> float:
@@ -39,9 +41,10 @@ class Topology:
 
     Args:
         rates_bps: of each worker's link, both ways.
-        racks: how many; worker i of m is in rack i * racks // m.
+        racks: how many workers each has; a number: as many racks, worker i of m is in rack i * racks // m.
         core_bps: of each rack's link to the core, both ways; None for as much as all of its workers together.
         kinds: what else may differ between workers, so that they are not of one site.
+        connection_bps: what the connections of two workers in different racks carry at most.
     Raises: InvalidArgument.
     """
 
@@ -49,19 +52,27 @@ class Topology:
         self,
         network: SimulatedNetwork,
         rates_bps: Sequence[float],
-        racks: int = 1,
-        core_bps: float | None = None,
+        racks: int | Sequence[int] = 1,
+        core_bps: float | Sequence[float] | None = None,
         kinds: Sequence[object] | None = None,
+        connection_bps: float = math.inf,
     ) -> None:
         n_workers = len(rates_bps)
         if n_workers < 1:
             raise InvalidArgument("a simulation needs at least 1 worker")
-        if not 1 <= racks <= n_workers:
-            raise InvalidArgument(f"{racks} racks for {n_workers} workers: expected 1 to {n_workers}")
-        self.network, self.n_workers = network, n_workers
+        if isinstance(racks, int):
+            if not 1 <= racks <= n_workers:
+                raise InvalidArgument(f"{racks} racks for {n_workers} workers: expected 1 to {n_workers}")
+            racks = [-(-n_workers * (rack + 1) // racks) - -(-n_workers * rack // racks) for rack in range(racks)]
+        if sum(racks) != n_workers or min(racks) < 1:
+            raise InvalidArgument(
+                f"racks of {', '.join(map(str, racks))} workers: expected {n_workers} in all, 1 or more each"
+            )
+        self.network, self.n_workers, self._connection_bps = network, n_workers, connection_bps
+        rack_of = [rack for rack, size in enumerate(racks) for _ in range(size)]
         self.sites: list[Site] = []
         kinds = kinds if kinds is not None else [None] * n_workers
-        alike = [(worker * racks // n_workers, rate, kinds[worker]) for worker, rate in enumerate(rates_bps)]
+        alike = [(rack_of[worker], rate, kinds[worker]) for worker, rate in enumerate(rates_bps)]
         first = 0
         for worker in range(1, n_workers + 1):
             if worker < n_workers and alike[worker] == alike[first]:
@@ -70,16 +81,19 @@ class Topology:
             name = f"workers {first} to {worker - 1}" if worker - first > 1 else f"worker {first}"
             up = network.add_link(f"{name} up", worker - first, rate_bps)
             down = network.add_link(f"{name} down", worker - first, rate_bps)
-            self.sites.append(Site(first, worker - first, rack, up, down))
+            self.sites.append(Site(first, worker - first, rack, up, down, Use()))
+            for link in (up, down):
+                link.uses.append(self.sites[-1].use)
             first = worker
-        self.rack_workers = [sum(site.n_workers for site in self.sites if site.rack == rack) for rack in range(racks)]
+        self.rack_workers = list(racks)
         self._rack_up: list[Link] = []
         self._rack_down: list[Link] = []
-        if racks > 1:
-            for rack in range(racks):
+        if len(racks) > 1:
+            for rack in range(len(racks)):
                 total_bps = sum(rate_bps for of_rack, rate_bps, _ in alike if of_rack == rack)
-                self._rack_up.append(network.add_link(f"rack {rack} up", 1, core_bps or total_bps))
-                self._rack_down.append(network.add_link(f"rack {rack} down", 1, core_bps or total_bps))
+                of_core = core_bps if core_bps is None or isinstance(core_bps, int | float) else core_bps[rack]
+                self._rack_up.append(network.add_link(f"rack {rack} up", 1, of_core or total_bps))
+                self._rack_down.append(network.add_link(f"rack {rack} down", 1, of_core or total_bps))
         elif core_bps is not None:
             raise InvalidArgument("a rate of the core needs several racks")
 
@@ -118,6 +132,7 @@ class Topology:
             else:
                 entering = _times(self.rack_workers[rack] if is_fan_out else 1)
                 crossings.append(Crossing(down, entering, entering))
+        crossings += self._connections(1, lambda n_flows: float(n_flows > 0))
         return self.network.add_class(f"broadcasts of {site.up.name.removesuffix(' up')}", crossings)
 
     def ring(self) -> FlowClass:
@@ -127,7 +142,19 @@ class Topology:
         """
         crossings = [Crossing(link, _each, _times(link.n_links)) for link in self._site_links()]
         crossings += [Crossing(link, _each, _each) for link in (*self._rack_up, *self._rack_down)]
-        return self.network.add_class("ring", crossings)
+        return self.network.add_class("ring", crossings + self._connections(1))
+
+    def inside(self) -> FlowClass:
+        """One flow: rings inside the racks, all at once."""
+        crossings = [Crossing(link, _each, _times(link.n_links)) for link in self._site_links()]
+        return self.network.add_class("inside", crossings)
+
+    def between(self) -> FlowClass:
+        """One flow: every worker's ring with its like in the other racks, at once."""
+        crossings = [Crossing(link, _each, _times(link.n_links)) for link in self._site_links()]
+        for up, down, inside in zip(self._rack_up, self._rack_down, self.rack_workers, strict=False):
+            crossings += [Crossing(link, _times(inside), _times(inside)) for link in (up, down)]
+        return self.network.add_class("between", crossings + self._connections(1))
 
     def exchange(self) -> FlowClass:
         """One flow: every worker sends to all others at once, and receives from them, a bit on each worker's link a bit.
@@ -142,7 +169,7 @@ class Topology:
                 Crossing(link, _times(leaving), _times(leaving))
                 for link in (self._rack_up[rack], self._rack_down[rack])
             ]
-        return self.network.add_class("exchange", crossings)
+        return self.network.add_class("exchange", crossings + self._connections(peers))
 
     def parameter_server(self, n_servers: int, rate_bps: float) -> tuple[FlowClass, FlowClass]:
         """(push, pull): one flow is every worker's gradient to the servers, or the sum from them to every worker.
@@ -163,6 +190,12 @@ class Topology:
                 crossings.append(Crossing(link, _times(inside), _times(inside)))
             classes.append(self.network.add_class(direction, crossings))
         return classes[0], classes[1]
+
+    def _connections(self, n: int, busiest: Callable[[int], float] = _each) -> list[Crossing]:
+        """What `n` pairs of connections to other racks let through of one flow."""
+        if not self._rack_up or self._connection_bps == math.inf:
+            return []
+        return [Crossing(self.network.add_link("connections", 1, n * self._connection_bps), busiest, _each)]
 
     def _site_links(self) -> list[Link]:
         return [link for site in self.sites for link in (site.up, site.down)]

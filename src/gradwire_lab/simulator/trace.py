@@ -52,7 +52,7 @@ def write_trace(path: Path, simulation: Simulation, first_round: int = 0, n_roun
             }
         )
     for link in simulation.network.links:
-        for began_s, ended_s in link.busy_until(simulation.environment.now):
+        for began_s, ended_s in link.use.stretches(simulation.environment.now):
             if ended_s > start_s and began_s < end_s:
                 events += [_busy(link.name, began_s, 1), _busy(link.name, ended_s, 0)]
     content = {"displayTimeUnit": "ms", "otherData": {"simulated": True}, "traceEvents": events}

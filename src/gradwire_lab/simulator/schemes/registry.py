@@ -9,11 +9,12 @@ from typing import Any
 from gradwire import schemes as live
 from gradwire.errors import InvalidArgument
 from gradwire.registry import describe_choices
+from gradwire.schemes.auto.costs import CodecCost
 from gradwire_lab.simulator.schemes.aqgb import AqgbModel
 from gradwire_lab.simulator.schemes.base import SchemeModel
 from gradwire_lab.simulator.schemes.broadcast import FixedBroadcast
-from gradwire_lab.simulator.schemes.collective import Collective, Cost, ParameterServer
-from gradwire_lab.simulator.schemes.measured import MeasuredTable, lane_of
+from gradwire_lab.simulator.schemes.collective import Collective, LocalSgd, ParameterServer
+from gradwire_lab.simulator.schemes.measured import MeasuredTable
 from gradwire_lab.simulator.schemes.slimgc import SlimGc
 from gradwire_lab.simulator.simulation import Simulation
 
@@ -21,10 +22,11 @@ MakeScheme = Callable[[Simulation], SchemeModel]
 
 # Workloads whose measurements stand for others'.
 _PREFERRED = ("resnet50", "resnet", "gpt")
+_PERIOD = 8  # the live scheme's default
 
 # name: what it is.
 _OWN = {
-    "plain": "uncompressed ring all-reduce",
+    "plain": "uncompressed ring all-reduce, or collective: direct, tree, two-level",
     "broadcast-32": "every gradient to all, uncompressed; -K for K bits a value",
     "broadcast-4": "the same with 4 bits a value",
     "broadcast": "gradwire's scheme of this name: option bits, 4 by default",
@@ -32,6 +34,7 @@ _OWN = {
     "aqgb-owners": 'the same over an all-reduce (topology="owners")',
     "direct-32": "uncompressed direct all-reduce",
     "parameter-server": "uncompressed, one server",
+    "local-sgd": "workers step alone, and exchange parts of the model in turn: every, fragments, delay, bits, collective",
 }
 
 
@@ -59,41 +62,37 @@ def by_name(
     Raises: InvalidArgument (an unknown name or option, a scheme that was not measured).
     """
     options = dict(options or {})
+    table = table or MeasuredTable.load()
     broadcast = re.fullmatch(r"broadcast-(\d+)", name)
     make: Callable[..., SchemeModel]
-    if broadcast:
-        bits = int(broadcast[1])
+    if broadcast or name == "broadcast":
+        bits = int(broadcast[1]) if broadcast else options.pop("bits", 4)
         if not 1 <= bits <= 32:
             raise InvalidArgument(f"{name}: expected 1 to 32 bits a value")
         make = FixedBroadcast
-        options = {"bits_per_value": float(bits), **options}
-    elif name == "broadcast":
-        make = FixedBroadcast
-        options = {"bits_per_value": float(options.pop("bits", 4)), **options}
+        options = {"bits_per_value": float(bits), **_code(table, with_codec_times and bits < 32), **options}
     elif name in ("aqgb", "aqgb-owners"):
         make = AqgbModel
-        options = {"has_owners": name == "aqgb-owners", **options}
-    elif name == "plain":
-        make = _make_ring
-    elif name == "direct-32":
-        make = _make_direct
-    elif name == "parameter-server":
-        make = ParameterServer
+        options = {"has_owners": name == "aqgb-owners", **_code(table, with_codec_times), **options}
+    elif name in _PLAIN:
+        make = _PLAIN[name]
     elif name in live.names():
-        measured = table or MeasuredTable.load()
         if measured_on is None:
-            measured_on = next((on for on in _PREFERRED if name in measured.schemes(on)), _PREFERRED[0])
-        found = measured.fit(name, measured_on)
+            measured_on = next((on for on in _PREFERRED if name in table.schemes(on)), _PREFERRED[0])
+        found = table.fit(name, measured_on)
 
         def make(simulation: Simulation, **given: Any) -> SchemeModel:
-            cost = found.cost(simulation.setting.n_workers, lane_of(name))
+            codec, shape = found.codec(simulation.setting.n_workers), found.shape_of(name)
+            if name == "periodic":  # measured over steps of which each eighth sends
+                codec = CodecCost(*(_PERIOD * one for one in (codec.encode_s, codec.decode_s, codec.bits)))
+                given = {"every": _PERIOD, **given}
             if not with_codec_times:
-                cost = Cost(cost.sent_bits_per_value, n_hops=cost.n_hops, lane=cost.lane)
+                codec = CodecCost(bits=codec.bits)
             if name == "slimgc":
-                return SlimGc(simulation, cost, **given)
-            if given:
-                raise TypeError("its sizes are as measured: it takes no options")
-            return Collective(simulation, cost)
+                return SlimGc(simulation, codec, **given)
+            if given.keys() - {"collective", "every" if name == "periodic" else ""}:
+                raise TypeError("its sizes are as measured: it takes no options but collective")
+            return Collective(simulation, shape, codec, **given)
 
     else:
         raise InvalidArgument(
@@ -109,11 +108,25 @@ def by_name(
     return build
 
 
-def _make_ring(simulation: Simulation) -> SchemeModel:
-    n_workers = simulation.setting.n_workers
-    return Collective(simulation, Cost(64.0 * (n_workers - 1) / n_workers, n_hops=2 * (n_workers - 1)))
+def _code(table: MeasuredTable, is_paid: bool) -> dict[str, float]:
+    """What the code of the broadcasts takes, as it was measured in a ring."""
+    if not is_paid:
+        return {}
+    found = table.fit("embedded-float", _PREFERRED[0])
+    return {"encode_s_per_value": found.encode_s_per_value, "decode_s_per_value": found.decode_s_per_value}
+
+
+def _make_plain(simulation: Simulation, collective: str = "ring") -> SchemeModel:
+    return Collective(simulation, collective=collective)
 
 
 def _make_direct(simulation: Simulation) -> SchemeModel:
-    n_workers = simulation.setting.n_workers
-    return Collective(simulation, Cost(64.0 * (n_workers - 1) / n_workers, n_hops=2), pattern="exchange")
+    return Collective(simulation, collective="direct")
+
+
+_PLAIN: dict[str, Callable[..., SchemeModel]] = {
+    "plain": _make_plain,
+    "direct-32": _make_direct,
+    "parameter-server": ParameterServer,
+    "local-sgd": LocalSgd,
+}

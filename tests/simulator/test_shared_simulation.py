@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 
 import pytest
 
+from gradwire.registry import parse_spec
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.bandwidth import make_trace
 from gradwire_lab.simulator.jitter import Stragglers, Uniform
@@ -53,6 +55,31 @@ def test_cost_does_not_grow_with_workers_that_are_alike(scheme: str) -> None:
     # As much for each worker on each link: what changes is only the number of workers.
     many, _ = simulate(scheme, Setting(PAPER, 1024, 2.5e9 * (1023 / 15 if scheme != "plain" else 1)))
     assert many.network.n_settlings == few.network.n_settlings
+
+
+@pytest.mark.parametrize("scheme", ["broadcast-4", "aqgb", "plain", "local-sgd:every=2"])
+def test_cost_is_linear_in_workers_that_differ(scheme: str) -> None:
+    """By the lines of Python that run, loops and all: at 1,024 workers less than 80 times those at 16."""
+
+    def count(n_workers: int) -> int:
+        name, options = parse_spec(scheme)
+        setting = Setting(PAPER, n_workers, 2.5e9 * (n_workers - 1) / 15, jitter=Uniform(is_common=False))
+        simulation = Simulation(setting, registry.by_name(name, options))
+        n_lines = 0
+
+        def trace(frame: object, event: str, argument: object) -> object:
+            nonlocal n_lines
+            n_lines += event == "line"
+            return trace
+
+        sys.settrace(trace)
+        try:
+            simulation.run(rounds=3)
+        finally:
+            sys.settrace(None)
+        return n_lines
+
+    assert count(128) < 128 / 16 * 80 / 64 * count(16)
 
 
 @pytest.mark.parametrize(

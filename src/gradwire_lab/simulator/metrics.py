@@ -152,7 +152,7 @@ class Metrics:
 
     def end_forward(self, group: WorkerGroup, round_number: int, synchronised_s: float) -> None:
         """A worker has used all gradients of `round_number`, which everybody had at `synchronised_s`."""
-        of_group, now_s = self._of_group[group.index], self._simulation.environment.now
+        of_group = self._of_group[group.index]
         computing, in_use_s = of_group.computing, group.site.use.seconds
         overlap = math.fsum(in_use_s(end_s) - in_use_s(start_s) for start_s, end_s in computing)
         compute = length_s(computing)

@@ -183,6 +183,13 @@ class Flow:
         self.ends_at_bits = 0.0
         self.is_over = False
 
+    def end(self) -> None:
+        """Let whoever waits for it go on."""
+        done, callbacks = self.done, self.done.callbacks
+        done._ok, done._value, done.callbacks = True, None, None
+        for callback in callbacks:
+            callback(done)
+
 
 class SimulatedNetwork:
     """Links, classes of flows, and the flows under way."""
@@ -213,7 +220,7 @@ class SimulatedNetwork:
     def start(self, flow_class: FlowClass, bits: float, weight: int = 1) -> Flow:
         """Begin `weight` transfers of `bits` each; `done` of the result succeeds when they have arrived."""
         now_s = self.environment.now
-        flow = Flow(flow_class, bits, weight, self.environment.event(), now_s)
+        flow = Flow(flow_class, bits, weight, simpy.Event(self.environment), now_s)
         if bits <= _DONE_BITS:
             flow.is_over = True
             flow.done.succeed()
@@ -251,15 +258,14 @@ class SimulatedNetwork:
     def _settle_later(self) -> None:
         if not self._is_settling:
             self._is_settling = True
-            self._call_at(0.0, self._settle)
+            self._call_at(0.0, self._settle, None)
 
-    def _call_at(self, delay_s: float, function: Callable[[], None]) -> None:
-        event = self.environment.event()
-        event._ok, event._value = True, None
-        event.callbacks.append(lambda _: function())
-        self.environment.schedule(event, priority=_LAST_OF_INSTANT, delay=delay_s)
+    def _call_at(self, delay_s: float, function: Callable[[simpy.Event], None], value: int | None) -> None:
+        event = simpy.Event(self.environment)
+        event._ok, event._value, event.callbacks = True, value, [function]
+        self.environment.schedule(event, _LAST_OF_INSTANT, delay_s)
 
-    def _settle(self) -> None:
+    def _settle(self, _: simpy.Event) -> None:
         """Share the links out anew among the flows under way, and wake up when the first of them is done."""
         self._is_settling = False
         self.n_settlings += 1
@@ -273,8 +279,7 @@ class SimulatedNetwork:
                 first_s = min(first_s, flow_class.left_bits(flow) / rate_bps)
         self._timer_number += 1
         if first_s < float("inf"):
-            number = self._timer_number
-            self._call_at(first_s, lambda: self._wake(number))
+            self._call_at(first_s, self._wake, self._timer_number)
 
     def _share_out(self) -> list[tuple[FlowClass, float]]:
         """(class, rate of each of its flows), for the classes that have any."""
@@ -290,10 +295,10 @@ class SimulatedNetwork:
             shares = self._shares[state] = list(zip(active, rates_bps, strict=True))
         return shares
 
-    def _wake(self, number: int) -> None:
-        if number != self._timer_number:  # the rates have changed since
+    def _wake(self, timer: simpy.Event) -> None:
+        if timer.value != self._timer_number:  # the rates have changed since
             return
-        now_s = self.environment.now
+        now_s, over = self.environment.now, []
         for flow_class in self.classes:
             if not flow_class.n_flows:
                 continue
@@ -302,8 +307,14 @@ class SimulatedNetwork:
             tolerance_bits = max(_DONE_BITS, flow_class.rate_bps * now_s * 4e-16)
             while (flow := flow_class.first()) is not None and flow_class.left_bits(flow) <= tolerance_bits:
                 flow_class.remove(flow, now_s)
-                flow.done.succeed()
-        self._settle_later()
+                over.append(flow)
+        self._is_settling = True
+        for flow in over:
+            flow.end()
+        if self.environment.peek() > now_s:  # nothing else happens in this instant
+            self._settle(timer)
+        else:
+            self._call_at(0.0, self._settle, None)
 
 
 def _checked_capacity(capacity_bps: Any) -> float:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradwire.registry import parse_spec
-from gradwire.schemes.auto.costs import CodecCost, SharedCores, bucket_load
 from gradwire.schemes.aqgb.pacing import DEFAULT_CONFIDENCE
+from gradwire.schemes.auto.costs import CodecCost, SharedCores, bucket_load
 from gradwire_lab.simulator.jitter import Uniform
 from gradwire_lab.simulator.replayed import block_workload, bucket_workload
 from gradwire_lab.simulator.schemes.aqgb import AqgbModel

@@ -167,9 +167,9 @@ def legs_of(pattern: str, n: int, inside: int = 1) -> tuple[Leg, ...]:
     """The stages of a collective of `n` ranks, one after the other; nothing among one.
 
     Args:
-        pattern: a ring; direct: all pairs at once, twice; tree: two trees of half a message each, up and down; two-level: inside
-            nodes of `inside` ranks, between nodes on each rank's share, inside; a gather of whole messages; FSDP2's halves of
-            a ring; through servers.
+        pattern: a ring; direct: all pairs at once, twice; tree: two trees of half a message each, up and down; two-level:
+            inside nodes of `inside` ranks, between nodes on each rank's share, inside; a gather of whole messages; FSDP2's
+            halves of a ring; through servers.
     Raises: InvalidArgument (no such pattern, nodes that do not divide the ranks).
     """
     ring, nodes = 2 * (n - 1) / n, n // inside
@@ -227,7 +227,7 @@ def bucket_load(
     machine: SharedCores,
     legs: tuple[Leg, ...] | None = None,
 ) -> BucketLoad:
-    """The demands of a bucket of `n_values`; `legs`: another way than the shape's own. Raises: InvalidArgument (no such shape)."""
+    """The demands of a bucket of `n_values`; `legs`: another way than the shape's own. Raises: InvalidArgument (no shape)."""
     n = machine.n_ranks
     if shape not in SHAPES:
         raise InvalidArgument(f"a communication shape is one of {', '.join(SHAPES)}, not {shape!r}")

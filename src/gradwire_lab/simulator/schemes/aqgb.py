@@ -259,7 +259,10 @@ class _Worker:
         passing_bits = self._scheme.share * bits
         yield network.start(self._flow_class, passing_bits, self._group.count).done
         self._rate.observe(passing_bits, environment.now - started_s)
-        work_s, last_s = (n_values * each_s for each_s in (self._scheme.decode_s, self._scheme.decode_last_s))
-        self._decoded_s = self._decoder.end_s(started_s, environment.now, work_s, last_s) if work_s else 0.0
-        name = f"{stage} {self._scheme.blocks[sending.block].name} x {n_bits:g} bits"
-        self._scheme.simulation.metrics.add_transfer(self._group, sending.round_number, bits, started_s, name)
+        if self._scheme.decode_s:
+            work_s, last_s = n_values * self._scheme.decode_s, n_values * self._scheme.decode_last_s
+            self._decoded_s = self._decoder.end_s(started_s, environment.now, work_s, last_s)
+        metrics = self._scheme.simulation.metrics
+        is_named = metrics.spans is not None
+        name = f"{stage} {self._scheme.blocks[sending.block].name} x {n_bits:g} bits" if is_named else ""
+        metrics.add_transfer(self._group, sending.round_number, bits, started_s, name)

@@ -21,7 +21,7 @@ from gradwire_lab.results.records import write_csv, write_json
 from gradwire_lab.results.summary import Summary
 from gradwire_lab.results.tables import Grid, print_grid
 from gradwire_lab.simulator import workloads
-from gradwire_lab.simulator.bandwidth import parse_trace
+from gradwire_lab.simulator.bandwidth import parse_link_rate, parse_trace
 from gradwire_lab.simulator.jitter import Jitter, Stragglers, Uniform
 from gradwire_lab.simulator.runs import SimulatedRun
 from gradwire_lab.simulator.schemes import registry
@@ -202,16 +202,6 @@ def make_jitter(kind: str, seed: int, sigma: float = 1.5) -> Jitter:
     if kind not in _JITTERS:
         raise InvalidArgument(f"no jitter is called {kind!r}; there are: {', '.join(_JITTERS)}")
     return Uniform(0.0 if kind == "none" else 0.1, is_common=kind != "per-worker", seed=seed)
-
-
-def parse_link_rate(text: str) -> float:
-    """Bits a second. Raises: InvalidArgument (none: a simulated link has a rate)."""
-    from gradwire_lab.ranks.netlab.rate import parse_rate
-
-    rate_bps = parse_rate(text)
-    if rate_bps is None:
-        raise InvalidArgument(f"--rate {text}: a simulated link needs a rate")
-    return float(rate_bps)
 
 
 _TABLE = Table(

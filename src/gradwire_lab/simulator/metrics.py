@@ -6,7 +6,6 @@ all that its synchronisation overlaps with or is waited for in. Definitions: gra
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -238,7 +237,8 @@ class Metrics:
         sent = [one.sent_bits for one in rounds if one.sent_bits is not None]
         original_bits = 32 * self._simulation.setting.workload.n_values
         ends_s = self._simulation.round_ends_s
-        periods_s = [after - before for before, after in itertools.pairwise(ends_s)]
+        period = self._simulation.scheme.period
+        last = (len(ends_s) - 1) // period * period or len(ends_s) - 1  # whole periods, if there is one
         return {
             "seconds": self._simulation.environment.now,
             "rounds": self._simulation.n_rounds,
@@ -249,7 +249,7 @@ class Metrics:
             "longest_wait_s": _mean([one.longest_wait_s for one in rounds]),
             "row": _mean(finite_rows),
             "osf": _mean([one.osf for one in rounds]),
-            "round_s": _mean(periods_s),
+            "round_s": (ends_s[last] - ends_s[0]) / last if last > 0 else None,
             "bits_per_value": _mean([bits * 32 / original_bits for bits in sent]),
             "first_stage_ratio": _mean([ratio for _, ratio in self.ratios]),
         }

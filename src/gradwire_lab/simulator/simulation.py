@@ -177,7 +177,12 @@ class Simulation(Stage):
                 metrics.end_forward(group, round_number - 1, self.round_ends_s[round_number - 1])
             metrics.start_backward(group)
             for index in range(len(blocks) - 1, -1, -1):
+                gate = scheme.on_backward(group, round_number, index)
                 started_s = environment.now
+                if gate is not None:
+                    yield gate
+                    metrics.add_wait(group, started_s, environment.now)
+                    started_s = environment.now
                 yield environment.timeout(blocks[index].backward_s * factor)
                 metrics.add_compute(group, started_s, environment.now, "backward", blocks[index].name)
                 metrics.note_gradient(round_number)

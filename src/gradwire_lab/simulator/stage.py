@@ -114,6 +114,20 @@ class WorkerGroup:
     site: Site
 
 
+class Synchroniser(Protocol):
+    """What a simulation calls of a scheme; see `schemes.base.Scheme`."""
+
+    period: int
+
+    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None: ...
+
+    def on_forward(self, group: WorkerGroup, round_number: int, block: int) -> None: ...
+
+    def on_forward_end(self, group: WorkerGroup, round_number: int, block: int) -> None: ...
+
+    def on_backward(self, group: WorkerGroup, round_number: int, block: int) -> simpy.Event | None: ...
+
+
 class Stage:
     """What metrics read of a simulation."""
 
@@ -124,13 +138,4 @@ class Stage:
     groups: list[WorkerGroup]
     round_ends_s: list[float]
     n_rounds: int
-
-
-class Synchroniser(Protocol):
-    """What a simulation calls of a scheme; see `schemes.base.Scheme`."""
-
-    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None: ...
-
-    def on_forward(self, group: WorkerGroup, round_number: int, block: int) -> None: ...
-
-    def on_forward_end(self, group: WorkerGroup, round_number: int, block: int) -> None: ...
+    scheme: Synchroniser

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import simpy
+
 from gradwire_lab.simulator.simulation import Simulation
 from gradwire_lab.simulator.stage import WorkerGroup
 
@@ -21,7 +23,13 @@ class Decoder:
 
 
 class SchemeModel(ABC):
-    """Synchronises gradients: takes each as it appears, and opens the gates when every worker has them all."""
+    """Synchronises gradients: takes each as it appears, and opens the gates when every worker has them all.
+
+    Attributes:
+        period: rounds after which it does the same again.
+    """
+
+    period = 1
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
@@ -37,3 +45,7 @@ class SchemeModel(ABC):
 
     def on_forward_end(self, group: WorkerGroup, round_number: int, block: int) -> None:
         """They end it."""
+
+    def on_backward(self, group: WorkerGroup, round_number: int, block: int) -> simpy.Event | None:
+        """They come to its backward pass, and wait for what is returned; None: for nothing."""
+        return None

@@ -151,7 +151,7 @@ class Collective(Lanes):
         every: int = 1,
     ) -> None:
         super().__init__(simulation)
-        self.every = checks.count("every", every)
+        self.every = self.period = checks.count("every", every)
         blocks = self.setting.workload.blocks
         self._loads: Sequence[BucketLoad] = [self.load(block.n_values, shape, codec, collective) for block in blocks]
         self._n_left: dict[int, int] = {}
@@ -213,6 +213,7 @@ class LocalSgd(Lanes):
                 f"every={every}, fragments={fragments}, delay={delay}"
             )
         self._every, self._delay = every, delay
+        self.period = every
         self._ends = [every * (number + 1) // fragments for number in range(fragments)]
         n_values = -(-self.setting.workload.n_values // fragments)
         codec = CodecCost(codec.encode_s, codec.decode_s, checks.finite("bits", bits, 0))
@@ -239,3 +240,58 @@ class LocalSgd(Lanes):
         while self._n_open <= round_number:
             self.open_round(self._n_open)
             self._n_open += 1
+
+
+class FullyShard(Lanes):
+    """FSDP2: the weights of a block are gathered while the block before it computes, in either pass, and dropped; its gradient
+    is reduced and scattered after its backward pass. The last block's weights are kept from one pass to the other.
+
+    Args:
+        weights, gradients: bits of a value.
+        reshard: False keeps the weights of all blocks for the backward pass (`reshard_after_forward`).
+    """
+
+    def __init__(
+        self, simulation: Simulation, weights: float = 32.0, gradients: float = 32.0, reshard: bool = True
+    ) -> None:
+        super().__init__(simulation)
+        self._reshard = reshard
+        self._gathers, self._scatters = (
+            [self.load(block.n_values, "sum", CodecCost(bits=checks.finite("bits", bits, 0)), pattern)
+             for block in self.setting.workload.blocks]
+            for bits, pattern in ((weights, "all-gather"), (gradients, "reduce-scatter"))
+        )  # fmt: skip
+        self._n_left: dict[int, int] = {}
+        self._gathered: dict[tuple[int, int], simpy.Event] = {}  # for a backward pass that is not over
+
+    def on_forward(self, group: WorkerGroup, round_number: int, block: int) -> None:
+        if round_number and block + 1 < len(self._gathers):
+            self.join((round_number, block + 1, "forward"), group, self._gathers[block + 1])
+
+    def on_backward(self, group: WorkerGroup, round_number: int, block: int) -> simpy.Event | None:
+        if not self._reshard:
+            return None
+        if block:
+            self.join((round_number, block - 1, "backward"), group, self._gathers[block - 1])
+        is_kept = block + 1 == len(self._gathers)
+        gathered = None if is_kept else self._event_of((round_number, block))
+        return None if gathered is None or gathered.processed else gathered
+
+    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
+        self.join((round_number, block, "gradient"), group, self._scatters[block])
+
+    def finish(self, key: tuple[int, int, str]) -> None:
+        round_number, block, what = key
+        if what == "forward":
+            self.simulation.gates.open(round_number - 1, block)
+        elif what == "backward":
+            self._event_of((round_number, block)).succeed()
+        else:
+            self._gathered.pop((round_number, block), None)
+            self._n_left[round_number] = self._n_left.get(round_number, len(self._gathers)) - 1
+            if self._n_left[round_number] == 0:  # the optimizer steps
+                del self._n_left[round_number]
+                self._lane.hand_over((round_number + 1, 0, "forward"), self._gathers[0])
+
+    def _event_of(self, key: tuple[int, int]) -> simpy.Event:
+        return self._gathered.setdefault(key, simpy.Event(self.environment))

@@ -13,7 +13,7 @@ from gradwire.schemes.auto.costs import CodecCost
 from gradwire_lab.simulator.schemes.aqgb import AqgbModel
 from gradwire_lab.simulator.schemes.base import SchemeModel
 from gradwire_lab.simulator.schemes.broadcast import FixedBroadcast
-from gradwire_lab.simulator.schemes.collective import Collective, LocalSgd, ParameterServer
+from gradwire_lab.simulator.schemes.collective import Collective, FullyShard, LocalSgd, ParameterServer
 from gradwire_lab.simulator.schemes.measured import MeasuredTable
 from gradwire_lab.simulator.schemes.slimgc import SlimGc
 from gradwire_lab.simulator.simulation import Simulation
@@ -35,6 +35,7 @@ _OWN = {
     "direct-32": "uncompressed direct all-reduce",
     "parameter-server": "uncompressed, one server",
     "local-sgd": "workers step alone, and exchange parts of the model in turn: every, fragments, delay, bits, collective",
+    "fully-shard": "FSDP2: weights gathered for either pass, gradients scattered: weights and gradients in bits, reshard",
 }
 
 
@@ -129,4 +130,5 @@ _PLAIN: dict[str, Callable[..., SchemeModel]] = {
     "direct-32": _make_direct,
     "parameter-server": ParameterServer,
     "local-sgd": LocalSgd,
+    "fully-shard": FullyShard,
 }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,15 @@ from gradwire_lab.results.summary import Summary
 from gradwire_lab.results.tables import Grid, print_grid
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.bandwidth import parse_link_rate, parse_trace
+from gradwire_lab.simulator.inputs import Cluster, load_model
 from gradwire_lab.simulator.jitter import Jitter, Stragglers, Uniform
 from gradwire_lab.simulator.runs import SimulatedRun
 from gradwire_lab.simulator.schemes import registry
 from gradwire_lab.simulator.schemes.measured import MeasuredTable
+from gradwire_lab.simulator.search import ROUNDS, Goal, rounds_of
 from gradwire_lab.simulator.stage import Setting
 from gradwire_lab.simulator.trace import write_trace
+from gradwire_lab.simulator.workloads import WorkloadTimes
 
 _JITTERS = ("common", "per-worker", "stragglers", "none")
 DEFAULT_SCHEMES = ["broadcast-32", "broadcast-4", "aqgb", "plain"]
@@ -35,79 +39,41 @@ DEFAULT_SCHEMES = ["broadcast-32", "broadcast-4", "aqgb", "plain"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `gradwire simulate`."""
-    parser.add_argument(
-        "--scheme",
-        nargs="+",
-        default=DEFAULT_SCHEMES,
-        metavar="NAME",
-        help="what to simulate, options as NAME:option=value,...; `all` is everything (broadcast-32 broadcast-4 aqgb plain)",
-    )
-    parser.add_argument(
-        "--workers",
-        nargs="+",
-        type=int,
-        default=[16],
-        metavar="N",
-        help="number of workers (16); several: one run each",
-    )
-    parser.add_argument(
-        "--rate",
-        nargs="+",
-        default=["2.5gbit"],
-        metavar="RATE",
-        help="rate of each link (2.5gbit); several: one run each",
-    )
-    parser.add_argument(
-        "--workload",
-        nargs="+",
-        default=["resnet50-4blocks"],
-        metavar="NAME",
-        help=f"{', '.join(workloads.names())}; several: one run each (resnet50-4blocks)",
-    )
-    parser.add_argument(
-        "--step-ms", type=float, metavar="MS", help="time of a forward and backward pass (the workload's own)"
-    )
-    parser.add_argument("--seconds", type=float, metavar="S", help="simulated seconds (200, unless --rounds is given)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="stop after this many synchronised rounds")
-    parser.add_argument("--jitter", choices=_JITTERS, default="common", help="how computation times vary (common)")
-    parser.add_argument("--sigma", type=float, default=1.5, help="tail of the stragglers' distribution (1.5)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the jitter (0)")
-    parser.add_argument(
-        "--racks", type=int, default=1, metavar="N", help="number of racks in a two-level tree (1: one switch)"
-    )
-    parser.add_argument(
-        "--core-rate", metavar="RATE", help="rate of each rack's link to the core (that of its workers' links together)"
-    )
-    parser.add_argument(
-        "--latency-us",
-        type=float,
-        default=0.0,
-        metavar="US",
-        help="latency of every message that a worker waits for (0)",
-    )
-    parser.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="rates over time: a file of lines `seconds,rate`, or directly 0=2.5gbit,60=1gbit",
-    )
-    parser.add_argument(
-        "--trace-workers", nargs="+", type=int, metavar="N", help="workers whose links follow the trace (all)"
-    )
-    parser.add_argument(
-        "--measured-on", metavar="NAME", help="workload of the measured sizes (resnet50's, else resnet's)"
-    )
-    parser.add_argument(
-        "--no-codec-times", action="store_true", help="codecs take no time: what the network alone allows"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of flat records")
-    parser.add_argument("--details", type=Path, metavar="FILE", help="write every round, link and worker of every run")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the records as a table")
-    parser.add_argument("--plot", nargs="+", type=Path, metavar="FILE", help="draw the records: PNG or SVG")
-    parser.add_argument("--wide", action="store_true", help="all columns of the table")
-    parser.add_argument(
-        "--chrome-trace", type=Path, metavar="FILE", help="spans of a single run's rounds, for Perfetto"
-    )
-    parser.add_argument("--trace-rounds", type=int, default=5, metavar="N", help="rounds in the Chrome trace (5)")
+    add = parser.add_argument
+    # fmt: off
+    add("--scheme", nargs="+", default=DEFAULT_SCHEMES, metavar="NAME",
+        help=f"what to simulate, options as NAME:option=value,... ({' '.join(DEFAULT_SCHEMES)}); `all`: everything there is")
+    add("--workers", nargs="+", type=int, metavar="N", help="workers (16, or all of --cluster); several: one run each")
+    add("--rate", nargs="+", metavar="RATE", help="rate of each link, up to 10tbit (2.5gbit); several: one run each")
+    add("--workload", nargs="+", metavar="NAME",
+        help=f"{', '.join(workloads.names())}; several: one run each (resnet50-4blocks)")
+    add("--model", type=Path, metavar="FILE",
+        help="instead of a workload: blocks as JSON, a plan of `gradwire recommend --json`, or a run's Chrome trace")
+    add("--cluster", type=Path, metavar="FILE", help="groups of workers and what joins them, as JSON (docs/simulator.md)")
+    add("--step-ms", type=float, metavar="MS", help="time of a forward and backward pass (the workload's own)")
+    add("--seconds", type=float, metavar="S", help="simulated seconds (200, unless --rounds is given)")
+    add("--rounds", type=int, metavar="N", help="stop after this many synchronised rounds")
+    add("--samples", type=float, metavar="N", help="search: rank schemes and workers by the hours that so many samples take")
+    add("--batch", type=float, default=1.0, metavar="N", help="samples of a worker and step, for --samples (1)")
+    add("--budget", type=float, metavar="HOURS", help="hours of all workers together that --samples may take")
+    add("--jitter", choices=_JITTERS, default="common", help="how computation times vary (common)")
+    add("--sigma", type=float, default=1.5, help="tail of the stragglers' distribution (1.5)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the jitter (0)")
+    add("--racks", type=int, metavar="N", help="number of racks in a two-level tree (1: one switch)")
+    add("--core-rate", metavar="RATE", help="rate of each rack's link to the core (that of its workers' links together)")
+    add("--latency-us", type=float, metavar="US", help="latency of every message that a worker waits for (0)")
+    add("--trace", metavar="FILE", help="rates over time: a file of lines `seconds,rate`, or directly 0=2.5gbit,60=1gbit")
+    add("--trace-workers", nargs="+", type=int, metavar="N", help="workers whose links follow the trace (all)")
+    add("--measured-on", metavar="NAME", help="workload of the measured sizes (resnet50's, else resnet's)")
+    add("--no-codec-times", action="store_true", help="codecs take no time: what the network alone allows")
+    add("--json", type=Path, metavar="FILE", help="write a list of flat records")
+    add("--details", type=Path, metavar="FILE", help="write every round, link and worker of every run")
+    add("--csv", type=Path, metavar="FILE", help="write the records as a table")
+    add("--plot", nargs="+", type=Path, metavar="FILE", help="draw the records: PNG or SVG")
+    add("--wide", action="store_true", help="all columns of the table")
+    add("--chrome-trace", type=Path, metavar="FILE", help="spans of a single run's rounds, for Perfetto")
+    add("--trace-rounds", type=int, default=5, metavar="N", help="rounds in the Chrome trace (5)")
+    # fmt: on
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgument(
             f"a Chrome trace shows one run, and these are {len(runs)}: name one scheme, rate and size"
         )
+    goal = Goal(args.samples, args.batch, args.budget) if args.samples is not None else None
+    if goal is None and args.budget is not None:
+        raise InvalidArgument("--budget bounds what --samples take: give --samples, and --batch")
     for path in args.plot or ():
         if path.suffix not in (".png", ".svg"):
             raise InvalidArgument(f"--plot {path}: expected a name that ends in .png or .svg")
@@ -140,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
             simulation, record = one.do(show)
             records.append(record)
             details += simulation.metrics.details(record) if args.details else []
+    records = goal.rank(records) if goal else records
     if args.json:
         write_json(args.json, records)
     if args.details:
@@ -160,39 +130,59 @@ def make_runs(args: argparse.Namespace) -> list[SimulatedRun]:
     """Every combination of scheme, workers, rate and workload. Raises: InvalidArgument."""
     table = MeasuredTable.load()
     specs = [name for spec in args.scheme for name in (registry.names(table) if spec == "all" else [spec])]
-    trace = parse_trace(args.trace) if args.trace else None
-    seconds = args.seconds if args.seconds is not None or args.rounds is not None else 200.0
+    seconds = args.seconds if args.seconds is not None or args.rounds is not None or args.samples is not None else 200.0
+    jitter = make_jitter(args.jitter, args.seed, args.sigma)
     runs = []
-    for workload_name, n_workers, rate, spec in itertools.product(args.workload, args.workers, args.rate, specs):
-        workload = workloads.by_name(workload_name)
-        if args.step_ms is not None:
-            workload = workload.scaled(args.step_ms / 1e3)
-        name, options = parse_spec(spec)
-        setting = Setting(
-            workload,
-            n_workers,
-            parse_link_rate(rate),
-            trace=trace,
-            traced_workers=tuple(args.trace_workers) if args.trace_workers else None,
-            jitter=make_jitter(args.jitter, args.seed, args.sigma),
-            racks=args.racks,
-            core_bps=parse_link_rate(args.core_rate) if args.core_rate else None,
-            latency_s=args.latency_us / 1e6,
-        )
-        registry.by_name(name, options, args.measured_on, not args.no_codec_times, table)  # a wrong name fails at once
-        runs.append(
-            SimulatedRun(
-                name,
-                setting,
-                seconds,
-                args.rounds,
-                options,
-                args.measured_on,
-                not args.no_codec_times,
-                keep_spans=args.chrome_trace is not None,
+    for model, setting in itertools.product(_models(args), _networks(args)):
+        for spec in specs:
+            name, options = parse_spec(spec)
+            registry.by_name(
+                name, options, args.measured_on, not args.no_codec_times, table
+            )  # a wrong name fails at once
+            rounds = rounds_of(spec, args.rounds or ROUNDS) if args.samples is not None else args.rounds
+            runs.append(
+                SimulatedRun(
+                    name,
+                    setting(model, jitter=jitter),
+                    seconds,
+                    rounds,
+                    options,
+                    args.measured_on,
+                    not args.no_codec_times,
+                    keep_spans=args.chrome_trace is not None,
+                )
             )
-        )
     return runs
+
+
+def _models(args: argparse.Namespace) -> list[WorkloadTimes]:
+    if args.model and args.workload:
+        raise InvalidArgument("--model is a workload of your own: leave --workload out, or --model")
+    names = args.workload or ["resnet50-4blocks"]
+    models = [load_model(args.model)] if args.model else [workloads.by_name(name) for name in names]
+    return models if args.step_ms is None else [model.scaled(args.step_ms / 1e3) for model in models]
+
+
+def _networks(args: argparse.Namespace) -> list[Callable[..., Setting]]:
+    """What makes a setting of a model, for each number of workers and rate."""
+    trace = parse_trace(args.trace) if args.trace else None
+    traced: dict[str, Any] = {
+        "trace": trace,
+        "traced_workers": tuple(args.trace_workers) if args.trace_workers else None,
+    }
+    if args.cluster:
+        for name in ("rate", "racks", "core_rate", "latency_us"):
+            if getattr(args, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise InvalidArgument(f"{option}: the cluster in {args.cluster} says that; leave one of the two out")
+        cluster = Cluster.load(args.cluster)
+        return [partial(cluster.setting, n_workers=n, **traced) for n in args.workers or [None]]
+    core_bps = parse_link_rate(args.core_rate) if args.core_rate else None
+    racks = 1 if args.racks is None else args.racks
+    links: dict[str, Any] = {"racks": racks, "core_bps": core_bps, "latency_s": (args.latency_us or 0.0) / 1e6}
+    rates = [parse_link_rate(rate) for rate in args.rate or ["2.5gbit"]]
+    sizes = itertools.product(args.workers or [16], rates)
+    return [partial(Setting, n_workers=n, rate_bps=rate, **links, **traced) for n, rate in sizes]
 
 
 def make_jitter(kind: str, seed: int, sigma: float = 1.5) -> Jitter:
@@ -216,15 +206,28 @@ _CAPTION = (
     "use: utilisation of the links; wait: mean of a worker and round; ROW, OSF: means over rounds; bits: sent of each "
     "value, all copies one"
 )
+_SEARCHED = Table(
+    [
+        Column("effective_round_s", "step s", form=".3f"), Column("samples_per_s", "samples/s", form=",.0f"),
+        Column("hours", form=",.2f"), Column("worker_hours", "worker hours", form=",.1f"), Column("level"),
+        Column("lost_share", "lost, %", 100, ".1f"), Column("budget"),
+    ],
+    rows=("scheme", "workers", "Gb/s"),
+)  # fmt: skip
 
 
 def make_table(records: Sequence[dict[str, Any]]) -> Grid:
-    """The records, for people."""
+    """The records, for people; of a search in its order."""
     shown = [{**record, "scheme": spec_of(record), "Gb/s": f"{record['rate_bps'] / 1e9:g}"} for record in records]
-    axes: dict[str, list[Any]] = {axis: [] for axis in ("workload", *_TABLE.rows)}
-    grid = make_grid(Experiment("simulated", "", "", "", axes), _TABLE, shown)
+    is_search = "hours" in records[0]
+    if is_search:
+        shown = [{**record, "budget": "within" if record["in_budget"] else "beyond"} for record in shown]
+    table = _SEARCHED if is_search else _TABLE
+    axes: dict[str, list[Any]] = {axis: [] for axis in ("workload", *table.rows)}
+    grid = make_grid(Experiment("simulated", "", "", "", axes), table, shown)
     workloads_of = ", ".join(dict.fromkeys(record["workload"] for record in records))
-    return replace(grid, title=f"simulated {workloads_of}: {records[0]['jitter']} jitter", caption=_CAPTION)
+    caption = "" if is_search else _CAPTION
+    return replace(grid, title=f"simulated {workloads_of}: {records[0]['jitter']} jitter", caption=caption)
 
 
 def plot_sweep(records: Sequence[dict[str, Any]], path: Path) -> None:

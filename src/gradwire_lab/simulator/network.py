@@ -185,8 +185,9 @@ class Flow:
 
     def end(self) -> None:
         """Let whoever waits for it go on."""
-        done, callbacks = self.done, self.done.callbacks
-        done._ok, done._value, done.callbacks = True, None, None
+        done: Any = self.done
+        callbacks, done.callbacks = done.callbacks, None
+        done._ok, done._value = True, None
         for callback in callbacks:
             callback(done)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +17,42 @@ from gradwire_lab.simulator.jitter import Jitter, Uniform
 from gradwire_lab.simulator.network import SimulatedNetwork
 from gradwire_lab.simulator.topology import Site, Topology
 from gradwire_lab.simulator.workloads import WorkloadTimes
+
+_HOPELESS = 100.0  # failures in the time of a stretch between two checkpoints
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Workers that fail, all of which then go back to the last checkpoint.
+
+    Attributes:
+        mtbf_s: mean time between two failures of one worker.
+        restart_s: until training goes on from a checkpoint. checkpoint_s: to write one.
+        every_s: of training between two checkpoints; None: what costs least, sqrt(2 checkpoint_s mtbf_s / workers)
+            (Young, 1974).
+    """
+
+    mtbf_s: float
+    restart_s: float
+    checkpoint_s: float
+    every_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("mtbf_s", "restart_s", "checkpoint_s"):
+            checks.finite(name, getattr(self, name), 0)
+        for name in ("mtbf_s", "every_s"):
+            if getattr(self, name) == 0 or (self.every_s is not None and not 0 < self.every_s < math.inf):
+                raise InvalidArgument(f"{name}={getattr(self, name)}: expected more than 0")
+
+    def lost_share(self, n_workers: int) -> float:
+        """The share of the time that is not training: checkpoints, restarts, and what is computed again (Daly, 2006)."""
+        rate = n_workers / self.mtbf_s
+        every_s = self.every_s or max(math.sqrt(2 * self.checkpoint_s / rate), 1e-3)
+        # Failures come at any time, also while restarting; a stretch is done when none has come in all of it.
+        exponent = rate * (every_s + self.checkpoint_s)
+        if exponent + rate * self.restart_s > _HOPELESS:
+            return 1.0
+        return max(0.0, 1 - every_s * rate / (math.exp(rate * self.restart_s) * math.expm1(exponent)))
 
 
 @dataclass(frozen=True)
@@ -33,6 +70,7 @@ class Setting:
             (`costs.connection_rate`).
         at_once: asynchronous collectives that are under way at a time: one for each stream of NCCL, or thread of Gloo.
         speeds: of each worker's computation; 2 is twice as fast as the workload says.
+        failures: as lost time; None: none.
         shares_groups: simulate workers that are alike once; False lists them singly, for tests.
     """
 
@@ -51,6 +89,7 @@ class Setting:
     streams: int = 1
     at_once: int = 1
     speeds: tuple[float, ...] | None = None
+    failures: Failures | None = None
     shares_groups: bool = True
 
     def __post_init__(self) -> None:

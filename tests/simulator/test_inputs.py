@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import statistics
 import threading
 from pathlib import Path
@@ -17,7 +18,7 @@ from gradwire.telemetry.recorder import KINDS, BucketRecord, StepRecord
 from gradwire_lab.cli import main
 from gradwire_lab.simulator.inputs import Cluster, load_model
 from gradwire_lab.simulator.jitter import Uniform
-from gradwire_lab.simulator.search import Goal, search, simulate
+from gradwire_lab.simulator.search import SampleGoal, search, simulate
 from gradwire_lab.simulator.stage import Failures
 from gradwire_lab.simulator.workloads import BlockTimes, WorkloadTimes
 
@@ -57,6 +58,14 @@ def test_a_model_and_a_cluster_are_what_their_files_say(tmp_path: Path) -> None:
         cluster.setting(model, 5)
     even = Cluster.load(write(tmp_path, '{"groups": [{"workers": 2, "rate": 1e9}]}'))
     assert even.setting(model, 3).rates_bps == (1e9,) * 3
+
+
+def test_the_files_on_the_page_are_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    model, cluster = re.findall(r'^    (\{"(?:blocks|groups).*?\}\]?\})$', page, re.MULTILINE | re.DOTALL)
+    setting = Cluster.load(write(tmp_path, cluster)).setting(load_model(write(tmp_path, model)))
+    assert (setting.n_workers, setting.workload.n_values) == (16, 50_000_000)
+    assert setting.failures == Failures(7.2e6, 300, 30, 1200)
 
 
 WRONG = [
@@ -161,7 +170,7 @@ def test_a_search_ranks_what_is_within_the_budget_by_time() -> None:
     model = WorkloadTimes("mine", (BlockTimes("a", 10_000_000, 0.1, 0.2),), "")
     cluster = Cluster((4,), (1e9,) * 4, (1.0,) * 4)
     schemes = ["plain", "local-sgd:every=10", "one-bit"]
-    found = search(model, cluster, schemes, [4, 8, 64], Goal(3.6e6, 10, budget_hours=60))
+    found = search(model, cluster, schemes, [4, 8, 64], SampleGoal(3.6e6, 10, budget_hours=60))
     assert len(found) == 9
     within = [one for one in found if one["in_budget"]]
     assert 0 < len(within) < 9

@@ -15,7 +15,7 @@ from gradwire_lab.simulator.jitter import Uniform
 from gradwire_lab.simulator.schemes.aqgb import AqgbModel
 from gradwire_lab.simulator.schemes.base import SchemeModel
 from gradwire_lab.simulator.schemes.broadcast import FixedBroadcast
-from gradwire_lab.simulator.schemes.collective import Collective, FullyShard, LocalSgd, ParameterServer
+from gradwire_lab.simulator.schemes.collective import Collective, FullyShard, LocalSteps, ParameterServer
 from gradwire_lab.simulator.schemes.slimgc import SlimGc
 from gradwire_lab.simulator.simulation import Simulation
 from gradwire_lab.simulator.stage import Setting
@@ -67,16 +67,16 @@ CASES: dict[str, tuple[Any, WorkloadTimes, int, float, dict[str, Any], list[floa
     # Every third round sends both blocks, b beside the last backward pass: 4 to 24 s of that round.
     "in bursts": (lambda s: Collective(s, every=3), TWO, 2, 320.0, {}, [4.0, 10.0, 36.0, 40.0]),
     # After every second round all of 6,400 bits, at 320 bits a second: 20 s for which everybody waits.
-    "local SGD": (lambda s: LocalSgd(s, every=2), TWO, 2, 320.0, {}, [6.0, 32.0, 38.0, 64.0]),
+    "local SGD": (lambda s: LocalSteps(s, every=2), TWO, 2, 320.0, {}, [6.0, 32.0, 38.0, 64.0]),
     # Of two fragments one after each round, 10 s each.
-    "local SGD with fragments": (lambda s: LocalSgd(s, every=2, fragments=2), TWO, 2, 320.0, {}, [16.0, 32.0]),
+    "local SGD with fragments": (lambda s: LocalSteps(s, every=2, fragments=2), TWO, 2, 320.0, {}, [16.0, 32.0]),
     # 1,600 bits a stage: 5 s. Weights of a from 2 to 7 s, b's gradient to 12, a's, there at 9, to 17; weights of a to 22 s,
     # of b, for which a's forward pass asks, to 27.
     "FSDP2": (FullyShard, TWO, 2, 320.0, {}, [27.0, 53.0]),
     # b's gradient from 4 to 9 s, a's to 14; weights of a to 19, of b to 24.
     "FSDP2 that keeps its weights": (lambda s: FullyShard(s, reshard=False), TWO, 2, 320.0, {}, [24.0, 47.0]),
     # Begun at 6 s, needed at 12, there at 26: the next is begun at the end of round 2 (32 s), needed at 38.
-    "local SGD beside a step": (lambda s: LocalSgd(s, every=2, delay=1), TWO, 2, 320.0, {}, [6.0, 26.0, 32.0, 52.0]),
+    "local SGD beside a step": (lambda s: LocalSteps(s, every=2, delay=1), TWO, 2, 320.0, {}, [6.0, 26.0, 32.0, 52.0]),
 }  # fmt: skip
 
 

@@ -24,16 +24,15 @@ from gradwire_lab.results.tables import Grid, print_grid
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.bandwidth import parse_link_rate, parse_trace
 from gradwire_lab.simulator.inputs import Cluster, load_model
-from gradwire_lab.simulator.jitter import Jitter, Stragglers, Uniform
+from gradwire_lab.simulator.jitter import JITTERS, make_jitter
 from gradwire_lab.simulator.runs import SimulatedRun
 from gradwire_lab.simulator.schemes import registry
 from gradwire_lab.simulator.schemes.measured import MeasuredTable
-from gradwire_lab.simulator.search import ROUNDS, Goal, rounds_of
+from gradwire_lab.simulator.search import ROUNDS, SampleGoal, rounds_of
 from gradwire_lab.simulator.stage import Setting
 from gradwire_lab.simulator.trace import write_trace
 from gradwire_lab.simulator.workloads import WorkloadTimes
 
-_JITTERS = ("common", "per-worker", "stragglers", "none")
 DEFAULT_SCHEMES = ["broadcast-32", "broadcast-4", "aqgb", "plain"]
 
 
@@ -56,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--samples", type=float, metavar="N", help="search: rank schemes and workers by the hours that so many samples take")
     add("--batch", type=float, default=1.0, metavar="N", help="samples of a worker and step, for --samples (1)")
     add("--budget", type=float, metavar="HOURS", help="hours of all workers together that --samples may take")
-    add("--jitter", choices=_JITTERS, default="common", help="how computation times vary (common)")
+    add("--jitter", choices=JITTERS, default="common", help="how computation times vary (common)")
     add("--sigma", type=float, default=1.5, help="tail of the stragglers' distribution (1.5)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the jitter (0)")
     add("--racks", type=int, metavar="N", help="number of racks in a two-level tree (1: one switch)")
@@ -83,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgument(
             f"a Chrome trace shows one run, and these are {len(runs)}: name one scheme, rate and size"
         )
-    goal = Goal(args.samples, args.batch, args.budget) if args.samples is not None else None
+    goal = SampleGoal(args.samples, args.batch, args.budget) if args.samples is not None else None
     if goal is None and args.budget is not None:
         raise InvalidArgument("--budget bounds what --samples take: give --samples, and --batch")
     for path in args.plot or ():
@@ -183,15 +182,6 @@ def _networks(args: argparse.Namespace) -> list[Callable[..., Setting]]:
     rates = [parse_link_rate(rate) for rate in args.rate or ["2.5gbit"]]
     sizes = itertools.product(args.workers or [16], rates)
     return [partial(Setting, n_workers=n, rate_bps=rate, **links, **traced) for n, rate in sizes]
-
-
-def make_jitter(kind: str, seed: int, sigma: float = 1.5) -> Jitter:
-    """By its name on the command line. Raises: InvalidArgument."""
-    if kind == "stragglers":
-        return Stragglers(sigma, seed)
-    if kind not in _JITTERS:
-        raise InvalidArgument(f"no jitter is called {kind!r}; there are: {', '.join(_JITTERS)}")
-    return Uniform(0.0 if kind == "none" else 0.1, is_common=kind != "per-worker", seed=seed)
 
 
 _TABLE = Table(

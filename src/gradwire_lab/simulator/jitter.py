@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
+from gradwire import checks
 from gradwire.errors import InvalidArgument
 
 # Both of the paper's distributions have a mean of 1.5 s; a factor is a time over that.
@@ -90,3 +91,13 @@ class Stragglers(Jitter):
 
 def _normal_cdf(x: float) -> float:
     return 0.5 * math.erfc(-x / math.sqrt(2))
+
+
+JITTERS = ("common", "per-worker", "stragglers", "none")
+
+
+def make_jitter(kind: str, seed: int = 0, sigma: float = 1.5) -> Jitter:
+    """By its name. Raises: InvalidArgument."""
+    if checks.choice("jitter", kind, JITTERS) == "stragglers":
+        return Stragglers(sigma, seed)
+    return Uniform(0.0 if kind == "none" else 0.1, is_common=kind != "per-worker", seed=seed)

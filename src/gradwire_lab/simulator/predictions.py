@@ -118,9 +118,8 @@ def _make_scheme(simulation: Simulation, record: Record) -> SchemeModel:
     encode_s = max(0.0, (record["codec_s"] or 0.0) - decode_s)
     copies = max(1, n_ranks - 1)
     if record["scheme"] == "broadcast":
-        return FixedBroadcast(
-            simulation, bits_per_value / copies, encode_s / n_values, decode_s / n_values / copies, is_fan_out=True
-        )
+        codec = CodecCost(encode_s / n_values, decode_s / n_values / copies)
+        return FixedBroadcast(simulation, bits_per_value / copies, codec, is_fan_out=True)
     if record["scheme"] == "aqgb":
         # Its bits are not taken from the record: predicting them is the point.
         return AqgbModel(

@@ -23,7 +23,7 @@ ROUNDS = 20
 
 
 @dataclass(frozen=True)
-class Goal:
+class SampleGoal:
     """A training to be done.
 
     Attributes:
@@ -99,9 +99,9 @@ def simulate(
 
 def search(
     model: WorkloadTimes | str | Path, cluster: Cluster | str | Path, schemes: Sequence[str], workers: Sequence[int],
-    goal: Goal, *, rounds: int = ROUNDS, on_run: Callable[[Record], None] | None = None,
+    goal: SampleGoal, *, rounds: int = ROUNDS, on_run: Callable[[Record], None] | None = None,
 ) -> list[Record]:  # fmt: skip
-    """Every scheme on every number of workers, what is within the budget first and the soonest done first (`Goal.rank`).
+    """Every scheme on every number of workers, what is within the budget first and the soonest done first (`SampleGoal.rank`).
 
     Raises: InvalidArgument.
     """

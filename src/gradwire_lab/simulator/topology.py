@@ -135,41 +135,25 @@ class Topology:
         crossings += self._connections(1, lambda n_flows: float(n_flows > 0))
         return self.network.add_class(f"broadcasts of {site.up.name.removesuffix(' up')}", crossings)
 
-    def ring(self) -> FlowClass:
-        """One flow: every worker sends to the next and receives from the one before, all at the slowest link's rate.
+    def even(self, name: str) -> FlowClass:
+        """One flow: a bit on every worker's links, both ways, a bit; all at the rate of the slowest.
 
-        Workers follow each other rack by rack, so one stream leaves a rack and one enters it.
+        Args:
+            name: ring: every worker sends to the next, rack by rack, so one stream leaves a rack. inside: rings inside the
+                racks. between: every worker's ring with its like in the other racks. exchange: between all pairs.
         """
-        crossings = [Crossing(link, _each, _times(link.n_links)) for link in self._site_links()]
-        crossings += [Crossing(link, _each, _each) for link in (*self._rack_up, *self._rack_down)]
-        return self.network.add_class("ring", crossings + self._connections(1))
-
-    def inside(self) -> FlowClass:
-        """One flow: rings inside the racks, all at once."""
-        crossings = [Crossing(link, _each, _times(link.n_links)) for link in self._site_links()]
-        return self.network.add_class("inside", crossings)
-
-    def between(self) -> FlowClass:
-        """One flow: every worker's ring with its like in the other racks, at once."""
-        crossings = [Crossing(link, _each, _times(link.n_links)) for link in self._site_links()]
-        for up, down, inside in zip(self._rack_up, self._rack_down, self.rack_workers, strict=False):
-            crossings += [Crossing(link, _times(inside), _times(inside)) for link in (up, down)]
-        return self.network.add_class("between", crossings + self._connections(1))
-
-    def exchange(self) -> FlowClass:
-        """One flow: every worker sends to all others at once, and receives from them, a bit on each worker's link a bit.
-
-        As in a direct all-reduce or an all-gather without relays; all pairs at the rate of the slowest.
-        """
-        crossings = [Crossing(link, _each, _times(link.n_links)) for link in self._site_links()]
         peers = max(1, self.n_workers - 1)
-        for rack, inside in enumerate(self.rack_workers if self._rack_up else ()):
-            leaving = inside * (self.n_workers - inside) / peers
-            crossings += [
-                Crossing(link, _times(leaving), _times(leaving))
-                for link in (self._rack_up[rack], self._rack_down[rack])
-            ]
-        return self.network.add_class("exchange", crossings + self._connections(peers))
+        leaving: dict[str, Callable[[int], float]] = {
+            "ring": lambda inside: 1.0, "inside": lambda inside: 0.0, "between": float,
+            "exchange": lambda inside: inside * (self.n_workers - inside) / peers,
+        }  # fmt: skip
+        links = [link for site in self.sites for link in (site.up, site.down)]
+        crossings = [Crossing(link, _each, _times(link.n_links)) for link in links]
+        for up, down, inside in zip(self._rack_up, self._rack_down, self.rack_workers, strict=False):
+            share = _times(leaving[name](inside))
+            crossings += [Crossing(link, share, share) for link in (up, down)]
+        connections = {"inside": 0, "exchange": peers}.get(name, 1)
+        return self.network.add_class(name, crossings + self._connections(connections))
 
     def parameter_server(self, n_servers: int, rate_bps: float) -> tuple[FlowClass, FlowClass]:
         """(push, pull): one flow is every worker's gradient to the servers, or the sum from them to every worker.
@@ -193,9 +177,6 @@ class Topology:
 
     def _connections(self, n: int, busiest: Callable[[int], float] = _each) -> list[Crossing]:
         """What `n` pairs of connections to other racks let through of one flow."""
-        if not self._rack_up or self._connection_bps == math.inf:
+        if not n or not self._rack_up or self._connection_bps == math.inf:
             return []
         return [Crossing(self.network.add_link("connections", 1, n * self._connection_bps), busiest, _each)]
-
-    def _site_links(self) -> list[Link]:
-        return [link for site in self.sites for link in (site.up, site.down)]

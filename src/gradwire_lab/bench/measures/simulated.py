@@ -11,7 +11,7 @@ from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.store import Record
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.bandwidth import make_trace
-from gradwire_lab.simulator.jitter import Jitter, Stragglers, Uniform
+from gradwire_lab.simulator.jitter import Stragglers, make_jitter
 from gradwire_lab.simulator.runs import SimulatedRun
 from gradwire_lab.simulator.stage import Setting
 
@@ -35,7 +35,8 @@ def simulate(call: Call, cell: Cell, **changes: Any) -> tuple[Any, Record]:
     given = {"workload": "resnet50-4blocks", "workers": 16, "gbit_per_s": 2.5, "jitter": "common", "seed": 0, "codec": True,
              **call.fixed, **cell}  # fmt: skip
     workload = workloads.by_name(str(given["workload"]))
-    setting = Setting(workload, int(given["workers"]), float(given["gbit_per_s"]) * 1e9, jitter=make_jitter(given))
+    jitter = make_jitter(given["jitter"], int(given["seed"]), float(given.get("sigma", 1.5)))
+    setting = Setting(workload, int(given["workers"]), float(given["gbit_per_s"]) * 1e9, jitter=jitter)
     run = SimulatedRun(
         str(given["scheme"]),
         setting.replace(**changes),
@@ -51,13 +52,6 @@ def simulate(call: Call, cell: Cell, **changes: Any) -> tuple[Any, Record]:
     if samples is not None and record["round_s"]:
         record["samples_per_s"] = record["workers"] * samples / record["round_s"]
     return simulation, record
-
-
-def make_jitter(given: dict[str, Any]) -> Jitter:
-    """By name: common, per-worker, stragglers (with `sigma`)."""
-    if given["jitter"] == "stragglers":
-        return Stragglers(float(given["sigma"]), int(given["seed"]))
-    return Uniform(is_common=given["jitter"] == "common", seed=int(given["seed"]))
 
 
 def _batch_size(workload: str) -> int | None:

@@ -23,8 +23,9 @@ from gradwire.schemes.aqgb.law import (
     first_stage_ratio,
     second_stage_bits,
 )
+from gradwire.schemes.auto.costs import CodecCost
 from gradwire_lab.simulator.network import FlowClass
-from gradwire_lab.simulator.schemes.base import Decoder, SchemeModel
+from gradwire_lab.simulator.schemes.base import PLAIN, Decoder, SchemeModel
 from gradwire_lab.simulator.simulation import Simulation
 from gradwire_lab.simulator.stage import WorkerGroup
 
@@ -37,7 +38,7 @@ class AqgbModel(SchemeModel):
         messages_per_block: the ratio is decided anew for every message.
         exchange_s: how old may be what a worker knows of when the others will need a block.
         overhead_bits_per_value: what the codec adds (headers, shared exponents).
-        encode_s_per_value, decode_s_per_value: of each message, whatever its bits: before it is sent, and for each copy.
+        codec: seconds of each message, whatever its bits: before it is sent, and for each copy.
         confidence: the share of the estimated rate that is planned with; the live scheme's default is 0.8, the paper's 1.
         is_fan_out: a copy to every receiver instead of a multicast.
         has_owners: an all-reduce instead: to every receiver its part of a block, and the sum of the own part. An answer is sent
@@ -53,8 +54,7 @@ class AqgbModel(SchemeModel):
         overhead_bits_per_value: float = 0.0,
         is_fan_out: bool = False,
         has_owners: bool = False,
-        encode_s_per_value: float = 0.0,
-        decode_s_per_value: float = 0.0,
+        codec: CodecCost = PLAIN,
         confidence: float = 1.0,
     ) -> None:
         super().__init__(simulation)
@@ -65,10 +65,10 @@ class AqgbModel(SchemeModel):
         self.overhead_bits_per_value = overhead_bits_per_value
         self.exchange_s = exchange_s
         self.confidence = share("confidence", confidence)
-        self.encode_s = encode_s_per_value
+        self.encode_s = codec.encode_s
         # Of every value: everybody's copies, or the parts that a worker owns and the sums that it gets.
-        self.decode_s = decode_s_per_value * (2 if has_owners else simulation.setting.n_workers - 1)
-        self.decode_last_s = decode_s_per_value
+        self.decode_s = codec.decode_s * (2 if has_owners else simulation.setting.n_workers - 1)
+        self.decode_last_s = codec.decode_s
         self.blocks = simulation.setting.workload.blocks
         self.deadlines = Deadlines(len(simulation.groups))
         classes = {

@@ -6,8 +6,11 @@ from abc import ABC, abstractmethod
 
 import simpy
 
+from gradwire.schemes.auto.costs import CodecCost
 from gradwire_lab.simulator.simulation import Simulation
 from gradwire_lab.simulator.stage import WorkerGroup
+
+PLAIN = CodecCost()
 
 
 class Decoder:

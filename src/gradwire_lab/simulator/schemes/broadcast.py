@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradwire.errors import InvalidArgument
+from gradwire.schemes.auto.costs import CodecCost
 from gradwire_lab.simulator.network import Flow, FlowClass
-from gradwire_lab.simulator.schemes.base import Decoder, SchemeModel
+from gradwire_lab.simulator.schemes.base import PLAIN, Decoder, SchemeModel
 from gradwire_lab.simulator.simulation import Simulation
 from gradwire_lab.simulator.stage import WorkerGroup
 
@@ -27,7 +28,7 @@ class FixedBroadcast(SchemeModel):
 
     Args:
         bits_per_value: what is sent of each value.
-        encode_s_per_value, decode_s_per_value: on the sender before, and for each received copy after the transfer.
+        codec: seconds on the sender before, and for each received copy after the transfer.
         is_fan_out: a copy to every receiver instead of a multicast.
     """
 
@@ -35,15 +36,14 @@ class FixedBroadcast(SchemeModel):
         self,
         simulation: Simulation,
         bits_per_value: float,
-        encode_s_per_value: float = 0.0,
-        decode_s_per_value: float = 0.0,
+        codec: CodecCost = PLAIN,
         is_fan_out: bool = False,
     ) -> None:
         super().__init__(simulation)
         if not 0 < bits_per_value < float("inf"):
             raise InvalidArgument(f"bits_per_value={bits_per_value}: expected more than 0")
         self._bits_per_value = bits_per_value
-        self._encode_s, self._decode_s = encode_s_per_value, decode_s_per_value
+        self._encode_s, self._decode_s = codec.encode_s, codec.decode_s
         classes = {id(site): simulation.topology.broadcasts(site, is_fan_out) for site in simulation.topology.sites}
         self._decoders = [Decoder() for _ in simulation.groups]
         self._senders = [_Sender(self, group, classes[id(group.site)]) for group in simulation.groups]

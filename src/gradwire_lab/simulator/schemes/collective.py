@@ -16,11 +16,9 @@ from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.auto.costs import BucketLoad, CodecCost, Lane, SharedCores, Turn, bucket_load, legs_of
 from gradwire_lab.simulator.network import FlowClass
-from gradwire_lab.simulator.schemes.base import SchemeModel
+from gradwire_lab.simulator.schemes.base import PLAIN, SchemeModel
 from gradwire_lab.simulator.simulation import Simulation
 from gradwire_lab.simulator.stage import WorkerGroup
-
-PLAIN = CodecCost()
 
 
 class Lanes(SchemeModel):
@@ -112,19 +110,8 @@ class Lanes(SchemeModel):
 
     def _flows_across(self, across: str) -> FlowClass:
         if across not in self._flows:
-            self._flows[across] = self.make_flows(across)
+            self._flows[across] = self.simulation.topology.even(across)
         return self._flows[across]
-
-    def make_flows(self, across: str) -> FlowClass:
-        """Flows over what a leg crosses."""
-        topology = self.simulation.topology
-        makers = {
-            "ring": topology.ring,
-            "exchange": topology.exchange,
-            "inside": topology.inside,
-            "between": topology.between,
-        }
-        return makers[across]()
 
     def open_round(self, round_number: int) -> None:
         """Everybody has everything of a round."""
@@ -186,7 +173,7 @@ class ParameterServer(Collective):
         self._flows = {"push": push, "pull": pull}
 
 
-class LocalSgd(Lanes):
+class LocalSteps(Lanes):
     """Workers step alone; parts of the model are exchanged in turn, each every `every` rounds (gradwire.doors.local_sgd).
 
     Args:

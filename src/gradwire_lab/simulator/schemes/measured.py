@@ -25,10 +25,7 @@ FORMAT = 1
 # Whose sums run on while the next bucket is compressed, besides those that `auto` has rows for.
 _SUMS = ("plain", "power-sgd-overlap")
 
-_SHAPES = {
-    "ring": lambda n_ranks: 2 * (n_ranks - 1) / n_ranks,
-    "gather": lambda n_ranks: float(n_ranks - 1),
-}
+_SHAPES = {"ring": lambda n_ranks: 2 * (n_ranks - 1) / n_ranks, "gather": lambda n_ranks: float(n_ranks - 1)}
 
 
 @dataclass(frozen=True)
@@ -106,11 +103,7 @@ def fit(measurements: Sequence[Measurement]) -> Fit:
         error = max(abs(value / bits - 1) for value in per_value) if bits else 0.0
         factor = factor_of(smallest.ranks)
         found = Fit(
-            shape,
-            bits,
-            smallest.encode_s / smallest.n_values,
-            smallest.decode_s / smallest.n_values / factor,
-            error,
+            shape, bits, smallest.encode_s / smallest.n_values, smallest.decode_s / smallest.n_values / factor, error
         )
         if best is None or found.error < best.error:
             best = found

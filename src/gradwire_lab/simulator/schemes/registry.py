@@ -11,9 +11,9 @@ from gradwire.errors import InvalidArgument
 from gradwire.registry import describe_choices
 from gradwire.schemes.auto.costs import CodecCost
 from gradwire_lab.simulator.schemes.aqgb import AqgbModel
-from gradwire_lab.simulator.schemes.base import SchemeModel
+from gradwire_lab.simulator.schemes.base import PLAIN, SchemeModel
 from gradwire_lab.simulator.schemes.broadcast import FixedBroadcast
-from gradwire_lab.simulator.schemes.collective import Collective, FullyShard, LocalSgd, ParameterServer
+from gradwire_lab.simulator.schemes.collective import Collective, FullyShard, LocalSteps, ParameterServer
 from gradwire_lab.simulator.schemes.measured import MeasuredTable
 from gradwire_lab.simulator.schemes.slimgc import SlimGc
 from gradwire_lab.simulator.simulation import Simulation
@@ -71,10 +71,10 @@ def by_name(
         if not 1 <= bits <= 32:
             raise InvalidArgument(f"{name}: expected 1 to 32 bits a value")
         make = FixedBroadcast
-        options = {"bits_per_value": float(bits), **_code(table, with_codec_times and bits < 32), **options}
+        options = {"bits_per_value": float(bits), "codec": _code(table, with_codec_times and bits < 32), **options}
     elif name in ("aqgb", "aqgb-owners"):
         make = AqgbModel
-        options = {"has_owners": name == "aqgb-owners", **_code(table, with_codec_times), **options}
+        options = {"has_owners": name == "aqgb-owners", "codec": _code(table, with_codec_times), **options}
     elif name in _PLAIN:
         make = _PLAIN[name]
     elif name in live.names():
@@ -109,12 +109,10 @@ def by_name(
     return build
 
 
-def _code(table: MeasuredTable, is_paid: bool) -> dict[str, float]:
+def _code(table: MeasuredTable, is_paid: bool) -> CodecCost:
     """What the code of the broadcasts takes, as it was measured in a ring."""
-    if not is_paid:
-        return {}
     found = table.fit("embedded-float", _PREFERRED[0])
-    return {"encode_s_per_value": found.encode_s_per_value, "decode_s_per_value": found.decode_s_per_value}
+    return CodecCost(found.encode_s_per_value, found.decode_s_per_value) if is_paid else PLAIN
 
 
 def _make_plain(simulation: Simulation, collective: str = "ring") -> SchemeModel:
@@ -129,6 +127,6 @@ _PLAIN: dict[str, Callable[..., SchemeModel]] = {
     "plain": _make_plain,
     "direct-32": _make_direct,
     "parameter-server": ParameterServer,
-    "local-sgd": LocalSgd,
+    "local-sgd": LocalSteps,
     "fully-shard": FullyShard,
 }

@@ -16,10 +16,10 @@ from gradwire.planning.box import plan_box
 from gradwire.telemetry.chrome_trace import ChromeTraceSink
 from gradwire.telemetry.recorder import KINDS, BucketRecord, StepRecord
 from gradwire_lab.cli import main
-from gradwire_lab.simulator.inputs import Cluster, load_model
+from gradwire_lab.simulator.inputs import load_cluster, load_model
 from gradwire_lab.simulator.jitter import Uniform
 from gradwire_lab.simulator.search import SampleGoal, search, simulate
-from gradwire_lab.simulator.stage import Failures
+from gradwire_lab.simulator.stage import Failures, Setting
 from gradwire_lab.simulator.workloads import BlockTimes, WorkloadTimes
 
 MODEL = """{
@@ -46,28 +46,29 @@ def write(folder: Path, text: str, name: str = "given.json") -> Path:
 
 
 def test_a_model_and_a_cluster_are_what_their_files_say(tmp_path: Path) -> None:
-    model, cluster = load_model(write(tmp_path, MODEL)), Cluster.load(write(tmp_path, CLUSTER))
+    model = load_model(write(tmp_path, MODEL))
     assert model.blocks == (BlockTimes("front", 10**6, 0.01, 0.02), BlockTimes("block 1", 3 * 10**6, 0.03, 0.06))
-    setting = cluster.setting(model)
+    setting = load_cluster(write(tmp_path, CLUSTER), model)
     assert (setting.rates_bps, setting.speeds) == ((4e11, 4e11, 1e9, 2e9), (1, 1, 1, 0.5))
     assert (setting.racks, setting.core_bps) == ((2, 2), (1e10, 3e9))
     assert (setting.latency_s, setting.core_latency_s, setting.failures) == (5e-6, 0.02, Failures(7.2e6, 300, 30))
-    assert cluster.setting(model, 3).racks == (2, 1)
-    assert cluster.setting(model, 1).core_bps is None
-    with pytest.raises(InvalidArgument, match="5 workers of a cluster that has 4"):
-        cluster.setting(model, 5)
-    even = Cluster.load(write(tmp_path, '{"groups": [{"workers": 2, "rate": 1e9}]}'))
-    assert even.setting(model, 3).rates_bps == (1e9,) * 3
+    assert setting.of_workers(3).racks == (2, 1)
+    assert setting.of_workers(1).core_bps is None
+    with pytest.raises(InvalidArgument, match="5 workers of 4"):
+        setting.of_workers(5)
+    even = load_cluster(write(tmp_path, '{"groups": [{"workers": 2, "rate": 1e9}]}'), model)
+    assert (even.of_workers(3).rates_bps, even.of_workers(3).racks) == ((1e9,) * 3, (3,))
 
 
 def test_the_files_on_the_page_are_read(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
     model, cluster = re.findall(r'^    (\{"(?:blocks|groups).*?\}\]?\})$', page, re.MULTILINE | re.DOTALL)
-    setting = Cluster.load(write(tmp_path, cluster)).setting(load_model(write(tmp_path, model)))
+    setting = load_cluster(write(tmp_path, cluster, "c.json"), load_model(write(tmp_path, model)))
     assert (setting.n_workers, setting.workload.n_values) == (16, 50_000_000)
     assert setting.failures == Failures(7.2e6, 300, 30, 1200)
 
 
+ONE = WorkloadTimes("mine", (BlockTimes("a", 10_000_000, 0.1, 0.2),), "")
 WRONG = [
     (MODEL.replace("3000000", "-3"), "line 4, blocks[1].values: expected a whole number from 1 to 1e+13, got -3"),
     (MODEL.replace("3000000", "1.5"), "line 4, blocks[1].values"),
@@ -97,7 +98,7 @@ WRONG = [
 def test_what_is_wrong_is_named_by_line_and_field(text: str, expected: str, tmp_path: Path) -> None:
     path = write(tmp_path, text)
     with pytest.raises(InvalidArgument) as caught:
-        (Cluster.load if "groups" in text else load_model)(path)
+        load_cluster(path, ONE) if "groups" in text else load_model(path)
     assert str(caught.value).startswith(f"{path}, {expected}")
     assert "\n" not in str(caught.value)
 
@@ -131,8 +132,8 @@ def test_a_runs_trace_and_a_plan_become_a_model(tmp_path: Path) -> None:
     assert (model.n_values, model.step_s) == (30_000_000, pytest.approx(0.12))
     # The simulator's step is then what the plan itself says of plain DDP.
     rate = 8 * plan.profile.link.rate
-    hop = Cluster((8,), (rate,) * 8, (1.0,) * 8, latency_s=plan.profile.link.backend_hop_s)
-    made = simulate(model, hop, rounds=4, jitter=Uniform(0.0))
+    box = Setting(model, 8, rate, latency_s=plan.profile.link.backend_hop_s, jitter=Uniform(0.0))
+    made = simulate(model, box, rounds=4)
     assert made["round_s"] == pytest.approx(plan.plain.step_s, rel=1e-6)
 
 
@@ -167,10 +168,8 @@ def test_failures_lose_what_they_lose_when_they_come_at_random(every_s: float | 
 
 
 def test_a_search_ranks_what_is_within_the_budget_by_time() -> None:
-    model = WorkloadTimes("mine", (BlockTimes("a", 10_000_000, 0.1, 0.2),), "")
-    cluster = Cluster((4,), (1e9,) * 4, (1.0,) * 4)
     schemes = ["plain", "local-sgd:every=10", "one-bit"]
-    found = search(model, cluster, schemes, [4, 8, 64], SampleGoal(3.6e6, 10, budget_hours=60))
+    found = search(ONE, Setting(ONE, 4, 1e9), schemes, [4, 8, 64], SampleGoal(3.6e6, 10, budget_hours=60))
     assert len(found) == 9
     within = [one for one in found if one["in_budget"]]
     assert 0 < len(within) < 9

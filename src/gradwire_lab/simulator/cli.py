@@ -23,7 +23,7 @@ from gradwire_lab.results.summary import Summary
 from gradwire_lab.results.tables import Grid, print_grid
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.bandwidth import parse_link_rate, parse_trace
-from gradwire_lab.simulator.inputs import Cluster, load_model
+from gradwire_lab.simulator.inputs import load_cluster, load_model
 from gradwire_lab.simulator.jitter import JITTERS, make_jitter
 from gradwire_lab.simulator.runs import SimulatedRun
 from gradwire_lab.simulator.schemes import registry
@@ -174,8 +174,12 @@ def _networks(args: argparse.Namespace) -> list[Callable[..., Setting]]:
             if getattr(args, name) is not None:
                 option = f"--{name.replace('_', '-')}"
                 raise InvalidArgument(f"{option}: the cluster in {args.cluster} says that; leave one of the two out")
-        cluster = Cluster.load(args.cluster)
-        return [partial(cluster.setting, n_workers=n, **traced) for n in args.workers or [None]]
+
+        def of_cluster(workload: WorkloadTimes, n: int | None = None, **more: Any) -> Setting:
+            setting = load_cluster(args.cluster, workload)
+            return setting.of_workers(setting.n_workers if n is None else n).replace(**traced, **more)
+
+        return [partial(of_cluster, n=n) for n in args.workers or [None]]
     core_bps = parse_link_rate(args.core_rate) if args.core_rate else None
     racks = 1 if args.racks is None else args.racks
     links: dict[str, Any] = {"racks": racks, "core_bps": core_bps, "latency_s": (args.latency_us or 0.0) / 1e6}

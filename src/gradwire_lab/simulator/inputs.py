@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -200,72 +199,39 @@ def _of_trace(given: Given, path: Path) -> WorkloadTimes:
 # ---- a cluster
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Groups of workers, racks or sites, and what joins them.
-
-    Attributes:
-        sizes: workers of each group. rates_bps, speeds: of each worker. uplinks_bps: of each group; None: as all its workers'.
-        latency_s, between_s: of a message inside a group, and between two; loss, streams: of connections between them.
-        at_once: collectives under way at a time.
-    """
-
-    sizes: tuple[int, ...]
-    rates_bps: tuple[float, ...]
-    speeds: tuple[float, ...]
-    uplinks_bps: tuple[float, ...] | None = None
-    latency_s: float = 0.0
-    between_s: float | None = None
-    loss: float = 0.0
-    streams: int = 1
-    at_once: int = 1
-    failures: Failures | None = None
-
-    @classmethod
-    def load(cls, path: Path) -> Cluster:
-        """Raises: InvalidArgument."""
-        given = Given.load(path).known("groups", "latency_us", "between", "at_once", "failures")
-        sizes, rates, speeds, uplinks = [], [], [], []
-        for group in given.member("groups", ...).items():
-            group.known("workers", "rate", "speed", "uplink")
-            n = group.member("workers", ...).number(1, _MOST_WORKERS, is_whole=True)
-            sizes.append(n)
-            rates += [one.rate() for one in group.member("rate", ...).each(n)]
-            speeds += [one.number(1e-3, 1e3) for one in group.member("speed", 1.0).each(n)]
-            uplink = group.member("uplink")
-            uplinks.append(sum(rates[-n:]) if uplink.value is None else uplink.rate())
-        between = given.member("between", {}).known("rtt_ms", "loss", "streams")
-        rtt_ms = between.member("rtt_ms", ... if between.value else None)
-        failures = given.member("failures")
-        return cls(
-            tuple(sizes),
-            tuple(rates),
-            tuple(speeds),
-            tuple(uplinks) if len(sizes) > 1 else None,
-            given.member("latency_us", 0).number(0, 1e7) / 1e6,
-            None if rtt_ms.value is None else rtt_ms.number(0, 1e4) / 2e3,
-            between.member("loss", 0).number(0, 0.5),
-            between.member("streams", 1).number(1, 1024, is_whole=True),
-            given.member("at_once", 1).number(1, 64, is_whole=True),
-            None if failures.value is None else _failures_of(failures),
-        )
-
-    def setting(self, workload: WorkloadTimes, n_workers: int | None = None, **more: Any) -> Setting:
-        """The first `n_workers` of it; of a single group of equal workers as many as one likes. Raises: InvalidArgument."""
-        there = sum(self.sizes)
-        n = there if n_workers is None else n_workers
-        sizes, rates, speeds = self.sizes, self.rates_bps, self.speeds
-        if n > there:
-            if len(self.sizes) > 1 or len(set(rates)) > 1 or len(set(speeds)) > 1:
-                raise InvalidArgument(f"{n} workers of a cluster that has {there}: only one of equal workers can grow")
-            sizes, rates, speeds = (n,), rates[:1] * n, speeds[:1] * n
-        sizes = tuple(_first(sizes, n))
-        return Setting(
-            workload, n, rates[0], rates_bps=rates[:n], speeds=speeds[:n], racks=sizes,
-            core_bps=self.uplinks_bps[: len(sizes)] if self.uplinks_bps and len(sizes) > 1 else None,
-            latency_s=self.latency_s, core_latency_s=self.between_s, loss=self.loss, streams=self.streams,
-            at_once=self.at_once, failures=self.failures, **more,
-        )  # fmt: skip
+def load_cluster(path: Path, workload: WorkloadTimes) -> Setting:
+    """All of its workers with a model; fewer or more: `Setting.of_workers`. Raises: InvalidArgument."""
+    given = Given.load(path).known("groups", "latency_us", "between", "at_once", "failures")
+    sizes: list[int] = []
+    rates: list[float] = []
+    speeds: list[float] = []
+    uplinks: list[float] = []
+    for group in given.member("groups", ...).items():
+        group.known("workers", "rate", "speed", "uplink")
+        n = group.member("workers", ...).number(1, _MOST_WORKERS, is_whole=True)
+        sizes.append(n)
+        rates += [one.rate() for one in group.member("rate", ...).each(n)]
+        speeds += [one.number(1e-3, 1e3) for one in group.member("speed", 1.0).each(n)]
+        uplink = group.member("uplink")
+        uplinks.append(sum(rates[-n:]) if uplink.value is None else uplink.rate())
+    between = given.member("between", {}).known("rtt_ms", "loss", "streams")
+    rtt_ms = between.member("rtt_ms", ... if between.value else None)
+    failures = given.member("failures")
+    return Setting(
+        workload,
+        sum(sizes),
+        rates[0],
+        rates_bps=tuple(rates),
+        speeds=tuple(speeds),
+        racks=tuple(sizes),
+        core_bps=tuple(uplinks) if len(sizes) > 1 else None,
+        latency_s=given.member("latency_us", 0).number(0, 1e7) / 1e6,
+        core_latency_s=None if rtt_ms.value is None else rtt_ms.number(0, 1e4) / 2e3,
+        loss=between.member("loss", 0).number(0, 0.5),
+        streams=between.member("streams", 1).number(1, 1024, is_whole=True),
+        at_once=given.member("at_once", 1).number(1, 64, is_whole=True),
+        failures=None if failures.value is None else _failures_of(failures),
+    )
 
 
 def _failures_of(given: Given) -> Failures:
@@ -277,11 +243,3 @@ def _failures_of(given: Given) -> Failures:
         given.member("checkpoint_s", ...).number(0, 1e7),
         None if every_s.value is None else every_s.number(1e-3, 1e9),
     )
-
-
-def _first(sizes: Iterable[int], n: int) -> Iterable[int]:
-    """Groups of `n` workers in all, the last perhaps not whole."""
-    for size in sizes:
-        if n > 0:
-            yield min(size, n)
-        n -= size

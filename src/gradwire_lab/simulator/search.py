@@ -13,8 +13,9 @@ from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec, spec_of
 from gradwire.schemes.auto.fidelity import row_of
 from gradwire_lab.simulator import workloads
-from gradwire_lab.simulator.inputs import Cluster, load_model
+from gradwire_lab.simulator.inputs import load_cluster, load_model
 from gradwire_lab.simulator.runs import SimulatedRun
+from gradwire_lab.simulator.stage import Setting
 from gradwire_lab.simulator.workloads import WorkloadTimes
 
 Record = dict[str, Any]
@@ -76,14 +77,14 @@ def level_of(spec: str) -> str:
 
 
 def simulate(
-    model: WorkloadTimes | str | Path, cluster: Cluster | str | Path, scheme: str = "plain", *, n_workers: int | None = None,
+    model: WorkloadTimes | str | Path, cluster: Setting | str | Path, scheme: str = "plain", *, n_workers: int | None = None,
     rounds: int = ROUNDS, **more: Any,
 ) -> Record:  # fmt: skip
     """What a scheme does: a flat record, `round_s`, `wait_s`, `bits_per_value`, `effective_round_s` (with failures) and more.
 
     Args:
         model: blocks; a built-in workload's name, or a file as `inputs.load_model` reads them.
-        cluster: or its file.
+        cluster: its file; or a setting, whose workload does not matter.
         scheme: "NAME:option=value", as `gradwire simulate --scheme`.
         n_workers: the first of the cluster's; None: all.
         rounds: to simulate; of a scheme that sends in some rounds only as many more as make four of its periods.
@@ -91,14 +92,14 @@ def simulate(
     Raises: InvalidArgument.
     """
     model = model if isinstance(model, WorkloadTimes) else _model_of(model)
-    cluster = cluster if isinstance(cluster, Cluster) else Cluster.load(Path(cluster))
+    setting = cluster if isinstance(cluster, Setting) else load_cluster(Path(cluster), model)
+    setting = setting.of_workers(n_workers or setting.n_workers).replace(workload=model, **more)
     name, options = parse_spec(scheme)
-    setting = cluster.setting(model, n_workers, **more)
     return SimulatedRun(name, setting, None, rounds_of(scheme, rounds), options).do()[1]
 
 
 def search(
-    model: WorkloadTimes | str | Path, cluster: Cluster | str | Path, schemes: Sequence[str], workers: Sequence[int],
+    model: WorkloadTimes | str | Path, cluster: Setting | str | Path, schemes: Sequence[str], workers: Sequence[int],
     goal: SampleGoal, *, rounds: int = ROUNDS, on_run: Callable[[Record], None] | None = None,
 ) -> list[Record]:  # fmt: skip
     """Every scheme on every number of workers, what is within the budget first and the soonest done first (`SampleGoal.rank`).

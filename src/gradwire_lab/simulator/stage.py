@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -137,6 +138,26 @@ class Setting:
         """The library's: of a rank's link, with what a hop takes between the workers that are farthest apart."""
         rate = min(self.rates_bps or (self.rate_bps,)) / 8
         return LinkCost(rate, self.hop_s, self.hop_s, 0.0, self.hop_s, at_once=self.at_once)
+
+    def of_workers(self, n: int) -> Setting:
+        """The first `n` of them, or of equal workers in one rack as many as one likes. Raises: InvalidArgument."""
+        checks.count("n_workers", n)
+        rates, speeds, sizes = self.rates_bps, self.speeds, self.racks
+        if n > self.n_workers:
+            if not self.is_one_rack or len(set(rates or ())) > 1 or len(set(speeds or ())) > 1:
+                raise InvalidArgument(f"{n} workers of {self.n_workers}: only those that are all alike can grow")
+            rates, speeds = rates and rates[:1] * n, speeds and speeds[:1] * n
+        elif not isinstance(sizes, int):
+            ends = [0, *itertools.accumulate(sizes)]
+            sizes = tuple(min(end, n) - start for start, end in itertools.pairwise(ends) if start < n)
+        if not isinstance(sizes, int) and self.is_one_rack:
+            sizes = (n,)
+        core_bps = self.core_bps
+        if isinstance(core_bps, tuple) and isinstance(sizes, tuple):
+            core_bps = core_bps[: len(sizes)] if len(sizes) > 1 else None
+        return self.replace(
+            n_workers=n, rates_bps=rates and rates[:n], speeds=speeds and speeds[:n], racks=sizes, core_bps=core_bps
+        )
 
     def replace(self, **changes: Any) -> Setting:
         """The same with `changes`. Raises: InvalidArgument."""

@@ -92,7 +92,7 @@ EXPERIMENTS = [
            "scheme": {name: _SCHEMES[name] for name in ("AQGB", "4-bit broadcast", "32-bit broadcast")}},
           [Table(_MEASURES, rows=("workload",))], seconds=5),
     Experiment(
-        key="aqgb-workers", system="simulator", measure="simulate", seconds=60,
+        key="aqgb-workers", system="simulator", measure="simulate", seconds=10,
         question="The same at 0.5 Gb/s by the number of workers: a broadcast grows with them, an all-reduce does not. Codecs "
         "as measured on two cores, and as the paper has them, which take no time.",
         fixed={"seconds": 200, "gbit_per_s": 0.5},

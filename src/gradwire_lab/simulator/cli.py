@@ -203,8 +203,8 @@ _CAPTION = (
 _SEARCHED = Table(
     [
         Column("effective_round_s", "step s", form=".3f"), Column("samples_per_s", "samples/s", form=",.0f"),
-        Column("hours", form=",.2f"), Column("worker_hours", "worker hours", form=",.1f"), Column("level"),
-        Column("lost_share", "lost, %", 100, ".1f"), Column("budget"),
+        Column("hours", form=",.2f"), Column("worker_hours", "worker hours", form=",.1f"), Column("budget"), Column("level"),
+        Column("lost_share", "lost, %", 100, ".1f"),
     ],
     rows=("scheme", "workers", "Gb/s"),
 )  # fmt: skip

@@ -10,7 +10,6 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from gradwire.planning.plan import Plan
 from gradwire.registry import describe_choices
 from gradwire_lab.simulator.bandwidth import parse_link_rate
 from gradwire_lab.simulator.stage import Failures, Setting
-from gradwire_lab.simulator.workloads import BlockTimes, WorkloadTimes
+from gradwire_lab.simulator.workloads import BlockTimes, WorkloadTimes, from_moments
 
 # Of what a step computes a third is its forward pass, as in `gradwire.schemes.auto.costs`.
 _FORWARD_SHARE = 1 / 3
@@ -154,13 +153,10 @@ def load_model(path: Path) -> WorkloadTimes:
 
 def _of_ready(name: str, buckets: Sequence[tuple[int, float]], compute_s: float, origin: str) -> WorkloadTimes:
     """Of (values, when its gradient is there), the first ready first, in a step that computes `compute_s`."""
-    forward_s = min(_FORWARD_SHARE * compute_s, buckets[0][1])
-    moments_s = [forward_s, *(ready_s for _, ready_s in buckets)]
-    backward_s = [max(0.0, after - before) for before, after in pairwise(moments_s)]
-    forward_s = compute_s - sum(backward_s)  # what follows the last gradient is before the next forward pass
-    n_values = sum(n for n, _ in buckets)
-    blocks = [BlockTimes(f"bucket {i}", n, forward_s * n / n_values, backward_s[i]) for i, (n, _) in enumerate(buckets)]
-    return WorkloadTimes(name, tuple(reversed(blocks)), origin)
+    late_s = compute_s - buckets[-1][1]  # what follows the last gradient is before the next forward pass
+    forward_s, n_values = min(_FORWARD_SHARE * compute_s, buckets[0][1]) + late_s, sum(n for n, _ in buckets)
+    pieces = [(f"bucket {i}", n, ready_s + late_s, forward_s * n / n_values) for i, (n, ready_s) in enumerate(buckets)]
+    return from_moments(name, pieces, compute_s, origin)
 
 
 def _of_trace(given: Given, path: Path) -> WorkloadTimes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +20,8 @@ from gradwire_lab.simulator.stage import Setting
 
 Record = dict[str, Any]
 
-# Gloo's own all-reduce carries these; the others travel in gradwire's frames.
-_BY_BACKEND = ("ddp", "plain", "acp-sgd", "power-sgd", "power-sgd-overlap", "periodic")
+# c10d gives Gloo as many threads, each of which runs a collective.
+_GLOO_THREADS = 2
 _BROADCASTS = ("broadcast", "aqgb")
 # A shared exponent for every 256 values (docs/format.md).
 _EXPONENT_BITS = 8 / 256
@@ -68,20 +67,20 @@ def _predict_one(
     record: Record, latencies_s: dict[str, float], workload: str, step_s: float, n_cores: int | None
 ) -> Record:
     scheme, n_ranks = record["scheme"], record["ranks"]
-    latency_s = latencies_s["backend" if scheme in _BY_BACKEND else "frames"]
     is_broadcast = scheme in _BROADCASTS
+    # Gloo's own all-reduce carries sums; the others travel in gradwire's frames.
+    is_sum = not is_broadcast and shape_of(scheme) in ("sum", "agreed-sum")
+    latency_s, rate_bps = latencies_s["backend" if is_sum else "frames"], rate_with_cores(record, n_cores)
     make_workload = block_workload if is_broadcast else bucket_workload
     name, options = parse_spec(workload)
-    described = make_workload(name, options, step_s)
-    setting = Setting(described, n_ranks, rate_with_cores(record, n_cores), jitter=Uniform(0.0), latency_s=latency_s)
+    setting = Setting(make_workload(name, options, step_s), n_ranks, rate_bps, jitter=Uniform(0.0), latency_s=latency_s,
+                      at_once=_GLOO_THREADS)  # fmt: skip
     simulation = Simulation(setting, lambda simulation: _make_scheme(simulation, record))
     simulation.run(rounds=_ROUNDS)
     ends_s = simulation.round_ends_s
     # From the middle on: AQGB has learnt its rounds by then. Between ends, since a live step's wall time is between them.
     middle = len(ends_s) // 2
-    predicted_s = statistics.fmean(
-        after - before for before, after in zip(ends_s[middle:], ends_s[middle + 1 :], strict=False)
-    )
+    predicted_s = (ends_s[-1] - ends_s[middle]) / (len(ends_s) - 1 - middle)
     measured_s = record["iteration_s"]
     return {
         "scheme": scheme,
@@ -97,7 +96,7 @@ def _predict_one(
         "compute_s": step_s,
         "codec_s": record["codec_s"],
         "cpu_s": record.get("cpu_s"),
-        "rate_with_cores_bps": rate_with_cores(record, n_cores),
+        "rate_with_cores_bps": rate_bps,
         "wire_bytes": _link_bytes(record),
         "latency_s": latency_s,
         "compute": record["compute"],
@@ -127,8 +126,7 @@ def _make_scheme(simulation: Simulation, record: Record) -> SchemeModel:
         )
     shape = shape_of(record["scheme"])
     # The message whose way of this shape puts so many bits on a link.
-    per_bit = (
-        8 * bucket_load(shape, 8, CodecCost(bits=1.0), simulation.setting.link, SharedCores(n_ranks, 1, 2)).wire_bytes
+    share = bucket_load(shape, 8, CodecCost(bits=1.0), simulation.setting.link, SharedCores(n_ranks, 1, 2)).wire_bytes
+    return Collective(
+        simulation, shape, CodecCost(encode_s / n_values, decode_s / n_values, bits_per_value / (share or 1))
     )
-    bits = bits_per_value * 8 / per_bit if per_bit else 0.0
-    return Collective(simulation, shape, CodecCost(encode_s / n_values, decode_s / n_values, bits))

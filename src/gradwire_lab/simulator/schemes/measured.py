@@ -95,20 +95,17 @@ def fit(measurements: Sequence[Measurement]) -> Fit:
     useful = [one for one in measurements if one.ranks > 1]
     if not useful:
         raise InvalidArgument("a scheme's size needs a measurement with at least 2 ranks")
-    best: Fit | None = None
     smallest = min(useful, key=lambda one: one.ranks)
-    for shape, factor_of in _SHAPES.items():
+
+    def fit_as(shape: str) -> Fit:
+        factor_of = _SHAPES[shape]
         per_value = [8 * one.sent_bytes / one.n_values / factor_of(one.ranks) for one in useful]
         bits = sum(per_value) / len(per_value)
         error = max(abs(value / bits - 1) for value in per_value) if bits else 0.0
-        factor = factor_of(smallest.ranks)
-        found = Fit(
-            shape, bits, smallest.encode_s / smallest.n_values, smallest.decode_s / smallest.n_values / factor, error
-        )
-        if best is None or found.error < best.error:
-            best = found
-    assert best is not None
-    return best
+        encode_s, decode_s = smallest.encode_s / smallest.n_values, smallest.decode_s / smallest.n_values
+        return Fit(shape, bits, encode_s, decode_s / factor_of(smallest.ranks), error)
+
+    return min(map(fit_as, _SHAPES), key=lambda found: found.error)
 
 
 def to_text(content: Mapping[str, Any]) -> str:

@@ -184,6 +184,18 @@ def test_a_search_ranks_what_is_within_the_budget_by_time() -> None:
     assert local["round_s"] == pytest.approx(statistics.fmean([0.3] * 10) + 0.048, rel=0.05)
 
 
+def test_auto_is_plain_where_the_link_is_fast_and_the_best_of_its_level_where_it_is_not() -> None:
+    def round_s(scheme: str, rate: float) -> float:
+        return float(simulate(ONE, Setting(ONE, 4, rate, jitter=Uniform(0.0)), scheme, rounds=5)["round_s"])
+
+    assert round_s("auto:fidelity=any", 1e12) == round_s("plain", 1e12)
+    slow = {
+        scheme: round_s(scheme, 1e8) for scheme in ("plain", "auto", "auto:fidelity=close", "auto:fidelity=any", "thc")
+    }
+    assert slow["plain"] > slow["auto"] > slow["auto:fidelity=close"] > slow["auto:fidelity=any"]
+    assert slow["thc"] > slow["auto:fidelity=any"]
+
+
 def test_the_command_takes_files_and_a_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, cluster = write(tmp_path, MODEL, "m.json"), write(tmp_path, CLUSTER, "c.json")
     out, plot = tmp_path / "out.json", tmp_path / "a.svg"

@@ -68,7 +68,10 @@ class SampleGoal:
 
 def level_of(spec: str) -> str:
     """How close to plain steps a scheme is (`exact`, `close`, `any`), or `?`: its own page says."""
-    if parse_spec(spec)[0] in ("plain", "direct-32", "parameter-server", "broadcast-32", "fully-shard"):
+    name, options = parse_spec(spec)
+    if name == "auto":
+        return str(options.get("fidelity", "exact"))
+    if name in ("plain", "direct-32", "parameter-server", "broadcast-32", "fully-shard"):
         return "exact"
     try:
         return row_of(spec).level

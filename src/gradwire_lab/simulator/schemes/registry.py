@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from gradwire import schemes as live
 from gradwire.errors import InvalidArgument
-from gradwire.registry import describe_choices
-from gradwire.schemes.auto.costs import CodecCost
+from gradwire.registry import describe_choices, parse_spec
+from gradwire.schemes.auto.costs import CodecCost, SharedCores, StepCost, predict_s
+from gradwire.schemes.auto.fidelity import FidelityRow, rows_for
 from gradwire_lab.simulator.schemes.aqgb import AqgbModel
 from gradwire_lab.simulator.schemes.base import PLAIN, SchemeModel
 from gradwire_lab.simulator.schemes.broadcast import FixedBroadcast
 from gradwire_lab.simulator.schemes.collective import Collective, FullyShard, LocalSteps, ParameterServer
-from gradwire_lab.simulator.schemes.measured import MeasuredTable
+from gradwire_lab.simulator.schemes.measured import Fit, MeasuredTable
 from gradwire_lab.simulator.schemes.slimgc import SlimGc
 from gradwire_lab.simulator.simulation import Simulation
+from gradwire_lab.simulator.stage import Setting
 
 MakeScheme = Callable[[Simulation], SchemeModel]
 
@@ -30,6 +34,7 @@ _OWN = {
     "broadcast-32": "every gradient to all, uncompressed; -K for K bits a value",
     "broadcast-4": "the same with 4 bits a value",
     "broadcast": "gradwire's scheme of this name: option bits, 4 by default",
+    "auto": "of a fidelity's schemes that were measured the one that the cost model finds fastest: fidelity, optimizer",
     "aqgb": "adaptive quantised gradient broadcast",
     "aqgb-owners": 'the same over an all-reduce (topology="owners")',
     "direct-32": "uncompressed direct all-reduce",
@@ -65,6 +70,12 @@ def by_name(
     options = dict(options or {})
     table = table or MeasuredTable.load()
     broadcast = re.fullmatch(r"broadcast-(\d+)", name)
+
+    def fit_of(scheme: str) -> Fit:
+        return table.fit(
+            scheme, measured_on or next((on for on in _PREFERRED if scheme in table.schemes(on)), _PREFERRED[0])
+        )
+
     make: Callable[..., SchemeModel]
     if broadcast or name == "broadcast":
         bits = int(broadcast[1]) if broadcast else options.pop("bits", 4)
@@ -77,10 +88,19 @@ def by_name(
         options = {"has_owners": name == "aqgb-owners", "codec": _code(table, with_codec_times), **options}
     elif name in _PLAIN:
         make = _PLAIN[name]
+    elif name == "auto":
+
+        def make(simulation: Simulation, fidelity: str = "exact", optimizer: str = "adam") -> SchemeModel:
+            rows = {row: parse_spec(row.scheme)[0] for row in rows_for(fidelity, [optimizer])}
+            fits = {
+                row: fit_of(scheme)
+                for row, scheme in rows.items()
+                if any(scheme in table.schemes(on) for on in _PREFERRED)
+            }
+            return Collective(simulation, *_choose(simulation.setting, fits, with_codec_times))
+
     elif name in live.names():
-        if measured_on is None:
-            measured_on = next((on for on in _PREFERRED if name in table.schemes(on)), _PREFERRED[0])
-        found = table.fit(name, measured_on)
+        found = fit_of(name)
 
         def make(simulation: Simulation, **given: Any) -> SchemeModel:
             codec, shape = found.codec(simulation.setting.n_workers), found.shape_of(name)
@@ -113,6 +133,22 @@ def _code(table: MeasuredTable, is_paid: bool) -> CodecCost:
     """What the code of the broadcasts takes, as it was measured in a ring."""
     found = table.fit("embedded-float", _PREFERRED[0])
     return CodecCost(found.encode_s_per_value, found.decode_s_per_value) if is_paid else PLAIN
+
+
+def _choose(setting: Setting, fits: Mapping[FidelityRow, Fit], with_codec_times: bool) -> tuple[str, CodecCost]:
+    """Shape and codec of the row that the cost model predicts to be the fastest: what `auto` tries first."""
+    blocks, machine = setting.workload.blocks, SharedCores(setting.n_workers, 1, 2)
+    ready_s = itertools.accumulate(
+        (one.backward_s for one in reversed(blocks)), initial=sum(one.forward_s for one in blocks)
+    )
+    step = StepCost(
+        setting.workload.step_s, tuple(zip((one.n_values for one in reversed(blocks)), [*ready_s][1:], strict=True))
+    )
+    found = {}
+    for row, fit in fits.items():
+        codec = replace(fit.codec(setting.n_workers), bits=row.bits) if with_codec_times else CodecCost(bits=row.bits)
+        found[row.shape, codec] = predict_s(row.shape, codec, step, setting.link, machine)
+    return min(found, key=lambda one: found[one])
 
 
 def _make_plain(simulation: Simulation, collective: str = "ring") -> SchemeModel:

@@ -41,7 +41,9 @@ TEXTS = ["-1=1gbit", "0=none", "0=0gbit", "zero=1gbit", "0=1gbit=2", "no/such/fi
 SCHEMES: list[tuple[str, dict[str, object]]] = [
     ("broadcast-0", {}), ("broadcast-33", {}), ("nothing", {}), ("aqgb", {"floor": 0.0}), ("aqgb", {"floor": 1.5}),
     ("aqgb", {"messages_per_block": 0}), ("aqgb", {"speed": 3}), ("parameter-server", {"n_servers": 0}),
-    ("plain", {"bits": 4}), ("plain", {"collective": "rign"}), ("gcomp", {"bits": 3}), ("periodic", {"every": 0}),
+    ("plain", {"bits": 4}), ("plain", {"collective": "rign"}), ("plain", {"collective": "parameter-server"}),
+    ("plain", {"collective": "reduce-scatter"}), ("top-k", {"collective": "ring"}), ("gcomp", {"bits": 3}),
+    ("periodic", {"every": 0}),
     ("local-sgd", {"every": 4, "fragments": 5}), ("local-sgd", {"every": 4, "fragments": 2, "delay": 2}),
 ]  # fmt: skip
 LIMITS: list[dict[str, Any]] = [{}, {"seconds": 0.0}, {"seconds": -1.0}, {"rounds": 0}, {"seconds": INFINITY}]
@@ -50,6 +52,7 @@ CALLS: list[tuple[str, Callable[[], object]]] = [
     *((f"trace {steps}", lambda steps=steps: make_trace(steps)) for steps in TRACES),
     *((f"trace {text}", lambda text=text: parse_trace(text)) for text in TEXTS),
     *((f"scheme {scheme}", lambda scheme=scheme: simulation(*scheme)) for scheme in SCHEMES),
+    ("two levels of unequal racks", lambda: simulation("plain", {"collective": "two-level"}, racks=(1, 2))),
     *((f"run of {limits}", lambda limits=limits: simulation().run(**limits)) for limits in LIMITS),
     *((f"jitter {share}", lambda share=share: Uniform(share)) for share in (1.0, -0.1)),
     ("jitter of a negative seed", lambda: Uniform(seed=-1)),

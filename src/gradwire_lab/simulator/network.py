@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,7 +75,7 @@ class Link:
     """`n_links` links that are alike; what is said of one holds for the busiest of them.
 
     Attributes:
-        carried_bits: by all of them together.
+        carried_bits: by all of them together; once the network is finished.
         offered_bits: what all of them together could have carried so far.
         use: when at least one flow was on them. uses: that, and of what they are parts.
     """
@@ -103,12 +104,12 @@ class Crossing:
 
     Attributes:
         busiest: n -> how many of them are on the busiest link.
-        everywhere: n -> how many of them are on all the links together.
+        everywhere: of each of them, on how many of the links it is.
     """
 
     link: Link
     busiest: Callable[[int], float]
-    everywhere: Callable[[int], float]
+    everywhere: float
 
 
 class FlowClass:
@@ -133,8 +134,6 @@ class FlowClass:
         moved_bits = self.rate_bps * elapsed_s
         self._progress_bits += moved_bits
         self.carried_bits += moved_bits * self.n_flows
-        for crossing in self.crossings:
-            crossing.link.carried_bits += moved_bits * crossing.everywhere(self.n_flows)
 
     def loads(self) -> list[tuple[Link, float]]:
         """(link, flows on the busiest one), for the present number of flows."""
@@ -161,35 +160,49 @@ class FlowClass:
             for use in self._uses:
                 use.leave(now_s)
 
-    def first(self) -> Flow | None:
-        """The flow that will be done first."""
-        while self._waiting and self._waiting[0][2].is_over:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][2] if self._waiting else None
+    def take_done(self, now_s: float) -> list[Flow]:
+        """End the flows that have arrived by now."""
+        self.advance(now_s)
+        # What this instant cannot tell apart is done: the next double after `now` may carry more bits than are left.
+        until_bits = self._progress_bits + max(_DONE_BITS, self.rate_bps * now_s * 4e-16)
+        done, waiting = [], self._waiting
+        while waiting and (waiting[0][0] <= until_bits or waiting[0][2].is_over):
+            flow = heapq.heappop(waiting)[2]
+            if not flow.is_over:
+                self.remove(flow, now_s)
+                done.append(flow)
+        return done
+
+    def go_on(self, rate_bps: float, now_s: float) -> float:
+        """Carry on at another rate; returns the seconds until the first flow will be done."""
+        self.advance(now_s)
+        self.rate_bps, waiting = rate_bps, self._waiting
+        while waiting and waiting[0][2].is_over:
+            heapq.heappop(waiting)
+        return (waiting[0][0] - self._progress_bits) / rate_bps if waiting else math.inf
 
     def left_bits(self, flow: Flow) -> float:
         """What `flow` still has to carry, as of the last advance."""
         return max(0.0, flow.ends_at_bits - self._progress_bits)
 
 
-class Flow:
-    """`weight` equal transfers of `bits` each that begin and end together."""
+class Flow(simpy.Event):
+    """`weight` equal transfers of `bits` each that begin and end together; succeeds when they have arrived."""
 
-    __slots__ = ("bits", "done", "ends_at_bits", "flow_class", "is_over", "started_s", "weight")
-
-    def __init__(self, flow_class: FlowClass, bits: float, weight: int, done: simpy.Event, started_s: float) -> None:
-        self.flow_class, self.bits, self.weight, self.done = flow_class, bits, weight, done
-        self.started_s = started_s
+    def __init__(self, environment: simpy.Environment, flow_class: FlowClass, bits: float, weight: int) -> None:
+        super().__init__(environment)
+        self.flow_class, self.bits, self.weight = flow_class, bits, weight
+        self.started_s = environment.now
         self.ends_at_bits = 0.0
         self.is_over = False
 
     def end(self) -> None:
-        """Let whoever waits for it go on."""
-        done: Any = self.done
-        callbacks, done.callbacks = done.callbacks, None
-        done._ok, done._value = True, None
+        """Let whoever waits for it go on, at once."""
+        event: Any = self
+        callbacks, event.callbacks = event.callbacks, None
+        event._ok, event._value = True, None
         for callback in callbacks:
-            callback(done)
+            callback(self)
 
 
 class SimulatedNetwork:
@@ -219,12 +232,12 @@ class SimulatedNetwork:
         return flow_class
 
     def start(self, flow_class: FlowClass, bits: float, weight: int = 1) -> Flow:
-        """Begin `weight` transfers of `bits` each; `done` of the result succeeds when they have arrived."""
+        """Begin `weight` transfers of `bits` each."""
         now_s = self.environment.now
-        flow = Flow(flow_class, bits, weight, simpy.Event(self.environment), now_s)
+        flow = Flow(self.environment, flow_class, bits, weight)
         if bits <= _DONE_BITS:
             flow.is_over = True
-            flow.done.succeed()
+            flow.succeed()
             return flow
         flow_class.advance(now_s)
         flow_class.add(flow, next(self._numbers), now_s)
@@ -253,6 +266,8 @@ class SimulatedNetwork:
         """Count everything up to now; once, when the simulation is over."""
         for flow_class in self.classes:
             flow_class.advance(self.environment.now)
+            for crossing in flow_class.crossings:
+                crossing.link.carried_bits += crossing.everywhere * flow_class.carried_bits
         for link in self.links:
             link.offer(self.environment.now)
 
@@ -271,16 +286,10 @@ class SimulatedNetwork:
         self._is_settling = False
         self.n_settlings += 1
         now_s = self.environment.now
-        first_s = float("inf")
-        for flow_class, rate_bps in self._share_out():
-            flow_class.advance(now_s)
-            flow_class.rate_bps = rate_bps
-            flow = flow_class.first()
-            if flow is not None:
-                first_s = min(first_s, flow_class.left_bits(flow) / rate_bps)
+        next_s = min((one.go_on(rate_bps, now_s) for one, rate_bps in self._share_out()), default=math.inf)
         self._timer_number += 1
-        if first_s < float("inf"):
-            self._call_at(first_s, self._wake, self._timer_number)
+        if next_s < math.inf:
+            self._call_at(max(0.0, next_s), self._wake, self._timer_number)
 
     def _share_out(self) -> list[tuple[FlowClass, float]]:
         """(class, rate of each of its flows), for the classes that have any."""
@@ -299,18 +308,9 @@ class SimulatedNetwork:
     def _wake(self, timer: simpy.Event) -> None:
         if timer.value != self._timer_number:  # the rates have changed since
             return
-        now_s, over = self.environment.now, []
-        for flow_class in self.classes:
-            if not flow_class.n_flows:
-                continue
-            flow_class.advance(now_s)
-            # What this instant cannot tell apart is done: the next double after `now` may carry more bits than are left.
-            tolerance_bits = max(_DONE_BITS, flow_class.rate_bps * now_s * 4e-16)
-            while (flow := flow_class.first()) is not None and flow_class.left_bits(flow) <= tolerance_bits:
-                flow_class.remove(flow, now_s)
-                over.append(flow)
+        now_s = self.environment.now
         self._is_settling = True
-        for flow in over:
+        for flow in [flow for one in self.classes if one.n_flows for flow in one.take_done(now_s)]:
             flow.end()
         if self.environment.peek() > now_s:  # nothing else happens in this instant
             self._settle(timer)

@@ -116,22 +116,19 @@ class Topology:
             # A worker does not receive its own broadcast: where all send, every link carries one less.
             return float(n_flows - (n_flows >= alike))
 
-        def on_whole_own_site(n_flows: int) -> float:
-            return float(n_flows * (alike - 1))
-
-        crossings = [Crossing(site.up, lambda n_flows: copies * float(n_flows > 0), _times(copies))]
+        crossings = [Crossing(site.up, lambda n_flows: copies * float(n_flows > 0), copies)]
         for other in self.sites:
             if other is site:
-                crossings.append(Crossing(other.down, on_own_site, on_whole_own_site))
+                crossings.append(Crossing(other.down, on_own_site, alike - 1))
             else:
-                crossings.append(Crossing(other.down, _each, _times(other.n_workers)))
+                crossings.append(Crossing(other.down, _each, other.n_workers))
         for rack, (up, down) in enumerate(zip(self._rack_up, self._rack_down, strict=True)):
             if rack == site.rack:
-                leaving = _times(self.n_workers - self.rack_workers[rack] if is_fan_out else 1)
-                crossings.append(Crossing(up, leaving, leaving))
+                leaving = self.n_workers - self.rack_workers[rack] if is_fan_out else 1
+                crossings.append(Crossing(up, _times(leaving), leaving))
             else:
-                entering = _times(self.rack_workers[rack] if is_fan_out else 1)
-                crossings.append(Crossing(down, entering, entering))
+                entering = self.rack_workers[rack] if is_fan_out else 1
+                crossings.append(Crossing(down, _times(entering), entering))
         crossings += self._connections(1, lambda n_flows: float(n_flows > 0))
         return self.network.add_class(f"broadcasts of {site.up.name.removesuffix(' up')}", crossings)
 
@@ -148,10 +145,10 @@ class Topology:
             "exchange": lambda inside: inside * (self.n_workers - inside) / peers,
         }  # fmt: skip
         links = [link for site in self.sites for link in (site.up, site.down)]
-        crossings = [Crossing(link, _each, _times(link.n_links)) for link in links]
+        crossings = [Crossing(link, _each, link.n_links) for link in links]
         for up, down, inside in zip(self._rack_up, self._rack_down, self.rack_workers, strict=False):
-            share = _times(leaving[name](inside))
-            crossings += [Crossing(link, share, share) for link in (up, down)]
+            share = leaving[name](inside)
+            crossings += [Crossing(link, _times(share), share) for link in (up, down)]
         connections = {"inside": 0, "exchange": peers}.get(name, 1)
         return self.network.add_class(name, crossings + self._connections(connections))
 
@@ -165,13 +162,13 @@ class Topology:
         classes = []
         for direction in ("push", "pull"):
             server = self.network.add_link(f"server {'down' if direction == 'push' else 'up'}", n_servers, rate_bps)
-            crossings = [Crossing(server, _times(self.n_workers / n_servers), _times(self.n_workers))]
+            crossings = [Crossing(server, _times(self.n_workers / n_servers), self.n_workers)]
             for site in self.sites:
                 link = site.up if direction == "push" else site.down
-                crossings.append(Crossing(link, _each, _times(link.n_links)))
+                crossings.append(Crossing(link, _each, link.n_links))
             racks = self._rack_up if direction == "push" else self._rack_down
             for link, inside in zip(racks, self.rack_workers, strict=False):
-                crossings.append(Crossing(link, _times(inside), _times(inside)))
+                crossings.append(Crossing(link, _times(inside), inside))
             classes.append(self.network.add_class(direction, crossings))
         return classes[0], classes[1]
 
@@ -179,4 +176,4 @@ class Topology:
         """What `n` pairs of connections to other racks let through of one flow."""
         if not n or not self._rack_up or self._connection_bps == math.inf:
             return []
-        return [Crossing(self.network.add_link("connections", 1, n * self._connection_bps), busiest, _each)]
+        return [Crossing(self.network.add_link("connections", 1, n * self._connection_bps), busiest, 1)]

@@ -163,6 +163,9 @@ class Leg(NamedTuple):
     hops: int
 
 
+ALL_REDUCES = ("ring", "direct", "tree", "two-level")
+
+
 def legs_of(pattern: str, n: int, inside: int = 1) -> tuple[Leg, ...]:
     """The stages of a collective of `n` ranks, one after the other; nothing among one.
 
@@ -243,6 +246,8 @@ def bucket_load(
             legs = (*(leg._replace(share=0.0) for leg in legs), *legs)
         return BucketLoad(encode_s, message_bytes, legs, link.backend_hop_s, 0, 1, decode_s, shape == "sum")
     if shape == "gather":
+        if legs[0].share != n - 1:
+            raise InvalidArgument("whole messages of all ranks are gathered by all: no other collective carries them")
         return BucketLoad(encode_s, message_bytes, legs, link.gather_s, 0, 1, decode_s, False)
     if shape == "quantised":
         chunks = _count_chunks(part, _QUANTISED_CHUNK, _MIN_QUANTISED_CHUNKS)

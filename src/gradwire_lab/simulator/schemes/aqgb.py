@@ -257,7 +257,7 @@ class _Worker:
         started_s = environment.now
         bits = n_values * n_bits
         passing_bits = self._scheme.share * bits
-        yield network.start(self._flow_class, passing_bits, self._group.count).done
+        yield network.start(self._flow_class, passing_bits, self._group.count)
         self._rate.observe(passing_bits, environment.now - started_s)
         if self._scheme.decode_s:
             work_s, last_s = n_values * self._scheme.decode_s, n_values * self._scheme.decode_last_s

@@ -85,7 +85,7 @@ class _Sender:
     def _send(self, pending: _Pending) -> None:
         flow = self._scheme.network.start(self._flow_class, pending.left_bits, self._group.count)
         self._current = (flow, pending)
-        flow.done.callbacks.append(self._end(flow, pending))
+        flow.callbacks.append(self._end(flow, pending))
 
     def _end(self, flow: Flow, pending: _Pending) -> Callable[[object], None]:
         def end(_: object) -> None:

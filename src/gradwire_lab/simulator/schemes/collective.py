@@ -14,7 +14,17 @@ import simpy
 
 from gradwire import checks
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.auto.costs import BucketLoad, CodecCost, Lane, SharedCores, Turn, bucket_load, legs_of
+from gradwire.registry import describe_choices
+from gradwire.schemes.auto.costs import (
+    ALL_REDUCES,
+    BucketLoad,
+    CodecCost,
+    Lane,
+    SharedCores,
+    Turn,
+    bucket_load,
+    legs_of,
+)
 from gradwire_lab.simulator.network import FlowClass
 from gradwire_lab.simulator.schemes.base import PLAIN, SchemeModel
 from gradwire_lab.simulator.simulation import Simulation
@@ -22,7 +32,13 @@ from gradwire_lab.simulator.stage import WorkerGroup
 
 
 class Lanes(SchemeModel):
-    """One lane for all workers: a collective begins when every one of them has come to it, for no hop can do without one."""
+    """One lane for all workers: a collective begins when every one of them has come to it, for no hop can do without one.
+
+    Attributes:
+        patterns: collectives that it may be told to use.
+    """
+
+    patterns: tuple[str, ...] = ALL_REDUCES
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation)
@@ -39,8 +55,17 @@ class Lanes(SchemeModel):
         self, n_values: int, shape: str = "sum", codec: CodecCost = PLAIN, pattern: str | None = None
     ) -> BucketLoad:
         """What a collective of so many values takes. Raises: InvalidArgument (no such pattern)."""
-        n_workers, inside = self.setting.n_workers, self.simulation.topology.rack_workers[0]
-        legs = None if pattern is None else legs_of(pattern, n_workers, inside)
+        racks, legs = self.simulation.topology.rack_workers, None
+        if pattern is not None:
+            if pattern not in self.patterns:
+                raise InvalidArgument(
+                    f"no collective is called {pattern!r}; {describe_choices(str(pattern), self.patterns)}"
+                )
+            if pattern == "two-level" and len(set(racks)) > 1:
+                raise InvalidArgument(
+                    f"two-level needs racks of equally many workers, not {', '.join(map(str, racks))}"
+                )
+            legs = legs_of(pattern, self.setting.n_workers, racks[0])
         return bucket_load(shape, n_values, codec, self.link, self.machine, legs)
 
     def join(self, key: tuple[Any, ...], group: WorkerGroup, load: BucketLoad) -> None:
@@ -96,7 +121,7 @@ class Lanes(SchemeModel):
         for leg in turn.load.legs:
             started_s, bits = environment.now, 8 * turn.load.message_bytes * leg.share
             if bits:
-                yield self.network.start(self._flows_across(leg.across), bits).done
+                yield self.network.start(self._flows_across(leg.across), bits)
                 wire_s += environment.now - started_s
             # Receives are posted ahead of the messages, so the chunks of a hop pay its latency once.
             latency_s = leg.hops * (self.setting.latency_s if leg.across == "inside" else turn.load.hop_s)
@@ -165,6 +190,8 @@ class ParameterServer(Collective):
     Args:
         n_servers: they share the parameters, and have links of `rate_bps` of their own.
     """
+
+    patterns = ("parameter-server",)
 
     def __init__(self, simulation: Simulation, n_servers: int = 1, rate_bps: float | None = None) -> None:
         super().__init__(simulation, collective="parameter-server")
@@ -237,6 +264,8 @@ class FullyShard(Lanes):
         weights, gradients: bits of a value.
         reshard: False keeps the weights of all blocks for the backward pass (`reshard_after_forward`).
     """
+
+    patterns = ("all-gather", "reduce-scatter")
 
     def __init__(
         self, simulation: Simulation, weights: float = 32.0, gradients: float = 32.0, reshard: bool = True

@@ -58,13 +58,13 @@ def test_broadcasts_end_when_they_would_one_by_one(seed: int) -> None:
     environment = simpy.Environment()
     network = SimulatedNetwork(environment)
     topology = Topology(network, rates, n_racks, core if n_racks > 1 else None)
-    classes = {id(site): topology.broadcasts(site) for site in topology.sites}
+    classes = [flows for site in topology.sites for flows in [topology.broadcasts(site)] * site.n_workers]
     racks = [worker * n_racks // n_workers for worker in range(n_workers)]
     transfers, found = [], {}
 
     def send(number: int, worker: int, at_s: Fraction, bits: int):  # type: ignore[no-untyped-def]
         yield environment.timeout(float(at_s))
-        yield network.start(classes[id(topology.site_of(worker))], bits)
+        yield network.start(classes[worker], bits)
         found[number] = environment.now
 
     for number, worker in enumerate(chance.sample(range(n_workers), chance.randint(1, n_workers))):

@@ -19,7 +19,6 @@ class SimulatedRun:
     Attributes:
         options: of the scheme.
         measured_on: whose sizes and codec times to take (`registry.by_name`).
-        labels: more fields of its record.
     """
 
     scheme: str
@@ -29,7 +28,6 @@ class SimulatedRun:
     options: dict[str, Any] = field(default_factory=dict)
     measured_on: str | None = None
     with_codec_times: bool = True
-    labels: dict[str, Any] = field(default_factory=dict)
     keep_spans: bool = False
 
     def do(self, on_round: Callable[[int, float], None] | None = None) -> tuple[Simulation, dict[str, Any]]:
@@ -57,5 +55,4 @@ class SimulatedRun:
             "lost_share": lost,
             "effective_round_s": None if round_s is None or lost == 1 else round_s / (1 - lost),
             "elapsed_s": watch.elapsed_s,
-            **self.labels,
         }

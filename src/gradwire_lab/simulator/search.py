@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def level_of(spec: str) -> str:
     name, options = parse_spec(spec)
     if name == "auto":
         return str(options.get("fidelity", "exact"))
-    if name in ("plain", "direct-32", "parameter-server", "broadcast-32", "fully-shard"):
+    if name in ("plain", "direct-32", "parameter-server", "broadcast-32") or spec == "fully-shard":
         return "exact"
     try:
         return row_of(spec).level
@@ -103,19 +103,13 @@ def simulate(
 
 def search(
     model: WorkloadTimes | str | Path, cluster: Setting | str | Path, schemes: Sequence[str], workers: Sequence[int],
-    goal: SampleGoal, *, rounds: int = ROUNDS, on_run: Callable[[Record], None] | None = None,
+    goal: SampleGoal, *, rounds: int = ROUNDS,
 ) -> list[Record]:  # fmt: skip
     """Every scheme on every number of workers, what is within the budget first and the soonest done first (`SampleGoal.rank`).
 
     Raises: InvalidArgument.
     """
-    records = []
-    for n_workers in workers:
-        for scheme in schemes:
-            records.append(simulate(model, cluster, scheme, n_workers=n_workers, rounds=rounds))
-            if on_run is not None:
-                on_run(records[-1])
-    return goal.rank(records)
+    return goal.rank([simulate(model, cluster, one, n_workers=n, rounds=rounds) for n in workers for one in schemes])
 
 
 def rounds_of(scheme: str, rounds: int) -> int:

@@ -7,6 +7,7 @@ that are alike and compute alike are one *group*, simulated once: its transfers 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -87,10 +88,7 @@ class Simulation(Stage):
             rates,
             setting.racks,
             setting.core_bps,
-            kinds=[
-                (setting.trace and worker in traced, setting.speeds and setting.speeds[worker])
-                for worker in range(setting.n_workers)
-            ],
+            kinds=[worker in traced for worker in range(setting.n_workers)] if setting.trace else None,
             connection_bps=setting.connection_bps,
         )
         self.groups = list(self._make_groups())
@@ -149,12 +147,13 @@ class Simulation(Stage):
         self.environment.timeout(delay_s).callbacks.append(lambda _: function())
 
     def _make_groups(self) -> Iterator[WorkerGroup]:
-        index = 0
+        index, are_alike = itertools.count(), self.setting.shares_groups and self.setting.jitter.is_common
+        speeds = self.setting.speeds or [1.0] * self.setting.n_workers
         for site in self.topology.sites:
-            size = site.n_workers if self.setting.shares_groups and self.setting.jitter.is_common else 1
-            for first in range(site.first_worker, site.first_worker + site.n_workers, size):
-                yield WorkerGroup(index, first, size, site)
-                index += 1
+            workers = range(site.first_worker, site.first_worker + site.n_workers)
+            for _, alike in itertools.groupby(workers, speeds.__getitem__ if are_alike else None):
+                first, *others = alike
+                yield WorkerGroup(next(index), first, 1 + len(others), site)
 
     def _train(self, group: WorkerGroup) -> Generator[simpy.Event, Any, None]:
         environment, scheme, metrics = self.environment, self.scheme, self.metrics

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import simpy
 
@@ -174,18 +174,28 @@ class WorkerGroup:
     site: Site
 
 
-class Synchroniser(Protocol):
-    """What a simulation calls of a scheme; see `schemes.base.Scheme`."""
+class Synchroniser:
+    """What a simulation tells a scheme.
 
-    period: int
+    Attributes:
+        period: rounds after which it does the same again.
+    """
 
-    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None: ...
+    period = 1
 
-    def on_forward(self, group: WorkerGroup, round_number: int, block: int) -> None: ...
+    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
+        """The workers of `group` have the gradient of `block` (index in the order of the forward pass)."""
+        raise NotImplementedError
 
-    def on_forward_end(self, group: WorkerGroup, round_number: int, block: int) -> None: ...
+    def on_forward(self, group: WorkerGroup, round_number: int, block: int) -> None:
+        """They begin the forward pass of `block`."""
 
-    def on_backward(self, group: WorkerGroup, round_number: int, block: int) -> simpy.Event | None: ...
+    def on_forward_end(self, group: WorkerGroup, round_number: int, block: int) -> None:
+        """They end it."""
+
+    def on_backward(self, group: WorkerGroup, round_number: int, block: int) -> simpy.Event | None:
+        """They come to its backward pass, and wait for what is returned; None: for nothing."""
+        return None
 
 
 class Stage:

@@ -97,10 +97,6 @@ class Topology:
         elif core_bps is not None:
             raise InvalidArgument("a rate of the core needs several racks")
 
-    def site_of(self, worker: int) -> Site:
-        """The site in which `worker` is."""
-        return next(site for site in self.sites if worker < site.first_worker + site.n_workers)
-
     def broadcasts(self, site: Site, is_fan_out: bool = False) -> FlowClass:
         """Reliable broadcasts of a site's workers, at most one of each at a time, to all other workers.
 

@@ -1,14 +1,10 @@
-"""What a simulated scheme is told, and what it has to do."""
+"""What simulated schemes are made of."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
-import simpy
-
 from gradwire.schemes.auto.costs import CodecCost
 from gradwire_lab.simulator.simulation import Simulation
-from gradwire_lab.simulator.stage import WorkerGroup
+from gradwire_lab.simulator.stage import Synchroniser
 
 PLAIN = CodecCost()
 
@@ -25,30 +21,10 @@ class Decoder:
         return self._free_s
 
 
-class SchemeModel(ABC):
-    """Synchronises gradients: takes each as it appears, and opens the gates when every worker has them all.
-
-    Attributes:
-        period: rounds after which it does the same again.
-    """
-
-    period = 1
+class SchemeModel(Synchroniser):
+    """Synchronises gradients: takes each as it appears, and opens the gates when every worker has them all."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
         self.environment = simulation.environment
         self.network = simulation.network
-
-    @abstractmethod
-    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
-        """The workers of `group` have the gradient of `block` (index in the order of the forward pass)."""
-
-    def on_forward(self, group: WorkerGroup, round_number: int, block: int) -> None:
-        """The workers of `group` begin the forward pass of `block`."""
-
-    def on_forward_end(self, group: WorkerGroup, round_number: int, block: int) -> None:
-        """They end it."""
-
-    def on_backward(self, group: WorkerGroup, round_number: int, block: int) -> simpy.Event | None:
-        """They come to its backward pass, and wait for what is returned; None: for nothing."""
-        return None

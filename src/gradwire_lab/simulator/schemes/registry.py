@@ -155,13 +155,9 @@ def _make_plain(simulation: Simulation, collective: str = "ring") -> SchemeModel
     return Collective(simulation, collective=collective)
 
 
-def _make_direct(simulation: Simulation) -> SchemeModel:
-    return Collective(simulation, collective="direct")
-
-
 _PLAIN: dict[str, Callable[..., SchemeModel]] = {
     "plain": _make_plain,
-    "direct-32": _make_direct,
+    "direct-32": lambda simulation: Collective(simulation, collective="direct"),
     "parameter-server": ParameterServer,
     "local-sgd": LocalSteps,
     "fully-shard": FullyShard,

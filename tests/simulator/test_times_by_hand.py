@@ -163,14 +163,15 @@ def test_collectives_of_one_block_take_what_their_formulas_say(seed: int) -> Non
         chance.choice([0.0, 1e-3]),
         chance.randint(1, 4),
     )
+    far_s = latency_s + core_s
     per_trip = min(3 * 2**20, 1448 * math.sqrt(1.5 / loss)) if loss else 3 * 2**20
     path = min(rate, 8 * streams * per_trip / (2 * core_s))
     times_s = {
-        "ring": 2 * (n - 1) / n * bits / path + 2 * (n - 1) * core_s,
-        "direct": 2 * (n - 1) / n * bits / min(rate, path * (n - 1)) + 2 * core_s,
-        "tree": (2 if n > 2 else 1) * bits / path + 2 * math.ceil(math.log2(n)) * core_s,
+        "ring": 2 * (n - 1) / n * bits / path + 2 * (n - 1) * far_s,
+        "direct": 2 * (n - 1) / n * bits / min(rate, path * (n - 1)) + 2 * far_s,
+        "tree": (2 if n > 2 else 1) * bits / path + 2 * math.ceil(math.log2(n)) * far_s,
         "two-level": 2 * (inside - 1) / inside * bits / rate + 2 * (racks - 1) / racks / inside * bits / path
-        + 2 * (inside - 1) * latency_s + 2 * (racks - 1) * core_s,
+        + 2 * (inside - 1) * latency_s + 2 * (racks - 1) * far_s,
     }  # fmt: skip
     workload = WorkloadTimes("one", (BlockTimes("a", bits // 32, 0.25, 0.5),), "")
     more = {"racks": racks, "core_bps": 1e13, "latency_s": latency_s, "core_latency_s": core_s, "loss": loss}

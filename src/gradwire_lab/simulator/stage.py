@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import simpy
@@ -66,7 +67,7 @@ class Setting:
         trace: rates from given times on; of all links, or of those of `traced_workers`.
         racks, core_bps: a two-level tree instead of one switch (`Topology`); racks may be sites.
         latency_s: from a sender to a receiver, paid by every message that somebody waits for.
-        core_latency_s: the same between racks.
+        core_latency_s: what it is more between racks.
         loss, streams: of the TCP connections between racks, where `core_latency_s` is given: what they carry at most
             (`costs.connection_rate`).
         at_once: asynchronous collectives that are under way at a time: one for each stream of NCCL, or thread of Gloo.
@@ -105,8 +106,8 @@ class Setting:
         for rate_bps in self.rates_bps or (self.rate_bps,):
             if not 0 < rate_bps < float("inf"):
                 raise InvalidArgument(f"a link rate of {rate_bps} bits a second: expected more than 0")
-        checks.finite("latency_s", self.latency_s, 0)
-        checks.finite("core_latency_s", self.hop_s, 0)
+        for name in ("latency_s", "core_latency_s"):
+            checks.finite(name, getattr(self, name) or 0.0, 0)
         self.connection_bps  # noqa: B018 (refuses what is wrong)
         for worker in self.traced_workers or ():
             if not 0 <= worker < self.n_workers:
@@ -120,7 +121,7 @@ class Setting:
     @property
     def hop_s(self) -> float:
         """The latency of a message of all workers' collectives, which waits for the farthest."""
-        return self.latency_s if self.is_one_rack or self.core_latency_s is None else self.core_latency_s
+        return self.link.frame_hop_s
 
     @property
     def connection_bps(self) -> float:
@@ -133,11 +134,12 @@ class Setting:
             return float("inf")
         return 8 * connection_rate(2 * self.core_latency_s, self.loss, self.streams)
 
-    @property
+    @cached_property
     def link(self) -> LinkCost:
         """The library's: of a rank's link, with what a hop takes between the workers that are farthest apart."""
         rate = min(self.rates_bps or (self.rate_bps,)) / 8
-        return LinkCost(rate, self.hop_s, self.hop_s, 0.0, self.hop_s, at_once=self.at_once)
+        link = LinkCost(rate, self.latency_s, self.latency_s, 0.0, self.latency_s, at_once=self.at_once)
+        return link if self.is_one_rack else link.over(2 * (self.core_latency_s or 0.0), self.loss, self.streams)
 
     def of_workers(self, n: int) -> Setting:
         """The first `n` of them, or of equal workers in one rack as many as one likes. Raises: InvalidArgument."""

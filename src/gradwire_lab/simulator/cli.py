@@ -235,9 +235,10 @@ def plot_sweep(records: Sequence[dict[str, Any]], path: Path) -> None:
     x = max(varied, key=lambda field: varied[field])
     title, scale = {"rate_bps": ("link rate, Gb/s", 1e-9), "workers": ("workers", 1.0)}[x]
     shown = [{**record, "wait_share": (record["wait_s"] or 0.0) / record["compute_s"]} for record in records]
-    measures = [Column("rounds"), Column("utilisation", "link utilisation, %", 100), Column("wait_share",
-                                                                                            "T_wait / computation"),
-                Column("row", "ROW")]  # fmt: skip
+    measures = [Column("rounds"), Column("utilisation", "link utilisation, %", 100),
+                Column("wait_share", "T_wait / computation"), Column("row", "ROW")]  # fmt: skip
+    if "hours" in shown[0]:  # of a search
+        measures[0], measures[3] = Column("hours"), Column("worker_hours", "worker hours")
     is_line = varied[x] > 1
     axes: dict[str, list[Any]] = {field: [] for field in ("scheme", "options", "workload", "workers", "rate_bps")}
     summary = Summary(Experiment("sweep", "", "", "", axes), shown)

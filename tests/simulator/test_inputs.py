@@ -137,6 +137,29 @@ def test_a_runs_trace_and_a_plan_become_a_model(tmp_path: Path) -> None:
     assert made["round_s"] == pytest.approx(plan.plain.step_s, rel=1e-6)
 
 
+def test_files_that_chance_has_changed_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    write_trace_of(tmp_path / "trace.json")
+    plan = json.dumps(plan_box(8, 30e6, 0.12, bus_rate=1e10).as_dict())
+    texts, chance = [MODEL, CLUSTER, plan, (tmp_path / "trace.json").read_text()], random.Random(3)
+    values = ["null", "-1", "0", "1e400", "NaN", '"x"', "[]", "{}", "true", "99999999999999999999", "0.5", ""]
+    refused = []
+    for number in range(800):
+        text = texts[number % 4]
+        if number % 3:
+            token = chance.choice([*re.finditer(r'-?\d+(\.\d+)?|"[^"]*"|true|null', text)])
+            text = text[: token.start()] + chance.choice(values) + text[token.end() :]
+        else:
+            at = chance.randrange(len(text))
+            text = text[:at] + chance.choice(["", "[", "}", ",", text[at + 9 :]])
+        path = write(tmp_path, text)
+        try:
+            load_cluster(path, ONE) if number % 4 == 1 else load_model(path)
+        except InvalidArgument as error:
+            refused.append(str(error))
+    assert len(refused) > 400
+    assert all(str(tmp_path / "given.json") in message and "\n" not in message for message in refused)
+
+
 def test_a_cut_trace_names_line_and_field(tmp_path: Path) -> None:
     write_trace_of(tmp_path / "trace.json")
     text = (tmp_path / "trace.json").read_text()

@@ -6,6 +6,7 @@ A model is a file of blocks, a plan of `gradwire recommend --json`, or the Chrom
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import InvalidArgument
-from gradwire.planning.plan import Plan
 from gradwire.registry import describe_choices
 from gradwire_lab.simulator.bandwidth import parse_link_rate
 from gradwire_lab.simulator.stage import Failures, Setting
@@ -38,11 +38,11 @@ class Given:
         try:
             text = path.read_text(encoding="utf-8")
             return cls(path, text, json.loads(text))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidArgument(f"cannot read {path}: {error}") from error
         except json.JSONDecodeError as error:
             how = "is cut off" if not text[error.pos :].strip() or error.msg.startswith("Unterminated") else "breaks"
             raise InvalidArgument(f"{path}, line {error.lineno}: the JSON {how} here ({error.msg})") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise InvalidArgument(f"cannot read {path}: {error}") from error
 
     def wrong(self, what: str) -> InvalidArgument:
         """The error to raise."""
@@ -136,9 +136,12 @@ def load_model(path: Path) -> WorkloadTimes:
     if isinstance(given.value, dict) and "traceEvents" in given.value:
         return _of_trace(given, path)
     if isinstance(given.value, dict) and "profile" in given.value:
-        plan = Plan.from_dict(given.value)
-        step = plan.profile.step(plan.compute_s)
-        return _of_ready(path.stem, step.buckets, step.compute_s, f"the plan {path}")
+        compute_s = given.member("compute_s", ...).number(1e-9, _MOST_S)
+        buckets = given.member("profile").member("buckets", ...).items()
+        sizes = [one.number(1, _MOST_VALUES, is_whole=True) for one in buckets]
+        shares = [_FORWARD_SHARE + (1 - _FORWARD_SHARE) * done / sum(sizes) for done in itertools.accumulate(sizes)]
+        ready = [(n, compute_s * share) for n, share in zip(sizes, shares, strict=True)]
+        return _of_ready(path.stem, ready, compute_s, f"the plan {path}")
     given.known("name", "blocks")
     blocks: list[BlockTimes] = []
     for one in given.member("blocks", ...).items():

@@ -44,6 +44,7 @@ SCHEMES: list[tuple[str, dict[str, object]]] = [
     ("plain", {"bits": 4}), ("plain", {"collective": "rign"}), ("plain", {"collective": "parameter-server"}),
     ("plain", {"collective": "reduce-scatter"}), ("top-k", {"collective": "ring"}), ("gcomp", {"bits": 3}),
     ("periodic", {"every": 0}),
+    ("auto", {"fidelity": "exat"}), ("auto", {"optimizer": "adma"}), ("fully-shard", {"weights": -1}),
     ("local-sgd", {"every": 4, "fragments": 5}), ("local-sgd", {"every": 4, "fragments": 2, "delay": 2}),
 ]  # fmt: skip
 LIMITS: list[dict[str, Any]] = [{}, {"seconds": 0.0}, {"seconds": -1.0}, {"rounds": 0}, {"seconds": INFINITY}]

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from gradwire import checks
 from gradwire import schemes as live
+from gradwire.core.optimizers import FAMILIES
 from gradwire.errors import InvalidArgument
 from gradwire.registry import describe_choices, parse_spec
 from gradwire.schemes.auto.costs import CodecCost, SharedCores, StepCost, predict_s
@@ -91,7 +93,10 @@ def by_name(
     elif name == "auto":
 
         def make(simulation: Simulation, fidelity: str = "exact", optimizer: str = "adam") -> SchemeModel:
-            rows = {row: parse_spec(row.scheme)[0] for row in rows_for(fidelity, [optimizer])}
+            rows = {
+                row: parse_spec(row.scheme)[0]
+                for row in rows_for(fidelity, [checks.choice("optimizer", optimizer, FAMILIES)])
+            }
             fits = {
                 row: fit_of(scheme)
                 for row, scheme in rows.items()

@@ -56,6 +56,5 @@ trainer = lightning.Trainer(
 )
 trainer.fit(model, data, ckpt_path=args.load, **({"weights_only": False} if args.load else {}))
 if trainer.is_global_zero:
-    print(
-        f"parameters {zlib.crc32(torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()):08x}"
-    )
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    print(f"parameters {zlib.crc32(flat.numpy().tobytes()):08x}")

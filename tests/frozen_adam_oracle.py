@@ -1,4 +1,4 @@
-"""one-bit-adam and top-k-adam in float64, by one process that knows all ranks; and the small training they are of."""
+"""one-bit-adam in float64, by one process that knows all ranks; and the small training they are of."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from small_training import Training
 
 LR, BETAS, EPS, DECAY, FREEZE, STEPS = 0.01, (0.9, 0.99), 1e-8, 0.1, 4, 10
 Q = 64  # values to a scale
-SHARE = 0.1
-SCHEMES: dict[str, dict[str, Any]] = {"one-bit-adam": {"scale_values": Q}, "top-k-adam": {"share": SHARE}}
 
 
 def model() -> nn.Module:
@@ -50,16 +48,16 @@ def quantised(values: Tensor) -> Tensor:
     return torch.cat([torch.where(group < 0, -scale, scale) for group, scale in zip(groups, scales, strict=True)])
 
 
-def attach(ddp: Any, optimizer: Any, scaler: Any = None, scheme: str = "one-bit-adam", **options: Any) -> Any:
-    made = schemes.by_name(scheme, **{"freeze_step": FREEZE, **options})
+def attach(ddp: Any, optimizer: Any, scaler: Any = None, **options: Any) -> Any:
+    made = schemes.by_name("one-bit-adam", **{"freeze_step": FREEZE, **options})
     return gradwire.attach(ddp, optimizer, made, scaler)
 
 
 def start(
-    rank: int, scheme: str, adam: dict[str, Any] | None = None, ddp: Any = None, scaler: Any = None, **options: Any
+    rank: int, adam: dict[str, Any] | None = None, ddp: Any = None, scaler: Any = None, **options: Any
 ) -> Training:
     """The training that is transcribed; `adam`, `ddp`: options of AdamW and of DDP, `options` those of the scheme."""
-    made = schemes.by_name(scheme, **{"freeze_step": FREEZE, **options})
+    made = schemes.by_name("one-bit-adam", **{"freeze_step": FREEZE, **options})
     ddp = {"bucket_cap_mb": 25, **(ddp or {})}
     return Training(rank, made, lambda p: adamw_of(p, **(adam or {})), model, loss_of, ddp, scaler=scaler)
 
@@ -111,45 +109,18 @@ class OneBit:
         return torch.cat([quantised(values[a - first : b - first]) for a, b in itertools.pairwise(cuts)])
 
 
-class TopK:
-    """The largest of all updates that each rank has not sent, among those that are `chosen`; Adam for the others."""
-
-    def __init__(self, n_ranks: int, chosen: Tensor) -> None:
-        self.chosen = chosen
-        self.unsent = [torch.zeros(chosen.numel(), dtype=torch.float64) for _ in range(n_ranks)]
-        self.momenta: list[Tensor] = []
-
-    def __call__(self, m: Tensor, gradients: list[Tensor], root: Tensor) -> tuple[Tensor, Tensor]:
-        self.momenta = self.momenta or [m.clone() for _ in gradients]
-        update = torch.zeros_like(m)
-        for rank, gradient in enumerate(gradients):
-            self.momenta[rank] = BETAS[0] * self.momenta[rank] + (1 - BETAS[0]) * gradient
-            due = torch.where(self.chosen, self.unsent[rank] + self.momenta[rank] / root, 0.0)
-            places = due.abs().argsort(descending=True)[: round(SHARE * int(self.chosen.sum()))]
-            sent = torch.zeros_like(m)
-            sent[places] = due[places].float().bfloat16().double()
-            self.unsent[rank] = due - sent
-            update += root * sent / len(gradients)
-        plain = BETAS[0] * m + (1 - BETAS[0]) * torch.stack(gradients).mean(0)
-        running = BETAS[0] * m + (1 - BETAS[0]) * update
-        return torch.where(self.chosen, running, plain), torch.where(self.chosen, update, plain)
-
-
 def transcribed(
     n_ranks: int,
     rates: Callable[[int, str], tuple[float, float]] = as_set,
-    scheme: str = "one-bit-adam",
-    exempt: str | None = None,
 ) -> list[Tensor]:
-    """The parameters after every rank's training, in float64; `exempt`: the tensor that travels as it is."""
+    """The parameters after every rank's training, in float64."""
     module = model().double()
     names = [name for name, _ in module.named_parameters()][::-1]  # as DDP's one bucket holds them
     parameters = dict(module.named_parameters())
     sizes = [parameters[name].numel() for name in names]
     total, starts = sum(sizes), [sum(sizes[:i]) for i in range(len(sizes))]
     m, v = torch.zeros(total, dtype=torch.float64), torch.zeros(total, dtype=torch.float64)
-    chosen = torch.cat([torch.full((size,), name != exempt) for name, size in zip(names, sizes, strict=True)])
-    exchange = OneBit(n_ranks, starts, total) if scheme == "one-bit-adam" else TopK(n_ranks, chosen)
+    exchange = OneBit(n_ranks, starts, total)
     spans = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
     for step in range(STEPS):

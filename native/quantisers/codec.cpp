@@ -207,11 +207,16 @@ Sums measure(const Source& source, bool wants_squares) {
                       .n_negative = found.n_negative,
                       .largest = found.largest};
     });
-  Sums all;
-  for (const Sums& part : parts) {
+  const auto add = [](Sums& all, const Sums& part) {
     all.positive += part.positive, all.negative += part.negative, all.squares += part.squares;
     all.n_negative += part.n_negative;
     all.largest = std::max(all.largest, part.largest);
+  };
+  Sums all;
+  for (std::size_t first = 0; first < parts.size(); first += kRunBlocks) {
+    Sums run;
+    for (std::size_t i = first; i < std::min(parts.size(), first + kRunBlocks); ++i) add(run, parts[i]);
+    add(all, run);
   }
   return all;
 }

@@ -8,6 +8,8 @@
 
 namespace gradwire::quantisers {
 
+inline constexpr std::size_t kRunBlocks =
+    64;  // whose sums are added up before the next ones: a device has threads for it
 inline constexpr std::size_t kTaskBlocks = 16;  // 65,536 values, 256 KiB of float32: some 40 us
 
 template <typename Body>

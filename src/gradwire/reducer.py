@@ -32,7 +32,7 @@ from gradwire.schemes import Scheme, by_name
 from gradwire.stepping.scaling import watch_scalers
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
-from gradwire.wire.device_wire import DeviceWire, ResidentBucket
+from gradwire.wire.device_wire import DeviceWire, ResidentBucket, check_not_captured
 from gradwire.wire.preamble import compare_preambles
 from gradwire.wire.wire import HostWire, Wire
 
@@ -192,6 +192,8 @@ class Reducer:
         The future never fails: what went wrong is raised by `close_pass`.
         """
         self.communicator.check_process()  # raised right here: a note to the peers would break into the parent's talk
+        if buffer.device.type != "cpu":
+            check_not_captured()
         step = self.step
         reduced: torch.futures.Future = torch.futures.Future(
             devices=None if buffer.device.type == "cpu" else [buffer.device]

@@ -1,12 +1,9 @@
-"""The adaptation bench reads what training writes, and says what is wrong with anything else."""
+"""The adaptation bench reads what training writes."""
 
 from __future__ import annotations
 
 import json
 
-import pytest
-
-from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire_lab.bench.measures.adaptation import in_windows, read_steps
 
 
@@ -26,14 +23,3 @@ def test_steps_become_records_and_windows_of_time(tmp_path):
     (window,) = in_windows(records, 5.0)
     assert (window["from_s"], window["n_steps"], window["bits_per_value"]) == (0.0, 2, 10.0)
     assert [one["from_s"] for one in in_windows(records, 0.5)] == [0.5, 1.0]
-
-
-def test_other_folders_are_refused(tmp_path):
-    with pytest.raises(InvalidArgument, match="holds no bits"):
-        read_steps(tmp_path)
-    write(tmp_path, [{"step": 0, "loss": 2.0}])
-    with pytest.raises(InvalidArgument, match="aqgb"):
-        read_steps(tmp_path)
-    (tmp_path / "steps.jsonl").write_text("{")
-    with pytest.raises(CorruptMessage):
-        read_steps(tmp_path)

@@ -15,7 +15,7 @@ from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire_lab import workloads
 from gradwire_lab.bench import reducers
-from gradwire_lab.bench.catalogue import EXPERIMENTS, SNIPPETS, SYSTEMS, book, papers, slimgc
+from gradwire_lab.bench.catalogue import EXPERIMENTS, SNIPPETS, SYSTEMS, book, papers
 from gradwire_lab.bench.measures import Call, by_name, commands
 from gradwire_lab.bench.measures.float_methods import Method
 from gradwire_lab.bench.measures.trainings import configure
@@ -221,31 +221,6 @@ def test_each_cell_of_a_run_differs_in_what_is_measured_together_alone() -> None
     ]
     assert experiment.label("scheme", "b") == "B"
     assert experiment.label("rate", "2") == "2"
-
-
-def test_slimgcs_figure_9_trains_every_strategy_on_every_fold_and_seed_once() -> None:
-    (experiment,) = [e for e in EXPERIMENTS if e.key == "slimgc-accuracy"]
-    assert len(experiment.cells()) == 2 * 5 * 2 * 7  # full precision is shared by both codecs
-    for cells in experiment.groups():
-        assert {cell["scheme"] for cell in cells} == set(experiment.values("scheme")), "or differences are not paired"
-    (gpt,) = [e for e in EXPERIMENTS if e.key == "slimgc-accuracy-gpt"]
-    assert len(gpt.cells()) == 3 * 7
-
-
-def test_slimgcs_runs_can_leave_out_what_takes_raw_steps() -> None:
-    codecs = list(slimgc.CODECS.values())
-    everything = slimgc.slimgc_specs(codecs, slimgc.STRATEGIES, 8, measures=True).values()
-    without_raw = slimgc.slimgc_specs(codecs, slimgc.STRATEGIES, 8, measures=False).values()
-    assert list(without_raw) == [spec for spec in everything if "warmup_steps" not in spec]
-    assert "slimgc:codec=one-bit,backup=true,threshold_bytes=0" in without_raw
-
-
-def test_aqgbs_table_2_trains_every_scheme_with_every_fold_and_seed() -> None:
-    (experiment,) = [e for e in EXPERIMENTS if e.key == "aqgb-accuracy"]
-    assert len(experiment.cells()) == 5 * 3 * 4
-    assert experiment.fixed["rate"] == "100mbit", "AQGB's bits depend on the link"
-    for cells in experiment.groups():
-        assert {cell["scheme"] for cell in cells} == set(experiment.values("scheme")), "or differences are not paired"
 
 
 def test_options_that_a_baseline_does_not_take_are_refused() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gradient_files import adamw_arrays, write
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,8 +104,7 @@ def test_steps_count_once_slimgc_has_its_table_and_overlap_is_recorded(tmp_path:
         "slimgc:warmup_steps=4",
         "slimgc:warmup_steps=4,backup=true",
     ]
-    source = write(tmp_path / "a.npz", adamw_arrays())
-    workload = f"gpt:source={source},capture={tmp_path / 'capture'},step_ms=20"
+    workload = f"gpt:capture={tmp_path / 'capture'},step_ms=20"
     options = ["--workload", workload, "--compute", "emulate", "--ranks", "2", "--steps", "3",
                "--warmup", "1", "--overlap"]  # fmt: skip
     command = [

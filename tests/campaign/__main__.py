@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -99,5 +102,19 @@ def _sum_up(folder: Path, seed: int | None) -> int:
     return int(bool(failed))
 
 
+def _descendants(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):  # it has ended
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            yield int(child)
+            yield from _descendants(int(child))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        for pid in [*_descendants(os.getpid())]:  # a rank may hang, or be about to start
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        print("campaign: interrupted; the same command goes on from here", file=sys.stderr, flush=True)
+        os._exit(130)  # torch takes seconds to be taken down

@@ -157,7 +157,7 @@ def test_plain_first_steps_end_within_what_is_drawn() -> None:
         if 0 < one.options.get("warmup_steps", one.options.get("start_step", 0)) < 4  # of 5 to 8 steps
     ]
     assert {one.name for one in begins} >= {
-        "one-bit", "two-bit", "dgc", "top-k", "random-k", "acp-sgd", "power-sgd", "power-sgd-overlap",
+        "one-bit", "two-bit", "dgc", "top-k", "acp-sgd", "power-sgd", "power-sgd-overlap",
     }  # fmt: skip
     assert {one.options.get("levels") for one in begins if one.name == "two-bit"} == {None, 4}
 

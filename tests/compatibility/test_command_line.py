@@ -17,7 +17,8 @@ from gradwire.codecs.huffman import HuffmanTable
 from gradwire.core.optimizers import FAMILIES
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.auto.fidelity import LEVELS, TABLE
-from gradwire_lab.cli import COMMANDS, main
+from gradwire_lab.cli import COMMANDS, LABORATORY, USERS, main
+from gradwire_lab.cli.bench import BENCHES
 from gradwire_lab.cli.inspection import inspect_path
 
 _ROOT = Path(__file__).parents[2]
@@ -78,12 +79,26 @@ def test_without_the_laboratory_the_switch_says_what_to_import(tmp_path):
     assert "`import gradwire_lab`" in ended.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command, capsys):
+def test_without_a_command_the_users_six_come_first_and_fit_a_screen(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out == text
+    users, laboratory = text.split("The laboratory")
+    assert [name for name in COMMANDS if f"\n  {name} " in users] == list(USERS)
+    assert [name for name in COMMANDS if f"\n  {name} " in laboratory] == list(LABORATORY)
+    assert len(USERS) == 6
+
+
+@pytest.mark.parametrize("words", [*((one,) for one in COMMANDS), *(("bench", one) for one in BENCHES)], ids=" ".join)
+def test_every_command_explains_itself_on_one_screen(words, capsys):
     with pytest.raises(SystemExit) as end:
-        main([command, "--help"])
+        main([*words, "--help"])
     assert end.value.code == 0
-    assert f"usage: gradwire {command}" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"usage: gradwire {' '.join(words)}")
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
 
 
 def test_every_command_is_named_in_the_readme():

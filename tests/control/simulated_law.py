@@ -15,7 +15,7 @@ World = dict[str, int]  # microseconds a step of each scheme
 
 EXACT = (PLAIN, "gcomp", "homomorphic")
 CLOSE = (*EXACT, "terngrad", "qsgd", "embedded-float", "truncated-float", "one-bit", "two-bit", "thc")
-ANY = (*CLOSE, "acp-sgd", "power-sgd", "top-k", "sign-sgd", "random-k")
+ANY = (*CLOSE, "acp-sgd", "power-sgd", "top-k", "sign-sgd")
 N_PROBES, BATCH = 3, 5  # as the scheme has them
 FAMILIES = dict.fromkeys(["gcomp", "embedded-float", "truncated-float"], "ring") | dict.fromkeys(
     ["one-bit", "two-bit", "qsgd"], "push"

@@ -36,11 +36,10 @@ void find_and_launch(const std::string& name, const Launch& launch, const void* 
   GW_ENTRY(gw_quantised_read_pieces);
   GW_ENTRY(gw_quantised_check);
   GW_ENTRY(gw_quantised_unpack);
-  GW_ENTRY(gw_floats_seal_chunks);
+  GW_ENTRY(gw_quantised_unpack_levels);
   GW_ENTRY(gw_floats_seal);
   GW_ENTRY(gw_floats_check);
   GW_ENTRY(gw_floats_read_chunks);
-  GW_ENTRY(gw_truncated_scales);
   GW_ENTRY(gw_truncated_pack);
   GW_ENTRY(gw_truncated_unpack);
   GW_ENTRY(gw_embedded_pack);
@@ -55,7 +54,6 @@ void find_and_launch(const std::string& name, const Launch& launch, const void* 
   GW_ENTRY(gw_gcomp_place);
   GW_ENTRY(gw_gcomp_pack);
   GW_ENTRY(gw_gcomp_exponents);
-  GW_ENTRY(gw_gcomp_seal_chunks);
   GW_ENTRY(gw_gcomp_seal);
   GW_ENTRY(gw_gcomp_count);
   GW_ENTRY(gw_grouped_measure);

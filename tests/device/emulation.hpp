@@ -215,6 +215,19 @@ inline unsigned ballot(bool predicate, int line) {
   return word;
 }
 
+inline unsigned largest(unsigned own, int line) {
+  const std::uint64_t* const seen = Block::current->exchange(own, line);
+  return static_cast<unsigned>(*std::max_element(seen, seen + Block::kWarpThreads));
+}
+
+template <class T>
+T shuffle(T value, unsigned lane, int line) {
+  std::uint64_t word = 0;
+  std::memcpy(&word, &value, sizeof value);
+  std::memcpy(&value, &Block::current->exchange(word, line)[lane % Block::kWarpThreads], sizeof value);
+  return value;
+}
+
 template <class T>
 T shuffle_xor(T value, unsigned lanes, int line) {
   std::uint64_t word = 0;
@@ -235,6 +248,9 @@ T shuffle_xor(T value, unsigned lanes, int line) {
 #define gridDim (::gradwire::gpu::emulation::Block::current->blocks)
 #define __syncthreads() (::gradwire::gpu::emulation::Block::current->barrier(__LINE__))
 #define __ballot_sync(warp, predicate) (::gradwire::gpu::emulation::ballot(predicate, __LINE__))
+#define __syncwarp() (::gradwire::gpu::emulation::Block::current->exchange(0, __LINE__))
+#define __reduce_max_sync(warp, value) (::gradwire::gpu::emulation::largest(value, __LINE__))
+#define __shfl_sync(warp, value, lane) (::gradwire::gpu::emulation::shuffle(value, lane, __LINE__))
 #define __shfl_xor_sync(warp, value, lanes) (::gradwire::gpu::emulation::shuffle_xor(value, lanes, __LINE__))
 
 inline unsigned __float_as_uint(float value) {

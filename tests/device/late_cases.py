@@ -34,7 +34,6 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
     "slimgc ring": lambda: schemes.by_name("slimgc", threshold_bytes=0, topology="all-reduce"),
     "slimgc backup": lambda: schemes.by_name("slimgc", threshold_bytes=0, backup=True, sync_steps=1),
     "one-bit-adam": lambda: schemes.by_name("one-bit-adam", freeze_step=2),
-    "top-k-adam": lambda: schemes.by_name("top-k-adam", freeze_step=2, share=0.1),
     # Its bits follow the clock, so its floor and its ceiling are one: 4 bits.
     "aqgb": lambda: schemes.by_name("aqgb", floor=0.125, ceiling=0.125),
 }

@@ -35,10 +35,8 @@ BUCKET_BYTES = 4 * N_VALUES
 
 # How often a kernel reads and writes its values, and reads and writes its message; not what is a few bytes a chunk.
 TRAFFIC = {
-    "gw_embedded_pack": (2, 0, 0, 1),  # the largest of a partition first
-    "gw_truncated_scales": (1, 0, 0, 0),
-    "gw_truncated_pack": (1, 0, 0, 1),
-    "gw_floats_seal_chunks": (0, 0, 1, 0),
+    "gw_embedded_pack": (1, 0, 1, 1),  # a checksum reads what was written
+    "gw_truncated_pack": (1, 0, 1, 1),
     "gw_floats_seal": (0, 0, 0, 0),
     "gw_floats_check": (0, 0, 0, 0),
     "gw_floats_read_chunks": (0, 0, 1, 0),
@@ -51,7 +49,7 @@ TRAFFIC = {
     "gw_quantised_seal": (0, 0, 0, 0),
     "gw_quantised_read_pieces": (0, 0, 1, 0),
     "gw_quantised_check": (0, 0, 0, 0),
-    "gw_quantised_unpack": (0, 1, 1, 0),
+    "gw_quantised_unpack_levels": (0, 1, 1, 0),
 }
 NO_WORK = ("view", "slice", "select", "empty", "detach", "alias", "unbind", "split")
 
@@ -206,13 +204,13 @@ def test_floats_take_two_collectives_and_as_many_launches_at_any_number_of_ranks
         assert found.collectives == 2
         # Exponents or scales of partitions, headers and checksums are 3 % at most.
         assert found.sent_mb * 1e6 == pytest.approx(share * N_VALUES * n_bits / 8, rel=0.03)
-        assert found.launches <= 17
+        assert found.launches <= 13
         assert found.operators <= 4
-        assert found.passes <= 8
+        assert found.passes <= 6.5
         assert found.launches <= count(spec, world_size, rank, one_by_one=True).launches / 8
     in_ring = count(f"{spec},topology=ring", world_size, 0)
     assert in_ring.collectives == world_size
-    assert in_ring.launches <= 8 * world_size
+    assert in_ring.launches <= 6 * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])

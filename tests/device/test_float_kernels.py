@@ -93,18 +93,18 @@ FAULTS = {
     ),
     "half of a warp is not asked for the largest": (
         "floats.hpp",
-        "return largest_of_lanes(largest);",
-        "return largest_of_lanes(largest, kWarp / 2);",
+        "largest = largest_of_lanes(largest) >> 23;",
+        "largest = largest_of_lanes(largest, kWarp / 2) >> 23;",
     ),
     "streams draw each other's numbers": (
         "floats.hpp",
-        "32 * block + 8 * group + stream);",
-        "32 * block + 8 * group + (stream ^ 1));",
+        "value / 64 * 8 + value % 8);",
+        "value / 64 * 8 + (value % 8 ^ 1));",
     ),
-    "a plane is that of the lane below": (
+    "four planes are in another order": (
         "floats.hpp",
-        "if (bit == lane) word = bits;",
-        "if (bit == lane + 1) word = bits;",
+        "plane = planes + 3 - lane % 4",
+        "plane = planes + lane % 4",
     ),
 }
 

@@ -181,7 +181,7 @@ FAULTS = {
     ),
     "the ballot of both halves of a warp is taken for one's own": (
         "gcomp.hpp",
-        "taking = ballot_of_chunk(takes)",
+        "taking = ballot_of_segment(takes)",
         "taking = __ballot_sync(kWholeWarp, takes)",
     ),
 }

@@ -310,3 +310,20 @@ def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:
 def test_each_planted_fault_is_seen(library: Path) -> None:
     by_rank = run_ranks(plant, 2, library)
     assert {name for seen in by_rank for name, is_seen in seen.items() if is_seen} == {*FAULTS, "verdict read too soon"}
+
+
+def be_captured(rank: int, world_size: int, library: Path, placement: str) -> None:
+    _, place = begin_with_kernels(library)
+    ddp = place.model(build_model())
+    attachment = attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "one-bit", placement=placement)
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        pytest.raises(gradwire.Unsupported, match="CUDA graph"),
+    ):
+        ddp(batch(rank, 0, place)).square().mean().backward()
+    attachment.close()
+
+
+@pytest.mark.parametrize("placement", ["staged", "device"])
+def test_a_captured_backward_pass_is_refused(library: Path, placement: str) -> None:
+    run_ranks(be_captured, 1, library, placement)

@@ -84,7 +84,7 @@ def reduce_warm(rank: int, world_size: int, name: str) -> list[int]:
 
 # These allocate what they send anew every step, the size of the compressed gradient; their stacks of matrices and
 # residuals are kept. So they do not promise what the next test checks.
-ALLOCATES_MESSAGES = {"acp-sgd", "dgc", "power-sgd", "power-sgd-overlap", "random-k", "sign-sgd", "top-k"}
+ALLOCATES_MESSAGES = {"acp-sgd", "dgc", "power-sgd", "power-sgd-overlap", "sign-sgd", "top-k"}
 # These (and auto) need a model and an optimizer, which this test does without.
 OWN_THE_STEP = {name for name in schemes.names() if schemes.owns_step(name) or schemes.needs_momenta(name)}
 

@@ -22,7 +22,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "power-sgd": {"rank": 2, "min_compression_rate": 0},
     "power-sgd-overlap": {"rank": 2, "min_compression_rate": 0},
     "qsgd": {},
-    "random-k": {"share": 0.2},
     "sign-sgd": {},
     "slimgc": {"threshold_bytes": 0},
     "terngrad": {},

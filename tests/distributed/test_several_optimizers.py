@@ -162,7 +162,7 @@ def _rate_of_zero(parameters: Any) -> Any:
 
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
-CAREFUL = {"plain", UNIFORM, "bf16", "embedded-float:bits=8"}
+CAREFUL = {"plain", "homomorphic", UNIFORM, "bf16", "embedded-float:bits=8"}
 KNOWN = CAREFUL - {UNIFORM} | {TOLERANCE}
 OF_ADAM = {*KNOWN, "embedded-float:bits=5"}
 OF_SGD = {*KNOWN, "truncated-float:bits=8,rounding=stochastic"}

@@ -22,9 +22,9 @@ from ranks import run_ranks
 N = 1_000
 SHAPE = (50, 20)  # of N values; low rank compresses matrices
 # Each scheme, the option that says how many first steps are plain, and how many they are beside Adam.
-OPTION = {"one-bit": "warmup_steps", "two-bit": "warmup_steps", "top-k": "warmup_steps", "random-k": "warmup_steps",
+OPTION = {"one-bit": "warmup_steps", "two-bit": "warmup_steps", "top-k": "warmup_steps",
           "acp-sgd": "start_step", "power-sgd": "start_step", "power-sgd-overlap": "start_step"}  # fmt: skip
-BESIDE_ADAM = {"one-bit": 50, "two-bit": 50, "top-k": 50, "random-k": 50, "acp-sgd": 100}
+BESIDE_ADAM = {"one-bit": 50, "two-bit": 50, "top-k": 50, "acp-sgd": 100}
 QUANTISERS = ["one-bit", "two-bit"]
 
 

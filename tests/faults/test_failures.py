@@ -86,7 +86,6 @@ def train_with_death(rank: int, world_size: int, scheme: str, options: dict) -> 
         (3, "power-sgd-overlap", {}),
         (2, "sign-sgd", {}),
         (3, "top-k", {}),
-        (2, "random-k", {}),
         (3, "one-bit", {}),
         (3, "slimgc", {"threshold_bytes": 0}),
         (2, "slimgc", {"threshold_bytes": 0, "codec": "zlib"}),
@@ -319,7 +318,6 @@ def test_error_of_a_rank_that_was_only_slow_says_which_argument_to_raise() -> No
     [
         ("dgc", {"share": 0.01, "warmup_steps": 3}),
         ("top-k", {"share": 0.01, "warmup_steps": 3}),
-        ("random-k", {"share": 0.01, "warmup_steps": 3}),
         ("one-bit", {"warmup_steps": 3}),
         ("acp-sgd", {"rank": 1, "start_step": 3}),
     ],

@@ -1,4 +1,4 @@
-"""A benchmark that is interrupted leaves no process, namespace or folder behind, and the same command goes on."""
+"""What is interrupted ends at once and leaves no process, namespace or folder behind; a benchmark goes on where it was."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from lab_watch import child_pids, is_running, network_namespaces, rank_command, wait_until
 
 from ranks import patience
+
+_ROOT = Path(__file__).parents[2]
 
 
 class _Bench:
@@ -25,12 +28,18 @@ class _Bench:
 
     def start(self, rate: str) -> subprocess.Popen[bytes]:
         words = ["--root", str(self._folder), "--machine", "here", "--folder", str(self._folder / "runs")]
+        return self.start_command(rank_command("interrupted_bench.py", rate, *words))
+
+    def start_command(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "TMPDIR": str(self._folder / "tmp"), "PYTHONPATH": str(_ROOT / "tests")}
         with (self._folder / "said").open("wb") as said:
             self.process = subprocess.Popen(
-                rank_command("interrupted_bench.py", rate, *words),
+                command,
                 stdout=said,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "TMPDIR": str(self._folder / "tmp")},
+                env=environment,
+                cwd=self._folder,
+                start_new_session=True,
             )
         return self.process
 
@@ -89,14 +98,17 @@ def bench(tmp_path: Path) -> Iterator[_Bench]:
         bench.process.wait()
 
 
-def _interrupt(bench: _Bench, number: int, status: int) -> None:
+def _interrupt(bench: _Bench, number: int, status: int, within_s: float = 60) -> None:
     """While ranks train, and see all end that was started."""
     wait_until(lambda: len(bench.ranks()) == 2, "the ranks train", 60)
     assert bench.process is not None
     started = bench.descendants()
     namespaces = set(map(_namespace, started)) - {_namespace(os.getpid())}
-    bench.process.send_signal(number)
-    assert bench.process.wait(60 * patience()) == status, bench.said
+    if number == signal.SIGINT:  # a terminal sends it to the whole group
+        os.killpg(bench.process.pid, number)
+    else:
+        bench.process.send_signal(number)
+    assert bench.process.wait(within_s * patience()) == status, bench.said
     wait_until(lambda: not any(map(is_running, started)), "ranks, their launcher and the network process end")
     wait_until(lambda: not namespaces & network_namespaces(), "the namespaces are empty")
     if number != signal.SIGKILL:
@@ -119,3 +131,32 @@ def test_interrupted_benchmark_goes_on_with_the_same_command(bench: _Bench) -> N
     assert "1 runs are finished" in bench.said
     assert "[1/1] small seed=2" in bench.said
     assert bench.seeds == [1, 1, 2, 2]
+
+
+_GRADWIRE = [sys.executable, "-m", "gradwire"]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*_GRADWIRE, "demo", "--quick"],
+        [*_GRADWIRE, "train", "--ranks", "2", "--rate", "100mbit"],
+        [*_GRADWIRE, "bench", "train", "--scheme", "ddp", "--ranks", "2", "--rate", "100mbit"],
+        [*_GRADWIRE, "netlab", "run", "--ranks", "2", "--", sys.executable, str(_ROOT / "examples" / "ddp_minimal.py")],
+    ],
+    ids=lambda command: command[3],
+)
+def test_ctrl_c_ends_a_command_and_its_ranks_within_two_seconds(bench: _Bench, command: list[str]) -> None:
+    bench.start_command(command)
+    _interrupt(bench, signal.SIGINT, 130, 2)
+
+
+def test_ctrl_c_ends_a_campaign_within_two_seconds(bench: _Bench) -> None:
+    bench.start_command([sys.executable, "-m", "campaign", "--minutes", "1"])
+    # Beside the fork server and its helper.
+    wait_until(lambda: len(bench.descendants()) >= 4, "a case runs in ranks", 60)
+    started = bench.descendants()
+    os.killpg(bench.process.pid, signal.SIGINT)
+    assert bench.process.wait(2 * patience()) == 130, bench.said
+    wait_until(lambda: not any(map(is_running, started)), "ranks and their server end")

@@ -78,7 +78,9 @@ def test_wrong_arguments_end_with_one_line(options: str, capsys: pytest.CaptureF
 def test_without_simpy_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("gradwire_lab.simulator")]:
+    for name in [
+        name for name in sys.modules if name.startswith(("gradwire_lab.simulator", "gradwire_lab.cli.simulate"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert simulate("") == 1

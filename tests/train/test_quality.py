@@ -33,10 +33,7 @@ MOST_OTHERS = {
     "acp-sgd": 0.05,
     "power-sgd": 0.03,
     "top-k:share=0.05": 0.18,
-    "top-k-adam:freeze_step=30": 0.15,  # 0.10
-    "top-k-adam:freeze_step=30,share=0.05": 0.07,  # 0.04
     "dgc:share=0.05,momentum=0": 0.21,  # 0.14: half as much again
-    "random-k:share=0.1": 1.1,  # 0.72: half as much again
     "sign-sgd": 0.05,  # -0.03: under Adam the rate of the others serves it too
     "slimgc:threshold_bytes=0": 0.7,  # 0.48, at one bit and with no plain steps: half as much again
     "homomorphic": 0.001,  # 0.000: dense gradients travel as plain's do
@@ -45,10 +42,9 @@ MOST_OTHERS = {
     "broadcast": 0.02,  # -0.001, at 4 bits, the fewest that aqgb sends; at 2 bits 0.83
     "aqgb": 0.03,  # -0.01; its bits follow the network's speed, so it gets more room
 }
-MOST_AFTER_PLAIN_STEPS = {  # as many as these take by default beside Adam; "random-k" without any is above this
+MOST_AFTER_PLAIN_STEPS = {  # as many as these take by default beside Adam
     "acp-sgd:start_step=100": 0.04,
     "top-k:share=0.05,warmup_steps=50": 0.15,
-    "random-k:share=0.1,warmup_steps=50": 0.45,
 }
 
 

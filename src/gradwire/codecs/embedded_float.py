@@ -12,7 +12,6 @@ from gradwire.codecs.floats import Floats
 from gradwire.codecs.tensors import bytes_in, check_partition, check_room, check_size, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.gpu.kernels import Kernels
-from gradwire.gpu.launching import WARP, grid, parts
 
 __all__ = ["EmbeddedFloat", "EmbeddedValues", "describe"]
 
@@ -49,6 +48,7 @@ class EmbeddedFloat(Floats):
     """
 
     name = "embedded-float"
+    _kernels = "embedded"
     _decode_natively = staticmethod(_native.embedded_float_decode)
 
     def __init__(self, bits: int = 8, partition: int = DEFAULT_PARTITION, format: int = FORMAT) -> None:
@@ -88,10 +88,6 @@ class EmbeddedFloat(Floats):
             "partition": self.partition,
             "version": self.format,
         }
-
-    def _launches(self, n_elements: int) -> tuple[dict[str, int], dict[str, int]]:
-        n_blocks = grid(WARP * parts(n_elements, self.partition))
-        return {"gw_embedded_pack": n_blocks}, {"gw_embedded_unpack": n_blocks}
 
     def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:
         """This codec as exchanges call it. Raises: InvalidArgument."""

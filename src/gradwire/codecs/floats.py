@@ -16,6 +16,7 @@ from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, parts
 from gradwire.gpu.structs import fill_struct
 
 _CHUNK_VALUES = 16_384
+_THREAD_VALUES = 32  # that a thread decodes
 _SHARED_OF_SEAL = SHARED_OF_CHECKSUM + 4
 
 
@@ -47,6 +48,7 @@ class Floats(ABC):
     """
 
     name: str
+    _kernels: str  # gw_*_pack and gw_*_unpack
     feeds_back = True
     seed = 0
     partition: int
@@ -68,10 +70,6 @@ class Floats(ABC):
     @abstractmethod
     def _format(self, dtype: torch.dtype) -> dict[str, int]:
         """`Format` of gpu/source/floats.hpp, but for the number of values. Raises: InvalidArgument."""
-
-    @abstractmethod
-    def _launches(self, n_elements: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Kernels, and blocks of threads of each, that write codes and scales, and that read them."""
 
     def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None, *, step: int = 0) -> int | Tensor:
         """As `DeviceCodec.encode`. Cost: one or two passes, no allocation below bit 31."""
@@ -106,14 +104,9 @@ class Floats(ABC):
             seed=self.seed, step=check_step(step), n=n, rounding=self.native_rounding,
             rows=None if messages is None else messages.table, **self._format(values.dtype),
         )  # fmt: skip
-        most = parts(n, _CHUNK_VALUES)
-        for kernel, n_blocks, shared in (
-            *((kernel, n_blocks, 0) for kernel, n_blocks in self._launches(n)[0].items()),
-            ("gw_floats_seal_chunks", most, _SHARED_OF_SEAL),
-            ("gw_floats_seal", 1, _SHARED_OF_SEAL),
-        ):
+        for kernel, n_blocks in ((f"gw_{self._kernels}_pack", parts(n, _CHUNK_VALUES)), ("gw_floats_seal", 1)):
             parameters.per_row = n_blocks
-            launch(kernel, n_rows * n_blocks, THREADS, shared, parameters)
+            launch(kernel, n_rows * n_blocks, THREADS, _SHARED_OF_SEAL, parameters)
         return n_bytes
 
     def decode(
@@ -179,6 +172,5 @@ class Floats(ABC):
         for kernel, n_blocks in (("gw_floats_check", 1), ("gw_floats_read_chunks", parts(n, _CHUNK_VALUES))):
             parameters.per_row = n_blocks
             launch(kernel, n_sources * n_rows * n_blocks, THREADS, SHARED_OF_CHECKSUM, parameters)
-        for kernel, n_blocks in self._launches(n)[1].items():
-            parameters.per_row = n_blocks
-            launch(kernel, n_rows * n_blocks, THREADS, 0, parameters)
+        parameters.per_row = parts(parts(n, _THREAD_VALUES), THREADS)
+        launch(f"gw_{self._kernels}_unpack", n_rows * parameters.per_row, THREADS, 0, parameters)

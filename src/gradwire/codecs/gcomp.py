@@ -41,9 +41,11 @@ _MAX_TABLES = 6
 _CHUNK_VALUES, _STREAMS, _LANES = 16_384, 4, 16
 _SHARED_OF_MEASURES = SHARED_OF_CHECKSUM + 4 * (_LANES + _STREAMS + 2)
 _SHARED_OF_PLACES = 4 * (THREADS + 1)
-_SHARED_OF_EXPONENTS = 4 * THREADS + _CHUNK_VALUES
+_SHARED_OF_EXPONENTS = 4 * THREADS + _CHUNK_VALUES + SHARED_OF_CHECKSUM
 _SHARED_OF_COUNTS = 4 * 256 * THREADS // WARP
-_SHARED_OF_STREAMS = 2 << LOOK_UP_BITS
+_SHARED_OF_STREAMS = (2 << LOOK_UP_BITS) + 4 * 32 * WARP
+_SHARED_OF_PACK = (3 * 4 + 1) * THREADS
+_SHARED_OF_UNPACK = _CHUNK_VALUES + (2 * 4 + 1) * THREADS + 4 * (THREADS // _LANES + 1)
 _LENGTHS_BYTES = 40
 
 _PRIORS = {bits: HuffmanTable.prior(dtype) for bits, dtype in ((8, torch.float32), (5, torch.float16))}
@@ -162,9 +164,8 @@ class GCompCodec:
         )  # fmt: skip
         launch("gw_gcomp_measure", n_chunks, THREADS, _SHARED_OF_MEASURES, parameters)
         launch("gw_gcomp_place", 1, THREADS, _SHARED_OF_PLACES, parameters)
-        launch("gw_gcomp_pack", parts(_LANES * n_chunks, WARP), WARP, 0, parameters)
+        launch("gw_gcomp_pack", n_chunks, THREADS, _SHARED_OF_PACK, parameters)
         launch("gw_gcomp_exponents", n_chunks, THREADS, _SHARED_OF_EXPONENTS, parameters)
-        launch("gw_gcomp_seal_chunks", n_chunks, THREADS, SHARED_OF_CHECKSUM, parameters)
         launch("gw_gcomp_seal", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
         return n_bytes
 
@@ -220,7 +221,7 @@ class GCompCodec:
         launch("gw_gcomp_check", 1, THREADS, SHARED_OF_CHECKSUM + 4, parameters)
         launch("gw_gcomp_checksums", n_chunks, THREADS, SHARED_OF_CHECKSUM, parameters)
         launch("gw_gcomp_streams", parts(_STREAMS * n_chunks, WARP), WARP, _SHARED_OF_STREAMS, parameters)
-        launch("gw_gcomp_unpack", parts(_LANES * n_chunks, WARP), WARP, 0, parameters)
+        launch("gw_gcomp_unpack", n_chunks, THREADS, _SHARED_OF_UNPACK, parameters)
 
     def exponent_bits(self, dtype: torch.dtype) -> int:
         """Width of the exponents that this codec's tables code: 8; in format 1, 5 for float16. Raises: InvalidArgument."""

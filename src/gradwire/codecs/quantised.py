@@ -216,10 +216,13 @@ class Quantised:
         launch("gw_quantised_read_pieces", layout.n_checksums, THREADS, SHARED_OF_CHECKSUM, parameters)
         if layout.groups is not None:
             launch("gw_grouped_check", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
-            launch("gw_grouped_unpack", grid(self._per_word * layout.n_words), THREADS, 0, parameters)
+            launch("gw_grouped_unpack", grid(self._per_word // 4 * layout.n_words), THREADS, 0, parameters)
         else:
             launch("gw_quantised_check", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
-            launch("gw_quantised_unpack", grid(n), THREADS, 0, parameters)
+            if levels:
+                launch("gw_quantised_unpack_levels", grid(n), THREADS, 0, parameters)
+            else:
+                launch("gw_quantised_unpack", grid(parts(n, 4)), THREADS, 0, parameters)
 
     def exchange_codec(
         self, dtype: torch.dtype, importance: _native.BucketImportance | None, first_step: int = 0
@@ -269,26 +272,27 @@ class Quantised:
         kind, rule, parameter, levels, block, seed = self.native_options
         layout = self._layout(n, cuts)
         n_bytes = torch.empty(1, dtype=torch.int64, device=device)
-        sum_bytes = _SUMS_BYTES if layout.groups is None else 4
-        sums = torch.empty(sum_bytes * layout.n_sums, dtype=torch.uint8, device=device)
+        sum_bytes = _SUMS_BYTES * layout.n_sums if layout.groups is None else 0
+        sums = torch.empty(sum_bytes, dtype=torch.uint8, device=device)
+        flag = torch.zeros(1, dtype=torch.int32, device=device)
         checksums = torch.empty(layout.n_checksums, dtype=torch.int32, device=device)
         parameters = fill_struct(
             "QuantiseGroups", values=gradient, residual=residual, left_out=new_residual, message=out, sums=sums,
             pieces=checksums, n_bytes=n_bytes, n=n, seed=seed, step=check_step(step), residual_scale=residual_scale,
             parameter=parameter, kind=kind, dtype=dtype_code(gradient.dtype), rule=rule, levels=levels,
-            block=block or _CPU_BLOCK, largest=sums, **self._grouping(layout, device),
+            block=block or _CPU_BLOCK, is_nonfinite=flag, **self._grouping(layout, device),
         )  # fmt: skip
         if layout.groups is not None:
             launch("gw_grouped_measure", parts(8 * layout.n_sums, THREADS), THREADS, 0, parameters)
-            launch("gw_grouped_head", 1, THREADS, 4, parameters)
-            launch("gw_grouped_pack", grid(self._per_word * layout.n_words), THREADS, 0, parameters)
+            launch("gw_grouped_head", 1, THREADS, 0, parameters)
+            launch("gw_grouped_pack", grid(self._per_word // 4 * layout.n_words), THREADS, 0, parameters)
         else:
             launch("gw_quantised_measure", parts(8 * layout.n_sums, THREADS), THREADS, 0, parameters)
             launch("gw_quantised_choose", 1, THREADS, _SUMS_BYTES * THREADS, parameters)
             if levels:
                 launch("gw_quantised_pack_levels", grid(8 * parts(n, 64)), THREADS, 0, parameters)
             else:
-                launch("gw_quantised_pack", grid(n), THREADS, 0, parameters)
+                launch("gw_quantised_pack", grid(parts(n, 4)), THREADS, 0, parameters)
         launch("gw_quantised_pieces", layout.n_checksums, THREADS, SHARED_OF_CHECKSUM, parameters)
         launch("gw_quantised_seal", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
         return n_bytes

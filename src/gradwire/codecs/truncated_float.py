@@ -21,7 +21,6 @@ from gradwire.codecs.tensors import (
     dtype_code,
 )
 from gradwire.errors import InvalidArgument
-from gradwire.gpu.launching import THREADS, WARP, grid, parts
 
 __all__ = ["TruncatedFloat", "describe"]
 
@@ -59,6 +58,7 @@ class TruncatedFloat(Floats):
     """
 
     name = "truncated-float"
+    _kernels = "truncated"
     _decode_natively = staticmethod(_native.truncated_float_decode)
 
     def __init__(
@@ -117,11 +117,6 @@ class TruncatedFloat(Floats):
     def _format(self, dtype: torch.dtype) -> dict[str, int]:
         code, number_format, n_bits, partition = self.native_settings(dtype)
         return {"dtype": code, "format": number_format, "n_bits": n_bits, "partition": partition, "version": 1}
-
-    def _launches(self, n_elements: int) -> tuple[dict[str, int], dict[str, int]]:
-        n_blocks = grid(parts(n_elements, WARP) + THREADS)
-        of_scales = grid(WARP * parts(n_elements, self.partition))
-        return {"gw_truncated_scales": of_scales, "gw_truncated_pack": n_blocks}, {"gw_truncated_unpack": n_blocks}
 
     def exchange_codec(
         self, dtype: torch.dtype, importance: _native.BucketImportance | None, first_step: int = 0

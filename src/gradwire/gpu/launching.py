@@ -9,7 +9,7 @@ from gradwire.errors import CorruptMessage, GradwireError, IncompatibleVersion, 
 THREADS = 256
 WARP = 32
 MOST_BLOCKS = 2112  # 16 for each of an H100's 132 multiprocessors: more threads than that run one after another
-SHARED_OF_CHECKSUM = 4 * (256 + 8)
+SHARED_OF_CHECKSUM = 4 * (4 * 256 + 8)
 
 
 def parts(n: int, size: int) -> int:

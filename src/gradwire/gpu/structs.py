@@ -10,7 +10,7 @@ from torch import Tensor
 # struct: "fields:kind ..." in their order; p: a pointer, Q: uint64, I: uint32, f: float. A struct within another is spelt
 # out; all of them are multiples of 8 bytes, so that nothing moves.
 _QUANTISE = (
-    "values residual left_out message sums pieces n_bytes:p n seed step:Q residual_scale parameter:f"
+    "values residual left_out message sums pieces n_bytes is_nonfinite:p n seed step:Q residual_scale parameter:f"
     " kind dtype rule levels block pad:I"
 )
 _DEQUANTISE = "message out pieces error:p n payload:Q divisor:f kind dtype adds levels block:I"
@@ -20,7 +20,7 @@ _FORMAT = "n:Q kind dtype format n_bits partition version:I"
 STRUCTS = {
     "Quantise": _QUANTISE,
     "Dequantise": _DEQUANTISE,
-    "QuantiseGroups": f"{_QUANTISE} {_GROUPING} largest:p",
+    "QuantiseGroups": f"{_QUANTISE} {_GROUPING}",
     "DequantiseGroups": f"{_DEQUANTISE} {_GROUPING}",
     "FloatEncode": f"values message scales chunk_flags n_bytes:p seed step:Q {_FORMAT} rounding per_row:I rows:p",
     "FloatDecode": (

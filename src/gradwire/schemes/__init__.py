@@ -50,7 +50,7 @@ _REGISTRY: Registry[Scheme] = Registry(
 _SPARING = ("embedded-float", "one-bit", "qsgd", "terngrad", "thc", "top-k", "truncated-float", "two-bit")
 
 # Baselines that the laboratory registers when it is imported.
-_OF_THE_LABORATORY = ("periodic", "random-k", "top-k-adam", "truncate", "zlib", "zstd")
+_OF_THE_LABORATORY = ("periodic", "truncate", "zlib", "zstd")
 
 
 def names() -> list[str]:

@@ -47,7 +47,6 @@ class FrozenAdam:
 
     Args:
         scheme: whose name errors have.
-        instead: what they tell to take.
         freeze_step: updates of a parameter, from its first gradient on, before its variance is frozen. A parameter that
             begins to train later travels plainly for so many updates of its own.
         correction: of the variance for its start at zero: "frozen" with it, so that the size of a step goes on as it was;
@@ -58,11 +57,10 @@ class FrozenAdam:
     Attributes:
         frozen_at: frozen parameters, each with the updates that its variance had seen.
         idle_until: parameters with the updates that they had seen no gradient in.
-        updates: frozen parameters whose gradient is what the step takes for their momentum.
     """
 
-    def __init__(self, scheme: str, instead: str, freeze_step: int, correction: str) -> None:
-        self._scheme, self._instead = scheme, instead
+    def __init__(self, scheme: str, freeze_step: int, correction: str) -> None:
+        self._scheme = scheme
         self.freeze_step = check_steps("freeze_step", freeze_step)
         if self.freeze_step < 1:
             raise InvalidArgument("freeze_step must be at least 1: a variance that has seen nothing cannot be frozen")
@@ -74,7 +72,6 @@ class FrozenAdam:
         self._begun: _BegunVariances | None = None
         self.frozen_at: dict[Tensor, int] = {}
         self.idle_until: dict[Tensor, int] = {}
-        self.updates: set[Tensor] = set()
         self._largest: dict[Tensor, Tensor] = {}  # variances, each where its parameter is
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._n_steps = 0  # with frozen parameters
@@ -90,12 +87,12 @@ class FrozenAdam:
     def check(self, session: Session) -> None:
         """Raises: Unsupported (no DDP, no Adam, or options that change what its state means)."""
         if session.module is None:
-            raise Unsupported(f"{self._scheme} works inside DDP; behind other doors take {self._instead}")
+            raise Unsupported(f"{self._scheme} works inside DDP; behind other doors take one-bit or two-bit")
         adams = _adams(session)
         if not adams:
             raise Unsupported(
                 f"{self._scheme} compresses the momenta of Adam and AdamW, and was given {session.optimizers}: give attach() "
-                f"the AdamW, or take {self._instead}"
+                f"the AdamW, or take one-bit or two-bit"
             )
         for adam in adams:
             self._groups_of(adam)
@@ -151,11 +148,6 @@ class FrozenAdam:
         assert slot.parameter is not None
         momentum = local_of(self._state_of(slot.parameter)["exp_avg"]).detach()
         return as_lying(momentum, slot, self._device), float(self._group_of(slot.parameter)["betas"][0])
-
-    def root(self, slot: Slot) -> Tensor:
-        """(n,) float32: what the momentum of a frozen slot is divided by, but for the correction; above zero."""
-        assert slot.parameter is not None
-        return as_lying(self._root(slot.parameter), slot, self._device)
 
     # ---- around the user's step
 
@@ -217,10 +209,9 @@ class FrozenAdam:
         momentum.lerp_(gradient.to(momentum.dtype), 1 - beta1)
         n_seen = self.frozen_at[parameter] if self.correction == "frozen" else float(state["step"])
         root = self._root(parameter).div_(math.sqrt(1 - beta2**n_seen)).add_(float(group["eps"]))
-        taken = gradient.to(momentum.dtype) if parameter in self.updates else momentum
         if not self._has_warned and self._n_steps % _LOOK_EVERY == 0:
-            self._sizes.append((taken.div(root).square_().sum(), taken.numel()))
-        values.addcdiv_(taken, root, value=-lr / (1 - beta1 ** float(state["step"])))
+            self._sizes.append((momentum.div(root).square_().sum(), momentum.numel()))
+        values.addcdiv_(momentum, root, value=-lr / (1 - beta1 ** float(state["step"])))
 
     def _root(self, parameter: Tensor) -> Tensor:
         """The root of the variance, from its floor up, in the shape of the parameter's local part."""
@@ -242,7 +233,7 @@ class FrozenAdam:
             for option in _UNTAKEN:
                 if group.get(option):
                     raise Unsupported(
-                        f"{self._scheme} does not take {option}=True; leave it out, or take {self._instead}"
+                        f"{self._scheme} does not take {option}=True; leave it out, or take one-bit or two-bit"
                     )
             is_decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
             if group["weight_decay"] and not is_decoupled:
@@ -286,7 +277,6 @@ class FrozenAdam:
             loaded[key] = {p: counts[name] for name, p in parameters.items() if p is not None}
         self.frozen_at, self.idle_until = loaded["frozen_at"], loaded["idle_until"]
         self._largest.clear()
-        self.updates.clear()
 
 
 class _BegunVariances:

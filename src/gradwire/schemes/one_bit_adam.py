@@ -70,7 +70,7 @@ class OneBitAdam(Compressed):
         super().__init__(
             collective=Owners(self.codec, pull, chunk_elements),
             error_feedback=self.codec.feeds_back,
-            adam=FrozenAdam(self.name, "one-bit or two-bit", freeze_step, correction),
+            adam=FrozenAdam(self.name, freeze_step, correction),
             select=ByName(exempt, only),
         )
 

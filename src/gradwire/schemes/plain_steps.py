@@ -22,7 +22,6 @@ _log = logging.getLogger(__name__)
 BESIDE_ADAM: dict[str, dict[str, tuple[Any, Any]]] = {
     "acp-sgd": {"start_step": (0, 100)},
     "one-bit": {"warmup_steps": (0, 50), "scale_values": ("message", 64)},
-    "random-k": {"warmup_steps": (0, 50)},
     "slimgc": {"codec": ("one-bit", "several"), "plain_steps": (0, 50)},
     "top-k": {"warmup_steps": (0, 50)},
     "two-bit": {"warmup_steps": (0, 50), "scale_values": ("message", 64), "levels": (3, 4)},

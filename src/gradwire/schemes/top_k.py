@@ -24,6 +24,8 @@ from gradwire.schemes.plain_steps import PlainSteps
 from gradwire.schemes.selection import ByName, Names
 from gradwire.wire.wire import Flag, Wire
 
+CODES = ("elements", "chunks")
+
 
 class TopK(Compressed):
     """Mean over the ranks of each rank's largest elements: (index int32, value float32) of each, with error feedback.
@@ -58,54 +60,32 @@ class TopK(Compressed):
         return own | self.frame_configuration
 
     def step(self, part: Part, wire: Wire) -> None:
-        send_largest(part, wire, self.share, Elements() if self.code == "elements" else Chunks())
+        with wire.timing("encode"):
+            payload, is_finite = self._take(part.total(), wire)
+            part.keep()
+        payloads = wire.gather(payload, is_finite)
+        with wire.timing("decode"):
+            mean = wire.scratch("mean", part.bucket.n_elements).zero_()
+            for rank, received in enumerate(payloads):  # in rank order: the same sum everywhere
+                self._add(received, mean, wire)
+                wire.check(rank)
+            part.values.copy_(wire.divide(mean, wire.world_size))
 
+    def _take(self, total: Tensor, wire: Wire) -> tuple[Tensor, Flag]:
+        """The payload, (m,) int32: the largest of `total` (n,), where what it does not hold stays.
 
-CODES = ("elements", "chunks")
+        Elements are k indices, int32, which ascend, then k values, float32.
+        """
+        if self.code == "chunks":
+            is_finite = wire.all_finite(total)
+            return take_chunks(total, count_of(self.share, CHUNK)), is_finite
+        indices, taken, is_finite = take_largest(total, count_of(self.share, total.numel()))
+        return torch.cat([indices, taken.view(torch.int32)]), is_finite
 
-
-class Elements:
-    """The layout of elements that travel: their indices, int32, then their values, float32."""
-
-    def take(self, total: Tensor, share: float, wire: Wire) -> tuple[Tensor, Flag]:
-        """The payload, (m,) int32, which holds the largest of `total` (n,), where what it does not hold stays."""
-        indices, taken, is_finite = take_largest(total, count_of(share, total.numel()))
-        return self.pack(indices, taken, total), is_finite
-
-    def add(self, payload: Tensor, share: float, sums: Tensor, wire: Wire) -> None:
+    def _add(self, payload: Tensor, sums: Tensor, wire: Wire) -> None:
         """Add what a rank's payload holds to `sums` (n,) float32."""
-        add_elements(*self.unpack(payload, sums.numel(), wire), sums, wire.error)
-
-    def pack(self, indices: Tensor, taken: Tensor, total: Tensor) -> Tensor:
-        """The payload, (n,) int32; `indices` (k,) ascend. What it does not hold of `taken` (k,) goes back to `total`."""
-        return torch.cat([indices, taken.view(torch.int32)])
-
-    def unpack(self, payload: Tensor, n_elements: int, wire: Wire) -> tuple[Tensor, Tensor]:
-        """(k,) int32 indices, to be checked, and (k,) float32 values."""
-        indices, taken = payload.chunk(2)
-        return indices, taken.view(torch.float32)
-
-
-class Chunks(Elements):
-    """The layout of `codecs.chunks`."""
-
-    def take(self, total: Tensor, share: float, wire: Wire) -> tuple[Tensor, Flag]:
-        is_finite = wire.all_finite(total)
-        return take_chunks(total, count_of(share, CHUNK)), is_finite
-
-    def add(self, payload: Tensor, share: float, sums: Tensor, wire: Wire) -> None:
-        add_chunks(payload, count_of(share, CHUNK), sums)
-
-
-def send_largest(part: Part, wire: Wire, share: float, elements: Elements) -> None:
-    """Replace `part.values` by the mean of every rank's `share` of largest values; what is not sent stays."""
-    with wire.timing("encode"):
-        payload, is_finite = elements.take(part.total(), share, wire)
-        part.keep()
-    payloads = wire.gather(payload, is_finite)
-    with wire.timing("decode"):
-        mean = wire.scratch("mean", part.bucket.n_elements).zero_()
-        for rank, received in enumerate(payloads):  # in rank order: the same sum everywhere
-            elements.add(received, share, mean, wire)
-            wire.check(rank)
-        part.values.copy_(wire.divide(mean, wire.world_size))
+        if self.code == "chunks":
+            add_chunks(payload, count_of(self.share, CHUNK), sums)
+        else:
+            indices, taken = payload.chunk(2)
+            add_elements(indices, taken.view(torch.float32), sums, wire.error)

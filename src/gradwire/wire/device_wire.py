@@ -202,13 +202,6 @@ class DeviceWire(Wire):
         self.note_message((received[:, 1] == 0).all())
         return received[:, _HEAD_WORDS:]
 
-    def sum_floats(self, values: Tensor, is_finite: Flag) -> Tensor:
-        # Before the values goes NaN where anything is not finite: so its sum tells all ranks.
-        message = torch.cat([values.new_zeros(1).masked_fill_(is_finite.logical_not(), float("nan")), values])
-        self.sum(message)
-        self.note_message(message.isfinite().all())
-        return message[1:]
-
     def largest(
         self, is_used: Sequence[bool], n_scales: int, write_scales: Callable[[Tensor], None]
     ) -> tuple[list[bool], Tensor]:
@@ -412,4 +405,13 @@ def check_accelerator(device: torch.device) -> None:
         raise Unsupported(
             f"a bucket on {device}: gradwire takes buckets of {accelerator or 'no device'}, torch's accelerator here; "
             "train there or on the CPU, with torch 2.9 or newer"
+        )
+
+
+def check_not_captured() -> None:
+    """Raises: Unsupported (a CUDA graph is being captured)."""
+    if torch.cuda.is_current_stream_capturing():
+        raise Unsupported(
+            "a CUDA graph cannot capture a backward pass whose gradients gradwire exchanges: its messages are made anew in "
+            "every step, partly by the host. Capture the model's parts without DDP around them, or none"
         )

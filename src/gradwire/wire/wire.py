@@ -29,7 +29,6 @@ from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.preamble import Facts, Preamble, compare_preambles
 
 _HEAD_WORDS = 3  # int32: checksum of the facts, 1 if the gradient is not finite, CRC32C of the rest
-_FACT_BITS = 31
 CHECKSUM_ERROR = 3  # as an error word, by gpu/source/device.hpp
 _INFINITY = 0x7F80_0000  # float32: patterns from here on are not finite
 
@@ -215,10 +214,6 @@ class Wire(ABC):
         """As `gather`, where row i of every rank's `rows` (world, n) int32 goes to rank i alone: (world, n), by sender."""
 
     @abstractmethod
-    def sum_floats(self, values: Tensor, is_finite: Flag) -> Tensor:
-        """(n,) the sum of all ranks' `values` (n,) float32. `is_finite`: of what these were made of. Raises: RankMismatch."""
-
-    @abstractmethod
     def largest(
         self, is_used: Sequence[bool], n_scales: int, write_scales: Callable[[Tensor], None]
     ) -> tuple[list[bool], Tensor]:
@@ -390,18 +385,6 @@ class HostWire(Wire):
                 )
         self.note_message(not bool(messages[:, 1].any()))
         return messages[:, _HEAD_WORDS:]
-
-    def sum_floats(self, values: Tensor, is_finite: Flag) -> Tensor:
-        # Bits of the facts in a sum of floats: all ranks have one alike where it comes to 0 or to their number.
-        checksum = self.checksum
-        head = [float(not is_finite), *(float(checksum >> bit & 1) for bit in range(_FACT_BITS))]
-        message = torch.cat([torch.tensor(head, dtype=torch.float32, device="cpu"), values])
-        self.sum(message)
-        facts = message[1 : len(head)]
-        if not bool(((facts == 0) | (facts == self.world_size)).all()):
-            self.name_mismatch()
-        self.note_message(message[0] == 0 and bool(message.isfinite().all()))
-        return message[len(head) :]
 
     def largest(
         self, is_used: Sequence[bool], n_scales: int, write_scales: Callable[[Tensor], None]

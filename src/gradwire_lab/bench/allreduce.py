@@ -21,8 +21,9 @@ from gradwire_lab.bench.allreduce_bounds import Exact, error_bound
 from gradwire_lab.bench.launching import check_rank_arguments, is_rank, needs_switch, run_in_ranks
 from gradwire_lab.bench.reducers import TimedReducer, make_reducer
 from gradwire_lab.bench.sources import GradientSource
-from gradwire_lab.bench.timing import MIN_SAMPLE_S, Timing
+from gradwire_lab.bench.timing import MIN_SAMPLE_S, Progress, Timing
 from gradwire_lab.ranks.network import current_network
+from gradwire_lab.results.captions import format_bytes
 from gradwire_lab.results.experiment import Column, Table
 from gradwire_lab.results.grids import tabulate
 from gradwire_lab.results.tables import Grid, print_grid
@@ -94,11 +95,14 @@ class AllReduceBench:
             plans = [self._plan(method) for method in methods]
             turns: list[list[driver.Turn]] = [[] for _ in methods]
             verdicts = [("", 0.0)] * len(methods)
+            n_samples = sum(n_rounds for n_rounds, _ in plans)
+            progress = Progress(f"{format_bytes(n_bytes)}, samples", n_samples, self.rank != 0)
             for round_index in range(max(n_rounds for n_rounds, _ in plans)):
                 for number, (method, (n_rounds, n_repeats)) in enumerate(zip(methods, plans, strict=True)):
                     if round_index < n_rounds:
                         turns[number].append(driver.take_turn(method, n_repeats))
                         verdicts[number] = self._verify(method, exact, state)
+                        progress.advance()
             records = [
                 self._record(method, n_repeats, kept, verdict, exact)
                 for method, (_, n_repeats), kept, verdict in zip(methods, plans, turns, verdicts, strict=True)
@@ -231,11 +235,3 @@ def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
     caption = "time: median over samples of the slowest rank; bytes: sent per rank, mean"
     named = [{**record, "method": spec_of(record)} for record in records]
     return tabulate(named, Table(columns, rows=("method",), title=title), caption, {"method": REFERENCE})
-
-
-def format_bytes(n_bytes: int) -> str:
-    """1 KiB as "1 KiB", 25 MB as "25 MB": in the unit that divides it, else in bytes."""
-    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10), ("MB", 10**6), ("kB", 10**3)):
-        if n_bytes % size == 0:
-            return f"{n_bytes // size} {unit}"
-    return f"{n_bytes:,} bytes"

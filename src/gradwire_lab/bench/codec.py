@@ -57,7 +57,7 @@ def measure(file: GradientFile, names: Sequence[str], n_threads: int, n_rounds: 
             method.encode()
             tasks[f"{name} encode"] = Task(method.encode)
             tasks[f"{name} decode"] = Task(method.decode, method.poison, method.verify)
-        timings = time_interleaved(tasks, n_rounds)
+        timings = time_interleaved(tasks, n_rounds, what=f"{file.name}, samples")
     entropy = entropy_bits(exponent_histogram(file.gradient))
     records = []
     for name in names:

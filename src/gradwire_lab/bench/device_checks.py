@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import re
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +24,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import codecs, schemes
+from gradwire.codecs.gcomp import GCompCodec, HuffmanTable
+from gradwire.codecs.quantised import Quantised
 from gradwire.doors.attachment import attach
-from gradwire.errors import GradwireError
+from gradwire.errors import GradwireError, Unsupported
 from gradwire.gpu.compiler import source_files
 from gradwire.gpu.driver import CudaKernels
 from gradwire.gpu.kernels import Kernels, using
@@ -103,15 +107,15 @@ def measure_copies(device: torch.device, n_bytes: int = 64 << 20) -> dict[str, A
     return rates
 
 
-def _gb_s(device: torch.device, n_bytes: int, call: Callable[[], object]) -> float:
+def _gb_s(device: torch.device, n_bytes: int, call: Callable[[], object], n_calls: int = _TIMED_CALLS) -> float:
     times = []
     for _ in range(6):
         torch.accelerator.synchronize(device)
         started = time.perf_counter()
-        for _ in range(_TIMED_CALLS):
+        for _ in range(n_calls):
             call()
         torch.accelerator.synchronize(device)
-        times.append((time.perf_counter() - started) / _TIMED_CALLS)
+        times.append((time.perf_counter() - started) / n_calls)
     return n_bytes / statistics.median(times[1:]) / 1e9
 
 
@@ -120,38 +124,112 @@ def list_kernels(kernels: Kernels) -> dict[str, Any]:
     if not isinstance(kernels, CudaKernels):
         return {}
     text = b"".join(source_files().values()).decode()
-    found = {name: kernels.resources(name) for name in re.findall(r"\bGW_KERNEL(?:_OF_\w+)?\((gw_\w+)\b", text)}
+    found = {name: kernels.resources(name) for name in re.findall(r"\bGW_KERNEL(?:_\w+)?\((gw_\w+)\b", text)}
     if spilt := [name for name, used in found.items() if used["local_bytes"]]:
         raise CheckFailed(f"kernels that keep registers in memory: {', '.join(spilt)}")
     return {"driver": kernels.driver, "architecture": kernels.architecture, "kernels": found}
 
 
-def measure_kernels(kernels: Kernels, n_elements: int = 1 << 24) -> dict[str, Any]:
-    """GB/s of float32 values that quantisers encode with error feedback, decode and add; beside a copy.
+# What is timed of each codec, as the registry knows it.
+_TIMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "one-bit": ("one-bit", {}),
+    "one-bit by 64": ("one-bit", {"scale_values": 64}),
+    "two-bit": ("two-bit", {}),
+    "two-bit, four levels by 64": ("two-bit", {"scale_values": 64, "levels": 4}),
+    "qsgd": ("qsgd", {}),
+    "truncated-float, 8 bits": ("truncated-float", {"bits": 8}),
+    "embedded-float, 8 bits": ("embedded-float", {"bits": 8}),
+    "embedded-float, 5 bits": ("embedded-float", {"bits": 5}),
+    "embedded-float, 4 bits": ("embedded-float", {"bits": 4}),
+    "gcomp, every bit": ("gcomp", {"importance": "none"}),
+    "gcomp, 7 bits": ("gcomp", {"importance": "uniform", "bits": 7}),
+}
 
-    Several inputs in turn, so that none is still in the cache.
+
+def measure_kernels(kernels: Kernels, n_elements: int = 1 << 24, n_calls: int = _TIMED_CALLS) -> dict[str, Any]:
+    """GB/s of float32 values that codecs encode, with error feedback where they want it, decode, and decode and add.
+
+    Several inputs in turn, so that none is still in the cache. `of_copy`: the memory traffic that a call cannot do without
+    (each value, residual, sum and message read once and written once) in a second, as a share of a copy's. Beside them
+    nvCOMP's ANS, where its package (`nvidia-nvcomp-cu13`) is.
     """
     device = kernels.device
-    inputs = itertools.cycle([torch.randn(n_elements, device=device) for _ in range(4)])
+    drawn = [torch.randn(n_elements, device=device) for _ in range(4)]
+    inputs = itertools.cycle(drawn)
     copied, residual, sums = (torch.zeros(n_elements, device=device) for _ in range(3))
     error = torch.zeros(1, dtype=torch.int32, device=device)
-    rates = {"copy": _gb_s(device, 4 * n_elements, lambda: copied.copy_(next(inputs)))}
+    rates = {"copy": _gb_s(device, 4 * n_elements, lambda: copied.copy_(next(inputs)), n_calls)}
+    shares, sizes = {"copy": 1.0}, {}
     with using(kernels):
-        for name in ("one-bit", "two-bit", "qsgd"):
-            codec: Any = codecs.by_name(name)
-            message = torch.empty(codec.message_room(n_elements), dtype=torch.uint8, device=device)
+        for label, (name, options) in _TIMED.items():
+            codec: Any = codecs.by_name(name, **options)
+            is_quantiser = isinstance(codec, Quantised)
+            room = (
+                codec.message_room(n_elements) if is_quantiser else codec.max_encoded_bytes(n_elements, torch.float32)
+            )
+            whole = torch.empty(room, dtype=torch.uint8, device=device)
+            if isinstance(codec, GCompCodec):  # of the values at hand, as the scheme has it
+                counts = torch.zeros(256, dtype=torch.int64, device=device)
+                codec.histogram(next(inputs), counts)
+                codec.use_table(HuffmanTable.from_histogram(counts.cpu()))
+            message = whole[: int(codec.encode(next(inputs), whole))]
+            sizes[label] = n_bytes = message.numel()
 
-            def encode(codec: Any = codec, message: Tensor = message) -> None:
-                codec.encode_with_residual(next(inputs), residual, message)
+            def encode(codec: Any = codec, is_quantiser: bool = is_quantiser, whole: Tensor = whole) -> None:
+                if is_quantiser:
+                    codec.encode_with_residual(next(inputs), residual, whole)
+                else:
+                    codec.encode(next(inputs), whole)
 
-            calls: dict[str, Callable[[], object]] = {
-                "encode": encode,
-                "decode": functools.partial(codec.decode, message, sums, error=error),
-                "decode and add": functools.partial(codec.decode, message, sums, error=error, adds=True),
-            }
-            rates |= {f"{name} {way}": _gb_s(device, 4 * n_elements, call) for way, call in calls.items()}
+            decode = functools.partial(codec.decode, message, sums, error=error)
+            for way, call, n_passes in (
+                ("encode", encode, 3 if is_quantiser else 1),
+                ("decode", decode, 1),
+                ("decode and add", functools.partial(decode, adds=True), 2),
+            ):
+                at = f"{label} {way}"
+                rates[at] = _gb_s(device, 4 * n_elements, call, n_calls)
+                traffic = 4 * n_elements * n_passes + n_bytes
+                shares[at] = rates[at] * traffic / (4 * n_elements) / (2 * rates["copy"])
     raise_error(int(error), "a message", device)
-    return {"n_elements": n_elements, "gb_s": rates}
+    found = {"n_elements": n_elements, "gb_s": rates, "of_copy": shares, "message_bytes": sizes}
+    return found | {"nvcomp_ans": _measure_nvcomp(n_elements, n_calls)}
+
+
+_NVCOMP = """
+import json, sys, time, torch
+from nvidia import nvcomp
+n_values, n_calls = map(int, sys.argv[1:])
+values = torch.randn(n_values, device="cuda").view(torch.uint8)
+codec, source = nvcomp.Codec(algorithm="ANS"), nvcomp.as_array(values)
+encoded = codec.encode(source)
+assert torch.equal(torch.utils.dlpack.from_dlpack(codec.decode(encoded)).view(torch.uint8), values)
+found = {"version": nvcomp.__version__, "share": encoded.buffer_size / values.numel()}
+for name, call in (("encode", lambda: codec.encode(source)), ("decode", lambda: codec.decode(encoded))):
+    times = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(n_calls):
+            call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - started) / n_calls)
+    found[name + "_gb_s"] = values.numel() / sorted(times[1:])[2] / 1e9
+print(json.dumps(found), flush=True)
+"""
+
+
+def _measure_nvcomp(n_elements: int, n_calls: int) -> Any:
+    """nvCOMP's ANS of as many values, as bytes: GB/s of them, and the share that is left of them.
+
+    In a process of its own: version 6.0.0 ends one with a broken heap.
+    """
+    command = [sys.executable, "-c", _NVCOMP, str(n_elements), str(n_calls)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    try:
+        return json.loads(ended.stdout)
+    except ValueError:
+        return f"not measured: {ended.stderr.strip().splitlines()[-1] if ended.stderr.strip() else 'no output'}"
 
 
 class GivenGradients(nn.Module):
@@ -204,7 +282,12 @@ def check_schemes(
     for name in schemes.names():
         if schemes.needs_momenta(name):  # these steps are SGD's
             continue
-        on_cpu, on_device = (schemes.by_name(name, **_OPTIONS.get(name, {})) for _ in range(2))
+        options = {} if name == "auto" and dist.get_world_size(group) == 1 else _OPTIONS.get(name, {})
+        try:
+            on_cpu, on_device = (schemes.by_name(name, **options) for _ in range(2))
+        except Unsupported as error:  # a package that it needs is not installed
+            note(f"{name}: not run: {error}")
+            continue
         if placement == "device" and not on_device.works_on_device:
             continue
         expected = train_with_given_gradients(on_cpu, torch.device("cpu"))
@@ -227,3 +310,44 @@ def check_schemes(
     if different:
         raise CheckFailed(f"on {device} other bits than on the CPU: {', '.join(different)}")
     return {"n_schemes": len(seconds), "seconds": seconds}
+
+
+def check_features(device: torch.device) -> dict[str, Any]:
+    """What people do around DDP on a device, in one rank: mixed precision, a compiled model, a captured CUDA graph.
+
+    Raises: CheckFailed (a loss is not finite, or a captured backward pass was not refused).
+    """
+    placements = ("staged", "device") if dist.get_backend() != "gloo" else ("staged",)
+    done = []
+    for name, placement, is_compiled in itertools.product(("one-bit", "gcomp", "auto"), placements, (False, True)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.GELU()))).to(device)
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(ddp.parameters())
+        attachment = attach(ddp, optimizer, name, placement=placement)
+        step = torch.compile(ddp) if is_compiled else ddp
+        batch = torch.randn(32, 512, device=device)
+        for _ in range(4):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = step(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+        if not bool(loss.isfinite()):
+            raise CheckFailed(f"{name}, {placement}, compiled: {is_compiled}: a loss of {float(loss)}")
+        if name == "one-bit" and device.type == "cuda" and not is_compiled:
+            _check_capture(ddp, batch)
+        attachment.close()
+        done.append(f"{name}, {placement}{', compiled' if is_compiled else ''}")
+    return {"trained": done}
+
+
+def _check_capture(ddp: nn.Module, batch: Tensor) -> None:
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            ddp(batch).square().mean().backward()
+    except Exception as error:
+        if "CUDA graph" not in str(error):
+            raise CheckFailed(f"a captured backward pass was answered by {error}") from error
+        return
+    raise CheckFailed("a captured backward pass was not refused")

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire_lab.bench.launching import change_links, write_results
+from gradwire_lab.bench.timing import Progress
 from gradwire_lab.ranks.netlab.rate import format_rate, parse_rate
 from gradwire_lab.ranks.network import Network, current_network
 from gradwire_lab.results.records import RecordLog
@@ -88,13 +89,16 @@ def take_turn(method: RankMethod, n_steps: int) -> Turn:
     return turn | {"kernel_bytes": sent_by_kernel() - kernel}
 
 
-def take_turns(methods: Sequence[RankMethod], n_steps: Sequence[int], n_a_turn: int) -> list[list[Turn]]:
+def take_turns(
+    methods: Sequence[RankMethod], n_steps: Sequence[int], n_a_turn: int, progress: Progress
+) -> list[list[Turn]]:
     """Each method's turns, of `n_a_turn` steps, one method after the other until each has taken its `n_steps`."""
     turns: list[list[Turn]] = [[] for _ in methods]
     for done in range(0, max(n_steps), n_a_turn):
         for method, n, kept in zip(methods, n_steps, turns, strict=True):
             if n > done:
                 kept.append(take_turn(method, min(n_a_turn, n - done)))
+                progress.advance(min(n_a_turn, n - done))
     return turns
 
 

@@ -25,6 +25,7 @@ from gradwire_lab import workloads
 from gradwire_lab.bench import driver
 from gradwire_lab.bench.launching import check_changes, check_rank_arguments, is_rank, run_in_ranks
 from gradwire_lab.bench.regret_figures import make_records
+from gradwire_lab.bench.timing import Progress
 from gradwire_lab.bench.train_methods import TrainMethod, describe
 from gradwire_lab.ranks.network import Network
 from gradwire_lab.results.experiment import Column, Table
@@ -96,6 +97,7 @@ class _Regret:
         """How many steps each method has taken: before the first turn, and after each."""
         n_steps = [{spec: len(one.times) for spec, one in self._all.items()}]
         n_done, n_turns, spent_s = 0, 0, 0.0
+        progress = Progress(f"{self._workload.name}, steps of each", self._args.steps, dist.get_rank() != 0)
         counted = [one for spec, one in self._named.items() if spec == "ddp" or spec in self._autos]
         while n_done < self._args.steps:
             methods = [*self._named.values(), *(self._fixed.values() if n_turns % _FIXED_EVERY == 0 else ())]
@@ -107,6 +109,7 @@ class _Regret:
                 if method in counted:
                     spent_s += time.perf_counter() - started
             n_done, n_turns = n_done + TURN_STEPS, n_turns + 1
+            progress.advance(TURN_STEPS)
             n_steps.append({spec: len(one.times) for spec, one in self._all.items()})
             if driver.largest_over_ranks([spent_s])[0] > len(counted) * self._args.seconds:
                 break

@@ -10,6 +10,7 @@ from pathlib import Path
 from gradwire.errors import GradwireError, PeerLost
 from gradwire_lab.bench import provenance
 from gradwire_lab.bench.measures import WRITES, Call, Measure, by_name, code_of
+from gradwire_lab.results.captions import duration
 from gradwire_lab.results.experiment import Cell, Experiment
 from gradwire_lab.results.store import Record, Store, name_of, state_of
 
@@ -75,7 +76,7 @@ class Runner:
             self.say(f"{n_finished} runs are finished in {self.store.folder / self.store.machine} and are not repeated")
         if runs:
             self.say(
-                f"{len(runs)} runs, about {_duration(self.estimate_s(runs))} with nothing else running; what is finished is "
+                f"{len(runs)} runs, about {duration(self.estimate_s(runs))} with nothing else running; what is finished is "
                 "kept when this is stopped, and the same command goes on from there"
             )
         expected_s, spent_s = 0.0, 0.0
@@ -85,14 +86,14 @@ class Runner:
             left_s = pace * self.estimate_s(runs[number - 1 :])
             mine_s = self._seconds(run)
             self.say(
-                f"[{number}/{len(runs)}] {run.name}: about {_duration(pace * mine_s)}; {_duration(left_s)} left in all"
+                f"[{number}/{len(runs)}] {run.name}: about {duration(pace * mine_s)}; {duration(left_s)} left in all"
             )
             took_s = self._measure(run)
             if took_s is None:
                 failed.append(run.name)
             else:
                 expected_s, spent_s = expected_s + mine_s, spent_s + took_s
-                self.say(f"    took {_duration(took_s)}")
+                self.say(f"    took {duration(took_s)}")
         for name in failed:
             self.say(f"failed: {name}; the same command measures only what is missing")
         return 1 if failed else 0
@@ -155,9 +156,3 @@ class Runner:
 def _without(shared: Record, record: Record, name: str) -> Record:
     """`shared`, but for a field that the record knows better."""
     return {key: value for key, value in shared.items() if key != name or key not in record}
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -12,9 +12,11 @@ import torch
 
 from gradwire import _native
 from gradwire.errors import InvalidArgument
+from gradwire_lab.results.captions import duration
 
 # Below some 50 ms a sample is at the mercy of one scheduler tick (4 ms) or one page-fault storm.
 MIN_SAMPLE_S = 0.05
+_SAID_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,10 @@ def time_interleaved(
     n_warmup: int = 1,
     min_sample_s: float = MIN_SAMPLE_S,
     clock: Callable[[], float] = time.perf_counter,
+    what: str = "samples",
 ) -> dict[str, Timing]:
     """Time every task once a round, in the mapping's order, for `n_warmup` dropped and `n_rounds` counted rounds."""
+    progress = Progress(what, len(tasks) * (n_warmup + n_rounds))
     repeats = {name: _calibrate(task, min_sample_s, clock) for name, task in tasks.items()}
     samples: dict[str, list[float]] = {name: [] for name in tasks}
     for round_index in range(n_warmup + n_rounds):
@@ -61,6 +65,7 @@ def time_interleaved(
             elapsed_s = _sample(task, repeats[name], clock)
             if round_index >= n_warmup:
                 samples[name].append(elapsed_s / repeats[name])
+            progress.advance()
     return {name: Timing.of(samples[name], repeats[name]) for name in tasks}
 
 
@@ -81,6 +86,30 @@ def _calibrate(task: Task, min_sample_s: float, clock: Callable[[], float]) -> i
     _sample(task, 1, clock)
     once_s = max(_sample(task, 1, clock), 1e-7)
     return max(1, -int(-min_sample_s // once_s))
+
+
+class Progress:
+    """Says how far a measurement of `n` pieces is, and about how long the rest takes: every five seconds, on standard output.
+
+    Args: is_silent: says nothing, as on all ranks but the first.
+    """
+
+    def __init__(self, what: str, n: int, is_silent: bool = False) -> None:
+        self._what, self._n, self._done, self._is_silent = what, n, 0, is_silent
+        self._began_s = self._said_s = time.monotonic()
+
+    def advance(self, n_pieces: int = 1) -> None:
+        """So many pieces more are done."""
+        self.reach(self._done + n_pieces)
+
+    def reach(self, done: int) -> None:
+        """So many pieces are done in all."""
+        self._done = done
+        now_s = time.monotonic()
+        if not self._is_silent and now_s - self._said_s >= _SAID_EVERY_S and 0 < done < self._n:
+            self._said_s = now_s
+            left_s = (now_s - self._began_s) / done * (self._n - done)
+            print(f"  {self._what}: {done} of {self._n}, about {duration(left_s)} left", flush=True)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from gradwire.wire.communicator import ring_bytes
 from gradwire_lab import workloads
 from gradwire_lab.bench import driver, train_methods
 from gradwire_lab.bench.launching import check_changes, check_rank_arguments, is_rank, needs_switch, run_in_ranks
-from gradwire_lab.bench.timing import Timing
+from gradwire_lab.bench.timing import Progress, Timing
 from gradwire_lab.bench.train_methods import BASELINES, SHARDED, StepTimes, TrainMethod, describe
 from gradwire_lab.results.experiment import Column, Table
 from gradwire_lab.results.grids import tabulate
@@ -112,6 +112,8 @@ class TrainBench:
 
     def _train(self, methods: Sequence[TrainMethod], is_interleaved: bool) -> None:
         n_warmup = [self._n_warmup(method) for method in methods]
+        n_counted = len(methods) * self.args.steps * len(self._links.networks)
+        self._progress = Progress(f"{self.workload.name}, steps", sum(n_warmup) + n_counted, self.rank != 0)
         self._take_turns(methods, n_warmup)
         for method in methods:
             method.check()
@@ -140,7 +142,8 @@ class TrainBench:
 
     def _take_turns(self, methods: Sequence[TrainMethod], n_steps: Sequence[int]) -> list[list[driver.Turn]]:
         # Turns are for methods that could disturb each other; the end of one costs a step that looks ahead its lead.
-        return driver.take_turns(methods, n_steps, TURN_STEPS if len(methods) > 1 else max(n_steps))
+        n_a_turn = TURN_STEPS if len(methods) > 1 else max(n_steps)
+        return driver.take_turns(methods, n_steps, n_a_turn, self._progress)
 
     def _wall_clock(self, method: TrainMethod) -> list[float]:
         """When each step of this method would have ended, had it trained alone: sums of the slowest rank's steps."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +20,7 @@ from gradwire import codecs, schemes
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire.wire.communicator import ring_bytes
-from gradwire_lab.bench import gloo_hooks, training_thread
+from gradwire_lab.bench import training_thread
 from gradwire_lab.bench.overlap import Timeline
 from gradwire_lab.bench.reducers import make_scheme
 from gradwire_lab.training import torch_hooks
@@ -35,20 +34,15 @@ _OVER_ALL = ("fully-shard", "fsdp2-shards")
 # Several ranks a node: two levels under DDP, FSDP2 in the nodes with torch's all-reduce between them (HSDP) or a scheme's.
 SHARDED = ("hsdp", "fsdp2", *_OVER_ALL)
 BY_NAME_ONLY = ("two-level", *SHARDED, *TRAINING_THREAD)
-_HALF_HOOKS = {"ddp-fp16": default_hooks.fp16_compress_hook, "ddp-bf16": torch_hooks.bf16_hook}
 # Options that baselines take in a spec. `bucket_mb`: DDP's bucket_cap_mb, 0 a bucket for every tensor, inf one for all.
-# `start`: steps that powerSGD_hook leaves to the plain all-reduce; its constructor takes no less than 2.
+# `start`: steps that powerSGD_hook leaves to the plain all-reduce.
 _BASELINE_OPTIONS = {"ddp": ("bucket_mb",), "ddp-powersgd": ("rank", "start")}
 # Of FSDP2 over all ranks: dtypes, by name, of the weights that are gathered and of the gradients that are reduced.
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PRECISION = ("param", "reduce")
-# These hooks start collectives from the callbacks of others. With several buckets under way Gloo runs the callbacks of
-# each rank in an order of its own, and the collectives of different buckets meet: "Received data size doesn't match". So
-# they get all gradients in one bucket, and overlap nothing.
-_ONE_BUCKET = ("ddp-powersgd", "ddp-quant8")
 # PowerSGD's own documentation starts with rank 1 or 2 and compresses from the first steps on only with a warm start;
 # bench runs are short, so it starts at once.
-_POWER_SGD_RANK, _POWER_SGD_START = 2, 2
+_POWER_SGD = {"rank": 2, "start": 2}
 
 
 @dataclass(frozen=True)
@@ -114,7 +108,7 @@ class TrainMethod:
             if parameter.requires_grad
         ]
         ddp_options = self._workload.ddp_options()
-        if self.name in _ONE_BUCKET:
+        if self.name in torch_hooks.ONE_BUCKET:
             ddp_options["bucket_cap_mb"] = self._whole_model_mb()
         elif "bucket_mb" in self.options:
             # The least that DDP takes for a size still lets no two tensors share a bucket.
@@ -266,57 +260,30 @@ class TrainMethod:
             self.attachment.close()
 
     def _register_baseline(self) -> None:
+        """The hook of a baseline, and what it must send so far: `_baseline_bytes`."""
         model, n_elements, world_size = self._model, self.n_parameters, self._world_size
-        group = dist.group.WORLD
-        element_bytes = 4
-        if self.name in _HALF_HOOKS:
-            model.register_comm_hook(group, _HALF_HOOKS[self.name])
-            element_bytes = 2
-        elif self.name == "hsdp":
+        if self.name == "hsdp":
             n_nodes, n_shard = world_size // ranks_per_node(), -(-n_elements // ranks_per_node())
             self._baseline_bytes = lambda: float(self._steps * ring_bytes(4 * n_shard, n_nodes))
-            return
         elif self.name == "fully-shard":
             weight, gradient = (_DTYPES[self.options.get(key, "float32")].itemsize for key in _PRECISION)
             # A block's weights are gathered for both passes, those of the whole for one.
             n_bytes = weight * (n_elements + self._n_in_blocks) + gradient * n_elements
             self._baseline_bytes = lambda: float(self._steps * (world_size - 1) * n_bytes / world_size)
-            return
-        elif self.name == "ddp-powersgd":
-            state = powerSGD_hook.PowerSGDState(
-                group,
-                matrix_approximation_rank=self.options.get("rank", _POWER_SGD_RANK),
-                start_powerSGD_iter=_POWER_SGD_START,
-            )
-            state.iter = _POWER_SGD_START - self._power_sgd_start  # the hook's own count of steps so far
-            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-            self._baseline_bytes = lambda: float(self._power_sgd_bytes(state))
-            return
-        elif self.name == "ddp-quant8":
-            model.register_comm_hook(group, gloo_hooks.quant8_hook)
-            # An all-gather of bytes: everyone's to everyone.
-            self._baseline_bytes = lambda: float(self._steps * (world_size - 1) * n_elements)
-            return
         elif self.name in TRAINING_THREAD:
             quantiser = training_thread.TrainingThreadQuantiser(
                 training_thread.CODECS[self.name](**self.options), getattr(model.module, "occupy", None)
             )
             quantiser.register(model)
             self._quantiser, self._baseline_bytes = quantiser, lambda: float(quantiser.sent_bytes)
-            return
-        self._baseline_bytes = lambda: float(self._steps * ring_bytes(element_bytes * n_elements, world_size))
+        else:
+            defaults = _POWER_SGD if self.name == "ddp-powersgd" else {}
+            hook = torch_hooks.TorchHook(self.name, {**defaults, **self.options})
+            hook.register(model)
+            self._baseline_bytes = lambda: hook.sent_bytes(self._steps)
 
     def _whole_model_mb(self) -> int:
         return 1 + 4 * self.n_parameters // (1 << 20)
-
-    @property
-    def _power_sgd_start(self) -> int:
-        return int(self.options.get("start", _POWER_SGD_START))
-
-    def _power_sgd_bytes(self, state: powerSGD_hook.PowerSGDState) -> int:
-        before = min(self._steps, self._power_sgd_start)  # these steps it leaves to the plain all-reduce
-        n_elements = before * self.n_parameters + state.total_numel_after_compression
-        return ring_bytes(4 * n_elements, self._world_size)
 
 
 def ranks_per_node() -> int:
@@ -340,8 +307,8 @@ def check_baseline_options(name: str, options: dict[str, Any]) -> None:
             raise InvalidArgument(f"{name} takes {', '.join(known) or 'no options'} here, not {key}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise InvalidArgument(f"{name}:{key}={value}: expected a number of 0 or more")
-    if options.get("start", 0) > _POWER_SGD_START or options.get("rank", 1) < 1:
-        raise InvalidArgument(f"{name}: expected start from 0 to {_POWER_SGD_START} and rank from 1")
+    if options.get("start", 0) > _POWER_SGD["start"] or options.get("rank", 1) < 1:
+        raise InvalidArgument(f"{name}: expected start from 0 to {_POWER_SGD['start']} and rank from 1")
 
 
 def _check_precision(name: str, options: dict[str, Any], alone: bool) -> None:
@@ -364,4 +331,4 @@ def more() -> list[str]:
 def describe(method: TrainMethod) -> str:
     """The options, as written in a spec, and what was done to run it at all."""
     words = [f"{key}={value}" for key, value in method.options.items()]
-    return ",".join([*words, "one bucket"] if method.name in _ONE_BUCKET else words)
+    return ",".join([*words, "one bucket"] if method.name in torch_hooks.ONE_BUCKET else words)

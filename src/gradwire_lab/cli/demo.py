@@ -12,13 +12,13 @@ import json
 import os
 import time
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median_high
 from typing import Any
 
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.plan import describe_rate
 from gradwire_lab.cli.options import add_ranks, add_workload, option, switch
-from gradwire_lab.results.records import write_text
+from gradwire_lab.results.records import write_json, write_text
 from gradwire_lab.results.tables import Grid, print_grid
 
 _SECONDS, _QUICK_SECONDS = 110.0, 25.0
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     command = ["demo", "--workload", args.workload, "--seconds", str(seconds)]
     result["shaped"] = run_gradwire(command, args.ranks, args.rate, take_line)
     result["rate"] = args.rate if result["shaped"] else "none"
-    write_text(args.out / "demo.json", json.dumps(result, indent=1) + "\n")
+    write_json(args.out / "demo.json", result)
     show(result)
     print(f"\nAll figures: {args.out / 'demo.json'}" + _draw(result, args.out / "demo.svg"))
     return 0
@@ -138,11 +138,15 @@ def show(result: dict[str, Any]) -> None:
     network = "loopback without a limit" if result["rate"] == "none" else f"links of {result['rate']}"
     target, reached = seconds_to_the_same_loss(runs)
     others = [spec for spec in runs if spec != "ddp"]
+    late = [median_high(found["step_s"][result["n_steps"] // 2 :]) for found in runs.values()]
     rows = [
         [f"s to a loss of {target:.3f}", *(f"{seconds:.1f}" for seconds in reached.values())],
         ["x faster than DDP", "", *(f"{reached['ddp'] / reached[spec]:.2f}" for spec in others)],
         ["s in all, with trials", *(f"{sum(found['step_s']):.1f}" for found in runs.values())],
-        ["ms a step, second half", *(f"{1e3 * _late_median(found['step_s']):.0f}" for found in runs.values())],
+        [
+            "ms a step, second half",
+            *(f"{1e3 * seconds:.0f}" for seconds in late),
+        ],
         ["MB sent a step", *(f"{found['sent_bytes_per_step'] / 1e6:.2f}" for found in runs.values())],
         ["loss, last 4 steps", *(f"{fmean(found['losses'][-4:]):.5f}" for found in runs.values())],
         ["loss strays by", "", *(f"{strays(runs[spec], runs['ddp']):.1e}" for spec in others)],
@@ -198,12 +202,10 @@ def _draw(result: dict[str, Any], path: Path) -> str:
     from gradwire_lab.results.plots import to_svg
     from gradwire_lab.results.summary import Value
 
-    series = {
-        METHODS[spec]: list(
-            zip(itertools.accumulate(found["step_s"]), map(Value, _falling(found["losses"])), strict=True)
-        )
-        for spec, found in result["runs"].items()
-    }
+    series = {}
+    for spec, found in result["runs"].items():
+        losses = map(Value, _falling(found["losses"]))
+        series[METHODS[spec]] = list(zip(itertools.accumulate(found["step_s"]), losses, strict=True))
     plot = Plot("seconds", Column("loss", "loss, lowest mean of 8 steps"), x_title="seconds of training")
     try:
         write_text(path, to_svg(plot, series))
@@ -215,7 +217,3 @@ def _draw(result: dict[str, Any], path: Path) -> str:
 def strays(found: dict[str, Any], baseline: dict[str, Any]) -> float:
     """The largest difference of a step's loss from the baseline's."""
     return max(abs(a - b) for a, b in zip(found["losses"], baseline["losses"], strict=True))
-
-
-def _late_median(values: list[float]) -> float:
-    return sorted(late := values[len(values) // 2 :])[len(late) // 2]

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import InvalidArgument
-from gradwire_lab.results.records import write_text
+from gradwire_lab.cli.options import add_json, switch
+from gradwire_lab.results.records import write_json
 
 SECTIONS = ("devices", "copies", "kernel rates", "one rank", "two ranks")
 _RANK = "GRADWIRE_GPU_RANK"
@@ -22,14 +23,9 @@ _RANK = "GRADWIRE_GPU_RANK"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["check"], help="check: run every section in turn; takes a few minutes")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write the record here; sections that it shows as passed on this device are not repeated",
-    )
+    add_json(parser, "the record; sections that passed on this device are not repeated")
     parser.add_argument("--section", action="append", choices=SECTIONS, help="only this section; repeatable")
-    parser.add_argument("--again", action="store_true", help="repeat sections that have passed")
+    switch(parser, "--again", "repeat sections that have passed")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -114,7 +110,7 @@ def _run_rank() -> int:
     import torch
     import torch.distributed as dist
 
-    from gradwire_lab.bench.device_checks import check_schemes
+    from gradwire_lab.bench.device_checks import check_features, check_schemes
 
     rank, backend = int(os.environ["LOCAL_RANK"]), os.environ[_RANK]
     current = torch.accelerator.current_accelerator()
@@ -125,6 +121,8 @@ def _run_rank() -> int:
     for placement in ("staged", "device") if "nccl" in backend else ("staged",):
         note = functools.partial(print, f"  {placement}:") if rank == 0 else lambda _: None
         check_schemes(device, note=note, placement=placement)
+    if dist.get_world_size() == 1:
+        check_features(device)
     dist.destroy_process_group()
     return 0
 
@@ -137,10 +135,8 @@ def _describe(has_device: bool) -> dict[str, Any]:
 
     from gradwire.telemetry.environment import describe_environment
 
-    environment, name = describe_environment(), None
-    if has_device:
-        current = torch.accelerator.current_accelerator()
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else str(current)
+    environment, name = describe_environment(), str(torch.accelerator.current_accelerator()) if has_device else None
+    name = torch.cuda.get_device_name() if has_device and torch.cuda.is_available() else name
     # What a section that has passed may be left out for: the same code on the same device.
     key = f"{environment['commit']} {torch.__version__} {name}"
     record = {"benchmark": "gpu-check", "machine": platform.node(), "device": name, "key": key}
@@ -161,4 +157,4 @@ def _read(path: Path | None) -> dict[str, Any]:
 
 def _write(path: Path | None, record: dict[str, Any]) -> None:
     if path is not None:
-        write_text(path, json.dumps(record, indent=1) + "\n")
+        write_json(path, record)

@@ -16,7 +16,7 @@ from typing import Any
 
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire_lab.cli.options import add_json
-from gradwire_lab.results.records import write_text
+from gradwire_lab.results.records import write_json
 from gradwire_lab.results.tables import Grid, print_grid
 
 # The first four bytes of a message: its kind, and the module that describes it.
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         rows = [[_printable(key), _printable(_show(value))] for key, value in shown]
         print_grid(Grid(_printable(f"{path}: {record['kind']}"), ["", ""], rows), wide=True)
     if args.json is not None:
-        write_text(args.json, json.dumps(records, indent=1, default=str) + "\n")
+        write_json(args.json, records)
     return 0
 
 
@@ -107,10 +107,7 @@ def _inspect_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, list) or not all(isinstance(record, dict) for record in content):
         raise InvalidArgument(f"{path} is JSON, but no record or list of records; {_FORMAT_ADVICE}")
     kinds = Counter(
-        next(
-            (f"bench {kind}" for kind, (fields, _) in BENCH_FIELDS.items() if set(fields) <= set(record)),
-            "another kind",
-        )
+        next((f"bench {kind}" for kind, (known, _) in BENCH_FIELDS.items() if {*known} <= {*record}), "another kind")
         for record in content
     )
     names = dict.fromkeys(str(record.get("scheme") or record.get("codec")) for record in content)
@@ -226,9 +223,7 @@ def _rows(record: dict[str, Any], above: str = "", depth: int = 0) -> Iterator[t
 def _show(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    if isinstance(value, bool | str) or value is None:
-        return str(value)
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, list) and len(value) <= 2 * _MAX_LISTED and not any(isinstance(v, dict | list) for v in value):
         return ", ".join(map(str, value))

@@ -7,6 +7,27 @@ from pathlib import Path
 from typing import Any
 
 
+class ShortHelp(argparse.RawDescriptionHelpFormatter):
+    """Help that fits a screen: the usage in one line, `VALUE ...` for several, `--no-x` for what is on, 80 columns."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=80)
+
+    def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
+        places = [self._format_args(one, str(one.metavar or one.dest)) for one in actions if not one.option_strings]
+        return f"usage: {usage % {'prog': self._prog} if usage else ' '.join([self._prog, '[options]', *places])}\n\n"
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if action.nargs in ("+", "*"):
+            return f"{action.metavar or default_metavar} ..."
+        return super()._format_args(action, default_metavar)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return action.option_strings[-1]
+        return super()._format_action_invocation(action)
+
+
 def option(
     parser: argparse.ArgumentParser, name: str, metavar: str, help: str, default: Any = None, **more: Any
 ) -> None:
@@ -25,16 +46,16 @@ def switch(parser: argparse.ArgumentParser, name: str, help: str) -> None:
 
 def add_workload(parser: argparse.ArgumentParser, default: str | None = "gpt") -> None:
     """`--workload`."""
-    option(parser, "--workload", "NAME", "what to train, its options as NAME:option=value,...", default)
+    option(parser, "--workload", "NAME", "as NAME:option=value,...", default)
 
 
 def add_ranks(parser: argparse.ArgumentParser, default: int | None = None, rate: str = "none") -> None:
     """`--ranks`, and `--rate` of the links between them."""
     if default is None:
-        option(parser, "--ranks", "N", "processes to start here (default: 4; under torchrun its own)", type=int)
+        option(parser, "--ranks", "N", "ranks to start here (default: 4, or torchrun's)", type=int)
     else:
-        option(parser, "--ranks", "N", "processes to start here", default)
-    option(parser, "--rate", "RATE", "each rank's link, such as 100mbit or 2.5gbit; none: not limited", rate)
+        option(parser, "--ranks", "N", "ranks to start here", default)
+    option(parser, "--rate", "RATE", "each rank's link: 100mbit, none", rate)
 
 
 def add_json(parser: argparse.ArgumentParser, what: str = "write a list of flat records", *, csv: bool = False) -> None:

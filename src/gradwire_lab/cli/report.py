@@ -7,24 +7,18 @@ from pathlib import Path
 
 from gradwire.errors import InvalidArgument
 from gradwire.telemetry.chrome_trace import merge_traces
+from gradwire_lab.cli.options import option
 from gradwire_lab.report import write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `gradwire report`."""
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        type=Path,
-        metavar="RUN_DIR",
-        help="run folders of `gradwire train`, JSON files of `gradwire bench`, or folders that hold either",
-    )
-    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html")
-    parser.add_argument("--title", default="gradwire report", help="the page's heading")
-    parser.add_argument("--baseline", metavar="LABEL", help="the scheme to compare with (default: ddp, else plain)")
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="also merge the ranks' trace*.json of the run folders, for Perfetto"
-    )
+    words = "runs of `gradwire train`, JSON files of `gradwire bench`, or folders of either"
+    parser.add_argument("inputs", nargs="+", type=Path, metavar="RUN_DIR", help=words)
+    option(parser, "--out", "FILE", "the page", Path("report.html"), type=Path)
+    option(parser, "--title", "TEXT", "the page's heading", "gradwire report")
+    option(parser, "--baseline", "LABEL", "the scheme to compare with (default: ddp, else plain)")
+    option(parser, "--trace", "FILE", "also merge the runs' trace*.json, for Perfetto", type=Path)
 
 
 def run(args: argparse.Namespace) -> int:

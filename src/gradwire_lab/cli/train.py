@@ -13,48 +13,48 @@ from typing import Any
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire_lab.cli.options import add_json, add_ranks, add_workload, option, switch
+from gradwire_lab.results.records import write_json
 from gradwire_lab.training import TrainConfig
 from gradwire_lab.training.launching import given_config, run_ranks, train_and_report
-from gradwire_lab.training.run_files import write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     add_workload(parser)
-    words = "such as optimizer=muon, learning_rate=0.1, data_dir=..., fold=2"
+    words = "such as optimizer=muon, data_dir=..., fold=2"
     option(parser, "--workload-option", "K=V", words, [], action="append")
-    words = "emulate: replay captured gradients behind calibrated waits"
+    words = "emulate: captured gradients, calibrated waits"
     parser.add_argument("--compute", choices=["real", "emulate"], default="real", help=words)
-    words = "one or more, one run each, options as NAME:option=value,...; ddp is DDP without gradwire"
+    words = "a run each; ddp: without gradwire"
     option(parser, "--scheme", "NAME", words, ["gcomp"], nargs="+")
     option(parser, "--scheme-option", "K=V", "such as importance=none", [], action="append")
     add_ranks(parser)
     option(parser, "--steps", "N", "train up to this step", 100)
     option(parser, "--batch-size", "N", "samples per rank (default: the workload's)", type=int)
     option(parser, "--seed", "N", "of weights and data", 0)
-    _either(parser, "--deterministic", "torch's deterministic algorithms (default: on)")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    option(parser, "--threads", "N", "torch's threads per rank (default: 1 if ranks share)", type=int, dest="n_threads")
+    _either(parser, "--deterministic", "allow what does not repeat bit for bit")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: cpu")
+    option(parser, "--threads", "N", "torch's per rank (default: 1 if ranks share)", type=int, dest="n_threads")
     option(parser, "--bucket-mb", "MB", "DDP's bucket size (default: DDP's)", type=float, dest="bucket_cap_mb")
-    words = "write config.json, steps.jsonl, summary.json there (several schemes: a folder each inside)"
+    words = "records of steps; of several schemes a folder each"
     option(parser, "--out", "RUN_DIR", words, type=Path)
     switch(parser, "--trace", "a Chrome trace per rank, in RUN_DIR")
-    words = "rank 0 writes gradient, parameters and optimizer state of every such step into RUN_DIR/gradients"
+    words = "write gradient files into RUN_DIR/gradients"
     option(parser, "--dump-gradients", "EVERY", words, 0, dest="dump_gradients_every")
     option(parser, "--checkpoint", "DIR", "write checkpoints there", type=Path)
     option(parser, "--save-every", "N", "steps between checkpoints; 0: at the end", 0)
-    switch(parser, "--resume", "continue from the newest checkpoint in --checkpoint")
-    words = "wrap the model in a new DDP there, for comparing a resumed run bit by bit"
+    switch(parser, "--resume", "from the newest checkpoint in --checkpoint")
+    words = "wrap the model in a new DDP there, as a resumption does"
     option(parser, "--rewrap-at", "STEP", words, [], nargs="+", type=int)
-    words = "no exchange of gradients: ranks step by themselves, and every H steps exchange how far they went (DiLoCo)"
+    words = "DiLoCo: exchange every H steps"
     option(parser, "--local-sgd", "H", words, 0)
-    words = "how local SGD updates the shared parameters: with DiLoCo's optimizer, or by the mean alone"
+    words = "DiLoCo's optimizer, or the mean alone"
     parser.add_argument("--outer", default="nesterov", choices=["nesterov", "average"], help=words)
-    words = "share of local SGD's residuals that is kept from one exchange to the next"
+    words = "of its residuals that last"
     option(parser, "--feedback-decay", "SHARE", words, 1.0)
-    option(parser, "--fragments", "N", "parts of the model that local SGD exchanges in turn", 1)
-    option(parser, "--delay", "STEPS", "that an exchange of local SGD may overlap with", 0)
-    _either(parser, "--evaluate", "on held-out data")
+    option(parser, "--fragments", "N", "parts of the model, exchanged in turn", 1)
+    option(parser, "--delay", "STEPS", "that an exchange may overlap with", 0)
+    _either(parser, "--evaluate", "leave out the evaluation on held-out data")
     add_json(parser, "write a list with one flat record per run")
 
 
@@ -94,13 +94,8 @@ def configs_from(args: argparse.Namespace) -> list[TrainConfig]:
     if args.compute != "real":
         workload_options["compute"] = args.compute
     given = {field.name: getattr(args, field.name) for field in fields(TrainConfig) if field.name in args}
-    given |= {
-        "workload": workload,
-        "workload_options": workload_options,
-        "rewrap_at": tuple(args.rewrap_at),
-        **schemes_of(args)[0],
-    }
-    config = TrainConfig(**given)
+    given |= {"workload": workload, "workload_options": workload_options, "rewrap_at": tuple(args.rewrap_at)}
+    config = TrainConfig(**given | schemes_of(args)[0])
     if len(args.scheme) == 1:
         return [config]
     if config.checkpoint is not None:

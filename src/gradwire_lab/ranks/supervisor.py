@@ -41,7 +41,8 @@ except OSError as error:
     os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 """
 
-_TERM_TO_KILL_S = 5.0  # what a rank gets to end after SIGTERM or SIGINT; DDP and Gloo need well under one second
+_TERM_TO_KILL_S = 5.0  # what a rank gets to end after SIGTERM; DDP and Gloo need well under one second
+_INTERRUPT_TO_KILL_S = 1.0  # and after Ctrl-C, whose user waits
 _COMMAND_TO_KILL_S = 30.0  # what a command with ranks gets: theirs, and its own clearing up
 
 
@@ -181,7 +182,8 @@ class RankSet:
         """End every rank that still runs: `number`, then SIGKILL for those that do not heed it."""
         try:
             self._signal_all(number)
-            self._collect_all(time.monotonic() + _TERM_TO_KILL_S)
+            patience_s = _INTERRUPT_TO_KILL_S if number == signal.SIGINT else _TERM_TO_KILL_S
+            self._collect_all(time.monotonic() + patience_s)
         except KeyboardInterrupt:  # a second Ctrl-C: no more patience
             pass
         self._signal_all(signal.SIGKILL)
@@ -220,76 +222,53 @@ class RankSet:
 
 
 class _OutputForwarder:
-    """One thread that copies whole lines from the ranks' pipes, with the rank in front."""
+    """A thread a pipe, which copies whole lines of the ranks' output with the rank in front."""
 
     def __init__(self, on_line: Callable[[int, str], None] | None) -> None:
-        self._on_line = on_line
-        self._selector = selectors.DefaultSelector()
-        self._lines: dict[int, bytearray] = {}
-        self._thread: threading.Thread | None = None
+        self._on_line, self._lock = on_line, threading.Lock()
+        self._threads: list[threading.Thread] = []
         self.error: Exception | None = None  # the first that `on_line` raised
-        self._give_up_at: float | None = None
-        self._wake_read, self._wake_write = os.pipe()
-        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
 
     def add(self, rank: int, standard_output: IO[bytes], standard_error: IO[bytes]) -> None:
         for pipe, is_error in ((standard_output, False), (standard_error, True)):
-            os.set_blocking(pipe.fileno(), False)
-            self._lines[pipe.fileno()] = bytearray()
-            self._selector.register(pipe, selectors.EVENT_READ, (pipe, rank, is_error))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="gradwire-rank-output", daemon=True)
-            self._thread.start()
-        os.write(self._wake_write, b"+")
+            thread = threading.Thread(
+                target=self._copy, args=(pipe, rank, is_error), name="gradwire-rank-output", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
 
     def finish(self) -> None:
         """Forward what is left, once all ranks have ended; a stray process that holds a pipe open is waited for 1 s."""
-        if self._thread is None:
-            return
-        self._give_up_at = time.monotonic() + 1.0
-        os.write(self._wake_write, b".")
-        self._thread.join()
-        self._thread = None
-        self._selector.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        give_up_at = time.monotonic() + 1.0
+        for thread in self._threads:
+            thread.join(max(0.0, give_up_at - time.monotonic()))
 
-    def _run(self) -> None:
-        while self._give_up_at is None or (len(self._lines) > 0 and time.monotonic() < self._give_up_at):
-            for key, _ in self._selector.select(None if self._give_up_at is None else 0.1):
-                if key.data is None:
-                    os.read(self._wake_read, 4096)
-                else:
-                    self._read(*key.data)
+    def _copy(self, pipe: IO[bytes], rank: int, is_error: bool) -> None:
+        pending = b""
+        with pipe:
+            while data := os.read(pipe.fileno(), 1 << 16):
+                pending += data
+                # What is not lines at all is not gathered for ever.
+                end = pending.rfind(b"\n") + 1 if len(pending) < 1 << 20 else len(pending)
+                self._write(rank, is_error, pending[:end])
+                pending = pending[end:]
+        self._write(rank, is_error, pending)
 
-    def _read(self, pipe: IO[bytes], rank: int, is_error: bool) -> None:
-        pending = self._lines[pipe.fileno()]
-        data = os.read(pipe.fileno(), 1 << 16)
-        pending += data
-        end = pending.rfind(b"\n") + 1 if data else len(pending)
-        if len(pending) > 1 << 20:  # not lines at all: do not gather it for ever
-            end = len(pending)
-        if end:
-            self._write(rank, is_error, bytes(pending[:end]).decode(errors="replace").splitlines())
-            del pending[:end]
-        if not data:
-            self._selector.unregister(pipe)
-            del self._lines[pipe.fileno()]
-            pipe.close()
-
-    def _write(self, rank: int, is_error: bool, lines: list[str]) -> None:
-        if self._on_line is not None and not is_error:
-            try:
-                for line in lines if self.error is None else ():
-                    self._on_line(rank, line)
-            except Exception as error:  # the thread goes on: a rank must not hang on a full pipe
-                self.error = error
-            return
-        # Our own reader may have gone (`... | head`); the ranks are not to hang on a full pipe for that.
-        with contextlib.suppress(OSError, ValueError):
-            stream = sys.stderr if is_error else sys.stdout
-            stream.write("".join(f"[{rank}] {line}\n" for line in lines))
-            stream.flush()
+    def _write(self, rank: int, is_error: bool, whole: bytes) -> None:
+        lines = whole.decode(errors="replace").splitlines()
+        with self._lock:
+            if self._on_line is not None and not is_error:
+                try:
+                    for line in lines if self.error is None else ():
+                        self._on_line(rank, line)
+                except Exception as error:  # the thread goes on: a rank must not hang on a full pipe
+                    self.error = error
+            elif lines:
+                # Our own reader may have gone (`... | head`); the ranks are not to hang on a full pipe for that.
+                with contextlib.suppress(OSError, ValueError):
+                    stream = sys.stderr if is_error else sys.stdout
+                    stream.write("".join(f"[{rank}] {line}\n" for line in lines))
+                    stream.flush()
 
 
 def _owned(command: Sequence[str], namespaces: Sequence[int] = ()) -> list[str]:

@@ -11,7 +11,14 @@ import numpy as np
 
 from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire_lab.report.inputs import LoggedRun, Record, is_number
-from gradwire_lab.results.captions import describe_data, describe_machine, describe_networks, format_rate, is_emulated
+from gradwire_lab.results.captions import (
+    describe_data,
+    describe_machine,
+    describe_networks,
+    format_bytes,
+    format_rate,
+    is_emulated,
+)
 from gradwire_lab.results.experiment import Column, Experiment, Plot, Table
 from gradwire_lab.results.grids import tabulate
 from gradwire_lab.results.plots import draw, series_of
@@ -294,11 +301,3 @@ def _group(things: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[Any, 
     for thing in things:
         groups[key(thing)].append(thing)
     return list(groups.items())
-
-
-def format_bytes(n_bytes: float) -> str:
-    """`25 MB`, decimal units."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if n_bytes >= unit:
-            return f"{n_bytes / unit:,.3g} {name}"
-    return f"{n_bytes:,.0f} B"

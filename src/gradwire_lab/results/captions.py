@@ -64,5 +64,20 @@ def format_rate(rate_bps: float | None) -> str:
     return f"{rate_bps:.4g} b/s"
 
 
+def format_bytes(n_bytes: int) -> str:
+    """1024 as "1 KiB", 25,000,000 as "25 MB": in the largest unit that divides it, else in bytes."""
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10), ("MB", 10**6), ("kB", 10**3)):
+        if n_bytes % size == 0:
+            return f"{n_bytes // size} {unit}"
+    return f"{n_bytes:,} bytes"
+
+
+def duration(seconds: float) -> str:
+    """`50 s`, `12 min`, `3.4 h`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
 def _is_rate(word: str) -> bool:
     return word == "none" or word.replace(".", "", 1).isdigit()

@@ -36,10 +36,9 @@ Slots = Mapping[str, tuple[str, int]]
 
 TIMES = "\u00d7"  # ruff takes the sign itself for a typing error
 SIZE_IN = (7.2, 3.8)
-_LOOK = 2  # raised when figures are drawn anew, whatever their points
+_LOOK = 3  # raised when figures are drawn anew, whatever their points
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 _SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
-_LABEL_PT = 14.5  # a line of 11 pt type
 # Where a label may stand beside its point, in points, the best place first.
 _OFFSETS = ((8, 0), (-8, 0), (0, 8), (0, -8), (7, 7), (7, -7), (-7, 7), (-7, -7), (18, 14), (18, -14), (-18, 14),
             (-18, -14))  # fmt: skip
@@ -144,30 +143,12 @@ def _draw_in(axes: Any, plot: Plot, series: Series, are_named: bool = True) -> N
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     if not are_named:
         return
-    if plot.style == "bars":
-        if len(series) > 1:
-            axes.figure.legend(loc="outside upper left", ncols=4, fontsize=9, frameon=False)
-        return
-    colours = {name: SLOTS[slots[name][0]][0] for name in series}
-    ends = [
-        (points[-1][0], points[-1][1].middle, name, colours[name]) for name, points in _sorted(series).items() if points
-    ]
-    if all(len(points) == 1 for points in series.values()):
+    if plot.style != "bars" and all(len(points) == 1 for points in series.values()):
         axes.margins(0.08)
-        _name_points(axes, ends)
+        _name_points(axes, [(*line[0], name, SLOTS[slots[name][0]][0]) for name, line in series.items()])
     elif len(series) > 1:
-        longest = max(len(name) for name in series)
-        width, height = axes.figure.get_size_inches()
-        # Bold DejaVu takes 7.8 pt a character; half a line above the topmost label.
-        axes.figure.get_layout_engine().set(
-            rect=(0, 0, 1 - min(0.45, (0.108 * longest + 0.28) / width), 1 - 0.1 / height)
-        )
-        _name_ends(axes, [(_place(axes, x), y, name, colour) for x, y, name, colour in ends])
-
-
-def _place(axes: Any, x: Any) -> float:
-    """Where a value of a numbered or a named axis stands."""
-    return float(axes.convert_xunits(x))
+        place = {"loc": "outside upper left", "ncols": 4} if plot.style == "bars" else {"loc": "outside right upper"}
+        axes.figure.legend(fontsize=9, frameon=False, **place)
 
 
 def _sorted(series: Series) -> Series:
@@ -269,46 +250,20 @@ def format_power(value: float) -> str:
     return raised if mantissa == "1" else f"{mantissa}{TIMES}{raised}"
 
 
-def _name_ends(axes: Any, ends: Sequence[tuple[float, Any, str, str]]) -> None:
-    """Name lines at the right edge; labels that would overlap move apart, with a thin leader to their line.
-
-    Args:
-        ends: (x, y of the line's end in data units, text, colour) a line.
-    """
-    figure = axes.figure
-    axes.margins(x=0.01)
-    limits = axes.get_xlim(), axes.get_ylim()
-    _settle(figure)
-    box = axes.get_window_extent()
-    wanted = []
-    for x, y, text, colour in ends:
-        at_x, at_y = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))
-        wanted.append((min(max(at_y, 0.0), 1.0), at_x, text, colour))
-    wanted.sort(key=lambda label: label[0])
-    unit = 8 / 72 * figure.dpi / box.width  # of the leader
-    heights = _apart([label[0] for label in wanted], _LABEL_PT / 72 * figure.dpi / box.height)
-    for (height, at_x, text, colour), y in zip(wanted, heights, strict=True):
-        line = {"transform": axes.transAxes, "color": colour, "clip_on": False, "in_layout": False}
-        if at_x < 0.97:  # this line ends before the others: a faint guide leads on to the edge
-            axes.plot([at_x, 1], [height, height], lw=0.9, alpha=0.4, ls=(0, (1, 2)), **line)
-        axes.plot([1 + 0.3 * unit, 1 + 1.2 * unit, 1 + 1.7 * unit], [height, y, y], lw=0.9, **line)
-        axes.text(1 + 2.2 * unit, y, text, va="center", weight="bold", **line)
-    axes.set(xlim=limits[0], ylim=limits[1])
-
-
-def _name_points(axes: Any, points: Sequence[tuple[float, Any, str, str]]) -> None:
+def _name_points(axes: Any, points: Sequence[tuple[float, Value, str, str]]) -> None:
     """Name points beside them, each where it hides neither a point nor another label: (x, y, text, colour)."""
     figure = axes.figure
-    _settle(figure)
+    figure.get_layout_engine().execute(figure)  # laid out for good, so that the frame does not move any more
+    figure.set_layout_engine("none")
     renderer, scale, frame = figure.canvas.get_renderer(), figure.dpi / 72, axes.get_window_extent()
-    marks = [axes.transData.transform(point[:2]) for point in points]
+    marks = [axes.transData.transform((x, y.middle)) for x, y, _, _ in points]
     blocked = [(x - 5 * scale, y - 5 * scale, x + 5 * scale, y + 5 * scale) for x, y in marks]
     for x, y, text, colour in points:
         found: list[tuple[float, Any, Any]] = []
         for rank, (dx, dy) in enumerate(_OFFSETS):
             across = "left" if dx > 0 else "right" if dx < 0 else "center"
             down = "center" if not dy else "bottom" if dy > 0 else "top"
-            label = axes.annotate(text, (x, y), xytext=(dx, dy), textcoords="offset points", color=colour, ha=across,
+            label = axes.annotate(text, (x, y.middle), xytext=(dx, dy), textcoords="offset points", color=colour, ha=across,
                                   va=down, size=9, weight="bold")  # fmt: skip
             extent = label.get_window_extent(renderer)
             area = (extent.x0, extent.y0, extent.x1, extent.y1)
@@ -324,30 +279,8 @@ def _name_points(axes: Any, points: Sequence[tuple[float, Any, str, str]]) -> No
         blocked.append(best[2])
 
 
-def _settle(figure: Any) -> None:
-    """Lay the figure out for good, without drawing it: labels are placed in a frame that does not move any more."""
-    figure.get_layout_engine().execute(figure)
-    figure.set_layout_engine("none")
-
-
 def _shared(a: Sequence[float], b: Sequence[float]) -> float:
     return max(0, min(a[2], b[2]) - max(a[0], b[0])) * max(0, min(a[3], b[3]) - max(a[1], b[1]))
-
-
-def _apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Sorted `heights` moved as little as needed so that neighbours are `gap` apart, and inside 0..1 if they fit."""
-    groups: list[tuple[float, int]] = []  # (mean wanted height of the group, members)
-    for height in heights:
-        groups.append((height, 1))
-        while len(groups) > 1:
-            (low, n_low), (high, n_high) = groups[-2:]
-            if high - low >= gap * (n_low + n_high) / 2:
-                break
-            n_members = n_low + n_high
-            centre = (low * n_low + high * n_high) / n_members
-            half = gap * (n_members - 1) / 2
-            groups[-2:] = [(min(max(centre, min(half, 0.5)), max(1 - half, 0.5)), n_members)]
-    return [centre + gap * (i - (n - 1) / 2) for centre, n in groups for i in range(n)]
 
 
 def _as_element(figure: Any, name: str) -> str:

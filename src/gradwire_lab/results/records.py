@@ -17,12 +17,12 @@ from gradwire.errors import GradwireError
 Record = Mapping[str, Any]
 
 
-def write_json(path: Path, records: Sequence[Record]) -> None:
-    """Replace `path` by a list of `records`; the old file stays whole if that fails. Raises: GradwireError.
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by a record, a list of them, or what holds some; the old file stays whole if that fails.
 
-    What is not finite (the loss of a run that diverged) becomes null: JSON has no NaN.
+    What is not finite (the loss of a run that diverged) becomes null: JSON has no NaN. Raises: GradwireError.
     """
-    write_text(path, json.dumps([finite(record) for record in records], indent=1, allow_nan=False) + "\n")
+    write_text(path, json.dumps(finite(value), indent=1, allow_nan=False, default=str) + "\n")
 
 
 def write_csv(path: Path, records: Sequence[Record]) -> None:
@@ -96,9 +96,13 @@ def _end_torn_line(path: Path, file: io.BufferedWriter) -> None:
                 file.write(b"\n")
 
 
-def finite(record: Record) -> dict[str, Any]:
-    """A record whose NaN and infinities are null."""
-    return {k: None if isinstance(value, float) and not math.isfinite(value) else value for k, value in record.items()}
+def finite(value: Any) -> Any:
+    """A record, or what holds some, whose NaN and infinities are null."""
+    if isinstance(value, Mapping):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write_error(path: Path, error: OSError) -> GradwireError:

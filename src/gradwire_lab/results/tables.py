@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,7 +64,7 @@ def to_text(grid: Grid, width: int | None = WIDTH) -> str:
     if left_out:
         lines.append(f"--wide also shows: {', '.join(left_out)}")
     if grid.caption:
-        lines += _fold(grid.caption, width or used)
+        lines += textwrap.wrap(grid.caption, width or used)
     return "\n".join(lines) + "\n"
 
 
@@ -71,14 +72,3 @@ def print_grid(grid: Grid, wide: bool = False) -> None:
     """Onto standard output: in the terminal's width, at least 80 columns, or 80 into a file or pipe; `wide`: all columns."""
     width = max(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns) if sys.stdout.isatty() else WIDTH
     print(to_text(grid, None if wide else width), flush=True)
-
-
-def _fold(text: str, width: int) -> list[str]:
-    lines, line = [], ""
-    for word in text.split():
-        if line and len(line) + 1 + len(word) > width:
-            lines.append(line)
-            line = word
-        else:
-            line = f"{line} {word}".strip()
-    return [*lines, line]

@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from gradwire import checks
 from gradwire.errors import InvalidArgument
 
+JITTERS = ("common", "per-worker", "stragglers", "none")
 # Both of the paper's distributions have a mean of 1.5 s; a factor is a time over that.
 _MEAN_S = 1.5
 
@@ -89,15 +89,14 @@ class Stragglers(Jitter):
         return math.exp(mu + self.sigma**2 / 2) * _normal_cdf(cut - self.sigma) / below if below > 0 else 0.0
 
 
+def jitter_by_name(kind: str, sigma: float = 1.5, seed: int = 0) -> Jitter:
+    """One of `JITTERS`; `sigma`: of "stragglers". Raises: InvalidArgument."""
+    if kind == "stragglers":
+        return Stragglers(sigma, seed)
+    if kind not in JITTERS:
+        raise InvalidArgument(f"no jitter is called {kind!r}; there are: {', '.join(JITTERS)}")
+    return Uniform(0.0 if kind == "none" else 0.1, is_common=kind != "per-worker", seed=seed)
+
+
 def _normal_cdf(x: float) -> float:
     return 0.5 * math.erfc(-x / math.sqrt(2))
-
-
-JITTERS = ("common", "per-worker", "stragglers", "none")
-
-
-def make_jitter(kind: str, seed: int = 0, sigma: float = 1.5) -> Jitter:
-    """By its name. Raises: InvalidArgument."""
-    if checks.choice("jitter", kind, JITTERS) == "stragglers":
-        return Stragglers(sigma, seed)
-    return Uniform(0.0 if kind == "none" else 0.1, is_common=kind != "per-worker", seed=seed)

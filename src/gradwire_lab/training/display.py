@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire_lab.results.captions import describe_network
+from gradwire_lab.results.captions import describe_network, duration
 from gradwire_lab.results.tables import Grid, print_grid
 from gradwire_lab.training.config import TrainConfig
 
@@ -14,7 +14,9 @@ def print_step(config: TrainConfig, record: dict[str, Any]) -> None:
     done = record["step"] + 1
     if done % max(1, config.steps // 10) == 0 or done == config.steps:
         figures = f"loss {record['loss']:.4f}  {1e3 * record['iteration_s']:.0f} ms  ratio {record['ratio']:.3f}"
-        print(f"{config.workload}, {config.scheme}: step {done}/{config.steps}  {figures}", flush=True)
+        left_s = (config.steps - done) * record["iteration_s"]
+        ending = f"  {duration(left_s)} left" if left_s >= 1 else ""
+        print(f"{config.workload}, {config.scheme}: step {done}/{config.steps}  {figures}{ending}", flush=True)
 
 
 def print_summary(summary: dict[str, Any]) -> None:

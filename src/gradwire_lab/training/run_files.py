@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.telemetry.jsonl import JsonLines
-from gradwire_lab.results.records import write_text
+from gradwire_lab.results.records import write_json, write_text
 
 
 class RunFiles:
@@ -43,11 +43,6 @@ class RunFiles:
         if self._folder is not None and self._lines is not None:
             self._lines.close()
             write_json(self._folder / "summary.json", summary)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` so that the file is either the old one or whole. Raises: GradwireError."""
-    write_text(path, json.dumps(value, indent=1, default=str) + "\n")
 
 
 def _step_of(line: str) -> float:

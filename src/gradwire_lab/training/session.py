@@ -41,6 +41,7 @@ class TrainingSession:
             options["bucket_cap_mb"] = self._config.bucket_cap_mb
         if self._config.scheme in HOOKS:
             self._torch_hook = TorchHook(self._config.scheme, self._config.scheme_options)
+            self._n_steps, self._sent_bytes = 0, 0.0
             options |= self._torch_hook.ddp_options(self.model)
         devices = [self._device.index] if self._device.type == "cuda" else None
         self.ddp = DistributedDataParallel(self.model, device_ids=devices, **options)
@@ -112,7 +113,10 @@ class TrainingSession:
             figures: dict[str, float] = self.attachment.recorder.steps[-1].as_dict()
             return figures | self.attachment.scheme.step_figures()
         assert self._torch_hook is not None
-        return {"exposed_s": waited_s} | self._torch_hook.step_bytes()
+        self._n_steps += 1
+        before, self._sent_bytes = self._sent_bytes, self._torch_hook.sent_bytes(self._n_steps)
+        sent, original = self._sent_bytes - before, self._torch_hook.step_original_bytes
+        return {"exposed_s": waited_s, "original_bytes": original, "bytes_sent": sent, "bytes_received": sent}
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:
         self._last_gradient.begin()

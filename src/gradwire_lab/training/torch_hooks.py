@@ -1,31 +1,70 @@
 """What trains without gradwire: DistributedDataParallel, and PyTorch's hooks, which send less than it."""
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotations as objects, not as strings.
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.errors import InvalidArgument
+from gradwire.wire.communicator import ring_bytes
 
 # The names that stand for them where a scheme's is expected, and their options: powerSGD_hook's rank, and how many
-# first steps it leaves to the plain all-reduce (at least 2).
+# first steps it leaves to the plain all-reduce.
 HOOKS: dict[str, dict[str, int]] = {
     "ddp": {},
     "ddp-bf16": {},
     "ddp-fp16": {},
     "ddp-powersgd": {"rank": 8, "start": 50},
+    "ddp-quant8": {},
 }
+# These start collectives from the callbacks of others. With several buckets under way Gloo runs the callbacks of each rank
+# in an order of its own, and the collectives of different buckets meet: "Received data size doesn't match". So they get
+# all gradients in one bucket, and overlap nothing.
+ONE_BUCKET = ("ddp-powersgd", "ddp-quant8")
 _LEAST = {"rank": 1, "start": 2}
+_POWER_SGD_LEAST_START = 2  # what its constructor takes
 
 
 def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """`bf16_compress_hook` under another name: DDP refuses that one off CUDA, though Gloo sums bfloat16 well enough."""
     return default_hooks.bf16_compress_hook(group, bucket)
+
+
+def quant8_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """`quantization_pertensor_hook`, which takes the result of an all-gather to be nested as NCCL's is."""
+    view = vars(quantization_hooks)  # that module's view of torch.distributed, nobody else's
+    if not isinstance(view["dist"], _DistributedAsNccl):
+        view["dist"] = _DistributedAsNccl()
+    return quantization_hooks.quantization_pertensor_hook(group, bucket)
+
+
+class _DistributedAsNccl:
+    """torch.distributed, but for the value of all_gather's future: [[tensor of each rank]] instead of [tensor, ...]."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_gather(self, gathered: list[torch.Tensor], tensor: torch.Tensor, group: Any, async_op: bool) -> "_Gather":
+        work = dist.all_gather(gathered, tensor, group=group, async_op=async_op)
+        assert work is not None
+        return _Gather(work.get_future(), gathered)
+
+
+class _Gather:
+    def __init__(self, done: torch.futures.Future, gathered: list[torch.Tensor]) -> None:
+        self._done, self._gathered = done, gathered
+
+    def get_future(self) -> torch.futures.Future:
+        return self._done.then(lambda done: (done.wait(), [self._gathered])[1])
+
+
+_PLAIN_HOOKS = {"ddp-bf16": bf16_hook, "ddp-fp16": default_hooks.fp16_compress_hook, "ddp-quant8": quant8_hook}
 
 
 def check_options(name: str, options: dict[str, Any]) -> None:
@@ -43,18 +82,17 @@ class TorchHook:
     """One of them on a model in DDP, and what it sends.
 
     Args:
-        options: checked, see `check_options`.
+        options: those of `HOOKS`, checked; a `start` below 2 compresses from the first steps on.
     """
 
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self._name, self._options = name, {**HOOKS[name], **options}
         self._state: powerSGD_hook.PowerSGDState | None = None
-        self._n_values = self._n_counted = 0
+        self._n_values = 0
 
     def ddp_options(self, model: nn.Module) -> dict[str, Any]:
-        """What DDP has to be told: powerSGD_hook starts collectives from callbacks, whose order Gloo does not keep between
-        buckets, so that it gets one."""
-        if self._name != "ddp-powersgd":
+        """What DDP has to be told."""
+        if self._name not in ONE_BUCKET:
             return {}
         return {"bucket_cap_mb": 1 + sum(p.numel() * p.element_size() for p in model.parameters()) // (1 << 20)}
 
@@ -62,26 +100,27 @@ class TorchHook:
         """Give DDP the hook, if there is one."""
         group = dist.group.WORLD
         self._n_values = sum(p.numel() for p in ddp.parameters() if p.requires_grad)
-        if self._name == "ddp-bf16":
-            ddp.register_comm_hook(group, bf16_hook)
-        elif self._name == "ddp-fp16":
-            ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
+        if self._name in _PLAIN_HOOKS:
+            ddp.register_comm_hook(group, _PLAIN_HOOKS[self._name])
         elif self._name == "ddp-powersgd":
+            start = self._options["start"]
+            allowed = max(start, _POWER_SGD_LEAST_START)
             self._state = powerSGD_hook.PowerSGDState(
-                group,
-                matrix_approximation_rank=self._options["rank"],
-                start_powerSGD_iter=self._options["start"],
-                random_seed=0,
+                group, matrix_approximation_rank=self._options["rank"], start_powerSGD_iter=allowed, random_seed=0
             )
+            self._state.iter = allowed - start  # the hook's own count of steps so far
             ddp.register_comm_hook(self._state, powerSGD_hook.powerSGD_hook)
 
-    def step_bytes(self) -> dict[str, float]:
-        """Of the step just taken, by computation: what every rank sends in a ring all-reduce of what the hook hands on."""
-        payload = (2 if self._name in ("ddp-bf16", "ddp-fp16") else 4) * self._n_values
-        if self._state is not None:  # it counts the steps that it compresses
-            n_new = self._state.total_numel_after_compression - self._n_counted
-            self._n_counted += n_new
-            payload = 4 * n_new or payload
-        world_size = dist.get_world_size()
-        sent = 2 * (world_size - 1) / world_size * payload
-        return {"original_bytes": 4.0 * self._n_values, "bytes_sent": sent, "bytes_received": sent}
+    def sent_bytes(self, n_steps: int) -> float:
+        """By this rank in its first `n_steps` steps, by computation: a ring all-reduce of what the hook hands on."""
+        world_size, n_values = dist.get_world_size(), n_steps * self._n_values
+        if self._name == "ddp-quant8":  # an all-gather of bytes: everyone's to everyone
+            return float((world_size - 1) * n_values)
+        if self._state is not None:  # it counts what it compresses; the steps before are plain
+            n_values = min(n_steps, self._options["start"]) * self._n_values + self._state.total_numel_after_compression
+        return float(ring_bytes((2 if self._name in ("ddp-bf16", "ddp-fp16") else 4) * n_values, world_size))
+
+    @property
+    def step_original_bytes(self) -> float:
+        """A step's gradient in float32."""
+        return 4.0 * self._n_values

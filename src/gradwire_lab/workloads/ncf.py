@@ -73,9 +73,6 @@ class NcfWorkload(Workload):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.binary_cross_entropy_with_logits(model(batch[0]), batch[1])
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        return {}
-
 
 def _zipf(n_values: int, n_draws: int, generator: torch.Generator) -> Tensor:
     """(n_draws,) int64 from 0 to n_values - 1, the k-th with a chance of about 1/k."""

@@ -26,7 +26,7 @@ from gradwire.errors import InvalidArgument
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire_lab.workloads.base import Batch, Workload
 from gradwire_lab.workloads.calibration import reference_calibration
-from gradwire_lab.workloads.capture import Capture, map_part, open_or_capture
+from gradwire_lab.workloads.capture import Capture, open_or_capture
 
 # A call of hooks that takes longer has waited for something.
 _WAIT_S = 0.5e-3
@@ -105,10 +105,10 @@ class _ReplayLayer(torch.autograd.Function):
 class ReplayModel(nn.Module):
     """The captured shape under its own parameter names; calling it returns the captured loss as a 0-d tensor."""
 
-    def __init__(self, capture: Capture, parameters: Tensor, gradients: Tensor, loss: float, step_s: float) -> None:
+    def __init__(self, capture: Capture, part: int, step_s: float) -> None:
         super().__init__()
         self._clock = _Clock()
-        self._loss = loss
+        self._loss, gradients, parameters = capture.losses[part], capture.values[part], capture.values[-1]
         sizes = [math.prod(shape) for shape in capture.shapes.values()]
         tensors: dict[str, nn.Parameter] = {}
         views: dict[str, Tensor] = {}
@@ -119,10 +119,10 @@ class ReplayModel(nn.Module):
             tensors[name], views[name] = nn.Parameter(own.view(*shape)), gradient.view(*shape)
             *path, leaf = name.split(".")
             owner: nn.Module = self
-            for part in path:
-                if part not in owner._modules:
-                    owner.add_module(part, _Holder())
-                owner = owner.get_submodule(part)
+            for word in path:
+                if word not in owner._modules:
+                    owner.add_module(word, _Holder())
+                owner = owner.get_submodule(word)
             owner.register_parameter(leaf, tensors[name])
         scale = step_s / capture.step_s if capture.step_s > 0 else 0.0
         self.layers: Sequence[_Layer] = [  # in the order of the forward pass
@@ -159,7 +159,6 @@ class ReplayWorkload(Workload):
         shape: the workload whose gradients are replayed.
         capture: path of the capture without its suffix; default: `$XDG_CACHE_HOME/gradwire/NAME-...`. Made at first use.
         n_captures: different gradients; rank r replays number r modulo n_captures.
-        source: an .npz with `gradient` and `parameter` to tile the shape with, instead of running the model once.
         step_ms: forward and backward of one step; default: the reference accelerator's (calibration.py), else what
             the capture took here.
         update: let the optimizer change the parameters. By default its step does nothing, because the gradients never
@@ -176,7 +175,6 @@ class ReplayWorkload(Workload):
         shape: Workload,
         capture: str | None = None,
         n_captures: int = 2,
-        source: str | None = None,
         step_ms: float | None = None,
         update: bool = False,
         seed: int = 0,
@@ -188,11 +186,9 @@ class ReplayWorkload(Workload):
             raise InvalidArgument(f"step_ms={step_ms}: expected a time of 0 or more")
         self._shape, self._update = shape, update
         self.stands_for = shape.stands_for
-        kind = f"tiled-{Path(source).stem}" if source else f"batch{shape.batch_size}-seed{seed}"
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        default = cache / "gradwire" / f"{shape.name}-{kind}-x{n_captures}"
-        self._path = Path(capture).expanduser() if capture else default
-        self._capture = open_or_capture(self._path, shape, n_captures, seed, source)
+        default = cache / "gradwire" / f"{shape.name}-batch{shape.batch_size}-seed{seed}-x{n_captures}"
+        self._capture = open_or_capture(Path(capture).expanduser() if capture else default, shape, n_captures, seed)
         reference = reference_calibration(shape.name)
         if step_ms is not None:
             self.step_s, self.calibration = step_ms / 1e3, "step_ms given by the user"
@@ -207,12 +203,7 @@ class ReplayWorkload(Workload):
 
     def make_rank_model(self, rank: int) -> nn.Module:
         """The model that replays the gradients of `rank`."""
-        capture = self._capture
-        part = rank % capture.n_captures
-        gradients, parameters = (
-            torch.from_numpy(map_part(self._path, capture, index)) for index in (part, capture.n_captures)
-        )
-        return ReplayModel(capture, parameters, gradients, capture.losses[part], self.step_s)
+        return ReplayModel(self._capture, rank % self._capture.n_captures, self.step_s)
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         optimizer = super().build_optimizer(model)
@@ -228,9 +219,6 @@ class ReplayWorkload(Workload):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         out: Tensor = model(batch[0])
         return out
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        return {}
 
     def ddp_options(self) -> dict[str, Any]:
         # No broadcast at the start (the ranks map the same parameters, and writing to them would copy them), and
@@ -248,7 +236,7 @@ class ReplayWorkload(Workload):
 
 
 # What `replay_by_name` keeps for the replay; all other options are the workload's whose shape it takes.
-_REPLAY_OPTIONS = ("capture", "n_captures", "source", "step_ms", "update", "seed", "weight_decay")
+_REPLAY_OPTIONS = ("capture", "n_captures", "step_ms", "update", "seed", "weight_decay")
 
 
 def replay_by_name(

@@ -7,46 +7,63 @@
 namespace gradwire::gpu {
 
 inline constexpr u32 kPolynomial = 0x82F63B78u;  // reflected: bit 31 is x^0
-inline constexpr u64 kPieceBytes = 16384;        // of a payload to a block of threads
+inline constexpr u32 kOne = 0x80000000u, kToTheEight = 0x00800000u;
+inline constexpr u64 kPieceBytes = 16384;  // of a payload to a block of threads
 inline constexpr u32 kChecksumThreads = 256;
 
-// Not inlined: it would be unrolled at every call.
-__device__ __noinline__ u32 product_of(u32 a, u32 b) {
-  u32 product = 0;
+__device__ constexpr u32 product(u32 a, u32 b) {
+  u32 sum = 0;
   for (u32 bit = 0; bit < 32; ++bit) {
-    if (a >> (31 - bit) & 1) product ^= b;
+    if (a >> (31 - bit) & 1) sum ^= b;
     b = b >> 1 ^ (b & 1 ? kPolynomial : 0);
   }
-  return product;
+  return sum;
 }
+// Not inlined: it would be unrolled at every call.
+__device__ __noinline__ u32 product_of(u32 a, u32 b) { return product(a, b); }
 
-// x^(8 2^k), by k.
-__device__ const u32 kSquares[40] = {
-    0x00800000u, 0x00008000u, 0x82F63B78u, 0x6EA2D55Cu, 0x18B8EA18u, 0x510AC59Au, 0xB82BE955u, 0xB8FDB1E7u,
-    0x88E56F72u, 0x74C360A4u, 0xE4172B16u, 0x0D65762Au, 0x35D73A62u, 0x28461564u, 0xBF455269u, 0xE2EA32DCu,
-    0xFE7740E6u, 0xF946610Bu, 0x3C204F8Fu, 0x538586E3u, 0x59726915u, 0x734D5309u, 0xBC1AC763u, 0x7D0722CCu,
-    0xD289CABEu, 0xE94CA9BCu, 0x05B74F3Fu, 0xA51E1F42u, 0x40000000u, 0x20000000u, 0x08000000u, 0x00800000u,
-    0x00008000u, 0x82F63B78u, 0x6EA2D55Cu, 0x18B8EA18u, 0x510AC59Au, 0xB82BE955u, 0xB8FDB1E7u, 0x88E56F72u,
+struct ChecksumTables {
+  u32 powers[5][256];   // x^(8 i 256^k)
+  u32 shifted[4][256];  // byte k of a word, times x^(8 * 1024): past a word of each thread of a block
+  u32 bytes[256];       // a byte, times x^8
 };
+__device__ constexpr ChecksumTables checksum_tables() {
+  ChecksumTables tables{};
+  u32 base = kToTheEight;
+  for (u32 k = 0; k < 5; ++k) {
+    tables.powers[k][0] = kOne;
+    for (u32 i = 1; i < 256; ++i) tables.powers[k][i] = product(tables.powers[k][i - 1], base);
+    base = product(tables.powers[k][255], base);
+  }
+  const u32 past = tables.powers[1][4];
+  for (u32 i = 1; i < 256; ++i) {
+    const u32 lowest = i & (~i + 1), rest = i ^ lowest;
+    for (u32 k = 0; k < 4; ++k)
+      tables.shifted[k][i] = rest ? tables.shifted[k][rest] ^ tables.shifted[k][lowest] : product(i << 8 * k, past);
+    tables.bytes[i] = rest ? tables.bytes[rest] ^ tables.bytes[lowest] : product(i, kToTheEight);
+  }
+  return tables;
+}
+__device__ const ChecksumTables kChecksumTables = checksum_tables();
 
 // x^(8 n_bytes).
 __device__ inline u32 shift_by(u64 n_bytes) {
-  u32 result = 1u << 31;  // 1
-  for (u32 k = 0; n_bytes != 0; ++k, n_bytes /= 2)
-    if (n_bytes & 1) result = product_of(result, kSquares[k]);
+  u32 result = kOne;
+  for (u32 k = 0; n_bytes != 0; ++k, n_bytes >>= 8) {
+    const u32 factor = kChecksumTables.powers[k][n_bytes & 0xFF];
+    result = result == kOne ? factor : factor == kOne ? result : product_of(result, factor);
+  }
   return result;
 }
 
 struct ChecksumShared {
-  u32 table[256];
+  u32 shifted[4][256];
   u32 warps[kChecksumThreads / kWarp];
 };
 
 // For all threads of a block of kChecksumThreads.
 __device__ inline void fill_checksum_table(ChecksumShared& shared) {
-  u32 word = threadIdx.x;
-  for (u32 bit = 0; bit < 8; ++bit) word = word >> 1 ^ (word & 1 ? kPolynomial : 0);
-  shared.table[threadIdx.x] = word;
+  for (u32 k = 0; k < 4; ++k) shared.shifted[k][threadIdx.x] = kChecksumTables.shifted[k][threadIdx.x];
   __syncthreads();
 }
 
@@ -62,29 +79,50 @@ __device__ inline u32 xor_over_block(u32 word, ChecksumShared& shared) {
   return all;
 }
 
-// Of any bytes; thread 0 has it. Every thread takes as many neighbours, counted from the end.
+// Of any bytes; thread 0 has it. Threads take words in turn, the last one the last whole word, behind words of zeros;
+// what is left behind that is thread 0's.
 __device__ inline u32 checksum_of_piece(const u8* bytes, u64 n_bytes, ChecksumShared& shared) {
-  u64 each = kPieceBytes / kChecksumThreads;
-  while (each * kChecksumThreads < n_bytes) each *= 2;
-  const u64 after = (kChecksumThreads - 1 - threadIdx.x) * each;
-  const u64 end = n_bytes > after ? n_bytes - after : 0, begin = end > each ? end - each : 0;
+  constexpr u32 kBatch = 4;
+  const u32 before = static_cast<u32>(reinterpret_cast<u64>(bytes) % 4);
+  const u32* const words = reinterpret_cast<const u32*>(bytes - before);
+  const u64 n_words = (before + n_bytes) / 4, n_taken = parts_of(n_words, kBatch * kChecksumThreads) * kBatch;
+  const u64 n_zeros = n_taken * kChecksumThreads - n_words;
   u32 sum = 0;
-  for (u64 i = begin; i < end; ++i) sum = sum >> 8 ^ shared.table[(sum ^ bytes[i]) & 0xFF];
-  return xor_over_block(product_of(sum, shift_by(after)), shared);
+  for (u64 at = threadIdx.x; at < n_taken * kChecksumThreads; at += kBatch * kChecksumThreads) {
+    u32 own[kBatch];
+    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
+      const u64 i = at + q * kChecksumThreads;
+      own[q] = i < n_zeros ? 0 : words[i - n_zeros];
+      if (i == n_zeros) own[q] &= ~0u << 8 * before;
+    }
+    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) sum =
+        own[q] ^ shared.shifted[0][sum & 0xFF] ^ shared.shifted[1][sum >> 8 & 0xFF] ^
+        shared.shifted[2][sum >> 16 & 0xFF] ^ shared.shifted[3][sum >> 24];
+  }
+  sum = xor_over_block(product_of(sum, shift_by(4 * (kChecksumThreads - threadIdx.x))), shared);
+  if (threadIdx.x == 0)
+    for (u64 i = n_words == 0 ? 0 : 4 * n_words - before; i < n_bytes; ++i)
+      sum = sum >> 8 ^ kChecksumTables.bytes[(sum ^ bytes[i]) & 0xFF];
+  return sum;
+}
+
+// With the complement that all begins with, and without the one at the end: of what comes behind bytes of this
+// checksum.
+__device__ inline u32 checksum_behind(u32 before, u32 own, u64 n_own) {
+  return n_own == 0 ? before : own ^ product_of(before, shift_by(n_own));
 }
 
 // Of two stretches of bytes, with both complements; thread 0 has it.
 __device__ inline u32 checksum_of_both(const u8* first, u64 n_first, const u8* second, u64 n_second,
                                        ChecksumShared& shared) {
-  const u32 a = checksum_of_piece(first, n_first, shared), b = checksum_of_piece(second, n_second, shared);
-  if (threadIdx.x != 0) return 0;
-  return b ^ product_of(a, shift_by(n_second)) ^ product_of(~0u, shift_by(n_first + n_second)) ^ ~0u;
+  const u32 a = checksum_of_piece(first, n_first, shared);
+  const u32 b = n_second == 0 ? 0 : checksum_of_piece(second, n_second, shared);
+  return threadIdx.x == 0 ? ~checksum_behind(checksum_behind(~0u, a, n_first), b, n_second) : 0;
 }
 
 // Of a header and its payload, with both complements, from the sums of the payload's pieces; thread 0 has it.
 __device__ inline u32 checksum_of_message(const u8* header, u32 header_bytes, u64 payload_bytes, const u32* pieces,
                                           ChecksumShared& shared) {
-  const u64 n_bytes = header_bytes + payload_bytes;
   u32 sum = 0;
   for (u64 piece = threadIdx.x; piece * kPieceBytes < payload_bytes; piece += kChecksumThreads) {
     const u64 end = smaller((piece + 1) * kPieceBytes, payload_bytes);
@@ -92,8 +130,7 @@ __device__ inline u32 checksum_of_message(const u8* header, u32 header_bytes, u6
   }
   const u32 payload = xor_over_block(sum, shared);
   const u32 head = checksum_of_piece(header, header_bytes, shared);
-  if (threadIdx.x != 0) return 0;
-  return payload ^ product_of(head, shift_by(payload_bytes)) ^ product_of(~0u, shift_by(n_bytes)) ^ ~0u;
+  return threadIdx.x == 0 ? ~checksum_behind(checksum_behind(~0u, head, header_bytes), payload, payload_bytes) : 0;
 }
 
 }  // namespace gradwire::gpu

@@ -8,12 +8,28 @@
 
 #if defined(__CUDACC__)
 #define GW_EMULATED 0
+#define GW_UNROLLED _Pragma("unroll")
 #define GW_KERNEL(name, Parameters) extern "C" __global__ void name(const Parameters p)
 #else
 #define GW_EMULATED 1
+#define GW_UNROLLED
 #define GW_KERNEL(name, Parameters) inline void name(const Parameters& p)
 #include "emulation.hpp"
 #endif
+
+// A kernel whose code is made for each dtype, which `member` of its parameters says: inside, the compiler knows it.
+#define GW_KERNEL_BY_DTYPE(name, Parameters, member)              \
+  __device__ __forceinline__ void name##_of(const Parameters& p); \
+  GW_KERNEL(name, Parameters) {                                   \
+    Parameters own = p;                                           \
+    if (p.member == kFloat32)                                     \
+      own.member = kFloat32, name##_of(own);                      \
+    else if (p.member == kBfloat16)                               \
+      own.member = kBfloat16, name##_of(own);                     \
+    else                                                          \
+      own.member = kFloat16, name##_of(own);                      \
+  }                                                               \
+  __device__ __forceinline__ void name##_of(const Parameters& p)
 
 namespace gradwire::gpu {
 
@@ -48,6 +64,7 @@ __device__ __forceinline__ Number sum_of_lanes(Number own, u32 n = kWarp) {
   return own;
 }
 __device__ __forceinline__ u32 largest_of_lanes(u32 own, u32 n = kWarp) {
+  if (n == kWarp) return __reduce_max_sync(kWholeWarp, own);
   for (u32 lanes = 1; lanes < n; lanes *= 2) {
     const u32 other = __shfl_xor_sync(kWholeWarp, own, lanes);
     if (other > own) own = other;
@@ -69,12 +86,25 @@ __device__ __forceinline__ u64 last_up_to(const Item* items, u64 n, u64 Item::* 
   return low;
 }
 
-// Little-endian words at any address.
+// n / size and n % size of a power of two that is known at run time only.
+struct Power {
+  u32 shift;
+  __device__ __forceinline__ explicit Power(u32 size) : shift(31 - __clz(size)) {}
+  __device__ __forceinline__ u64 parts(u64 n) const { return n >> shift; }
+};
+
+// Little-endian words at any address, which is a word's as a rule.
+__device__ __forceinline__ bool is_word(const void* at) { return reinterpret_cast<u64>(at) % 4 == 0; }
 __device__ __forceinline__ u32 load32(const u8* at) {
+  if (is_word(at)) return *reinterpret_cast<const u32*>(at);
   return at[0] | static_cast<u32>(at[1]) << 8 | static_cast<u32>(at[2]) << 16 | static_cast<u32>(at[3]) << 24;
 }
 __device__ __forceinline__ u64 load64(const u8* at) { return load32(at) | static_cast<u64>(load32(at + 4)) << 32; }
 __device__ __forceinline__ void store32(u8* at, u32 word) {
+  if (is_word(at)) {
+    *reinterpret_cast<u32*>(at) = word;
+    return;
+  }
   for (u32 i = 0; i < 4; ++i) at[i] = static_cast<u8>(word >> 8 * i);
 }
 __device__ __forceinline__ void store64(u8* at, u64 word) {
@@ -135,16 +165,84 @@ __device__ __forceinline__ void put_bits(void* values, u32 dtype, u64 i, u32 bit
     static_cast<u16*>(values)[i] = static_cast<u16>(bits);
 }
 
-__device__ __forceinline__ float value_at(const void* values, u32 dtype, u64 i) {
-  const u32 bits = bits_at(values, dtype, i);
+// Values `first`, `first` + stride, ... before `end`, zeros behind it: all loads are under way before one is waited
+// for.
+template <u32 kBatch>
+__device__ __forceinline__ void load_bits(const void* values, u32 dtype, u64 first, u64 stride, u64 end,
+                                          u32 (&bits)[kBatch]) {
+  const u64 n = first < end ? end - first : 0;
+  if (dtype == kFloat32) {
+    const u32* const own = static_cast<const u32*>(values) + first;
+    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) bits[q] = q * stride < n ? own[q * stride] : 0;
+  } else {
+    const u16* const own = static_cast<const u16*>(values) + first;
+    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) bits[q] = q * stride < n ? own[q * stride] : 0;
+  }
+}
+__device__ __forceinline__ float value_of_bits(u32 dtype, u32 bits) {
   if (dtype == kFloat16) return float_of_half(static_cast<u16>(bits));
   return __uint_as_float(dtype == kBfloat16 ? bits << 16 : bits);
 }
+__device__ __forceinline__ float value_at(const void* values, u32 dtype, u64 i) {
+  return value_of_bits(dtype, bits_at(values, dtype, i));
+}
+__device__ __forceinline__ u32 bits_of_value(u32 dtype, float value) {
+  return dtype == kFloat32    ? __float_as_uint(value)
+         : dtype == kBfloat16 ? bfloat16_of_float(value)
+                              : half_of_float(value);
+}
 __device__ __forceinline__ void put_value(void* values, u32 dtype, u64 i, float value) {
-  if (dtype == kFloat32) return put_bits(values, dtype, i, __float_as_uint(value));
-  put_bits(values, dtype, i, dtype == kBfloat16 ? bfloat16_of_float(value) : half_of_float(value));
+  put_bits(values, dtype, i, bits_of_value(dtype, value));
 }
 
+// Not inlined: what a division comes to is long, and most have nothing to divide by.
+__device__ __noinline__ float quotient(float value, float divisor) { return value / divisor; }
+__device__ __forceinline__ float divided(float value, float divisor) {
+  return divisor == 1 ? value : quotient(value, divisor);
+}
+
+// Up to four neighbours, in one access where they lie as a whole.
+struct alignas(16) Four {
+  u32 words[4];
+};
+struct alignas(8) FourHalves {
+  u16 words[4];
+};
+template <class Whole>
+__device__ __forceinline__ bool is_whole_at(const void* at, u32 n) {
+  return n == 4 && reinterpret_cast<u64>(at) % sizeof(Whole) == 0;
+}
+template <class Whole, class Word>
+__device__ __forceinline__ void load_words(const Word* at, u32 n, u32 (&bits)[4]) {
+  if (is_whole_at<Whole>(at, n)) {
+    const Whole whole = *reinterpret_cast<const Whole*>(at);
+    GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[q] = whole.words[q];
+  } else {
+    GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[q] = q < n ? at[q] : 0;
+  }
+}
+template <class Whole, class Word>
+__device__ __forceinline__ void store_words(Word* at, u32 n, const u32 (&bits)[4]) {
+  if (is_whole_at<Whole>(at, n)) {
+    Whole whole;
+    GW_UNROLLED for (u32 q = 0; q < 4; ++q) whole.words[q] = static_cast<Word>(bits[q]);
+    *reinterpret_cast<Whole*>(at) = whole;
+  } else {
+    GW_UNROLLED for (u32 q = 0; q < 4; ++q) if (q < n) at[q] = static_cast<Word>(bits[q]);
+  }
+}
+__device__ __forceinline__ void load_four(const void* values, u32 dtype, u64 i, u32 n, u32 (&bits)[4]) {
+  if (dtype == kFloat32)
+    load_words<Four>(static_cast<const u32*>(values) + i, n, bits);
+  else
+    load_words<FourHalves>(static_cast<const u16*>(values) + i, n, bits);
+}
+__device__ __forceinline__ void store_four(void* values, u32 dtype, u64 i, u32 n, const u32 (&bits)[4]) {
+  if (dtype == kFloat32)
+    store_words<Four>(static_cast<u32*>(values) + i, n, bits);
+  else
+    store_words<FourHalves>(static_cast<u16*>(values) + i, n, bits);
+}
 // Devices and CPUs make NaNs of different bits; these are the CPU's of a message that is not finite.
 __device__ __forceinline__ float added(float a, float b) {
   const float sum = a + b;
@@ -168,7 +266,7 @@ __device__ __forceinline__ float fraction_of(u32 number) {
   return static_cast<float>(number >> 8) * 5.9604644775390625e-08f;
 }
 
-__device__ inline Drawn draw(u64 seed, u64 step, u64 counter) {
+__device__ __noinline__ Drawn draw(u64 seed, u64 step, u64 counter) {
   u32 a = static_cast<u32>(counter), b = static_cast<u32>(counter >> 32);
   u32 c = static_cast<u32>(step), d = static_cast<u32>(step >> 32);
   u32 key0 = static_cast<u32>(seed), key1 = static_cast<u32>(seed >> 32);

@@ -1,6 +1,7 @@
 // Truncated-float and embedded-float messages (docs/format.md) on a device: what both share, which is their header, the
 // checksums of header and chunks, and values as words. The bytes of native/truncated_float and native/embedded_float.
-// The launches of a message stand in gradwire/codecs/floats.py; one launch serves several messages, each with blocks of its own.
+// The launches of a message stand in gradwire/codecs/floats.py; one launch serves several messages, each with blocks of
+// its own.
 #pragma once
 
 #include "checksum.hpp"
@@ -48,13 +49,16 @@ __device__ __forceinline__ bool is_exact(const Format& f) {
   return f.format == kNative && f.n_bits == kLayouts[f.dtype].width;
 }
 
+__device__ __forceinline__ u64 partitions_of(const Format& f, u64 n) {
+  return Power(f.partition).parts(n + f.partition - 1);
+}
 __device__ __forceinline__ u64 chunks_of(const Format& f) { return parts_of(f.n, kChunkValues); }
 __device__ __forceinline__ u64 entry_bytes(const Format& f) { return f.kind == kTruncated ? 4 : 8; }
 __device__ __forceinline__ u64 table_end(const Format& f) { return kBytesOfHeader + entry_bytes(f) * chunks_of(f); }
 // Of n values that begin at a chunk: scales or exponents, and then codes or planes.
 __device__ __forceinline__ u64 head_bytes(const Format& f, u64 n) {
   const u64 each = f.kind == kEmbedded ? 1 : has_scales(f) ? kScaleBytes : 0;
-  return each * parts_of(n, f.partition);
+  return each * partitions_of(f, n);
 }
 __device__ __forceinline__ u64 content_bytes(const Format& f, u64 n) {
   if (f.kind == kTruncated) return head_bytes(f, n) + parts_of(n * f.n_bits, 8);
@@ -72,17 +76,13 @@ __device__ __forceinline__ u64 marks_at(const Format& f) {
   return chunk_at(f, n_whole) + content_bytes(f, f.n % kChunkValues);
 }
 __device__ __forceinline__ u64 marks_bytes(const Format& f) {
-  return f.kind == kTruncated && !is_exact(f) ? parts_of(parts_of(f.n, f.partition), 8) : 0;
+  return f.kind == kTruncated && !is_exact(f) ? parts_of(partitions_of(f, f.n), 8) : 0;
 }
 
 // ---- values as words: of the float32 of equal value, or "raw": their own bits at the top
 
-__device__ __forceinline__ u32 raw_word(const void* values, u32 dtype, u64 i) {
-  return bits_at(values, dtype, i) << (dtype == kFloat32 ? 0 : 16);
-}
-__device__ __forceinline__ u32 float_word(const void* values, u32 dtype, u64 i) {
-  return dtype == kFloat16 ? __float_as_uint(value_at(values, dtype, i)) : raw_word(values, dtype, i);
-}
+__device__ __forceinline__ u32 raw_word(u32 dtype, u32 bits) { return dtype == kFloat32 ? bits : bits << 16; }
+__device__ __forceinline__ u32 float_word(u32 dtype, u32 bits) { return __float_as_uint(value_of_bits(dtype, bits)); }
 
 // A finite word as a raw one of the dtype: the nearest, at most the largest that is finite.
 __device__ __forceinline__ u32 narrowed_word(u32 dtype, u32 word) {
@@ -97,8 +97,8 @@ __device__ __forceinline__ u32 raw_nan(u32 dtype) { return dtype == kFloat16 ? 0
 
 // One of several messages that a launch serves.
 struct Row {
-  u64 first, at;  // its values, and its bytes, from those of the first message
-  u64 n, number;  // of its values; what it draws by is that much after the first step
+  u64 first, at;     // its values, and its bytes, from those of the first message
+  u64 n, number;     // of its values; what it draws by is that much after the first step
   u64 scale, chunk;  // its first ones among those of all messages
 };
 
@@ -108,11 +108,11 @@ struct Written {
   u32 adds;
 };
 
-// What was decoded, as a raw word; divided, or added to what is there.
-__device__ __forceinline__ void put_raw(const Written& to, u32 dtype, u64 i, u32 word) {
+// What was decoded, as a raw word; divided, or added to the bits that are there.
+__device__ __forceinline__ void put_raw(const Written& to, u32 dtype, u64 i, u32 word, u32 there) {
   if (!to.adds && to.divisor == 1) return put_bits(to.out, dtype, i, dtype == kFloat32 ? word : word >> 16);
   const float value = dtype == kFloat16 ? float_of_half(static_cast<u16>(word >> 16)) : __uint_as_float(word);
-  put_value(to.out, dtype, i, to.adds ? added(value, value_at(to.out, dtype, i)) : value / to.divisor);
+  put_value(to.out, dtype, i, to.adds ? added(value, value_of_bits(dtype, there)) : divided(value, to.divisor));
 }
 
 // ---- writing
@@ -146,11 +146,11 @@ __device__ __forceinline__ FloatEncode own_of(const FloatEncode& all) {
   p.format.n = row.n;
   return p;
 }
-// A kernel whose body sees its own message's parameters.
-#define GW_KERNEL_OF_ROWS(name, Parameters)                \
-  __device__ inline void name##_own(const Parameters& p);  \
-  GW_KERNEL(name, Parameters) { name##_own(own_of(p)); }   \
-  __device__ inline void name##_own(const Parameters& p)
+// A kernel whose body sees its own message's parameters, and which dtype it is of.
+#define GW_KERNEL_OF_ROWS(name, Parameters)                                     \
+  __device__ __forceinline__ void name##_own(const Parameters& p);              \
+  GW_KERNEL_BY_DTYPE(name, Parameters, format.dtype) { name##_own(own_of(p)); } \
+  __device__ __forceinline__ void name##_own(const Parameters& p)
 
 // Its blocks, and their threads, are numbered from 0.
 template <class Parameters>
@@ -179,20 +179,28 @@ struct FloatShared {
   u32 found;
 };
 
-// A block a chunk.
-GW_KERNEL_OF_ROWS(gw_floats_seal_chunks, FloatEncode) {
+// What a block makes: one chunk. Its warps take what it consists of in turn.
+struct Chunk {
+  u64 index, first;  // value
+  u32 n, n_partitions;
+  u8 *at, *codes;  // scales or exponents, and then codes or planes
+};
+__device__ __forceinline__ Chunk chunk_of(const FloatEncode& p) {
+  const u64 index = block_of(p), n = values_in(p.format, index);
+  u8* const at = p.message + chunk_at(p.format, index);
+  return {index, index * kChunkValues,        static_cast<u32>(n), static_cast<u32>(partitions_of(p.format, n)),
+          at,    at + head_bytes(p.format, n)};
+}
+
+// By the block that has written it: its entry of the table. `found`: this thread has seen what is not finite.
+__device__ inline void seal_chunk(const FloatEncode& p, const Chunk& own, bool found) {
   FloatShared& shared = shared_as<FloatShared>();
   const Format& f = p.format;
-  if (block_of(p) >= chunks_of(f)) return;
-  const u64 chunk = block_of(p), n = values_in(f, chunk), n_partitions = parts_of(n, f.partition);
-  u8* const at = p.message + chunk_at(f, chunk);
+  const u64 chunk = own.index;
   if (threadIdx.x == 0) shared.found = 0;
   fill_checksum_table(shared.checksum);
-  u32 found = 0;
-  for (u64 i = threadIdx.x; i < n_partitions; i += blockDim.x)
-    found |= f.kind == kEmbedded ? at[i] == kRawExponent : p.scales[chunk * (kChunkValues / f.partition) + i] == 0;
   if (found) atomicOr(&shared.found, 1u);
-  const u32 sum = checksum_of_both(at, content_bytes(f, n), at, 0, shared.checksum);
+  const u32 sum = checksum_of_both(own.at, content_bytes(f, own.n), own.at, 0, shared.checksum);
   if (threadIdx.x != 0) return;
   u8* const entry = p.message + kBytesOfHeader + entry_bytes(f) * chunk;
   store32(entry, sum);
@@ -210,7 +218,13 @@ GW_KERNEL_OF_ROWS(gw_floats_seal, FloatEncode) {
   for (u64 chunk = threadIdx.x; chunk < chunks_of(f); chunk += blockDim.x) found |= p.chunk_flags[chunk];
   if (found) atomicOr(&shared.found, 1u);
   __syncthreads();
-  const u64 n_marks = shared.found ? marks_bytes(f) : 0;
+  const u64 n_marks = shared.found ? marks_bytes(f) : 0, n_partitions = partitions_of(f, f.n);
+  for (u64 byte = threadIdx.x; byte < n_marks; byte += blockDim.x) {
+    u32 marks = 0;
+    for (u64 bit = 0; bit < 8 && 8 * byte + bit < n_partitions; ++bit)
+      marks |= (p.scales[8 * byte + bit] == 0 ? 1u : 0u) << bit;
+    p.message[marks_at(f) + byte] = static_cast<u8>(marks);
+  }
   if (threadIdx.x == 0) {
     store32(p.message, f.kind == kEmbedded ? kEmbeddedMagic : kTruncatedMagic);
     store32(p.message + 4, f.version | f.dtype << 8 | f.format << 16 | f.n_bits << 24);
@@ -258,12 +272,12 @@ __device__ __forceinline__ bool is_whole(const FloatDecode& p) { return *p.error
 __device__ __forceinline__ bool is_flagged(const FloatDecode& p) { return p.message[18] & 1; }
 
 // One that adds up, or writes, what one source after the other has sent of the same values.
-#define GW_KERNEL_OF_SOURCES(name)                                                           \
-  __device__ inline void name##_own(const FloatDecode& p);                                   \
-  GW_KERNEL(name, FloatDecode) {                                                             \
-    for (u64 source = 0; source < p.n_sources; ++source) name##_own(own_of(p, source));      \
-  }                                                                                          \
-  __device__ inline void name##_own(const FloatDecode& p)
+#define GW_KERNEL_OF_SOURCES(name)                                                      \
+  __device__ __forceinline__ void name##_own(const FloatDecode& p);                     \
+  GW_KERNEL_BY_DTYPE(name, FloatDecode, format.dtype) {                                 \
+    for (u64 source = 0; source < p.n_sources; ++source) name##_own(own_of(p, source)); \
+  }                                                                                     \
+  __device__ __forceinline__ void name##_own(const FloatDecode& p)
 
 // One block.
 GW_KERNEL_OF_ROWS(gw_floats_check, FloatDecode) {
@@ -289,7 +303,7 @@ GW_KERNEL_OF_ROWS(gw_floats_read_chunks, FloatDecode) {
   ChecksumShared& shared = shared_as<ChecksumShared>();
   const Format& f = p.format;
   if (block_of(p) >= chunks_of(f)) return;
-  const u64 chunk = block_of(p), n = values_in(f, chunk), n_partitions = parts_of(n, f.partition);
+  const u64 chunk = block_of(p), n = values_in(f, chunk), n_partitions = partitions_of(f, n);
   const u8* const at = p.message + chunk_at(f, chunk);
   fill_checksum_table(shared);
   const u32 sum = checksum_of_both(at, content_bytes(f, n), at, 0, shared);
@@ -348,32 +362,59 @@ __device__ inline u32 rounded_exponent(u32 word, const Layout& layout, u32 n_bit
   return least(code + (fraction_of(number) * (up - down) < x - down), layout.largest >> (layout.width - n_bits));
 }
 
-__device__ inline u32 code_at(const FloatEncode& p, u64 i, u32 number) {
+// How a value becomes a code: its first bits; rounded among numbers of its own dtype; or of a format, to which it is
+// scaled: cut off, to numbers that have fewer bits of exponent, or to nearest and by chance.
+enum Way : u32 { kFirstBits, kOwnDtype, kCutOff, kFewExponents, kOfFormat };
+
+struct Rules {
+  Layout layout;
+  Way way;
+  bool is_random;
+};
+__device__ inline Rules rules_of(const FloatEncode& p) {
   const Format& f = p.format;
   const Layout layout = layout_of(f);
-  const u32 raw = raw_word(p.values, f.dtype, i), shift = 32 - f.n_bits, sign = (raw & kSign) >> shift;
+  const bool is_native = f.format == kNative, cuts_exponent = f.n_bits < 1 + layout.exponent_bits;
+  const Way way = is_exact(f) || (is_native && p.rounding == kTruncate) ? kFirstBits
+                  : is_native && !cuts_exponent                         ? kOwnDtype
+                  : p.rounding == kTruncate                             ? kCutOff
+                  : cuts_exponent                                       ? kFewExponents
+                                                                        : kOfFormat;
+  return {layout, way, p.rounding == kStochastic};
+}
+
+// Of a value's bits, whose partition has that scale: as a word, which is 0 for what is not finite, and what divides by
+// it.
+struct Scale {
+  u32 word;
+  float inverse;  // of powers of two, which FP4's are not
+};
+template <u32 kWay>
+__device__ __forceinline__ u32 code_of(const Format& f, const Rules& rules, u32 bits, Scale scale, u32 number) {
+  const Layout& layout = rules.layout;
+  const u32 raw = raw_word(f.dtype, bits), shift = 32 - f.n_bits, sign = (raw & kSign) >> shift;
   if (is_exact(f)) return raw >> shift;
-  const u32 scale = p.scales[i / f.partition];
-  if (scale == 0) return 0;
-  const bool is_random = p.rounding == kStochastic, is_native = f.format == kNative;
-  const bool cuts_exponent = f.n_bits < 1 + layout.exponent_bits;
-  if (is_native && p.rounding == kTruncate) return raw >> shift;
-  if (is_native && !cuts_exponent) {
-    const u32 magnitude = raw & kMagnitude, addend = addend_of(is_random, number, magnitude >> shift, shift);
+  if (scale.word == 0) return 0;
+  if (kWay == kFirstBits) return raw >> shift;
+  if (kWay == kOwnDtype) {
+    const u32 magnitude = raw & kMagnitude, addend = addend_of(rules.is_random, number, magnitude >> shift, shift);
     return least((magnitude + addend) >> shift, layout.largest >> (layout.width - f.n_bits)) | sign;
   }
-  u32 word = float_word(p.values, f.dtype, i);
-  if (!is_native) {  // subnormal values count as zero
-    const u32 normal = (word & kInfinity) == 0 ? word & kSign : word;
-    word = __float_as_uint(__uint_as_float(normal) / __uint_as_float(scale));
+  u32 word = float_word(f.dtype, bits);
+  if (f.format != kNative) {  // subnormal values count as zero
+    const float normal = __uint_as_float((word & kInfinity) == 0 ? word & kSign : word);
+    word = __float_as_uint(f.format == kFp4 ? quotient(normal, __uint_as_float(scale.word)) : normal * scale.inverse);
   }
-  if (p.rounding == kTruncate)
-    return rounded(word, layout, layout.mantissa_bits, false, 0) >> (layout.width - f.n_bits) | sign;
-  if (cuts_exponent) return rounded_exponent(word, layout, f.n_bits, is_random ? number : kSign) | sign;
-  return rounded(word, layout, f.n_bits - 1 - layout.exponent_bits, is_random, number) | sign;
+  if (kWay == kCutOff) return rounded(word, layout, layout.mantissa_bits, false, 0) >> (layout.width - f.n_bits) | sign;
+  if (kWay == kFewExponents) return rounded_exponent(word, layout, f.n_bits, rules.is_random ? number : kSign) | sign;
+  return rounded(word, layout, f.n_bits - 1 - layout.exponent_bits, rules.is_random, number) | sign;
 }
 
 // ---- writing
+
+__device__ __forceinline__ float inverse_of(const Format& f, u32 scale) {
+  return has_scales(f) && scale != 0 ? quotient(1, __uint_as_float(scale)) : 0;
+}
 
 // The number that the largest code stands for.
 __device__ inline float largest_number(const Format& f) {
@@ -386,45 +427,12 @@ __device__ inline u32 scale_for(u32 largest, const Format& f) {
   if (largest >= kInfinity) return 0;
   if (!has_scales(f)) return kUnitScale;
   if (largest >> 23 == 0) return kLeastScaleWord;
-  const u32 quotient = __float_as_uint(__uint_as_float(largest) / largest_number(f));
-  const u32 below = f.format == kFp4 ? 0xFFFFu : 0x7FFFFFu, scale = (quotient + below) & ~below;
+  const u32 ratio = __float_as_uint(quotient(__uint_as_float(largest), largest_number(f)));
+  const u32 below = f.format == kFp4 ? 0xFFFFu : 0x7FFFFFu, scale = (ratio + below) & ~below;
   return scale > kLeastScaleWord ? scale : kLeastScaleWord;
 }
 
-// The largest magnitude of a partition, by a warp; all its threads have it.
-__device__ inline u32 largest_of_partition(const FloatEncode& p, u64 begin, u64 end) {
-  u32 largest = 0;
-  for (u64 i = begin + threadIdx.x % kWarp; i < end; i += kWarp) {
-    const u32 magnitude = float_word(p.values, p.format.dtype, i) & kMagnitude;
-    if (magnitude > largest) largest = magnitude;
-  }
-  return largest_of_lanes(largest);
-}
-
-// A warp a partition.
-GW_KERNEL_OF_ROWS(gw_truncated_scales, FloatEncode) {
-  const Format& f = p.format;
-  for (u64 partition = thread_of(p) / kWarp; partition * f.partition < f.n; partition += threads_of(p) / kWarp) {
-    const u64 begin = partition * f.partition;
-    const u32 largest = largest_of_partition(p, begin, smaller(begin + f.partition, f.n));
-    if (threadIdx.x % kWarp != 0) continue;
-    const u32 scale = is_exact(f) ? kUnitScale : scale_for(largest, f);
-    p.scales[partition] = scale;
-    if (!has_scales(f)) continue;
-    const u64 chunk = begin / kChunkValues, own = partition - chunk * (kChunkValues / f.partition);
-    u8* const at = p.message + chunk_at(f, chunk) + kScaleBytes * own;
-    const u32 sent = (scale == 0 ? kUnitScale : scale) >> 16;
-    at[0] = static_cast<u8>(sent);
-    at[1] = static_cast<u8>(sent >> 8);
-  }
-}
-
-// Where the codes of a block of 256 values begin, or those of the values past the last one.
-__device__ __forceinline__ u64 codes_at(const Format& f, u64 block) {
-  const u64 chunk = block / (kChunkValues / kBlockValues), own = block % (kChunkValues / kBlockValues);
-  // Behind all whole chunks, where no values are left, there may be no chunk: nobody asks for its codes.
-  return chunk_at(f, chunk) + head_bytes(f, values_in(f, chunk)) + own * (kBlockValues / 8) * f.n_bits;
-}
+inline constexpr u32 kThreadValues = kBlockValues / kStreams, kUnitValues = kWarp * kThreadValues;
 
 // `Drawn::number` of a q that is known at run time only: chosen, as registers have no index.
 __device__ __forceinline__ u32 number_of(const Drawn& drawn, u32 q) {
@@ -433,19 +441,26 @@ __device__ __forceinline__ u32 number_of(const Drawn& drawn, u32 q) {
   return q % 2 == 0 ? word : word << 16 | word >> 16;
 }
 
-// A stream of a whole block, its words 32 bytes apart.
-__device__ inline void pack_stream(const FloatEncode& p, u64 block, u32 stream) {
+// A stream of a whole block from that value on, its words 32 bytes apart.
+template <u32 kWay>
+__device__ __forceinline__ void pack_stream(const FloatEncode& p, const Rules& rules, u64 first, u8* at) {
   const Format& f = p.format;
-  u8* at = p.message + codes_at(f, block) + 4 * stream;
+  const Power partition(f.partition);
   u64 window = 0;
   u32 n_window = 0;
+  Drawn drawn{{0, 0, 0, 0}};
   for (u32 group = 0; group < 4; ++group) {
+    const u64 value = first + 64 * group;
+    u32 bits[8];
+    load_bits(p.values, f.dtype, value, kStreams, f.n, bits);
     // The eight numbers of a counter are those of eight neighbours in a stream.
-    Drawn drawn{{0, 0, 0, 0}};
-    if (p.rounding == kStochastic) drawn = draw(p.seed, p.step, 32 * block + 8 * group + stream);
-    for (u32 q = 0; q < 8; ++q) {
-      const u64 i = block * kBlockValues + 64 * group + 8 * q + stream;
-      window |= static_cast<u64>(code_at(p, i, number_of(drawn, q))) << n_window;
+    if (rules.is_random) drawn = draw(p.seed, p.step, value / 64 * 8 + value % 8);
+    const u32 words[2] = {p.scales[partition.parts(value)], p.scales[partition.parts(value + 32)]};
+    const float inverse = inverse_of(f, words[0]);
+    const float inverses[2] = {inverse, f.partition == 32 ? inverse_of(f, words[1]) : inverse};
+    GW_UNROLLED for (u32 q = 0; q < 8; ++q) {
+      const u32 code = code_of<kWay>(f, rules, bits[q], {words[q / 4], inverses[q / 4]}, drawn.number(q));
+      window |= static_cast<u64>(code) << n_window;
       n_window += f.n_bits;
       if (n_window < 32) continue;
       store32(at, static_cast<u32>(window));
@@ -456,42 +471,122 @@ __device__ inline void pack_stream(const FloatEncode& p, u64 block, u32 stream) 
   }
 }
 
-// A byte of the codes past the last whole block, which are one stream.
-__device__ inline u8 byte_of_rest(const FloatEncode& p, u64 begin, u64 byte) {
-  const u32 k = p.format.n_bits;
-  u32 bits = 0;
-  for (u64 i = 8 * byte / k; i * k < 8 * byte + 8 && begin + i < p.format.n; ++i) {
-    const u64 at = begin + i, group = at / 64;
-    u32 number = 0;
-    if (p.rounding == kStochastic)
-      number = number_of(draw(p.seed, p.step, 8 * group + at % 8), static_cast<u32>(at % 64 / 8));
-    const u64 code = code_at(p, at, number);
-    bits |= static_cast<u32>(i * k < 8 * byte ? code >> (8 * byte - i * k) : code << (i * k - 8 * byte));
+__device__ inline u32 code_of(const FloatEncode& p, const Rules& rules, u64 i) {
+  const Format& f = p.format;
+  const u32 word = p.scales[Power(f.partition).parts(i)], bits = bits_at(p.values, f.dtype, i);
+  const Scale scale{word, inverse_of(f, word)};
+  u32 number = 0;
+  if (rules.is_random) number = number_of(draw(p.seed, p.step, i / 64 * 8 + i % 8), static_cast<u32>(i % 64 / 8));
+  switch (rules.way) {
+    case kFirstBits:
+      return code_of<kFirstBits>(f, rules, bits, scale, number);
+    case kOwnDtype:
+      return code_of<kOwnDtype>(f, rules, bits, scale, number);
+    case kCutOff:
+      return code_of<kCutOff>(f, rules, bits, scale, number);
+    case kFewExponents:
+      return code_of<kFewExponents>(f, rules, bits, scale, number);
+    default:
+      return code_of<kOfFormat>(f, rules, bits, scale, number);
   }
-  return static_cast<u8>(bits);
+}
+
+// The codes past a chunk's last whole block, which are one stream: a thread makes a byte.
+__device__ __forceinline__ void pack_rest(const FloatEncode& p, const Rules& rules, const Chunk& own) {
+  const u32 k = p.format.n_bits, n_whole = own.n / kBlockValues * kBlockValues, n = own.n - n_whole;
+  for (u32 byte = threadIdx.x; 8 * byte < n * k; byte += blockDim.x) {
+    u32 bits = 0;
+    for (u32 i = 8 * byte / k; i * k < 8 * byte + 8 && i < n; ++i) {
+      const u64 code = code_of(p, rules, own.first + n_whole + i);
+      bits |= static_cast<u32>(i * k < 8 * byte ? code >> (8 * byte - i * k) : code << (i * k - 8 * byte));
+    }
+    own.codes[n_whole / 8 * k + byte] = static_cast<u8>(bits);
+  }
+}
+
+// The scales of a block's values, by eight threads that have a stream each; written by the first of those of a
+// partition, which is some 32s of them, or up to four blocks. Returns whether one is not finite.
+__device__ __forceinline__ bool choose_scales(const FloatEncode& p, const Chunk& own, u32 first) {
+  const Format& f = p.format;
+  const Power partition(f.partition);
+  u32 bits[kThreadValues], largest[kStreams];
+  load_bits(p.values, f.dtype, own.first + first + threadIdx.x % kStreams, kStreams, own.first + own.n, bits);
+  GW_UNROLLED for (u32 c = 0; c < kStreams; ++c) {
+    largest[c] = 0;
+    GW_UNROLLED for (u32 j = 4 * c; j < 4 * c + 4; ++j) {
+      const u32 magnitude = float_word(f.dtype, bits[j]) & kMagnitude;
+      if (magnitude > largest[c]) largest[c] = magnitude;
+    }
+  }
+  GW_UNROLLED for (u32 step = kStreams / 2; step > 0; step /= 2)  // into the first of those that share a scale
+      GW_UNROLLED for (u32 c = 0; c < kStreams; ++c) if (32 * step < f.partition && !(c & step) &&
+                                                         largest[c | step] > largest[c]) largest[c] = largest[c | step];
+  const u32 n_lanes = f.partition > kBlockValues ? f.partition / kThreadValues : kStreams;
+  bool found = false;
+  GW_UNROLLED for (u32 c = 0; c < kStreams; ++c) {
+    const u32 at = first + 32 * c;
+    if (32 * c & (f.partition - 1)) continue;
+    const u32 most = largest_of_lanes(largest[c], n_lanes), scale = is_exact(f) ? kUnitScale : scale_for(most, f);
+    found |= scale == 0;
+    if (threadIdx.x % kStreams != 0 || at >= own.n || at & (f.partition - 1)) continue;
+    const u32 index = static_cast<u32>(partition.parts(at)), sent = (scale == 0 ? kUnitScale : scale) >> 16;
+    p.scales[partition.parts(own.first) + index] = scale;
+    if (!has_scales(f)) continue;
+    own.at[kScaleBytes * index] = static_cast<u8>(sent);
+    own.at[kScaleBytes * index + 1] = static_cast<u8>(sent >> 8);
+  }
+  return found;
+}
+
+// Where the blocks of this thread begin: a warp takes four at once, and a thread a stream of one.
+template <class Work>
+__device__ __forceinline__ void for_blocks(const Chunk& own, Work work) {
+  for (u32 unit = threadIdx.x / kWarp * kUnitValues; unit < own.n; unit += blockDim.x * kThreadValues)
+    work(unit + threadIdx.x % kWarp / kStreams * kBlockValues);
+}
+
+template <u32 kWay>
+__device__ __forceinline__ void pack_blocks(const FloatEncode& p, const Rules& rules, const Chunk& own) {
+  const u32 stream = threadIdx.x % kStreams;
+  for_blocks(own, [&](u32 first) {
+    if (first + kBlockValues <= own.n)
+      pack_stream<kWay>(p, rules, own.first + first + stream, own.codes + first / 8 * p.format.n_bits + 4 * stream);
+  });
 }
 
 GW_KERNEL_OF_ROWS(gw_truncated_pack, FloatEncode) {
-  const Format& f = p.format;
-  const u64 n_blocks = f.n / kBlockValues, begin = n_blocks * kBlockValues;
-  for (u64 i = thread_of(p); i < n_blocks * kStreams; i += threads_of(p))
-    pack_stream(p, i / kStreams, static_cast<u32>(i % kStreams));
-  for (u64 byte = thread_of(p); byte < parts_of((f.n - begin) * f.n_bits, 8); byte += threads_of(p))
-    p.message[codes_at(f, n_blocks) + byte] = byte_of_rest(p, begin, byte);
-  for (u64 byte = thread_of(p); byte < marks_bytes(f); byte += threads_of(p)) {
-    u32 marks = 0;
-    for (u64 bit = 0; bit < 8 && (8 * byte + bit) * f.partition < f.n; ++bit)
-      marks |= (p.scales[8 * byte + bit] == 0 ? 1u : 0u) << bit;
-    p.message[marks_at(f) + byte] = static_cast<u8>(marks);
+  if (block_of(p) >= chunks_of(p.format)) return;
+  const Chunk own = chunk_of(p);
+  const Rules rules = rules_of(p);
+  bool found = false;
+  for_blocks(own, [&](u32 first) { found |= choose_scales(p, own, first); });
+  __syncthreads();
+  switch (rules.way) {
+    case kFirstBits:
+      pack_blocks<kFirstBits>(p, rules, own);
+      break;
+    case kOwnDtype:
+      pack_blocks<kOwnDtype>(p, rules, own);
+      break;
+    case kCutOff:
+      pack_blocks<kCutOff>(p, rules, own);
+      break;
+    case kFewExponents:
+      pack_blocks<kFewExponents>(p, rules, own);
+      break;
+    default:
+      pack_blocks<kOfFormat>(p, rules, own);
   }
+  pack_rest(p, rules, own);
+  __syncthreads();
+  seal_chunk(p, own, found);
 }
 
 // ---- reading
 
-__device__ inline u32 word_of_code(const Format& f, u32 code, u32 scale) {
+__device__ __forceinline__ u32 word_of_code(const Format& f, const Layout& layout, u32 code, u32 scale) {
   const u32 shift = 32 - f.n_bits;
   if (f.format == kNative) return code << shift;
-  const Layout layout = layout_of(f);
   const u32 sign_bit = 1u << (f.n_bits - 1), magnitude = (code & (sign_bit - 1)) << (layout.width - f.n_bits);
   float value = __uint_as_float((magnitude << (23 - layout.mantissa_bits)) + ((127 - layout.bias) << 23));
   if (magnitude >> layout.mantissa_bits == 0)  // in units of the smallest subnormal number
@@ -500,18 +595,29 @@ __device__ inline u32 word_of_code(const Format& f, u32 code, u32 scale) {
   return narrowed_word(f.dtype, least(scaled, 0x7F7FFFFFu) | (code & sign_bit) << shift);
 }
 
-__device__ inline void put_code(const FloatDecode& p, bool is_right, u64 i, u32 code) {
+// Of a value's partition; 0 where it is not finite, or the message is not whole.
+__device__ inline u32 scale_of(const FloatDecode& p, bool is_right, u64 i) {
+  if (!is_right) return 0;
+  const Power partition(p.format.partition);
+  const u64 chunk = i / kChunkValues, index = partition.parts(i);
+  if (is_flagged(p) && (p.message[marks_at(p.format) + index / 8] >> index % 8 & 1)) return 0;
+  if (!has_scales(p.format)) return kUnitScale;
+  const u8* const at = p.message + chunk_at(p.format, chunk) + kScaleBytes * partition.parts(i % kChunkValues);
+  return static_cast<u32>(at[0] | at[1] << 8) << 16;
+}
+
+// `there`: the bits that it may be added to.
+__device__ __forceinline__ void put_code(const FloatDecode& p, const Layout& layout, u64 i, u32 code, u32 scale,
+                                         u32 there) {
   const Format& f = p.format;
-  const u64 partition = i / f.partition, chunk = i / kChunkValues;
-  const bool is_marked = is_right && is_flagged(p) && (p.message[marks_at(f) + partition / 8] >> partition % 8 & 1);
-  u32 word = raw_nan(f.dtype);
-  if (is_right && !is_marked) {
-    const u8* const at =
-        p.message + chunk_at(f, chunk) + kScaleBytes * (partition - chunk * (kChunkValues / f.partition));
-    const u32 scale = has_scales(f) ? static_cast<u32>(at[0] | at[1] << 8) << 16 : kUnitScale;
-    word = word_of_code(f, code, scale);
-  }
-  put_raw(p.to, f.dtype, i, word);
+  put_raw(p.to, f.dtype, i, scale != 0 ? word_of_code(f, layout, code, scale) : raw_nan(f.dtype), there);
+}
+
+// Where the codes of a block of 256 values begin, or those of the values past the last one.
+__device__ __forceinline__ u64 codes_at(const Format& f, u64 block) {
+  const u64 chunk = block / (kChunkValues / kBlockValues), own = block % (kChunkValues / kBlockValues);
+  // Behind all whole chunks, where no values are left, there may be no chunk: nobody asks for its codes.
+  return chunk_at(f, chunk) + head_bytes(f, values_in(f, chunk)) + own * (kBlockValues / 8) * f.n_bits;
 }
 
 GW_KERNEL_OF_SOURCES(gw_truncated_unpack) {
@@ -519,20 +625,27 @@ GW_KERNEL_OF_SOURCES(gw_truncated_unpack) {
   const bool is_right = is_whole(p);
   const u32 k = f.n_bits, mask = k == 32 ? ~0u : (1u << k) - 1;
   const u64 n_blocks = f.n / kBlockValues, begin = n_blocks * kBlockValues;
+  const Layout layout = layout_of(f);
   for (u64 own = thread_of(p); own < n_blocks * kStreams; own += threads_of(p)) {
-    const u64 block = own / kStreams, stream = own % kStreams;
-    const u8* at = p.message + codes_at(f, block) + 4 * stream;
+    const u64 block = own / kStreams, first = block * kBlockValues + own % kStreams;
+    const u8* at = p.message + codes_at(f, block) + 4 * (own % kStreams);
     u64 window = 0;
-    u32 n_window = 0;
-    for (u32 j = 0; j < 32; ++j) {
-      if (n_window < k) {
-        window |= static_cast<u64>(load32(at)) << n_window;
-        at += 4 * kStreams;
-        n_window += 32;
+    u32 n_window = 0, there[8]{}, scales[2];
+    for (u32 group = 0; group < 4; ++group) {
+      const u64 value = first + 64 * group;
+      if (p.to.adds) load_bits(p.to.out, f.dtype, value, kStreams, f.n, there);
+      scales[0] = scale_of(p, is_right, value);
+      scales[1] = f.partition == 32 ? scale_of(p, is_right, value + 32) : scales[0];
+      GW_UNROLLED for (u32 q = 0; q < 8; ++q) {
+        if (n_window < k) {
+          window |= static_cast<u64>(load32(at)) << n_window;
+          at += 4 * kStreams;
+          n_window += 32;
+        }
+        put_code(p, layout, value + kStreams * q, static_cast<u32>(window) & mask, scales[q / 4], there[q]);
+        window >>= k;
+        n_window -= k;
       }
-      put_code(p, is_right, block * kBlockValues + kStreams * j + stream, static_cast<u32>(window) & mask);
-      window >>= k;
-      n_window -= k;
     }
   }
   for (u64 i = thread_of(p); i < f.n - begin; i += threads_of(p)) {
@@ -540,28 +653,39 @@ GW_KERNEL_OF_SOURCES(gw_truncated_unpack) {
     u64 bits = 0;
     for (u64 byte = i * k / 8; 8 * byte < (i + 1) * k; ++byte)
       bits |= static_cast<u64>(from[byte]) << 8 * (byte - i * k / 8);
-    put_code(p, is_right, begin + i, static_cast<u32>(bits >> i * k % 8) & mask);
+    const u32 there = p.to.adds ? bits_at(p.to.out, f.dtype, begin + i) : 0;
+    put_code(p, layout, begin + i, static_cast<u32>(bits >> i * k % 8) & mask, scale_of(p, is_right, begin + i), there);
   }
 }
 
 // ---- embedded: a shared exponent a partition, sign and magnitude in bit planes. Messages with the first 2 to 31 bits,
-// which have no escapes. A warp works on a partition: 32 values to a word of each plane.
+// which have no escapes.
 
-// A partition's values, where its exponent is, and its planes.
-struct Partition {
-  u64 begin, n, exponent_at, planes_at;
-  __device__ __forceinline__ u64 plane_bytes() const { return parts_of(n, 8); }
-};
+// A warp takes 256 values of a partition at once, a thread eight of them; or all of a smaller one. Four planes of
+// theirs are nibbles of a word a thread, which the transposition of a warp's words turns into words of planes, and
+// back.
+inline constexpr u32 kGroups = 8;
 
-__device__ inline Partition partition_at(const Format& f, u64 index) {
-  const u64 begin = index * f.partition, chunk = begin / kChunkValues, first = begin - chunk * kChunkValues;
-  const u64 at = chunk_at(f, chunk);
-  return {begin, smaller(f.partition, f.n - begin), at + first / f.partition,
-          at + head_bytes(f, values_in(f, chunk)) + first / 8 * f.n_bits};
+// Bit `lane` of word i becomes bit i of word `lane`; words of a warp's threads.
+__device__ __forceinline__ u32 transposed(u32 word) {
+  u32 mask = 0xFFFFu;
+  GW_UNROLLED for (u32 step = 16; step > 0; step /= 2, mask ^= mask << step) {
+    const u32 other = __shfl_xor_sync(kWholeWarp, word, step);
+    word = threadIdx.x & step ? (word & ~mask) | (other >> step & mask) : (word & mask) | (other & mask) << step;
+  }
+  return word;
 }
 
-// The plane of a lane counts from the least significant bit, so that a ballot over lanes is a code.
-__device__ __forceinline__ bool has_plane(const Format& f, u32 lane) { return lane >= 32 - f.n_bits; }
+// Where the words of four planes lie: those of one thread each, after or before their transposition.
+struct PlaneWord {
+  u32 plane;          // counted from the sign
+  u32 byte, n_bytes;  // of the plane; 0 where there is none
+};
+__device__ __forceinline__ PlaneWord plane_word(const Format& f, u32 planes, u32 first, u32 n_values) {
+  const u32 lane = threadIdx.x % kWarp, plane = planes + 3 - lane % 4, byte = (first + lane / 4 * kWarp) / 8;
+  const u32 n_bytes = (n_values + 7) / 8;
+  return {plane, byte, plane < f.n_bits && byte < n_bytes ? least(4, n_bytes - byte) : 0};
+}
 
 // Sign, and below it the magnitude in units of 2^(exponent - 157), or its root in units of 2^-31.
 __device__ __forceinline__ u32 embedded_code(const Format& f, u32 word, u32 exponent) {
@@ -571,32 +695,53 @@ __device__ __forceinline__ u32 embedded_code(const Format& f, u32 word, u32 expo
   return (word & kSign) | significand >> least(own == 0 ? 31 : distance >> 1, 31);
 }
 
-GW_KERNEL_OF_ROWS(gw_embedded_pack, FloatEncode) {
+// A partition from value `begin` of its chunk on. Returns whether its values are finite.
+__device__ inline bool pack_partition(const FloatEncode& p, const Chunk& own, u32 begin) {
   const Format& f = p.format;
-  const u32 lane = threadIdx.x % kWarp;
-  for (u64 index = thread_of(p) / kWarp; index * f.partition < f.n; index += threads_of(p) / kWarp) {
-    const Partition own = partition_at(f, index);
-    const u32 largest = largest_of_partition(p, own.begin, own.begin + own.n) >> 23;
-    const u32 exponent = largest > kLeastExponent ? largest : kLeastExponent;
-    if (lane == 0) p.message[own.exponent_at] = static_cast<u8>(exponent);
-    u8* const plane = p.message + own.planes_at + (31 - lane) * own.plane_bytes();
-    for (u64 first = 0; first < own.n; first += kWarp) {
-      u32 code = 0;
-      if (first + lane < own.n) {
-        const u64 i = own.begin + first + lane;
-        code = exponent == kRawExponent ? raw_word(p.values, f.dtype, i)
-                                        : embedded_code(f, float_word(p.values, f.dtype, i), exponent);
-      }
-      u32 word = 0;
-      for (u32 bit = 32 - f.n_bits; bit < 32; ++bit) {
-        const u32 bits = __ballot_sync(kWholeWarp, code >> bit & 1);
-        if (bit == lane) word = bits;
-      }
-      if (!has_plane(f, lane)) continue;
-      for (u64 byte = first / 8; byte < smaller(first / 8 + 4, own.plane_bytes()); ++byte)
-        plane[byte] = static_cast<u8>(word >> 8 * (byte - first / 8));
+  const u32 lane = threadIdx.x % kWarp, n = least(f.partition, own.n - begin), slab = kGroups * kWarp;
+  const u64 first = own.first + begin + lane, end = own.first + begin + n;
+  u32 bits[kGroups], largest = 0;
+  for (u32 at = 0; at < n; at += slab) {
+    load_bits(p.values, f.dtype, first + at, kWarp, end, bits);
+    GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) {
+      const u32 magnitude = float_word(f.dtype, bits[g]) & kMagnitude;
+      if (magnitude > largest) largest = magnitude;
     }
   }
+  largest = largest_of_lanes(largest) >> 23;
+  const u32 exponent = largest > kLeastExponent ? largest : kLeastExponent;
+  if (lane == 0) own.at[Power(f.partition).parts(begin)] = static_cast<u8>(exponent);
+  u8* const planes = own.codes + begin / 8 * f.n_bits;
+  for (u32 at = 0; at < n; at += slab) {
+    if (n > slab) load_bits(p.values, f.dtype, first + at, kWarp, end, bits);
+    u32 codes[kGroups];
+    GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) {
+      const bool is_raw = exponent == kRawExponent;
+      codes[g] = is_raw ? raw_word(f.dtype, bits[g]) : embedded_code(f, float_word(f.dtype, bits[g]), exponent);
+      if (at + g * kWarp + lane >= n) codes[g] = 0;
+    }
+    for (u32 four = 0; four < f.n_bits; four += 4) {
+      u32 word = 0;
+      GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) word |= (codes[g] << four >> 28) << 4 * g;
+      word = transposed(word);
+      const PlaneWord to = plane_word(f, four, at, n);
+      u8* const place = planes + to.plane * ((n + 7) / 8) + to.byte;
+      if (to.n_bytes == 4)
+        store32(place, word);
+      else
+        for (u32 byte = 0; byte < to.n_bytes; ++byte) place[byte] = static_cast<u8>(word >> 8 * byte);
+    }
+  }
+  return exponent != kRawExponent;
+}
+
+GW_KERNEL_OF_ROWS(gw_embedded_pack, FloatEncode) {
+  if (block_of(p) >= chunks_of(p.format)) return;
+  const Chunk own = chunk_of(p);
+  bool found = false;
+  for (u32 index = threadIdx.x / kWarp; index < own.n_partitions; index += blockDim.x / kWarp)
+    found |= !pack_partition(p, own, index * p.format.partition);
+  seal_chunk(p, own, found);
 }
 
 // The middle of all magnitudes, or roots, whose first bits these are, as a float32 word.
@@ -618,23 +763,34 @@ GW_KERNEL_OF_SOURCES(gw_embedded_unpack) {
   const Format& f = p.format;
   const bool is_right = is_whole(p);
   const u32 lane = threadIdx.x % kWarp;
-  for (u64 index = thread_of(p) / kWarp; index * f.partition < f.n; index += threads_of(p) / kWarp) {
-    const Partition own = partition_at(f, index);
-    const u32 exponent = p.message[own.exponent_at];
-    const u8* const plane = p.message + own.planes_at + (31 - lane) * own.plane_bytes();
-    for (u64 first = 0; first < own.n; first += kWarp) {
-      u32 word = 0, code = 0;
-      if (has_plane(f, lane))
-        for (u64 byte = first / 8; byte < smaller(first / 8 + 4, own.plane_bytes()); ++byte)
-          word |= static_cast<u32>(plane[byte]) << 8 * (byte - first / 8);
-      for (u32 value = 0; value < kWarp; ++value) {
-        const u32 bits = __ballot_sync(kWholeWarp, word >> value & 1);
-        if (value == lane) code = bits;
+  const Power partition(f.partition);
+  for (u64 begin = thread_of(p) / kWarp * f.partition; begin < f.n; begin += threads_of(p) / kWarp * f.partition) {
+    const u64 chunk = begin / kChunkValues;
+    const u32 own = static_cast<u32>(begin % kChunkValues), n = static_cast<u32>(smaller(f.partition, f.n - begin));
+    const u8* const head = p.message + chunk_at(f, chunk);
+    const u32 exponent = head[partition.parts(own)];
+    const u8* const planes = head + head_bytes(f, values_in(f, chunk)) + own / 8 * f.n_bits;
+    for (u32 at = 0; at < n; at += kGroups * kWarp) {
+      u32 codes[kGroups]{}, there[kGroups]{};
+      if (p.to.adds) load_bits(p.to.out, f.dtype, begin + at + lane, kWarp, begin + n, there);
+      for (u32 four = 0; four < f.n_bits; four += 4) {
+        const PlaneWord from = plane_word(f, four, at, n);
+        const u8* const place = planes + from.plane * ((n + 7) / 8) + from.byte;
+        u32 word = 0;
+        if (from.n_bytes == 4)
+          word = load32(place);
+        else
+          for (u32 byte = 0; byte < from.n_bytes; ++byte) word |= static_cast<u32>(place[byte]) << 8 * byte;
+        word = transposed(word);
+        GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) codes[g] |= word >> 4 * g << 28 >> four;
       }
-      if (first + lane >= own.n) continue;
       const bool is_number = is_right && exponent != kRawExponent;
-      put_raw(p.to, f.dtype, own.begin + first + lane,
-              is_number ? narrowed_word(f.dtype, embedded_word(f, code, exponent)) : raw_nan(f.dtype));
+      GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) {
+        const u32 i = at + g * kWarp + lane;
+        if (i >= n) continue;
+        const u32 word = is_number ? narrowed_word(f.dtype, embedded_word(f, codes[g], exponent)) : raw_nan(f.dtype);
+        put_raw(p.to, f.dtype, begin + i, word, there[g]);
+      }
     }
   }
 }

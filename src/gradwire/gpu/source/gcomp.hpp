@@ -1,5 +1,5 @@
-// GComp messages of format 2 (docs/format.md#gcomp-format-2) on a device. To write one takes six launches (measure,
-// place, pack, exponents, seal_chunks, seal), to read it four (check, checksums, streams, unpack); their grids and
+// GComp messages of format 2 (docs/format.md#gcomp-format-2) on a device. To write one takes five launches (measure,
+// place, pack, exponents, seal), to read it four (check, checksums, streams, unpack); their grids and
 // threads stand in gradwire/codecs/gcomp.py.
 #pragma once
 
@@ -86,21 +86,22 @@ __device__ __forceinline__ void put_word(void* values, u32 dtype, u64 i, u32 wor
   put_bits(values, dtype, i, dtype == kBfloat16 ? word >> 16 : half);
 }
 
-// ---- half a warp works on a chunk
+// ---- a block works on a chunk, and half a warp of it, a thread a lane, on a segment: 64 rounds of sixteen values
+
+inline constexpr u32 kSegments = 16, kSegmentValues = kChunkValues / kSegments;
 
 __device__ __forceinline__ u32 own_lane() { return threadIdx.x % kLanes; }
+__device__ __forceinline__ u32 own_segment() { return threadIdx.x / kLanes; }
 
-// What the sixteen threads of a chunk say, the first one lowest.
-__device__ __forceinline__ u32 ballot_of_chunk(bool says) {
+// What the sixteen threads of a segment say, the first one lowest.
+__device__ __forceinline__ u32 ballot_of_segment(bool says) {
   return __ballot_sync(kWholeWarp, says) >> (threadIdx.x % kWarp / kLanes * kLanes) & 0xFFFFu;
 }
-
-// Rounds of sixteen values that cover any chunk: as many for all of them, as warps stay together.
-__device__ __forceinline__ u32 rounds_of(u64 n) { return static_cast<u32>(parts_of(smaller(n, kChunkValues), kLanes)); }
 
 // ---- writing: the lengths of all chunks are known before the first of them is written. And the histogram of
 // exponents, for the next Huffman table.
 
+inline constexpr u32 kBatch = 8;  // values that a thread has under way
 inline constexpr u32 kEncodeThreads = kChecksumThreads;
 inline constexpr u32 kStreamThreads = kEncodeThreads / kStreams;
 
@@ -138,9 +139,19 @@ __device__ __forceinline__ u32 rounded(u32 word, u32 kept, u32 highest_exponent)
   return overflows ? word & mask : nearest;
 }
 
-__device__ inline Sent sent_at(const Encode& p, const KeepRule& rule, u64 i) {
-  u32 word = __float_as_uint(value_at(p.values, p.dtype, i));
-  const u32 importance = p.mode == kModePaper ? p.importance[i] : 0, before = word >> 23 & 255;
+// Of values so far from each other, which lie before `end`; of what is behind it, nothing.
+__device__ __forceinline__ void load_values(const Encode& p, u64 first, u64 stride, u64 end, u32 (&bits)[kBatch],
+                                            u32 (&importance)[kBatch]) {
+  load_bits(p.values, p.dtype, first, stride, end, bits);
+  GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
+    const u64 i = first + q * stride;
+    importance[q] = p.mode == kModePaper && i < end ? p.importance[i] : 0;
+  }
+}
+
+__device__ inline Sent sent_of(const Encode& p, const KeepRule& rule, u32 bits, u32 importance) {
+  u32 word = __float_as_uint(value_of_bits(p.dtype, bits));
+  const u32 before = word >> 23 & 255;
   if (p.rounds && before != 0)
     word = rounded(word, rule.kept(before, importance), static_cast<u32>(rule.highest_exponent));
   const u32 exponent = word >> 23 & 255;
@@ -152,7 +163,7 @@ __device__ inline Sent sent_at(const Encode& p, const KeepRule& rule, u64 i) {
 __device__ __forceinline__ u32 length_of(u32 code) { return code >> 16 & 31; }
 
 // A block a chunk: how long its segments will be; the exponents as they are sent.
-GW_KERNEL(gw_gcomp_measure, Encode) {
+GW_KERNEL_BY_DTYPE(gw_gcomp_measure, Encode, dtype) {
   struct Shared {
     ChecksumShared checksum;
     u32 lane_bits[kLanes], stream_bits[kStreams], n_escapes, is_nonfinite;
@@ -166,19 +177,26 @@ GW_KERNEL(gw_gcomp_measure, Encode) {
   if (threadIdx.x == 0) shared.n_escapes = shared.is_nonfinite = 0;
   fill_checksum_table(shared.checksum);
   u32 lane_bits = 0, n_escapes = 0, stream = 0, stream_bits = 0;
-  for (u32 i = threadIdx.x; i < n; i += blockDim.x) {
-    const Sent sent = sent_at(p, rule, first + i);
-    const u32 code = p.table->codes[sent.exponent];
-    p.exponents[first + i] = static_cast<u8>(sent.exponent);
-    if (i / quarter != stream) {
-      atomicAdd(&shared.stream_bits[stream], stream_bits);
-      stream = i / quarter;
-      stream_bits = 0;
+  for (u32 at = threadIdx.x; at < n; at += kBatch * kEncodeThreads) {
+    u32 bits[kBatch], importance[kBatch];
+    load_values(p, first + at, kEncodeThreads, first + n, bits, importance);
+    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
+      const u32 i = at + q * kEncodeThreads;
+      if (i >= n) break;
+      const Sent sent = sent_of(p, rule, bits[q], importance[q]);
+      const u32 code = p.table->codes[sent.exponent];
+      p.exponents[first + i] = static_cast<u8>(sent.exponent);
+      const u32 own_stream = (i >= quarter) + (i >= 2 * quarter) + (i >= 3 * quarter);
+      if (own_stream != stream) {
+        atomicAdd(&shared.stream_bits[stream], stream_bits);
+        stream = own_stream;
+        stream_bits = 0;
+      }
+      stream_bits += length_of(code);
+      lane_bits += sent.n_bits();
+      n_escapes += (code & kIsEscaped) != 0;
+      if (sent.exponent == kNonfinite) atomicMax(&shared.is_nonfinite, 1u);
     }
-    stream_bits += length_of(code);
-    lane_bits += sent.n_bits();
-    n_escapes += (code & kIsEscaped) != 0;
-    if (sent.exponent == kNonfinite) atomicMax(&shared.is_nonfinite, 1u);
   }
   atomicAdd(&shared.stream_bits[stream], stream_bits);
   atomicAdd(&shared.lane_bits[own_lane()], lane_bits);
@@ -260,47 +278,80 @@ GW_KERNEL(gw_gcomp_place, Encode) {
   *p.n_bytes = begin;
 }
 
-// Half a warp a chunk, a thread a lane: signs and mantissas. A ballot tells every lane where its full word goes.
-GW_KERNEL(gw_gcomp_pack, Encode) {
-  const u64 chunk = thread_number() / kLanes, first = chunk * kChunkValues;
-  const u32 lane = own_lane(), n = chunk < chunks_of(p.n) ? values_in(p.n, chunk) : 0;
+// What is sent of a thread's values of a segment, from `first` on; of what is not before `end`, nothing.
+template <class Work>
+__device__ __forceinline__ void for_own_values(const Encode& p, u64 first, u64 end, Work work) {
   const KeepRule rule = keep_rule(p.dtype, p.kept_bits);
-  u8* at = n == 0 ? nullptr : p.message + chunk_header(p.message, chunk).offset;
-  u32 bits = 0, n_bits = 0;
-  for (u32 round = 0; round < rounds_of(p.n); ++round) {
-    const u32 i = round * kLanes + lane;
-    Sent sent{0, 0, 0};
-    if (i < n) sent = sent_at(p, rule, first + i);
+  for (u32 at = 0; at < kSegmentValues; at += kBatch * kLanes) {
+    u32 raw[kBatch], importance[kBatch];
+    load_values(p, first + at, kLanes, end, raw, importance);
+    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q)
+        work(first + at + q * kLanes < end ? sent_of(p, rule, raw[q], importance[q]) : Sent{0, 0, 0});
+  }
+}
+
+// A block a chunk: signs and mantissas. How many bits of a lane come before a segment says where its words go; what of
+// them begins its first word, it learns last.
+GW_KERNEL_BY_DTYPE(gw_gcomp_pack, Encode, dtype) {
+  struct Shared {
+    u32 n_bits[kSegments][kLanes];                           // of a segment
+    u32 left[kSegments][kLanes], n_left[kSegments][kLanes];  // behind its last whole word
+    bool is_behind_a_word[kSegments][kLanes];
+  };
+  Shared& shared = shared_as<Shared>();
+  const u64 chunk = blockIdx.x, first = chunk * kChunkValues;
+  const u32 lane = own_lane(), segment = own_segment(), n = values_in(p.n, chunk),
+            begin = segment * kSegmentValues + lane;
+  u32 n_own = 0, n_before = 0;
+  for_own_values(p, first + begin, first + n, [&](const Sent& sent) { n_own += sent.n_bits(); });
+  shared.n_bits[segment][lane] = n_own;
+  __syncthreads();
+  for (u32 before = 0; before < segment; ++before) n_before += shared.n_bits[before][lane];
+  u8* at = p.message + chunk_header(p.message, chunk).offset + 4 * sum_of_lanes(n_before / 32, kLanes);
+  u8* first_at = nullptr;
+  u32 first_word = 0, bits = 0, n_bits = n_before % 32;
+  for_own_values(p, first + begin, first + n, [&](const Sent& sent) {
     const u64 joined = static_cast<u64>(bits) << sent.n_bits() | sent.field;
     n_bits += sent.n_bits();
     const bool is_full = n_bits >= 32;
-    const u32 full = ballot_of_chunk(is_full);
+    const u32 full = ballot_of_segment(is_full);
     if (is_full) {
       n_bits -= 32;
-      store32(at + 4 * __popc(full & ((1u << lane) - 1)), static_cast<u32>(joined >> n_bits));
+      const u32 word = static_cast<u32>(joined >> n_bits);
+      u8* const place = at + 4 * __popc(full & ((1u << lane) - 1));
+      if (first_at == nullptr)
+        first_at = place, first_word = word;
+      else
+        store32(place, word);
     }
     bits = static_cast<u32>(joined) & ((1u << n_bits) - 1);
     at += 4 * __popc(full);
+  });
+  shared.left[segment][lane] = bits;
+  shared.n_left[segment][lane] = first_at == nullptr ? n_own : n_bits;
+  shared.is_behind_a_word[segment][lane] = first_at != nullptr;
+  __syncthreads();
+  u32 carried = 0, n_carried = 0;
+  for (u32 before = segment; before-- > 0;) {
+    carried |= shared.left[before][lane] << n_carried;
+    n_carried += shared.n_left[before][lane];
+    if (shared.is_behind_a_word[before][lane]) break;
   }
-  if (n != 0) store32(at + 4 * lane, bits | 1u << n_bits);
+  if (first_at != nullptr) store32(first_at, n_carried == 0 ? first_word : first_word | carried << (32 - n_carried));
+  if (segment != kSegments - 1) return;
+  if (first_at == nullptr) bits |= carried << n_own;
+  store32(at + 4 * lane, bits | 1u << n_bits);
 }
 
-// A block a chunk, 64 threads a stream: the exponents, coded in shared memory; or as they are.
-GW_KERNEL(gw_gcomp_exponents, Encode) {
-  struct Shared {
-    u32 sums[kEncodeThreads];
-    u32 stage[kChunkValues / 4];
-  };
-  Shared& shared = shared_as<Shared>();
-  const u64 chunk = blockIdx.x;
-  const u32 n = values_in(p.n, chunk);
-  const u8* const exponents = p.exponents + chunk * kChunkValues;
-  const ChunkLengths& own = p.chunks[chunk];
-  u8* const segment = p.message + chunk_header(p.message, chunk).exponents_at();
-  if (own.is_raw) {
-    for (u32 i = threadIdx.x; i < n; i += blockDim.x) segment[i] = exponents[i];
-    return;
-  }
+struct ExponentShared {
+  u32 sums[kEncodeThreads];
+  u32 stage[kChunkValues / 4];
+  ChecksumShared checksum;
+};
+
+// By a block, 64 threads a stream: exponents coded in shared memory.
+__device__ inline void code_exponents(const Encode& p, const ChunkLengths& own, const u8* exponents, u32 n, u8* segment,
+                                      ExponentShared& shared) {
   for (u32 i = threadIdx.x; i < kChunkValues / 4; i += blockDim.x) shared.stage[i] = 0;
   const u32 stream = threadIdx.x / kStreamThreads, stop = stream_begin(n, stream + 1);
   const u32 each = static_cast<u32>(parts_of(stream_begin(n, 1), kStreamThreads));
@@ -339,13 +390,21 @@ GW_KERNEL(gw_gcomp_exponents, Encode) {
     segment[i] = static_cast<u8>(shared.stage[i / 4] >> 8 * (i % 4));
 }
 
-// A block a chunk.
-GW_KERNEL(gw_gcomp_seal_chunks, Encode) {
-  ChecksumShared& shared = shared_as<ChecksumShared>();
+// A block a chunk: the exponents, coded or as they are, and the checksum of all of it.
+GW_KERNEL(gw_gcomp_exponents, Encode) {
+  ExponentShared& shared = shared_as<ExponentShared>();
   const u64 chunk = blockIdx.x;
-  const ChunkHeader own = chunk_header(p.message, chunk);
-  fill_checksum_table(shared);
-  const u32 sum = checksum_of_both(p.message + own.offset, own.n_bytes(), p.message, 0, shared);
+  const u32 n = values_in(p.n, chunk);
+  const ChunkHeader header = chunk_header(p.message, chunk);
+  const ChunkLengths& own = p.chunks[chunk];
+  const u8* const exponents = p.exponents + chunk * kChunkValues;
+  u8* const segment = p.message + header.exponents_at();
+  if (own.is_raw)
+    for (u32 i = threadIdx.x; i < n; i += blockDim.x) segment[i] = exponents[i];
+  else
+    code_exponents(p, own, exponents, n, segment, shared);
+  fill_checksum_table(shared.checksum);
+  const u32 sum = checksum_of_both(p.message + header.offset, header.n_bytes(), p.message, 0, shared.checksum);
   if (threadIdx.x == 0) store32(p.message + kBlockHeaderBytes + kChunkHeaderBytes * chunk + 28, sum);
 }
 
@@ -399,18 +458,20 @@ struct Decode {
 inline constexpr u32 kOtherImportance = kCode + 1;
 
 // A word of the message; zeros past its end.
+__device__ __noinline__ u32 last_word(const u8* message, u64 n_bytes, u64 i) {
+  u32 word = 0;
+  for (u64 byte = 4 * i; byte < n_bytes; ++byte) word |= static_cast<u32>(message[byte]) << 8 * (byte - 4 * i);
+  return word;
+}
 __device__ __forceinline__ u32 word_at(const Decode& p, u64 i) {
   if (i < p.n_bytes / 4) return reinterpret_cast<const u32*>(p.message)[i];
-  u32 word = 0;
-  if (i == p.n_bytes / 4)
-    for (u32 byte = 0; byte < p.n_bytes % 4; ++byte) word |= static_cast<u32>(p.message[4 * i + byte]) << 8 * byte;
-  return word;
+  return last_word(p.message, p.n_bytes, i);
 }
 
 // The four bytes from any one on.
 __device__ __forceinline__ u32 bytes_at(const Decode& p, u64 byte) {
-  const u32 word = word_at(p, byte / 4), past = static_cast<u32>(byte % 4) * 8;
-  return past == 0 ? word : word >> past | word_at(p, byte / 4 + 1) << (32 - past);
+  const u64 both = word_at(p, byte / 4) | static_cast<u64>(word_at(p, byte / 4 + 1)) << 32;
+  return static_cast<u32>(both >> byte % 4 * 8);
 }
 
 // No kernel but the first two writes more than this, so all threads of the others see the same.
@@ -476,8 +537,18 @@ GW_KERNEL(gw_gcomp_checksums, Decode) {
   if (threadIdx.x == 0 && importance != own.importance_checksum) atomicMax(p.error, kOtherImportance);
 }
 
-// The exponents of a stream to where its values' are; whether its bits are what its bytes hold.
-__device__ inline bool decode_stream(const Decode& p, const u16* look_up, const ChunkHeader& own, u32 stream, u8* out) {
+// By one thread: the exponents of a stream to where its values' are; whether its bits are what its bytes hold. Every 32
+// of them it reads the words that the next 32 can take at most into its own places in shared memory.
+inline constexpr u32 kStreamStep = 32, kStepWords = (kStreamStep * kLookUpBits + 31) / 32 + 1, kPlaces = 32;
+static_assert(2 * kStepWords <= kPlaces);
+
+struct StreamShared {
+  u16 look_up[kLookUpEntries];
+  u32 words[kPlaces][kWarp];
+};
+
+__device__ __forceinline__ bool decode_stream(const Decode& p, StreamShared& shared, const ChunkHeader& own, u32 stream,
+                                              u8* out) {
   if (own.exponent_bytes < kSegmentHeaderBytes) return false;
   const u64 segment = own.exponents_at();
   u64 begin = segment + kSegmentHeaderBytes, end = begin;
@@ -490,114 +561,211 @@ __device__ inline bool decode_stream(const Decode& p, const u16* look_up, const 
   }
   if (end != segment + own.exponent_bytes) return false;
   const u32 first = stream_begin(own.n_values, stream), last = stream_begin(own.n_values, stream + 1);
-  u64 word = begin / 4, window = word_at(p, word) >> 8 * (begin % 4);
-  u32 n_window = 32 - 8 * static_cast<u32>(begin % 4), n_used = 0, four = 0;
-  for (u32 i = first; i < last; ++i) {
-    if (n_window < kLookUpBits) {
-      window |= static_cast<u64>(word_at(p, ++word)) << n_window;
-      n_window += 32;
+  const u32 lane = threadIdx.x % kWarp, n_first = 32 - 8 * static_cast<u32>(begin % 4);
+  u64 window = word_at(p, begin / 4) >> 8 * (begin % 4), next = begin / 4 + 1;
+  u32 n_window = n_first, n_taken = 0, n_there = 0, read[kStepWords];
+  const auto read_words = [&] {
+    GW_UNROLLED for (u32 q = 0; q < kStepWords; ++q) read[q] = word_at(p, next + q);
+    next += kStepWords;
+  };
+  const auto keep_words = [&] {
+    GW_UNROLLED for (u32 q = 0; q < kStepWords; ++q) shared.words[(n_there + q) % kPlaces][lane] = read[q];
+    n_there += kStepWords;
+  };
+  const auto exponent = [&](bool may_need_bits) {
+    if (may_need_bits) {
+      const u32 word = shared.words[n_taken % kPlaces][lane], takes = n_window <= 32;
+      window |= static_cast<u64>(takes ? word : 0) << (n_window & 63);
+      n_window += 32 * takes;
+      n_taken += takes;
     }
-    const u32 entry = look_up[window & (kLookUpEntries - 1)], n_bits = entry & 0xFF;
+    const u32 entry = shared.look_up[window & (kLookUpEntries - 1)], n_bits = entry & 0xFF;
     window >>= n_bits;
     n_window -= n_bits;
-    n_used += n_bits;
-    four |= (entry >> 8) << 8 * (i % 4);
-    if (i % 4 != 3 && i + 1 != last) continue;
-    const u32 group = i - i % 4;
-    if (i % 4 == 3 && group >= first)
-      *reinterpret_cast<u32*>(out + group) = four;
-    else  // a word that another stream's values share
-      for (u32 j = group > first ? group : first; j <= i; ++j) out[j] = static_cast<u8>(four >> 8 * (j % 4));
-    four = 0;
+    return entry >> 8;
+  };
+  read_words();
+  for (u32 at = first; at < last; at += kStreamStep) {
+    if (n_there - n_taken < kStepWords) {
+      keep_words();
+      read_words();
+    }
+    if (at % 4 == 0 && at + kStreamStep <= last) {
+      for (u32 i = at; i < at + kStreamStep; i += 16) {
+        u32 words[4];
+        GW_UNROLLED for (u32 w = 0; w < 4; ++w) {
+          words[w] = 0;
+          GW_UNROLLED for (u32 j = 0; j < 4; ++j) words[w] |= exponent(j % 2 == 0) << 8 * j;
+        }
+        store_words<Four>(reinterpret_cast<u32*>(out + i), 4, words);
+      }
+    } else {
+      for (u32 i = at; i < last && i < at + kStreamStep; ++i) out[i] = static_cast<u8>(exponent(true));
+    }
   }
-  return parts_of(n_used, 8) == n_stream;
+  return parts_of(n_first + 32 * n_taken - n_window, 8) == n_stream;
 }
 
 // A thread a stream.
 GW_KERNEL(gw_gcomp_streams, Decode) {
-  auto& look_up = shared_as<u16[kLookUpEntries]>();
-  for (u32 i = threadIdx.x; i < kLookUpEntries; i += blockDim.x) look_up[i] = p.table->look_up[i];
+  StreamShared& shared = shared_as<StreamShared>();
+  for (u32 i = threadIdx.x; i < kLookUpEntries; i += blockDim.x) shared.look_up[i] = p.table->look_up[i];
   __syncthreads();
   const u64 number = thread_number(), chunk = number / kStreams;
   if (!is_whole(p) || chunk >= chunks_of(p.n)) return;
   const ChunkHeader own = chunk_header(p.message, chunk);
   const bool is_right =
-      own.is_raw() || decode_stream(p, look_up, own, number % kStreams, p.exponents + chunk * kChunkValues);
+      own.is_raw() || decode_stream(p, shared, own, number % kStreams, p.exponents + chunk * kChunkValues);
   p.stream_is_bad[number] = !is_right;
 }
 
-__device__ __forceinline__ void put_decoded(const Decode& p, u64 i, u32 word) {
+__device__ __forceinline__ void put_decoded(const Decode& p, u64 i, u32 word, u32 sum) {
   if (!p.adds && p.divisor == 1) return put_word(p.out, p.dtype, i, word);
   const float value = __uint_as_float(word);
-  const float result = p.adds ? added(value, value_at(p.out, p.dtype, i)) : value / p.divisor;
+  const float result = p.adds ? added(value, value_of_bits(p.dtype, sum)) : divided(value, p.divisor);
   put_value(p.out, p.dtype, i, magnitude_bits(result) > kInfinity ? __uint_as_float(kNan) : result);
 }
 
-// Half a warp a chunk, a thread a lane: from the last value to the first. How many bits a lane takes follows from the
-// exponents, so a ballot tells every lane which word is its own.
-GW_KERNEL(gw_gcomp_unpack, Decode) {
-  const u64 n_chunks = chunks_of(p.n), chunk = thread_number() / kLanes, first = chunk * kChunkValues;
-  const u32 lane = own_lane(), n = chunk < n_chunks ? values_in(p.n, chunk) : 0;
-  if (!is_whole(p)) {
-    for (u32 i = lane; i < n; i += kLanes) put_value(p.out, p.dtype, first + i, __uint_as_float(kNan));
-    return;
-  }
-  ChunkHeader own{0, 0, 0, 0, 0, 0, 0};
-  u32 bits = 0, n_bits = 0, n_words = 0, n_escapes = 0;
-  bool is_bad = false;
-  if (n != 0) {
-    own = chunk_header(p.message, chunk);
-    const u32 last = bytes_at(p, own.exponents_at() - kTailBytes + 4 * lane);
-    n_bits = last == 0 ? 0 : 31 - __clz(last);
-    bits = last == 0 ? 0 : last ^ 1u << n_bits;
-    is_bad = last == 0 || (lane < kStreams && p.stream_is_bad[chunk * kStreams + lane] != 0);
-    n_words = (own.mantissa_bits - 8 * kTailBytes) / 32;
-    if (!own.is_raw()) n_escapes = bytes_at(p, own.exponents_at() + 2 * kStreams) & 0xFFFFu;
-  }
-  const u64 escapes = own.offset + own.n_bytes() - n_escapes;
-  const KeepRule rule = keep_rule(p.dtype, p.kept_bits);
-  for (u32 round = rounds_of(p.n); round-- > 0;) {
-    const u32 i = round * kLanes + lane;
-    u32 exponent = 0;
-    if (i < n) exponent = own.is_raw() ? bytes_at(p, own.exponents_at() + i) & 0xFF : p.exponents[first + i];
-    const bool is_escaped = i < n && !own.is_raw() && exponent == p.placeholder;
-    const u32 escaped = ballot_of_chunk(is_escaped);
-    if (is_escaped) {
-      const u32 place = n_escapes - __popc(escaped >> lane);  // its own is the last of those
-      exponent = bytes_at(p, escapes + place) & 0xFF;
-      if (place >= n_escapes || !(p.table->codes[exponent] & kIsEscaped)) is_bad = true;
-    }
-    const u32 n_escaped = __popc(escaped);
-    if (n_escaped > n_escapes) is_bad = true;
-    n_escapes -= n_escaped < n_escapes ? n_escaped : n_escapes;
+struct UnpackShared {
+  u8 exponents[kChunkValues];
+  u32 n_bits[kSegments][kLanes];  // of a segment
+  u32 words[kSegments][kLanes];   // the last one that it takes
+  bool takes[kSegments][kLanes];
+  u32 n_escapes[kSegments], is_bad;
+};
 
-    if (exponent != 0 && !rule.has(exponent)) {
-      is_bad = true;
-      exponent = 0;
-    }
-    const u32 importance = exponent != 0 && p.mode == kModePaper ? p.importance[first + i] : 0;
-    const u32 kept = exponent == 0 ? 0 : rule.kept(exponent, importance), n_field = exponent == 0 ? 0 : kept + 1;
-    const bool takes = n_bits < n_field;
-    const u32 taking = ballot_of_chunk(takes), n_taken = __popc(taking);
-    u64 joined = bits;
-    if (takes) {
-      const u32 place = n_words - __popc(taking >> lane);
-      if (place >= n_words) is_bad = true;
-      joined |= static_cast<u64>(bytes_at(p, own.offset + 4ull * place)) << n_bits;
-      n_bits += 32;
-    }
-    if (n_taken > n_words) is_bad = true;
-    n_words -= n_taken < n_words ? n_taken : n_words;
-    const u32 field = static_cast<u32>(joined) & ((1u << n_field) - 1);
-    bits = static_cast<u32>(joined >> n_field);
-    n_bits -= n_field;
-    if (i >= n) continue;
-    const u32 mantissa = field & ((1u << kept) - 1);
-    put_decoded(p, first + i, exponent == 0 ? 0 : field >> kept << 31 | exponent << 23 | mantissa << (23 - kept));
+// By a block: the exponents of a chunk, with those that have no code of their own. Returns whether there are as many of
+// them as it says; the thread's own values need no barrier.
+__device__ __forceinline__ bool read_exponents(const Decode& p, const ChunkHeader& own, u64 chunk,
+                                               UnpackShared& shared) {
+  const u32 n = own.n_values, begin = own_segment() * kSegmentValues + own_lane();
+  for (u32 i = threadIdx.x; i < n; i += blockDim.x)
+    shared.exponents[i] = own.is_raw() ? p.message[own.exponents_at() + i] : p.exponents[chunk * kChunkValues + i];
+  __syncthreads();
+  if (own.is_raw()) return true;
+  u32 n_own = 0, n_after = 0, n_all = 0;
+  for (u32 i = begin; i < begin + kSegmentValues && i < n; i += kLanes) n_own += shared.exponents[i] == p.placeholder;
+  n_own = sum_of_lanes(n_own, kLanes);
+  if (own_lane() == 0) shared.n_escapes[own_segment()] = n_own;
+  __syncthreads();
+  for (u32 segment = 0; segment < kSegments; ++segment) {
+    n_all += shared.n_escapes[segment];
+    if (segment > own_segment()) n_after += shared.n_escapes[segment];
   }
-  if (ballot_of_chunk(is_bad || n_words != 0 || n_bits != 0 || n_escapes != 0) == 0) return;
-  if (lane == 0) report(p.error, kCode);
-  for (u32 i = lane; i < n; i += kLanes) put_value(p.out, p.dtype, first + i, __uint_as_float(kNan));
+  if (n_all != (bytes_at(p, own.exponents_at() + 2 * kStreams) & 0xFFFFu)) return false;
+  if (n_all == 0) return true;
+  const u64 escapes_end = own.offset + own.n_bytes();
+  bool is_right = true;
+  for (u32 round = kSegmentValues / kLanes; round-- > 0;) {
+    const u32 i = begin + round * kLanes;
+    const bool is_escaped = i < n && shared.exponents[i] == p.placeholder;
+    const u32 escaped = ballot_of_segment(is_escaped);
+    if (is_escaped) {
+      const u32 exponent = bytes_at(p, escapes_end - n_after - __popc(escaped >> own_lane())) & 0xFF;
+      is_right &= (p.table->codes[exponent] & kIsEscaped) != 0;
+      shared.exponents[i] = static_cast<u8>(exponent);
+    }
+    n_after += __popc(escaped);
+  }
+  return is_right;
+}
+
+// A block a chunk, whose lanes are read from the last value to the first. How many bits a lane takes follows from the
+// exponents, so a ballot tells every lane which word is its own. What a segment needs of a word that a later one has
+// taken, it does last.
+GW_KERNEL_BY_DTYPE(gw_gcomp_unpack, Decode, dtype) {
+  UnpackShared& shared = shared_as<UnpackShared>();
+  const u64 chunk = blockIdx.x, first = chunk * kChunkValues;
+  const u32 lane = own_lane(), segment = own_segment(), n = values_in(p.n, chunk),
+            begin = segment * kSegmentValues + lane;
+  const auto give_up = [&] {
+    for (u32 i = threadIdx.x; i < n; i += blockDim.x) put_value(p.out, p.dtype, first + i, __uint_as_float(kNan));
+  };
+  if (!is_whole(p)) return give_up();
+  const ChunkHeader own = chunk_header(p.message, chunk);
+  const KeepRule rule = keep_rule(p.dtype, p.kept_bits);
+  if (threadIdx.x == 0) shared.is_bad = 0;
+  bool is_bad = !read_exponents(p, own, chunk, shared);
+  is_bad |= segment < kStreams && lane == 0 && p.stream_is_bad[chunk * kStreams + segment] != 0;
+  const auto importance_of = [&](u32 i) -> u32 { return p.mode == kModePaper ? p.importance[first + i] : 0; };
+
+  u32 n_own = 0, n_after = 0;
+  for (u32 i = begin; i < begin + kSegmentValues && i < n; i += kLanes) {
+    u32 exponent = shared.exponents[i];
+    if (exponent == 0) continue;
+    if (!rule.has(exponent)) {
+      is_bad = true;
+      shared.exponents[i] = 0;
+    } else {
+      n_own += rule.kept(exponent, importance_of(i)) + 1;
+    }
+  }
+  shared.n_bits[segment][lane] = n_own;
+  __syncthreads();
+  for (u32 after = segment + 1; after < kSegments; ++after) n_after += shared.n_bits[after][lane];
+  const u32 last = bytes_at(p, own.exponents_at() - kTailBytes + 4 * lane), n_last = last == 0 ? 0 : 31 - __clz(last);
+  is_bad |= last == 0;
+  const u32 n_taken = n_after > n_last ? (n_after - n_last + 31) / 32 : 0, n_begin = n_last + 32 * n_taken - n_after;
+  u32 n_words = (own.mantissa_bits - 8 * kTailBytes) / 32 - sum_of_lanes(n_taken, kLanes), n_bits = n_begin;
+  u32 bits = n_taken != 0 || last == 0 ? 0 : (last ^ 1u << n_last) >> n_after;
+
+  const auto put = [&](u32 i, u32 exponent, u32 kept, u32 field, u32 there) {
+    const u32 mantissa = field & ((1u << kept) - 1), sign = field >> kept << 31;
+    put_decoded(p, first + i, exponent == 0 ? 0 : sign | exponent << 23 | mantissa << (23 - kept), there);
+  };
+  bool waits = n_taken != 0;  // for a word that a later segment has taken
+  u32 first_word = 0, last_word = 0, n_waiting = kSegmentValues / kLanes;
+  bool has_taken = false;
+  for (u32 batch = kSegmentValues / kLanes / kBatch; batch-- > 0;) {
+    u32 importance[kBatch], there[kBatch];
+    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
+      const u32 i = begin + (batch * kBatch + q) * kLanes;
+      importance[q] = i < n ? importance_of(i) : 0;
+      there[q] = p.adds && i < n ? bits_at(p.out, p.dtype, first + i) : 0;
+    }
+    GW_UNROLLED for (u32 q = kBatch; q-- > 0;) {
+      const u32 round = batch * kBatch + q, i = begin + round * kLanes, exponent = i < n ? shared.exponents[i] : 0;
+      const u32 kept = exponent == 0 ? 0 : rule.kept(exponent, importance[q]), n_field = exponent == 0 ? 0 : kept + 1;
+      const bool takes = n_bits < n_field;
+      const u32 taking = ballot_of_segment(takes);
+      u64 joined = bits;
+      if (takes) {
+        last_word = bytes_at(p, own.offset + 4ull * (n_words - __popc(taking >> lane)));
+        if (!has_taken) first_word = last_word;
+        has_taken = true;
+        joined |= static_cast<u64>(last_word) << n_bits;
+        n_bits += 32;
+      }
+      n_words -= __popc(taking);
+      bits = static_cast<u32>(joined >> n_field);
+      n_bits -= n_field;
+      if (waits) n_waiting = round;
+      if (!waits && i < n) put(i, exponent, kept, static_cast<u32>(joined) & ((1u << n_field) - 1), there[q]);
+      waits = waits && !takes;
+    }
+  }
+  if (segment == 0) is_bad |= n_words != 0 || n_bits != 0;
+  shared.words[segment][lane] = last_word;
+  shared.takes[segment][lane] = has_taken;
+  if (is_bad) atomicOr(&shared.is_bad, 1u);
+  __syncthreads();
+  if (shared.is_bad != 0) {
+    if (threadIdx.x == 0) report(p.error, kCode);
+    return give_up();
+  }
+  if (n_taken == 0) return;
+  u32 after = segment + 1;
+  while (!shared.takes[after][lane]) ++after;
+  u64 joined = n_begin == 0 ? 0 : shared.words[after][lane] >> (32 - n_begin);
+  joined |= static_cast<u64>(first_word) << n_begin;
+  for (u32 round = kSegmentValues / kLanes; round-- > n_waiting;) {
+    const u32 i = begin + round * kLanes, exponent = i < n ? shared.exponents[i] : 0;
+    if (i >= n) continue;
+    const u32 kept = exponent == 0 ? 0 : rule.kept(exponent, importance_of(i)), n_field = exponent == 0 ? 0 : kept + 1;
+    put(i, exponent, kept, static_cast<u32>(joined) & ((1u << n_field) - 1),
+        p.adds ? bits_at(p.out, p.dtype, first + i) : 0);
+    joined >>= n_field;
+  }
 }
 
 }  // namespace gradwire::gpu::gcomp

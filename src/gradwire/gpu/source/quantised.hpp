@@ -32,6 +32,7 @@ struct Quantise {
   Sums* sums;             // one a block of `block` values
   u32* pieces;            // one a piece of the payload
   u64* n_bytes;           // of the message, for the host
+  u32* is_nonfinite;      // 0
   u64 n, seed, step;
   float residual_scale, parameter;
   u32 kind, dtype, rule, levels;
@@ -39,9 +40,9 @@ struct Quantise {
   u32 pad;
 };
 
-__device__ __forceinline__ float term_of(const Quantise& p, u64 i) {
-  const float value = value_at(p.values, p.dtype, i);
-  return p.residual == nullptr ? value : value + p.residual[i] * p.residual_scale;
+__device__ __forceinline__ float term_of(const Quantise& p, u32 bits, float carried) {
+  const float value = value_of_bits(p.dtype, bits);
+  return p.residual == nullptr ? value : value + carried * p.residual_scale;
 }
 
 __device__ __forceinline__ u64 norm_bytes(u32 kind, u64 n, u32 block) {
@@ -52,30 +53,58 @@ __device__ __forceinline__ u64 payload_bytes(u32 kind, u64 n, u32 block, u32 lev
   return 4 * parts_of(n, kind == kOneBit ? 32 : 16);
 }
 
+__device__ __forceinline__ float term_of(const Quantise& p, u64 i) {
+  return term_of(p, bits_at(p.values, p.dtype, i), p.residual == nullptr ? 0.0f : p.residual[i]);
+}
+
+// What makes terms of values `stride` apart, before `end`; zeros behind it.
+template <u32 kBatch>
+struct Loaded {
+  u32 bits[kBatch];
+  float carried[kBatch];
+};
+template <u32 kBatch>
+__device__ __forceinline__ void load(const Quantise& p, u64 first, u64 stride, u64 end, Loaded<kBatch>& to) {
+  load_bits(p.values, p.dtype, first, stride, end, to.bits);
+  GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {
+    const u64 i = first + q * stride;
+    to.carried[q] = p.residual != nullptr && i < end ? p.residual[i] : 0.0f;
+  }
+}
+
 // Eight threads, each a lane of the CPU's; then the lanes in its order, which a butterfly gives to all of them.
+template <u32 kBatch>
 __device__ inline Sums sums_of(const Quantise& p, u64 begin, u64 end) {
   Sums own{0, 0, 0, 0, 0};
-  for (u64 i = begin + threadIdx.x % kLanes; i < end; i += kLanes) {
-    const float value = term_of(p, i);
-    const u32 magnitude = magnitude_bits(value);
-    if (magnitude > own.largest) own.largest = magnitude;
-    if (p.kind == kQsgd) {
-      own.positive += static_cast<double>(value) * static_cast<double>(value);
-      continue;
+  constexpr u32 kStep = kBatch * kLanes;
+  Loaded<kBatch> now, next;
+  u64 first = begin + threadIdx.x % kLanes;
+  load(p, first, kLanes, end, now);
+  for (; first < end; first += kStep) {
+    if (first + kStep < end) load(p, first + kStep, kLanes, end, next);
+    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) {  // zeros past the end add nothing
+      const float value = term_of(p, now.bits[q], now.carried[q]);
+      const double magnitude = static_cast<double>(__uint_as_float(magnitude_bits(value)));
+      if (magnitude_bits(value) > own.largest) own.largest = magnitude_bits(value);
+      if (p.kind == kQsgd) {
+        own.positive += magnitude * magnitude;
+        continue;
+      }
+      own.positive += value > 0 ? magnitude : 0;
+      own.negative += value < 0 ? magnitude : 0;
+      own.n_negative += value < 0;
     }
-    own.positive += static_cast<double>(value > 0 ? value : 0.0f);
-    own.negative += static_cast<double>(value < 0 ? -value : 0.0f);
-    own.n_negative += value < 0;
+    now = next;
   }
   return {sum_of_lanes(own.positive, kLanes), sum_of_lanes(own.negative, kLanes), sum_of_lanes(own.n_negative, kLanes),
           largest_of_lanes(own.largest, kLanes), 0};
 }
 
 // Eight threads a block.
-GW_KERNEL(gw_quantised_measure, Quantise) {
+GW_KERNEL_BY_DTYPE(gw_quantised_measure, Quantise, dtype) {
   const u64 block = thread_number() / kLanes, begin = block * p.block;
   const u64 end = begin < p.n ? smaller(begin + p.block, p.n) : begin;
-  Sums own = sums_of(p, begin, end);
+  Sums own = sums_of<16>(p, begin, end);
   if (threadIdx.x % kLanes != 0 || begin >= p.n) return;
   if (p.kind == kQsgd) {
     const double wide = __dsqrt_rn(own.positive);
@@ -85,6 +114,7 @@ GW_KERNEL(gw_quantised_measure, Quantise) {
     if (norm < kLeastScale) norm = own.per_unit = 0;
     store32(p.message + kHeaderBytes + 4 * block, __float_as_uint(norm));
   }
+  if (own.largest >= kInfinity) atomicOr(p.is_nonfinite, 1u);
   p.sums[block] = own;
 }
 
@@ -93,22 +123,31 @@ __device__ inline float mean_of(double sum, u64 count) {
 }
 
 inline constexpr u32 kChooseThreads = 256;
+inline constexpr u64 kRunBlocks = 64;  // that are added up before those of the next run (native/quantisers/sweep.hpp)
 
-// By one block of threads: the sums of n blocks in their order; thread 0 has them.
+__device__ __forceinline__ void add_up(Sums& all, const Sums& part) {
+  all.positive += part.positive;
+  all.negative += part.negative;
+  all.n_negative += part.n_negative;
+  if (part.largest > all.largest) all.largest = part.largest;
+}
+
+// By one block of threads: the sums of n blocks, by runs and in their order; thread 0 has them.
 __device__ inline Sums sum_of_blocks(const Sums* sums, u64 n_blocks) {
-  auto& parts = shared_as<Sums[kChooseThreads]>();
+  auto& runs = shared_as<Sums[kChooseThreads]>();
   Sums all{0, 0, 0, 0, 0};
-  for (u64 first = 0; first < n_blocks; first += kChooseThreads) {
-    if (first + threadIdx.x < n_blocks) parts[threadIdx.x] = sums[first + threadIdx.x];
+  for (u64 first = 0; first < n_blocks; first += kChooseThreads * kRunBlocks) {
+    Sums own{0, 0, 0, 0, 0};
+    const u64 begin = first + threadIdx.x * kRunBlocks, end = smaller(begin + kRunBlocks, n_blocks);
+    for (u64 i = begin; i < end; i += 8) {
+      Sums eight[8];
+      GW_UNROLLED for (u32 q = 0; q < 8; ++q) eight[q] = i + q < end ? sums[i + q] : Sums{0, 0, 0, 0, 0};
+      GW_UNROLLED for (u32 q = 0; q < 8; ++q) add_up(own, eight[q]);
+    }
+    runs[threadIdx.x] = own;
     __syncthreads();
-    if (threadIdx.x == 0)
-      for (u64 i = 0; i < smaller(kChooseThreads, n_blocks - first); ++i) {
-        const Sums part = parts[i];
-        all.positive += part.positive;
-        all.negative += part.negative;
-        all.n_negative += part.n_negative;
-        if (part.largest > all.largest) all.largest = part.largest;
-      }
+    for (u64 run = 0; threadIdx.x == 0 && run < smaller(kChooseThreads, parts_of(n_blocks - first, kRunBlocks)); ++run)
+      add_up(all, runs[run]);
     __syncthreads();
   }
   return all;
@@ -128,9 +167,10 @@ __device__ inline void write_header(const Quantise& p, u32 version, bool is_fini
 
 // One block: the header but for its checksum.
 GW_KERNEL(gw_quantised_choose, Quantise) {
-  const Sums all = sum_of_blocks(p.sums, parts_of(p.n, p.block));
+  Sums all{0, 0, 0, 0, 0};
+  if (p.kind != kQsgd) all = sum_of_blocks(p.sums, parts_of(p.n, p.block));
   if (threadIdx.x != 0) return;
-  const bool is_finite = all.largest < kInfinity;
+  const bool is_finite = *p.is_nonfinite == 0;
   float first = 0, second = 0;
   if (is_finite && p.kind != kQsgd) {
     const float mean = mean_of(all.positive + all.negative, p.n);
@@ -148,25 +188,10 @@ GW_KERNEL(gw_quantised_choose, Quantise) {
   *p.n_bytes = kHeaderBytes + (is_finite ? payload_bytes(p.kind, p.n, p.block, p.levels) : 0);
 }
 
-// A message that is not finite says nothing else, so the residual stays.
-__device__ __forceinline__ void keep(const Quantise& p, u64 i, bool is_finite, float term, float decoded) {
-  if (p.left_out == nullptr) return;
-  if (is_finite)
-    p.left_out[i] = (term - decoded) * (1 / p.residual_scale);
-  else
-    p.left_out[i] = p.residual == nullptr ? 0.0f : p.residual[i];
-}
-
-// Two-bit: a value's code; and the word of 16 of them, for each of 16 neighbours.
+// Two-bit: a value's code.
 __device__ __forceinline__ u32 code_of(float term, float threshold) {
   return term >= threshold && term > 0 ? 1 : term <= -threshold && term < 0 ? 2 : 0;
 }
-__device__ __forceinline__ u32 joined(u32 code, u64 i) {
-  u32 word = code << 2 * (i % 16);
-  for (u32 lanes = 1; lanes < 16; lanes *= 2) word |= __shfl_xor_sync(kWholeWarp, word, lanes);
-  return word;
-}
-
 // What the code stands for; of zeros with a threshold of zero, their own sign: nothing is left out of them.
 __device__ __forceinline__ float decoded_of(float term, float threshold) {
   const bool is_beyond = __uint_as_float(magnitude_bits(term)) >= threshold;
@@ -182,47 +207,64 @@ __device__ __forceinline__ float level_of(u32 code, float inner, float outer) {
   return code & 2 ? -level : level;
 }
 
-// What is known of a field of the code words: its value, if there is one, and its scales.
-struct Field {
-  bool is_there;
+// Values to a word: a power of two.
+__device__ __forceinline__ constexpr u32 word_shift(u32 kind) { return kind == kOneBit ? 5 : 4; }
+
+// Up to four neighbours of a code word, which have the same scales.
+struct Fields {
   u64 value;
+  u32 n;
   float first, second;
 };
 
-__device__ __forceinline__ u32 values_a_word(u32 kind) { return kind == kOneBit ? 32 : 16; }
-
-// One-bit and two-bit: a warp makes a word of 32 values, or two of 16. field_at(word, number in it)
-template <class FieldAt>
-__device__ __forceinline__ void pack_words(const Quantise& p, u64 n_words, u32* words, bool has_levels,
-                                           FieldAt field_at) {
+// One-bit and two-bit, a thread for four fields. fields_at(word, number of the first in it)
+template <u32 kKind, bool kHasLevels, class FieldsAt>
+__device__ __forceinline__ void pack_words(const Quantise& p, u64 n_words, u32* words, FieldsAt fields_at) {
+  constexpr u32 kThreads = (1u << word_shift(kKind)) / 4;  // a word
   const bool is_finite = p.message[6] == 0;
-  const u32 per_word = values_a_word(p.kind);
-  for (u64 i = thread_number(); i < parts_of(n_words * per_word, kWarp) * kWarp; i += thread_count()) {
-    const Field own = field_at(i / per_word, static_cast<u32>(i % per_word));
-    const float term = own.is_there ? term_of(p, own.value) : 0.0f;
-    u32 word = 0;
-    float decoded = 0;
-    if (p.kind == kOneBit) {
-      word = __ballot_sync(kWholeWarp, term < 0);
-      decoded = term < 0 ? -own.second : own.first;
-    } else {
-      const u32 code = has_levels ? nearest_code(term, own.first, own.second) : code_of(term, own.first);
-      word = joined(own.is_there ? code : 0, i);
-      decoded = has_levels ? level_of(code, own.first, own.second) : decoded_of(term, own.first);
+  for (u64 four = thread_number(); four / kWarp * kWarp < n_words * kThreads; four += thread_count()) {
+    const u64 number = four / kThreads;
+    const u32 place = static_cast<u32>(four % kThreads);
+    const Fields own = fields_at(number, 4 * place);
+    u32 bits[4], carried[4]{}, left[4], word = 0;
+    load_four(p.values, p.dtype, own.value, own.n, bits);
+    if (p.residual != nullptr) load_four(p.residual, kFloat32, own.value, own.n, carried);
+    GW_UNROLLED for (u32 q = 0; q < 4; ++q) {
+      const float term = term_of(p, bits[q], __uint_as_float(carried[q]));
+      float decoded = 0;
+      u32 code = term < 0;
+      if (kKind == kOneBit) {
+        decoded = term < 0 ? -own.second : own.first;
+      } else {
+        code = kHasLevels ? nearest_code(term, own.first, own.second) : code_of(term, own.first);
+        decoded = kHasLevels ? level_of(code, own.first, own.second) : decoded_of(term, own.first);
+      }
+      word |= (q < own.n ? code : 0) << (kKind == kOneBit ? q : 2 * q);
+      // A message that is not finite says nothing else, so the residual stays.
+      left[q] = is_finite ? __float_as_uint((term - decoded) * (1 / p.residual_scale)) : carried[q];
     }
-    if (own.is_there) keep(p, own.value, is_finite, term, decoded);
-    if (is_finite && i % per_word == 0 && i / per_word < n_words) words[i / per_word] = word;
+    if (p.left_out != nullptr) store_four(p.left_out, kFloat32, own.value, own.n, left);
+    word <<= place * (32 / kThreads);
+    for (u32 lanes = 1; lanes < kThreads; lanes *= 2) word |= __shfl_xor_sync(kWholeWarp, word, lanes);
+    if (is_finite && place == 0 && number < n_words) words[number] = word;
   }
 }
 
-GW_KERNEL(gw_quantised_pack, Quantise) {
+// Those of a message with one scale, or two, for all of its values.
+__device__ __forceinline__ Fields plain_fields(u64 n, u64 value, float first, float second) {
+  return {value, value < n ? static_cast<u32>(smaller(4, n - value)) : 0, first, second};
+}
+
+GW_KERNEL_BY_DTYPE(gw_quantised_pack, Quantise, dtype) {
   const float first = __uint_as_float(load32(p.message + 20)), second = __uint_as_float(load32(p.message + 24));
-  const u32 per_word = values_a_word(p.kind);
-  pack_words(p, parts_of(p.n, per_word), reinterpret_cast<u32*>(p.message + kHeaderBytes), false,
-             [&](u64 word, u32 number) {
-               const u64 value = word * per_word + number;
-               return Field{value < p.n, value, first, second};
-             });
+  u32* const words = reinterpret_cast<u32*>(p.message + kHeaderBytes);
+  const auto fields_at = [&](u64 word, u32 number) {
+    return plain_fields(p.n, (word << word_shift(p.kind)) + number, first, second);
+  };
+  if (p.kind == kOneBit)
+    pack_words<kOneBit, false>(p, parts_of(p.n, 32), words, fields_at);
+  else
+    pack_words<kTwoBit, false>(p, parts_of(p.n, 16), words, fields_at);
 }
 
 // Fields of a byte, or of half a byte: of the eight values of a group that share a counter.
@@ -239,30 +281,34 @@ __device__ __forceinline__ u32 field_of(const u8* codes, bool are_nibbles, u64 i
 }
 
 // QSGD: a thread draws once for the eight values that share a counter.
-GW_KERNEL(gw_quantised_pack_levels, Quantise) {
+GW_KERNEL_BY_DTYPE(gw_quantised_pack_levels, Quantise, dtype) {
   const bool is_finite = p.message[6] == 0, are_nibbles = p.levels <= 7;
   const u32 sign = are_nibbles ? 8 : 128;
   u8* const codes = p.message + kHeaderBytes + norm_bytes(p.kind, p.n, p.block);
+  const Power block(p.block);
   for (u64 counter = thread_number(); counter < parts_of(p.n, kGroup) * kLanes; counter += thread_count()) {
-    const u64 group = counter / kLanes, lane = counter % kLanes;
+    const u64 group = counter / kLanes, lane = counter % kLanes, first = group * kGroup + lane;
+    Loaded<8> loaded;
+    load(p, first, kLanes, p.n, loaded);
     const Drawn drawn = draw(p.seed, p.step, counter);
+    const u64 number = block.parts(group * kGroup);
+    const float per_unit = p.sums[number].per_unit;
+    const float step = __uint_as_float(load32(p.message + kHeaderBytes + 4 * number)) / static_cast<float>(p.levels);
     u8 own[8];
-    for (u32 q = 0; q < 8; ++q) {
-      const u64 i = group * kGroup + 8 * q + lane;
+    GW_UNROLLED for (u32 q = 0; q < 8; ++q) {
+      const u64 i = first + 8 * q;
       own[q] = 0;
       if (i >= p.n) continue;
-      const float term = term_of(p, i);
+      const float term = term_of(p, loaded.bits[q], loaded.carried[q]);
       float decoded = 0;
       if (is_finite) {
-        const u64 block = i / p.block;
-        const float magnitude = __uint_as_float(magnitude_bits(term));
-        const float raised = magnitude * p.sums[block].per_unit + fraction_of(drawn.number(q));
+        const float raised = __uint_as_float(magnitude_bits(term)) * per_unit + fraction_of(drawn.number(q));
         const int level = static_cast<int>(smaller(static_cast<u32>(raised), p.levels));
-        const float step = __uint_as_float(load32(p.message + kHeaderBytes + 4 * block)) / static_cast<float>(p.levels);
         own[q] = static_cast<u8>(static_cast<u32>(level) | (term < 0 ? sign : 0));
         decoded = static_cast<float>(term < 0 ? -level : level) * step;
       }
-      keep(p, i, is_finite, term, decoded);
+      if (p.left_out != nullptr)
+        p.left_out[i] = is_finite ? (term - decoded) * (1 / p.residual_scale) : loaded.carried[q];
     }
     if (is_finite) put_fields(codes, are_nibbles, group, lane, own);
   }
@@ -323,33 +369,60 @@ GW_KERNEL(gw_quantised_check, Dequantise) {
 }
 
 // What a code of one or two bits stands for; NaN where no encoder writes it, which is reported.
-__device__ __forceinline__ float value_of(const Dequantise& p, u32 word, u64 i, bool has_levels, float first,
-                                          float second) {
-  if (p.kind == kOneBit) return word >> i % 32 & 1 ? -second : first;
-  const u32 code = word >> 2 * (i % 16) & 3;
-  if (has_levels) return level_of(code, first, second);
+template <u32 kKind, bool kHasLevels>
+__device__ __forceinline__ float value_of(const Dequantise& p, u32 word, u32 i, float first, float second) {
+  if (kKind == kOneBit) return word >> i & 1 ? -second : first;
+  const u32 code = word >> 2 * i & 3;
+  if (kHasLevels) return level_of(code, first, second);
   if (code == 3) report(p.error, kCode);
   return code == 3 ? __uint_as_float(kNan) : code == 1 ? first : code == 2 ? -first : 0.0f;
 }
 
-__device__ __forceinline__ void put_or_add(const Dequantise& p, u64 i, float value) {
-  put_value(p.out, p.dtype, i, p.adds ? added(static_cast<const float*>(p.out)[i], value) : value);
+// Values, or their sum with what is there; NaN where a message is not whole, so that nobody goes on with less.
+template <u32 kKind, bool kHasLevels, class FieldsAt>
+__device__ __forceinline__ void unpack_words(const Dequantise& p, u64 n_words, const u32* words, FieldsAt fields_at) {
+  constexpr u32 kThreads = (1u << word_shift(kKind)) / 4;                     // a word
+  const bool is_finite = *p.error <= error_word(kCode) && p.message[6] == 0;  // more was written by an earlier kernel
+  for (u64 four = thread_number(); four < n_words * kThreads; four += thread_count()) {
+    const u32 place = 4 * static_cast<u32>(four % kThreads);
+    const Fields own = fields_at(four / kThreads, place);
+    if (own.n == 0) continue;
+    const bool is_right = __float_as_uint(own.first) < kInfinity && __float_as_uint(own.second) < kInfinity;
+    if (is_finite && !is_right) report(p.error, kCode);
+    const u32 word = is_finite ? words[four / kThreads] >> place * (32 >> word_shift(kKind)) : 0;
+    u32 there[4]{}, bits[4];
+    if (p.adds) load_four(p.out, kFloat32, own.value, own.n, there);
+    GW_UNROLLED for (u32 q = 0; q < 4; ++q) {
+      float value = __uint_as_float(kNan);
+      if (is_finite && is_right && q < own.n) value = value_of<kKind, kHasLevels>(p, word, q, own.first, own.second);
+      value = divided(value, p.divisor);
+      bits[q] = bits_of_value(p.dtype, p.adds ? added(__uint_as_float(there[q]), value) : value);
+    }
+    store_four(p.out, p.dtype, own.value, own.n, bits);
+  }
 }
 
-// Values, or their sum with what is there; NaN where a message is not whole, so that nobody goes on with less.
-GW_KERNEL(gw_quantised_unpack, Dequantise) {
-  const bool is_whole = *p.error <= error_word(kCode);  // more was written by an earlier kernel
-  const bool is_finite = is_whole && p.message[6] == 0, are_nibbles = p.levels <= 7;
-  const float first = __uint_as_float(load32(p.message + 20)) / p.divisor;
-  const float second = __uint_as_float(load32(p.message + 24)) / p.divisor;
+GW_KERNEL_BY_DTYPE(gw_quantised_unpack, Dequantise, dtype) {
+  const float first = __uint_as_float(load32(p.message + 20)), second = __uint_as_float(load32(p.message + 24));
   const u32* const words = reinterpret_cast<const u32*>(p.message + kHeaderBytes);
+  const auto fields_at = [&](u64 word, u32 number) {
+    return plain_fields(p.n, (word << word_shift(p.kind)) + number, first, second);
+  };
+  if (p.kind == kOneBit)
+    unpack_words<kOneBit, false>(p, parts_of(p.n, 32), words, fields_at);
+  else
+    unpack_words<kTwoBit, false>(p, parts_of(p.n, 16), words, fields_at);
+}
+
+GW_KERNEL_BY_DTYPE(gw_quantised_unpack_levels, Dequantise, dtype) {
+  const bool is_finite = *p.error <= error_word(kCode) && p.message[6] == 0, are_nibbles = p.levels <= 7;
+  const u32* const norms = reinterpret_cast<const u32*>(p.message + kHeaderBytes);
   const u8* const codes = p.message + kHeaderBytes + norm_bytes(p.kind, p.n, p.block);
+  const Power block(p.block);
   for (u64 i = thread_number(); i < p.n; i += thread_count()) {
     float value = __uint_as_float(kNan);
-    if (is_finite && p.kind != kQsgd) {
-      value = value_of(p, words[i / values_a_word(p.kind)], i, false, first, second);
-    } else if (is_finite) {
-      const u32 code = field_of(codes, are_nibbles, i), mask = are_nibbles ? 7 : 127, norm = words[i / p.block];
+    if (is_finite) {
+      const u32 code = field_of(codes, are_nibbles, i), mask = are_nibbles ? 7 : 127, norm = norms[block.parts(i)];
       const int level = static_cast<int>(code & mask);
       if (norm >= kInfinity || (code & mask) > p.levels)
         report(p.error, kCode);
@@ -357,7 +430,7 @@ GW_KERNEL(gw_quantised_unpack, Dequantise) {
         value = static_cast<float>(code > mask ? -level : level) *
                 (__uint_as_float(norm) / static_cast<float>(p.levels)) / p.divisor;
     }
-    put_or_add(p, i, value);
+    put_value(p.out, p.dtype, i, p.adds ? added(static_cast<const float*>(p.out)[i], value) : value);
   }
 }
 
@@ -378,9 +451,8 @@ struct Grouping {
 };
 
 struct QuantiseGroups {
-  Quantise base;  // `block` and `sums` mean nothing
+  Quantise base;  // `block` means nothing
   Grouping by;
-  u32* largest;  // one a group: magnitude, as bits
 };
 
 struct DequantiseGroups {
@@ -403,20 +475,29 @@ __device__ __forceinline__ u16 upper_half(double value) {
 __device__ __forceinline__ double exact_mean(double sum, u64 count) {
   return count == 0 ? 0.0 : sum / static_cast<double>(count);
 }
-// Field `lane` of code word `word`.
-__device__ __forceinline__ Field field_at(const Grouping& by, const u8* message, u32 kind, u64 word, u32 lane) {
-  if (word >= end_of(by).first_word) return {false, 0, 0, 0};
-  const u64 number = last_up_to(by.pieces, by.n_pieces, &Piece::first_word, word);
-  const Piece piece = by.pieces[number];
-  const u64 offset = (word - piece.first_word) * values_a_word(kind) + lane, value = piece.begin + offset;
-  if (value >= by.pieces[number + 1].begin) return {false, 0, 0, 0};
-  const u64 group = piece.first_group + offset / by.values;
+// From field `number` of code word `word` on.
+__device__ __forceinline__ Fields fields_of(const Grouping& by, const u8* message, u32 kind, u64 word, u32 number) {
+  if (word >= end_of(by).first_word) return {0, 0, 0, 0};
+  const u64 index = last_up_to(by.pieces, by.n_pieces, &Piece::first_word, word), end = by.pieces[index + 1].begin;
+  const Piece piece = by.pieces[index];
+  const u64 offset = ((word - piece.first_word) << word_shift(kind)) + number, value = piece.begin + offset;
+  const u64 group = piece.first_group + Power(by.values).parts(offset);
+  if (value >= end) return {0, 0, 0, 0};
   const u16* const scales = reinterpret_cast<const u16*>(message + scales_at(by)) + group * by.per_group;
-  return {true, value, widened(scales[0]), widened(scales[by.per_group - 1])};
+  return {value, static_cast<u32>(smaller(4, end - value)), widened(scales[0]), widened(scales[by.per_group - 1])};
 }
 
+// work(words of the kind, and with which levels)
+#define GW_BY_KIND(kind, per_group, work, ...) \
+  if (kind == kOneBit)                         \
+    work<kOneBit, false>(__VA_ARGS__);         \
+  else if (per_group == 2)                     \
+    work<kTwoBit, true>(__VA_ARGS__);          \
+  else                                         \
+    work<kTwoBit, false>(__VA_ARGS__)
+
 // Eight threads a group.
-GW_KERNEL(gw_grouped_measure, QuantiseGroups) {
+GW_KERNEL_BY_DTYPE(gw_grouped_measure, QuantiseGroups, base.dtype) {
   const u64 group = thread_number() / kLanes;
   u64 begin = 0, end = 0;
   if (group < end_of(p.by).first_group) {
@@ -424,9 +505,9 @@ GW_KERNEL(gw_grouped_measure, QuantiseGroups) {
     begin = p.by.pieces[number].begin + (group - p.by.pieces[number].first_group) * p.by.values;
     end = smaller(begin + p.by.values, p.by.pieces[number + 1].begin);
   }
-  const Sums sums = sums_of(p.base, begin, end);
+  const Sums sums = sums_of<8>(p.base, begin, end);
   if (threadIdx.x % kLanes != 0 || begin == end) return;
-  p.largest[group] = sums.largest;
+  if (sums.largest >= kInfinity) atomicOr(p.base.is_nonfinite, 1u);
   u16* const scales = reinterpret_cast<u16*>(p.base.message + scales_at(p.by)) + group * p.by.per_group;
   const double magnitude = exact_mean(sums.positive + sums.negative, end - begin);
   if (p.by.per_group == 1) {
@@ -443,30 +524,24 @@ GW_KERNEL(gw_grouped_measure, QuantiseGroups) {
 
 // One block: all but scales, codes and checksum.
 GW_KERNEL(gw_grouped_head, QuantiseGroups) {
-  u32& largest_of_all = shared_as<u32>();
   u8* const message = p.base.message;
   const u64 n_groups = end_of(p.by).first_group;
-  if (threadIdx.x == 0) largest_of_all = 0;
-  __syncthreads();
-  u32 largest = 0;
-  for (u64 i = threadIdx.x; i < n_groups; i += blockDim.x)
-    if (p.largest[i] > largest) largest = p.largest[i];
-  atomicMax(&largest_of_all, largest);
   for (u64 i = threadIdx.x; i < cuts_of(p.by); i += blockDim.x)
     store32(message + kHeaderBytes + kCutBytes * (1 + i), static_cast<u32>(p.by.pieces[i + 1].begin));
-  __syncthreads();
   if (threadIdx.x != 0) return;
-  const bool is_finite = largest_of_all < kInfinity;
+  const bool is_finite = *p.base.is_nonfinite == 0;
   write_header(p.base, kGroupedVersion, is_finite, p.by.per_group, p.by.values);
   store32(message + kHeaderBytes, static_cast<u32>(cuts_of(p.by)));
   for (u64 at = scales_at(p.by) + n_groups * p.by.per_group * kScaleBytes; at < codes_at(p.by); ++at) message[at] = 0;
   *p.base.n_bytes = is_finite ? codes_at(p.by) + 4 * end_of(p.by).first_word : kHeaderBytes;
 }
 
-GW_KERNEL(gw_grouped_pack, QuantiseGroups) {
-  pack_words(p.base, end_of(p.by).first_word, reinterpret_cast<u32*>(p.base.message + codes_at(p.by)),
-             p.by.per_group == 2,
-             [&](u64 word, u32 lane) { return field_at(p.by, p.base.message, p.base.kind, word, lane); });
+GW_KERNEL_BY_DTYPE(gw_grouped_pack, QuantiseGroups, base.dtype) {
+  const auto fields_at = [&](u64 word, u32 number) {
+    return fields_of(p.by, p.base.message, p.base.kind, word, number);
+  };
+  u32* const words = reinterpret_cast<u32*>(p.base.message + codes_at(p.by));
+  GW_BY_KIND(p.base.kind, p.by.per_group, pack_words, p.base, end_of(p.by).first_word, words, fields_at);
 }
 
 // One block.
@@ -479,23 +554,12 @@ GW_KERNEL(gw_grouped_check, DequantiseGroups) {
     report(p.base.error, kField);
 }
 
-// As gw_quantised_unpack.
-GW_KERNEL(gw_grouped_unpack, DequantiseGroups) {
-  const Dequantise& to = p.base;
-  const bool is_finite = *to.error <= error_word(kCode) && to.message[6] == 0;
-  const bool has_levels = to.kind == kTwoBit && p.by.per_group == 2;
-  const u32 per_word = values_a_word(to.kind);
-  const u32* const words = reinterpret_cast<const u32*>(to.message + codes_at(p.by));
-  for (u64 i = thread_number(); i < end_of(p.by).first_word * per_word; i += thread_count()) {
-    const Field own = field_at(p.by, to.message, to.kind, i / per_word, static_cast<u32>(i % per_word));
-    if (!own.is_there) continue;
-    float value = __uint_as_float(kNan);
-    if (is_finite && (__float_as_uint(own.first) >= kInfinity || __float_as_uint(own.second) >= kInfinity))
-      report(to.error, kCode);
-    else if (is_finite)
-      value = value_of(to, words[i / per_word], i, has_levels, own.first / to.divisor, own.second / to.divisor);
-    put_or_add(to, own.value, value);
-  }
+GW_KERNEL_BY_DTYPE(gw_grouped_unpack, DequantiseGroups, base.dtype) {
+  const auto fields_at = [&](u64 word, u32 number) {
+    return fields_of(p.by, p.base.message, p.base.kind, word, number);
+  };
+  const u32* const words = reinterpret_cast<const u32*>(p.base.message + codes_at(p.by));
+  GW_BY_KIND(p.base.kind, p.by.per_group, unpack_words, p.base, end_of(p.by).first_word, words, fields_at);
 }
 
 }  // namespace gradwire::gpu

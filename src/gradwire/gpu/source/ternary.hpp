@@ -39,7 +39,7 @@ GW_KERNEL(gw_ternary_measure, Ternary) {
   squared.values = p.values;
   squared.dtype = p.dtype;
   squared.kind = kQsgd;
-  const Sums sums = sums_of(squared, begin, end);
+  const Sums sums = sums_of<16>(squared, begin, end);
   if (threadIdx.x % kLanes == 0 && block < p.n_blocks) p.sums[block] = sums;
 }
 

@@ -43,7 +43,7 @@ __device__ __forceinline__ Quantise terms_of(const Rotated& p) {
 // Eight threads a transform block.
 GW_KERNEL(gw_thc_norms, Rotated) {
   const u64 block = thread_number() / kLanes, begin = block * kTransform;
-  const Sums sums = sums_of(terms_of(p), begin < p.n ? begin : p.n, smaller(begin + kTransform, p.n));
+  const Sums sums = sums_of<16>(terms_of(p), begin < p.n ? begin : p.n, smaller(begin + kTransform, p.n));
   if (threadIdx.x % kLanes != 0 || begin >= p.n) return;
   const float norm = static_cast<float>(__dsqrt_rn(sums.positive));
   p.norms[block] = sums.largest < kInfinity ? __float_as_uint(norm) : kInfinity;

@@ -74,9 +74,10 @@ class Learnt:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` gave. Raises: InvalidArgument."""
-        loaded = {"tables": {}, **{name: state[name] for name in _CHECKS if name in state}}  # older ones lack tables
+        older: dict[str, Any] = {"tables": {}}  # what states lack that were saved before
+        loaded: dict[str, Any] = {name: state.get(name, older.get(name)) for name in _CHECKS}
         for name, is_right in _CHECKS.items():
-            of_buckets = loaded.get(name)
+            of_buckets = loaded[name]
             if not isinstance(of_buckets, dict) or not all(
                 isinstance(key, str) and is_right(value) for key, value in of_buckets.items()
             ):

@@ -13,7 +13,6 @@ _SPEED = [
     Column("decode_gb_per_s", "decode GB/s", form=".2f", spread=True),
     Column("decode_vs_zstd", "x zstd -1", form=".1f"),
 ]
-_SHOW = [Table([_RATIO, *_SPEED], rows=("codec",))]
 _COMPETITORS = ["zstd", "zlib", "lz4", "blosc2", "zipnn", "pcodec"]
 _OWN = [
     "gcomp",
@@ -28,7 +27,6 @@ _OWN = [
 ]
 _DRAWN = ["gcomp", "gcomp:importance=none", "gcomp:importance=uniform,bits=10", "truncate", "zstd", "lz4", "zipnn"]
 _SHORT = [f"gcomp:dtype={dtype}" for dtype in ("bfloat16", "float16")]
-_QUANTISERS = ["one-bit", "one-bit:scale=two-means", "two-bit", "ternary", "qsgd", "thc"]
 _ENCODE, _DECODE = (Column(f"{way}_gb_per_s", form=".2f") for way in ("encode", "decode"))
 _FORMAT_2 = ["gcomp", "gcomp:importance=uniform,bits=10"]
 
@@ -48,15 +46,5 @@ EXPERIMENTS = [
                     {"codec": "gcomp"}),
                Goal("encode at least 3 GB/s", _ENCODE, ">=", 3.0, {"codec": _FORMAT_2}),
                Goal("decode at least 4.5 GB/s", _DECODE, ">=", 4.5, {"codec": _FORMAT_2})],
-    ),
-    Experiment(
-        key="codec-quantisers", system="codecs", measure="codec", seconds=60, together=("codec",),
-        question="How fast are quantisers, without error feedback?",
-        fixed={"threads": 1}, axes={"gradients": GRADIENTS, "codec": _QUANTISERS},
-        show=_SHOW,
-        goals=[Goal("one and two bits at least 4 GB/s", _ENCODE, ">=", 4.0, {"codec": ["one-bit", "two-bit",
-                                                                                       "ternary"]}),
-               Goal("QSGD at least 1.5", _ENCODE, ">=", 1.5, {"codec": "qsgd"}),
-               Goal("THC at least 0.8", _ENCODE, ">=", 0.8, {"codec": "thc"})],
     ),
 ]  # fmt: skip

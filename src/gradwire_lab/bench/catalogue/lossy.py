@@ -13,8 +13,8 @@ LONG = [
     "plain", "one-bit-adam", "one-bit-adam:codec=two-bit", "one-bit-adam:codec=two-bit,correction=running",
     "one-bit:scale_values=512,warmup_steps=50", "two-bit:scale_values=512,warmup_steps=50",
     "one-bit:scale_values=512,warmup_steps=150", "two-bit:scale_values=512,warmup_steps=150",
-    "one-bit-adam:freeze_step=150", "one-bit-adam:codec=two-bit,freeze_step=150", "top-k-adam",
-    "top-k-adam:share=0.05", "top-k-adam:freeze_step=20", "top-k:share=0.01", "dgc:share=0.01,momentum=0", "acp-sgd",
+    "one-bit-adam:freeze_step=150", "one-bit-adam:codec=two-bit,freeze_step=150", "top-k:share=0.01",
+    "dgc:share=0.01,momentum=0", "acp-sgd",
     "acp-sgd:rank=8", "power-sgd:rank=8", "acp-sgd:exempt=none,rank=8,start_step=50",
     "power-sgd:exempt=none,rank=8,start_step=50", "embedded-float:bits=8", "embedded-float:bits=5",
     "embedded-float:bits=4", "ddp-bf16", "ddp-fp16", "ddp-powersgd:rank=8",
@@ -22,7 +22,7 @@ LONG = [
 FIRST_STEPS = [
     "plain", "acp-sgd:start_step=0", "acp-sgd:start_step=50", "acp-sgd:start_step=100",
     "power-sgd:rank=8,start_step=0", "power-sgd:rank=8,start_step=50", "top-k:share=0.01,warmup_steps=0",
-    "top-k:share=0.01,warmup_steps=50", "random-k:share=0.05,warmup_steps=0", "random-k:share=0.05,warmup_steps=50",
+    "top-k:share=0.01,warmup_steps=50",
 ]  # fmt: skip
 SHORT = [
     "plain", "one-bit-adam", "one-bit", "one-bit:scale_values=512", "two-bit", "two-bit:scale_values=512",
@@ -108,7 +108,7 @@ def _at_most(nats: float, *specs: str) -> Goal:
 
 # No more lines than can be told apart.
 _DRAWN = ["plain", "ddp-bf16", "embedded-float:bits=5", "one-bit-adam", "two-bit:scale_values=512,warmup_steps=50",
-          "power-sgd:rank=8", "top-k-adam:share=0.05"]  # fmt: skip
+          "power-sgd:rank=8"]  # fmt: skip
 _BEHIND = Column("held_out_loss", "", 1.0, ".3f", "difference", "plain", spread=True)
 _NATS = Column("held_out_loss", "held-out loss", 1.0, ".3f", spread=True)
 _SOONER = Column("seconds_to_loss", "x sooner than DDP", kind="speed-up", against="ddp")

@@ -11,7 +11,7 @@ from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.store import Record
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.bandwidth import make_trace
-from gradwire_lab.simulator.jitter import Stragglers, make_jitter
+from gradwire_lab.simulator.jitter import Stragglers, jitter_by_name
 from gradwire_lab.simulator.runs import SimulatedRun
 from gradwire_lab.simulator.stage import Setting
 
@@ -32,10 +32,10 @@ def measure(call: Call) -> list[tuple[Cell, Record]]:
 
 def simulate(call: Call, cell: Cell, **changes: Any) -> tuple[Any, Record]:
     """The simulation of a cell, and its record."""
-    given = {"workload": "resnet50-4blocks", "workers": 16, "gbit_per_s": 2.5, "jitter": "common", "seed": 0, "codec": True,
-             **call.fixed, **cell}  # fmt: skip
+    given = {"workload": "resnet50-4blocks", "workers": 16, "gbit_per_s": 2.5, "jitter": "common", "sigma": 1.5, "seed": 0,
+             "codec": True, **call.fixed, **cell}  # fmt: skip
     workload = workloads.by_name(str(given["workload"]))
-    jitter = make_jitter(given["jitter"], int(given["seed"]), float(given.get("sigma", 1.5)))
+    jitter = jitter_by_name(str(given["jitter"]), float(given["sigma"]), int(given["seed"]))
     setting = Setting(workload, int(given["workers"]), float(given["gbit_per_s"]) * 1e9, jitter=jitter)
     run = SimulatedRun(
         str(given["scheme"]),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
 from gradwire.codecs.count_sketch import CountSketch, index_words, write_index
-from gradwire.errors import InvalidArgument
 from gradwire_lab.bench.measures import Call
 from gradwire_lab.bench.sources import GradientSource
 from gradwire_lab.results.experiment import Cell
@@ -44,19 +42,13 @@ def formulas(value_bits: int, density: float) -> Record:
 
 def measure_recovery(call: Call) -> list[tuple[Cell, Record]]:
     """Fig. 3: axis `sketch_size`, as a share of the gradient's."""
-    n, density = int(call.get("n_elements")), _density(call.get("density"))
+    n, density = int(call.get("n_elements")), float(call.get("density"))
     gradient = torch.from_numpy(GradientSource(None, density, str(call.get("pattern", "element"))).gradient(0, n))
     found = []
     for cell in call.cells:
         size = cell["sketch_size"]
         found.append((cell, {**recovery(gradient, size), "size": size}))
     return found
-
-
-def _density(value: Any) -> float:
-    if not 0 < float(value) < 1:
-        raise InvalidArgument(f"density {value}: expected above 0 and below 1")
-    return float(value)
 
 
 def recovery(gradient: torch.Tensor, size: float) -> Record:

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradwire_lab.bench.launching import DEFAULT_RANKS
-from gradwire_lab.cli.options import add_json, add_workload, option, switch
+from gradwire_lab.cli.options import ShortHelp, add_json, add_workload, option, switch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The benchmark's name, and everything after it, which its own parser reads in `run`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "commands:\n" + "\n".join(f"  {name:10} {add.__doc__}" for name, (_, add) in BENCHES.items())
     parser.add_argument("bench", choices=list(BENCHES), metavar="COMMAND", help="one of the commands below")
     parser.add_argument(
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 def parser_of(name: str) -> argparse.ArgumentParser:
     """The parser of one benchmark's options."""
     add = BENCHES[name][1]
-    parser = argparse.ArgumentParser(prog=f"gradwire bench {name}", description=add.__doc__)
+    parser = argparse.ArgumentParser(prog=f"gradwire bench {name}", description=add.__doc__, formatter_class=ShortHelp)
     add(parser)
     return parser
 
@@ -47,7 +46,7 @@ def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Run experiments into results/, continuing where the last run stopped."""
+    """Run experiments into results/, going on where the last run stopped."""
     parser.add_argument("key", nargs="*", metavar="KEY", help="an experiment, or the beginning of several keys; `all`: "
                         "the catalogue's first list; `long`: its second; `gradwire bench list` has them")  # fmt: skip
     switch(parser, "--quick", "the small set of `make bench`, under half an hour")
@@ -64,7 +63,7 @@ def _add_render_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="print what stands between the marks "
                         "`<!-- generated: bench render NAME -->` and `<!-- end -->` of a page, and write nothing")  # fmt: skip
     switch(parser, "--check", "write nothing; exit with status 1 if a page is stale")
-    option(parser, "--root", "DIR", "the checkout (default: around this folder)", type=Path)
+    option(parser, "--root", "DIR", "the checkout (default: around here)", type=Path)
 
 
 def _add_codec_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,15 +74,15 @@ def _add_codec_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--threads", "N", "thread counts (default: 1 and the cores)", nargs="+", type=int)
     option(parser, "--rounds", "N", "samples per codec, after one dropped", 7)
     add_json(parser, csv=True)
-    switch(parser, "--wide", "all columns, however wide the table gets")
+    switch(parser, "--wide", "all columns of the tables")
 
 
 def _add_allreduce_arguments(parser: argparse.ArgumentParser) -> None:
-    """Time and bytes of every scheme's all-reduce beside the backend's own."""
+    """Time and bytes of every scheme's all-reduce, and the backend's own."""
     from gradwire_lab.bench.sources import PATTERNS
 
-    words = "schemes and baselines (ddp, ddp-bf16), with options as NAME:option=value,...; `all` is every one but "
-    words += "dense-switch, the emulated switch without compression"
+    words = "schemes, ddp and ddp-bf16, as NAME:option=value,...; `all`: every one but "
+    words += "dense-switch, a switch without compression"
     option(parser, "--scheme", "NAME", words, ["all"], nargs="+")
     _add_rank_arguments(parser)
     option(parser, "--n-bytes", "N", "sizes of the float32 gradient", nargs="+", type=int)
@@ -94,25 +93,25 @@ def _add_allreduce_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pattern", choices=list(PATTERNS), default="element", help=words)
     option(parser, "--rounds", "N", "samples per scheme and size (default: 9; quick 5)", type=int)
     option(parser, "--warmup", "N", "calls dropped before the first sample", 2)
-    words = "seconds per scheme and size; three samples are always taken (default: 20; quick 2)"
+    words = "seconds per scheme and size (default: 20; quick 2)"
     option(parser, "--budget", "S", words, type=float)
-    switch(parser, "--wide", "all columns, however wide the table gets")
+    switch(parser, "--wide", "all columns of the tables")
 
 
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    """Iteration time, bytes and loss of a workload under schemes and PyTorch's hooks."""
+    """Step time, bytes and loss of a workload under schemes and hooks."""
     from gradwire_lab.bench.train_methods import BASELINES
 
-    words = f"schemes and baselines ({', '.join(BASELINES)}), with options as NAME:option=value,...; `all` is every one"
+    words = f"schemes and baselines ({', '.join(BASELINES)}), as NAME:option=value,...; `all`: every one"
     _add_training_arguments(parser, ["all"], words)
     option(parser, "--steps", "N", "measured steps per scheme", 30)
-    option(parser, "--warmup", "N", "steps before the measured ones; more if a scheme measures first", 5)
-    switch(parser, "--overlap", "record how much communication and codec work is hidden by computation")
-    words = "run the model, or replay captured gradients of its shape behind calibrated waits"
+    option(parser, "--warmup", "N", "steps before them; more if a scheme measures first", 5)
+    switch(parser, "--overlap", "record what computation hides of the rest")
+    words = "emulate: replay captured gradients, calibrated waits"
     parser.add_argument("--compute", choices=("real", "emulate"), default="real", help=words)
     option(parser, "--batch-size", "N", "samples per rank and step (default: the workload's)", type=int)
     option(parser, "--optimizer", "NAME", "optimizer (default: the workload's)")
-    switch(parser, "--wide", "all columns, however wide the table gets")
+    switch(parser, "--wide", "all columns of the tables")
 
 
 def _add_regret_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +122,7 @@ def _add_regret_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_training_arguments(parser, ["ddp", *autos], words)
     option(parser, "--steps", "N", "steps of each method", 300)
-    option(parser, "--seconds", "S", "maximum training time of DDP and of each auto", 60.0)
+    option(parser, "--seconds", "S", "most seconds of training for DDP and for each auto", 60.0)
     words = (
         "exit with status 1 if auto is below 0.98 of DDP's speed, or in the second half below 0.95 of the best fixed "
     )
@@ -132,8 +131,8 @@ def _add_regret_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_store_arguments(parser: argparse.ArgumentParser) -> None:
     """Where results are."""
-    option(parser, "--root", "DIR", "the checkout that has results/ (default: around this folder)", type=Path)
-    option(parser, "--machine", "NAME", "folder of this machine in results/ (default: by processor and cores)")
+    option(parser, "--root", "DIR", "the checkout with results/ (default: around here)", type=Path)
+    option(parser, "--machine", "NAME", "this machine's folder in results/")
     option(parser, "--folder", "DIR", "working files: logs, gradients, trainings", Path("runs/bench"), type=Path)
 
 
@@ -142,14 +141,14 @@ def _add_training_arguments(parser: argparse.ArgumentParser, default_scheme: lis
     option(parser, "--scheme", "NAME", schemes, default_scheme, nargs="+")
     add_workload(parser)
     _add_rank_arguments(parser)
-    option(parser, "--then", "RATE", "link rates to change to in mid-run, for --steps steps each", [], nargs="+")
+    option(parser, "--then", "RATE", "rates to change to in mid-run, for --steps steps each", [], nargs="+")
     option(parser, "--seed", "N", "seed of weights and batches", 0)
 
 
 def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that say where the ranks run and where results go; the same in every benchmark with ranks."""
-    option(parser, "--ranks", "N", f"ranks to start on this machine (default: {DEFAULT_RANKS})", type=int)
-    words = "link rates to measure at, one run each: 100mbit, 1gbit, none (default); R,R,R,S: one a rank or node"
+    option(parser, "--ranks", "N", f"ranks to start here (default: {DEFAULT_RANKS})", type=int)
+    words = "link rates, one run each: 100mbit, none (default), or R,R,R,S: one a rank or node"
     option(parser, "--rate", "RATE", words, nargs="+")
     option(parser, "--ranks-per-node", "N", "ranks that share a node and its link", 1)
     add_json(parser, csv=True)

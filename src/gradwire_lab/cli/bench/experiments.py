@@ -12,6 +12,7 @@ from gradwire_lab.bench.catalogue import EXPERIMENTS, book
 from gradwire_lab.bench.measures import code_of
 from gradwire_lab.bench.runner import ExperimentRun, Runner
 from gradwire_lab.ranks.supervisor import end_on_signals
+from gradwire_lab.results.captions import duration
 from gradwire_lab.results.experiment import Cell, Experiment, Table
 from gradwire_lab.results.grids import make_grid
 from gradwire_lab.results.store import State, Store, find_root, machine_name, machines, state_of
@@ -134,8 +135,3 @@ def open_store(args: argparse.Namespace) -> Store:
     root = args.root or find_root(Path.cwd())
     book(root)  # an experiment that cannot be shown is found before hours are spent on it
     return Store(root / "results", args.machine or machine_name(str(about["cpu"]), int(about["n_cores"])))
-
-
-def duration(seconds: float) -> str:
-    """For people."""
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

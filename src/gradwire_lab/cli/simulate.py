@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec, spec_of
+from gradwire_lab.bench.timing import Progress
+from gradwire_lab.cli.options import add_json, option, switch
 from gradwire_lab.results.experiment import Column, Experiment, Plot, Table
 from gradwire_lab.results.grids import make_grid
 from gradwire_lab.results.plots import draw_panels, series_of
@@ -24,7 +23,7 @@ from gradwire_lab.results.tables import Grid, print_grid
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.bandwidth import parse_link_rate, parse_trace
 from gradwire_lab.simulator.inputs import load_cluster, load_model
-from gradwire_lab.simulator.jitter import JITTERS, make_jitter
+from gradwire_lab.simulator.jitter import JITTERS, jitter_by_name
 from gradwire_lab.simulator.runs import SimulatedRun
 from gradwire_lab.simulator.schemes import registry
 from gradwire_lab.simulator.schemes.measured import MeasuredTable
@@ -33,46 +32,40 @@ from gradwire_lab.simulator.stage import Setting
 from gradwire_lab.simulator.trace import write_trace
 from gradwire_lab.simulator.workloads import WorkloadTimes
 
-DEFAULT_SCHEMES = ["broadcast-32", "broadcast-4", "aqgb", "plain"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `gradwire simulate`."""
-    add = parser.add_argument
-    # fmt: off
-    add("--scheme", nargs="+", default=DEFAULT_SCHEMES, metavar="NAME",
-        help=f"what to simulate, options as NAME:option=value,... ({' '.join(DEFAULT_SCHEMES)}); `all`: everything there is")
-    add("--workers", nargs="+", type=int, metavar="N", help="workers (16, or all of --cluster); several: one run each")
-    add("--rate", nargs="+", metavar="RATE", help="rate of each link, up to 10tbit (2.5gbit); several: one run each")
-    add("--workload", nargs="+", metavar="NAME",
-        help=f"{', '.join(workloads.names())}; several: one run each (resnet50-4blocks)")
-    add("--model", type=Path, metavar="FILE",
-        help="instead of a workload: blocks as JSON, a plan of `gradwire recommend --json`, or a run's Chrome trace")
-    add("--cluster", type=Path, metavar="FILE", help="groups of workers and what joins them, as JSON (docs/simulator.md)")
-    add("--step-ms", type=float, metavar="MS", help="time of a forward and backward pass (the workload's own)")
-    add("--seconds", type=float, metavar="S", help="simulated seconds (200, unless --rounds is given)")
-    add("--rounds", type=int, metavar="N", help="stop after this many synchronised rounds")
-    add("--samples", type=float, metavar="N", help="search: rank schemes and workers by the hours that so many samples take")
-    add("--batch", type=float, default=1.0, metavar="N", help="samples of a worker and step, for --samples (1)")
-    add("--budget", type=float, metavar="HOURS", help="hours of all workers together that --samples may take")
-    add("--jitter", choices=JITTERS, default="common", help="how computation times vary (common)")
-    add("--sigma", type=float, default=1.5, help="tail of the stragglers' distribution (1.5)")
-    add("--seed", type=int, default=0, metavar="N", help="seed of the jitter (0)")
-    add("--racks", type=int, metavar="N", help="number of racks in a two-level tree (1: one switch)")
-    add("--core-rate", metavar="RATE", help="rate of each rack's link to the core (that of its workers' links together)")
-    add("--latency-us", type=float, metavar="US", help="latency of every message that a worker waits for (0)")
-    add("--trace", metavar="FILE", help="rates over time: a file of lines `seconds,rate`, or directly 0=2.5gbit,60=1gbit")
-    add("--trace-workers", nargs="+", type=int, metavar="N", help="workers whose links follow the trace (all)")
-    add("--measured-on", metavar="NAME", help="workload of the measured sizes (resnet50's, else resnet's)")
-    add("--no-codec-times", action="store_true", help="codecs take no time: what the network alone allows")
-    add("--json", type=Path, metavar="FILE", help="write a list of flat records")
-    add("--details", type=Path, metavar="FILE", help="write every round, link and worker of every run")
-    add("--csv", type=Path, metavar="FILE", help="write the records as a table")
-    add("--plot", nargs="+", type=Path, metavar="FILE", help="draw the records: PNG or SVG")
-    add("--wide", action="store_true", help="all columns of the table")
-    add("--chrome-trace", type=Path, metavar="FILE", help="spans of a single run's rounds, for Perfetto")
-    add("--trace-rounds", type=int, default=5, metavar="N", help="rounds in the Chrome trace (5)")
-    # fmt: on
+    """The command's options."""
+    schemes = ["broadcast-32", "broadcast-4", "aqgb", "plain"]
+    option(parser, "--scheme", "NAME", "as NAME:option=value,...; `all`: everything", schemes, nargs="+")
+    option(parser, "--workers", "N", "several: a run each (default: 16, or --cluster's)", nargs="+", type=int)
+    option(parser, "--rate", "RATE", "of each link; several: a run each (default: 2.5gbit)", nargs="+")
+    words = "resnet50-Nblocks (1, 3 to 6), resnet50, bert-base (default: resnet50-4blocks)"
+    option(parser, "--workload", "NAME", words, nargs="+")
+    option(parser, "--model", "FILE", "of your own: blocks, a plan, or a Chrome trace", type=Path)
+    option(parser, "--cluster", "FILE", "groups of workers and what joins them, as JSON", type=Path)
+    option(parser, "--step-ms", "MS", "forward and backward pass (default: the workload's)", type=float)
+    option(parser, "--seconds", "S", "simulated (default: 200, or what --rounds take)", type=float)
+    option(parser, "--rounds", "N", "stop after this many synchronised rounds", type=int)
+    option(parser, "--samples", "N", "rank by the hours that so many samples take", type=float)
+    option(parser, "--batch", "N", "samples of a worker and step", 1.0)
+    option(parser, "--budget", "HOURS", "of all workers together, for --samples", type=float)
+    words = "how computation times vary (default: common)"
+    parser.add_argument("--jitter", choices=JITTERS, default="common", help=words)
+    option(parser, "--sigma", "SIGMA", "tail of the stragglers' distribution", 1.5)
+    option(parser, "--seed", "N", "of the jitter", 0)
+    option(parser, "--racks", "N", "in a two-level tree (default: 1, one switch)", type=int)
+    option(parser, "--core-rate", "RATE", "of a rack's link to the core (default: workers')")
+    option(parser, "--latency-us", "US", "of what a worker waits for (default: 0)", type=float)
+    option(parser, "--trace", "FILE", "lines `seconds,rate`, or directly 0=2gbit,60=1gbit")
+    option(parser, "--trace-workers", "N", "whose links follow the trace (default: all)", nargs="+", type=int)
+    option(parser, "--measured-on", "NAME", "workload of the measured sizes (default: resnet50's, else resnet's)")
+    switch(parser, "--no-codec-times", "codecs take no time: what the network alone allows")
+    add_json(parser, csv=True)
+    option(parser, "--details", "FILE", "write every round, link and worker of every run", type=Path)
+    option(parser, "--plot", "FILE", "draw the records: PNG or SVG", [], nargs="+", type=Path)
+    switch(parser, "--wide", "all columns of the table")
+    option(parser, "--chrome-trace", "FILE", "spans of a single run's rounds, for Perfetto", type=Path)
+    option(parser, "--trace-rounds", "N", "rounds in the Chrome trace", 5)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,29 +78,23 @@ def run(args: argparse.Namespace) -> int:
     goal = SampleGoal(args.samples, args.batch, args.budget) if args.samples is not None else None
     if goal is None and args.budget is not None:
         raise InvalidArgument("--budget bounds what --samples take: give --samples, and --batch")
-    for path in args.plot or ():
+    for path in args.plot:
         if path.suffix not in (".png", ".svg"):
             raise InvalidArgument(f"--plot {path}: expected a name that ends in .png or .svg")
     records: list[dict[str, Any]] = []
     details: list[dict[str, Any]] = []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeRemainingColumn(),
+    one_run, unit = (
+        (runs[0].seconds, "seconds") if runs[0].seconds else (float(max(one.rounds or 1 for one in runs)), "rounds")
     )
-    with Progress(*columns, disable=not sys.stdout.isatty(), transient=True) as progress:
-        task = progress.add_task("simulating", total=float(len(runs)))
-        for index, one in enumerate(runs):
-            progress.update(task, description=f"{one.scheme}, {one.setting.n_workers} workers")
+    progress = Progress(f"{unit} simulated", round(one_run * len(runs)))
+    for index, one in enumerate(runs):
 
-            def show(n_rounds: int, now_s: float, one: SimulatedRun = one, index: int = index) -> None:
-                share = now_s / one.seconds if one.seconds else n_rounds / (one.rounds or 1)
-                progress.update(task, completed=index + min(1.0, share))
+        def show(n_rounds: int, now_s: float, done: float = index * one_run) -> None:
+            progress.reach(round(done + (now_s if unit == "seconds" else n_rounds)))
 
-            simulation, record = one.do(show)
-            records.append(record)
-            details += simulation.metrics.details(record) if args.details else []
+        simulation, record = one.do(show)
+        records.append(record)
+        details += simulation.metrics.details(record) if args.details else []
     records = goal.rank(records) if goal else records
     if args.json:
         write_json(args.json, records)
@@ -119,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         n_events = write_trace(args.chrome_trace, simulation, n_rounds=args.trace_rounds)
         print(f"{n_events} events in {args.chrome_trace}: open it at ui.perfetto.dev")
     print_grid(make_table(records), args.wide)
-    for path in args.plot or ():
+    for path in args.plot:
         plot_sweep(records, path)
         print(f"plot: {path}")
     return 0
@@ -130,7 +117,7 @@ def make_runs(args: argparse.Namespace) -> list[SimulatedRun]:
     table = MeasuredTable.load()
     specs = [name for spec in args.scheme for name in (registry.names(table) if spec == "all" else [spec])]
     seconds = args.seconds if args.seconds is not None or args.rounds is not None or args.samples is not None else 200.0
-    jitter = make_jitter(args.jitter, args.seed, args.sigma)
+    jitter = jitter_by_name(args.jitter, args.sigma, args.seed)
     runs = []
     for model, setting in itertools.product(_models(args), _networks(args)):
         for spec in specs:

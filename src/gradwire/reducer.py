@@ -192,8 +192,7 @@ class Reducer:
         The future never fails: what went wrong is raised by `close_pass`.
         """
         self.communicator.check_process()  # raised right here: a note to the peers would break into the parent's talk
-        if buffer.device.type != "cpu":
-            check_not_captured()
+        check_not_captured(buffer.device)
         step = self.step
         reduced: torch.futures.Future = torch.futures.Future(
             devices=None if buffer.device.type == "cpu" else [buffer.device]

@@ -18,9 +18,10 @@ from test_on_device import SCHEMES, begin_with_kernels, train
 from torch import Tensor
 
 import gradwire
+from gradwire import reducer
 from gradwire.schemes.low_rank import LowRank
 from gradwire.wire.communicator import Communicator
-from gradwire.wire.device_wire import DeviceGroup, DeviceWire, Reading, ResidentBucket
+from gradwire.wire.device_wire import DeviceGroup, DeviceWire, Reading, ResidentBucket, check_not_captured
 from gradwire.wire.wire import StepOutcome
 from ranks import patience, run_ranks, try_ranks
 
@@ -316,8 +317,14 @@ def be_captured(rank: int, world_size: int, library: Path, placement: str) -> No
     _, place = begin_with_kernels(library)
     ddp = place.model(build_model())
     attachment = attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "one-bit", placement=placement)
+
+    def check(device: torch.device) -> None:
+        assert device.type == "late"
+        check_not_captured(torch.device("cuda"))
+
     with (
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        mock.patch.object(reducer, "check_not_captured", check),
         pytest.raises(gradwire.Unsupported, match="CUDA graph"),
     ):
         ddp(batch(rank, 0, place)).square().mean().backward()

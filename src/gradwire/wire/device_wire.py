@@ -408,9 +408,9 @@ def check_accelerator(device: torch.device) -> None:
         )
 
 
-def check_not_captured() -> None:
+def check_not_captured(device: torch.device) -> None:
     """Raises: Unsupported (a CUDA graph is being captured)."""
-    if torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise Unsupported(
             "a CUDA graph cannot capture a backward pass whose gradients gradwire exchanges: its messages are made anew in "
             "every step, partly by the host. Capture the model's parts without DDP around them, or none"

@@ -31,6 +31,7 @@ FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PYTHON_ELSEWHERE = {
     "import torch": "tests/docs/test_quickstart.py",  # the whole script of the quick start
     "from gradwire_lab.ranks.netlab import Netlab": "tests/netlab/test_netlab_links.py",  # needs the right to shape links
+    "from gradwire_lab.simulator.search": "tests/simulator/test_inputs.py",  # needs the files of the page
     'attachment = gradwire.attach(ddp, optimizer, gradwire.schemes.by_name("homomorphic", mode="exact",': (
         "tests/distributed/test_switch_aggregator.py"  # needs a switch that runs
     ),
@@ -57,6 +58,7 @@ COMMANDS_ELSEWHERE = {
     "gradwire bench codec": "tests/bench/test_codec_bench.py",
     "gradwire bench allreduce": "tests/bench/test_rank_benches.py",
     "gradwire bench train": "tests/bench/test_rank_benches.py",
+    "gradwire simulate --model": "tests/simulator/test_inputs.py",
     "gradwire bench run": "tests/bench/test_runner.py",
     "gradwire bench render": "tests/bench/test_pages.py",
     "gradwire report train.json": "tests/telemetry/test_report.py",

@@ -62,6 +62,13 @@ def test_a_plan_survives_json_and_grows() -> None:
     assert more.plain.step_s > made.plain.step_s
     with pytest.raises(InvalidArgument, match="two ranks"):
         made.elsewhere(n_ranks=1)
+    # Two buckets, the last ready at the end: both wait for their own 2 hops of 20 ms, and 4 connections carry 3 MiB a trip.
+    far = made.elsewhere(2, 1e12, rtt_s=0.04, streams=4)
+    assert far.profile.link.rate == 4 * 3 * 2**20 / 0.04
+    assert far.plain.step_s == pytest.approx(0.1 + 4e6 / far.profile.link.rate + 2 * (1e-4 + 0.02), rel=1e-9)
+    assert far.elsewhere(loss=0.01, rtt_s=0.04).profile.link.rate == pytest.approx(1448 * 150**0.5 / 0.04)
+    with pytest.raises(InvalidArgument, match="loss"):
+        made.elsewhere(rtt_s=0.04, loss=1.0)
     with pytest.raises(InvalidArgument, match="not a plan"):
         Plan.from_dict({"version": 1})
 

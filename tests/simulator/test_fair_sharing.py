@@ -58,13 +58,13 @@ def test_broadcasts_end_when_they_would_one_by_one(seed: int) -> None:
     environment = simpy.Environment()
     network = SimulatedNetwork(environment)
     topology = Topology(network, rates, n_racks, core if n_racks > 1 else None)
-    classes = {id(site): topology.broadcasts(site) for site in topology.sites}
+    classes = [flows for site in topology.sites for flows in [topology.broadcasts(site)] * site.n_workers]
     racks = [worker * n_racks // n_workers for worker in range(n_workers)]
     transfers, found = [], {}
 
     def send(number: int, worker: int, at_s: Fraction, bits: int):  # type: ignore[no-untyped-def]
         yield environment.timeout(float(at_s))
-        yield network.start(classes[id(topology.site_of(worker))], bits).done
+        yield network.start(classes[worker], bits)
         found[number] = environment.now
 
     for number, worker in enumerate(chance.sample(range(n_workers), chance.randint(1, n_workers))):
@@ -87,7 +87,7 @@ def test_a_stopped_flow_tells_what_it_had_left_and_frees_its_share() -> None:
     first, second = network.start(flows, 100.0), network.start(flows, 100.0)
     environment.run(until=4.0)  # both are on the third worker's link: 5 bits a second each
     assert network.stop(first) == pytest.approx(80.0)
-    environment.run(second.done)
+    environment.run(second)
     assert environment.now == pytest.approx(12.0)
     assert network.stop(second) == 0.0
 
@@ -99,5 +99,5 @@ def test_a_change_of_capacity_counts_from_its_moment_on() -> None:
     flow = network.start(topology.broadcasts(topology.sites[0]), 100.0)
     environment.run(until=4.0)
     network.set_capacity(topology.sites[0].up, 2.0)
-    environment.run(flow.done)
+    environment.run(flow)
     assert environment.now == pytest.approx(34.0)

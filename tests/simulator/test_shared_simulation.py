@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import sys
 
 import pytest
 
+from gradwire.registry import parse_spec
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.bandwidth import make_trace
 from gradwire_lab.simulator.jitter import Stragglers, Uniform
@@ -20,7 +21,7 @@ SCHEMES = ["broadcast-32", "broadcast-4", "aqgb", "plain", "direct-32", "paramet
 
 
 def simulate(scheme: str, setting: Setting, rounds: int = 5, keep_spans: bool = False) -> tuple[Simulation, Metrics]:
-    simulation = Simulation(setting, registry.by_name(scheme), keep_spans)
+    simulation = Simulation(setting, registry.by_name(scheme, with_codec_times=False), keep_spans)
     return simulation, simulation.run(rounds=rounds)
 
 
@@ -44,7 +45,7 @@ def test_groups_give_the_events_of_single_workers(scheme: str, racks: int) -> No
                 moments = [getattr(span, field) for span in expected]
                 assert [getattr(span, field) for span in found] == pytest.approx(moments, rel=1e-9)
     for one, other in zip(shared_metrics.rounds, single_metrics.rounds, strict=True):
-        assert dataclasses.astuple(one) == pytest.approx(dataclasses.astuple(other), rel=1e-9)
+        assert tuple(one) == pytest.approx(tuple(other), rel=1e-9)
 
 
 @pytest.mark.parametrize("scheme", ["broadcast-4", "aqgb", "plain"])
@@ -53,6 +54,31 @@ def test_cost_does_not_grow_with_workers_that_are_alike(scheme: str) -> None:
     # As much for each worker on each link: what changes is only the number of workers.
     many, _ = simulate(scheme, Setting(PAPER, 1024, 2.5e9 * (1023 / 15 if scheme != "plain" else 1)))
     assert many.network.n_settlings == few.network.n_settlings
+
+
+@pytest.mark.parametrize("scheme", ["broadcast-4", "aqgb", "plain", "local-sgd:every=2"])
+def test_cost_is_linear_in_workers_that_differ(scheme: str) -> None:
+    """By the lines of Python that run, loops and all: at 1,024 workers less than 80 times those at 16."""
+
+    def count(n_workers: int) -> int:
+        name, options = parse_spec(scheme)
+        setting = Setting(PAPER, n_workers, 2.5e9 * (n_workers - 1) / 15, jitter=Uniform(is_common=False))
+        simulation = Simulation(setting, registry.by_name(name, options))
+        n_lines = 0
+
+        def trace(frame: object, event: str, argument: object) -> object:
+            nonlocal n_lines
+            n_lines += event == "line"
+            return trace
+
+        sys.settrace(trace)
+        try:
+            simulation.run(rounds=3)
+        finally:
+            sys.settrace(None)
+        return n_lines
+
+    assert count(128) < 128 / 16 * 80 / 64 * count(16)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +158,13 @@ def test_aqgbs_ratio_follows_the_rate() -> None:
     ("scheme", "rounds", "utilisation"), [("broadcast-32", 39, 90), ("broadcast-4", 130, 39), ("aqgb", 127, 77)]
 )
 def test_the_papers_setting_gives_its_rounds_and_utilisation(scheme: str, rounds: int, utilisation: int) -> None:
-    simulation = Simulation(Setting(PAPER, 16, 2.5e9), registry.by_name(scheme))
-    metrics = simulation.run(seconds=200)
-    assert simulation.n_rounds == pytest.approx(rounds, rel=0.05)
-    assert 100 * metrics.utilisation == pytest.approx(utilisation, abs=5)
+    """Its codecs take no time; ours take some, which only ever costs rounds."""
+    n_rounds = []
+    for with_codec_times in (False, True):
+        simulation = Simulation(Setting(PAPER, 16, 2.5e9), registry.by_name(scheme, with_codec_times=with_codec_times))
+        metrics = simulation.run(seconds=200)
+        n_rounds.append(simulation.n_rounds)
+        if not with_codec_times:
+            assert simulation.n_rounds == pytest.approx(rounds, rel=0.05)
+            assert 100 * metrics.utilisation == pytest.approx(utilisation, abs=5)
+    assert n_rounds[1] == n_rounds[0] if scheme == "broadcast-32" else 0.75 * n_rounds[0] < n_rounds[1] < n_rounds[0]

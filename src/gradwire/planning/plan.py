@@ -122,9 +122,18 @@ class Plan:
             f"a step waits for the network {waits:.0%} of its time."
         )
 
-    def elsewhere(self, n_ranks: int | None = None, rate_bps: float | None = None) -> Plan:
+    def elsewhere(
+        self,
+        n_ranks: int | None = None,
+        rate_bps: float | None = None,
+        rtt_s: float = 0.0,
+        loss: float = 0.0,
+        streams: int = 1,
+    ) -> Plan:
         """The same model and machine with more ranks, or on another network: all predicted.
 
+        Args:
+            rtt_s, loss, streams: of a path between sites, which every hop takes and TCP connections share (`LinkCost.over`).
         Raises: InvalidArgument.
         """
         machine, link = self.profile.machine, self.profile.link
@@ -136,6 +145,7 @@ class Plan:
             if not rate_bps > 0:
                 raise InvalidArgument(f"a rate is positive, got {rate_bps}")
             link = replace(link, rate=rate_bps / 8)
+        link = link.over(rtt_s, loss, streams)
         profile = replace(self.profile, machine=machine, link=link)
         step = profile.step(self.compute_s)
         plain_s = predict_s("sum", profile.costs[_PLAIN], step, link, machine)

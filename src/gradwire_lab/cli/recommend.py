@@ -15,7 +15,7 @@ from typing import Any
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.box import GpuLinks, advise, plan_box, read_topology
 from gradwire.planning.plan import Plan, describe_rate
-from gradwire.registry import parse_spec
+from gradwire.registry import describe_choices, parse_spec
 from gradwire_lab.cli.options import add_json, add_ranks, add_way, option
 from gradwire_lab.results.records import write_text
 from gradwire_lab.results.tables import Grid, print_grid
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--box", metavar="ranks=N,parameters=N,compute_s=S,...", help=words)
     option(parser, "--topology", "FILE", "what `nvidia-smi topo -m` printed (default: it is asked on GPUs)", type=Path)
     option(parser, "--for-ranks", "N", "with --profile: the number of ranks to predict for", type=int)
+    option(parser, "--path", "rtt_ms=MS,loss=SHARE,streams=N", "with --profile: a path between sites to predict for")
     parser.add_argument("--fidelity", default="any", choices=["exact", "close", "any"], help="default: any")
     option(parser, "--seconds", "S", "approximate time to spend", 60.0)
     add_ranks(parser)  # with --profile the other network's rate
@@ -43,16 +44,16 @@ def run(args: argparse.Namespace) -> int:
     """Measure or read, then say."""
     if args.profile is not None:
         plan = _read(args.profile)
-        if args.for_ranks is not None or args.rate != "none":
-            plan = plan.elsewhere(args.for_ranks, _rate_bps(args.rate))
+        if args.for_ranks is not None or args.rate != "none" or args.path is not None:
+            plan = plan.elsewhere(args.for_ranks, _rate_bps(args.rate), **_path(args.path or ""))
         _show(plan, args)
         return 0
     if args.box is not None:
         _, described = parse_spec(f"box:{args.box}")
         _show(_make(lambda: plan_box(**described)), args)
         return 0
-    if args.for_ranks is not None:
-        raise InvalidArgument("--for-ranks predicts from a plan: give it with --profile FILE")
+    if args.for_ranks is not None or args.path is not None:
+        raise InvalidArgument("--for-ranks and --path predict from a plan: give it with --profile FILE")
     if "RANK" not in os.environ:
         return _start_ranks(args)
     if args.rate != "none" and args.ranks is None:
@@ -154,6 +155,16 @@ def _make(plan: Callable[[], Plan]) -> Plan:
         return plan()
     except TypeError as error:
         raise InvalidArgument(f"--box takes what gradwire.planning.box.plan_box does: {error}") from error
+
+
+def _path(text: str) -> dict[str, Any]:
+    _, given = parse_spec(f"path:{text}")
+    for name, value in given.items():
+        if name not in ("rtt_ms", "loss", "streams"):
+            raise InvalidArgument(f"--path has no {name!r}; {describe_choices(name, ('rtt_ms', 'loss', 'streams'))}")
+        if isinstance(value, str):
+            raise InvalidArgument(f"--path {name}={value}: expected a number")
+    return {"rtt_s": given.pop("rtt_ms", 0) / 1e3, **given}
 
 
 def _topology(args: argparse.Namespace) -> GpuLinks | None:

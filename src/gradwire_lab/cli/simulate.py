@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec, spec_of
 from gradwire_lab.bench.timing import Progress
 from gradwire_lab.cli.options import add_json, option, switch
-from gradwire_lab.ranks.netlab.rate import parse_rate
 from gradwire_lab.results.experiment import Column, Experiment, Plot, Table
 from gradwire_lab.results.grids import make_grid
 from gradwire_lab.results.plots import draw_panels, series_of
@@ -21,33 +21,41 @@ from gradwire_lab.results.records import write_csv, write_json
 from gradwire_lab.results.summary import Summary
 from gradwire_lab.results.tables import Grid, print_grid
 from gradwire_lab.simulator import workloads
-from gradwire_lab.simulator.bandwidth import parse_trace
+from gradwire_lab.simulator.bandwidth import parse_link_rate, parse_trace
+from gradwire_lab.simulator.inputs import load_cluster, load_model
 from gradwire_lab.simulator.jitter import JITTERS, jitter_by_name
 from gradwire_lab.simulator.runs import SimulatedRun
 from gradwire_lab.simulator.schemes import registry
 from gradwire_lab.simulator.schemes.measured import MeasuredTable
+from gradwire_lab.simulator.search import ROUNDS, SampleGoal, rounds_of
 from gradwire_lab.simulator.stage import Setting
 from gradwire_lab.simulator.trace import write_trace
+from gradwire_lab.simulator.workloads import WorkloadTimes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     schemes = ["broadcast-32", "broadcast-4", "aqgb", "plain"]
     option(parser, "--scheme", "NAME", "as NAME:option=value,...; `all`: everything", schemes, nargs="+")
-    option(parser, "--workers", "N", "how many; several: a run each", [16], nargs="+", type=int)
-    option(parser, "--rate", "RATE", "of each link; several: a run each", ["2.5gbit"], nargs="+")
-    words = f"{', '.join(workloads.names())}; several: a run each"
-    option(parser, "--workload", "NAME", words, ["resnet50-4blocks"], nargs="+")
+    option(parser, "--workers", "N", "several: a run each (default: 16, or --cluster's)", nargs="+", type=int)
+    option(parser, "--rate", "RATE", "of each link; several: a run each (default: 2.5gbit)", nargs="+")
+    words = "resnet50-Nblocks (1, 3 to 6), resnet50, bert-base (default: resnet50-4blocks)"
+    option(parser, "--workload", "NAME", words, nargs="+")
+    option(parser, "--model", "FILE", "of your own: blocks, a plan, or a Chrome trace", type=Path)
+    option(parser, "--cluster", "FILE", "groups of workers and what joins them, as JSON", type=Path)
     option(parser, "--step-ms", "MS", "forward and backward pass (default: the workload's)", type=float)
     option(parser, "--seconds", "S", "simulated (default: 200, or what --rounds take)", type=float)
     option(parser, "--rounds", "N", "stop after this many synchronised rounds", type=int)
+    option(parser, "--samples", "N", "rank by the hours that so many samples take", type=float)
+    option(parser, "--batch", "N", "samples of a worker and step", 1.0)
+    option(parser, "--budget", "HOURS", "of all workers together, for --samples", type=float)
     words = "how computation times vary (default: common)"
     parser.add_argument("--jitter", choices=JITTERS, default="common", help=words)
     option(parser, "--sigma", "SIGMA", "tail of the stragglers' distribution", 1.5)
     option(parser, "--seed", "N", "of the jitter", 0)
-    option(parser, "--racks", "N", "in a two-level tree; 1: one switch", 1)
+    option(parser, "--racks", "N", "in a two-level tree (default: 1, one switch)", type=int)
     option(parser, "--core-rate", "RATE", "of a rack's link to the core (default: workers')")
-    option(parser, "--latency-us", "US", "of every message that a worker waits for", 0.0)
+    option(parser, "--latency-us", "US", "of what a worker waits for (default: 0)", type=float)
     option(parser, "--trace", "FILE", "lines `seconds,rate`, or directly 0=2gbit,60=1gbit")
     option(parser, "--trace-workers", "N", "whose links follow the trace (default: all)", nargs="+", type=int)
     option(parser, "--measured-on", "NAME", "workload of the measured sizes (default: resnet50's, else resnet's)")
@@ -67,12 +75,17 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgument(
             f"a Chrome trace shows one run, and these are {len(runs)}: name one scheme, rate and size"
         )
+    goal = SampleGoal(args.samples, args.batch, args.budget) if args.samples is not None else None
+    if goal is None and args.budget is not None:
+        raise InvalidArgument("--budget bounds what --samples take: give --samples, and --batch")
     for path in args.plot:
         if path.suffix not in (".png", ".svg"):
             raise InvalidArgument(f"--plot {path}: expected a name that ends in .png or .svg")
     records: list[dict[str, Any]] = []
     details: list[dict[str, Any]] = []
-    one_run, unit = (runs[0].seconds, "seconds") if runs[0].seconds else (float(runs[0].rounds or 1), "rounds")
+    one_run, unit = (
+        (runs[0].seconds, "seconds") if runs[0].seconds else (float(max(one.rounds or 1 for one in runs)), "rounds")
+    )
     progress = Progress(f"{unit} simulated", round(one_run * len(runs)))
     for index, one in enumerate(runs):
 
@@ -82,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
         simulation, record = one.do(show)
         records.append(record)
         details += simulation.metrics.details(record) if args.details else []
+    records = goal.rank(records) if goal else records
     if args.json:
         write_json(args.json, records)
     if args.details:
@@ -102,47 +116,63 @@ def make_runs(args: argparse.Namespace) -> list[SimulatedRun]:
     """Every combination of scheme, workers, rate and workload. Raises: InvalidArgument."""
     table = MeasuredTable.load()
     specs = [name for spec in args.scheme for name in (registry.names(table) if spec == "all" else [spec])]
-    trace = parse_trace(args.trace) if args.trace else None
-    seconds = args.seconds if args.seconds is not None or args.rounds is not None else 200.0
+    seconds = args.seconds if args.seconds is not None or args.rounds is not None or args.samples is not None else 200.0
+    jitter = jitter_by_name(args.jitter, args.sigma, args.seed)
     runs = []
-    for workload_name, n_workers, rate, spec in itertools.product(args.workload, args.workers, args.rate, specs):
-        workload = workloads.by_name(workload_name)
-        if args.step_ms is not None:
-            workload = workload.scaled(args.step_ms / 1e3)
-        name, options = parse_spec(spec)
-        setting = Setting(
-            workload,
-            n_workers,
-            parse_link_rate(rate),
-            trace=trace,
-            traced_workers=tuple(args.trace_workers) if args.trace_workers else None,
-            jitter=jitter_by_name(args.jitter, args.sigma, args.seed),
-            racks=args.racks,
-            core_bps=parse_link_rate(args.core_rate) if args.core_rate else None,
-            latency_s=args.latency_us / 1e6,
-        )
-        registry.by_name(name, options, args.measured_on, not args.no_codec_times, table)  # a wrong name fails at once
-        runs.append(
-            SimulatedRun(
-                name,
-                setting,
-                seconds,
-                args.rounds,
-                options,
-                args.measured_on,
-                not args.no_codec_times,
-                keep_spans=args.chrome_trace is not None,
+    for model, setting in itertools.product(_models(args), _networks(args)):
+        for spec in specs:
+            name, options = parse_spec(spec)
+            registry.by_name(
+                name, options, args.measured_on, not args.no_codec_times, table
+            )  # a wrong name fails at once
+            rounds = rounds_of(spec, args.rounds or ROUNDS) if args.samples is not None else args.rounds
+            runs.append(
+                SimulatedRun(
+                    name,
+                    setting(model, jitter=jitter),
+                    seconds,
+                    rounds,
+                    options,
+                    args.measured_on,
+                    not args.no_codec_times,
+                    keep_spans=args.chrome_trace is not None,
+                )
             )
-        )
     return runs
 
 
-def parse_link_rate(text: str) -> float:
-    """Bits a second. Raises: InvalidArgument (none: a simulated link has a rate)."""
-    rate_bps = parse_rate(text)
-    if rate_bps is None:
-        raise InvalidArgument(f"--rate {text}: a simulated link needs a rate")
-    return float(rate_bps)
+def _models(args: argparse.Namespace) -> list[WorkloadTimes]:
+    if args.model and args.workload:
+        raise InvalidArgument("--model is a workload of your own: leave --workload out, or --model")
+    names = args.workload or ["resnet50-4blocks"]
+    models = [load_model(args.model)] if args.model else [workloads.by_name(name) for name in names]
+    return models if args.step_ms is None else [model.scaled(args.step_ms / 1e3) for model in models]
+
+
+def _networks(args: argparse.Namespace) -> list[Callable[..., Setting]]:
+    """What makes a setting of a model, for each number of workers and rate."""
+    trace = parse_trace(args.trace) if args.trace else None
+    traced: dict[str, Any] = {
+        "trace": trace,
+        "traced_workers": tuple(args.trace_workers) if args.trace_workers else None,
+    }
+    if args.cluster:
+        for name in ("rate", "racks", "core_rate", "latency_us"):
+            if getattr(args, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise InvalidArgument(f"{option}: the cluster in {args.cluster} says that; leave one of the two out")
+
+        def of_cluster(workload: WorkloadTimes, n: int | None = None, **more: Any) -> Setting:
+            setting = load_cluster(args.cluster, workload)
+            return setting.of_workers(setting.n_workers if n is None else n).replace(**traced, **more)
+
+        return [partial(of_cluster, n=n) for n in args.workers or [None]]
+    core_bps = parse_link_rate(args.core_rate) if args.core_rate else None
+    racks = 1 if args.racks is None else args.racks
+    links: dict[str, Any] = {"racks": racks, "core_bps": core_bps, "latency_s": (args.latency_us or 0.0) / 1e6}
+    rates = [parse_link_rate(rate) for rate in args.rate or ["2.5gbit"]]
+    sizes = itertools.product(args.workers or [16], rates)
+    return [partial(Setting, n_workers=n, rate_bps=rate, **links, **traced) for n, rate in sizes]
 
 
 _TABLE = Table(
@@ -157,15 +187,28 @@ _CAPTION = (
     "use: utilisation of the links; wait: mean of a worker and round; ROW, OSF: means over rounds; bits: sent of each "
     "value, all copies one"
 )
+_SEARCHED = Table(
+    [
+        Column("effective_round_s", "step s", form=".3f"), Column("samples_per_s", "samples/s", form=",.0f"),
+        Column("hours", form=",.2f"), Column("worker_hours", "worker hours", form=",.1f"), Column("budget"), Column("level"),
+        Column("lost_share", "lost, %", 100, ".1f"),
+    ],
+    rows=("scheme", "workers", "Gb/s"),
+)  # fmt: skip
 
 
 def make_table(records: Sequence[dict[str, Any]]) -> Grid:
-    """The records, for people."""
+    """The records, for people; of a search in its order."""
     shown = [{**record, "scheme": spec_of(record), "Gb/s": f"{record['rate_bps'] / 1e9:g}"} for record in records]
-    axes: dict[str, list[Any]] = {axis: [] for axis in ("workload", *_TABLE.rows)}
-    grid = make_grid(Experiment("simulated", "", "", "", axes), _TABLE, shown)
+    is_search = "hours" in records[0]
+    if is_search:
+        shown = [{**record, "budget": "within" if record["in_budget"] else "beyond"} for record in shown]
+    table = _SEARCHED if is_search else _TABLE
+    axes: dict[str, list[Any]] = {axis: [] for axis in ("workload", *table.rows)}
+    grid = make_grid(Experiment("simulated", "", "", "", axes), table, shown)
     workloads_of = ", ".join(dict.fromkeys(record["workload"] for record in records))
-    return replace(grid, title=f"simulated {workloads_of}: {records[0]['jitter']} jitter", caption=_CAPTION)
+    caption = "" if is_search else _CAPTION
+    return replace(grid, title=f"simulated {workloads_of}: {records[0]['jitter']} jitter", caption=caption)
 
 
 def plot_sweep(records: Sequence[dict[str, Any]], path: Path) -> None:
@@ -179,9 +222,10 @@ def plot_sweep(records: Sequence[dict[str, Any]], path: Path) -> None:
     x = max(varied, key=lambda field: varied[field])
     title, scale = {"rate_bps": ("link rate, Gb/s", 1e-9), "workers": ("workers", 1.0)}[x]
     shown = [{**record, "wait_share": (record["wait_s"] or 0.0) / record["compute_s"]} for record in records]
-    measures = [Column("rounds"), Column("utilisation", "link utilisation, %", 100), Column("wait_share",
-                                                                                            "T_wait / computation"),
-                Column("row", "ROW")]  # fmt: skip
+    measures = [Column("rounds"), Column("utilisation", "link utilisation, %", 100),
+                Column("wait_share", "T_wait / computation"), Column("row", "ROW")]  # fmt: skip
+    if "hours" in shown[0]:  # of a search
+        measures[0], measures[3] = Column("hours"), Column("worker_hours", "worker hours")
     is_line = varied[x] > 1
     axes: dict[str, list[Any]] = {field: [] for field in ("scheme", "options", "workload", "workers", "rate_bps")}
     summary = Summary(Experiment("sweep", "", "", "", axes), shown)

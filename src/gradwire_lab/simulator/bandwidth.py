@@ -9,6 +9,8 @@ from pathlib import Path
 from gradwire.errors import InvalidArgument
 from gradwire_lab.ranks.netlab.rate import parse_rate
 
+_MOST_BPS = 10**13
+
 Trace = tuple[tuple[float, float], ...]
 
 
@@ -53,7 +55,12 @@ def _read_step(words: Sequence[str], text: str) -> tuple[float, float]:
         at_s = float(at)
     except ValueError as error:
         raise InvalidArgument(f"{text!r}: expected seconds and a rate, such as 60,1gbit or 60=1gbit") from error
-    rate_bps = parse_rate(rate)
+    return at_s, parse_link_rate(rate)
+
+
+def parse_link_rate(rate: str | float) -> float:
+    """Bits a second of a simulated link, up to 10 Tb/s. Raises: InvalidArgument (none: a simulated link has a rate)."""
+    rate_bps = parse_rate(rate, _MOST_BPS)
     if rate_bps is None:
-        raise InvalidArgument(f"{text!r}: a simulated link needs a rate; 'none' is not one")
-    return at_s, float(rate_bps)
+        raise InvalidArgument(f"{rate!r}: a simulated link needs a rate; 'none' is not one")
+    return float(rate_bps)

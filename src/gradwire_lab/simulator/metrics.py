@@ -6,21 +6,17 @@ all that its synchronisation overlaps with or is waited for in. Definitions: gra
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from gradwire.schemes.aqgb.overlap import Interval, length_s, osf, overlap_s, row
-from gradwire_lab.simulator.network import Link
+from gradwire.schemes.aqgb.overlap import Interval, length_s, osf, row
 from gradwire_lab.simulator.stage import Stage, WorkerGroup
 
 
-@dataclass(frozen=True)
-class RoundTimes:
+class RoundTimes(NamedTuple):
     """One round, over all workers.
 
     Attributes:
@@ -44,8 +40,7 @@ class RoundTimes:
     sent_bits: float | None
 
 
-@dataclass(frozen=True)
-class LinkUse:
+class LinkUse(NamedTuple):
     """Links that are alike, over the whole run. `utilisation` is their mean; `busy` the share of time with any flow."""
 
     name: str
@@ -55,9 +50,8 @@ class LinkUse:
     busy: float
 
 
-@dataclass(frozen=True)
-class WorkerUse:
-    """Workers simulated as one, over the whole run; seconds of each."""
+class WorkerUse(NamedTuple):
+    """Workers simulated as one, over the whole run; seconds of each, in whole rounds."""
 
     first_worker: int
     n_workers: int
@@ -66,8 +60,7 @@ class WorkerUse:
     overlap_s: float
 
 
-@dataclass(frozen=True)
-class TraceSpan:
+class TraceSpan(NamedTuple):
     """Something that a group did, for the Chrome trace. `row` is compute, wait or network."""
 
     group: int
@@ -80,26 +73,21 @@ class TraceSpan:
 
 @dataclass
 class _OfGroup:
-    """One group's present round, and its sums."""
+    """One group's present round, and its sums: computed, waited, overlapped."""
 
     computing: list[Interval] = field(default_factory=list)
     wait_s: float = 0.0
     backward_started_s: float = 0.0
-    compute_total_s: float = 0.0
-    wait_total_s: float = 0.0
-    overlap_total_s: float = 0.0
+    totals_s: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
 
 @dataclass
 class _OpenRound:
-    n_workers: int = 0
+    """A round that some groups have ended: of each (workers, computed, overlapped, waited, OSF)."""
+
     started_s: float = math.inf
-    compute_s: float = 0.0
-    overlap_s: float = 0.0
-    wait_s: float = 0.0
-    osf: float = 0.0
-    overlaps_s: list[float] = field(default_factory=list)
-    waits_s: list[float] = field(default_factory=list)
+    n_workers: int = 0
+    groups: list[tuple[int, float, float, float, float]] = field(default_factory=list)
 
 
 class Metrics:
@@ -154,71 +142,46 @@ class Metrics:
 
     def end_forward(self, group: WorkerGroup, round_number: int, synchronised_s: float) -> None:
         """A worker has used all gradients of `round_number`, which everybody had at `synchronised_s`."""
-        of_group, now_s = self._of_group[group.index], self._simulation.environment.now
-        computing = of_group.computing
-        communicating = [
-            *_within(group.site.up, of_group.backward_started_s, now_s),
-            *_within(group.site.down, of_group.backward_started_s, now_s),
-        ]
-        overlap = overlap_s(computing, communicating)
+        of_group = self._of_group[group.index]
+        computing, in_use_s = of_group.computing, group.site.use.seconds
+        overlap = math.fsum(in_use_s(end_s) - in_use_s(start_s) for start_s, end_s in computing)
         compute = length_s(computing)
-        update = (self._first_gradient_s[round_number], synchronised_s)
-        of_group.compute_total_s += compute
-        of_group.wait_total_s += of_group.wait_s
-        of_group.overlap_total_s += overlap
+        began_s = self._first_gradient_s[round_number]
+        update = (began_s, max(began_s, synchronised_s))
+        figures = (compute, of_group.wait_s, overlap)
+        of_group.totals_s = [total + one for total, one in zip(of_group.totals_s, figures, strict=True)]
         one = self._open.setdefault(round_number, _OpenRound())
-        one.n_workers += group.count
         one.started_s = min(one.started_s, of_group.backward_started_s)
-        one.compute_s += group.count * compute
-        one.overlap_s += group.count * overlap
-        one.wait_s += group.count * of_group.wait_s
-        one.osf += group.count * osf(computing, update)
-        one.overlaps_s.append(overlap)
-        one.waits_s.append(of_group.wait_s)
+        one.n_workers += group.count
+        one.groups.append((group.count, compute, overlap, of_group.wait_s, osf(computing, update)))
         if one.n_workers == self._simulation.setting.n_workers:
             self._close_round(round_number, self._open.pop(round_number))
 
     def _close_round(self, number: int, one: _OpenRound) -> None:
-        sent_bits = self._sent_bits.pop(number, None)
+        counts, *figures = zip(*one.groups, strict=True)
+        _, overlaps_s, waits_s, _ = figures
+        sent_bits, n = self._sent_bits.pop(number, None), one.n_workers
         self._first_gradient_s.pop(number)
-        n = one.n_workers
-        self.rounds.append(
-            RoundTimes(
-                number,
-                one.started_s,
-                self._simulation.environment.now,
-                one.compute_s / n,
-                one.overlap_s / n,
-                one.wait_s / n,
-                max(one.waits_s),
-                row(one.overlaps_s, one.waits_s),
-                one.osf / n,
-                None if sent_bits is None else sent_bits / n,
-            )
+        compute_s, overlap_s, wait_s, mean_osf = (
+            sum(count * value for count, value in zip(counts, values, strict=True)) / n for values in figures
         )
+        self.rounds.append(
+            RoundTimes(number, one.started_s, self._simulation.environment.now, compute_s, overlap_s, wait_s, max(waits_s),
+                       row(overlaps_s, waits_s), mean_osf, None if sent_bits is None else sent_bits / n)
+        )  # fmt: skip
 
     # ---- read when the run is over
 
     def links(self) -> list[LinkUse]:
         """Every kind of link."""
-        now_s = self._simulation.environment.now
-        return [
-            LinkUse(
-                link.name,
-                link.n_links,
-                link.carried_bits,
-                link.carried_bits / link.offered_bits,
-                length_s(link.busy_until(now_s)) / now_s,
-            )
-            for link in self._simulation.network.links
-        ]
+        now_s, links = self._simulation.environment.now, self._simulation.network.links
+        shares = [(one, one.carried_bits / one.offered_bits, one.use.seconds(now_s) / now_s) for one in links]
+        return [LinkUse(one.name, one.n_links, one.carried_bits, *both) for one, *both in shares]
 
     def workers(self) -> list[WorkerUse]:
-        """Every group of workers, in whole rounds."""
-        return [
-            WorkerUse(group.first_worker, group.count, one.compute_total_s, one.wait_total_s, one.overlap_total_s)
-            for group, one in zip(self._simulation.groups, self._of_group, strict=True)
-        ]
+        """Every group of workers."""
+        both = zip(self._simulation.groups, self._of_group, strict=True)
+        return [WorkerUse(group.first_worker, group.count, *one.totals_s) for group, one in both]
 
     @property
     def utilisation(self) -> float:
@@ -230,7 +193,7 @@ class Metrics:
         """A flat record of each round, link and worker, under the run's own fields; ROW is None where it is infinite."""
         which = {key: run[key] for key in ("scheme", "options", "workers", "rate_bps", "workload")}
         parts: dict[str, Sequence[Any]] = {"round": self.rounds, "link": self.links(), "worker": self.workers()}
-        found = [{**which, "of": kind, **asdict(one)} for kind, several in parts.items() for one in several]
+        found = [{**which, "of": kind, **one._asdict()} for kind, several in parts.items() for one in several]
         for one in found:
             if not math.isfinite(one.get("row", 0.0)):
                 one["row"] = None
@@ -243,7 +206,8 @@ class Metrics:
         sent = [one.sent_bits for one in rounds if one.sent_bits is not None]
         original_bits = 32 * self._simulation.setting.workload.n_values
         ends_s = self._simulation.round_ends_s
-        periods_s = [after - before for before, after in itertools.pairwise(ends_s)]
+        period = self._simulation.scheme.period
+        last = (len(ends_s) - 1) // period * period or len(ends_s) - 1  # whole periods, if there is one
         return {
             "seconds": self._simulation.environment.now,
             "rounds": self._simulation.n_rounds,
@@ -254,7 +218,7 @@ class Metrics:
             "longest_wait_s": _mean([one.longest_wait_s for one in rounds]),
             "row": _mean(finite_rows),
             "osf": _mean([one.osf for one in rounds]),
-            "round_s": statistics.median(periods_s) if periods_s else None,
+            "round_s": (ends_s[last] - ends_s[0]) / last if last > 0 else None,
             "bits_per_value": _mean([bits * 32 / original_bits for bits in sent]),
             "first_stage_ratio": _mean([ratio for _, ratio in self.ratios]),
         }
@@ -262,16 +226,3 @@ class Metrics:
 
 def _mean(values: list[float]) -> float | None:
     return statistics.fmean(values) if values else None
-
-
-def _within(link: Link, start_s: float, end_s: float) -> list[Interval]:
-    """When `link` was busy between two moments. Its stretches are in order and do not overlap."""
-    stretches = link.busy
-    found = []
-    for index in range(bisect.bisect_right(stretches, (start_s, -math.inf)) - 1, len(stretches)):
-        if index >= 0 and stretches[index][1] > start_s:
-            found.append((max(start_s, stretches[index][0]), min(end_s, stretches[index][1])))
-    open_since_s = link.open_since_s
-    if open_since_s is not None and open_since_s < end_s:
-        found.append((max(start_s, open_since_s), end_s))
-    return found

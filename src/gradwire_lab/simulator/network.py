@@ -7,8 +7,10 @@ size. So a change of the rates touches classes and never flows, and the cost of 
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,14 +29,55 @@ _DONE_BITS = 1e-3
 _KEPT_SHARES = 10_000
 
 
+class Use:
+    """When something was in use: stretches in order, and how long they are together up to any moment."""
+
+    def __init__(self) -> None:
+        self._starts_s: list[float] = []
+        self._ends_s: list[float] = []  # one less than starts while it is in use
+        self._before_s = [0.0]  # how long it was in use before each stretch
+        self._n_users = 0
+
+    def enter(self, now_s: float) -> None:
+        """One more uses it."""
+        self._n_users += 1
+        if self._n_users > 1:
+            return
+        if self._ends_s and self._ends_s[-1] == now_s:  # what ends and begins at the same instant is one stretch
+            self._ends_s.pop()
+            self._before_s.pop()
+        else:
+            self._starts_s.append(now_s)
+
+    def leave(self, now_s: float) -> None:
+        """One fewer does."""
+        self._n_users -= 1
+        if self._n_users == 0:
+            self._ends_s.append(now_s)
+            self._before_s.append(self._before_s[-1] + now_s - self._starts_s[-1])
+
+    def seconds(self, until_s: float) -> float:
+        """How long it was in use up to a moment, which is not ahead."""
+        index = bisect.bisect_right(self._starts_s, until_s) - 1
+        if index < 0:
+            return 0.0
+        end_s = self._ends_s[index] if index < len(self._ends_s) else until_s
+        return self._before_s[index] + min(until_s, end_s) - self._starts_s[index]
+
+    def stretches(self, now_s: float) -> list[tuple[float, float]]:
+        """(start_s, end_s), the one that still lasts included."""
+        both = itertools.zip_longest(self._starts_s, self._ends_s, fillvalue=now_s)
+        return [(start_s, end_s) for start_s, end_s in both if end_s > start_s]
+
+
 @dataclass(eq=False)
 class Link:
     """`n_links` links that are alike; what is said of one holds for the busiest of them.
 
     Attributes:
-        carried_bits: by all of them together.
+        carried_bits: by all of them together; once the network is finished.
         offered_bits: what all of them together could have carried so far.
-        busy: stretches (start_s, end_s) in which at least one flow was on them.
+        use: when at least one flow was on them. uses: that, and of what they are parts.
     """
 
     name: str
@@ -42,37 +85,17 @@ class Link:
     capacity_bps: float
     carried_bits: float = 0.0
     offered_bits: float = 0.0
-    busy: list[tuple[float, float]] = field(default_factory=list)
-    _n_classes: int = 0
-    _since_s: float = 0.0
+    use: Use = field(default_factory=Use)
+    uses: list[Use] = field(default_factory=list)
     _offered_until_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.uses.append(self.use)
 
     def offer(self, now_s: float) -> None:
         """Count the capacity up to now; before it changes, and before it is read."""
         self.offered_bits += self.n_links * self.capacity_bps * (now_s - self._offered_until_s)
         self._offered_until_s = now_s
-
-    def enter(self, now_s: float) -> None:
-        """A class of flows begins to use it."""
-        if self._n_classes == 0:
-            # What ends and begins at the same instant is one stretch.
-            self._since_s = self.busy.pop()[0] if self.busy and self.busy[-1][1] == now_s else now_s
-        self._n_classes += 1
-
-    def leave(self, now_s: float) -> None:
-        """A class of flows has no flow on it any more."""
-        self._n_classes -= 1
-        if self._n_classes == 0 and now_s > self._since_s:
-            self.busy.append((self._since_s, now_s))
-
-    @property
-    def open_since_s(self) -> float | None:
-        """Since when it has been used without a break; None if it is idle."""
-        return self._since_s if self._n_classes else None
-
-    def busy_until(self, now_s: float) -> list[tuple[float, float]]:
-        """Stretches in which it was used, the one that still lasts included."""
-        return [*self.busy, (self._since_s, now_s)] if self._n_classes and now_s > self._since_s else list(self.busy)
 
 
 @dataclass(frozen=True)
@@ -81,12 +104,12 @@ class Crossing:
 
     Attributes:
         busiest: n -> how many of them are on the busiest link.
-        everywhere: n -> how many of them are on all the links together.
+        everywhere: of each of them, on how many of the links it is.
     """
 
     link: Link
     busiest: Callable[[int], float]
-    everywhere: Callable[[int], float]
+    everywhere: float
 
 
 class FlowClass:
@@ -94,6 +117,7 @@ class FlowClass:
 
     def __init__(self, name: str, crossings: Sequence[Crossing]) -> None:
         self.name, self.crossings = name, tuple(crossings)
+        self._uses = [use for crossing in self.crossings for use in crossing.link.uses]
         self.n_flows = 0
         self.rate_bps = 0.0
         self.carried_bits = 0.0
@@ -110,8 +134,6 @@ class FlowClass:
         moved_bits = self.rate_bps * elapsed_s
         self._progress_bits += moved_bits
         self.carried_bits += moved_bits * self.n_flows
-        for crossing in self.crossings:
-            crossing.link.carried_bits += moved_bits * crossing.everywhere(self.n_flows)
 
     def loads(self) -> list[tuple[Link, float]]:
         """(link, flows on the busiest one), for the present number of flows."""
@@ -123,8 +145,8 @@ class FlowClass:
         if self.n_flows == 0:
             # Progress starts over where nobody counts on it: it would lose digits over a long run.
             self._progress_bits = 0.0
-            for crossing in self.crossings:
-                crossing.link.enter(now_s)
+            for use in self._uses:
+                use.enter(now_s)
         self.n_flows += flow.weight
         flow.ends_at_bits = self._progress_bits + flow.bits
         heapq.heappush(self._waiting, (flow.ends_at_bits, number, flow))
@@ -135,30 +157,52 @@ class FlowClass:
         self.n_flows -= flow.weight
         if self.n_flows == 0:
             self._waiting.clear()
-            for crossing in self.crossings:
-                crossing.link.leave(now_s)
+            for use in self._uses:
+                use.leave(now_s)
 
-    def first(self) -> Flow | None:
-        """The flow that will be done first."""
-        while self._waiting and self._waiting[0][2].is_over:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][2] if self._waiting else None
+    def take_done(self, now_s: float) -> list[Flow]:
+        """End the flows that have arrived by now."""
+        self.advance(now_s)
+        # What this instant cannot tell apart is done: the next double after `now` may carry more bits than are left.
+        until_bits = self._progress_bits + max(_DONE_BITS, self.rate_bps * now_s * 4e-16)
+        done, waiting = [], self._waiting
+        while waiting and (waiting[0][0] <= until_bits or waiting[0][2].is_over):
+            flow = heapq.heappop(waiting)[2]
+            if not flow.is_over:
+                self.remove(flow, now_s)
+                done.append(flow)
+        return done
+
+    def go_on(self, rate_bps: float, now_s: float) -> float:
+        """Carry on at another rate; returns the seconds until the first flow will be done."""
+        self.advance(now_s)
+        self.rate_bps, waiting = rate_bps, self._waiting
+        while waiting and waiting[0][2].is_over:
+            heapq.heappop(waiting)
+        return (waiting[0][0] - self._progress_bits) / rate_bps if waiting else math.inf
 
     def left_bits(self, flow: Flow) -> float:
         """What `flow` still has to carry, as of the last advance."""
         return max(0.0, flow.ends_at_bits - self._progress_bits)
 
 
-class Flow:
-    """`weight` equal transfers of `bits` each that begin and end together."""
+class Flow(simpy.Event):
+    """`weight` equal transfers of `bits` each that begin and end together; succeeds when they have arrived."""
 
-    __slots__ = ("bits", "done", "ends_at_bits", "flow_class", "is_over", "started_s", "weight")
-
-    def __init__(self, flow_class: FlowClass, bits: float, weight: int, done: simpy.Event, started_s: float) -> None:
-        self.flow_class, self.bits, self.weight, self.done = flow_class, bits, weight, done
-        self.started_s = started_s
+    def __init__(self, environment: simpy.Environment, flow_class: FlowClass, bits: float, weight: int) -> None:
+        super().__init__(environment)
+        self.flow_class, self.bits, self.weight = flow_class, bits, weight
+        self.started_s = environment.now
         self.ends_at_bits = 0.0
         self.is_over = False
+
+    def end(self) -> None:
+        """Let whoever waits for it go on, at once."""
+        event: Any = self
+        callbacks, event.callbacks = event.callbacks, None
+        event._ok, event._value = True, None
+        for callback in callbacks:
+            callback(self)
 
 
 class SimulatedNetwork:
@@ -188,12 +232,12 @@ class SimulatedNetwork:
         return flow_class
 
     def start(self, flow_class: FlowClass, bits: float, weight: int = 1) -> Flow:
-        """Begin `weight` transfers of `bits` each; `done` of the result succeeds when they have arrived."""
+        """Begin `weight` transfers of `bits` each."""
         now_s = self.environment.now
-        flow = Flow(flow_class, bits, weight, self.environment.event(), now_s)
+        flow = Flow(self.environment, flow_class, bits, weight)
         if bits <= _DONE_BITS:
             flow.is_over = True
-            flow.done.succeed()
+            flow.succeed()
             return flow
         flow_class.advance(now_s)
         flow_class.add(flow, next(self._numbers), now_s)
@@ -222,36 +266,30 @@ class SimulatedNetwork:
         """Count everything up to now; once, when the simulation is over."""
         for flow_class in self.classes:
             flow_class.advance(self.environment.now)
+            for crossing in flow_class.crossings:
+                crossing.link.carried_bits += crossing.everywhere * flow_class.carried_bits
         for link in self.links:
             link.offer(self.environment.now)
 
     def _settle_later(self) -> None:
         if not self._is_settling:
             self._is_settling = True
-            self._call_at(0.0, self._settle)
+            self._call_at(0.0, self._settle, None)
 
-    def _call_at(self, delay_s: float, function: Callable[[], None]) -> None:
-        event = self.environment.event()
-        event._ok, event._value = True, None
-        event.callbacks.append(lambda _: function())
-        self.environment.schedule(event, priority=_LAST_OF_INSTANT, delay=delay_s)
+    def _call_at(self, delay_s: float, function: Callable[[simpy.Event], None], value: int | None) -> None:
+        event = simpy.Event(self.environment)
+        event._ok, event._value, event.callbacks = True, value, [function]
+        self.environment.schedule(event, _LAST_OF_INSTANT, delay_s)
 
-    def _settle(self) -> None:
+    def _settle(self, _: simpy.Event) -> None:
         """Share the links out anew among the flows under way, and wake up when the first of them is done."""
         self._is_settling = False
         self.n_settlings += 1
         now_s = self.environment.now
-        first_s = float("inf")
-        for flow_class, rate_bps in self._share_out():
-            flow_class.advance(now_s)
-            flow_class.rate_bps = rate_bps
-            flow = flow_class.first()
-            if flow is not None:
-                first_s = min(first_s, flow_class.left_bits(flow) / rate_bps)
+        next_s = min((one.go_on(rate_bps, now_s) for one, rate_bps in self._share_out()), default=math.inf)
         self._timer_number += 1
-        if first_s < float("inf"):
-            number = self._timer_number
-            self._call_at(first_s, lambda: self._wake(number))
+        if next_s < math.inf:
+            self._call_at(max(0.0, next_s), self._wake, self._timer_number)
 
     def _share_out(self) -> list[tuple[FlowClass, float]]:
         """(class, rate of each of its flows), for the classes that have any."""
@@ -267,20 +305,17 @@ class SimulatedNetwork:
             shares = self._shares[state] = list(zip(active, rates_bps, strict=True))
         return shares
 
-    def _wake(self, number: int) -> None:
-        if number != self._timer_number:  # the rates have changed since
+    def _wake(self, timer: simpy.Event) -> None:
+        if timer.value != self._timer_number:  # the rates have changed since
             return
         now_s = self.environment.now
-        for flow_class in self.classes:
-            if not flow_class.n_flows:
-                continue
-            flow_class.advance(now_s)
-            # What this instant cannot tell apart is done: the next double after `now` may carry more bits than are left.
-            tolerance_bits = max(_DONE_BITS, flow_class.rate_bps * now_s * 4e-16)
-            while (flow := flow_class.first()) is not None and flow_class.left_bits(flow) <= tolerance_bits:
-                flow_class.remove(flow, now_s)
-                flow.done.succeed()
-        self._settle_later()
+        self._is_settling = True
+        for flow in [flow for one in self.classes if one.n_flows for flow in one.take_done(now_s)]:
+            flow.end()
+        if self.environment.peek() > now_s:  # nothing else happens in this instant
+            self._settle(timer)
+        else:
+            self._call_at(0.0, self._settle, None)
 
 
 def _checked_capacity(capacity_bps: Any) -> float:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from gradwire.registry import parse_spec
+from gradwire.schemes.aqgb.pacing import DEFAULT_CONFIDENCE
+from gradwire.schemes.auto.costs import CodecCost, SharedCores, bucket_load
 from gradwire_lab.simulator.jitter import Uniform
 from gradwire_lab.simulator.replayed import block_workload, bucket_workload
 from gradwire_lab.simulator.schemes.aqgb import AqgbModel
 from gradwire_lab.simulator.schemes.base import SchemeModel
 from gradwire_lab.simulator.schemes.broadcast import FixedBroadcast
-from gradwire_lab.simulator.schemes.collective import Collective, Cost
-from gradwire_lab.simulator.schemes.measured import lane_of
+from gradwire_lab.simulator.schemes.collective import Collective
+from gradwire_lab.simulator.schemes.measured import shape_of
 from gradwire_lab.simulator.simulation import Simulation
 from gradwire_lab.simulator.stage import Setting
 
 Record = dict[str, Any]
 
-# Gloo's own all-reduce carries these; the others travel in gradwire's frames.
-_BY_BACKEND = ("ddp", "plain", "acp-sgd", "power-sgd", "power-sgd-overlap", "periodic")
+# c10d gives Gloo as many threads, each of which runs a collective.
+_GLOO_THREADS = 2
 _BROADCASTS = ("broadcast", "aqgb")
 # A shared exponent for every 256 values (docs/format.md).
 _EXPONENT_BITS = 8 / 256
@@ -66,20 +67,20 @@ def _predict_one(
     record: Record, latencies_s: dict[str, float], workload: str, step_s: float, n_cores: int | None
 ) -> Record:
     scheme, n_ranks = record["scheme"], record["ranks"]
-    latency_s = latencies_s["backend" if scheme in _BY_BACKEND else "frames"]
     is_broadcast = scheme in _BROADCASTS
+    # Gloo's own all-reduce carries sums; the others travel in gradwire's frames.
+    is_sum = not is_broadcast and shape_of(scheme) in ("sum", "agreed-sum")
+    latency_s, rate_bps = latencies_s["backend" if is_sum else "frames"], rate_with_cores(record, n_cores)
     make_workload = block_workload if is_broadcast else bucket_workload
     name, options = parse_spec(workload)
-    described = make_workload(name, options, step_s)
-    setting = Setting(described, n_ranks, rate_with_cores(record, n_cores), jitter=Uniform(0.0), latency_s=latency_s)
+    setting = Setting(make_workload(name, options, step_s), n_ranks, rate_bps, jitter=Uniform(0.0), latency_s=latency_s,
+                      at_once=_GLOO_THREADS)  # fmt: skip
     simulation = Simulation(setting, lambda simulation: _make_scheme(simulation, record))
     simulation.run(rounds=_ROUNDS)
     ends_s = simulation.round_ends_s
     # From the middle on: AQGB has learnt its rounds by then. Between ends, since a live step's wall time is between them.
     middle = len(ends_s) // 2
-    predicted_s = statistics.fmean(
-        after - before for before, after in zip(ends_s[middle:], ends_s[middle + 1 :], strict=False)
-    )
+    predicted_s = (ends_s[-1] - ends_s[middle]) / (len(ends_s) - 1 - middle)
     measured_s = record["iteration_s"]
     return {
         "scheme": scheme,
@@ -95,7 +96,7 @@ def _predict_one(
         "compute_s": step_s,
         "codec_s": record["codec_s"],
         "cpu_s": record.get("cpu_s"),
-        "rate_with_cores_bps": rate_with_cores(record, n_cores),
+        "rate_with_cores_bps": rate_bps,
         "wire_bytes": _link_bytes(record),
         "latency_s": latency_s,
         "compute": record["compute"],
@@ -116,12 +117,16 @@ def _make_scheme(simulation: Simulation, record: Record) -> SchemeModel:
     encode_s = max(0.0, (record["codec_s"] or 0.0) - decode_s)
     copies = max(1, n_ranks - 1)
     if record["scheme"] == "broadcast":
-        return FixedBroadcast(
-            simulation, bits_per_value / copies, encode_s / n_values, decode_s / n_values / copies, is_fan_out=True
-        )
+        codec = CodecCost(encode_s / n_values, decode_s / n_values / copies)
+        return FixedBroadcast(simulation, bits_per_value / copies, codec, is_fan_out=True)
     if record["scheme"] == "aqgb":
         # Its bits are not taken from the record: predicting them is the point.
-        return AqgbModel(simulation, overhead_bits_per_value=_EXPONENT_BITS, is_fan_out=True)
-    lane = lane_of(record["scheme"])
-    hops = 2 * (n_ranks - 1)
-    return Collective(simulation, Cost(bits_per_value, encode_s / n_values, decode_s / n_values, hops, lane))
+        return AqgbModel(
+            simulation, overhead_bits_per_value=_EXPONENT_BITS, is_fan_out=True, confidence=DEFAULT_CONFIDENCE
+        )
+    shape = shape_of(record["scheme"])
+    # The message whose way of this shape puts so many bits on a link.
+    share = bucket_load(shape, 8, CodecCost(bits=1.0), simulation.setting.link, SharedCores(n_ranks, 1, 2)).wire_bytes
+    return Collective(
+        simulation, shape, CodecCost(encode_s / n_values, decode_s / n_values, bits_per_value / (share or 1))
+    )

@@ -9,7 +9,7 @@ from torch._C import _distributed_c10d as c10d
 
 from gradwire.errors import InvalidArgument
 from gradwire.stepping.blocks import find_blocks
-from gradwire_lab.simulator.workloads import BlockTimes, WorkloadTimes
+from gradwire_lab.simulator.workloads import WorkloadTimes, from_moments
 from gradwire_lab.workloads import by_name
 from gradwire_lab.workloads.replay import ReplayModel, ReplayWorkload
 
@@ -82,19 +82,10 @@ def _in_order(
     pieces: Sequence[tuple[int, float, float]], origin: str, model: ReplayModel, step_s: float
 ) -> WorkloadTimes:
     """Blocks of (values, seconds of backward pass until ready, seconds of forward pass), by when they are ready."""
-    # Summed in the order of the buckets' moments, so that the last one is neither before nor after the end.
-    backward_s = sum(layer.backward_s for layer in reversed(model.layers))
-    total_s = backward_s + sum(layer.forward_s for layer in model.layers)
-    if total_s <= 0:
+    forward_s = sum(layer.forward_s for layer in model.layers)
+    compute_s = forward_s + sum(layer.backward_s for layer in model.layers)
+    if compute_s <= 0:
         raise InvalidArgument(f"{origin}: a step without computation cannot be scaled; give step_ms=")
-    scale = step_s / total_s
-    blocks: list[BlockTimes] = []
-    before_s = 0.0
-    ordered = sorted(enumerate(pieces), key=lambda item: (item[1][1], -item[0]))
-    for number, (index, (n_values, ready_s, forward_s)) in enumerate(ordered):
-        # What computes on behind the last gradient (there is nothing) or before the first counts to the next piece.
-        is_last = number == len(ordered) - 1
-        end_s = backward_s if is_last else ready_s
-        blocks.append(BlockTimes(f"{index}", n_values, forward_s * scale, max(0.0, end_s - before_s) * scale))
-        before_s = max(before_s, end_s)
-    return WorkloadTimes(origin, tuple(reversed(blocks)), "emulated bench train")
+    # Of what is ready at one moment the first to be used comes last.
+    moments = [(str(i), n, forward_s + ready_s, of_it_s) for i, (n, ready_s, of_it_s) in reversed([*enumerate(pieces)])]
+    return from_moments(origin, moments, compute_s, "emulated bench train").scaled(step_s)

@@ -36,7 +36,9 @@ class SimulatedRun:
         watch = Stopwatch()
         simulation = Simulation(self.setting, make, self.keep_spans, on_round)
         metrics = simulation.run(self.seconds, self.rounds)
-        setting = self.setting
+        setting, summary = self.setting, metrics.summary()
+        lost = setting.failures.lost_share(setting.n_workers) if setting.failures else 0.0
+        round_s = summary["round_s"]
         return simulation, {
             "scheme": self.scheme,
             "options": ",".join(f"{key}={value}" for key, value in self.options.items()),
@@ -46,9 +48,11 @@ class SimulatedRun:
             "jitter": type(setting.jitter).__name__.lower()
             + (" common" if setting.jitter.is_common else " per worker"),
             "seed": setting.jitter.seed,
-            "racks": setting.racks,
+            "racks": setting.racks if isinstance(setting.racks, int) else len(setting.racks),
             "latency_s": setting.latency_s,
             "codec_times": self.with_codec_times,
-            **metrics.summary(),
+            **summary,
+            "lost_share": lost,
+            "effective_round_s": None if round_s is None or lost == 1 else round_s / (1 - lost),
             "elapsed_s": watch.elapsed_s,
         }

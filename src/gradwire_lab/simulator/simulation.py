@@ -7,6 +7,7 @@ that are alike and compute alike are one *group*, simulated once: its transfers 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -22,20 +23,23 @@ from gradwire_lab.simulator.topology import Topology
 
 
 class Gates:
-    """When every worker has all of a block: a count for every round and block, and an event at which it is full."""
+    """When every worker has all of a block: a count for every round and block, and an event at which it is full.
+
+    Of each block rounds open in their order, perhaps before any worker comes to them.
+    """
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._counts: dict[tuple[int, int], int] = {}
         self._events: dict[tuple[int, int], simpy.Event] = {}
         self._n_left: dict[int, int] = {}
+        self._last_open = [-1] * len(simulation.setting.workload.blocks)
 
-    def event(self, round_number: int, block: int) -> simpy.Event:
-        """What a worker waits for before it uses `block` in the round after `round_number`."""
-        key = (round_number, block)
-        if key not in self._events:
-            self._events[key] = self._simulation.environment.event()
-        return self._events[key]
+    def event(self, round_number: int, block: int) -> simpy.Event | None:
+        """What a worker waits for before it uses `block` in the round after `round_number`; None: nothing."""
+        if round_number <= self._last_open[block]:
+            return None
+        return self._events.setdefault((round_number, block), self._simulation.environment.event())
 
     def count(self, round_number: int, block: int, n_workers: int) -> None:
         """`n_workers` more have delivered `block` to everyone."""
@@ -46,14 +50,15 @@ class Gates:
 
     def open(self, round_number: int, block: int) -> None:
         """Everybody has `block`."""
-        self.event(round_number, block).succeed()
+        self._last_open[block] = round_number
+        waited_for = self._events.pop((round_number, block), None)
+        if waited_for is not None:
+            waited_for.succeed()
         self._counts.pop((round_number, block), None)
         left = self._n_left.get(round_number, len(self._simulation.setting.workload.blocks)) - 1
         self._n_left[round_number] = left
         if left == 0:
             del self._n_left[round_number]
-            for old in range(len(self._simulation.setting.workload.blocks)):
-                self._events.pop((round_number - 1, old), None)  # everybody has passed these
             self._simulation.end_round(round_number)
 
 
@@ -84,6 +89,7 @@ class Simulation(Stage):
             setting.racks,
             setting.core_bps,
             kinds=[worker in traced for worker in range(setting.n_workers)] if setting.trace else None,
+            connection_bps=setting.connection_bps,
         )
         self.groups = list(self._make_groups())
         self.gates = Gates(self)
@@ -141,12 +147,13 @@ class Simulation(Stage):
         self.environment.timeout(delay_s).callbacks.append(lambda _: function())
 
     def _make_groups(self) -> Iterator[WorkerGroup]:
-        index = 0
+        index, are_alike = itertools.count(), self.setting.shares_groups and self.setting.jitter.is_common
+        speeds = self.setting.speeds or [1.0] * self.setting.n_workers
         for site in self.topology.sites:
-            size = site.n_workers if self.setting.shares_groups and self.setting.jitter.is_common else 1
-            for first in range(site.first_worker, site.first_worker + site.n_workers, size):
-                yield WorkerGroup(index, first, size, site)
-                index += 1
+            workers = range(site.first_worker, site.first_worker + site.n_workers)
+            for _, alike in itertools.groupby(workers, speeds.__getitem__ if are_alike else None):
+                first, *others = alike
+                yield WorkerGroup(next(index), first, 1 + len(others), site)
 
     def _train(self, group: WorkerGroup) -> Generator[simpy.Event, Any, None]:
         environment, scheme, metrics = self.environment, self.scheme, self.metrics
@@ -155,12 +162,11 @@ class Simulation(Stage):
         while True:
             factor = self._factor(round_number, group)
             for index, block in enumerate(blocks):
-                if round_number:
-                    gate = self.gates.event(round_number - 1, index)
-                    if not gate.processed:
-                        since_s = environment.now
-                        yield gate
-                        metrics.add_wait(group, since_s, environment.now)
+                gate = self.gates.event(round_number - 1, index)
+                if gate is not None:
+                    since_s = environment.now
+                    yield gate
+                    metrics.add_wait(group, since_s, environment.now)
                 scheme.on_forward(group, round_number, index)
                 started_s = environment.now
                 yield environment.timeout(block.forward_s * factor)
@@ -170,7 +176,12 @@ class Simulation(Stage):
                 metrics.end_forward(group, round_number - 1, self.round_ends_s[round_number - 1])
             metrics.start_backward(group)
             for index in range(len(blocks) - 1, -1, -1):
+                gate = scheme.on_backward(group, round_number, index)
                 started_s = environment.now
+                if gate is not None:
+                    yield gate
+                    metrics.add_wait(group, started_s, environment.now)
+                    started_s = environment.now
                 yield environment.timeout(blocks[index].backward_s * factor)
                 metrics.add_compute(group, started_s, environment.now, "backward", blocks[index].name)
                 metrics.note_gradient(round_number)
@@ -182,7 +193,8 @@ class Simulation(Stage):
         if round_number not in self._factors:
             self._factors[round_number] = self.setting.jitter.factors(round_number, self.setting.n_workers).tolist()
         factors = self._factors[round_number]
-        return factors[0] if len(factors) == 1 else factors[group.first_worker]
+        factor = factors[0] if len(factors) == 1 else factors[group.first_worker]
+        return factor / self.setting.speeds[group.first_worker] if self.setting.speeds else factor
 
     def _follow_trace(self, trace: Trace) -> Generator[simpy.Event, Any, None]:
         traced = self.setting.traced_workers

@@ -3,18 +3,58 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import simpy
 
 from gradwire import checks
 from gradwire.errors import InvalidArgument
+from gradwire.schemes.auto.costs import LinkCost, connection_rate
 from gradwire_lab.simulator.bandwidth import Trace
 from gradwire_lab.simulator.jitter import Jitter, Uniform
 from gradwire_lab.simulator.network import SimulatedNetwork
 from gradwire_lab.simulator.topology import Site, Topology
 from gradwire_lab.simulator.workloads import WorkloadTimes
+
+_HOPELESS = 100.0  # failures in the time of a stretch between two checkpoints
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Workers that fail, all of which then go back to the last checkpoint.
+
+    Attributes:
+        mtbf_s: mean time between two failures of one worker.
+        restart_s: until training goes on from a checkpoint. checkpoint_s: to write one.
+        every_s: of training between two checkpoints; None: what costs least, sqrt(2 checkpoint_s mtbf_s / workers)
+            (Young, 1974).
+    """
+
+    mtbf_s: float
+    restart_s: float
+    checkpoint_s: float
+    every_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("mtbf_s", "restart_s", "checkpoint_s"):
+            checks.finite(name, getattr(self, name), 0)
+        for name in ("mtbf_s", "every_s"):
+            if getattr(self, name) == 0 or (self.every_s is not None and not 0 < self.every_s < math.inf):
+                raise InvalidArgument(f"{name}={getattr(self, name)}: expected more than 0")
+
+    def lost_share(self, n_workers: int) -> float:
+        """The share of the time that is not training: checkpoints, restarts, and what is computed again (Daly, 2006)."""
+        rate = n_workers / self.mtbf_s
+        every_s = self.every_s or max(math.sqrt(2 * self.checkpoint_s / rate), 1e-3)
+        # Failures come at any time, also while restarting; a stretch is done when none has come in all of it.
+        exponent = rate * (every_s + self.checkpoint_s)
+        if exponent + rate * self.restart_s > _HOPELESS:
+            return 1.0
+        return max(0.0, 1 - every_s * rate / (math.exp(rate * self.restart_s) * math.expm1(exponent)))
 
 
 @dataclass(frozen=True)
@@ -25,8 +65,14 @@ class Setting:
         rate_bps: of every worker's link, both ways.
         rates_bps: of each worker's, instead.
         trace: rates from given times on; of all links, or of those of `traced_workers`.
-        racks, core_bps: a two-level tree instead of one switch (`Topology`).
+        racks, core_bps: a two-level tree instead of one switch (`Topology`); racks may be sites.
         latency_s: from a sender to a receiver, paid by every message that somebody waits for.
+        core_latency_s: what it is more between racks.
+        loss, streams: of the TCP connections between racks, where `core_latency_s` is given: what they carry at most
+            (`costs.connection_rate`).
+        at_once: asynchronous collectives that are under way at a time: one for each stream of NCCL, or thread of Gloo.
+        speeds: of each worker's computation; 2 is twice as fast as the workload says.
+        failures: as lost time; None: none.
         shares_groups: simulate workers that are alike once; False lists them singly, for tests.
     """
 
@@ -37,23 +83,83 @@ class Setting:
     trace: Trace | None = None
     traced_workers: tuple[int, ...] | None = None
     jitter: Jitter = field(default_factory=Uniform)
-    racks: int = 1
-    core_bps: float | None = None
+    racks: int | tuple[int, ...] = 1
+    core_bps: float | tuple[float, ...] | None = None
     latency_s: float = 0.0
+    core_latency_s: float | None = None
+    loss: float = 0.0
+    streams: int = 1
+    at_once: int = 1
+    speeds: tuple[float, ...] | None = None
+    failures: Failures | None = None
     shares_groups: bool = True
 
     def __post_init__(self) -> None:
         checks.count("n_workers", self.n_workers)
-        if self.rates_bps is not None and len(self.rates_bps) != self.n_workers:
-            raise InvalidArgument(f"{len(self.rates_bps)} rates for {self.n_workers} workers")
+        checks.count("at_once", self.at_once)
+        for what, several in (("rates", self.rates_bps), ("speeds", self.speeds)):
+            if several is not None and len(several) != self.n_workers:
+                raise InvalidArgument(f"{len(several)} {what} for {self.n_workers} workers")
+        for speed in self.speeds or ():
+            if not 0 < speed < float("inf"):
+                raise InvalidArgument(f"a speed of {speed}: expected more than 0")
         for rate_bps in self.rates_bps or (self.rate_bps,):
             if not 0 < rate_bps < float("inf"):
                 raise InvalidArgument(f"a link rate of {rate_bps} bits a second: expected more than 0")
-        if not 0 <= self.latency_s < float("inf"):
-            raise InvalidArgument(f"latency_s={self.latency_s}: expected 0 or more")
+        for name in ("latency_s", "core_latency_s"):
+            checks.finite(name, getattr(self, name) or 0.0, 0)
+        self.connection_bps  # noqa: B018 (refuses what is wrong)
         for worker in self.traced_workers or ():
             if not 0 <= worker < self.n_workers:
                 raise InvalidArgument(f"a trace for worker {worker}: there are workers 0 to {self.n_workers - 1}")
+
+    @property
+    def is_one_rack(self) -> bool:
+        """There is no core between workers."""
+        return self.racks == 1 or (isinstance(self.racks, tuple) and len(self.racks) == 1)
+
+    @property
+    def hop_s(self) -> float:
+        """The latency of a message of all workers' collectives, which waits for the farthest."""
+        return self.link.frame_hop_s
+
+    @property
+    def connection_bps(self) -> float:
+        """What the connections of two workers in different racks carry. Raises: InvalidArgument (a loss without latency)."""
+        if self.core_latency_s is None:
+            if self.loss or self.streams != 1:
+                raise InvalidArgument(
+                    "loss and streams are those of paths between racks: give core_latency_s with them"
+                )
+            return float("inf")
+        return 8 * connection_rate(2 * self.core_latency_s, self.loss, self.streams)
+
+    @cached_property
+    def link(self) -> LinkCost:
+        """The library's: of a rank's link, with what a hop takes between the workers that are farthest apart."""
+        rate = min(self.rates_bps or (self.rate_bps,)) / 8
+        link = LinkCost(rate, self.latency_s, self.latency_s, 0.0, self.latency_s, at_once=self.at_once)
+        return link if self.is_one_rack else link.over(2 * (self.core_latency_s or 0.0), self.loss, self.streams)
+
+    def of_workers(self, n: int) -> Setting:
+        """The first `n` of them, or of equal workers in one rack as many as one likes. Raises: InvalidArgument."""
+        checks.count("n_workers", n)
+        rates, speeds, sizes = self.rates_bps, self.speeds, self.racks
+        if n > self.n_workers:
+            if not self.is_one_rack or len(set(rates or ())) > 1 or len(set(speeds or ())) > 1:
+                raise InvalidArgument(f"{n} workers of {self.n_workers}: only those that are all alike can grow")
+            rates, speeds = rates and rates[:1] * n, speeds and speeds[:1] * n
+        elif not isinstance(sizes, int):
+            ends = [0, *itertools.accumulate(sizes)]
+            sizes = tuple(min(end, n) - start for start, end in itertools.pairwise(ends) if start < n)
+        if not isinstance(sizes, int) and self.is_one_rack:
+            sizes = (n,)
+        core_bps = self.core_bps
+        if isinstance(core_bps, tuple) and isinstance(sizes, tuple):
+            core_bps = core_bps[: len(sizes)] if len(sizes) > 1 else None
+        return self.replace(
+            n_workers=n, rates_bps=rates and rates[:n], speeds=speeds and speeds[:n], racks=sizes, core_bps=core_bps
+        )
 
     def replace(self, **changes: Any) -> Setting:
         """The same with `changes`. Raises: InvalidArgument."""
@@ -70,6 +176,30 @@ class WorkerGroup:
     site: Site
 
 
+class Synchroniser:
+    """What a simulation tells a scheme.
+
+    Attributes:
+        period: rounds after which it does the same again.
+    """
+
+    period = 1
+
+    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
+        """The workers of `group` have the gradient of `block` (index in the order of the forward pass)."""
+        raise NotImplementedError
+
+    def on_forward(self, group: WorkerGroup, round_number: int, block: int) -> None:
+        """They begin the forward pass of `block`."""
+
+    def on_forward_end(self, group: WorkerGroup, round_number: int, block: int) -> None:
+        """They end it."""
+
+    def on_backward(self, group: WorkerGroup, round_number: int, block: int) -> simpy.Event | None:
+        """They come to its backward pass, and wait for what is returned; None: for nothing."""
+        return None
+
+
 class Stage:
     """What metrics read of a simulation."""
 
@@ -80,13 +210,4 @@ class Stage:
     groups: list[WorkerGroup]
     round_ends_s: list[float]
     n_rounds: int
-
-
-class Synchroniser(Protocol):
-    """What a simulation calls of a scheme; see `schemes.base.Scheme`."""
-
-    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None: ...
-
-    def on_forward(self, group: WorkerGroup, round_number: int, block: int) -> None: ...
-
-    def on_forward_end(self, group: WorkerGroup, round_number: int, block: int) -> None: ...
+    scheme: Synchroniser

@@ -7,12 +7,13 @@ counted instead of listed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradwire import checks
 from gradwire.errors import InvalidArgument
-from gradwire_lab.simulator.network import Crossing, FlowClass, Link, SimulatedNetwork
+from gradwire_lab.simulator.network import Crossing, FlowClass, Link, SimulatedNetwork, Use
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Site:
     rack: int
     up: Link
     down: Link
+    use: Use  # of either way
 
 
 def _each(n_flows: int) -> float:
@@ -39,9 +41,10 @@ class Topology:
 
     Args:
         rates_bps: of each worker's link, both ways.
-        racks: how many; worker i of m is in rack i * racks // m.
+        racks: how many workers each has; a number: as many racks, worker i of m is in rack i * racks // m.
         core_bps: of each rack's link to the core, both ways; None for as much as all of its workers together.
         kinds: what else may differ between workers, so that they are not of one site.
+        connection_bps: what the connections of two workers in different racks carry at most.
     Raises: InvalidArgument.
     """
 
@@ -49,19 +52,27 @@ class Topology:
         self,
         network: SimulatedNetwork,
         rates_bps: Sequence[float],
-        racks: int = 1,
-        core_bps: float | None = None,
+        racks: int | Sequence[int] = 1,
+        core_bps: float | Sequence[float] | None = None,
         kinds: Sequence[object] | None = None,
+        connection_bps: float = math.inf,
     ) -> None:
         n_workers = len(rates_bps)
         if n_workers < 1:
             raise InvalidArgument("a simulation needs at least 1 worker")
-        if not 1 <= racks <= n_workers:
-            raise InvalidArgument(f"{racks} racks for {n_workers} workers: expected 1 to {n_workers}")
-        self.network, self.n_workers = network, n_workers
+        if isinstance(racks, int):
+            if not 1 <= racks <= n_workers:
+                raise InvalidArgument(f"{racks} racks for {n_workers} workers: expected 1 to {n_workers}")
+            racks = [-(-n_workers * (rack + 1) // racks) - -(-n_workers * rack // racks) for rack in range(racks)]
+        if sum(racks) != n_workers or min(racks) < 1:
+            raise InvalidArgument(
+                f"racks of {', '.join(map(str, racks))} workers: expected {n_workers} in all, 1 or more each"
+            )
+        self.network, self.n_workers, self._connection_bps = network, n_workers, connection_bps
+        rack_of = [rack for rack, size in enumerate(racks) for _ in range(size)]
         self.sites: list[Site] = []
         kinds = kinds if kinds is not None else [None] * n_workers
-        alike = [(worker * racks // n_workers, rate, kinds[worker]) for worker, rate in enumerate(rates_bps)]
+        alike = [(rack_of[worker], rate, kinds[worker]) for worker, rate in enumerate(rates_bps)]
         first = 0
         for worker in range(1, n_workers + 1):
             if worker < n_workers and alike[worker] == alike[first]:
@@ -70,22 +81,21 @@ class Topology:
             name = f"workers {first} to {worker - 1}" if worker - first > 1 else f"worker {first}"
             up = network.add_link(f"{name} up", worker - first, rate_bps)
             down = network.add_link(f"{name} down", worker - first, rate_bps)
-            self.sites.append(Site(first, worker - first, rack, up, down))
+            self.sites.append(Site(first, worker - first, rack, up, down, Use()))
+            for link in (up, down):
+                link.uses.append(self.sites[-1].use)
             first = worker
-        self.rack_workers = [sum(site.n_workers for site in self.sites if site.rack == rack) for rack in range(racks)]
+        self.rack_workers = list(racks)
         self._rack_up: list[Link] = []
         self._rack_down: list[Link] = []
-        if racks > 1:
-            for rack in range(racks):
+        if len(racks) > 1:
+            for rack in range(len(racks)):
                 total_bps = sum(rate_bps for of_rack, rate_bps, _ in alike if of_rack == rack)
-                self._rack_up.append(network.add_link(f"rack {rack} up", 1, core_bps or total_bps))
-                self._rack_down.append(network.add_link(f"rack {rack} down", 1, core_bps or total_bps))
+                of_core = core_bps if core_bps is None or isinstance(core_bps, int | float) else core_bps[rack]
+                self._rack_up.append(network.add_link(f"rack {rack} up", 1, of_core or total_bps))
+                self._rack_down.append(network.add_link(f"rack {rack} down", 1, of_core or total_bps))
         elif core_bps is not None:
             raise InvalidArgument("a rate of the core needs several racks")
-
-    def site_of(self, worker: int) -> Site:
-        """The site in which `worker` is."""
-        return next(site for site in self.sites if worker < site.first_worker + site.n_workers)
 
     def broadcasts(self, site: Site, is_fan_out: bool = False) -> FlowClass:
         """Reliable broadcasts of a site's workers, at most one of each at a time, to all other workers.
@@ -102,47 +112,41 @@ class Topology:
             # A worker does not receive its own broadcast: where all send, every link carries one less.
             return float(n_flows - (n_flows >= alike))
 
-        def on_whole_own_site(n_flows: int) -> float:
-            return float(n_flows * (alike - 1))
-
-        crossings = [Crossing(site.up, lambda n_flows: copies * float(n_flows > 0), _times(copies))]
+        crossings = [Crossing(site.up, lambda n_flows: copies * float(n_flows > 0), copies)]
         for other in self.sites:
             if other is site:
-                crossings.append(Crossing(other.down, on_own_site, on_whole_own_site))
+                crossings.append(Crossing(other.down, on_own_site, alike - 1))
             else:
-                crossings.append(Crossing(other.down, _each, _times(other.n_workers)))
+                crossings.append(Crossing(other.down, _each, other.n_workers))
         for rack, (up, down) in enumerate(zip(self._rack_up, self._rack_down, strict=True)):
             if rack == site.rack:
-                leaving = _times(self.n_workers - self.rack_workers[rack] if is_fan_out else 1)
-                crossings.append(Crossing(up, leaving, leaving))
+                leaving = self.n_workers - self.rack_workers[rack] if is_fan_out else 1
+                crossings.append(Crossing(up, _times(leaving), leaving))
             else:
-                entering = _times(self.rack_workers[rack] if is_fan_out else 1)
-                crossings.append(Crossing(down, entering, entering))
+                entering = self.rack_workers[rack] if is_fan_out else 1
+                crossings.append(Crossing(down, _times(entering), entering))
+        crossings += self._connections(1, lambda n_flows: float(n_flows > 0))
         return self.network.add_class(f"broadcasts of {site.up.name.removesuffix(' up')}", crossings)
 
-    def ring(self) -> FlowClass:
-        """One flow: every worker sends to the next and receives from the one before, all at the slowest link's rate.
+    def even(self, name: str) -> FlowClass:
+        """One flow: a bit on every worker's links, both ways, a bit; all at the rate of the slowest.
 
-        Workers follow each other rack by rack, so one stream leaves a rack and one enters it.
+        Args:
+            name: ring: every worker sends to the next, rack by rack, so one stream leaves a rack. inside: rings inside the
+                racks. between: every worker's ring with its like in the other racks. exchange: between all pairs.
         """
-        crossings = [Crossing(link, _each, _times(link.n_links)) for link in self._site_links()]
-        crossings += [Crossing(link, _each, _each) for link in (*self._rack_up, *self._rack_down)]
-        return self.network.add_class("ring", crossings)
-
-    def exchange(self) -> FlowClass:
-        """One flow: every worker sends to all others at once, and receives from them, a bit on each worker's link a bit.
-
-        As in a direct all-reduce or an all-gather without relays; all pairs at the rate of the slowest.
-        """
-        crossings = [Crossing(link, _each, _times(link.n_links)) for link in self._site_links()]
         peers = max(1, self.n_workers - 1)
-        for rack, inside in enumerate(self.rack_workers if self._rack_up else ()):
-            leaving = inside * (self.n_workers - inside) / peers
-            crossings += [
-                Crossing(link, _times(leaving), _times(leaving))
-                for link in (self._rack_up[rack], self._rack_down[rack])
-            ]
-        return self.network.add_class("exchange", crossings)
+        leaving: dict[str, Callable[[int], float]] = {
+            "ring": lambda inside: 1.0, "inside": lambda inside: 0.0, "between": float,
+            "exchange": lambda inside: inside * (self.n_workers - inside) / peers,
+        }  # fmt: skip
+        links = [link for site in self.sites for link in (site.up, site.down)]
+        crossings = [Crossing(link, _each, link.n_links) for link in links]
+        for up, down, inside in zip(self._rack_up, self._rack_down, self.rack_workers, strict=False):
+            share = leaving[name](inside)
+            crossings += [Crossing(link, _times(share), share) for link in (up, down)]
+        connections = {"inside": 0, "exchange": peers}.get(name, 1)
+        return self.network.add_class(name, crossings + self._connections(connections))
 
     def parameter_server(self, n_servers: int, rate_bps: float) -> tuple[FlowClass, FlowClass]:
         """(push, pull): one flow is every worker's gradient to the servers, or the sum from them to every worker.
@@ -154,15 +158,18 @@ class Topology:
         classes = []
         for direction in ("push", "pull"):
             server = self.network.add_link(f"server {'down' if direction == 'push' else 'up'}", n_servers, rate_bps)
-            crossings = [Crossing(server, _times(self.n_workers / n_servers), _times(self.n_workers))]
+            crossings = [Crossing(server, _times(self.n_workers / n_servers), self.n_workers)]
             for site in self.sites:
                 link = site.up if direction == "push" else site.down
-                crossings.append(Crossing(link, _each, _times(link.n_links)))
+                crossings.append(Crossing(link, _each, link.n_links))
             racks = self._rack_up if direction == "push" else self._rack_down
             for link, inside in zip(racks, self.rack_workers, strict=False):
-                crossings.append(Crossing(link, _times(inside), _times(inside)))
+                crossings.append(Crossing(link, _times(inside), inside))
             classes.append(self.network.add_class(direction, crossings))
         return classes[0], classes[1]
 
-    def _site_links(self) -> list[Link]:
-        return [link for site in self.sites for link in (site.up, site.down)]
+    def _connections(self, n: int, busiest: Callable[[int], float] = _each) -> list[Crossing]:
+        """What `n` pairs of connections to other racks let through of one flow."""
+        if not n or not self._rack_up or self._connection_bps == math.inf:
+            return []
+        return [Crossing(self.network.add_link("connections", 1, n * self._connection_bps), busiest, 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gradwire.errors import InvalidArgument
@@ -65,6 +66,22 @@ class WorkloadTimes:
             for block in self.blocks
         )
         return replace(self, blocks=blocks, origin=f"{self.origin}; times scaled to {step_s:.6g} s a step")
+
+
+def from_moments(
+    name: str, pieces: Iterable[tuple[str, int, float, float]], compute_s: float, origin: str
+) -> WorkloadTimes:
+    """Pieces (name, values, seconds of the step until its gradient is there, seconds of forward pass) of a step.
+
+    Backward passes fill what lies between the moments; the last one's goes on to the end of what the step computes.
+    """
+    ordered = sorted(pieces, key=lambda piece: piece[2])
+    before_s, blocks = sum(forward_s for *_, forward_s in ordered), list[BlockTimes]()
+    for number, (piece, n_values, ready_s, forward_s) in enumerate(ordered, 1):
+        end_s = max(before_s, compute_s if number == len(ordered) else ready_s)
+        blocks.append(BlockTimes(piece, n_values, forward_s, end_s - before_s))
+        before_s = end_s
+    return WorkloadTimes(name, tuple(reversed(blocks)), origin)
 
 
 # Table 1 for four blocks: millions of values, forward %, backward %. The other splittings are section 5.2.6's; where they

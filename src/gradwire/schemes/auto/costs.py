@@ -11,6 +11,7 @@ outputs, but for `break_even_rate`, which is for people.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections import deque
@@ -23,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire import codecs
+from gradwire import checks, codecs
 from gradwire.errors import GradwireError, InvalidArgument
-from gradwire.registry import parse_spec
+from gradwire.registry import describe_choices, parse_spec
 from gradwire.schemes.auto.fidelity import FidelityRow
 from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.device_wire import DeviceWire, Reading, time_on
@@ -41,6 +42,8 @@ _CHUNK, _QUANTISED_CHUNK, _MIN_CHUNK = 1 << 17, 1 << 20, 1 << 16
 _MIN_CHUNKS, _MIN_QUANTISED_CHUNKS = 5, 2
 
 _NOTHING = 1e-9  # seconds: what rounding may leave of a time
+# A TCP connection of Linux as it comes: half of tcp_rmem's 6 MiB is window; a segment fills a frame of 1,500 bytes.
+_WINDOW_BYTES, _SEGMENT_BYTES = 3 << 20, 1448
 _SLOWEST, _FASTEST = 1e5, 12.5e9  # bytes/s between which a break-even rate is looked for: 0.8 Mb/s to 100 Gb/s
 
 # Measured on 2 cores of an AMD EPYC: a message of frames costs a quarter of a millisecond of processor time, both ends
@@ -86,6 +89,7 @@ class LinkCost:
         message_s: processor time of each message of frames, both ends.
         gather_s: an all-gather of next to nothing.
         byte_s: processor time of a byte moved.
+        at_once: asynchronous collectives that are under way at a time; the others wait for them, in order.
     """
 
     rate: float
@@ -94,6 +98,28 @@ class LinkCost:
     message_s: float
     gather_s: float
     byte_s: float = 0.0
+    at_once: int = 1
+
+    def over(self, rtt_s: float, loss: float = 0.0, streams: int = 1) -> LinkCost:
+        """The same over a path with this round trip: half of it a hop, and no faster than its TCP connections."""
+        backend_hop_s, frame_hop_s = self.backend_hop_s + rtt_s / 2, self.frame_hop_s + rtt_s / 2
+        rate = min(self.rate, connection_rate(rtt_s, loss, streams))
+        return replace(
+            self, rate=rate, backend_hop_s=backend_hop_s, frame_hop_s=frame_hop_s, gather_s=self.gather_s + rtt_s / 2
+        )
+
+
+def connection_rate(rtt_s: float, loss: float = 0.0, streams: int = 1) -> float:
+    """Bytes/s of `streams` TCP connections: a window a round trip, and where a share `loss` of the packets is lost
+    MSS / rtt sqrt(1.5 / loss) each (Mathis et al., 1997). Raises: InvalidArgument."""
+    checks.finite("rtt_s", rtt_s, 0)
+    checks.count("streams", streams)
+    if not 0 <= loss < 1:
+        raise InvalidArgument(f"loss={loss}: expected a share of packets from 0 to below 1")
+    if rtt_s == 0:
+        return math.inf
+    per_trip = min(_WINDOW_BYTES, _SEGMENT_BYTES * math.sqrt(1.5 / loss) if loss else math.inf)
+    return streams * per_trip / rtt_s
 
 
 @dataclass(frozen=True)
@@ -128,67 +154,179 @@ class CodecCost:
         return replace(self, bits=density * self.bits + (1 - density) * self.zero_bits, zero_bits=None)
 
 
+class Leg(NamedTuple):
+    """One stage of a collective: which links it crosses, the share of a message that a rank sends, messages that wait for each
+    other."""
+
+    across: str
+    share: float
+    hops: int
+
+
+ALL_REDUCES = ("ring", "direct", "tree", "two-level")
+
+
+def legs_of(pattern: str, n: int, inside: int = 1) -> tuple[Leg, ...]:
+    """The stages of a collective of `n` ranks, one after the other; nothing among one.
+
+    Args:
+        pattern: a ring; direct: all pairs at once, twice; tree: two trees of half a message each, up and down; two-level:
+            inside nodes of `inside` ranks, between nodes on each rank's share, inside; a gather of whole messages; FSDP2's
+            halves of a ring; through servers.
+    Raises: InvalidArgument (no such pattern, nodes that do not divide the ranks).
+    """
+    ring, nodes = 2 * (n - 1) / n, n // inside
+    if pattern == "two-level" and n % inside:
+        raise InvalidArgument(f"two-level needs nodes of equally many workers; {n} do not make nodes of {inside}")
+    half, inner = Leg("ring", ring / 2, n - 1), Leg("inside", (inside - 1) / inside, inside - 1)
+    legs = {
+        "ring": (Leg("ring", ring, 2 * (n - 1)),),
+        "direct": (Leg("exchange", ring, 2),),
+        "tree": (Leg("ring", min(2.0, ring * n / 2), 2 * math.ceil(math.log2(n))),),
+        "two-level": (inner, Leg("between", 2 * (nodes - 1) / (nodes * inside), 2 * (nodes - 1)), inner),
+        "gather": (Leg("exchange", n - 1, 1),),
+        "reduce-scatter": (half,),
+        "all-gather": (half,),
+        "parameter-server": (Leg("push", 1, 1), Leg("pull", 1, 1)),
+    }
+    if pattern not in legs:
+        raise InvalidArgument(f"no collective is called {pattern!r}; {describe_choices(pattern, legs)}")
+    return tuple(leg for leg in legs[pattern] if leg.hops) if n > 1 else ()
+
+
 class BucketLoad(NamedTuple):
-    """The demands of one bucket: the lane for `before_s`, then `wire_bytes` and `latency_s` of the wire with `beside_s` of
-    lane work in `n_chunks` pieces meanwhile, then the lane for `after_s`. `is_async`: the lane is free meanwhile."""
+    """The demands of one bucket: the lane for `before_s`, then the wire for a message of `message_bytes` in `legs`, each hop
+    `hop_s` late, with `beside_s` of lane work in `n_chunks` pieces meanwhile, then the lane for `after_s`. `is_async`: the lane
+    is free meanwhile."""
 
     before_s: float
-    wire_bytes: float
-    latency_s: float
+    message_bytes: float
+    legs: tuple[Leg, ...]
+    hop_s: float
     beside_s: float
     n_chunks: int
     after_s: float
     is_async: bool
 
+    @property
+    def wire_bytes(self) -> float:
+        """A rank sends as much, and receives it."""
+        return self.message_bytes * sum(leg.share for leg in self.legs)
 
-def bucket_load(shape: str, n_values: int, codec: CodecCost, link: LinkCost, machine: SharedCores) -> BucketLoad:
-    """The demands of a bucket of `n_values`. Raises: InvalidArgument (no such shape)."""
+    @property
+    def latency_s(self) -> float:
+        """Of all hops, which wait for each other."""
+        return self.hop_s * sum(leg.hops for leg in self.legs)
+
+
+_PATTERN = {"sum": "ring", "agreed-sum": "ring", "ring": "ring", "direct": "direct", "quantised": "direct"}
+
+
+def bucket_load(
+    shape: str,
+    n_values: int,
+    codec: CodecCost,
+    link: LinkCost,
+    machine: SharedCores,
+    legs: tuple[Leg, ...] | None = None,
+) -> BucketLoad:
+    """The demands of a bucket of `n_values`; `legs`: another way than the shape's own. Raises: InvalidArgument (no shape)."""
     n = machine.n_ranks
     if shape not in SHAPES:
         raise InvalidArgument(f"a communication shape is one of {', '.join(SHAPES)}, not {shape!r}")
     if n == 1:
-        return BucketLoad(0, 0, 0, 0, 1, 0, True)
+        return BucketLoad(0, 0, (), 0, 0, 1, 0, True)
+    legs = legs or legs_of(_PATTERN.get(shape, shape), n)
     message_bytes = n_values * codec.bits / 8
-    in_ring_bytes = 2 * (n - 1) / n * message_bytes
     encode_s = codec.encode_s * n_values + codec.fixed_s
     decode_s = codec.decode_s * n_values
     part = -(-n_values // n)
-    if shape == "sum":
-        return BucketLoad(encode_s, in_ring_bytes, 2 * (n - 1) * link.backend_hop_s, 0, 1, decode_s, True)
-    if shape == "agreed-sum":
-        return BucketLoad(encode_s, in_ring_bytes, 4 * (n - 1) * link.backend_hop_s, 0, 1, decode_s, False)
+    if shape in ("sum", "agreed-sum"):
+        if shape == "agreed-sum":  # a maximum of next to nothing goes the same way before
+            legs = (*(leg._replace(share=0.0) for leg in legs), *legs)
+        return BucketLoad(encode_s, message_bytes, legs, link.backend_hop_s, 0, 1, decode_s, shape == "sum")
     if shape == "gather":
-        return BucketLoad(encode_s, (n - 1) * message_bytes, link.gather_s, 0, 1, decode_s, False)
+        if legs[0].share != n - 1:
+            raise InvalidArgument("whole messages of all ranks are gathered by all: no other collective carries them")
+        return BucketLoad(encode_s, message_bytes, legs, link.gather_s, 0, 1, decode_s, False)
     if shape == "quantised":
         chunks = _count_chunks(part, _QUANTISED_CHUNK, _MIN_QUANTISED_CHUNKS)
         messages_s = (n - 1) * (2 * chunks + 2) * link.message_s
+        legs = (Leg(legs[0].across, 0.0, 1), *legs)  # the owners' sums are agreed on
         after_s = encode_s / 2 + decode_s
-        return BucketLoad(encode_s / 2, in_ring_bytes, 3 * link.frame_hop_s, messages_s, chunks, after_s, False)
+        return BucketLoad(encode_s / 2, message_bytes, legs, link.frame_hop_s, messages_s, chunks, after_s, False)
     chunks = _count_chunks(part, _CHUNK, _MIN_CHUNKS)
     beside_s = encode_s + decode_s + 2 * (n - 1) * chunks * link.message_s
-    hops = 2 * (n - 1) if shape == "ring" else 2
     if (
         machine.on_device
     ):  # where the messages of a part, or of all, are made in the launches of one, then sent, then read
         chunks, beside_s = 1, encode_s + decode_s + (n if shape == "ring" else 3) * link.message_s
-    return BucketLoad(0, in_ring_bytes, hops * link.frame_hop_s, beside_s, chunks, 0, False)
+    return BucketLoad(0, message_bytes, legs, link.frame_hop_s, beside_s, chunks, 0, False)
 
 
 def _count_chunks(part: int, chunk: int, at_least: int) -> int:
     return max(1, -(-part // chunk), min(at_least, part // _MIN_CHUNK))
 
 
-@dataclass
-class _Turn:
-    """A bucket's turn on the lane: processor work, and of the wire what the lane waits for."""
+@dataclass(eq=False)
+class Turn:
+    """A bucket's turn: processor work, beside it the wire and then its latency. `phase`: before, wire, tail or after on the
+    lane; sending on the wire alone."""
 
-    bucket: int
-    phase: str  # before, wire, tail, after
-    work_s: float
+    bucket: Any
+    load: BucketLoad
+    phase: str
+    work_s: float = 0.0
     wire_s: float = 0.0
+    wait_s: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is left of it."""
+        return self.work_s <= _NOTHING and self.wire_s <= _NOTHING and self.wait_s <= _NOTHING
 
 
-class _SimulatedStep:
+class Lane:
+    """The order of a rank's buckets: encoded, sent and decoded one after another; asynchronous ones are sent beside the next
+    one's encoding, themselves in order. Predictions run it here, the simulator on its networks; they say what is over.
+
+    Attributes:
+        turns: on the lane, of which the first is under way. sending: on the wire; as many of the first as it takes at once.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self.turns: deque[Turn] = deque()
+        self.sending: deque[Turn] = deque()
+
+    def hand_over(self, bucket: Any, load: BucketLoad) -> None:
+        """A bucket is ready."""
+        self.turns.append(Turn(bucket, load, "before", load.before_s))
+
+    def end_turn(self, wire_s: float | None = None) -> Turn:
+        """The first turn is over, of which the wire took `wire_s` (its bytes by the link's rate)."""
+        ended = self.turns.popleft()
+        load = ended.load
+        by_rate_s = load.wire_bytes / self._rate
+        if ended.phase == "before" and load.is_async:
+            self.sending.append(Turn(ended.bucket, load, "sending", 0.0, by_rate_s, load.latency_s))
+        elif ended.phase == "before":
+            self.turns.appendleft(Turn(ended.bucket, load, "wire", load.beside_s, by_rate_s, load.latency_s))
+        elif ended.phase == "wire":
+            # The first chunk cannot travel before it is encoded, nor the last be decoded before it is there.
+            tail_s = min(by_rate_s if wire_s is None else wire_s, load.beside_s) / load.n_chunks
+            self.turns.appendleft(Turn(ended.bucket, load, "tail", wait_s=tail_s))
+        elif ended.phase == "tail":
+            self.turns.appendleft(Turn(ended.bucket, load, "after", load.after_s))
+        return ended
+
+    def end_sending(self, sent: Turn) -> None:
+        """It has arrived, and its turn to be decoded comes after those that wait for the lane already."""
+        self.sending.remove(sent)
+        self.turns.append(Turn(sent.bucket, sent.load, "after", sent.load.after_s))
+
+
+class _PredictedStep:
     """One step, from event to event."""
 
     def __init__(self, step: StepCost, loads: Sequence[BucketLoad], link: LinkCost, machine: SharedCores) -> None:
@@ -198,8 +336,7 @@ class _SimulatedStep:
         self.drag = min(0.9, link.byte_s * link.rate) if self.share < 1 else 0.0
         self.now = self.computed = 0.0
         self.n_handed_over = 0
-        self.lane: deque[_Turn] = deque()
-        self.wire: deque[list[float]] = deque()  # of async buckets: [seconds left, bucket]
+        self.lane = Lane(link.rate)
 
     def run(self) -> float:
         """Seconds until nothing is left to do."""
@@ -207,7 +344,7 @@ class _SimulatedStep:
             is_computing = self.computed < self.step.compute_s - _NOTHING
             self._hand_over(is_computing)
             self._pass_on()
-            if not is_computing and not self.lane and not self.wire:
+            if not is_computing and not self.lane.turns and not self.lane.sending:
                 return self.now
             self._advance(is_computing)
             self._pass_on()
@@ -217,63 +354,50 @@ class _SimulatedStep:
             ready_s = min(self.step.buckets[self.n_handed_over][1], self.step.compute_s)
             if is_computing and self.computed < ready_s - _NOTHING:
                 return
-            self.lane.append(_Turn(self.n_handed_over, "before", self.loads[self.n_handed_over].before_s))
+            self.lane.hand_over(self.n_handed_over, self.loads[self.n_handed_over])
             self.n_handed_over += 1
 
     def _advance(self, is_computing: bool) -> None:
         """Go on to whatever ends next."""
-        head = self.lane[0] if self.lane else _Turn(-1, "idle", 0.0)
-        works, lane_waits = head.work_s > _NOTHING, head.wire_s > _NOTHING
-        is_busy = lane_waits or bool(self.wire)
-        speed = (self.share if works else 1.0) * (1 - self.drag if is_busy else 1.0)
+        head = [*itertools.islice(self.lane.turns, 1)]
+        under_way = [*head, *itertools.islice(self.lane.sending, self.link.at_once)]
+        works = [turn for turn in head if turn.work_s > _NOTHING]
+        on_wire = [turn for turn in under_way if turn.wire_s > _NOTHING]
+        late = [turn for turn in under_way if turn.wire_s <= _NOTHING < turn.wait_s]
+        speed = (self.share if works else 1.0) * (1 - self.drag if on_wire or late else 1.0)
         lane_speed = self.share if is_computing else 1.0
-        wire_speed = 0.5 if lane_waits and self.wire else 1.0  # one link for both
-        ends = []
+        wire_speed = 1 / max(1, len(on_wire))  # one link for all
+        ends = [turn.work_s / lane_speed for turn in works]
+        ends += [turn.wire_s / wire_speed for turn in on_wire]
+        ends += [turn.wait_s for turn in late]
         if is_computing:
             ends.append((self.step.compute_s - self.computed) / speed)
             if self.n_handed_over < len(self.loads):
                 ends.append(max(0.0, (self.step.buckets[self.n_handed_over][1] - self.computed) / speed))
-        if works:
-            ends.append(head.work_s / lane_speed)
-        if lane_waits:
-            ends.append(head.wire_s / wire_speed)
-        if self.wire:
-            ends.append(self.wire[0][0] / wire_speed)
         passed = min(ends, default=0.0)
         self.now += passed
         if is_computing:
             self.computed += passed * speed
-        if works:
-            head.work_s -= passed * lane_speed
-        if lane_waits:
-            head.wire_s -= passed * wire_speed
-        if self.wire:
-            self.wire[0][0] -= passed * wire_speed
+        for turn in works:
+            turn.work_s -= passed * lane_speed
+        for turn in on_wire:
+            turn.wire_s -= passed * wire_speed
+        for turn in late:
+            turn.wait_s -= passed
 
     def _pass_on(self) -> None:
         """Replace whatever has ended by what follows it."""
-        while self.wire and self.wire[0][0] <= _NOTHING:
-            bucket = int(self.wire.popleft()[1])
-            self.lane.append(_Turn(bucket, "after", self.loads[bucket].after_s))
-        while self.lane and self.lane[0].work_s <= _NOTHING and self.lane[0].wire_s <= _NOTHING:
-            ended = self.lane.popleft()
-            load = self.loads[ended.bucket]
-            wire_s = load.wire_bytes / self.link.rate
-            if ended.phase == "before" and load.is_async:
-                self.wire.append([wire_s + load.latency_s, float(ended.bucket)])
-            elif ended.phase == "before":
-                self.lane.appendleft(_Turn(ended.bucket, "wire", load.beside_s, wire_s + load.latency_s))
-            elif ended.phase == "wire":
-                # The first chunk cannot travel before it is encoded, nor the last be decoded before it is there.
-                self.lane.appendleft(_Turn(ended.bucket, "tail", 0.0, min(wire_s, load.beside_s) / load.n_chunks))
-            elif ended.phase == "tail":
-                self.lane.appendleft(_Turn(ended.bucket, "after", load.after_s))
+        for turn in [*itertools.islice(self.lane.sending, self.link.at_once)]:
+            if turn.is_over:
+                self.lane.end_sending(turn)
+        while self.lane.turns and self.lane.turns[0].is_over:
+            self.lane.end_turn()
 
 
 def predict_s(shape: str, codec: CodecCost, step: StepCost, link: LinkCost, machine: SharedCores) -> float:
     """Predict the time of a step under a scheme of this shape and codec. Raises: InvalidArgument (no such shape)."""
     loads = [bucket_load(shape, n_values, codec, link, machine) for n_values, _ in step.buckets]
-    return _SimulatedStep(step, loads, link, machine).run()
+    return _PredictedStep(step, loads, link, machine).run()
 
 
 def break_even_rate(

@@ -23,8 +23,9 @@ from gradwire.schemes.aqgb.law import (
     first_stage_ratio,
     second_stage_bits,
 )
+from gradwire.schemes.auto.costs import CodecCost
 from gradwire_lab.simulator.network import FlowClass
-from gradwire_lab.simulator.schemes.base import SchemeModel
+from gradwire_lab.simulator.schemes.base import PLAIN, Decoder, SchemeModel
 from gradwire_lab.simulator.simulation import Simulation
 from gradwire_lab.simulator.stage import WorkerGroup
 
@@ -37,6 +38,8 @@ class AqgbModel(SchemeModel):
         messages_per_block: the ratio is decided anew for every message.
         exchange_s: how old may be what a worker knows of when the others will need a block.
         overhead_bits_per_value: what the codec adds (headers, shared exponents).
+        codec: seconds of each message, whatever its bits: before it is sent, and for each copy.
+        confidence: the share of the estimated rate that is planned with; the live scheme's default is 0.8, the paper's 1.
         is_fan_out: a copy to every receiver instead of a multicast.
         has_owners: an all-reduce instead: to every receiver its part of a block, and the sum of the own part. An answer is sent
             with the part and not after all others' parts: as if all workers were equally far.
@@ -51,6 +54,8 @@ class AqgbModel(SchemeModel):
         overhead_bits_per_value: float = 0.0,
         is_fan_out: bool = False,
         has_owners: bool = False,
+        codec: CodecCost = PLAIN,
+        confidence: float = 1.0,
     ) -> None:
         super().__init__(simulation)
         self.share = 2 / simulation.setting.n_workers if has_owners else 1.0  # of a value, to each receiver
@@ -59,6 +64,11 @@ class AqgbModel(SchemeModel):
         self.messages_per_block = whole("messages_per_block", messages_per_block, 1, 1 << 20)
         self.overhead_bits_per_value = overhead_bits_per_value
         self.exchange_s = exchange_s
+        self.confidence = share("confidence", confidence)
+        self.encode_s = codec.encode_s
+        # Of every value: everybody's copies, or the parts that a worker owns and the sums that it gets.
+        self.decode_s = codec.decode_s * (2 if has_owners else simulation.setting.n_workers - 1)
+        self.decode_last_s = codec.decode_s
         self.blocks = simulation.setting.workload.blocks
         self.deadlines = Deadlines(len(simulation.groups))
         classes = {
@@ -119,6 +129,8 @@ class _Worker:
         self._profile = Profile()
         self._stack: list[_Sending] = []  # the newest gradient last, and sent first
         self._sent: dict[int, _Sending] = {}
+        self._decoder = Decoder()
+        self._decoded_s = 0.0  # when everybody has decoded what has been sent
         self._is_sending = False
         self._n_appeared = 0
         self._last_s = 0.0
@@ -199,7 +211,7 @@ class _Worker:
             None if timetable is None else timetable.until_next_gradient(self._n_appeared, now_s - self._last_s)
         )
         undelivered_bits = WORD_BITS * scheme.share * sum(sending.left_values for sending in self._stack)
-        ratio = first_stage_ratio(self._rate.rate_bps, until_next_s, undelivered_bits, scheme.floor)
+        ratio = first_stage_ratio(scheme.confidence * self._rate.rate_bps, until_next_s, undelivered_bits, scheme.floor)
         if self._group.index == 0:
             scheme.simulation.metrics.ratios.append((now_s, ratio))
         return bits_of_ratio(ratio)
@@ -219,7 +231,7 @@ class _Worker:
                 runs.pop(0)
         simulation = self._scheme.simulation
         simulation.call_after(
-            self._scheme.n_hops * simulation.setting.latency_s,
+            self._scheme.n_hops * simulation.setting.hop_s + max(0.0, self._decoded_s - self._scheme.environment.now),
             lambda: simulation.gates.count(sending.round_number, sending.block, self._group.count),
         )
 
@@ -232,15 +244,25 @@ class _Worker:
         undelivered_bits = sum(run.n_values * (WORD_BITS - run.sent_bits) for run in runs)
         # As many values of the first run's kind as have all the runs' bits to come.
         n_values = round(self._scheme.share * undelivered_bits / left_bits)
-        return second_stage_bits(self._rate.rate_bps, remaining_s, n_values, runs[0].sent_bits)
+        return second_stage_bits(
+            self._scheme.confidence * self._rate.rate_bps, remaining_s, n_values, runs[0].sent_bits
+        )
 
     def _transfer(
         self, sending: _Sending, n_values: float, n_bits: float, stage: str
     ) -> Generator[simpy.Event, Any, None]:
-        network, started_s = self._scheme.network, self._scheme.environment.now
+        network, environment = self._scheme.network, self._scheme.environment
+        if self._scheme.encode_s:
+            yield environment.timeout(n_values * self._scheme.encode_s)
+        started_s = environment.now
         bits = n_values * n_bits
         passing_bits = self._scheme.share * bits
-        yield network.start(self._flow_class, passing_bits, self._group.count).done
-        self._rate.observe(passing_bits, self._scheme.environment.now - started_s)
-        name = f"{stage} {self._scheme.blocks[sending.block].name} x {n_bits:g} bits"
-        self._scheme.simulation.metrics.add_transfer(self._group, sending.round_number, bits, started_s, name)
+        yield network.start(self._flow_class, passing_bits, self._group.count)
+        self._rate.observe(passing_bits, environment.now - started_s)
+        if self._scheme.decode_s:
+            work_s, last_s = n_values * self._scheme.decode_s, n_values * self._scheme.decode_last_s
+            self._decoded_s = self._decoder.end_s(started_s, environment.now, work_s, last_s)
+        metrics = self._scheme.simulation.metrics
+        is_named = metrics.spans is not None
+        name = f"{stage} {self._scheme.blocks[sending.block].name} x {n_bits:g} bits" if is_named else ""
+        metrics.add_transfer(self._group, sending.round_number, bits, started_s, name)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradwire.errors import InvalidArgument
+from gradwire.schemes.auto.costs import CodecCost
 from gradwire_lab.simulator.network import Flow, FlowClass
-from gradwire_lab.simulator.schemes.base import SchemeModel
+from gradwire_lab.simulator.schemes.base import PLAIN, Decoder, SchemeModel
 from gradwire_lab.simulator.simulation import Simulation
 from gradwire_lab.simulator.stage import WorkerGroup
 
@@ -27,7 +28,7 @@ class FixedBroadcast(SchemeModel):
 
     Args:
         bits_per_value: what is sent of each value.
-        encode_s_per_value, decode_s_per_value: on the sender before, and for each received copy after the transfer.
+        codec: seconds on the sender before, and for each received copy after the transfer.
         is_fan_out: a copy to every receiver instead of a multicast.
     """
 
@@ -35,16 +36,16 @@ class FixedBroadcast(SchemeModel):
         self,
         simulation: Simulation,
         bits_per_value: float,
-        encode_s_per_value: float = 0.0,
-        decode_s_per_value: float = 0.0,
+        codec: CodecCost = PLAIN,
         is_fan_out: bool = False,
     ) -> None:
         super().__init__(simulation)
         if not 0 < bits_per_value < float("inf"):
             raise InvalidArgument(f"bits_per_value={bits_per_value}: expected more than 0")
         self._bits_per_value = bits_per_value
-        self._encode_s, self._decode_s = encode_s_per_value, decode_s_per_value
+        self._encode_s, self._decode_s = codec.encode_s, codec.decode_s
         classes = {id(site): simulation.topology.broadcasts(site, is_fan_out) for site in simulation.topology.sites}
+        self._decoders = [Decoder() for _ in simulation.groups]
         self._senders = [_Sender(self, group, classes[id(group.site)]) for group in simulation.groups]
 
     def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
@@ -55,11 +56,10 @@ class FixedBroadcast(SchemeModel):
 
     def deliver(self, group: WorkerGroup, pending: _Pending) -> None:
         """Everybody has the block's bits of this group; what remains is the way and the decoding."""
-        n_values = self.simulation.setting.workload.blocks[pending.block].n_values
-        copies = self.simulation.setting.n_workers - 1
-        # Copies are decoded as they arrive: what is left at the end is the last one, or all that decoding is behind.
-        behind_s = copies * n_values * self._decode_s - (self.environment.now - pending.started_s)
-        delay_s = self.simulation.setting.latency_s + max(min(copies, 1) * n_values * self._decode_s, behind_s)
+        one_s = self.simulation.setting.workload.blocks[pending.block].n_values * self._decode_s
+        copies, now_s = self.simulation.setting.n_workers - 1, self.environment.now
+        end_s = self._decoders[group.index].end_s(pending.started_s, now_s, copies * one_s, min(copies, 1) * one_s)
+        delay_s = self.simulation.setting.hop_s + end_s - now_s
         gates = self.simulation.gates
         self.simulation.call_after(delay_s, lambda: gates.count(pending.round_number, pending.block, group.count))
 
@@ -85,7 +85,7 @@ class _Sender:
     def _send(self, pending: _Pending) -> None:
         flow = self._scheme.network.start(self._flow_class, pending.left_bits, self._group.count)
         self._current = (flow, pending)
-        flow.done.callbacks.append(self._end(flow, pending))
+        flow.callbacks.append(self._end(flow, pending))
 
     def _end(self, flow: Flow, pending: _Pending) -> Callable[[object], None]:
         def end(_: object) -> None:

@@ -1,150 +1,187 @@
-"""Schemes that reduce: every block is a bucket whose mean everybody waits for before the next forward pass begins."""
+"""Schemes that reduce: collectives of all workers, in order on their lane, by the library's own cost model.
+
+What a bucket takes of lane and wire, and what follows what, is `gradwire.schemes.auto.costs`, with which `auto` and `recommend`
+predict; here its transfers go over simulated links, which others may use.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator
-from dataclasses import dataclass
-from typing import Any, Literal
+import itertools
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import simpy
 
+from gradwire import checks
 from gradwire.errors import InvalidArgument
-from gradwire.exchange.parts import count_chunks
+from gradwire.registry import describe_choices
+from gradwire.schemes.auto.costs import (
+    ALL_REDUCES,
+    BucketLoad,
+    CodecCost,
+    Lane,
+    SharedCores,
+    Turn,
+    bucket_load,
+    legs_of,
+)
 from gradwire_lab.simulator.network import FlowClass
-from gradwire_lab.simulator.schemes.base import SchemeModel
+from gradwire_lab.simulator.schemes.base import PLAIN, SchemeModel
 from gradwire_lab.simulator.simulation import Simulation
 from gradwire_lab.simulator.stage import WorkerGroup
 
-Lane = Literal["pipelined", "in turn", "asynchronous"]
-LANES: tuple[Lane, ...] = ("pipelined", "in turn", "asynchronous")
 
-
-@dataclass(frozen=True)
-class Cost:
-    """What the reduction of a bucket takes on each of N workers.
+class Lanes(SchemeModel):
+    """One lane for all workers: a collective begins when every one of them has come to it, for no hop can do without one.
 
     Attributes:
-        sent_bits_per_value: on a worker's link, each way, all hops together.
-        encode_s_per_value, decode_s_per_value: of the bucket's values, all hops together.
-        n_hops: messages that wait for each other; each pays the latency.
-        lane: "pipelined" if chunks are encoded, sent and decoded side by side; "in turn" if a bucket is encoded, sent and
-            decoded before the next; "asynchronous" if the next bucket is encoded while this one is sent.
+        patterns: collectives that it may be told to use.
     """
 
-    sent_bits_per_value: float
-    encode_s_per_value: float = 0.0
-    decode_s_per_value: float = 0.0
-    n_hops: int = 0
-    lane: Lane = "asynchronous"
+    patterns: tuple[str, ...] = ALL_REDUCES
 
-    def __post_init__(self) -> None:
-        for name in ("sent_bits_per_value", "encode_s_per_value", "decode_s_per_value", "n_hops"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise InvalidArgument(f"{name}={getattr(self, name)}: expected 0 or more")
-        if self.lane not in LANES:
-            raise InvalidArgument(f"lane={self.lane!r}: expected one of {', '.join(LANES)}")
-
-
-class Collective(SchemeModel):
-    """All-reduce of one bucket after the other, in the order in which their gradients appear.
-
-    A bucket begins when its gradient is there on all workers, for no hop can go round without one of them.
-
-    Args:
-        pattern: "ring", or "exchange" between all pairs (`Topology`).
-    """
-
-    def __init__(self, simulation: Simulation, cost: Cost, pattern: str = "ring") -> None:
+    def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation)
-        if pattern not in ("ring", "exchange"):
-            raise InvalidArgument(f"pattern={pattern!r}: expected ring or exchange")
-        self.cost = cost
-        topology = simulation.topology
-        self._flow_class = topology.ring() if pattern == "ring" else topology.exchange()
-        self._joined: dict[tuple[int, int], int] = {}
-        self._waiting: deque[tuple[int, int]] = deque()
+        self.setting = simulation.setting
+        self.machine = SharedCores(self.setting.n_workers, 1, 2)
+        self.link = self.setting.link
+        self._lane = Lane(self.link.rate)
+        self._under_way: list[Turn] = []
+        self._joined: dict[Any, int] = {}
         self._is_lane_busy = False
-        self._n_left: dict[int, int] = {}
+        self._flows: dict[str, FlowClass] = {}
 
-    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
-        key = (round_number, block)
+    def load(
+        self, n_values: int, shape: str = "sum", codec: CodecCost = PLAIN, pattern: str | None = None
+    ) -> BucketLoad:
+        """What a collective of so many values takes. Raises: InvalidArgument (no such pattern)."""
+        racks, legs = self.simulation.topology.rack_workers, None
+        if pattern is not None:
+            if pattern not in self.patterns:
+                raise InvalidArgument(
+                    f"no collective is called {pattern!r}; {describe_choices(str(pattern), self.patterns)}"
+                )
+            if pattern == "two-level" and len(set(racks)) > 1:
+                raise InvalidArgument(
+                    f"two-level needs racks of equally many workers, not {', '.join(map(str, racks))}"
+                )
+            legs = legs_of(pattern, self.setting.n_workers, racks[0])
+        return bucket_load(shape, n_values, codec, self.link, self.machine, legs)
+
+    def join(self, key: tuple[Any, ...], group: WorkerGroup, load: BucketLoad) -> None:
+        """The workers of `group` have come to the collective `key`: its round, its block, and what else tells it apart."""
         self._joined[key] = self._joined.get(key, 0) + group.count
-        if self._joined[key] == self.simulation.setting.n_workers:
+        if self._joined[key] == self.setting.n_workers:
             del self._joined[key]
-            self._waiting.append(key)
-            if not self._is_lane_busy:
-                self._is_lane_busy = True
-                self.environment.process(self._run_lane())
+            self._lane.hand_over(key, load)
+            self._work()
 
-    def cost_of(self, block: int) -> Cost:
-        """What the reduction of `block` takes."""
-        return self.cost
+    def finish(self, key: Any) -> None:
+        """The collective is over, decoding and all."""
+        raise NotImplementedError
+
+    def _work(self) -> None:
+        if not self._is_lane_busy:
+            self._is_lane_busy = True
+            self.environment.process(self._run_lane())
 
     def _run_lane(self) -> Generator[simpy.Event, Any, None]:
-        while self._waiting:
-            round_number, block = self._waiting.popleft()
-            cost = self.cost_of(block)
-            if cost.lane == "pipelined":
-                yield from self._reduce_pipelined(round_number, block)
-                continue
-            encode_s = cost.encode_s_per_value * self._n_values(block)
-            if encode_s:
-                yield self.environment.timeout(encode_s)
-            if cost.lane == "in turn":
-                yield from self._send_and_decode(round_number, block)
-            else:
-                self.environment.process(self._send_and_decode(round_number, block))
+        lane = self._lane
+        while lane.turns:
+            turn, started_s, wire_s = lane.turns[0], self.environment.now, None
+            if turn.phase == "wire":
+                wire_s = yield from self._transfer(turn)
+            left_s = turn.work_s - (self.environment.now - started_s)
+            if turn.phase == "tail":
+                left_s = turn.wait_s
+            if left_s > 0:
+                yield self.environment.timeout(left_s)
+            lane.end_turn(wire_s)
+            if turn.phase == "after":
+                self.finish(turn.bucket)
+            self._send_more()
         self._is_lane_busy = False
 
-    def _reduce_pipelined(self, round_number: int, block: int) -> Generator[simpy.Event, Any, None]:
-        """Codec and wire side by side; what cannot overlap is one chunk's share of the shorter of the two."""
-        cost, started_s = self.cost_of(block), self.environment.now
-        codec_s = (cost.encode_s_per_value + cost.decode_s_per_value) * self._n_values(block)
-        yield from self._send(round_number, block)
-        wire_s = self.environment.now - started_s
-        n_chunks = self._n_chunks(block)
-        yield self.environment.timeout(max(0.0, codec_s - wire_s) + min(codec_s, wire_s) / n_chunks)
-        self._finish(round_number, block)
+    def _send_more(self) -> None:
+        for turn in [*itertools.islice(self._lane.sending, self.link.at_once)]:
+            if turn not in self._under_way:
+                self._under_way.append(turn)
+                self.environment.process(self._send(turn))
 
-    def _send_and_decode(self, round_number: int, block: int) -> Generator[simpy.Event, Any, None]:
-        yield from self._send(round_number, block)
-        decode_s = self.cost_of(block).decode_s_per_value * self._n_values(block)
-        if decode_s:
-            yield self.environment.timeout(decode_s)
-        self._finish(round_number, block)
+    def _send(self, turn: Turn) -> Generator[simpy.Event, Any, None]:
+        yield from self._transfer(turn)
+        self._under_way.remove(turn)
+        self._lane.end_sending(turn)
+        self._send_more()
+        self._work()
 
-    def _send(self, round_number: int, block: int) -> Generator[simpy.Event, Any, None]:
-        cost, started_s = self.cost_of(block), self.environment.now
-        bits = cost.sent_bits_per_value * self._n_values(block)
-        yield self.network.start(self._flow_class, bits).done
-        # Receives are posted ahead of the messages, so the chunks of a hop pay its latency once.
-        latency_s = cost.n_hops * self.simulation.setting.latency_s
-        if latency_s:
-            yield self.environment.timeout(latency_s)
-        self._note(round_number, block, bits, started_s, "reduce")
+    def _transfer(self, turn: Turn) -> Generator[simpy.Event, Any, float]:
+        """The stages of a collective, one after another; returns the seconds that its bytes took."""
+        environment, wire_s = self.environment, 0.0
+        for leg in turn.load.legs:
+            started_s, bits = environment.now, 8 * turn.load.message_bytes * leg.share
+            if bits:
+                yield self.network.start(self._flows_across(leg.across), bits)
+                wire_s += environment.now - started_s
+            # Receives are posted ahead of the messages, so the chunks of a hop pay its latency once.
+            latency_s = leg.hops * (self.setting.latency_s if leg.across == "inside" else turn.load.hop_s)
+            if latency_s:
+                yield environment.timeout(latency_s)
+            round_number, block, *_ = turn.bucket
+            name = f"{leg.across} {self.setting.workload.blocks[block].name}"
+            for group in self.simulation.groups:
+                self.simulation.metrics.add_transfer(group, round_number, bits, started_s, name)
+        return wire_s
 
-    def _finish(self, round_number: int, block: int) -> None:
-        # DDP's backward pass ends with the last bucket: no block of the next round starts before.
-        n_blocks = len(self.simulation.setting.workload.blocks)
-        left = self._n_left.get(round_number, n_blocks) - 1
-        self._n_left[round_number] = left
-        if left == 0:
+    def _flows_across(self, across: str) -> FlowClass:
+        if across not in self._flows:
+            self._flows[across] = self.simulation.topology.even(across)
+        return self._flows[across]
+
+    def open_round(self, round_number: int) -> None:
+        """Everybody has everything of a round."""
+        for index in range(len(self.setting.workload.blocks)):
+            self.simulation.gates.open(round_number, index)
+
+
+class Collective(Lanes):
+    """All-reduce of one bucket after the other, in the order in which their gradients appear, as behind DDP: no block of the
+    next round starts before the last bucket is there.
+
+    Args:
+        shape, codec: how it communicates and what it costs; decoding of all that arrives.
+        collective: another way than the shape's own (`costs.legs_of`).
+        every: only each so many-th round sends, everything at once; between them workers do not wait for each other.
+    """
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        shape: str = "sum",
+        codec: CodecCost = PLAIN,
+        collective: str | None = None,
+        every: int = 1,
+    ) -> None:
+        super().__init__(simulation)
+        self.every = self.period = checks.count("every", every)
+        blocks = self.setting.workload.blocks
+        self._loads: Sequence[BucketLoad] = [self.load(block.n_values, shape, codec, collective) for block in blocks]
+        self._n_left: dict[int, int] = {}
+        self._opened = -1
+
+    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
+        if (round_number + 1) % self.every == 0:
+            self.join((round_number, block), group, self._loads[block])
+        elif round_number > self._opened:
+            self._opened = round_number
+            self.open_round(round_number)
+
+    def finish(self, key: tuple[int, int]) -> None:
+        round_number, _ = key
+        self._n_left[round_number] = self._n_left.get(round_number, len(self._loads)) - 1
+        if self._n_left[round_number] == 0:
             del self._n_left[round_number]
-            for index in range(n_blocks):
-                self.simulation.gates.open(round_number, index)
-
-    def _n_chunks(self, block: int) -> int:
-        part_values = -(-self._n_values(block) // self.simulation.setting.n_workers)
-        return count_chunks(part_values)
-
-    def _n_values(self, block: int) -> int:
-        return self.simulation.setting.workload.blocks[block].n_values
-
-    def _note(self, round_number: int, block: int, bits: float, started_s: float, what: str) -> None:
-        name = f"{what} {self.simulation.setting.workload.blocks[block].name}"
-        for group in self.simulation.groups:
-            self.simulation.metrics.add_transfer(group, round_number, bits, started_s, name)
+            self.open_round(round_number)
 
 
 class ParameterServer(Collective):
@@ -154,17 +191,123 @@ class ParameterServer(Collective):
         n_servers: they share the parameters, and have links of `rate_bps` of their own.
     """
 
-    def __init__(self, simulation: Simulation, n_servers: int = 1, rate_bps: float | None = None) -> None:
-        super().__init__(simulation, Cost(32.0, n_hops=2))
-        rate_bps = rate_bps if rate_bps is not None else simulation.setting.rate_bps
-        self._push, self._pull = simulation.topology.parameter_server(n_servers, rate_bps)
+    patterns = ("parameter-server",)
 
-    def _send(self, round_number: int, block: int) -> Generator[simpy.Event, Any, None]:
-        bits = self.cost.sent_bits_per_value * self._n_values(block)
-        stages: tuple[tuple[str, FlowClass], ...] = (("push", self._push), ("pull", self._pull))
-        for what, flow_class in stages:
-            started_s = self.environment.now
-            yield self.network.start(flow_class, bits).done
-            if self.simulation.setting.latency_s:
-                yield self.environment.timeout(self.simulation.setting.latency_s)
-            self._note(round_number, block, bits, started_s, what)
+    def __init__(self, simulation: Simulation, n_servers: int = 1, rate_bps: float | None = None) -> None:
+        super().__init__(simulation, collective="parameter-server")
+        rate_bps = rate_bps if rate_bps is not None else self.setting.rate_bps
+        push, pull = simulation.topology.parameter_server(n_servers, rate_bps)
+        self._flows = {"push": push, "pull": pull}
+
+
+class LocalSteps(Lanes):
+    """Workers step alone; parts of the model are exchanged in turn, each every `every` rounds (gradwire.doors.local_sgd).
+
+    Args:
+        bits: a value, in the exchange of pseudo-gradients. codec: seconds that it takes.
+        fragments: parts; their exchanges end evenly spread over the rounds.
+        delay: rounds that an exchange may take beside them.
+        collective: how they are exchanged.
+    """
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        every: int = 500,
+        fragments: int = 1,
+        delay: int = 0,
+        bits: float = 32.0,
+        codec: CodecCost = PLAIN,
+        collective: str | None = None,
+    ) -> None:
+        super().__init__(simulation)
+        if not 1 <= fragments <= every or not 0 <= delay < every // fragments:
+            raise InvalidArgument(
+                "every must be at least fragments, that at least 1, and delay from 0 to every // fragments - 1, got "
+                f"every={every}, fragments={fragments}, delay={delay}"
+            )
+        self._every, self._delay = every, delay
+        self.period = every
+        self._ends = [every * (number + 1) // fragments for number in range(fragments)]
+        n_values = -(-self.setting.workload.n_values // fragments)
+        codec = CodecCost(codec.encode_s, codec.decode_s, checks.finite("bits", bits, 0))
+        self._load = self.load(n_values, "sum", codec, collective)
+        self._n_open = 0  # rounds after which everybody may go on
+
+    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
+        if block:
+            return
+        done = round_number + 1  # steps: the last gradient of this one has appeared
+        if (done + self._delay - 1) % self._every + 1 in self._ends:
+            self.join((done + self._delay - 1, 0), group, self._load)
+        self._open_before(done)
+
+    def finish(self, key: tuple[int, int]) -> None:
+        self._open_until(key[0])
+
+    def _open_before(self, done: int) -> None:
+        """Open rounds up to the `done`-th, but those that wait for an exchange."""
+        while self._n_open < done and self._n_open % self._every + 1 not in self._ends:
+            self._open_until(self._n_open)
+
+    def _open_until(self, round_number: int) -> None:
+        while self._n_open <= round_number:
+            self.open_round(self._n_open)
+            self._n_open += 1
+
+
+class FullyShard(Lanes):
+    """FSDP2: the weights of a block are gathered while the block before it computes, in either pass, and dropped; its gradient
+    is reduced and scattered after its backward pass. The last block's weights are kept from one pass to the other.
+
+    Args:
+        weights, gradients: bits of a value.
+        reshard: False keeps the weights of all blocks for the backward pass (`reshard_after_forward`).
+    """
+
+    patterns = ("all-gather", "reduce-scatter")
+
+    def __init__(
+        self, simulation: Simulation, weights: float = 32.0, gradients: float = 32.0, reshard: bool = True
+    ) -> None:
+        super().__init__(simulation)
+        self._reshard = reshard
+        self._gathers, self._scatters = (
+            [self.load(block.n_values, "sum", CodecCost(bits=checks.finite("bits", bits, 0)), pattern)
+             for block in self.setting.workload.blocks]
+            for bits, pattern in ((weights, "all-gather"), (gradients, "reduce-scatter"))
+        )  # fmt: skip
+        self._n_left: dict[int, int] = {}
+        self._gathered: dict[tuple[int, int], simpy.Event] = {}  # for a backward pass that is not over
+
+    def on_forward(self, group: WorkerGroup, round_number: int, block: int) -> None:
+        if round_number and block + 1 < len(self._gathers):
+            self.join((round_number, block + 1, "forward"), group, self._gathers[block + 1])
+
+    def on_backward(self, group: WorkerGroup, round_number: int, block: int) -> simpy.Event | None:
+        if not self._reshard:
+            return None
+        if block:
+            self.join((round_number, block - 1, "backward"), group, self._gathers[block - 1])
+        is_kept = block + 1 == len(self._gathers)
+        gathered = None if is_kept else self._event_of((round_number, block))
+        return None if gathered is None or gathered.processed else gathered
+
+    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
+        self.join((round_number, block, "gradient"), group, self._scatters[block])
+
+    def finish(self, key: tuple[int, int, str]) -> None:
+        round_number, block, what = key
+        if what == "forward":
+            self.simulation.gates.open(round_number - 1, block)
+        elif what == "backward":
+            self._event_of((round_number, block)).succeed()
+        else:
+            self._gathered.pop((round_number, block), None)
+            self._n_left[round_number] = self._n_left.get(round_number, len(self._gathers)) - 1
+            if self._n_left[round_number] == 0:  # the optimizer steps
+                del self._n_left[round_number]
+                self._lane.hand_over((round_number + 1, 0, "forward"), self._gathers[0])
+
+    def _event_of(self, key: tuple[int, int]) -> simpy.Event:
+        return self._gathered.setdefault(key, simpy.Event(self.environment))

@@ -16,18 +16,16 @@ from typing import Any
 from gradwire import schemes as live
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from gradwire.exchange.ring import Ring
-from gradwire_lab.simulator.schemes.collective import Cost, Lane
+from gradwire.schemes.auto.costs import CodecCost
+from gradwire.schemes.auto.fidelity import NEVER, row_of
 
 TABLE = Path(__file__).with_name("measured.json")
 FORMAT = 1
 
-# Schemes whose sums run on while the next bucket is compressed (schemes/low_rank.py, schemes/plain.py).
-_ASYNCHRONOUS = ("plain", "periodic", "acp-sgd")
+# Whose sums run on while the next bucket is compressed, besides those that `auto` has rows for.
+_SUMS = ("plain", "power-sgd-overlap")
 
-_SHAPES = {
-    "ring": lambda n_ranks: 2 * (n_ranks - 1) / n_ranks,
-    "gather": lambda n_ranks: float(n_ranks - 1),
-}
+_SHAPES = {"ring": lambda n_ranks: 2 * (n_ranks - 1) / n_ranks, "gather": lambda n_ranks: float(n_ranks - 1)}
 
 
 @dataclass(frozen=True)
@@ -65,26 +63,28 @@ class Fit:
     decode_s_per_value: float
     error: float
 
-    def cost(self, n_workers: int, lane: Lane) -> Cost:
-        """What a reduction takes among `n_workers`."""
-        factor = _SHAPES[self.shape](n_workers)
-        # Every value is encoded once whatever the world size; decoded is what arrives.
-        hops = 2 * (n_workers - 1) if self.shape == "ring" else n_workers - 1
-        return Cost(
-            self.sent_bits_per_value * factor,
+    def codec(self, n_workers: int) -> CodecCost:
+        """What a value takes among `n_workers`: encoded once whatever their number, decoded as often as it arrives."""
+        return CodecCost(
             self.encode_s_per_value if n_workers > 1 else 0.0,
-            self.decode_s_per_value * factor,
-            hops,
-            lane,
+            self.decode_s_per_value * _SHAPES[self.shape](n_workers),
+            self.sent_bits_per_value,
         )
 
+    def shape_of(self, scheme: str) -> str:
+        """How `scheme` communicates, as its bytes grow."""
+        shape = shape_of(scheme)
+        return "gather" if self.shape == "gather" else "sum" if shape == "gather" else shape
 
-def lane_of(scheme: str) -> Lane:
-    """How `scheme` goes about its buckets; this is how its code is, and no measurement."""
-    if scheme in _ASYNCHRONOUS or scheme not in live.names():
-        return "asynchronous"
+
+def shape_of(scheme: str) -> str:
+    """How `scheme` goes about its buckets, one of `costs.SHAPES`; this is how its code is, and no measurement."""
+    if scheme in _SUMS or scheme not in live.names():
+        return "sum"
     # What sends its messages through a ring of frames encodes, sends and decodes side by side, chunk by chunk.
-    return "pipelined" if isinstance(getattr(live.by_name(scheme), "collective", None), Ring) else "in turn"
+    if isinstance(getattr(live.by_name(scheme), "collective", None), Ring):
+        return "ring"
+    return "quantised" if scheme in NEVER else row_of(scheme).shape
 
 
 def fit(measurements: Sequence[Measurement]) -> Fit:
@@ -95,24 +95,17 @@ def fit(measurements: Sequence[Measurement]) -> Fit:
     useful = [one for one in measurements if one.ranks > 1]
     if not useful:
         raise InvalidArgument("a scheme's size needs a measurement with at least 2 ranks")
-    best: Fit | None = None
     smallest = min(useful, key=lambda one: one.ranks)
-    for shape, factor_of in _SHAPES.items():
+
+    def fit_as(shape: str) -> Fit:
+        factor_of = _SHAPES[shape]
         per_value = [8 * one.sent_bytes / one.n_values / factor_of(one.ranks) for one in useful]
         bits = sum(per_value) / len(per_value)
         error = max(abs(value / bits - 1) for value in per_value) if bits else 0.0
-        factor = factor_of(smallest.ranks)
-        found = Fit(
-            shape,
-            bits,
-            smallest.encode_s / smallest.n_values,
-            smallest.decode_s / smallest.n_values / factor,
-            error,
-        )
-        if best is None or found.error < best.error:
-            best = found
-    assert best is not None
-    return best
+        encode_s, decode_s = smallest.encode_s / smallest.n_values, smallest.decode_s / smallest.n_values
+        return Fit(shape, bits, encode_s, decode_s / factor_of(smallest.ranks), error)
+
+    return min(map(fit_as, _SHAPES), key=lambda found: found.error)
 
 
 def to_text(content: Mapping[str, Any]) -> str:

@@ -6,8 +6,9 @@ simulated links, by the measured sizes and codec times of the compressed exchang
 
 from __future__ import annotations
 
+from gradwire.schemes.auto.costs import BucketLoad, CodecCost
 from gradwire.schemes.slimgc.threshold import SizeTimes, ThresholdTable, check_threshold
-from gradwire_lab.simulator.schemes.collective import Collective, Cost
+from gradwire_lab.simulator.schemes.collective import Collective
 from gradwire_lab.simulator.simulation import Simulation
 
 _VALUE_BYTES = 4
@@ -23,29 +24,29 @@ class SlimGc(Collective):
         threshold_bytes: None to derive it from the simulated links.
     """
 
-    def __init__(self, simulation: Simulation, compressed: Cost, threshold_bytes: int | None = None) -> None:
-        super().__init__(simulation, compressed, "exchange")
-        n_workers = simulation.setting.n_workers
-        self._raw = Cost(64.0 * (n_workers - 1) / n_workers, n_hops=2, lane=compressed.lane)
+    def __init__(self, simulation: Simulation, compressed: CodecCost, threshold_bytes: int | None = None) -> None:
+        super().__init__(simulation, "quantised", compressed)
+        self._codec = compressed
         self.threshold_bytes = self._find_threshold() if threshold_bytes is None else check_threshold(threshold_bytes)
+        blocks = self.setting.workload.blocks
+        self._loads = [
+            self._load_of(block.n_values, _VALUE_BYTES * block.n_values >= self.threshold_bytes) for block in blocks
+        ]
+
+    def _load_of(self, n_values: int, is_compressed: bool) -> BucketLoad:
+        return self.load(n_values, "quantised", self._codec) if is_compressed else self.load(n_values)
 
     def _find_threshold(self) -> int:
-        setting = self.simulation.setting
-        if setting.n_workers == 1:
+        if self.setting.n_workers == 1:
             return 0  # nothing is sent
-        rate_bps = min(setting.rates_bps or (setting.rate_bps,))
 
-        def time_s(cost: Cost, n_bytes: int) -> float:
-            bits = cost.sent_bits_per_value * n_bytes / _VALUE_BYTES
-            return bits / rate_bps + cost.n_hops * setting.latency_s
+        def time_s(n_bytes: int, is_compressed: bool) -> float:
+            load = self._load_of(n_bytes // _VALUE_BYTES, is_compressed)
+            return load.wire_bytes / self.link.rate + load.latency_s
 
         def codec_s(n_bytes: int) -> float:
-            return (self.cost.encode_s_per_value + self.cost.decode_s_per_value) * n_bytes / _VALUE_BYTES
+            return (self._codec.encode_s + self._codec.decode_s) * n_bytes / _VALUE_BYTES
 
         return ThresholdTable(
-            SizeTimes(size, time_s(self._raw, size), time_s(self.cost, size), codec_s(size)) for size in _TABLE_BYTES
+            SizeTimes(size, time_s(size, False), time_s(size, True), codec_s(size)) for size in _TABLE_BYTES
         ).threshold_bytes()
-
-    def cost_of(self, block: int) -> Cost:
-        is_compressed = _VALUE_BYTES * self._n_values(block) >= self.threshold_bytes
-        return self.cost if is_compressed else self._raw

@@ -1,0 +1,124 @@
+"""From Python: what a scheme does on a cluster, and which scheme on how many workers does a training within a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire import checks
+from gradwire.errors import InvalidArgument
+from gradwire.registry import parse_spec, spec_of
+from gradwire.schemes.auto.fidelity import row_of
+from gradwire_lab.simulator import workloads
+from gradwire_lab.simulator.inputs import load_cluster, load_model
+from gradwire_lab.simulator.runs import SimulatedRun
+from gradwire_lab.simulator.stage import Setting
+from gradwire_lab.simulator.workloads import WorkloadTimes
+
+Record = dict[str, Any]
+
+ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class SampleGoal:
+    """A training to be done.
+
+    Attributes:
+        samples: in all. batch: of each worker and step.
+        budget_hours: of workers together; None: as many as it takes.
+    """
+
+    samples: float
+    batch: float
+    budget_hours: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "batch", "budget_hours"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise InvalidArgument(f"{name}={value}: expected more than 0")
+
+    def add_to(self, record: Record) -> Record:
+        """A run's record with what the training takes at its pace: hours, worker_hours, in_budget, and the scheme's level.
+
+        Samples count alike under every scheme; what a scheme loses in accuracy for a sample is its level's (docs/auto.md), and
+        is not in the hours.
+        """
+        n_workers, step_s = record["workers"], record["effective_round_s"]
+        found: Record = {"samples_per_s": None, "hours": None, "worker_hours": None, "in_budget": False}
+        if step_s is not None:
+            hours = math.ceil(self.samples / (n_workers * self.batch)) * step_s / 3600
+            is_within = self.budget_hours is None or hours * n_workers <= self.budget_hours
+            found = {"samples_per_s": n_workers * self.batch / step_s, "hours": hours, "worker_hours": hours * n_workers,
+                     "in_budget": is_within}  # fmt: skip
+        return {**record, **found, "level": level_of(spec_of(record))}
+
+    def rank(self, records: Sequence[Record]) -> list[Record]:
+        """With what the training takes: what is within the budget first, the soonest done first."""
+
+        def place(record: Record) -> tuple[bool, float, int]:
+            return not record["in_budget"], math.inf if record["hours"] is None else record["hours"], record["workers"]
+
+        return sorted(map(self.add_to, records), key=place)
+
+
+def level_of(spec: str) -> str:
+    """How close to plain steps a scheme is (`exact`, `close`, `any`), or `?`: its own page says."""
+    name, options = parse_spec(spec)
+    if name == "auto":
+        return str(options.get("fidelity", "exact"))
+    if name in ("plain", "direct-32", "parameter-server", "broadcast-32") or spec == "fully-shard":
+        return "exact"
+    try:
+        return row_of(spec).level
+    except InvalidArgument:
+        return "?"
+
+
+def simulate(
+    model: WorkloadTimes | str | Path, cluster: Setting | str | Path, scheme: str = "plain", *, n_workers: int | None = None,
+    rounds: int = ROUNDS, **more: Any,
+) -> Record:  # fmt: skip
+    """What a scheme does: a flat record, `round_s`, `wait_s`, `bits_per_value`, `effective_round_s` (with failures) and more.
+
+    Args:
+        model: blocks; a built-in workload's name, or a file as `inputs.load_model` reads them.
+        cluster: its file; or a setting, whose workload does not matter.
+        scheme: "NAME:option=value", as `gradwire simulate --scheme`.
+        n_workers: the first of the cluster's; None: all.
+        rounds: to simulate; of a scheme that sends in some rounds only as many more as make four of its periods.
+        more: of the setting: jitter, trace.
+    Raises: InvalidArgument.
+    """
+    model = model if isinstance(model, WorkloadTimes) else _model_of(model)
+    setting = cluster if isinstance(cluster, Setting) else load_cluster(Path(cluster), model)
+    setting = setting.of_workers(n_workers or setting.n_workers).replace(workload=model, **more)
+    name, options = parse_spec(scheme)
+    return SimulatedRun(name, setting, None, rounds_of(scheme, rounds), options).do()[1]
+
+
+def search(
+    model: WorkloadTimes | str | Path, cluster: Setting | str | Path, schemes: Sequence[str], workers: Sequence[int],
+    goal: SampleGoal, *, rounds: int = ROUNDS,
+) -> list[Record]:  # fmt: skip
+    """Every scheme on every number of workers, what is within the budget first and the soonest done first (`SampleGoal.rank`).
+
+    Raises: InvalidArgument.
+    """
+    return goal.rank([simulate(model, cluster, one, n_workers=n, rounds=rounds) for n in workers for one in schemes])
+
+
+def rounds_of(scheme: str, rounds: int) -> int:
+    """`rounds`, or as many more as make four periods of a scheme that sends in some of them only. Raises: InvalidArgument."""
+    name, options = parse_spec(scheme)
+    every = checks.count("every", options.get("every", {"local-sgd": 500, "periodic": 8}.get(name, 1)))
+    return max(checks.count("rounds", rounds), 1 + 4 * every if every > 1 else 1)
+
+
+def _model_of(model: str | Path) -> WorkloadTimes:
+    path = Path(model)
+    return load_model(path) if path.suffix or path.exists() else workloads.by_name(str(model))

@@ -10,10 +10,10 @@ from torch import Tensor
 # struct: "fields:kind ..." in their order; p: a pointer, Q: uint64, I: uint32, f: float. A struct within another is spelt
 # out; all of them are multiples of 8 bytes, so that nothing moves.
 _QUANTISE = (
-    "values residual left_out message sums pieces n_bytes is_nonfinite:p n seed step:Q residual_scale parameter:f"
+    "values residual left_out message sums pieces n_bytes turns:p n seed step:Q residual_scale parameter:f"
     " kind dtype rule levels block pad:I"
 )
-_DEQUANTISE = "message out pieces error:p n payload:Q divisor:f kind dtype adds levels block:I"
+_DEQUANTISE = "message out pieces error turns:p n payload:Q divisor:f kind dtype adds levels block:I"
 _GROUPING = "groups:p n_pieces:Q group_values per_group:I"
 _FORMAT = "n:Q kind dtype format n_bits partition version:I"
 

@@ -75,11 +75,13 @@ __device__ __forceinline__ u32 largest_of_lanes(u32 own, u32 n = kWarp) {
 // Whether this block is the last one of n to come here; it then sees what the others wrote before. The counter is 0 for the
 // next launch again.
 __device__ __forceinline__ bool is_last_of(u32 n_blocks, u32* counter, u32& shared_word) {
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) shared_word = atomicInc(counter, n_blocks - 1) == n_blocks - 1;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    shared_word = atomicInc(counter, n_blocks - 1) == n_blocks - 1;
+    __threadfence();
+  }
   __syncthreads();
-  __threadfence();
   return shared_word != 0;
 }
 

@@ -40,6 +40,9 @@ struct Quantise {
   u32 pad;
 };
 
+// Of a message, whose place is a word's.
+__device__ __forceinline__ u32 word_of(const u8* message, u32 at) { return *reinterpret_cast<const u32*>(message + at); }
+
 __device__ __forceinline__ float term_of(const Quantise& p, u32 bits, float carried) {
   const float value = value_of_bits(p.dtype, bits);
   return p.residual == nullptr ? value : value + carried * p.residual_scale;
@@ -261,21 +264,67 @@ struct Fields {
   float first, second;
 };
 
-// One-bit and two-bit: the threads of a word take four of its values each, and as many of the next words.
+// Values from one on.
+__device__ __forceinline__ const void* from_value(const void* values, u32 dtype, u64 i) {
+  return static_cast<const u8*>(values) + i * (dtype == kFloat32 ? 4 : 2);
+}
+__device__ __forceinline__ bool is_aligned(const void* values, u32 dtype) {
+  return reinterpret_cast<u64>(values) % (dtype == kFloat32 ? 16 : 8) == 0;
+}
+
+// One-bit and two-bit: the threads of a word take four of its values each, and as many of some words behind it.
 template <u32 kKind>
 struct Fours {
   static constexpr u32 kThreads = (1u << word_shift(kKind)) / 4, kWords = kChecksumThreads / kThreads, kBatch = 4;
-  u32 at[kBatch], n[kBatch];
-  u64 first[kBatch];
+  static constexpr u32 kEach = kBatch * kWords;  // words of a block at once
+  Unit units[kBatch];
+  u32 place[kBatch], n[kBatch];  // of a thread's values; how many there are
+  bool are_whole;                // all of them, at multiples of four
 
-  __device__ __forceinline__ Fours(const Unit* units, u64 base, u32 from, u32 n_words) {
+  __device__ __forceinline__ Fours(const Unit* all, u32 from, u32 n_words, bool is_aligned) : are_whole(is_aligned) {
+    const u32 own = 4 * (threadIdx.x % kThreads);
     GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) {
-      at[j] = from + j * kWords + threadIdx.x / kThreads;
-      const u32 place = 4 * (threadIdx.x % kThreads), own = at[j] < n_words ? units[at[j]].place : 0;
-      n[j] = own >> 16 > place ? (own >> 16) - place : 0;
-      if (n[j] > 4) n[j] = 4;
-      first[j] = base + (own & 0xFFFFu) + place;
+      units[j] = at(from, j) < n_words ? all[at(from, j)] : Unit{0, 0, 0, 0};
+      const u32 end = units[j].place >> 16;
+      place[j] = (units[j].place & 0xFFFFu) + own;
+      n[j] = end > own ? end - own : 0;
+      are_whole = are_whole && n[j] >= 4 && place[j] % 4 == 0;
     }
+  }
+  static __device__ __forceinline__ u32 at(u32 from, u32 j) { return from + j * kWords + threadIdx.x / kThreads; }
+  static __device__ __forceinline__ u32 shift() { return threadIdx.x % kThreads * (32 / kThreads); }
+
+  __device__ __forceinline__ void load(const void* values, u32 dtype, u32 (&bits)[kBatch][4]) const {
+    if (are_whole)
+      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) {
+        if (dtype == kFloat32) {
+          const Four four = *reinterpret_cast<const Four*>(static_cast<const u32*>(values) + place[j]);
+          GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[j][q] = four.words[q];
+        } else {
+          const FourHalves four = *reinterpret_cast<const FourHalves*>(static_cast<const u16*>(values) + place[j]);
+          GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[j][q] = four.words[q];
+        }
+      }
+    else
+      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j)
+        GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[j][q] = q < n[j] ? bits_at(values, dtype, place[j] + q) : 0;
+  }
+  __device__ __forceinline__ void store(void* values, u32 dtype, const u32 (&bits)[kBatch][4]) const {
+    if (are_whole)
+      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) {
+        if (dtype == kFloat32) {
+          *reinterpret_cast<Four*>(static_cast<u32*>(values) + place[j]) =
+              Four{{bits[j][0], bits[j][1], bits[j][2], bits[j][3]}};
+        } else {
+          FourHalves four;
+          GW_UNROLLED for (u32 q = 0; q < 4; ++q) four.words[q] = static_cast<u16>(bits[j][q]);
+          *reinterpret_cast<FourHalves*>(static_cast<u16*>(values) + place[j]) = four;
+        }
+      }
+    else
+      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j)
+        GW_UNROLLED for (u32 q = 0; q < 4; ++q)
+          if (q < n[j]) put_bits(values, dtype, place[j] + q, bits[j][q]);
   }
 };
 
@@ -284,18 +333,19 @@ template <u32 kKind, bool kHasLevels>
 __device__ __forceinline__ void pack_units(const Quantise& p, bool is_finite, u64 base, u32 n_words, const Unit* units,
                                            u32* words) {
   using Own = Fours<kKind>;
+  const void* const values = from_value(p.values, p.dtype, base);
+  const void* const residual = p.residual == nullptr ? nullptr : p.residual + base;
+  float* const left_out = p.left_out == nullptr ? nullptr : p.left_out + base;
+  const bool aligned = is_aligned(values, p.dtype) && is_aligned(residual, kFloat32) && is_aligned(left_out, kFloat32);
   const float to_residual = 1 / p.residual_scale;
-  const u32 shift = threadIdx.x % Own::kThreads * (32 / Own::kThreads);
-  for (u32 from = 0; from < n_words; from += Own::kBatch * Own::kWords) {
-    const Own own(units, base, from, n_words);
-    u32 bits[Own::kBatch][4], carried[Own::kBatch][4]{};
-    GW_UNROLLED for (u32 j = 0; j < Own::kBatch; ++j) load_four(p.values, p.dtype, own.first[j], own.n[j], bits[j]);
-    if (p.residual != nullptr)
-      GW_UNROLLED for (u32 j = 0; j < Own::kBatch; ++j)
-        load_four(p.residual, kFloat32, own.first[j], own.n[j], carried[j]);
+  for (u32 from = 0; from < n_words; from += Own::kEach) {
+    const Own own(units, from, n_words, aligned);
+    u32 bits[Own::kBatch][4], carried[Own::kBatch][4]{}, left[Own::kBatch][4];
+    own.load(values, p.dtype, bits);
+    if (residual != nullptr) own.load(residual, kFloat32, carried);
     GW_UNROLLED for (u32 j = 0; j < Own::kBatch; ++j) {
-      const Unit unit = units[own.at[j] < n_words ? own.at[j] : 0];
-      u32 left[4], word = 0;
+      const Unit& unit = own.units[j];
+      u32 word = 0;
       GW_UNROLLED for (u32 q = 0; q < 4; ++q) {
         const float term = term_of(p, bits[j][q], __uint_as_float(carried[j][q]));
         float decoded = 0;
@@ -306,15 +356,16 @@ __device__ __forceinline__ void pack_units(const Quantise& p, bool is_finite, u6
           code = kHasLevels ? nearest_code(term, unit.first, unit.second) : code_of(term, unit.first);
           decoded = kHasLevels ? level_of(code, unit.first, unit.second) : decoded_of(term, unit.first);
         }
-        word |= (q < own.n[j] ? code : 0) << (kKind == kOneBit ? q : 2 * q);
-        left[q] = is_finite ? __float_as_uint((term - decoded) * to_residual) : carried[j][q];
+        word |= code << (kKind == kOneBit ? q : 2 * q);
+        left[j][q] = is_finite ? __float_as_uint((term - decoded) * to_residual) : carried[j][q];
       }
-      if (p.left_out != nullptr) store_four(p.left_out, kFloat32, own.first[j], own.n[j], left);
-      word <<= shift;
+      if (own.n[j] < 4) word &= (1u << (own.n[j] * (32 >> word_shift(kKind)))) - 1;
+      word <<= Own::shift();
       GW_UNROLLED for (u32 lanes = 1; lanes < Own::kThreads; lanes *= 2)
         word |= __shfl_xor_sync(kWholeWarp, word, lanes);
-      if (is_finite && shift == 0 && own.at[j] < n_words) words[own.at[j]] = word;
+      if (is_finite && Own::shift() == 0 && own.at(from, j) < n_words) words[own.at(from, j)] = word;
     }
+    if (left_out != nullptr) own.store(left_out, kFloat32, left);
   }
 }
 
@@ -377,7 +428,7 @@ __device__ __forceinline__ void pack_piece(const Quantise& p, u64 head_bytes, u6
 }
 
 GW_KERNEL_BY_DTYPE(gw_quantised_pack, Quantise, dtype) {
-  const float first = __uint_as_float(load32(p.message + 20)), second = __uint_as_float(load32(p.message + 24));
+  const float first = __uint_as_float(word_of(p.message, 20)), second = __uint_as_float(word_of(p.message, 24));
   const auto fields_of = [&](u64 word) { return plain_fields(p.n, p.kind, word, first, second); };
   pack_piece(p, 0, payload_bytes(p.kind, p.n, p.block, p.levels) / 4, 1, fields_of);
 }
@@ -468,7 +519,7 @@ __device__ __forceinline__ void check(const Dequantise& p, u32 version, u32 thir
                                       shared.checksum);
   if (threadIdx.x == 0) {
     u32 words[8];
-    GW_UNROLLED for (u32 q = 0; q < 8; ++q) words[q] = load32(p.message + 4 * q);
+    GW_UNROLLED for (u32 q = 0; q < 8; ++q) words[q] = word_of(p.message, 4 * q);
     if (words[0] != kMagic) report(p.error, kHeader);
     if ((words[1] & 0xFF) != version) report(p.error, kVersion);
     if ((words[2] | static_cast<u64>(words[3]) << 32) != p.n) report(p.error, kElements);
@@ -483,42 +534,38 @@ __device__ __forceinline__ void check(const Dequantise& p, u32 version, u32 thir
 
 // By all threads of the last block: what the header of one without groups says of its scales.
 __device__ __forceinline__ void check_scales(const Dequantise& p) {
-  if (threadIdx.x == 0 && (load32(p.message + 20) >= kInfinity || load32(p.message + 24) >= kInfinity))
+  if (threadIdx.x == 0 && (word_of(p.message, 20) >= kInfinity || word_of(p.message, 24) >= kInfinity))
     report(p.error, kField);
 }
 
-// What a unit's codes of one or two bits stand for, divided. Of three levels `second` is zero.
+// Which of a word's n codes of three levels are 3, which no encoder writes: their lower bits.
+__device__ __forceinline__ u32 wrong_codes(u32 word, u32 n) { return word & word >> 1 & 0x55555555u & (n < 16 ? (1u << 2 * n) - 1 : ~0u); }
+
+// What a unit's code of one or two bits stands for, divided. Of three levels `second` is zero.
 template <u32 kKind, bool kHasLevels>
-__device__ __forceinline__ float value_of(const Dequantise& p, const Unit& unit, u32 code) {
+__device__ __forceinline__ float value_of(const Unit& unit, u32 code) {
   if (kKind == kOneBit) return code & 1 ? -unit.second : unit.first;
-  code &= 3;
   if (kHasLevels) return level_of(code, unit.first, unit.second);
-  if (code == 3) report(p.error, kCode);
-  return code == 3 ? __uint_as_float(kNan) : code == 1 ? unit.first : code == 2 ? -unit.first : unit.second;
+  const float positive = code & 1 ? unit.first : unit.second;
+  return code & 2 ? code & 1 ? __uint_as_float(kNan) : -unit.first : positive;
 }
 
 template <u32 kKind, bool kHasLevels>
 __device__ __forceinline__ void unpack_units(const Dequantise& p, u64 base, u32 n_words, const Unit* units) {
   using Own = Fours<kKind>;
-  const u32 shift = threadIdx.x % Own::kThreads * (32 / Own::kThreads);
-  for (u32 from = 0; from < n_words; from += Own::kBatch * Own::kWords) {
-    const Own own(units, base, from, n_words);
-    u32 there[Own::kBatch][4], bits[4];
-    if (p.adds)
-      GW_UNROLLED for (u32 j = 0; j < Own::kBatch; ++j) load_four(p.out, kFloat32, own.first[j], own.n[j], there[j]);
+  void* const out = const_cast<void*>(from_value(p.out, p.dtype, base));
+  for (u32 from = 0; from < n_words; from += Own::kEach) {
+    const Own own(units, from, n_words, is_aligned(out, p.dtype));
+    u32 bits[Own::kBatch][4];
+    if (p.adds) own.load(out, kFloat32, bits);
     GW_UNROLLED for (u32 j = 0; j < Own::kBatch; ++j) {
-      if (own.n[j] == 0) continue;
-      const Unit unit = units[own.at[j]];
-      float values[4];
+      const u32 word = own.units[j].word >> Own::shift();
       GW_UNROLLED for (u32 q = 0; q < 4; ++q) {
-        const u32 code = q < own.n[j] ? unit.word >> shift >> (kKind == kOneBit ? q : 2 * q) : 0;
-        values[q] = value_of<kKind, kHasLevels>(p, unit, code);
+        const float value = value_of<kKind, kHasLevels>(own.units[j], word >> (kKind == kOneBit ? q : 2 * q));
+        bits[j][q] = bits_of_value(p.dtype, p.adds ? added(__uint_as_float(bits[j][q]), value) : value);
       }
-      if (p.adds)
-        GW_UNROLLED for (u32 q = 0; q < 4; ++q) values[q] = added(__uint_as_float(there[j][q]), values[q]);
-      GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[q] = bits_of_value(p.dtype, values[q]);
-      store_four(p.out, p.dtype, own.first[j], own.n[j], bits);
     }
+    own.store(out, p.dtype, bits);
   }
 }
 
@@ -533,9 +580,9 @@ __device__ __forceinline__ void unpack_piece(const Dequantise& p, u64 head_bytes
   for (u32 i = threadIdx.x; i < own.n_bytes / 4; i += blockDim.x) {  // each its own
     Unit& unit = units[i];
     const bool is_right = __float_as_uint(unit.first) < kInfinity && __float_as_uint(unit.second) < kInfinity;
-    if (is_finite && !is_right && unit.place >> 16 != 0) report(p.error, kCode);
     const float nan = __uint_as_float(kNan);
     unit.word = is_finite && is_right ? words[i] : 0;
+    if (is_finite && (!is_right || (!has_second && wrong_codes(unit.word, unit.place >> 16)))) report(p.error, kCode);
     unit.first = is_finite && is_right ? divided(unit.first, p.divisor) : nan;
     unit.second = !is_finite || !is_right ? nan : has_second ? divided(unit.second, p.divisor) : 0;
   }
@@ -544,7 +591,7 @@ __device__ __forceinline__ void unpack_piece(const Dequantise& p, u64 head_bytes
 }
 
 GW_KERNEL_BY_DTYPE(gw_quantised_unpack, Dequantise, dtype) {
-  const float first = __uint_as_float(load32(p.message + 20)), second = __uint_as_float(load32(p.message + 24));
+  const float first = __uint_as_float(word_of(p.message, 20)), second = __uint_as_float(word_of(p.message, 24));
   unpack_piece(p, 0, 1, [&](u64 word) { return plain_fields(p.n, p.kind, word, first, second); });
   check(p, kFormatVersion, p.levels, p.block, 0, [&] { check_scales(p); });
 }

@@ -32,9 +32,6 @@ void find_and_launch(const std::string& name, const Launch& launch, const void* 
   GW_ENTRY(gw_quantised_pack_levels);
   GW_ENTRY(gw_quantised_unpack);
   GW_ENTRY(gw_quantised_unpack_levels);
-  GW_ENTRY(gw_floats_seal);
-  GW_ENTRY(gw_floats_check);
-  GW_ENTRY(gw_floats_read_chunks);
   GW_ENTRY(gw_truncated_pack);
   GW_ENTRY(gw_truncated_unpack);
   GW_ENTRY(gw_embedded_pack);

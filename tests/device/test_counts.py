@@ -37,11 +37,8 @@ BUCKET_BYTES = 4 * N_VALUES
 TRAFFIC = {
     "gw_embedded_pack": (1, 0, 1, 1),  # a checksum reads what was written
     "gw_truncated_pack": (1, 0, 1, 1),
-    "gw_floats_seal": (0, 0, 0, 0),
-    "gw_floats_check": (0, 0, 0, 0),
-    "gw_floats_read_chunks": (0, 0, 1, 0),
-    "gw_embedded_unpack": (0, 1, 1, 0),
-    "gw_truncated_unpack": (0, 1, 1, 0),
+    "gw_embedded_unpack": (0, 1, 2, 0),  # a checksum reads it too
+    "gw_truncated_unpack": (0, 1, 2, 0),
     "gw_quantised_measure": (1, 0, 0, 0),
     "gw_quantised_pack_levels": (1, 0, 1, 1),
     "gw_quantised_unpack_levels": (0, 1, 1, 0),
@@ -141,6 +138,7 @@ def sizes_noted(counter: Counter) -> Iterator[None]:
         mock.patch.multiple(Floats, lay_out=lay, _write=noted_write, _read=noted_read),
         mock.patch.multiple(Quantised, _encode=noted_encode, decode=noted_decode),
         mock.patch.object(floats, "upload", lambda values, device: torch.empty(values.shape, device=device)),
+        mock.patch.object(floats, "zeros_between_launches", lambda device, n: torch.empty(n, device=device)),
     ):
         yield
 
@@ -199,13 +197,13 @@ def test_floats_take_two_collectives_and_as_many_launches_at_any_number_of_ranks
         assert found.collectives == 2
         # Exponents or scales of partitions, headers and checksums are 3 % at most.
         assert found.sent_mb * 1e6 == pytest.approx(share * N_VALUES * n_bits / 8, rel=0.03)
-        assert found.launches <= 13
+        assert found.launches <= 5
         assert found.operators <= 4
         assert found.passes <= 6.5
         assert found.launches <= count(spec, world_size, rank, one_by_one=True).launches / 8
     in_ring = count(f"{spec},topology=ring", world_size, 0)
     assert in_ring.collectives == world_size
-    assert in_ring.launches <= 6 * world_size
+    assert in_ring.launches <= 2 * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])

@@ -22,9 +22,9 @@ STRUCTS = {
     "Dequantise": _DEQUANTISE,
     "QuantiseGroups": f"{_QUANTISE} {_GROUPING}",
     "DequantiseGroups": f"{_DEQUANTISE} {_GROUPING}",
-    "FloatEncode": f"values message scales chunk_flags n_bytes:p seed step:Q {_FORMAT} rounding per_row:I rows:p",
+    "FloatEncode": f"values message scales turns n_bytes:p seed step:Q {_FORMAT} rounding per_row:I rows:p",
     "FloatDecode": (
-        f"message error:p {_FORMAT} out:p divisor:f adds:I rows:p source_bytes:Q per_row n_rows n_sources pad:I"
+        f"message error turns:p {_FORMAT} out:p divisor:f adds:I rows:p source_bytes:Q per_row n_rows n_sources pad:I"
     ),
     "GCompEncode": (
         "values importance table message n_bytes exponents chunks:p n table_id:Q dtype mode kept_bits rounds:I"

@@ -265,6 +265,9 @@ inline float __uint_as_float(unsigned bits) {
   return value;
 }
 inline int __popc(unsigned word) { return std::popcount(word); }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned n) {
+  return static_cast<unsigned>((static_cast<std::uint64_t>(high) << 32 | low) >> n % 32);
+}
 inline int __clz(unsigned word) { return std::countl_zero(word); }
 inline double __dsqrt_rn(double value) { return std::sqrt(value); }
 inline unsigned atomicOr(unsigned* at, unsigned bits) { return std::atomic_ref<unsigned>(*at).fetch_or(bits); }

@@ -114,6 +114,28 @@ __device__ __forceinline__ void put_raw(const Written& to, u32 dtype, u64 i, u32
   put_value(to.out, dtype, i, to.adds ? added(value, value_of_bits(dtype, there)) : divided(value, to.divisor));
 }
 
+// Eight values, so far apart; all of them are there.
+template <u32 kStride>
+__device__ __forceinline__ void load_eight(const void* values, u32 dtype, u64 first, u32 (&bits)[8]) {
+  GW_UNROLLED for (u32 q = 0; q < 8; ++q)
+    bits[q] = dtype == kFloat32 ? (static_cast<const u32*>(values) + first)[q * kStride]
+                                : (static_cast<const u16*>(values) + first)[q * kStride];
+}
+template <u32 kStride>
+__device__ __forceinline__ void put_eight(const Written& to, u32 dtype, u64 first, const u32 (&words)[8],
+                                          const u32 (&there)[8]) {
+  if (to.adds || to.divisor != 1) {
+    GW_UNROLLED for (u32 q = 0; q < 8; ++q) put_raw(to, dtype, first + q * kStride, words[q], there[q]);
+    return;
+  }
+  GW_UNROLLED for (u32 q = 0; q < 8; ++q) {
+    if (dtype == kFloat32)
+      (static_cast<u32*>(to.out) + first)[q * kStride] = words[q];
+    else
+      (static_cast<u16*>(to.out) + first)[q * kStride] = static_cast<u16>(words[q] >> 16);
+  }
+}
+
 // ---- writing
 
 struct FloatEncode {
@@ -342,6 +364,17 @@ __device__ inline u32 rounded(u32 word, const Layout& layout, u32 mantissa_bits,
   return least(base + ((significand + addend) >> shift), layout.largest >> (layout.mantissa_bits - mantissa_bits));
 }
 
+// The same to nearest, where no bits of the exponent are cut: below the smallest normal number the sum of two floats rounds
+// at the last bit that the layout has.
+__device__ __forceinline__ u32 rounded_to_nearest(u32 word, const Layout& layout, u32 mantissa_bits) {
+  const u32 cut = 23 - mantissa_bits, magnitude = word & kMagnitude, least_normal = (128 - layout.bias) << 23;
+  const u32 unit = least_normal + (cut << 23), above = magnitude - least_normal + (1u << 23);
+  const u32 normal = (above + (1u << (cut - 1)) - 1 + (above >> cut & 1)) >> cut;
+  const u32 subnormal = __float_as_uint(__uint_as_float(magnitude) + __uint_as_float(unit)) - unit;
+  const u32 most = layout.largest >> (layout.mantissa_bits - mantissa_bits);
+  return least(magnitude >= least_normal ? normal : subnormal, most);
+}
+
 // Bits of the exponent are cut: neighbours are a power of two apart, or several.
 __device__ inline u32 rounded_exponent(u32 word, const Layout& layout, u32 n_bits, u32 number) {
   const u32 exponent = word >> 23 & 0xFF, rebias = 127 - layout.bias, cut = layout.exponent_bits - (n_bits - 1);
@@ -384,7 +417,6 @@ template <u32 kWay>
 __device__ __forceinline__ u32 code_of(const Format& f, const Rules& rules, u32 bits, Scale scale, u32 number) {
   const Layout& layout = rules.layout;
   const u32 raw = raw_word(f.dtype, bits), shift = 32 - f.n_bits, sign = (raw & kSign) >> shift;
-  if (is_exact(f)) return raw >> shift;
   if (scale.word == 0) return 0;
   if (kWay == kFirstBits) return raw >> shift;
   if (kWay == kOwnDtype) {
@@ -392,14 +424,16 @@ __device__ __forceinline__ u32 code_of(const Format& f, const Rules& rules, u32 
     return least((magnitude + addend) >> shift, layout.largest >> (layout.width - f.n_bits)) | sign;
   }
   u32 word = float_word(f.dtype, bits);
-  if (f.format != kNative) {  // subnormal values count as zero
+  if (kWay != kFewExponents || f.format != kNative) {  // subnormal values count as zero
     const float normal = __uint_as_float((word & kInfinity) == 0 ? word & kSign : word);
     word = __float_as_uint(f.format == kFp4 ? quotient(normal, __uint_as_float(scale.word)) : normal * scale.inverse);
   }
   if (kWay == kCutOff)
     return rounded(word, layout, layout.mantissa_bits, false, 0) >> (layout.width - f.n_bits) | sign;
   if (kWay == kFewExponents) return rounded_exponent(word, layout, f.n_bits, rules.is_random ? number : kSign) | sign;
-  return rounded(word, layout, f.n_bits - 1 - layout.exponent_bits, rules.is_random, number) | sign;
+  const u32 mantissa_bits = f.n_bits - 1 - layout.exponent_bits;
+  if (!rules.is_random) return rounded_to_nearest(word, layout, mantissa_bits) | sign;
+  return rounded(word, layout, mantissa_bits, true, number) | sign;
 }
 
 // ---- writing
@@ -444,7 +478,7 @@ __device__ __forceinline__ void pack_stream(const FloatEncode& p, const Rules& r
   for (u32 group = 0; group < 4; ++group) {
     const u64 value = first + 64 * group;
     u32 bits[8];
-    load_bits(p.values, f.dtype, value, kStreams, f.n, bits);
+    load_eight<kStreams>(p.values, f.dtype, value, bits);
     // The eight numbers of a counter are those of eight neighbours in a stream.
     if (rules.is_random) drawn = draw(p.seed, p.step, value / 64 * 8 + value % 8);
     const u32 words[2] = {p.scales[partition.parts(value)], p.scales[partition.parts(value + 32)]};
@@ -587,10 +621,8 @@ __device__ inline u32 scale_of(const FloatDecode& p, const Chunk& own, u32 i) {
   return static_cast<u32>(at[0] | at[1] << 8) << 16;
 }
 
-// `there`: the bits that it may be added to.
-__device__ __forceinline__ void put_code(const FloatDecode& p, const Layout& layout, u64 i, u32 code, u32 scale, u32 there) {
-  const Format& f = p.format;
-  put_raw(p.to, f.dtype, i, scale != 0 ? word_of_code(f, layout, code, scale) : raw_nan(f.dtype), there);
+__device__ __forceinline__ u32 word_of(const Format& f, const Layout& layout, u32 code, u32 scale) {
+  return scale != 0 ? word_of_code(f, layout, code, scale) : raw_nan(f.dtype);
 }
 
 GW_KERNEL_BY_DTYPE(gw_truncated_unpack, FloatDecode, format.dtype) {
@@ -603,10 +635,10 @@ GW_KERNEL_BY_DTYPE(gw_truncated_unpack, FloatDecode, format.dtype) {
       if (block + kBlockValues > own.n) return;
       const u8* at = own.codes + block / 8 * k + 4 * stream;
       u64 window = 0;
-      u32 n_window = 0, there[8]{}, scales[2];
+      u32 n_window = 0, words[8], there[8]{}, scales[2];
       for (u32 group = 0; group < 4; ++group) {
         const u32 value = block + stream + 64 * group;
-        if (p.to.adds) load_bits(p.to.out, f.dtype, own.first + value, kStreams, f.n, there);
+        if (p.to.adds) load_eight<kStreams>(p.to.out, f.dtype, own.first + value, there);
         scales[0] = scale_of(p, own, value);
         scales[1] = f.partition == 32 ? scale_of(p, own, value + 32) : scales[0];
         GW_UNROLLED for (u32 q = 0; q < 8; ++q) {
@@ -615,11 +647,11 @@ GW_KERNEL_BY_DTYPE(gw_truncated_unpack, FloatDecode, format.dtype) {
             at += 4 * kStreams;
             n_window += 32;
           }
-          const u32 code = static_cast<u32>(window) & mask;
-          put_code(p, layout, own.first + value + kStreams * q, code, scales[q / 4], there[q]);
+          words[q] = word_of(f, layout, static_cast<u32>(window) & mask, scales[q / 4]);
           window >>= k;
           n_window -= k;
         }
+        put_eight<kStreams>(p.to, f.dtype, own.first + value, words, there);
       }
     });
     const u8* const rest = own.codes + n_whole / 8 * k;
@@ -628,8 +660,8 @@ GW_KERNEL_BY_DTYPE(gw_truncated_unpack, FloatDecode, format.dtype) {
       for (u32 byte = i * k / 8; 8 * byte < (i + 1) * k; ++byte)
         bits |= static_cast<u64>(rest[byte]) << 8 * (byte - i * k / 8);
       const u64 to = own.first + n_whole + i;
-      const u32 there = p.to.adds ? bits_at(p.to.out, f.dtype, to) : 0;
-      put_code(p, layout, to, static_cast<u32>(bits >> i * k % 8) & mask, scale_of(p, own, n_whole + i), there);
+      const u32 there = p.to.adds ? bits_at(p.to.out, f.dtype, to) : 0, code = static_cast<u32>(bits >> i * k % 8) & mask;
+      put_raw(p.to, f.dtype, to, word_of(f, layout, code, scale_of(p, own, n_whole + i)), there);
     }
   });
 }
@@ -663,13 +695,6 @@ struct Transposition {
     return word;
   }
 };
-
-// Eight values of a thread, which lie kWarp apart.
-__device__ __forceinline__ void load_slab(const void* values, u32 dtype, u64 first, u32 (&bits)[kGroups]) {
-  GW_UNROLLED for (u32 g = 0; g < kGroups; ++g)
-    bits[g] = dtype == kFloat32 ? (static_cast<const u32*>(values) + first)[g * kWarp]
-                                : (static_cast<const u16*>(values) + first)[g * kWarp];
-}
 
 // Where the words of four planes lie: those of one thread each, after or before their transposition.
 struct PlaneWord {
@@ -713,7 +738,7 @@ __device__ __forceinline__ void pack_slabs(const FloatEncode& p, u64 first, u32 
   const Format& f = p.format;
   const Transposition transposed;
   for (u32 at = 0; at < n; at += kGroups * kWarp) {
-    if (n > kGroups * kWarp) load_slab(p.values, f.dtype, first + at, bits);
+    if (n > kGroups * kWarp) load_eight<kWarp>(p.values, f.dtype, first + at, bits);
     GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) bits[g] = root_code(float_word(f.dtype, bits[g]), exponent);
     u8* place = planes + plane_place(at, n / 8);
     for (u32 plane = 3 - threadIdx.x % 4, four = 0; four < f.n_bits; four += 4, plane += 4, place += n / 2) {
@@ -737,7 +762,7 @@ __device__ __forceinline__ bool pack_partition(const FloatEncode& p, const Chunk
   const bool is_quick = are_slabs(f, own, n);
   for (u32 at = 0; at < n; at += slab) {
     if (is_quick)
-      load_slab(p.values, f.dtype, first + at, bits);
+      load_eight<kWarp>(p.values, f.dtype, first + at, bits);
     else
       load_bits(p.values, f.dtype, first + at, kWarp, end, bits);
     GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) {
@@ -790,9 +815,9 @@ GW_KERNEL_OF_ROWS(gw_embedded_pack, FloatEncode) {
 }
 
 // The middle of all magnitudes, or roots, whose first bits these are, as a float32 word.
-__device__ __forceinline__ u32 embedded_word(const Format& f, u32 code, u32 exponent) {
-  const u32 known = code & kMagnitude, middle = (1u << (31 - f.n_bits)) - (f.version == 1);
-  if (f.version != 1) {
+__device__ __forceinline__ u32 embedded_word(u32 n_bits, u32 version, u32 code, u32 exponent) {
+  const u32 known = code & kMagnitude, middle = (1u << (31 - n_bits)) - (version == 1);
+  if (version != 1) {
     const u32 root = known + middle;
     const u32 n_zeros = __clz(root);  // 1 at least
     const u32 squared = ((exponent + 1) << 23) - (n_zeros << 24) + (root << (n_zeros - 1) >> 6 & 0xFFFFFFu);
@@ -803,31 +828,22 @@ __device__ __forceinline__ u32 embedded_word(const Format& f, u32 code, u32 expo
   return (code & kSign) | __float_as_uint(static_cast<float>(static_cast<int>(magnitude)) * weight);
 }
 
-// A partition of slabs that are whole, whose values are finite, and go as they are or are added or divided.
+// A partition of slabs that are whole, whose values are finite.
 __device__ __forceinline__ void unpack_slabs(const FloatDecode& p, u64 first, u32 n, u32 exponent, const u8* planes) {
   const Format& f = p.format;
   const Transposition transposed;
-  const bool is_plain = !p.to.adds && p.to.divisor == 1;
   for (u32 at = 0; at < n; at += kGroups * kWarp) {
     u32 codes[kGroups]{}, there[kGroups]{};
     const u64 i = first + at + threadIdx.x % kWarp;
-    if (p.to.adds) load_slab(p.to.out, f.dtype, i, there);
+    if (p.to.adds) load_eight<kWarp>(p.to.out, f.dtype, i, there);
     const u8* place = planes + plane_place(at, n / 8);
     for (u32 plane = 3 - threadIdx.x % 4, four = 0; four < f.n_bits; four += 4, plane += 4, place += n / 2) {
       const u32 word = transposed.of(plane < f.n_bits ? *reinterpret_cast<const u32*>(place) : 0);
       GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) codes[g] |= (word << (28 - 4 * g) & 0xF0000000u) >> four;
     }
     GW_UNROLLED for (u32 g = 0; g < kGroups; ++g)
-      codes[g] = narrowed_word(f.dtype, embedded_word({f.n, f.kind, f.dtype, f.format, f.n_bits, f.partition, 2}, codes[g], exponent));
-    if (is_plain)
-      GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) {
-        if (f.dtype == kFloat32)
-          (static_cast<u32*>(p.to.out) + i)[g * kWarp] = codes[g];
-        else
-          (static_cast<u16*>(p.to.out) + i)[g * kWarp] = static_cast<u16>(codes[g] >> 16);
-      }
-    else
-      GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) put_raw(p.to, f.dtype, i + g * kWarp, codes[g], there[g]);
+      codes[g] = narrowed_word(f.dtype, embedded_word(f.n_bits, 2, codes[g], exponent));
+    put_eight<kWarp>(p.to, f.dtype, i, codes, there);
   }
 }
 
@@ -857,7 +873,7 @@ __device__ __forceinline__ void unpack_partition(const FloatDecode& p, const Chu
       const u32 i = at + g * kWarp + lane;
       if (i >= n) continue;
       const bool is_number = exponent != kRawExponent;
-      const u32 word = is_number ? narrowed_word(f.dtype, embedded_word(f, codes[g], exponent)) : raw_nan(f.dtype);
+      const u32 word = is_number ? narrowed_word(f.dtype, embedded_word(f.n_bits, f.version, codes[g], exponent)) : raw_nan(f.dtype);
       put_raw(p.to, f.dtype, first + i, word, there[g]);
     }
   }

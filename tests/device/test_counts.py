@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire import codecs
-from gradwire.codecs import floats
+from gradwire.codecs import floats, quantised
 from gradwire.codecs.floats import Floats
 from gradwire.codecs.quantised import Quantised
 from gradwire.core.bucket import Bucket
@@ -139,6 +139,7 @@ def sizes_noted(counter: Counter) -> Iterator[None]:
         mock.patch.multiple(Quantised, _encode=noted_encode, decode=noted_decode),
         mock.patch.object(floats, "upload", lambda values, device: torch.empty(values.shape, device=device)),
         mock.patch.object(floats, "zeros_between_launches", lambda device, n: torch.empty(n, device=device)),
+        mock.patch.object(quantised, "zeros_between_launches", lambda device, n: torch.empty(n, device=device)),
     ):
         yield
 

@@ -28,18 +28,10 @@ struct Launch {
 
 void find_and_launch(const std::string& name, const Launch& launch, const void* parameters) {
   GW_ENTRY(gw_quantised_measure);
-  GW_ENTRY(gw_quantised_choose);
   GW_ENTRY(gw_quantised_pack);
   GW_ENTRY(gw_quantised_pack_levels);
-  GW_ENTRY(gw_quantised_pieces);
-  GW_ENTRY(gw_quantised_seal);
-  GW_ENTRY(gw_quantised_read_pieces);
-  GW_ENTRY(gw_quantised_check);
   GW_ENTRY(gw_quantised_unpack);
   GW_ENTRY(gw_quantised_unpack_levels);
-  GW_ENTRY(gw_floats_seal);
-  GW_ENTRY(gw_floats_check);
-  GW_ENTRY(gw_floats_read_chunks);
   GW_ENTRY(gw_truncated_pack);
   GW_ENTRY(gw_truncated_unpack);
   GW_ENTRY(gw_embedded_pack);
@@ -57,9 +49,7 @@ void find_and_launch(const std::string& name, const Launch& launch, const void* 
   GW_ENTRY(gw_gcomp_seal);
   GW_ENTRY(gw_gcomp_count);
   GW_ENTRY(gw_grouped_measure);
-  GW_ENTRY(gw_grouped_head);
   GW_ENTRY(gw_grouped_pack);
-  GW_ENTRY(gw_grouped_check);
   GW_ENTRY(gw_grouped_unpack);
   GW_ENTRY(gw_signs_pack);
   GW_ENTRY(gw_signs_vote);

@@ -69,6 +69,9 @@ class EmulatedKernels:
         sizes = (ctypes.c_uint(size) for size in (n_blocks, n_threads, shared_bytes))
         if self._library.gw_emulate(name.encode(), *sizes, ctypes.c_uint64(self.seed), ctypes.byref(parameters)):
             raise RuntimeError(self._library.gw_last_error().decode())
+        turns = getattr(parameters, "turns", None)
+        if turns is not None and ctypes.c_uint64.from_address(turns).value:
+            raise RuntimeError(f"{name} left what counts blocks at another number than 0")
 
 
 class LateKernels(EmulatedKernels):

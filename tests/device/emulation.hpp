@@ -248,6 +248,7 @@ T shuffle_xor(T value, unsigned lanes, int line) {
 #define gridDim (::gradwire::gpu::emulation::Block::current->blocks)
 #define __syncthreads() (::gradwire::gpu::emulation::Block::current->barrier(__LINE__))
 #define __ballot_sync(warp, predicate) (::gradwire::gpu::emulation::ballot(predicate, __LINE__))
+#define __threadfence() ((void)0)  // blocks run one after the other
 #define __syncwarp() (::gradwire::gpu::emulation::Block::current->exchange(0, __LINE__))
 #define __reduce_max_sync(warp, value) (::gradwire::gpu::emulation::largest(value, __LINE__))
 #define __shfl_sync(warp, value, lane) (::gradwire::gpu::emulation::shuffle(value, lane, __LINE__))
@@ -264,12 +265,22 @@ inline float __uint_as_float(unsigned bits) {
   return value;
 }
 inline int __popc(unsigned word) { return std::popcount(word); }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned n) {
+  return static_cast<unsigned>((static_cast<std::uint64_t>(high) << 32 | low) >> n % 32);
+}
 inline int __clz(unsigned word) { return std::countl_zero(word); }
 inline double __dsqrt_rn(double value) { return std::sqrt(value); }
 inline unsigned atomicOr(unsigned* at, unsigned bits) { return std::atomic_ref<unsigned>(*at).fetch_or(bits); }
 template <class T>
 T atomicAdd(T* at, T value) {
   return std::atomic_ref<T>(*at).fetch_add(value);
+}
+inline unsigned atomicInc(unsigned* at, unsigned most) {
+  std::atomic_ref<unsigned> word(*at);
+  unsigned before = word.load();
+  while (!word.compare_exchange_weak(before, before >= most ? 0 : before + 1)) {
+  }
+  return before;
 }
 inline unsigned atomicMax(unsigned* at, unsigned value) {
   std::atomic_ref<unsigned> word(*at);

@@ -159,8 +159,8 @@ FAULTS = {
     ),
     "a barrier that not all threads come to": (
         "quantised.hpp",
-        "  if (threadIdx.x != 0) return;\n  const bool is_finite = *p.is",
-        "  if (threadIdx.x != 0) return;\n  __syncthreads();\n  const bool is_finite = *p.is",
+        "  if (threadIdx.x != 0) return;\n  const bool is_finite = all_finite(p);",
+        "  if (threadIdx.x != 0) return;\n  __syncthreads();\n  const bool is_finite = all_finite(p);",
     ),
     "values are packed from the block after": (
         "index.hpp",

@@ -11,28 +11,26 @@ from torch import Tensor
 
 from gradwire.codecs.tensors import bytes_in, bytes_of, check_step, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument
-from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on, table_of, upload
+from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on, table_of, upload, zeros_between_launches
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, parts
 from gradwire.gpu.structs import fill_struct
 
 _CHUNK_VALUES = 16_384
-_THREAD_VALUES = 32  # that a thread decodes
-_SHARED_OF_SEAL = SHARED_OF_CHECKSUM + 4
+_SHARED = SHARED_OF_CHECKSUM + 8
 
 
 class Messages(NamedTuple):
     """Several messages that one launch makes or reads: each from values, and in a room, of its own.
 
     Attributes:
-        table: (n_messages, 6) int64 on the device: `Row` of gpu/source/floats.hpp.
+        table: (n_messages, 5) int64 on the device: `Row` of gpu/source/floats.hpp.
         n_most: values of the longest message.
-        n_scales, n_chunks: of all of them.
+        n_scales: of all of them.
     """
 
     table: Tensor
     n_most: int
     n_scales: int
-    n_chunks: int
 
     @property
     def n(self) -> int:
@@ -80,11 +78,11 @@ class Floats(ABC):
     def lay_out(self, messages: Sequence[tuple[int, int, int, int]], device: torch.device) -> Messages:
         """Messages by their first value, their place among the bytes, their values, and what is added to the step by which the
         first one draws; on the current stream."""
-        rows, scale, chunk = [], 0, 0
+        rows, scale = [], 0
         for first, at, n, number in messages:
-            rows.append((first, at, n, number, scale, chunk))
-            scale, chunk = scale + parts(n, self.partition), chunk + parts(n, _CHUNK_VALUES)
-        return Messages(upload(table_of(*rows), device), max(n for _, _, n, _ in messages), scale, chunk)
+            rows.append((first, at, n, number, scale))
+            scale += parts(n, self.partition)
+        return Messages(upload(table_of(*rows), device), max(n for _, _, n, _ in messages), scale)
 
     def encode_messages(self, values: Tensor, room: Tensor, messages: Messages, *, step: int = 0) -> None:
         """As `encode`, of several messages in as many launches as one: their values are of `values`, their bytes of `room`."""
@@ -94,19 +92,16 @@ class Floats(ABC):
         n, device = values.numel() if messages is None else messages.n_most, values.device
         launch = self.check_device(device).launch
         n_scales = parts(n, self.partition) if messages is None else messages.n_scales
-        n_chunks = parts(n, _CHUNK_VALUES) if messages is None else messages.n_chunks
         n_rows = 1 if messages is None else messages.n
         n_bytes = torch.empty(n_rows, dtype=torch.int64, device=device)
         scales = torch.empty(n_scales, dtype=torch.int32, device=device)
-        flags = torch.empty(n_chunks, dtype=torch.int32, device=device)
+        turns, per_row = zeros_between_launches(device, 2 * n_rows), max(1, parts(n, _CHUNK_VALUES))
         parameters = fill_struct(
-            "FloatEncode", values=values, message=room, scales=scales, chunk_flags=flags, n_bytes=n_bytes,
+            "FloatEncode", values=values, message=room, scales=scales, turns=turns, n_bytes=n_bytes,
             seed=self.seed, step=check_step(step), n=n, rounding=self.native_rounding,
-            rows=None if messages is None else messages.table, **self._format(values.dtype),
+            per_row=per_row, rows=None if messages is None else messages.table, **self._format(values.dtype),
         )  # fmt: skip
-        for kernel, n_blocks in ((f"gw_{self._kernels}_pack", parts(n, _CHUNK_VALUES)), ("gw_floats_seal", 1)):
-            parameters.per_row = n_blocks
-            launch(kernel, n_rows * n_blocks, THREADS, _SHARED_OF_SEAL, parameters)
+        launch(f"gw_{self._kernels}_pack", n_rows * per_row, THREADS, _SHARED, parameters)
         return n_bytes
 
     def decode(
@@ -163,14 +158,11 @@ class Floats(ABC):
     ) -> None:  # fmt: skip
         n, launch = out.numel() if messages is None else messages.n_most, self.check_device(out.device).launch
         error = torch.zeros(1, dtype=torch.int32, device=out.device) if error is None else error
-        n_rows = 1 if messages is None else messages.n
+        n_rows, per_row = 1 if messages is None else messages.n, parts(n, _CHUNK_VALUES)
+        turns = zeros_between_launches(out.device, 2)
         parameters = fill_struct(
-            "FloatDecode", message=room, error=error, n=n, out=out, divisor=divisor, adds=adds,
+            "FloatDecode", message=room, error=error, turns=turns, per_row=per_row, n=n, out=out, divisor=divisor, adds=adds,
             rows=None if messages is None else messages.table, n_rows=n_rows, n_sources=n_sources,
             source_bytes=source_bytes, **self._format(out.dtype),
         )  # fmt: skip
-        for kernel, n_blocks in (("gw_floats_check", 1), ("gw_floats_read_chunks", parts(n, _CHUNK_VALUES))):
-            parameters.per_row = n_blocks
-            launch(kernel, n_sources * n_rows * n_blocks, THREADS, SHARED_OF_CHECKSUM, parameters)
-        parameters.per_row = parts(parts(n, _THREAD_VALUES), THREADS)
-        launch(f"gw_{self._kernels}_unpack", n_rows * parameters.per_row, THREADS, 0, parameters)
+        launch(f"gw_{self._kernels}_unpack", n_rows * (n_sources + per_row), THREADS, _SHARED, parameters)

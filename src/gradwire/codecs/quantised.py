@@ -27,17 +27,19 @@ from gradwire.codecs.tensors import (
     dtype_code,
 )
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on, table_of, upload_once
-from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, grid, parts
+from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on, table_of, upload_once, zeros_between_launches
+from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, parts
 from gradwire.gpu.structs import fill_struct
 
 # A rule of native/quantisers/codec.hpp: two scales for the same values.
 TWO_SCALES = 2
 
 # Of the kernels (gpu/source/quantised.hpp): values that are added up together where a codec has no blocks, bytes of such
-# sums, bytes of a message that a block of threads takes the checksum of.
-_CPU_BLOCK, _SUMS_BYTES, _PIECE_BYTES = 4096, 32, 16_384
+# sums, bytes of a message that a block of threads writes or reads.
+_CPU_BLOCK, _SUMS_BYTES, _PIECE_BYTES = 4096, 32, 2048
 _HEADER_BYTES = 32
+_SHARED_OF_SUMS = _SUMS_BYTES * THREADS + 8
+_SHARED_OF_PIECE = SHARED_OF_CHECKSUM + 16 + 4 * _PIECE_BYTES
 
 _RULES = {"fixed": 0, "mean": 1, "two-means": 2}
 _BLOCKS = tuple(128 << i for i in range(6))
@@ -52,21 +54,22 @@ class _Layout(NamedTuple):
 
     Attributes:
         n_bytes: of the message.
+        head_bytes: of them before its codes, behind its header.
         n_sums: blocks or groups of values that are added up together.
-        n_words: of codes; 0 without scales by group.
         groups: n_pieces + 1 rows of three: of each tensor's piece its first value, group and word; last, where all end. None
             without scales by group.
     """
 
     n_bytes: int
+    head_bytes: int
     n_sums: int
-    n_words: int = 0
     groups: list[tuple[int, int, int]] | None = None
 
     @property
-    def n_checksums(self) -> int:
-        """Pieces of the payload."""
-        return parts(self.n_bytes - _HEADER_BYTES, _PIECE_BYTES)
+    def n_blocks(self) -> int:
+        """Of threads, of which each takes a piece of what stands before the codes, or of these."""
+        n_codes = self.n_bytes - _HEADER_BYTES - self.head_bytes
+        return max(1, parts(self.head_bytes, _PIECE_BYTES) + parts(n_codes, _PIECE_BYTES))
 
 
 class Quantised:
@@ -207,22 +210,15 @@ class Quantised:
         kind, _, _, levels, block, _ = self.native_options
         layout = self._layout(n, cuts)
         error = torch.zeros(1, dtype=torch.int32, device=out.device) if error is None else error
-        checksums = torch.empty(layout.n_checksums, dtype=torch.int32, device=out.device)
+        checksums = torch.empty(layout.n_blocks, dtype=torch.int32, device=out.device)
+        turns = zeros_between_launches(out.device, 2)
         parameters = fill_struct(
             "DequantiseGroups", message=message, out=out, pieces=checksums, error=error, n=n,
-            payload=layout.n_bytes - _HEADER_BYTES, divisor=divisor, kind=kind, dtype=code, adds=adds,
-            levels=levels, block=block, **self._grouping(layout, out.device),
+            turns=turns, payload=layout.n_bytes - _HEADER_BYTES, divisor=divisor,
+            kind=kind, dtype=code, adds=adds, levels=levels, block=block, **self._grouping(layout, out.device),
         )  # fmt: skip
-        launch("gw_quantised_read_pieces", layout.n_checksums, THREADS, SHARED_OF_CHECKSUM, parameters)
-        if layout.groups is not None:
-            launch("gw_grouped_check", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
-            launch("gw_grouped_unpack", grid(self._per_word // 4 * layout.n_words), THREADS, 0, parameters)
-        else:
-            launch("gw_quantised_check", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
-            if levels:
-                launch("gw_quantised_unpack_levels", grid(n), THREADS, 0, parameters)
-            else:
-                launch("gw_quantised_unpack", grid(parts(n, 4)), THREADS, 0, parameters)
+        kernel = "gw_grouped_unpack" if layout.groups else f"gw_quantised_unpack{'_levels' if levels else ''}"
+        launch(kernel, layout.n_blocks, THREADS, _SHARED_OF_PIECE, parameters)
 
     def exchange_codec(
         self, dtype: torch.dtype, importance: _native.BucketImportance | None, first_step: int = 0
@@ -274,27 +270,19 @@ class Quantised:
         n_bytes = torch.empty(1, dtype=torch.int64, device=device)
         sum_bytes = _SUMS_BYTES * layout.n_sums if layout.groups is None else 0
         sums = torch.empty(sum_bytes, dtype=torch.uint8, device=device)
-        flag = torch.zeros(1, dtype=torch.int32, device=device)
-        checksums = torch.empty(layout.n_checksums, dtype=torch.int32, device=device)
+        checksums = torch.empty(layout.n_blocks, dtype=torch.int32, device=device)
+        turns = zeros_between_launches(device, 2)
         parameters = fill_struct(
             "QuantiseGroups", values=gradient, residual=residual, left_out=new_residual, message=out, sums=sums,
             pieces=checksums, n_bytes=n_bytes, n=n, seed=seed, step=check_step(step), residual_scale=residual_scale,
             parameter=parameter, kind=kind, dtype=dtype_code(gradient.dtype), rule=rule, levels=levels,
-            block=block or _CPU_BLOCK, is_nonfinite=flag, **self._grouping(layout, device),
+            block=block or _CPU_BLOCK, turns=turns, **self._grouping(layout, device),
         )  # fmt: skip
-        if layout.groups is not None:
-            launch("gw_grouped_measure", parts(8 * layout.n_sums, THREADS), THREADS, 0, parameters)
-            launch("gw_grouped_head", 1, THREADS, 0, parameters)
-            launch("gw_grouped_pack", grid(self._per_word // 4 * layout.n_words), THREADS, 0, parameters)
-        else:
-            launch("gw_quantised_measure", parts(8 * layout.n_sums, THREADS), THREADS, 0, parameters)
-            launch("gw_quantised_choose", 1, THREADS, _SUMS_BYTES * THREADS, parameters)
-            if levels:
-                launch("gw_quantised_pack_levels", grid(8 * parts(n, 64)), THREADS, 0, parameters)
-            else:
-                launch("gw_quantised_pack", grid(parts(n, 4)), THREADS, 0, parameters)
-        launch("gw_quantised_pieces", layout.n_checksums, THREADS, SHARED_OF_CHECKSUM, parameters)
-        launch("gw_quantised_seal", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
+        names = ("gw_grouped_measure", "gw_grouped_pack")
+        if layout.groups is None:
+            names = ("gw_quantised_measure", "gw_quantised_pack_levels" if levels else "gw_quantised_pack")
+        launch(names[0], max(1, parts(8 * layout.n_sums, THREADS)), THREADS, _SHARED_OF_SUMS, parameters)
+        launch(names[1], layout.n_blocks, THREADS, _SHARED_OF_PIECE, parameters)
         return n_bytes
 
     @property
@@ -322,7 +310,8 @@ class Quantised:
     def _lay_out(self, n_elements: int, cuts: tuple[int, ...]) -> _Layout:
         if self.scale_values is None:
             n_bytes = self.max_encoded_bytes(n_elements, torch.float32)
-            return _Layout(n_bytes, parts(n_elements, self._block or _CPU_BLOCK))
+            n_sums = parts(n_elements, self._block or _CPU_BLOCK)
+            return _Layout(n_bytes, 4 * n_sums if self._levels else 0, n_sums)
         bounds = [0, *cuts, n_elements] if n_elements or cuts else [0]
         if any(start >= end for start, end in itertools.pairwise(bounds)):
             raise InvalidArgument(f"cuts ascend and lie from 1 to {n_elements - 1}, got {list(cuts)[:8]}")
@@ -333,8 +322,8 @@ class Quantised:
             rows.append((end, first_group + parts(n, self.scale_values), first_word + parts(n, self._per_word)))
         _, n_groups, n_words = rows[-1]
         scale_bytes = 4 * parts(2 * self._per_group * n_groups, 4)
-        n_bytes = _HEADER_BYTES + 4 + 4 * len(cuts) + scale_bytes + 4 * n_words
-        return _Layout(n_bytes, n_groups, n_words, rows)
+        head_bytes = 4 + 4 * len(cuts) + scale_bytes
+        return _Layout(_HEADER_BYTES + head_bytes + 4 * n_words, head_bytes, n_groups, rows)
 
 
 class OneBit(Quantised):

@@ -92,6 +92,17 @@ def upload_once(device: torch.device, make: Callable[..., Tensor], *key: Hashabl
     return _uploaded(device, stream, make, key)
 
 
+def zeros_between_launches(device: torch.device, n: int) -> Tensor:
+    """(>= n,) int32, for launches on the current stream that leave all of it at 0, as it is before them."""
+    if device.type not in MAKERS:  # kernels that run now, of any thread
+        return torch.zeros(n, dtype=torch.int32, device=device)
+    return upload_once(device, _zeros, 1 << (n - 1).bit_length())
+
+
+def _zeros(n: int) -> Tensor:
+    return torch.zeros(n, dtype=torch.int32, device="cpu")
+
+
 @functools.lru_cache(maxsize=1024)
 def _uploaded(
     device: torch.device, stream: torch.Stream | None, make: Callable[..., Tensor], key: tuple[Hashable, ...]

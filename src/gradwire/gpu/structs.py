@@ -10,10 +10,10 @@ from torch import Tensor
 # struct: "fields:kind ..." in their order; p: a pointer, Q: uint64, I: uint32, f: float. A struct within another is spelt
 # out; all of them are multiples of 8 bytes, so that nothing moves.
 _QUANTISE = (
-    "values residual left_out message sums pieces n_bytes is_nonfinite:p n seed step:Q residual_scale parameter:f"
+    "values residual left_out message sums pieces n_bytes turns:p n seed step:Q residual_scale parameter:f"
     " kind dtype rule levels block pad:I"
 )
-_DEQUANTISE = "message out pieces error:p n payload:Q divisor:f kind dtype adds levels block:I"
+_DEQUANTISE = "message out pieces error turns:p n payload:Q divisor:f kind dtype adds levels block:I"
 _GROUPING = "groups:p n_pieces:Q group_values per_group:I"
 _FORMAT = "n:Q kind dtype format n_bits partition version:I"
 
@@ -22,9 +22,9 @@ STRUCTS = {
     "Dequantise": _DEQUANTISE,
     "QuantiseGroups": f"{_QUANTISE} {_GROUPING}",
     "DequantiseGroups": f"{_DEQUANTISE} {_GROUPING}",
-    "FloatEncode": f"values message scales chunk_flags n_bytes:p seed step:Q {_FORMAT} rounding per_row:I rows:p",
+    "FloatEncode": f"values message scales turns n_bytes:p seed step:Q {_FORMAT} rounding per_row:I rows:p",
     "FloatDecode": (
-        f"message error:p {_FORMAT} out:p divisor:f adds:I rows:p source_bytes:Q per_row n_rows n_sources pad:I"
+        f"message error turns:p {_FORMAT} out:p divisor:f adds:I rows:p source_bytes:Q per_row n_rows n_sources pad:I"
     ),
     "GCompEncode": (
         "values importance table message n_bytes exponents chunks:p n table_id:Q dtype mode kept_bits rounds:I"

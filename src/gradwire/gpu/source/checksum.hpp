@@ -8,7 +8,7 @@ namespace gradwire::gpu {
 
 inline constexpr u32 kPolynomial = 0x82F63B78u;  // reflected: bit 31 is x^0
 inline constexpr u32 kOne = 0x80000000u, kToTheEight = 0x00800000u;
-inline constexpr u64 kPieceBytes = 16384;  // of a payload to a block of threads
+inline constexpr u64 kPieceBytes = 2048;  // of a payload to a block of threads
 inline constexpr u32 kChecksumThreads = 256;
 
 __device__ constexpr u32 product(u32 a, u32 b) {
@@ -26,6 +26,7 @@ struct ChecksumTables {
   u32 powers[5][256];   // x^(8 i 256^k)
   u32 shifted[4][256];  // byte k of a word, times x^(8 * 1024): past a word of each thread of a block
   u32 bytes[256];       // a byte, times x^8
+  u32 ends[256];        // x^(8 * 4 (256 - i)): past the words of threads from i on
 };
 __device__ constexpr ChecksumTables checksum_tables() {
   ChecksumTables tables{};
@@ -40,8 +41,10 @@ __device__ constexpr ChecksumTables checksum_tables() {
     const u32 lowest = i & (~i + 1), rest = i ^ lowest;
     for (u32 k = 0; k < 4; ++k)
       tables.shifted[k][i] = rest ? tables.shifted[k][rest] ^ tables.shifted[k][lowest] : product(i << 8 * k, past);
+    tables.ends[256 - i] = product(i == 1 ? kOne : tables.ends[257 - i], tables.powers[0][4]);
     tables.bytes[i] = rest ? tables.bytes[rest] ^ tables.bytes[lowest] : product(i, kToTheEight);
   }
+  tables.ends[0] = past;
   return tables;
 }
 __device__ const ChecksumTables kChecksumTables = checksum_tables();
@@ -67,6 +70,12 @@ __device__ inline void fill_checksum_table(ChecksumShared& shared) {
   __syncthreads();
 }
 
+// A sum, times x^(8 * 1024).
+__device__ __forceinline__ u32 past_threads(u32 sum, const ChecksumShared& shared) {
+  return shared.shifted[0][sum & 0xFF] ^ shared.shifted[1][sum >> 8 & 0xFF] ^ shared.shifted[2][sum >> 16 & 0xFF] ^
+         shared.shifted[3][sum >> 24];
+}
+
 // XOR over the block; thread 0 has it.
 __device__ inline u32 xor_over_block(u32 word, ChecksumShared& shared) {
   for (u32 lanes = 1; lanes < kWarp; lanes *= 2) word ^= __shfl_xor_sync(kWholeWarp, word, lanes);
@@ -79,8 +88,8 @@ __device__ inline u32 xor_over_block(u32 word, ChecksumShared& shared) {
   return all;
 }
 
-// Of any bytes; thread 0 has it. Threads take words in turn, the last one the last whole word, behind words of zeros;
-// what is left behind that is thread 0's.
+// Of any bytes; thread 0 has it. Threads take words in turn, the last one the last whole word, behind words of zeros; what
+// is left behind that is thread 0's.
 __device__ inline u32 checksum_of_piece(const u8* bytes, u64 n_bytes, ChecksumShared& shared) {
   constexpr u32 kBatch = 4;
   const u32 before = static_cast<u32>(reinterpret_cast<u64>(bytes) % 4);
@@ -95,19 +104,16 @@ __device__ inline u32 checksum_of_piece(const u8* bytes, u64 n_bytes, ChecksumSh
       own[q] = i < n_zeros ? 0 : words[i - n_zeros];
       if (i == n_zeros) own[q] &= ~0u << 8 * before;
     }
-    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) sum =
-        own[q] ^ shared.shifted[0][sum & 0xFF] ^ shared.shifted[1][sum >> 8 & 0xFF] ^
-        shared.shifted[2][sum >> 16 & 0xFF] ^ shared.shifted[3][sum >> 24];
+    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) sum = own[q] ^ past_threads(sum, shared);
   }
-  sum = xor_over_block(product_of(sum, shift_by(4 * (kChecksumThreads - threadIdx.x))), shared);
+  sum = xor_over_block(product_of(sum, kChecksumTables.ends[threadIdx.x]), shared);
   if (threadIdx.x == 0)
     for (u64 i = n_words == 0 ? 0 : 4 * n_words - before; i < n_bytes; ++i)
       sum = sum >> 8 ^ kChecksumTables.bytes[(sum ^ bytes[i]) & 0xFF];
   return sum;
 }
 
-// With the complement that all begins with, and without the one at the end: of what comes behind bytes of this
-// checksum.
+// With the complement that all begins with, and without the one at the end: of what comes behind bytes of this checksum.
 __device__ inline u32 checksum_behind(u32 before, u32 own, u64 n_own) {
   return n_own == 0 ? before : own ^ product_of(before, shift_by(n_own));
 }
@@ -120,17 +126,35 @@ __device__ inline u32 checksum_of_both(const u8* first, u64 n_first, const u8* s
   return threadIdx.x == 0 ? ~checksum_behind(checksum_behind(~0u, a, n_first), b, n_second) : 0;
 }
 
-// Of a header and its payload, with both complements, from the sums of the payload's pieces; thread 0 has it.
-__device__ inline u32 checksum_of_message(const u8* header, u32 header_bytes, u64 payload_bytes, const u32* pieces,
-                                          ChecksumShared& shared) {
+// What comes of n bytes' pieces, of kPieceBytes but for the last, with so many bytes behind; the XOR over a block's threads.
+__device__ inline u32 part_of_pieces(const u32* pieces, u64 n_bytes, u64 n_behind, const ChecksumShared& shared) {
+  static_assert(kPieceBytes == 2 * 4 * kChecksumThreads);
+  constexpr u32 kBatch = 4;
+  const u64 n_whole = n_bytes / kPieceBytes, each = parts_of(n_whole, kChecksumThreads);
+  const u64 begin = threadIdx.x * each, end = smaller(begin + each, n_whole);
   u32 sum = 0;
-  for (u64 piece = threadIdx.x; piece * kPieceBytes < payload_bytes; piece += kChecksumThreads) {
-    const u64 end = smaller((piece + 1) * kPieceBytes, payload_bytes);
-    sum ^= product_of(pieces[piece], shift_by(payload_bytes - end));
+  for (u64 at = begin; at < end; at += kBatch) {
+    u32 own[kBatch];
+    GW_UNROLLED for (u32 q = 0; q < kBatch; ++q) own[q] = at + q < end ? pieces[at + q] : 0;
+    for (u32 q = 0; q < kBatch && at + q < end; ++q) sum = past_threads(past_threads(sum, shared), shared) ^ own[q];
   }
-  const u32 payload = xor_over_block(sum, shared);
-  const u32 head = checksum_of_piece(header, header_bytes, shared);
-  return threadIdx.x == 0 ? ~checksum_behind(checksum_behind(~0u, head, header_bytes), payload, payload_bytes) : 0;
+  if (begin < end) sum = product_of(sum, shift_by(n_bytes - end * kPieceBytes + n_behind));
+  if (threadIdx.x == kChecksumThreads - 1 && n_bytes % kPieceBytes != 0)
+    sum ^= product_of(pieces[n_whole], shift_by(n_behind));
+  return sum;
+}
+
+// Of a header of whole words and its payload of two stretches, with both complements, from the sums of their pieces;
+// thread 0 has it.
+__device__ inline u32 checksum_of_message(const u8* header, u32 n_words, u64 n_first, u64 n_second, const u32* pieces,
+                                          ChecksumShared& shared) {
+  u32 sum = part_of_pieces(pieces, n_first, n_second, shared);
+  sum ^= part_of_pieces(pieces + parts_of(n_first, kPieceBytes), n_second, 0, shared);
+  if (threadIdx.x < n_words) {
+    const u32 word = load32(header + 4 * threadIdx.x) ^ (threadIdx.x == 0 ? ~0u : 0);
+    sum ^= product_of(word, shift_by(n_first + n_second + 4 * (n_words - threadIdx.x)));
+  }
+  return ~xor_over_block(sum, shared);
 }
 
 }  // namespace gradwire::gpu

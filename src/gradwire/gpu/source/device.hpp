@@ -2,8 +2,8 @@
 // emulation.hpp of their own, in which a block's threads are fibers, so that the very same source runs on the host.
 //
 // Rules: one struct by value as a kernel's parameter; shared memory is one struct; warp operations by whole warps;
-// blocks order each other by launches only; no fused multiply-add, so that floats are the CPU's; a decoder checks what
-// it reads before it relies on it, and says what is wrong by `report`.
+// no block waits for another, but the one that is done last (`is_last_of`) has what the others wrote; no fused
+// multiply-add, so that floats are the CPU's; a decoder says what is wrong by `report`, and is bounded by what it knows.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -70,6 +70,19 @@ __device__ __forceinline__ u32 largest_of_lanes(u32 own, u32 n = kWarp) {
     if (other > own) own = other;
   }
   return own;
+}
+
+// Whether this block is the last one of n to come here; it then sees what the others wrote before. The counter is 0 for the
+// next launch again.
+__device__ __forceinline__ bool is_last_of(u32 n_blocks, u32* counter, u32& shared_word) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    shared_word = atomicInc(counter, n_blocks - 1) == n_blocks - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return shared_word != 0;
 }
 
 // The last of n items whose `first` is up to `at`; item 0, if there is none.

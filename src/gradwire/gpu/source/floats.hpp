@@ -1,7 +1,8 @@
 // Truncated-float and embedded-float messages (docs/format.md) on a device: what both share, which is their header, the
 // checksums of header and chunks, and values as words. The bytes of native/truncated_float and native/embedded_float.
-// The launches of a message stand in gradwire/codecs/floats.py; one launch serves several messages, each with blocks of
-// its own.
+// A message takes one launch (gradwire/codecs/floats.py), and several take one too. A block makes a chunk, and the last one
+// of a message its header; to read them a block looks at a header, or at a chunk and its values, and the last one makes all
+// values NaN where something was wrong.
 #pragma once
 
 #include "checksum.hpp"
@@ -49,9 +50,7 @@ __device__ __forceinline__ bool is_exact(const Format& f) {
   return f.format == kNative && f.n_bits == kLayouts[f.dtype].width;
 }
 
-__device__ __forceinline__ u64 partitions_of(const Format& f, u64 n) {
-  return Power(f.partition).parts(n + f.partition - 1);
-}
+__device__ __forceinline__ u64 partitions_of(const Format& f, u64 n) { return Power(f.partition).parts(n + f.partition - 1); }
 __device__ __forceinline__ u64 chunks_of(const Format& f) { return parts_of(f.n, kChunkValues); }
 __device__ __forceinline__ u64 entry_bytes(const Format& f) { return f.kind == kTruncated ? 4 : 8; }
 __device__ __forceinline__ u64 table_end(const Format& f) { return kBytesOfHeader + entry_bytes(f) * chunks_of(f); }
@@ -97,9 +96,9 @@ __device__ __forceinline__ u32 raw_nan(u32 dtype) { return dtype == kFloat16 ? 0
 
 // One of several messages that a launch serves.
 struct Row {
-  u64 first, at;     // its values, and its bytes, from those of the first message
-  u64 n, number;     // of its values; what it draws by is that much after the first step
-  u64 scale, chunk;  // its first ones among those of all messages
+  u64 first, at;  // its values, and its bytes, from those of the first message
+  u64 n, number;  // of its values; what it draws by is that much after the first step
+  u64 scale;  // its first one among those of all messages
 };
 
 struct Written {
@@ -115,13 +114,35 @@ __device__ __forceinline__ void put_raw(const Written& to, u32 dtype, u64 i, u32
   put_value(to.out, dtype, i, to.adds ? added(value, value_of_bits(dtype, there)) : divided(value, to.divisor));
 }
 
+// Eight values, so far apart; all of them are there.
+template <u32 kStride>
+__device__ __forceinline__ void load_eight(const void* values, u32 dtype, u64 first, u32 (&bits)[8]) {
+  GW_UNROLLED for (u32 q = 0; q < 8; ++q)
+    bits[q] = dtype == kFloat32 ? (static_cast<const u32*>(values) + first)[q * kStride]
+                                : (static_cast<const u16*>(values) + first)[q * kStride];
+}
+template <u32 kStride>
+__device__ __forceinline__ void put_eight(const Written& to, u32 dtype, u64 first, const u32 (&words)[8],
+                                          const u32 (&there)[8]) {
+  if (to.adds || to.divisor != 1) {
+    GW_UNROLLED for (u32 q = 0; q < 8; ++q) put_raw(to, dtype, first + q * kStride, words[q], there[q]);
+    return;
+  }
+  GW_UNROLLED for (u32 q = 0; q < 8; ++q) {
+    if (dtype == kFloat32)
+      (static_cast<u32*>(to.out) + first)[q * kStride] = words[q];
+    else
+      (static_cast<u16*>(to.out) + first)[q * kStride] = static_cast<u16>(words[q] >> 16);
+  }
+}
+
 // ---- writing
 
 struct FloatEncode {
   const void* values;  // (n,) of `dtype`
   u8* message;         // whole, at a multiple of 4 bytes
   u32* scales;         // work of truncated: a partition's as a float32 word, 0 where it is not finite
-  u32* chunk_flags;    // work: whether a chunk holds what is not finite
+  u32* turns;          // two a message, 0 before and after: chunks that are done; whether a value is not finite
   u64* n_bytes;        // of the message, for the host
   u64 seed, step;
   Format format;
@@ -140,43 +161,38 @@ __device__ __forceinline__ FloatEncode own_of(const FloatEncode& all) {
   p.values = static_cast<const u8*>(all.values) + row.first * bytes_of(all.format.dtype);
   p.message += row.at;
   p.scales += row.scale;
-  p.chunk_flags += row.chunk;
+  p.turns += 2 * index;
   p.n_bytes += index;
   p.step += row.number;
   p.format.n = row.n;
   return p;
 }
 // A kernel whose body sees its own message's parameters, and which dtype it is of.
-#define GW_KERNEL_OF_ROWS(name, Parameters)                                     \
-  __device__ __forceinline__ void name##_own(const Parameters& p);              \
+#define GW_KERNEL_OF_ROWS(name, Parameters)                                  \
+  __device__ __forceinline__ void name##_own(const Parameters& p);           \
   GW_KERNEL_BY_DTYPE(name, Parameters, format.dtype) { name##_own(own_of(p)); } \
   __device__ __forceinline__ void name##_own(const Parameters& p)
 
-// Its blocks, and their threads, are numbered from 0.
-template <class Parameters>
-__device__ __forceinline__ u64 block_of(const Parameters& p) {
-  return blockIdx.x % p.per_row;
-}
-template <class Parameters>
-__device__ __forceinline__ u64 thread_of(const Parameters& p) {
-  return block_of(p) * blockDim.x + threadIdx.x;
-}
-template <class Parameters>
-__device__ __forceinline__ u64 threads_of(const Parameters& p) {
-  return static_cast<u64>(p.per_row) * blockDim.x;
-}
-
 // Header, chunk table and marks, with both complements; thread 0 has it.
 __device__ inline u32 checksum_of_head(const u8* message, const Format& f, u64 n_marks, ChecksumShared& shared) {
+  constexpr u32 kWords = kSealed / 4;
   const u64 n_table = table_end(f) - kBytesOfHeader;
-  const u32 marks = checksum_of_piece(message + marks_at(f), n_marks, shared);
-  const u32 head = checksum_of_both(message, kSealed, message + kBytesOfHeader, n_table, shared);
-  return threadIdx.x == 0 ? marks ^ product_of(head ^ ~0u, shift_by(n_marks)) ^ ~0u : 0;
+  u32 sum = 0;
+  if (threadIdx.x < kWords) {
+    const u32 word = load32(message + 4 * threadIdx.x) ^ (threadIdx.x == 0 ? ~0u : 0);
+    sum = product_of(word, shift_by(n_table + n_marks + 4 * (kWords - threadIdx.x)));
+  }
+  for (u32 i = 0; i < (n_marks == 0 ? 1 : 2); ++i) {
+    const u8* const at = message + (i == 0 ? kBytesOfHeader : marks_at(f));
+    const u32 own = checksum_of_piece(at, i == 0 ? n_table : n_marks, shared);
+    if (threadIdx.x == 0) sum ^= i == 0 && n_marks != 0 ? product_of(own, shift_by(n_marks)) : own;
+  }
+  return ~xor_over_block(sum, shared);
 }
 
 struct FloatShared {
   ChecksumShared checksum;
-  u32 found;
+  u32 is_last, is_wrong;
 };
 
 // What a block makes: one chunk. Its warps take what it consists of in turn.
@@ -185,40 +201,31 @@ struct Chunk {
   u32 n, n_partitions;
   u8 *at, *codes;  // scales or exponents, and then codes or planes
 };
-__device__ __forceinline__ Chunk chunk_of(const FloatEncode& p) {
-  const u64 index = block_of(p), n = values_in(p.format, index);
-  u8* const at = p.message + chunk_at(p.format, index);
-  return {index, index * kChunkValues,        static_cast<u32>(n), static_cast<u32>(partitions_of(p.format, n)),
-          at,    at + head_bytes(p.format, n)};
+template <class Parameters>
+__device__ __forceinline__ Chunk chunk_of(const Parameters& p, u64 index) {
+  const u64 n = values_in(p.format, index);
+  u8* const at = const_cast<u8*>(p.message) + chunk_at(p.format, index);
+  return {index, index * kChunkValues, static_cast<u32>(n), static_cast<u32>(partitions_of(p.format, n)), at,
+          at + head_bytes(p.format, n)};
 }
 
-// By the block that has written it: its entry of the table. `found`: this thread has seen what is not finite.
-__device__ inline void seal_chunk(const FloatEncode& p, const Chunk& own, bool found) {
+// By the block that has written a chunk, or none: its entry of the table; by the message's last one, the header. `found`:
+// this thread has seen what is not finite.
+__device__ inline void seal(const FloatEncode& p, u64 chunk, bool found) {
   FloatShared& shared = shared_as<FloatShared>();
   const Format& f = p.format;
-  const u64 chunk = own.index;
-  if (threadIdx.x == 0) shared.found = 0;
   fill_checksum_table(shared.checksum);
-  if (found) atomicOr(&shared.found, 1u);
-  const u32 sum = checksum_of_both(own.at, content_bytes(f, own.n), own.at, 0, shared.checksum);
-  if (threadIdx.x != 0) return;
-  u8* const entry = p.message + kBytesOfHeader + entry_bytes(f) * chunk;
-  store32(entry, sum);
-  if (f.kind == kEmbedded) store32(entry + 4, 0);
-  p.chunk_flags[chunk] = shared.found;
-}
-
-// One block: the header.
-GW_KERNEL_OF_ROWS(gw_floats_seal, FloatEncode) {
-  FloatShared& shared = shared_as<FloatShared>();
-  const Format& f = p.format;
-  if (threadIdx.x == 0) shared.found = 0;
-  fill_checksum_table(shared.checksum);
-  u32 found = 0;
-  for (u64 chunk = threadIdx.x; chunk < chunks_of(f); chunk += blockDim.x) found |= p.chunk_flags[chunk];
-  if (found) atomicOr(&shared.found, 1u);
-  __syncthreads();
-  const u64 n_marks = shared.found ? marks_bytes(f) : 0, n_partitions = partitions_of(f, f.n);
+  if (found) atomicOr(p.turns + 1, 1u);
+  if (chunk < chunks_of(f)) {
+    const u8* const at = p.message + chunk_at(f, chunk);
+    const u32 sum = checksum_of_both(at, content_bytes(f, values_in(f, chunk)), at, 0, shared.checksum);
+    u8* const entry = p.message + kBytesOfHeader + entry_bytes(f) * chunk;
+    if (threadIdx.x == 0) store32(entry, sum);
+    if (threadIdx.x == 0 && f.kind == kEmbedded) store32(entry + 4, 0);
+  }
+  if (!is_last_of(p.per_row, p.turns, shared.is_last)) return;
+  const bool is_flagged = p.turns[1] != 0;
+  const u64 n_marks = is_flagged ? marks_bytes(f) : 0, n_partitions = partitions_of(f, f.n);
   for (u64 byte = threadIdx.x; byte < n_marks; byte += blockDim.x) {
     u32 marks = 0;
     for (u64 bit = 0; bit < 8 && 8 * byte + bit < n_partitions; ++bit)
@@ -229,7 +236,7 @@ GW_KERNEL_OF_ROWS(gw_floats_seal, FloatEncode) {
     store32(p.message, f.kind == kEmbedded ? kEmbeddedMagic : kTruncatedMagic);
     store32(p.message + 4, f.version | f.dtype << 8 | f.format << 16 | f.n_bits << 24);
     store64(p.message + 8, f.n);
-    store32(p.message + 16, f.partition | shared.found << 16);
+    store32(p.message + 16, f.partition | (is_flagged ? 1u << 16 : 0));
     store32(p.message + 20, 0);
     store64(p.message + 24, marks_at(f) + n_marks);
     store32(p.message + 32, 0);
@@ -238,6 +245,7 @@ GW_KERNEL_OF_ROWS(gw_floats_seal, FloatEncode) {
   __syncthreads();
   const u32 sum = checksum_of_head(p.message, f, n_marks, shared.checksum);
   if (threadIdx.x == 0) store32(p.message + kSealed, sum);
+  if (threadIdx.x == 0) p.turns[1] = 0;
 }
 
 // ---- reading
@@ -245,6 +253,7 @@ GW_KERNEL_OF_ROWS(gw_floats_seal, FloatEncode) {
 struct FloatDecode {
   const u8* message;  // whole, at a multiple of 4 bytes; the room of marks is there
   u32* error;         // 0, or 7 less the first of Wrong
+  u32* turns;         // one, 0 before and after: blocks that are done
   Format format;
   Written to;
   const Row* rows;   // null: one message, as it stands here
@@ -252,38 +261,22 @@ struct FloatDecode {
   u32 per_row, n_rows, n_sources, pad;
 };
 
-// As of an encoder. Of several sources, whose messages are added up, those of the block's, or of `source`.
-__device__ __forceinline__ FloatDecode own_of(const FloatDecode& all, u64 source) {
+// As of an encoder; of one of several sources, whose messages are added up.
+__device__ __forceinline__ FloatDecode own_of(const FloatDecode& all, u64 index, u64 source) {
   FloatDecode p = all;
   p.message += source * all.source_bytes;
   if (all.rows == nullptr) return p;
-  const Row row = all.rows[blockIdx.x / all.per_row % all.n_rows];
+  const Row row = all.rows[index];
   p.message += row.at;
   p.to.out = static_cast<u8*>(all.to.out) + row.first * bytes_of(all.format.dtype);
   p.format.n = row.n;
   return p;
 }
-__device__ __forceinline__ FloatDecode own_of(const FloatDecode& all) {
-  return own_of(all, blockIdx.x / all.per_row / all.n_rows);
-}
 
-// No kernel but the first two writes to the error, so all threads of the last one see the same.
-__device__ __forceinline__ bool is_whole(const FloatDecode& p) { return *p.error <= error_word(kCode); }
 __device__ __forceinline__ bool is_flagged(const FloatDecode& p) { return p.message[18] & 1; }
 
-// One that adds up, or writes, what one source after the other has sent of the same values.
-#define GW_KERNEL_OF_SOURCES(name)                                                      \
-  __device__ __forceinline__ void name##_own(const FloatDecode& p);                     \
-  GW_KERNEL_BY_DTYPE(name, FloatDecode, format.dtype) {                                 \
-    for (u64 source = 0; source < p.n_sources; ++source) name##_own(own_of(p, source)); \
-  }                                                                                     \
-  __device__ __forceinline__ void name##_own(const FloatDecode& p)
-
-// One block.
-GW_KERNEL_OF_ROWS(gw_floats_check, FloatDecode) {
-  ChecksumShared& shared = shared_as<ChecksumShared>();
+__device__ inline void check_head(const FloatDecode& p, ChecksumShared& shared) {
   const Format& f = p.format;
-  fill_checksum_table(shared);
   const u64 n_marks = is_flagged(p) ? marks_bytes(f) : 0;
   const u32 sum = checksum_of_head(p.message, f, n_marks, shared);
   if (threadIdx.x != 0) return;
@@ -298,25 +291,46 @@ GW_KERNEL_OF_ROWS(gw_floats_check, FloatDecode) {
     report(p.error, kField);
 }
 
-// A block a chunk: its checksum, and scales or exponents that an encoder writes.
-GW_KERNEL_OF_ROWS(gw_floats_read_chunks, FloatDecode) {
-  ChecksumShared& shared = shared_as<ChecksumShared>();
+// A chunk's checksum, and scales or exponents that an encoder writes.
+__device__ inline void check_chunk(const FloatDecode& p, const Chunk& own, ChecksumShared& shared) {
   const Format& f = p.format;
-  if (block_of(p) >= chunks_of(f)) return;
-  const u64 chunk = block_of(p), n = values_in(f, chunk), n_partitions = partitions_of(f, n);
-  const u8* const at = p.message + chunk_at(f, chunk);
-  fill_checksum_table(shared);
-  const u32 sum = checksum_of_both(at, content_bytes(f, n), at, 0, shared);
-  const u8* const entry = p.message + kBytesOfHeader + entry_bytes(f) * chunk;
+  const u32 sum = checksum_of_both(own.at, content_bytes(f, own.n), own.at, 0, shared);
+  const u8* const entry = p.message + kBytesOfHeader + entry_bytes(f) * own.index;
   if (threadIdx.x == 0 && load32(entry) != sum) report(p.error, kChecksum);
   if (threadIdx.x == 0 && f.kind == kEmbedded && load32(entry + 4) != 0) report(p.error, kField);
-  for (u64 i = threadIdx.x; i < n_partitions; i += blockDim.x) {
+  for (u32 i = threadIdx.x; i < own.n_partitions; i += blockDim.x) {
     if (f.kind == kEmbedded) {
-      if (at[i] < kLeastExponent || (at[i] == kRawExponent && !is_flagged(p))) report(p.error, kField);
+      if (own.at[i] < kLeastExponent || (own.at[i] == kRawExponent && !is_flagged(p))) report(p.error, kField);
     } else if (has_scales(f)) {
-      const u32 scale = static_cast<u32>(at[2 * i] | at[2 * i + 1] << 8) << 16;
+      const u32 scale = static_cast<u32>(own.at[2 * i] | own.at[2 * i + 1] << 8) << 16;
       if (scale < kLeastScaleWord || scale >= kInfinity) report(p.error, kField);
     }
+  }
+}
+
+// What a launch reads: blocks for the headers of all sources' messages, and then one for each chunk, which adds up, or
+// writes, what one source after the other has sent of the same values: unpack(their parameters, the chunk).
+template <class Unpack>
+__device__ __forceinline__ void read_messages(const FloatDecode& all, Unpack unpack) {
+  FloatShared& shared = shared_as<FloatShared>();
+  const u32 n_heads = all.n_rows * all.n_sources, number = blockIdx.x - n_heads;
+  fill_checksum_table(shared.checksum);
+  if (blockIdx.x < n_heads)
+    check_head(own_of(all, blockIdx.x / all.n_sources, blockIdx.x % all.n_sources), shared.checksum);
+  for (u64 source = 0; blockIdx.x >= n_heads && source < all.n_sources; ++source) {
+    const FloatDecode p = own_of(all, number / all.per_row, source);
+    if (number % all.per_row >= chunks_of(p.format)) break;
+    const Chunk own = chunk_of(p, number % all.per_row);
+    check_chunk(p, own, shared.checksum);
+    unpack(p, own);
+  }
+  if (!is_last_of(gridDim.x, all.turns, shared.is_last)) return;
+  if (threadIdx.x == 0) shared.is_wrong = atomicMax(all.error, 0u) > error_word(kCode);
+  __syncthreads();
+  for (u32 index = 0; shared.is_wrong && index < all.n_rows; ++index) {
+    const FloatDecode p = own_of(all, index, 0);
+    for (u64 i = threadIdx.x; i < p.format.n; i += blockDim.x)
+      put_raw({p.to.out, 1, 0}, p.format.dtype, i, raw_nan(p.format.dtype), 0);
   }
 }
 
@@ -350,6 +364,17 @@ __device__ inline u32 rounded(u32 word, const Layout& layout, u32 mantissa_bits,
   return least(base + ((significand + addend) >> shift), layout.largest >> (layout.mantissa_bits - mantissa_bits));
 }
 
+// The same to nearest, where no bits of the exponent are cut: below the smallest normal number the sum of two floats rounds
+// at the last bit that the layout has.
+__device__ __forceinline__ u32 rounded_to_nearest(u32 word, const Layout& layout, u32 mantissa_bits) {
+  const u32 cut = 23 - mantissa_bits, magnitude = word & kMagnitude, least_normal = (128 - layout.bias) << 23;
+  const u32 unit = least_normal + (cut << 23), above = magnitude - least_normal + (1u << 23);
+  const u32 normal = (above + (1u << (cut - 1)) - 1 + (above >> cut & 1)) >> cut;
+  const u32 subnormal = __float_as_uint(__uint_as_float(magnitude) + __uint_as_float(unit)) - unit;
+  const u32 most = layout.largest >> (layout.mantissa_bits - mantissa_bits);
+  return least(magnitude >= least_normal ? normal : subnormal, most);
+}
+
 // Bits of the exponent are cut: neighbours are a power of two apart, or several.
 __device__ inline u32 rounded_exponent(u32 word, const Layout& layout, u32 n_bits, u32 number) {
   const u32 exponent = word >> 23 & 0xFF, rebias = 127 - layout.bias, cut = layout.exponent_bits - (n_bits - 1);
@@ -362,8 +387,8 @@ __device__ inline u32 rounded_exponent(u32 word, const Layout& layout, u32 n_bit
   return least(code + (fraction_of(number) * (up - down) < x - down), layout.largest >> (layout.width - n_bits));
 }
 
-// How a value becomes a code: its first bits; rounded among numbers of its own dtype; or of a format, to which it is
-// scaled: cut off, to numbers that have fewer bits of exponent, or to nearest and by chance.
+// How a value becomes a code: its first bits; rounded among numbers of its own dtype; or of a format, to which it is scaled:
+// cut off, to numbers that have fewer bits of exponent, or to nearest and by chance.
 enum Way : u32 { kFirstBits, kOwnDtype, kCutOff, kFewExponents, kOfFormat };
 
 struct Rules {
@@ -383,8 +408,7 @@ __device__ inline Rules rules_of(const FloatEncode& p) {
   return {layout, way, p.rounding == kStochastic};
 }
 
-// Of a value's bits, whose partition has that scale: as a word, which is 0 for what is not finite, and what divides by
-// it.
+// Of a value's bits, whose partition has that scale: as a word, which is 0 for what is not finite, and what divides by it.
 struct Scale {
   u32 word;
   float inverse;  // of powers of two, which FP4's are not
@@ -393,7 +417,6 @@ template <u32 kWay>
 __device__ __forceinline__ u32 code_of(const Format& f, const Rules& rules, u32 bits, Scale scale, u32 number) {
   const Layout& layout = rules.layout;
   const u32 raw = raw_word(f.dtype, bits), shift = 32 - f.n_bits, sign = (raw & kSign) >> shift;
-  if (is_exact(f)) return raw >> shift;
   if (scale.word == 0) return 0;
   if (kWay == kFirstBits) return raw >> shift;
   if (kWay == kOwnDtype) {
@@ -401,13 +424,16 @@ __device__ __forceinline__ u32 code_of(const Format& f, const Rules& rules, u32 
     return least((magnitude + addend) >> shift, layout.largest >> (layout.width - f.n_bits)) | sign;
   }
   u32 word = float_word(f.dtype, bits);
-  if (f.format != kNative) {  // subnormal values count as zero
+  if (kWay != kFewExponents || f.format != kNative) {  // subnormal values count as zero
     const float normal = __uint_as_float((word & kInfinity) == 0 ? word & kSign : word);
     word = __float_as_uint(f.format == kFp4 ? quotient(normal, __uint_as_float(scale.word)) : normal * scale.inverse);
   }
-  if (kWay == kCutOff) return rounded(word, layout, layout.mantissa_bits, false, 0) >> (layout.width - f.n_bits) | sign;
+  if (kWay == kCutOff)
+    return rounded(word, layout, layout.mantissa_bits, false, 0) >> (layout.width - f.n_bits) | sign;
   if (kWay == kFewExponents) return rounded_exponent(word, layout, f.n_bits, rules.is_random ? number : kSign) | sign;
-  return rounded(word, layout, f.n_bits - 1 - layout.exponent_bits, rules.is_random, number) | sign;
+  const u32 mantissa_bits = f.n_bits - 1 - layout.exponent_bits;
+  if (!rules.is_random) return rounded_to_nearest(word, layout, mantissa_bits) | sign;
+  return rounded(word, layout, mantissa_bits, true, number) | sign;
 }
 
 // ---- writing
@@ -452,7 +478,7 @@ __device__ __forceinline__ void pack_stream(const FloatEncode& p, const Rules& r
   for (u32 group = 0; group < 4; ++group) {
     const u64 value = first + 64 * group;
     u32 bits[8];
-    load_bits(p.values, f.dtype, value, kStreams, f.n, bits);
+    load_eight<kStreams>(p.values, f.dtype, value, bits);
     // The eight numbers of a counter are those of eight neighbours in a stream.
     if (rules.is_random) drawn = draw(p.seed, p.step, value / 64 * 8 + value % 8);
     const u32 words[2] = {p.scales[partition.parts(value)], p.scales[partition.parts(value + 32)]};
@@ -478,16 +504,11 @@ __device__ inline u32 code_of(const FloatEncode& p, const Rules& rules, u64 i) {
   u32 number = 0;
   if (rules.is_random) number = number_of(draw(p.seed, p.step, i / 64 * 8 + i % 8), static_cast<u32>(i % 64 / 8));
   switch (rules.way) {
-    case kFirstBits:
-      return code_of<kFirstBits>(f, rules, bits, scale, number);
-    case kOwnDtype:
-      return code_of<kOwnDtype>(f, rules, bits, scale, number);
-    case kCutOff:
-      return code_of<kCutOff>(f, rules, bits, scale, number);
-    case kFewExponents:
-      return code_of<kFewExponents>(f, rules, bits, scale, number);
-    default:
-      return code_of<kOfFormat>(f, rules, bits, scale, number);
+    case kFirstBits: return code_of<kFirstBits>(f, rules, bits, scale, number);
+    case kOwnDtype: return code_of<kOwnDtype>(f, rules, bits, scale, number);
+    case kCutOff: return code_of<kCutOff>(f, rules, bits, scale, number);
+    case kFewExponents: return code_of<kFewExponents>(f, rules, bits, scale, number);
+    default: return code_of<kOfFormat>(f, rules, bits, scale, number);
   }
 }
 
@@ -504,8 +525,8 @@ __device__ __forceinline__ void pack_rest(const FloatEncode& p, const Rules& rul
   }
 }
 
-// The scales of a block's values, by eight threads that have a stream each; written by the first of those of a
-// partition, which is some 32s of them, or up to four blocks. Returns whether one is not finite.
+// The scales of a block's values, by eight threads that have a stream each; written by the first of those of a partition,
+// which is some 32s of them, or up to four blocks. Returns whether one is not finite.
 __device__ __forceinline__ bool choose_scales(const FloatEncode& p, const Chunk& own, u32 first) {
   const Format& f = p.format;
   const Power partition(f.partition);
@@ -519,8 +540,8 @@ __device__ __forceinline__ bool choose_scales(const FloatEncode& p, const Chunk&
     }
   }
   GW_UNROLLED for (u32 step = kStreams / 2; step > 0; step /= 2)  // into the first of those that share a scale
-      GW_UNROLLED for (u32 c = 0; c < kStreams; ++c) if (32 * step < f.partition && !(c & step) &&
-                                                         largest[c | step] > largest[c]) largest[c] = largest[c | step];
+    GW_UNROLLED for (u32 c = 0; c < kStreams; ++c)
+      if (32 * step < f.partition && !(c & step) && largest[c | step] > largest[c]) largest[c] = largest[c | step];
   const u32 n_lanes = f.partition > kBlockValues ? f.partition / kThreadValues : kStreams;
   bool found = false;
   GW_UNROLLED for (u32 c = 0; c < kStreams; ++c) {
@@ -554,32 +575,27 @@ __device__ __forceinline__ void pack_blocks(const FloatEncode& p, const Rules& r
   });
 }
 
-GW_KERNEL_OF_ROWS(gw_truncated_pack, FloatEncode) {
-  if (block_of(p) >= chunks_of(p.format)) return;
-  const Chunk own = chunk_of(p);
+__device__ __forceinline__ bool pack_chunk(const FloatEncode& p, const Chunk& own) {
   const Rules rules = rules_of(p);
   bool found = false;
   for_blocks(own, [&](u32 first) { found |= choose_scales(p, own, first); });
   __syncthreads();
   switch (rules.way) {
-    case kFirstBits:
-      pack_blocks<kFirstBits>(p, rules, own);
-      break;
-    case kOwnDtype:
-      pack_blocks<kOwnDtype>(p, rules, own);
-      break;
-    case kCutOff:
-      pack_blocks<kCutOff>(p, rules, own);
-      break;
-    case kFewExponents:
-      pack_blocks<kFewExponents>(p, rules, own);
-      break;
-    default:
-      pack_blocks<kOfFormat>(p, rules, own);
+    case kFirstBits: pack_blocks<kFirstBits>(p, rules, own); break;
+    case kOwnDtype: pack_blocks<kOwnDtype>(p, rules, own); break;
+    case kCutOff: pack_blocks<kCutOff>(p, rules, own); break;
+    case kFewExponents: pack_blocks<kFewExponents>(p, rules, own); break;
+    default: pack_blocks<kOfFormat>(p, rules, own);
   }
   pack_rest(p, rules, own);
+  return found;
+}
+
+GW_KERNEL_OF_ROWS(gw_truncated_pack, FloatEncode) {
+  const u64 chunk = blockIdx.x % p.per_row;
+  const bool found = chunk < chunks_of(p.format) && pack_chunk(p, chunk_of(p, chunk));
   __syncthreads();
-  seal_chunk(p, own, found);
+  seal(p, chunk, found);
 }
 
 // ---- reading
@@ -595,90 +611,94 @@ __device__ __forceinline__ u32 word_of_code(const Format& f, const Layout& layou
   return narrowed_word(f.dtype, least(scaled, 0x7F7FFFFFu) | (code & sign_bit) << shift);
 }
 
-// Of a value's partition; 0 where it is not finite, or the message is not whole.
-__device__ inline u32 scale_of(const FloatDecode& p, bool is_right, u64 i) {
-  if (!is_right) return 0;
+// Of a value's partition; 0 where it is not finite. Marks are there, or what `check_head` reports.
+__device__ inline u32 scale_of(const FloatDecode& p, const Chunk& own, u32 i) {
   const Power partition(p.format.partition);
-  const u64 chunk = i / kChunkValues, index = partition.parts(i);
-  if (is_flagged(p) && (p.message[marks_at(p.format) + index / 8] >> index % 8 & 1)) return 0;
+  const u64 index = partition.parts(own.first + i);
+  if (is_flagged(p) && !is_exact(p.format) && (p.message[marks_at(p.format) + index / 8] >> index % 8 & 1)) return 0;
   if (!has_scales(p.format)) return kUnitScale;
-  const u8* const at = p.message + chunk_at(p.format, chunk) + kScaleBytes * partition.parts(i % kChunkValues);
+  const u8* const at = own.at + kScaleBytes * partition.parts(i);
   return static_cast<u32>(at[0] | at[1] << 8) << 16;
 }
 
-// `there`: the bits that it may be added to.
-__device__ __forceinline__ void put_code(const FloatDecode& p, const Layout& layout, u64 i, u32 code, u32 scale,
-                                         u32 there) {
-  const Format& f = p.format;
-  put_raw(p.to, f.dtype, i, scale != 0 ? word_of_code(f, layout, code, scale) : raw_nan(f.dtype), there);
+__device__ __forceinline__ u32 word_of(const Format& f, const Layout& layout, u32 code, u32 scale) {
+  return scale != 0 ? word_of_code(f, layout, code, scale) : raw_nan(f.dtype);
 }
 
-// Where the codes of a block of 256 values begin, or those of the values past the last one.
-__device__ __forceinline__ u64 codes_at(const Format& f, u64 block) {
-  const u64 chunk = block / (kChunkValues / kBlockValues), own = block % (kChunkValues / kBlockValues);
-  // Behind all whole chunks, where no values are left, there may be no chunk: nobody asks for its codes.
-  return chunk_at(f, chunk) + head_bytes(f, values_in(f, chunk)) + own * (kBlockValues / 8) * f.n_bits;
-}
-
-GW_KERNEL_OF_SOURCES(gw_truncated_unpack) {
-  const Format& f = p.format;
-  const bool is_right = is_whole(p);
-  const u32 k = f.n_bits, mask = k == 32 ? ~0u : (1u << k) - 1;
-  const u64 n_blocks = f.n / kBlockValues, begin = n_blocks * kBlockValues;
-  const Layout layout = layout_of(f);
-  for (u64 own = thread_of(p); own < n_blocks * kStreams; own += threads_of(p)) {
-    const u64 block = own / kStreams, first = block * kBlockValues + own % kStreams;
-    const u8* at = p.message + codes_at(f, block) + 4 * (own % kStreams);
-    u64 window = 0;
-    u32 n_window = 0, there[8]{}, scales[2];
-    for (u32 group = 0; group < 4; ++group) {
-      const u64 value = first + 64 * group;
-      if (p.to.adds) load_bits(p.to.out, f.dtype, value, kStreams, f.n, there);
-      scales[0] = scale_of(p, is_right, value);
-      scales[1] = f.partition == 32 ? scale_of(p, is_right, value + 32) : scales[0];
-      GW_UNROLLED for (u32 q = 0; q < 8; ++q) {
-        if (n_window < k) {
-          window |= static_cast<u64>(load32(at)) << n_window;
-          at += 4 * kStreams;
-          n_window += 32;
+GW_KERNEL_BY_DTYPE(gw_truncated_unpack, FloatDecode, format.dtype) {
+  read_messages(p, [](const FloatDecode& p, const Chunk& own) {
+    const Format& f = p.format;
+    const u32 k = f.n_bits, mask = k == 32 ? ~0u : (1u << k) - 1;
+    const Layout layout = layout_of(f);
+    const u32 stream = threadIdx.x % kStreams, n_whole = own.n / kBlockValues * kBlockValues;
+    for_blocks(own, [&](u32 block) {
+      if (block + kBlockValues > own.n) return;
+      const u8* at = own.codes + block / 8 * k + 4 * stream;
+      u64 window = 0;
+      u32 n_window = 0, words[8], there[8]{}, scales[2];
+      for (u32 group = 0; group < 4; ++group) {
+        const u32 value = block + stream + 64 * group;
+        if (p.to.adds) load_eight<kStreams>(p.to.out, f.dtype, own.first + value, there);
+        scales[0] = scale_of(p, own, value);
+        scales[1] = f.partition == 32 ? scale_of(p, own, value + 32) : scales[0];
+        GW_UNROLLED for (u32 q = 0; q < 8; ++q) {
+          if (n_window < k) {
+            window |= static_cast<u64>(load32(at)) << n_window;
+            at += 4 * kStreams;
+            n_window += 32;
+          }
+          words[q] = word_of(f, layout, static_cast<u32>(window) & mask, scales[q / 4]);
+          window >>= k;
+          n_window -= k;
         }
-        put_code(p, layout, value + kStreams * q, static_cast<u32>(window) & mask, scales[q / 4], there[q]);
-        window >>= k;
-        n_window -= k;
+        put_eight<kStreams>(p.to, f.dtype, own.first + value, words, there);
       }
+    });
+    const u8* const rest = own.codes + n_whole / 8 * k;
+    for (u32 i = threadIdx.x; i < own.n - n_whole; i += blockDim.x) {
+      u64 bits = 0;
+      for (u32 byte = i * k / 8; 8 * byte < (i + 1) * k; ++byte)
+        bits |= static_cast<u64>(rest[byte]) << 8 * (byte - i * k / 8);
+      const u64 to = own.first + n_whole + i;
+      const u32 there = p.to.adds ? bits_at(p.to.out, f.dtype, to) : 0, code = static_cast<u32>(bits >> i * k % 8) & mask;
+      put_raw(p.to, f.dtype, to, word_of(f, layout, code, scale_of(p, own, n_whole + i)), there);
     }
-  }
-  for (u64 i = thread_of(p); i < f.n - begin; i += threads_of(p)) {
-    const u8* const from = p.message + codes_at(f, n_blocks);
-    u64 bits = 0;
-    for (u64 byte = i * k / 8; 8 * byte < (i + 1) * k; ++byte)
-      bits |= static_cast<u64>(from[byte]) << 8 * (byte - i * k / 8);
-    const u32 there = p.to.adds ? bits_at(p.to.out, f.dtype, begin + i) : 0;
-    put_code(p, layout, begin + i, static_cast<u32>(bits >> i * k % 8) & mask, scale_of(p, is_right, begin + i), there);
-  }
+  });
 }
 
 // ---- embedded: a shared exponent a partition, sign and magnitude in bit planes. Messages with the first 2 to 31 bits,
 // which have no escapes.
 
-// A warp takes 256 values of a partition at once, a thread eight of them; or all of a smaller one. Four planes of
-// theirs are nibbles of a word a thread, which the transposition of a warp's words turns into words of planes, and
-// back.
+// A warp takes 256 values of a partition at once, a thread eight of them; or all of a smaller one. Four planes of theirs
+// are nibbles of a word a thread, which the transposition of a warp's words turns into words of planes, and back.
 inline constexpr u32 kGroups = 8;
 
-// Bit `lane` of word i becomes bit i of word `lane`; words of a warp's threads.
-__device__ __forceinline__ u32 transposed(u32 word) {
-  u32 mask = 0xFFFFu;
-  GW_UNROLLED for (u32 step = 16; step > 0; step /= 2, mask ^= mask << step) {
-    const u32 other = __shfl_xor_sync(kWholeWarp, word, step);
-    word = threadIdx.x & step ? (word & ~mask) | (other >> step & mask) : (word & mask) | (other & mask) << step;
+// Bit `lane` of word i becomes bit i of word `lane`; words of a warp's threads. What a thread keeps of its own in each of
+// five steps, and how far the other's word is turned for the rest.
+struct Transposition {
+  u32 kept[5], turns[5];
+
+  __device__ __forceinline__ Transposition() {
+    u32 mask = 0xFFFFu;
+    GW_UNROLLED for (u32 i = 0; i < 5; ++i) {
+      const u32 step = 16 >> i;
+      kept[i] = threadIdx.x & step ? ~mask : mask;
+      turns[i] = threadIdx.x & step ? step : 32 - step;
+      mask ^= mask << (step / 2);
+    }
   }
-  return word;
-}
+  __device__ __forceinline__ u32 of(u32 word) const {
+    GW_UNROLLED for (u32 i = 0; i < 5; ++i) {
+      const u32 other = __shfl_xor_sync(kWholeWarp, word, 16 >> i);
+      word = (word & kept[i]) | (__funnelshift_r(other, other, turns[i]) & ~kept[i]);
+    }
+    return word;
+  }
+};
 
 // Where the words of four planes lie: those of one thread each, after or before their transposition.
 struct PlaneWord {
-  u32 plane;          // counted from the sign
+  u32 plane;  // counted from the sign
   u32 byte, n_bytes;  // of the plane; 0 where there is none
 };
 __device__ __forceinline__ PlaneWord plane_word(const Format& f, u32 planes, u32 first, u32 n_values) {
@@ -695,14 +715,56 @@ __device__ __forceinline__ u32 embedded_code(const Format& f, u32 word, u32 expo
   return (word & kSign) | significand >> least(own == 0 ? 31 : distance >> 1, 31);
 }
 
+// The same of version 2, where 2^exponent is not below it.
+__device__ __forceinline__ u32 root_code(u32 word, u32 exponent) {
+  const u32 magnitude = word & kMagnitude, halved = ((exponent << 23 | 0x7FFFFFu) - magnitude) >> 24;
+  const u32 significand = ((word + ((~exponent & 1) << 23)) & 0xFFFFFFu) << 6 | 1u << 30;
+  return (word & kSign) | (magnitude < 0x800000u ? 0 : significand >> least(halved, 31));
+}
+
+// Slabs that are whole, of version 2, whose planes are words: without any bounds.
+__device__ __forceinline__ bool are_slabs(const Format& f, const Chunk& own, u32 n) {
+  return n % (kGroups * kWarp) == 0 && f.version == 2 && is_word(own.codes);
+}
+// From the slab at `at` of a partition on: the word of four planes that is this thread's.
+__device__ __forceinline__ u32 plane_place(u32 at, u32 plane_bytes) {
+  const u32 lane = threadIdx.x % kWarp;
+  return (3 - lane % 4) * plane_bytes + at / 8 + lane / 4 * 4;
+}
+
+// A partition of them, whose values are finite.
+__device__ __forceinline__ void pack_slabs(const FloatEncode& p, u64 first, u32 n, u32 exponent, u8* planes,
+                                           u32 (&bits)[kGroups]) {
+  const Format& f = p.format;
+  const Transposition transposed;
+  for (u32 at = 0; at < n; at += kGroups * kWarp) {
+    if (n > kGroups * kWarp) load_eight<kWarp>(p.values, f.dtype, first + at, bits);
+    GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) bits[g] = root_code(float_word(f.dtype, bits[g]), exponent);
+    u8* place = planes + plane_place(at, n / 8);
+    for (u32 plane = 3 - threadIdx.x % 4, four = 0; four < f.n_bits; four += 4, plane += 4, place += n / 2) {
+      u32 word = 0;
+      GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) {
+        word |= bits[g] >> (28 - 4 * g) & 15u << 4 * g;
+        bits[g] <<= 4;
+      }
+      word = transposed.of(word);
+      if (plane < f.n_bits) *reinterpret_cast<u32*>(place) = word;
+    }
+  }
+}
+
 // A partition from value `begin` of its chunk on. Returns whether its values are finite.
-__device__ inline bool pack_partition(const FloatEncode& p, const Chunk& own, u32 begin) {
+__device__ __forceinline__ bool pack_partition(const FloatEncode& p, const Chunk& own, u32 begin) {
   const Format& f = p.format;
   const u32 lane = threadIdx.x % kWarp, n = least(f.partition, own.n - begin), slab = kGroups * kWarp;
   const u64 first = own.first + begin + lane, end = own.first + begin + n;
   u32 bits[kGroups], largest = 0;
+  const bool is_quick = are_slabs(f, own, n);
   for (u32 at = 0; at < n; at += slab) {
-    load_bits(p.values, f.dtype, first + at, kWarp, end, bits);
+    if (is_quick)
+      load_eight<kWarp>(p.values, f.dtype, first + at, bits);
+    else
+      load_bits(p.values, f.dtype, first + at, kWarp, end, bits);
     GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) {
       const u32 magnitude = float_word(f.dtype, bits[g]) & kMagnitude;
       if (magnitude > largest) largest = magnitude;
@@ -712,6 +774,11 @@ __device__ inline bool pack_partition(const FloatEncode& p, const Chunk& own, u3
   const u32 exponent = largest > kLeastExponent ? largest : kLeastExponent;
   if (lane == 0) own.at[Power(f.partition).parts(begin)] = static_cast<u8>(exponent);
   u8* const planes = own.codes + begin / 8 * f.n_bits;
+  if (is_quick && exponent != kRawExponent) {
+    pack_slabs(p, first, n, exponent, planes, bits);
+    return true;
+  }
+  const Transposition transposed;
   for (u32 at = 0; at < n; at += slab) {
     if (n > slab) load_bits(p.values, f.dtype, first + at, kWarp, end, bits);
     u32 codes[kGroups];
@@ -723,7 +790,7 @@ __device__ inline bool pack_partition(const FloatEncode& p, const Chunk& own, u3
     for (u32 four = 0; four < f.n_bits; four += 4) {
       u32 word = 0;
       GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) word |= (codes[g] << four >> 28) << 4 * g;
-      word = transposed(word);
+      word = transposed.of(word);
       const PlaneWord to = plane_word(f, four, at, n);
       u8* const place = planes + to.plane * ((n + 7) / 8) + to.byte;
       if (to.n_bytes == 4)
@@ -736,22 +803,24 @@ __device__ inline bool pack_partition(const FloatEncode& p, const Chunk& own, u3
 }
 
 GW_KERNEL_OF_ROWS(gw_embedded_pack, FloatEncode) {
-  if (block_of(p) >= chunks_of(p.format)) return;
-  const Chunk own = chunk_of(p);
+  const u64 chunk = blockIdx.x % p.per_row;
   bool found = false;
-  for (u32 index = threadIdx.x / kWarp; index < own.n_partitions; index += blockDim.x / kWarp)
-    found |= !pack_partition(p, own, index * p.format.partition);
-  seal_chunk(p, own, found);
+  if (chunk < chunks_of(p.format)) {
+    const Chunk own = chunk_of(p, chunk);
+    for (u32 index = threadIdx.x / kWarp; index < own.n_partitions; index += blockDim.x / kWarp)
+      found |= !pack_partition(p, own, index * p.format.partition);
+  }
+  __syncthreads();
+  seal(p, chunk, found);
 }
 
 // The middle of all magnitudes, or roots, whose first bits these are, as a float32 word.
-__device__ __forceinline__ u32 embedded_word(const Format& f, u32 code, u32 exponent) {
-  const u32 known = code & kMagnitude, middle = (1u << (31 - f.n_bits)) - (f.version == 1);
-  if (f.version != 1) {
+__device__ __forceinline__ u32 embedded_word(u32 n_bits, u32 version, u32 code, u32 exponent) {
+  const u32 known = code & kMagnitude, middle = (1u << (31 - n_bits)) - (version == 1);
+  if (version != 1) {
     const u32 root = known + middle;
-    // The conversion finds the highest bit, and must not round up to the next.
-    const u32 highest = (__float_as_uint(static_cast<float>(static_cast<int>(root & ~(root >> 1)))) >> 23) - 127;
-    const u32 squared = ((exponent - 61 + 2 * highest) << 23) + (root << least(30 - highest, 31) >> 6 & 0xFFFFFFu);
+    const u32 n_zeros = __clz(root);  // 1 at least
+    const u32 squared = ((exponent + 1) << 23) - (n_zeros << 24) + (root << (n_zeros - 1) >> 6 & 0xFFFFFFu);
     return (code & kSign) | (known != 0 && static_cast<int>(squared) >= 0x800000 ? squared : 0);
   }
   const u32 magnitude = least(known == 0 ? 0 : known + middle, 0x7FFFFF80u);
@@ -759,40 +828,62 @@ __device__ __forceinline__ u32 embedded_word(const Format& f, u32 code, u32 expo
   return (code & kSign) | __float_as_uint(static_cast<float>(static_cast<int>(magnitude)) * weight);
 }
 
-GW_KERNEL_OF_SOURCES(gw_embedded_unpack) {
+// A partition of slabs that are whole, whose values are finite.
+__device__ __forceinline__ void unpack_slabs(const FloatDecode& p, u64 first, u32 n, u32 exponent, const u8* planes) {
   const Format& f = p.format;
-  const bool is_right = is_whole(p);
-  const u32 lane = threadIdx.x % kWarp;
-  const Power partition(f.partition);
-  for (u64 begin = thread_of(p) / kWarp * f.partition; begin < f.n; begin += threads_of(p) / kWarp * f.partition) {
-    const u64 chunk = begin / kChunkValues;
-    const u32 own = static_cast<u32>(begin % kChunkValues), n = static_cast<u32>(smaller(f.partition, f.n - begin));
-    const u8* const head = p.message + chunk_at(f, chunk);
-    const u32 exponent = head[partition.parts(own)];
-    const u8* const planes = head + head_bytes(f, values_in(f, chunk)) + own / 8 * f.n_bits;
-    for (u32 at = 0; at < n; at += kGroups * kWarp) {
-      u32 codes[kGroups]{}, there[kGroups]{};
-      if (p.to.adds) load_bits(p.to.out, f.dtype, begin + at + lane, kWarp, begin + n, there);
-      for (u32 four = 0; four < f.n_bits; four += 4) {
-        const PlaneWord from = plane_word(f, four, at, n);
-        const u8* const place = planes + from.plane * ((n + 7) / 8) + from.byte;
-        u32 word = 0;
-        if (from.n_bytes == 4)
-          word = load32(place);
-        else
-          for (u32 byte = 0; byte < from.n_bytes; ++byte) word |= static_cast<u32>(place[byte]) << 8 * byte;
-        word = transposed(word);
-        GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) codes[g] |= word >> 4 * g << 28 >> four;
-      }
-      const bool is_number = is_right && exponent != kRawExponent;
-      GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) {
-        const u32 i = at + g * kWarp + lane;
-        if (i >= n) continue;
-        const u32 word = is_number ? narrowed_word(f.dtype, embedded_word(f, codes[g], exponent)) : raw_nan(f.dtype);
-        put_raw(p.to, f.dtype, begin + i, word, there[g]);
-      }
+  const Transposition transposed;
+  for (u32 at = 0; at < n; at += kGroups * kWarp) {
+    u32 codes[kGroups]{}, there[kGroups]{};
+    const u64 i = first + at + threadIdx.x % kWarp;
+    if (p.to.adds) load_eight<kWarp>(p.to.out, f.dtype, i, there);
+    const u8* place = planes + plane_place(at, n / 8);
+    for (u32 plane = 3 - threadIdx.x % 4, four = 0; four < f.n_bits; four += 4, plane += 4, place += n / 2) {
+      const u32 word = transposed.of(plane < f.n_bits ? *reinterpret_cast<const u32*>(place) : 0);
+      GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) codes[g] |= (word << (28 - 4 * g) & 0xF0000000u) >> four;
+    }
+    GW_UNROLLED for (u32 g = 0; g < kGroups; ++g)
+      codes[g] = narrowed_word(f.dtype, embedded_word(f.n_bits, 2, codes[g], exponent));
+    put_eight<kWarp>(p.to, f.dtype, i, codes, there);
+  }
+}
+
+__device__ __forceinline__ void unpack_partition(const FloatDecode& p, const Chunk& own, u32 begin) {
+  const Format& f = p.format;
+  const u32 lane = threadIdx.x % kWarp, n = least(f.partition, own.n - begin);
+  const u64 first = own.first + begin;
+  const u32 exponent = own.at[Power(f.partition).parts(begin)];
+  const u8* const planes = own.codes + begin / 8 * f.n_bits;
+  if (are_slabs(f, own, n) && exponent != kRawExponent) return unpack_slabs(p, first, n, exponent, planes);
+  const Transposition transposed;
+  for (u32 at = 0; at < n; at += kGroups * kWarp) {
+    u32 codes[kGroups]{}, there[kGroups]{};
+    if (p.to.adds) load_bits(p.to.out, f.dtype, first + at + lane, kWarp, first + n, there);
+    for (u32 four = 0; four < f.n_bits; four += 4) {
+      const PlaneWord from = plane_word(f, four, at, n);
+      const u8* const place = planes + from.plane * ((n + 7) / 8) + from.byte;
+      u32 word = 0;
+      if (from.n_bytes == 4)
+        word = load32(place);
+      else
+        for (u32 byte = 0; byte < from.n_bytes; ++byte) word |= static_cast<u32>(place[byte]) << 8 * byte;
+      word = transposed.of(word);
+      GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) codes[g] |= word >> 4 * g << 28 >> four;
+    }
+    GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) {
+      const u32 i = at + g * kWarp + lane;
+      if (i >= n) continue;
+      const bool is_number = exponent != kRawExponent;
+      const u32 word = is_number ? narrowed_word(f.dtype, embedded_word(f.n_bits, f.version, codes[g], exponent)) : raw_nan(f.dtype);
+      put_raw(p.to, f.dtype, first + i, word, there[g]);
     }
   }
+}
+
+GW_KERNEL_BY_DTYPE(gw_embedded_unpack, FloatDecode, format.dtype) {
+  read_messages(p, [](const FloatDecode& p, const Chunk& own) {
+    for (u32 index = threadIdx.x / kWarp; index < own.n_partitions; index += blockDim.x / kWarp)
+      unpack_partition(p, own, index * p.format.partition);
+  });
 }
 
 }  // namespace gradwire::gpu::floats

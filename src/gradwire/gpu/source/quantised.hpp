@@ -1,8 +1,8 @@
 // One-bit, two-bit and QSGD messages (docs/format.md#quantised) on a device: the bytes of native/quantisers, with error
-// feedback. A message takes five launches (measure, choose, pack, pieces, seal), to read it three (pieces, check,
-// unpack); their grids and threads stand in gradwire/codecs/quantised.py. With scales by group
-// (docs/format.md#scales-by-group) it is gw_grouped_measure, gw_grouped_head, gw_grouped_pack; gw_grouped_check and
-// gw_grouped_unpack.
+// feedback. A message takes two launches (measure, pack), to read it one (unpack): a block takes the checksum of the piece
+// of the payload that it writes or reads, and the last block that is done makes or checks the header. Grids and threads
+// stand in gradwire/codecs/quantised.py. With scales by group (docs/format.md#scales-by-group) it is gw_grouped_measure,
+// gw_grouped_pack and gw_grouped_unpack.
 #pragma once
 
 #include "checksum.hpp"
@@ -32,13 +32,16 @@ struct Quantise {
   Sums* sums;             // one a block of `block` values
   u32* pieces;            // one a piece of the payload
   u64* n_bytes;           // of the message, for the host
-  u32* is_nonfinite;      // 0
+  u32* turns;             // 0 before a launch and after it: blocks that are done; whether a value is not finite
   u64 n, seed, step;
   float residual_scale, parameter;
   u32 kind, dtype, rule, levels;
   u32 block;  // values that are added up together: the CPU's 4096, or qsgd's
   u32 pad;
 };
+
+// Of a message, whose place is a word's.
+__device__ __forceinline__ u32 word_of(const u8* message, u32 at) { return *reinterpret_cast<const u32*>(message + at); }
 
 __device__ __forceinline__ float term_of(const Quantise& p, u32 bits, float carried) {
   const float value = value_of_bits(p.dtype, bits);
@@ -100,12 +103,7 @@ __device__ inline Sums sums_of(const Quantise& p, u64 begin, u64 end) {
           largest_of_lanes(own.largest, kLanes), 0};
 }
 
-// Eight threads a block.
-GW_KERNEL_BY_DTYPE(gw_quantised_measure, Quantise, dtype) {
-  const u64 block = thread_number() / kLanes, begin = block * p.block;
-  const u64 end = begin < p.n ? smaller(begin + p.block, p.n) : begin;
-  Sums own = sums_of<16>(p, begin, end);
-  if (threadIdx.x % kLanes != 0 || begin >= p.n) return;
+__device__ __forceinline__ void put_sums(const Quantise& p, u64 block, Sums own) {
   if (p.kind == kQsgd) {
     const double wide = __dsqrt_rn(own.positive);
     if (wide > kLargestFloat) own.largest = kInfinity;
@@ -114,7 +112,7 @@ GW_KERNEL_BY_DTYPE(gw_quantised_measure, Quantise, dtype) {
     if (norm < kLeastScale) norm = own.per_unit = 0;
     store32(p.message + kHeaderBytes + 4 * block, __float_as_uint(norm));
   }
-  if (own.largest >= kInfinity) atomicOr(p.is_nonfinite, 1u);
+  if (own.largest >= kInfinity) atomicOr(p.turns + 1, 1u);
   p.sums[block] = own;
 }
 
@@ -123,6 +121,10 @@ __device__ inline float mean_of(double sum, u64 count) {
 }
 
 inline constexpr u32 kChooseThreads = 256;
+struct MeasureShared {
+  Sums runs[kChooseThreads];
+  u32 is_last;
+};
 inline constexpr u64 kRunBlocks = 64;  // that are added up before those of the next run (native/quantisers/sweep.hpp)
 
 __device__ __forceinline__ void add_up(Sums& all, const Sums& part) {
@@ -134,7 +136,7 @@ __device__ __forceinline__ void add_up(Sums& all, const Sums& part) {
 
 // By one block of threads: the sums of n blocks, by runs and in their order; thread 0 has them.
 __device__ inline Sums sum_of_blocks(const Sums* sums, u64 n_blocks) {
-  auto& runs = shared_as<Sums[kChooseThreads]>();
+  Sums* const runs = shared_as<MeasureShared>().runs;
   Sums all{0, 0, 0, 0, 0};
   for (u64 first = 0; first < n_blocks; first += kChooseThreads * kRunBlocks) {
     Sums own{0, 0, 0, 0, 0};
@@ -165,12 +167,19 @@ __device__ inline void write_header(const Quantise& p, u32 version, bool is_fini
   store64(p.message + 20, 0);
 }
 
-// One block: the header but for its checksum.
-GW_KERNEL(gw_quantised_choose, Quantise) {
+// Whether all values are finite, by one thread of the last block; and the word of that is 0 again.
+__device__ __forceinline__ bool all_finite(const Quantise& p) {
+  const bool found = p.turns[1] != 0;
+  p.turns[1] = 0;
+  return !found;
+}
+
+// By the last block: the header but for its checksum.
+__device__ __forceinline__ void choose(const Quantise& p) {
   Sums all{0, 0, 0, 0, 0};
   if (p.kind != kQsgd) all = sum_of_blocks(p.sums, parts_of(p.n, p.block));
   if (threadIdx.x != 0) return;
-  const bool is_finite = *p.is_nonfinite == 0;
+  const bool is_finite = all_finite(p);
   float first = 0, second = 0;
   if (is_finite && p.kind != kQsgd) {
     const float mean = mean_of(all.positive + all.negative, p.n);
@@ -186,6 +195,15 @@ GW_KERNEL(gw_quantised_choose, Quantise) {
   store32(p.message + 20, __float_as_uint(first));
   store32(p.message + 24, __float_as_uint(second));
   *p.n_bytes = kHeaderBytes + (is_finite ? payload_bytes(p.kind, p.n, p.block, p.levels) : 0);
+}
+
+// Eight threads a block.
+GW_KERNEL_BY_DTYPE(gw_quantised_measure, Quantise, dtype) {
+  const u64 block = thread_number() / kLanes, begin = block * p.block;
+  const u64 end = begin < p.n ? smaller(begin + p.block, p.n) : begin;
+  Sums own = sums_of<16>(p, begin, end);
+  if (threadIdx.x % kLanes == 0 && begin < p.n) put_sums(p, block, own);
+  if (is_last_of(gridDim.x, p.turns, shared_as<MeasureShared>().is_last)) choose(p);
 }
 
 // Two-bit: a value's code.
@@ -210,61 +228,209 @@ __device__ __forceinline__ float level_of(u32 code, float inner, float outer) {
 // Values to a word: a power of two.
 __device__ __forceinline__ constexpr u32 word_shift(u32 kind) { return kind == kOneBit ? 5 : 4; }
 
-// Up to four neighbours of a code word, which have the same scales.
+// A block's piece of a payload, which begins with `head_bytes` of norms, or of cuts and scales, and goes on with codes; or
+// none, where there is not that much.
+struct Piece {
+  u64 begin, first_code;  // behind the header; of the codes
+  u32 n_bytes;
+  bool has_codes;
+};
+__device__ __forceinline__ Piece piece_of(u64 head_bytes, u64 payload) {
+  const u64 n_head = parts_of(head_bytes, kPieceBytes), number = blockIdx.x;
+  const bool has_codes = number >= n_head;
+  const u64 own = (has_codes ? number - n_head : number) * kPieceBytes, begin = own + (has_codes ? head_bytes : 0);
+  const u64 end = has_codes ? payload : head_bytes;
+  return {begin, own, begin < end ? static_cast<u32>(smaller(kPieceBytes, end - begin)) : 0, has_codes};
+}
+
+inline constexpr u32 kPieceWords = kPieceBytes / 4;
+
+// A word of codes: where its values begin, from those of the piece's first word on, and how many there are, in the upper
+// half; what they decode to, or are encoded by.
+struct alignas(16) Unit {
+  u32 word, place;
+  float first, second;
+};
+struct QuantisedShared {
+  ChecksumShared checksum;
+  u32 is_last, pad[3];
+  Unit units[kPieceWords];
+};
+
+// Of a whole word, the same; and what follows from its scales alone.
 struct Fields {
   u64 value;
   u32 n;
   float first, second;
 };
 
-// One-bit and two-bit, a thread for four fields. fields_at(word, number of the first in it)
-template <u32 kKind, bool kHasLevels, class FieldsAt>
-__device__ __forceinline__ void pack_words(const Quantise& p, u64 n_words, u32* words, FieldsAt fields_at) {
-  constexpr u32 kThreads = (1u << word_shift(kKind)) / 4;  // a word
-  const bool is_finite = p.message[6] == 0;
-  for (u64 four = thread_number(); four / kWarp * kWarp < n_words * kThreads; four += thread_count()) {
-    const u64 number = four / kThreads;
-    const u32 place = static_cast<u32>(four % kThreads);
-    const Fields own = fields_at(number, 4 * place);
-    u32 bits[4], carried[4]{}, left[4], word = 0;
-    load_four(p.values, p.dtype, own.value, own.n, bits);
-    if (p.residual != nullptr) load_four(p.residual, kFloat32, own.value, own.n, carried);
-    GW_UNROLLED for (u32 q = 0; q < 4; ++q) {
-      const float term = term_of(p, bits[q], __uint_as_float(carried[q]));
-      float decoded = 0;
-      u32 code = term < 0;
-      if (kKind == kOneBit) {
-        decoded = term < 0 ? -own.second : own.first;
-      } else {
-        code = kHasLevels ? nearest_code(term, own.first, own.second) : code_of(term, own.first);
-        decoded = kHasLevels ? level_of(code, own.first, own.second) : decoded_of(term, own.first);
-      }
-      word |= (q < own.n ? code : 0) << (kKind == kOneBit ? q : 2 * q);
-      // A message that is not finite says nothing else, so the residual stays.
-      left[q] = is_finite ? __float_as_uint((term - decoded) * (1 / p.residual_scale)) : carried[q];
+// Values from one on.
+__device__ __forceinline__ const void* from_value(const void* values, u32 dtype, u64 i) {
+  return static_cast<const u8*>(values) + i * (dtype == kFloat32 ? 4 : 2);
+}
+__device__ __forceinline__ bool is_aligned(const void* values, u32 dtype) {
+  return reinterpret_cast<u64>(values) % (dtype == kFloat32 ? 16 : 8) == 0;
+}
+
+// One-bit and two-bit: the threads of a word take four of its values each, and as many of some words behind it.
+template <u32 kKind>
+struct Fours {
+  static constexpr u32 kThreads = (1u << word_shift(kKind)) / 4, kWords = kChecksumThreads / kThreads, kBatch = 4;
+  static constexpr u32 kEach = kBatch * kWords;  // words of a block at once
+  Unit units[kBatch];
+  u32 place[kBatch], n[kBatch];  // of a thread's values; how many there are
+  bool are_whole;                // all of them, at multiples of four
+
+  __device__ __forceinline__ Fours(const Unit* all, u32 from, u32 n_words, bool is_aligned) : are_whole(is_aligned) {
+    const u32 own = 4 * (threadIdx.x % kThreads);
+    GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) {
+      units[j] = at(from, j) < n_words ? all[at(from, j)] : Unit{0, 0, 0, 0};
+      const u32 end = units[j].place >> 16;
+      place[j] = (units[j].place & 0xFFFFu) + own;
+      n[j] = end > own ? end - own : 0;
+      are_whole = are_whole && n[j] >= 4 && place[j] % 4 == 0;
     }
-    if (p.left_out != nullptr) store_four(p.left_out, kFloat32, own.value, own.n, left);
-    word <<= place * (32 / kThreads);
-    for (u32 lanes = 1; lanes < kThreads; lanes *= 2) word |= __shfl_xor_sync(kWholeWarp, word, lanes);
-    if (is_finite && place == 0 && number < n_words) words[number] = word;
+  }
+  static __device__ __forceinline__ u32 at(u32 from, u32 j) { return from + j * kWords + threadIdx.x / kThreads; }
+  static __device__ __forceinline__ u32 shift() { return threadIdx.x % kThreads * (32 / kThreads); }
+
+  __device__ __forceinline__ void load(const void* values, u32 dtype, u32 (&bits)[kBatch][4]) const {
+    if (are_whole)
+      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) {
+        if (dtype == kFloat32) {
+          const Four four = *reinterpret_cast<const Four*>(static_cast<const u32*>(values) + place[j]);
+          GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[j][q] = four.words[q];
+        } else {
+          const FourHalves four = *reinterpret_cast<const FourHalves*>(static_cast<const u16*>(values) + place[j]);
+          GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[j][q] = four.words[q];
+        }
+      }
+    else
+      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j)
+        GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[j][q] = q < n[j] ? bits_at(values, dtype, place[j] + q) : 0;
+  }
+  __device__ __forceinline__ void store(void* values, u32 dtype, const u32 (&bits)[kBatch][4]) const {
+    if (are_whole)
+      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) {
+        if (dtype == kFloat32) {
+          *reinterpret_cast<Four*>(static_cast<u32*>(values) + place[j]) =
+              Four{{bits[j][0], bits[j][1], bits[j][2], bits[j][3]}};
+        } else {
+          FourHalves four;
+          GW_UNROLLED for (u32 q = 0; q < 4; ++q) four.words[q] = static_cast<u16>(bits[j][q]);
+          *reinterpret_cast<FourHalves*>(static_cast<u16*>(values) + place[j]) = four;
+        }
+      }
+    else
+      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j)
+        GW_UNROLLED for (u32 q = 0; q < 4; ++q)
+          if (q < n[j]) put_bits(values, dtype, place[j] + q, bits[j][q]);
+  }
+};
+
+// base: the first value of the piece. Not finite: a message that says nothing else, so the residual stays.
+template <u32 kKind, bool kHasLevels>
+__device__ __forceinline__ void pack_units(const Quantise& p, bool is_finite, u64 base, u32 n_words, const Unit* units,
+                                           u32* words) {
+  using Own = Fours<kKind>;
+  const void* const values = from_value(p.values, p.dtype, base);
+  const void* const residual = p.residual == nullptr ? nullptr : p.residual + base;
+  float* const left_out = p.left_out == nullptr ? nullptr : p.left_out + base;
+  const bool aligned = is_aligned(values, p.dtype) && is_aligned(residual, kFloat32) && is_aligned(left_out, kFloat32);
+  const float to_residual = 1 / p.residual_scale;
+  for (u32 from = 0; from < n_words; from += Own::kEach) {
+    const Own own(units, from, n_words, aligned);
+    u32 bits[Own::kBatch][4], carried[Own::kBatch][4]{}, left[Own::kBatch][4];
+    own.load(values, p.dtype, bits);
+    if (residual != nullptr) own.load(residual, kFloat32, carried);
+    GW_UNROLLED for (u32 j = 0; j < Own::kBatch; ++j) {
+      const Unit& unit = own.units[j];
+      u32 word = 0;
+      GW_UNROLLED for (u32 q = 0; q < 4; ++q) {
+        const float term = term_of(p, bits[j][q], __uint_as_float(carried[j][q]));
+        float decoded = 0;
+        u32 code = term < 0;
+        if (kKind == kOneBit) {
+          decoded = term < 0 ? -unit.second : unit.first;
+        } else {
+          code = kHasLevels ? nearest_code(term, unit.first, unit.second) : code_of(term, unit.first);
+          decoded = kHasLevels ? level_of(code, unit.first, unit.second) : decoded_of(term, unit.first);
+        }
+        word |= code << (kKind == kOneBit ? q : 2 * q);
+        left[j][q] = is_finite ? __float_as_uint((term - decoded) * to_residual) : carried[j][q];
+      }
+      if (own.n[j] < 4) word &= (1u << (own.n[j] * (32 >> word_shift(kKind)))) - 1;
+      word <<= Own::shift();
+      GW_UNROLLED for (u32 lanes = 1; lanes < Own::kThreads; lanes *= 2)
+        word |= __shfl_xor_sync(kWholeWarp, word, lanes);
+      if (is_finite && Own::shift() == 0 && own.at(from, j) < n_words) words[own.at(from, j)] = word;
+    }
+    if (left_out != nullptr) own.store(left_out, kFloat32, left);
   }
 }
 
+// By a block that has written its piece, or none: the piece's checksum; by the last one, the message's.
+__device__ inline void seal(const Quantise& p, u64 head_bytes, u64 payload) {
+  QuantisedShared& shared = shared_as<QuantisedShared>();
+  const Piece own = piece_of(head_bytes, payload);
+  fill_checksum_table(shared.checksum);
+  if (own.n_bytes != 0) {
+    const u32 sum = checksum_of_piece(p.message + kHeaderBytes + own.begin, own.n_bytes, shared.checksum);
+    if (threadIdx.x == 0) p.pieces[blockIdx.x] = sum;
+  }
+  if (!is_last_of(gridDim.x, p.turns, shared.is_last)) return;
+  const u32 sum = checksum_of_message(p.message, kSealedBytes / 4, head_bytes, payload - head_bytes, p.pieces,
+                                      shared.checksum);
+  if (threadIdx.x == 0) store32(p.message + kSealedBytes, sum);
+}
+
+// Words of a piece of codes: fields_of(number of the word, among all).
+template <class FieldsOf>
+__device__ __forceinline__ u64 place_units(const Piece& own, Unit* units, FieldsOf fields_of) {
+  const u64 base = fields_of(own.first_code / 4).value;
+  for (u32 i = threadIdx.x; i < own.n_bytes / 4; i += blockDim.x) {
+    const Fields fields = fields_of(own.first_code / 4 + i);
+    units[i] = {0, static_cast<u32>(fields.value - base) | fields.n << 16, fields.first, fields.second};
+  }
+  __syncthreads();
+  return base;
+}
+
 // Those of a message with one scale, or two, for all of its values.
-__device__ __forceinline__ Fields plain_fields(u64 n, u64 value, float first, float second) {
-  return {value, value < n ? static_cast<u32>(smaller(4, n - value)) : 0, first, second};
+__device__ __forceinline__ Fields plain_fields(u64 n, u32 kind, u64 word, float first, float second) {
+  const u64 value = word << word_shift(kind);
+  return {value, value < n ? static_cast<u32>(smaller(1u << word_shift(kind), n - value)) : 0, first, second};
+}
+
+// work(words of the kind, and with which levels)
+#define GW_BY_KIND(kind, per_group, work, ...) \
+  if (kind == kOneBit)                         \
+    work<kOneBit, false>(__VA_ARGS__);         \
+  else if (per_group == 2)                     \
+    work<kTwoBit, true>(__VA_ARGS__);          \
+  else                                         \
+    work<kTwoBit, false>(__VA_ARGS__)
+
+template <class FieldsOf>
+__device__ __forceinline__ void pack_piece(const Quantise& p, u64 head_bytes, u64 n_words, u32 per_group,
+                                           FieldsOf fields_of) {
+  const bool is_finite = p.message[6] == 0;
+  const u64 payload = head_bytes + 4 * n_words;
+  const Piece own = piece_of(head_bytes, payload);
+  if (own.has_codes && own.n_bytes != 0) {
+    Unit* const units = shared_as<QuantisedShared>().units;
+    const u64 base = place_units(own, units, fields_of);
+    u32* const words = reinterpret_cast<u32*>(p.message + kHeaderBytes + own.begin);
+    GW_BY_KIND(p.kind, per_group, pack_units, p, is_finite, base, own.n_bytes / 4, units, words);
+  }
+  __syncthreads();
+  seal(p, is_finite ? head_bytes : 0, is_finite ? payload : 0);
 }
 
 GW_KERNEL_BY_DTYPE(gw_quantised_pack, Quantise, dtype) {
-  const float first = __uint_as_float(load32(p.message + 20)), second = __uint_as_float(load32(p.message + 24));
-  u32* const words = reinterpret_cast<u32*>(p.message + kHeaderBytes);
-  const auto fields_at = [&](u64 word, u32 number) {
-    return plain_fields(p.n, (word << word_shift(p.kind)) + number, first, second);
-  };
-  if (p.kind == kOneBit)
-    pack_words<kOneBit, false>(p, parts_of(p.n, 32), words, fields_at);
-  else
-    pack_words<kTwoBit, false>(p, parts_of(p.n, 16), words, fields_at);
+  const float first = __uint_as_float(word_of(p.message, 20)), second = __uint_as_float(word_of(p.message, 24));
+  const auto fields_of = [&](u64 word) { return plain_fields(p.n, p.kind, word, first, second); };
+  pack_piece(p, 0, payload_bytes(p.kind, p.n, p.block, p.levels) / 4, 1, fields_of);
 }
 
 // Fields of a byte, or of half a byte: of the eight values of a group that share a counter.
@@ -283,10 +449,14 @@ __device__ __forceinline__ u32 field_of(const u8* codes, bool are_nibbles, u64 i
 // QSGD: a thread draws once for the eight values that share a counter.
 GW_KERNEL_BY_DTYPE(gw_quantised_pack_levels, Quantise, dtype) {
   const bool is_finite = p.message[6] == 0, are_nibbles = p.levels <= 7;
-  const u32 sign = are_nibbles ? 8 : 128;
-  u8* const codes = p.message + kHeaderBytes + norm_bytes(p.kind, p.n, p.block);
+  const u32 sign = are_nibbles ? 8 : 128, group_bytes = are_nibbles ? kGroup / 2 : kGroup;
+  const u64 head_bytes = norm_bytes(p.kind, p.n, p.block), payload = payload_bytes(p.kind, p.n, p.block, p.levels);
+  u8* const codes = p.message + kHeaderBytes + head_bytes;
   const Power block(p.block);
-  for (u64 counter = thread_number(); counter < parts_of(p.n, kGroup) * kLanes; counter += thread_count()) {
+  const Piece piece = piece_of(head_bytes, payload);
+  const u64 first_counter = piece.first_code / group_bytes * kLanes;
+  const u32 n_counters = piece.has_codes ? piece.n_bytes / group_bytes * kLanes : 0;
+  for (u64 counter = first_counter + threadIdx.x; counter < first_counter + n_counters; counter += blockDim.x) {
     const u64 group = counter / kLanes, lane = counter % kLanes, first = group * kGroup + lane;
     Loaded<8> loaded;
     load(p, first, kLanes, p.n, loaded);
@@ -312,26 +482,8 @@ GW_KERNEL_BY_DTYPE(gw_quantised_pack_levels, Quantise, dtype) {
     }
     if (is_finite) put_fields(codes, are_nibbles, group, lane, own);
   }
-}
-
-// Of a payload that ends at `end`, the checksum of the piece of this block of threads.
-__device__ inline void sum_up_piece(const u8* message, u64 end, u32* pieces) {
-  ChecksumShared& shared = shared_as<ChecksumShared>();
-  const u64 begin = static_cast<u64>(blockIdx.x) * kPieceBytes;
-  if (begin >= end) return;
-  fill_checksum_table(shared);
-  const u32 sum = checksum_of_piece(message + kHeaderBytes + begin, smaller(kPieceBytes, end - begin), shared);
-  if (threadIdx.x == 0) pieces[blockIdx.x] = sum;
-}
-
-GW_KERNEL(gw_quantised_pieces, Quantise) { sum_up_piece(p.message, *p.n_bytes - kHeaderBytes, p.pieces); }
-
-// One block.
-GW_KERNEL(gw_quantised_seal, Quantise) {
-  ChecksumShared& shared = shared_as<ChecksumShared>();
-  fill_checksum_table(shared);
-  const u32 sum = checksum_of_message(p.message, kSealedBytes, *p.n_bytes - kHeaderBytes, p.pieces, shared);
-  if (threadIdx.x == 0) store32(p.message + kSealedBytes, sum);
+  __syncthreads();
+  seal(p, is_finite ? head_bytes : 0, is_finite ? payload : 0);
 }
 
 struct Dequantise {
@@ -339,87 +491,121 @@ struct Dequantise {
   void* out;          // (n,) of `dtype`
   u32* pieces;
   u32* error;  // 0, or 7 less the first of Wrong
+  u32* turns;  // as of an encoder
   u64 n, payload;
   float divisor;
   u32 kind, dtype, adds, levels, block;
 };
 
-GW_KERNEL(gw_quantised_read_pieces, Dequantise) { sum_up_piece(p.message, p.payload, p.pieces); }
+__device__ __forceinline__ bool says_finite(const Dequantise& p) { return !(p.message[6] & 1); }
 
-// By one block: what both formats say. Returns whether the message is finite.
-__device__ inline bool check_message(const Dequantise& p, u32 version, u32 third, u32 fourth) {
-  ChecksumShared& shared = shared_as<ChecksumShared>();
-  fill_checksum_table(shared);
-  const u8* const at = p.message;
-  const bool is_finite = !(at[6] & 1);
-  const u32 sum = checksum_of_message(at, kSealedBytes, is_finite ? p.payload : 0, p.pieces, shared);
-  if (threadIdx.x != 0) return is_finite;
-  if (load32(at) != kMagic) report(p.error, kHeader);
-  if (at[4] != version) report(p.error, kVersion);
-  if (load64(at + 8) != p.n) report(p.error, kElements);
-  if (load32(at + kSealedBytes) != sum) report(p.error, kChecksum);
-  if (at[5] != p.kind || at[6] > 1 || at[7] != third || load32(at + 16) != fourth) report(p.error, kField);
-  return is_finite;
+// By a block that has read its piece, or none: its checksum; by the last one, what the format says, and whether others found
+// a fault (more(), by all threads). Values become NaN where a message is not whole, so that nobody goes on with less.
+template <class More>
+__device__ __forceinline__ void check(const Dequantise& p, u32 version, u32 third, u32 fourth, u64 head_bytes, More more) {
+  QuantisedShared& shared = shared_as<QuantisedShared>();
+  const bool is_finite = says_finite(p);
+  const u64 payload = is_finite ? p.payload : 0;
+  if (!is_finite) head_bytes = 0;
+  const Piece own = piece_of(head_bytes, payload);
+  fill_checksum_table(shared.checksum);
+  if (own.n_bytes != 0) {
+    const u32 sum = checksum_of_piece(p.message + kHeaderBytes + own.begin, own.n_bytes, shared.checksum);
+    if (threadIdx.x == 0) p.pieces[blockIdx.x] = sum;
+  }
+  if (!is_last_of(gridDim.x, p.turns, shared.is_last)) return;
+  more();
+  const u32 sum = checksum_of_message(p.message, kSealedBytes / 4, head_bytes, payload - head_bytes, p.pieces,
+                                      shared.checksum);
+  if (threadIdx.x == 0) {
+    u32 words[8];
+    GW_UNROLLED for (u32 q = 0; q < 8; ++q) words[q] = word_of(p.message, 4 * q);
+    if (words[0] != kMagic) report(p.error, kHeader);
+    if ((words[1] & 0xFF) != version) report(p.error, kVersion);
+    if ((words[2] | static_cast<u64>(words[3]) << 32) != p.n) report(p.error, kElements);
+    if (words[7] != sum) report(p.error, kChecksum);
+    if ((words[1] >> 8 & ~0x100u) != (p.kind | third << 16) || words[4] != fourth) report(p.error, kField);
+    shared.is_last = atomicMax(p.error, 0u) > error_word(kCode);
+  }
+  __syncthreads();
+  for (u64 i = threadIdx.x; shared.is_last && i < p.n; i += blockDim.x)
+    put_value(p.out, p.dtype, i, __uint_as_float(kNan));
 }
 
-GW_KERNEL(gw_quantised_check, Dequantise) {
-  check_message(p, kFormatVersion, p.levels, p.block);
-  if (threadIdx.x == 0 && (load32(p.message + 20) >= kInfinity || load32(p.message + 24) >= kInfinity))
+// By all threads of the last block: what the header of one without groups says of its scales.
+__device__ __forceinline__ void check_scales(const Dequantise& p) {
+  if (threadIdx.x == 0 && (word_of(p.message, 20) >= kInfinity || word_of(p.message, 24) >= kInfinity))
     report(p.error, kField);
 }
 
-// What a code of one or two bits stands for; NaN where no encoder writes it, which is reported.
+// Which of a word's n codes of three levels are 3, which no encoder writes: their lower bits.
+__device__ __forceinline__ u32 wrong_codes(u32 word, u32 n) { return word & word >> 1 & 0x55555555u & (n < 16 ? (1u << 2 * n) - 1 : ~0u); }
+
+// What a unit's code of one or two bits stands for, divided. Of three levels `second` is zero.
 template <u32 kKind, bool kHasLevels>
-__device__ __forceinline__ float value_of(const Dequantise& p, u32 word, u32 i, float first, float second) {
-  if (kKind == kOneBit) return word >> i & 1 ? -second : first;
-  const u32 code = word >> 2 * i & 3;
-  if (kHasLevels) return level_of(code, first, second);
-  if (code == 3) report(p.error, kCode);
-  return code == 3 ? __uint_as_float(kNan) : code == 1 ? first : code == 2 ? -first : 0.0f;
+__device__ __forceinline__ float value_of(const Unit& unit, u32 code) {
+  if (kKind == kOneBit) return code & 1 ? -unit.second : unit.first;
+  if (kHasLevels) return level_of(code, unit.first, unit.second);
+  const float positive = code & 1 ? unit.first : unit.second;
+  return code & 2 ? code & 1 ? __uint_as_float(kNan) : -unit.first : positive;
 }
 
-// Values, or their sum with what is there; NaN where a message is not whole, so that nobody goes on with less.
-template <u32 kKind, bool kHasLevels, class FieldsAt>
-__device__ __forceinline__ void unpack_words(const Dequantise& p, u64 n_words, const u32* words, FieldsAt fields_at) {
-  constexpr u32 kThreads = (1u << word_shift(kKind)) / 4;                     // a word
-  const bool is_finite = *p.error <= error_word(kCode) && p.message[6] == 0;  // more was written by an earlier kernel
-  for (u64 four = thread_number(); four < n_words * kThreads; four += thread_count()) {
-    const u32 place = 4 * static_cast<u32>(four % kThreads);
-    const Fields own = fields_at(four / kThreads, place);
-    if (own.n == 0) continue;
-    const bool is_right = __float_as_uint(own.first) < kInfinity && __float_as_uint(own.second) < kInfinity;
-    if (is_finite && !is_right) report(p.error, kCode);
-    const u32 word = is_finite ? words[four / kThreads] >> place * (32 >> word_shift(kKind)) : 0;
-    u32 there[4]{}, bits[4];
-    if (p.adds) load_four(p.out, kFloat32, own.value, own.n, there);
-    GW_UNROLLED for (u32 q = 0; q < 4; ++q) {
-      float value = __uint_as_float(kNan);
-      if (is_finite && is_right && q < own.n) value = value_of<kKind, kHasLevels>(p, word, q, own.first, own.second);
-      value = divided(value, p.divisor);
-      bits[q] = bits_of_value(p.dtype, p.adds ? added(__uint_as_float(there[q]), value) : value);
+template <u32 kKind, bool kHasLevels>
+__device__ __forceinline__ void unpack_units(const Dequantise& p, u64 base, u32 n_words, const Unit* units) {
+  using Own = Fours<kKind>;
+  void* const out = const_cast<void*>(from_value(p.out, p.dtype, base));
+  for (u32 from = 0; from < n_words; from += Own::kEach) {
+    const Own own(units, from, n_words, is_aligned(out, p.dtype));
+    u32 bits[Own::kBatch][4];
+    if (p.adds) own.load(out, kFloat32, bits);
+    GW_UNROLLED for (u32 j = 0; j < Own::kBatch; ++j) {
+      const u32 word = own.units[j].word >> Own::shift();
+      GW_UNROLLED for (u32 q = 0; q < 4; ++q) {
+        const float value = value_of<kKind, kHasLevels>(own.units[j], word >> (kKind == kOneBit ? q : 2 * q));
+        bits[j][q] = bits_of_value(p.dtype, p.adds ? added(__uint_as_float(bits[j][q]), value) : value);
+      }
     }
-    store_four(p.out, p.dtype, own.value, own.n, bits);
+    own.store(out, p.dtype, bits);
   }
 }
 
+template <class FieldsOf>
+__device__ __forceinline__ void unpack_piece(const Dequantise& p, u64 head_bytes, u32 per_group, FieldsOf fields_of) {
+  const Piece own = piece_of(head_bytes, p.payload);
+  if (!own.has_codes || own.n_bytes == 0) return;
+  Unit* const units = shared_as<QuantisedShared>().units;
+  const bool is_finite = p.message[6] == 0, has_second = p.kind == kOneBit || per_group == 2;
+  const u32* const words = reinterpret_cast<const u32*>(p.message + kHeaderBytes + own.begin);
+  const u64 base = place_units(own, units, fields_of);
+  for (u32 i = threadIdx.x; i < own.n_bytes / 4; i += blockDim.x) {  // each its own
+    Unit& unit = units[i];
+    const bool is_right = __float_as_uint(unit.first) < kInfinity && __float_as_uint(unit.second) < kInfinity;
+    const float nan = __uint_as_float(kNan);
+    unit.word = is_finite && is_right ? words[i] : 0;
+    if (is_finite && (!is_right || (!has_second && wrong_codes(unit.word, unit.place >> 16)))) report(p.error, kCode);
+    unit.first = is_finite && is_right ? divided(unit.first, p.divisor) : nan;
+    unit.second = !is_finite || !is_right ? nan : has_second ? divided(unit.second, p.divisor) : 0;
+  }
+  __syncthreads();
+  GW_BY_KIND(p.kind, per_group, unpack_units, p, base, own.n_bytes / 4, units);
+}
+
 GW_KERNEL_BY_DTYPE(gw_quantised_unpack, Dequantise, dtype) {
-  const float first = __uint_as_float(load32(p.message + 20)), second = __uint_as_float(load32(p.message + 24));
-  const u32* const words = reinterpret_cast<const u32*>(p.message + kHeaderBytes);
-  const auto fields_at = [&](u64 word, u32 number) {
-    return plain_fields(p.n, (word << word_shift(p.kind)) + number, first, second);
-  };
-  if (p.kind == kOneBit)
-    unpack_words<kOneBit, false>(p, parts_of(p.n, 32), words, fields_at);
-  else
-    unpack_words<kTwoBit, false>(p, parts_of(p.n, 16), words, fields_at);
+  const float first = __uint_as_float(word_of(p.message, 20)), second = __uint_as_float(word_of(p.message, 24));
+  unpack_piece(p, 0, 1, [&](u64 word) { return plain_fields(p.n, p.kind, word, first, second); });
+  check(p, kFormatVersion, p.levels, p.block, 0, [&] { check_scales(p); });
 }
 
 GW_KERNEL_BY_DTYPE(gw_quantised_unpack_levels, Dequantise, dtype) {
-  const bool is_finite = *p.error <= error_word(kCode) && p.message[6] == 0, are_nibbles = p.levels <= 7;
+  const bool is_finite = p.message[6] == 0, are_nibbles = p.levels <= 7;
+  const u64 head_bytes = norm_bytes(p.kind, p.n, p.block);
   const u32* const norms = reinterpret_cast<const u32*>(p.message + kHeaderBytes);
-  const u8* const codes = p.message + kHeaderBytes + norm_bytes(p.kind, p.n, p.block);
+  const u8* const codes = p.message + kHeaderBytes + head_bytes;
   const Power block(p.block);
-  for (u64 i = thread_number(); i < p.n; i += thread_count()) {
+  const Piece own = piece_of(head_bytes, p.payload);
+  const u64 first = are_nibbles ? 2 * own.first_code : own.first_code;
+  const u64 n = !own.has_codes ? 0 : are_nibbles ? 2 * own.n_bytes : own.n_bytes;
+  for (u64 i = first + threadIdx.x; i < smaller(first + n, p.n); i += blockDim.x) {
     float value = __uint_as_float(kNan);
     if (is_finite) {
       const u32 code = field_of(codes, are_nibbles, i), mask = are_nibbles ? 7 : 127, norm = norms[block.parts(i)];
@@ -432,6 +618,7 @@ GW_KERNEL_BY_DTYPE(gw_quantised_unpack_levels, Dequantise, dtype) {
     }
     put_value(p.out, p.dtype, i, p.adds ? added(static_cast<const float*>(p.out)[i], value) : value);
   }
+  check(p, kFormatVersion, p.levels, p.block, head_bytes, [&] { check_scales(p); });
 }
 
 // ---- scales by group
@@ -440,12 +627,12 @@ inline constexpr double kInnerLevel = 0.5675, kOuterLevel = 1.8930;  // native/q
 inline constexpr u32 kGroupedVersion = 2, kCutBytes = 4, kScaleBytes = 2, kUpperInfinity = kInfinity >> 16;
 
 // Values of one tensor, which begin with a group and with a word of their own.
-struct Piece {
+struct Cut {
   u64 begin, first_group, first_word;
 };
 
 struct Grouping {
-  const Piece* pieces;  // n_pieces, and one where all of them end
+  const Cut* pieces;  // n_pieces, and one where all of them end
   u64 n_pieces;
   u32 values, per_group;  // values to a group; scales of it
 };
@@ -460,7 +647,7 @@ struct DequantiseGroups {
   Grouping by;
 };
 
-__device__ __forceinline__ const Piece& end_of(const Grouping& by) { return by.pieces[by.n_pieces]; }
+__device__ __forceinline__ const Cut& end_of(const Grouping& by) { return by.pieces[by.n_pieces]; }
 __device__ __forceinline__ u64 cuts_of(const Grouping& by) { return by.n_pieces > 0 ? by.n_pieces - 1 : 0; }
 __device__ __forceinline__ u64 scales_at(const Grouping& by) { return kHeaderBytes + kCutBytes * (1 + cuts_of(by)); }
 __device__ __forceinline__ u64 codes_at(const Grouping& by) {
@@ -475,46 +662,25 @@ __device__ __forceinline__ u16 upper_half(double value) {
 __device__ __forceinline__ double exact_mean(double sum, u64 count) {
   return count == 0 ? 0.0 : sum / static_cast<double>(count);
 }
-// From field `number` of code word `word` on.
-__device__ __forceinline__ Fields fields_of(const Grouping& by, const u8* message, u32 kind, u64 word, u32 number) {
-  if (word >= end_of(by).first_word) return {0, 0, 0, 0};
-  const u64 index = last_up_to(by.pieces, by.n_pieces, &Piece::first_word, word), end = by.pieces[index + 1].begin;
-  const Piece piece = by.pieces[index];
-  const u64 offset = ((word - piece.first_word) << word_shift(kind)) + number, value = piece.begin + offset;
+__device__ __forceinline__ Fields fields_of(const Grouping& by, const u8* message, u32 kind, u64 word) {
+  const u64 index = last_up_to(by.pieces, by.n_pieces, &Cut::first_word, word), end = by.pieces[index + 1].begin;
+  const Cut piece = by.pieces[index];
+  const u64 offset = (word - piece.first_word) << word_shift(kind), value = piece.begin + offset;
   const u64 group = piece.first_group + Power(by.values).parts(offset);
-  if (value >= end) return {0, 0, 0, 0};
   const u16* const scales = reinterpret_cast<const u16*>(message + scales_at(by)) + group * by.per_group;
-  return {value, static_cast<u32>(smaller(4, end - value)), widened(scales[0]), widened(scales[by.per_group - 1])};
+  const u32 n = static_cast<u32>(smaller(1u << word_shift(kind), end - value));
+  return {value, n, widened(scales[0]), widened(scales[by.per_group - 1])};
 }
 
-// work(words of the kind, and with which levels)
-#define GW_BY_KIND(kind, per_group, work, ...) \
-  if (kind == kOneBit)                         \
-    work<kOneBit, false>(__VA_ARGS__);         \
-  else if (per_group == 2)                     \
-    work<kTwoBit, true>(__VA_ARGS__);          \
-  else                                         \
-    work<kTwoBit, false>(__VA_ARGS__)
-
-// Eight threads a group.
-GW_KERNEL_BY_DTYPE(gw_grouped_measure, QuantiseGroups, base.dtype) {
-  const u64 group = thread_number() / kLanes;
-  u64 begin = 0, end = 0;
-  if (group < end_of(p.by).first_group) {
-    const u64 number = last_up_to(p.by.pieces, p.by.n_pieces, &Piece::first_group, group);
-    begin = p.by.pieces[number].begin + (group - p.by.pieces[number].first_group) * p.by.values;
-    end = smaller(begin + p.by.values, p.by.pieces[number + 1].begin);
-  }
-  const Sums sums = sums_of<8>(p.base, begin, end);
-  if (threadIdx.x % kLanes != 0 || begin == end) return;
-  if (sums.largest >= kInfinity) atomicOr(p.base.is_nonfinite, 1u);
+__device__ __forceinline__ void put_scales(const QuantiseGroups& p, u64 group, const Sums& sums, u64 count) {
+  if (sums.largest >= kInfinity) atomicOr(p.base.turns + 1, 1u);
   u16* const scales = reinterpret_cast<u16*>(p.base.message + scales_at(p.by)) + group * p.by.per_group;
-  const double magnitude = exact_mean(sums.positive + sums.negative, end - begin);
+  const double magnitude = exact_mean(sums.positive + sums.negative, count);
   if (p.by.per_group == 1) {
     const double factor = p.base.kind == kTwoBit ? static_cast<double>(p.base.parameter) : 1.0;
     scales[0] = upper_half(factor * magnitude);
   } else if (p.base.kind == kOneBit) {
-    scales[0] = upper_half(exact_mean(sums.positive, end - begin - sums.n_negative));
+    scales[0] = upper_half(exact_mean(sums.positive, count - sums.n_negative));
     scales[1] = upper_half(exact_mean(sums.negative, sums.n_negative));
   } else {
     scales[0] = upper_half(kInnerLevel * magnitude);
@@ -522,44 +688,51 @@ GW_KERNEL_BY_DTYPE(gw_grouped_measure, QuantiseGroups, base.dtype) {
   }
 }
 
-// One block: all but scales, codes and checksum.
-GW_KERNEL(gw_grouped_head, QuantiseGroups) {
+// By the last block: all but scales, codes and checksum.
+__device__ __forceinline__ void write_head(const QuantiseGroups& p) {
   u8* const message = p.base.message;
   const u64 n_groups = end_of(p.by).first_group;
   for (u64 i = threadIdx.x; i < cuts_of(p.by); i += blockDim.x)
     store32(message + kHeaderBytes + kCutBytes * (1 + i), static_cast<u32>(p.by.pieces[i + 1].begin));
   if (threadIdx.x != 0) return;
-  const bool is_finite = *p.base.is_nonfinite == 0;
+  const bool is_finite = all_finite(p.base);
   write_header(p.base, kGroupedVersion, is_finite, p.by.per_group, p.by.values);
   store32(message + kHeaderBytes, static_cast<u32>(cuts_of(p.by)));
   for (u64 at = scales_at(p.by) + n_groups * p.by.per_group * kScaleBytes; at < codes_at(p.by); ++at) message[at] = 0;
   *p.base.n_bytes = is_finite ? codes_at(p.by) + 4 * end_of(p.by).first_word : kHeaderBytes;
 }
 
-GW_KERNEL_BY_DTYPE(gw_grouped_pack, QuantiseGroups, base.dtype) {
-  const auto fields_at = [&](u64 word, u32 number) {
-    return fields_of(p.by, p.base.message, p.base.kind, word, number);
-  };
-  u32* const words = reinterpret_cast<u32*>(p.base.message + codes_at(p.by));
-  GW_BY_KIND(p.base.kind, p.by.per_group, pack_words, p.base, end_of(p.by).first_word, words, fields_at);
+// Eight threads a group.
+GW_KERNEL_BY_DTYPE(gw_grouped_measure, QuantiseGroups, base.dtype) {
+  const u64 group = thread_number() / kLanes;
+  u64 begin = 0, end = 0;
+  if (group < end_of(p.by).first_group) {
+    const u64 number = last_up_to(p.by.pieces, p.by.n_pieces, &Cut::first_group, group);
+    begin = p.by.pieces[number].begin + (group - p.by.pieces[number].first_group) * p.by.values;
+    end = smaller(begin + p.by.values, p.by.pieces[number + 1].begin);
+  }
+  const Sums sums = sums_of<8>(p.base, begin, end);
+  if (threadIdx.x % kLanes == 0 && begin != end) put_scales(p, group, sums, end - begin);
+  if (is_last_of(gridDim.x, p.base.turns, shared_as<MeasureShared>().is_last)) write_head(p);
 }
 
-// One block.
-GW_KERNEL(gw_grouped_check, DequantiseGroups) {
-  const u8* const at = p.base.message;
-  const bool is_finite = check_message(p.base, kGroupedVersion, p.by.per_group, p.by.values);
-  for (u64 i = threadIdx.x; is_finite && i < cuts_of(p.by); i += blockDim.x)
-    if (load32(at + kHeaderBytes + kCutBytes * (1 + i)) != p.by.pieces[i + 1].begin) report(p.base.error, kField);
-  if (threadIdx.x == 0 && (load64(at + 20) != 0 || (is_finite && load32(at + kHeaderBytes) != cuts_of(p.by))))
-    report(p.base.error, kField);
+GW_KERNEL_BY_DTYPE(gw_grouped_pack, QuantiseGroups, base.dtype) {
+  const u8* const message = p.base.message;
+  const auto fields_at = [&](u64 word) { return fields_of(p.by, message, p.base.kind, word); };
+  pack_piece(p.base, codes_at(p.by) - kHeaderBytes, end_of(p.by).first_word, p.by.per_group, fields_at);
 }
 
 GW_KERNEL_BY_DTYPE(gw_grouped_unpack, DequantiseGroups, base.dtype) {
-  const auto fields_at = [&](u64 word, u32 number) {
-    return fields_of(p.by, p.base.message, p.base.kind, word, number);
-  };
-  const u32* const words = reinterpret_cast<const u32*>(p.base.message + codes_at(p.by));
-  GW_BY_KIND(p.base.kind, p.by.per_group, unpack_words, p.base, end_of(p.by).first_word, words, fields_at);
+  const u8* const at = p.base.message;
+  const u64 head_bytes = codes_at(p.by) - kHeaderBytes;
+  unpack_piece(p.base, head_bytes, p.by.per_group, [&](u64 word) { return fields_of(p.by, at, p.base.kind, word); });
+  check(p.base, kGroupedVersion, p.by.per_group, p.by.values, head_bytes, [&] {
+    const bool is_finite = says_finite(p.base);
+    for (u64 i = threadIdx.x; is_finite && i < cuts_of(p.by); i += blockDim.x)
+      if (load32(at + kHeaderBytes + kCutBytes * (1 + i)) != p.by.pieces[i + 1].begin) report(p.base.error, kField);
+    if (threadIdx.x == 0 && (load64(at + 20) != 0 || (is_finite && load32(at + kHeaderBytes) != cuts_of(p.by))))
+      report(p.base.error, kField);
+  });
 }
 
 }  // namespace gradwire::gpu

@@ -88,8 +88,8 @@ __device__ inline u32 xor_over_block(u32 word, ChecksumShared& shared) {
   return all;
 }
 
-// Of any bytes; thread 0 has it. Threads take words in turn, the last one the last whole word, behind words of zeros; what
-// is left behind that is thread 0's.
+// Of any bytes; thread 0 has it. Threads take words in turn, the last one the last whole word, behind words of zeros;
+// what is left behind that is thread 0's.
 __device__ inline u32 checksum_of_piece(const u8* bytes, u64 n_bytes, ChecksumShared& shared) {
   constexpr u32 kBatch = 4;
   const u32 before = static_cast<u32>(reinterpret_cast<u64>(bytes) % 4);
@@ -113,7 +113,8 @@ __device__ inline u32 checksum_of_piece(const u8* bytes, u64 n_bytes, ChecksumSh
   return sum;
 }
 
-// With the complement that all begins with, and without the one at the end: of what comes behind bytes of this checksum.
+// With the complement that all begins with, and without the one at the end: of what comes behind bytes of this
+// checksum.
 __device__ inline u32 checksum_behind(u32 before, u32 own, u64 n_own) {
   return n_own == 0 ? before : own ^ product_of(before, shift_by(n_own));
 }
@@ -126,7 +127,8 @@ __device__ inline u32 checksum_of_both(const u8* first, u64 n_first, const u8* s
   return threadIdx.x == 0 ? ~checksum_behind(checksum_behind(~0u, a, n_first), b, n_second) : 0;
 }
 
-// What comes of n bytes' pieces, of kPieceBytes but for the last, with so many bytes behind; the XOR over a block's threads.
+// What comes of n bytes' pieces, of kPieceBytes but for the last, with so many bytes behind; the XOR over a block's
+// threads.
 __device__ inline u32 part_of_pieces(const u32* pieces, u64 n_bytes, u64 n_behind, const ChecksumShared& shared) {
   static_assert(kPieceBytes == 2 * 4 * kChecksumThreads);
   constexpr u32 kBatch = 4;

@@ -3,7 +3,8 @@
 //
 // Rules: one struct by value as a kernel's parameter; shared memory is one struct; warp operations by whole warps;
 // no block waits for another, but the one that is done last (`is_last_of`) has what the others wrote; no fused
-// multiply-add, so that floats are the CPU's; a decoder says what is wrong by `report`, and is bounded by what it knows.
+// multiply-add, so that floats are the CPU's; a decoder says what is wrong by `report`, and is bounded by what it
+// knows.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -72,8 +73,8 @@ __device__ __forceinline__ u32 largest_of_lanes(u32 own, u32 n = kWarp) {
   return own;
 }
 
-// Whether this block is the last one of n to come here; it then sees what the others wrote before. The counter is 0 for the
-// next launch again.
+// Whether this block is the last one of n to come here; it then sees what the others wrote before. The counter is 0 for
+// the next launch again.
 __device__ __forceinline__ bool is_last_of(u32 n_blocks, u32* counter, u32& shared_word) {
   __syncthreads();
   if (threadIdx.x == 0) {

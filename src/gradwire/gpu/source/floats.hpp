@@ -1,8 +1,8 @@
 // Truncated-float and embedded-float messages (docs/format.md) on a device: what both share, which is their header, the
 // checksums of header and chunks, and values as words. The bytes of native/truncated_float and native/embedded_float.
-// A message takes one launch (gradwire/codecs/floats.py), and several take one too. A block makes a chunk, and the last one
-// of a message its header; to read them a block looks at a header, or at a chunk and its values, and the last one makes all
-// values NaN where something was wrong.
+// A message takes one launch (gradwire/codecs/floats.py), and several take one too. A block makes a chunk, and the last
+// one of a message its header; to read them a block looks at a header, or at a chunk and its values, and the last one
+// makes all values NaN where something was wrong.
 #pragma once
 
 #include "checksum.hpp"
@@ -50,7 +50,9 @@ __device__ __forceinline__ bool is_exact(const Format& f) {
   return f.format == kNative && f.n_bits == kLayouts[f.dtype].width;
 }
 
-__device__ __forceinline__ u64 partitions_of(const Format& f, u64 n) { return Power(f.partition).parts(n + f.partition - 1); }
+__device__ __forceinline__ u64 partitions_of(const Format& f, u64 n) {
+  return Power(f.partition).parts(n + f.partition - 1);
+}
 __device__ __forceinline__ u64 chunks_of(const Format& f) { return parts_of(f.n, kChunkValues); }
 __device__ __forceinline__ u64 entry_bytes(const Format& f) { return f.kind == kTruncated ? 4 : 8; }
 __device__ __forceinline__ u64 table_end(const Format& f) { return kBytesOfHeader + entry_bytes(f) * chunks_of(f); }
@@ -98,7 +100,7 @@ __device__ __forceinline__ u32 raw_nan(u32 dtype) { return dtype == kFloat16 ? 0
 struct Row {
   u64 first, at;  // its values, and its bytes, from those of the first message
   u64 n, number;  // of its values; what it draws by is that much after the first step
-  u64 scale;  // its first one among those of all messages
+  u64 scale;      // its first one among those of all messages
 };
 
 struct Written {
@@ -117,9 +119,9 @@ __device__ __forceinline__ void put_raw(const Written& to, u32 dtype, u64 i, u32
 // Eight values, so far apart; all of them are there.
 template <u32 kStride>
 __device__ __forceinline__ void load_eight(const void* values, u32 dtype, u64 first, u32 (&bits)[8]) {
-  GW_UNROLLED for (u32 q = 0; q < 8; ++q)
-    bits[q] = dtype == kFloat32 ? (static_cast<const u32*>(values) + first)[q * kStride]
-                                : (static_cast<const u16*>(values) + first)[q * kStride];
+  GW_UNROLLED for (u32 q = 0; q < 8; ++q) bits[q] = dtype == kFloat32
+                                                        ? (static_cast<const u32*>(values) + first)[q * kStride]
+                                                        : (static_cast<const u16*>(values) + first)[q * kStride];
 }
 template <u32 kStride>
 __device__ __forceinline__ void put_eight(const Written& to, u32 dtype, u64 first, const u32 (&words)[8],
@@ -168,8 +170,8 @@ __device__ __forceinline__ FloatEncode own_of(const FloatEncode& all) {
   return p;
 }
 // A kernel whose body sees its own message's parameters, and which dtype it is of.
-#define GW_KERNEL_OF_ROWS(name, Parameters)                                  \
-  __device__ __forceinline__ void name##_own(const Parameters& p);           \
+#define GW_KERNEL_OF_ROWS(name, Parameters)                                     \
+  __device__ __forceinline__ void name##_own(const Parameters& p);              \
   GW_KERNEL_BY_DTYPE(name, Parameters, format.dtype) { name##_own(own_of(p)); } \
   __device__ __forceinline__ void name##_own(const Parameters& p)
 
@@ -205,12 +207,12 @@ template <class Parameters>
 __device__ __forceinline__ Chunk chunk_of(const Parameters& p, u64 index) {
   const u64 n = values_in(p.format, index);
   u8* const at = const_cast<u8*>(p.message) + chunk_at(p.format, index);
-  return {index, index * kChunkValues, static_cast<u32>(n), static_cast<u32>(partitions_of(p.format, n)), at,
-          at + head_bytes(p.format, n)};
+  return {index, index * kChunkValues,        static_cast<u32>(n), static_cast<u32>(partitions_of(p.format, n)),
+          at,    at + head_bytes(p.format, n)};
 }
 
-// By the block that has written a chunk, or none: its entry of the table; by the message's last one, the header. `found`:
-// this thread has seen what is not finite.
+// By the block that has written a chunk, or none: its entry of the table; by the message's last one, the header.
+// `found`: this thread has seen what is not finite.
 __device__ inline void seal(const FloatEncode& p, u64 chunk, bool found) {
   FloatShared& shared = shared_as<FloatShared>();
   const Format& f = p.format;
@@ -364,8 +366,8 @@ __device__ inline u32 rounded(u32 word, const Layout& layout, u32 mantissa_bits,
   return least(base + ((significand + addend) >> shift), layout.largest >> (layout.mantissa_bits - mantissa_bits));
 }
 
-// The same to nearest, where no bits of the exponent are cut: below the smallest normal number the sum of two floats rounds
-// at the last bit that the layout has.
+// The same to nearest, where no bits of the exponent are cut: below the smallest normal number the sum of two floats
+// rounds at the last bit that the layout has.
 __device__ __forceinline__ u32 rounded_to_nearest(u32 word, const Layout& layout, u32 mantissa_bits) {
   const u32 cut = 23 - mantissa_bits, magnitude = word & kMagnitude, least_normal = (128 - layout.bias) << 23;
   const u32 unit = least_normal + (cut << 23), above = magnitude - least_normal + (1u << 23);
@@ -387,8 +389,8 @@ __device__ inline u32 rounded_exponent(u32 word, const Layout& layout, u32 n_bit
   return least(code + (fraction_of(number) * (up - down) < x - down), layout.largest >> (layout.width - n_bits));
 }
 
-// How a value becomes a code: its first bits; rounded among numbers of its own dtype; or of a format, to which it is scaled:
-// cut off, to numbers that have fewer bits of exponent, or to nearest and by chance.
+// How a value becomes a code: its first bits; rounded among numbers of its own dtype; or of a format, to which it is
+// scaled: cut off, to numbers that have fewer bits of exponent, or to nearest and by chance.
 enum Way : u32 { kFirstBits, kOwnDtype, kCutOff, kFewExponents, kOfFormat };
 
 struct Rules {
@@ -408,7 +410,8 @@ __device__ inline Rules rules_of(const FloatEncode& p) {
   return {layout, way, p.rounding == kStochastic};
 }
 
-// Of a value's bits, whose partition has that scale: as a word, which is 0 for what is not finite, and what divides by it.
+// Of a value's bits, whose partition has that scale: as a word, which is 0 for what is not finite, and what divides by
+// it.
 struct Scale {
   u32 word;
   float inverse;  // of powers of two, which FP4's are not
@@ -428,8 +431,7 @@ __device__ __forceinline__ u32 code_of(const Format& f, const Rules& rules, u32 
     const float normal = __uint_as_float((word & kInfinity) == 0 ? word & kSign : word);
     word = __float_as_uint(f.format == kFp4 ? quotient(normal, __uint_as_float(scale.word)) : normal * scale.inverse);
   }
-  if (kWay == kCutOff)
-    return rounded(word, layout, layout.mantissa_bits, false, 0) >> (layout.width - f.n_bits) | sign;
+  if (kWay == kCutOff) return rounded(word, layout, layout.mantissa_bits, false, 0) >> (layout.width - f.n_bits) | sign;
   if (kWay == kFewExponents) return rounded_exponent(word, layout, f.n_bits, rules.is_random ? number : kSign) | sign;
   const u32 mantissa_bits = f.n_bits - 1 - layout.exponent_bits;
   if (!rules.is_random) return rounded_to_nearest(word, layout, mantissa_bits) | sign;
@@ -504,11 +506,16 @@ __device__ inline u32 code_of(const FloatEncode& p, const Rules& rules, u64 i) {
   u32 number = 0;
   if (rules.is_random) number = number_of(draw(p.seed, p.step, i / 64 * 8 + i % 8), static_cast<u32>(i % 64 / 8));
   switch (rules.way) {
-    case kFirstBits: return code_of<kFirstBits>(f, rules, bits, scale, number);
-    case kOwnDtype: return code_of<kOwnDtype>(f, rules, bits, scale, number);
-    case kCutOff: return code_of<kCutOff>(f, rules, bits, scale, number);
-    case kFewExponents: return code_of<kFewExponents>(f, rules, bits, scale, number);
-    default: return code_of<kOfFormat>(f, rules, bits, scale, number);
+    case kFirstBits:
+      return code_of<kFirstBits>(f, rules, bits, scale, number);
+    case kOwnDtype:
+      return code_of<kOwnDtype>(f, rules, bits, scale, number);
+    case kCutOff:
+      return code_of<kCutOff>(f, rules, bits, scale, number);
+    case kFewExponents:
+      return code_of<kFewExponents>(f, rules, bits, scale, number);
+    default:
+      return code_of<kOfFormat>(f, rules, bits, scale, number);
   }
 }
 
@@ -525,8 +532,8 @@ __device__ __forceinline__ void pack_rest(const FloatEncode& p, const Rules& rul
   }
 }
 
-// The scales of a block's values, by eight threads that have a stream each; written by the first of those of a partition,
-// which is some 32s of them, or up to four blocks. Returns whether one is not finite.
+// The scales of a block's values, by eight threads that have a stream each; written by the first of those of a
+// partition, which is some 32s of them, or up to four blocks. Returns whether one is not finite.
 __device__ __forceinline__ bool choose_scales(const FloatEncode& p, const Chunk& own, u32 first) {
   const Format& f = p.format;
   const Power partition(f.partition);
@@ -540,8 +547,8 @@ __device__ __forceinline__ bool choose_scales(const FloatEncode& p, const Chunk&
     }
   }
   GW_UNROLLED for (u32 step = kStreams / 2; step > 0; step /= 2)  // into the first of those that share a scale
-    GW_UNROLLED for (u32 c = 0; c < kStreams; ++c)
-      if (32 * step < f.partition && !(c & step) && largest[c | step] > largest[c]) largest[c] = largest[c | step];
+      GW_UNROLLED for (u32 c = 0; c < kStreams; ++c) if (32 * step < f.partition && !(c & step) &&
+                                                         largest[c | step] > largest[c]) largest[c] = largest[c | step];
   const u32 n_lanes = f.partition > kBlockValues ? f.partition / kThreadValues : kStreams;
   bool found = false;
   GW_UNROLLED for (u32 c = 0; c < kStreams; ++c) {
@@ -581,11 +588,20 @@ __device__ __forceinline__ bool pack_chunk(const FloatEncode& p, const Chunk& ow
   for_blocks(own, [&](u32 first) { found |= choose_scales(p, own, first); });
   __syncthreads();
   switch (rules.way) {
-    case kFirstBits: pack_blocks<kFirstBits>(p, rules, own); break;
-    case kOwnDtype: pack_blocks<kOwnDtype>(p, rules, own); break;
-    case kCutOff: pack_blocks<kCutOff>(p, rules, own); break;
-    case kFewExponents: pack_blocks<kFewExponents>(p, rules, own); break;
-    default: pack_blocks<kOfFormat>(p, rules, own);
+    case kFirstBits:
+      pack_blocks<kFirstBits>(p, rules, own);
+      break;
+    case kOwnDtype:
+      pack_blocks<kOwnDtype>(p, rules, own);
+      break;
+    case kCutOff:
+      pack_blocks<kCutOff>(p, rules, own);
+      break;
+    case kFewExponents:
+      pack_blocks<kFewExponents>(p, rules, own);
+      break;
+    default:
+      pack_blocks<kOfFormat>(p, rules, own);
   }
   pack_rest(p, rules, own);
   return found;
@@ -660,7 +676,8 @@ GW_KERNEL_BY_DTYPE(gw_truncated_unpack, FloatDecode, format.dtype) {
       for (u32 byte = i * k / 8; 8 * byte < (i + 1) * k; ++byte)
         bits |= static_cast<u64>(rest[byte]) << 8 * (byte - i * k / 8);
       const u64 to = own.first + n_whole + i;
-      const u32 there = p.to.adds ? bits_at(p.to.out, f.dtype, to) : 0, code = static_cast<u32>(bits >> i * k % 8) & mask;
+      const u32 there = p.to.adds ? bits_at(p.to.out, f.dtype, to) : 0,
+                code = static_cast<u32>(bits >> i * k % 8) & mask;
       put_raw(p.to, f.dtype, to, word_of(f, layout, code, scale_of(p, own, n_whole + i)), there);
     }
   });
@@ -669,12 +686,13 @@ GW_KERNEL_BY_DTYPE(gw_truncated_unpack, FloatDecode, format.dtype) {
 // ---- embedded: a shared exponent a partition, sign and magnitude in bit planes. Messages with the first 2 to 31 bits,
 // which have no escapes.
 
-// A warp takes 256 values of a partition at once, a thread eight of them; or all of a smaller one. Four planes of theirs
-// are nibbles of a word a thread, which the transposition of a warp's words turns into words of planes, and back.
+// A warp takes 256 values of a partition at once, a thread eight of them; or all of a smaller one. Four planes of
+// theirs are nibbles of a word a thread, which the transposition of a warp's words turns into words of planes, and
+// back.
 inline constexpr u32 kGroups = 8;
 
-// Bit `lane` of word i becomes bit i of word `lane`; words of a warp's threads. What a thread keeps of its own in each of
-// five steps, and how far the other's word is turned for the rest.
+// Bit `lane` of word i becomes bit i of word `lane`; words of a warp's threads. What a thread keeps of its own in each
+// of five steps, and how far the other's word is turned for the rest.
 struct Transposition {
   u32 kept[5], turns[5];
 
@@ -698,7 +716,7 @@ struct Transposition {
 
 // Where the words of four planes lie: those of one thread each, after or before their transposition.
 struct PlaneWord {
-  u32 plane;  // counted from the sign
+  u32 plane;          // counted from the sign
   u32 byte, n_bytes;  // of the plane; 0 where there is none
 };
 __device__ __forceinline__ PlaneWord plane_word(const Format& f, u32 planes, u32 first, u32 n_values) {
@@ -841,8 +859,8 @@ __device__ __forceinline__ void unpack_slabs(const FloatDecode& p, u64 first, u3
       const u32 word = transposed.of(plane < f.n_bits ? *reinterpret_cast<const u32*>(place) : 0);
       GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) codes[g] |= (word << (28 - 4 * g) & 0xF0000000u) >> four;
     }
-    GW_UNROLLED for (u32 g = 0; g < kGroups; ++g)
-      codes[g] = narrowed_word(f.dtype, embedded_word(f.n_bits, 2, codes[g], exponent));
+    GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) codes[g] =
+        narrowed_word(f.dtype, embedded_word(f.n_bits, 2, codes[g], exponent));
     put_eight<kWarp>(p.to, f.dtype, i, codes, there);
   }
 }
@@ -873,7 +891,8 @@ __device__ __forceinline__ void unpack_partition(const FloatDecode& p, const Chu
       const u32 i = at + g * kWarp + lane;
       if (i >= n) continue;
       const bool is_number = exponent != kRawExponent;
-      const u32 word = is_number ? narrowed_word(f.dtype, embedded_word(f.n_bits, f.version, codes[g], exponent)) : raw_nan(f.dtype);
+      const u32 word =
+          is_number ? narrowed_word(f.dtype, embedded_word(f.n_bits, f.version, codes[g], exponent)) : raw_nan(f.dtype);
       put_raw(p.to, f.dtype, first + i, word, there[g]);
     }
   }

@@ -172,7 +172,7 @@ def measure_kernels(kernels: Kernels, n_elements: int = 1 << 24, n_calls: int = 
                 counts = torch.zeros(256, dtype=torch.int64, device=device)
                 codec.histogram(next(inputs), counts)
                 codec.use_table(HuffmanTable.from_histogram(counts.cpu()))
-            message = whole[: int(codec.encode(next(inputs), whole))]
+            message = whole[: int(codec.encode(next(inputs), whole))].clone()
             sizes[label] = n_bytes = message.numel()
 
             def encode(codec: Any = codec, is_quantiser: bool = is_quantiser, whole: Tensor = whole) -> None:

@@ -245,8 +245,8 @@ __device__ __forceinline__ Piece piece_of(u64 head_bytes, u64 payload) {
 
 inline constexpr u32 kPieceWords = kPieceBytes / 4;
 
-// A word of codes: where its values begin, from those of the piece's first word on, and how many there are, in the upper
-// half; what they decode to, or are encoded by.
+// A word of codes; where its values begin, from those of the piece's first word on, and in the upper half how many they are;
+// what they decode to, or are encoded by.
 struct alignas(16) Unit {
   u32 word, place;
   float first, second;
@@ -257,7 +257,7 @@ struct QuantisedShared {
   Unit units[kPieceWords];
 };
 
-// Of a whole word, the same; and what follows from its scales alone.
+// The same among all values, with the scales as they are sent.
 struct Fields {
   u64 value;
   u32 n;
@@ -539,7 +539,9 @@ __device__ __forceinline__ void check_scales(const Dequantise& p) {
 }
 
 // Which of a word's n codes of three levels are 3, which no encoder writes: their lower bits.
-__device__ __forceinline__ u32 wrong_codes(u32 word, u32 n) { return word & word >> 1 & 0x55555555u & (n < 16 ? (1u << 2 * n) - 1 : ~0u); }
+__device__ __forceinline__ u32 wrong_codes(u32 word, u32 n) {
+  return word & word >> 1 & 0x55555555u & (n < 16 ? (1u << 2 * n) - 1 : ~0u);
+}
 
 // What a unit's code of one or two bits stands for, divided. Of three levels `second` is zero.
 template <u32 kKind, bool kHasLevels>

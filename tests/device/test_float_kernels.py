@@ -92,17 +92,17 @@ FAULTS = {
         "shared.warps[threadIdx.x / kWarp] = word;",
     ),
     "half of a warp is not asked for the largest": (
-        "floats.hpp",
+        "embedded.hpp",
         "largest = largest_of_lanes(largest) >> 23;",
         "largest = largest_of_lanes(largest, kWarp / 2) >> 23;",
     ),
     "streams draw each other's numbers": (
-        "floats.hpp",
+        "truncated.hpp",
         "value / 64 * 8 + value % 8);",
         "value / 64 * 8 + (value % 8 ^ 1));",
     ),
     "four planes are in another order": (
-        "floats.hpp",
+        "embedded.hpp",
         "plane = planes + 3 - lane % 4",
         "plane = planes + lane % 4",
     ),

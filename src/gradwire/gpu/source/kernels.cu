@@ -1,5 +1,5 @@
 // Every kernel: what NVRTC and nvcc compile.
-#include "floats.hpp"
+#include "embedded.hpp"
 #include "gcomp.hpp"
 #include "index.hpp"
 #include "low_rank.hpp"
@@ -8,3 +8,4 @@
 #include "signs.hpp"
 #include "ternary.hpp"
 #include "thc.hpp"
+#include "truncated.hpp"

@@ -1,17 +1,18 @@
-// Embedded floats on a device: a shared exponent a partition, sign and magnitude in bit planes. Messages with the first 2 to
-// 31 bits, which have no escapes.
+// Embedded floats on a device: a shared exponent a partition, sign and magnitude in bit planes. Messages with the first
+// 2 to 31 bits, which have no escapes.
 #pragma once
 
 #include "floats.hpp"
 
 namespace gradwire::gpu::floats {
 
-// A warp takes 256 values of a partition at once, a thread eight of them; or all of a smaller one. Four planes of theirs
-// are nibbles of a word a thread, which the transposition of a warp's words turns into words of planes, and back.
+// A warp takes 256 values of a partition at once, a thread eight of them; or all of a smaller one. Four planes of
+// theirs are nibbles of a word a thread, which the transposition of a warp's words turns into words of planes, and
+// back.
 inline constexpr u32 kGroups = 8;
 
-// Bit `lane` of word i becomes bit i of word `lane`; words of a warp's threads. What a thread keeps of its own in each of
-// five steps, and how far the other's word is turned for the rest.
+// Bit `lane` of word i becomes bit i of word `lane`; words of a warp's threads. What a thread keeps of its own in each
+// of five steps, and how far the other's word is turned for the rest.
 struct Transposition {
   u32 kept[5], turns[5];
 
@@ -35,7 +36,7 @@ struct Transposition {
 
 // Where the words of four planes lie: those of one thread each, after or before their transposition.
 struct PlaneWord {
-  u32 plane;  // counted from the sign
+  u32 plane;          // counted from the sign
   u32 byte, n_bytes;  // of the plane; 0 where there is none
 };
 __device__ __forceinline__ PlaneWord plane_word(const Format& f, u32 planes, u32 first, u32 n_values) {
@@ -178,8 +179,8 @@ __device__ __forceinline__ void unpack_slabs(const FloatDecode& p, u64 first, u3
       const u32 word = transposed.of(plane < f.n_bits ? *reinterpret_cast<const u32*>(place) : 0);
       GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) codes[g] |= (word << (28 - 4 * g) & 0xF0000000u) >> four;
     }
-    GW_UNROLLED for (u32 g = 0; g < kGroups; ++g)
-      codes[g] = narrowed_word(f.dtype, embedded_word(f.n_bits, 2, codes[g], exponent));
+    GW_UNROLLED for (u32 g = 0; g < kGroups; ++g) codes[g] =
+        narrowed_word(f.dtype, embedded_word(f.n_bits, 2, codes[g], exponent));
     put_eight<kWarp>(p.to, f.dtype, i, codes, there);
   }
 }
@@ -210,7 +211,8 @@ __device__ __forceinline__ void unpack_partition(const FloatDecode& p, const Chu
       const u32 i = at + g * kWarp + lane;
       if (i >= n) continue;
       const bool is_number = exponent != kRawExponent;
-      const u32 word = is_number ? narrowed_word(f.dtype, embedded_word(f.n_bits, f.version, codes[g], exponent)) : raw_nan(f.dtype);
+      const u32 word =
+          is_number ? narrowed_word(f.dtype, embedded_word(f.n_bits, f.version, codes[g], exponent)) : raw_nan(f.dtype);
       put_raw(p.to, f.dtype, first + i, word, there[g]);
     }
   }

@@ -1,8 +1,8 @@
 // Truncated-float and embedded-float messages (docs/format.md) on a device: what both share, which is their header, the
 // checksums of header and chunks, and values as words. The bytes of native/truncated_float and native/embedded_float.
-// A message takes one launch (gradwire/codecs/floats.py), and several take one too. A block makes a chunk, and the last one
-// of a message its header; to read them a block looks at a header, or at a chunk and its values, and the last one makes all
-// values NaN where something was wrong.
+// A message takes one launch (gradwire/codecs/floats.py), and several take one too. A block makes a chunk, and the last
+// one of a message its header; to read them a block looks at a header, or at a chunk and its values, and the last one
+// makes all values NaN where something was wrong.
 #pragma once
 
 #include "checksum.hpp"
@@ -52,7 +52,9 @@ __device__ __forceinline__ bool is_exact(const Format& f) {
   return f.format == kNative && f.n_bits == kLayouts[f.dtype].width;
 }
 
-__device__ __forceinline__ u64 partitions_of(const Format& f, u64 n) { return Power(f.partition).parts(n + f.partition - 1); }
+__device__ __forceinline__ u64 partitions_of(const Format& f, u64 n) {
+  return Power(f.partition).parts(n + f.partition - 1);
+}
 __device__ __forceinline__ u64 chunks_of(const Format& f) { return parts_of(f.n, kChunkValues); }
 __device__ __forceinline__ u64 entry_bytes(const Format& f) { return f.kind == kTruncated ? 4 : 8; }
 __device__ __forceinline__ u64 table_end(const Format& f) { return kBytesOfHeader + entry_bytes(f) * chunks_of(f); }
@@ -100,7 +102,7 @@ __device__ __forceinline__ u32 raw_nan(u32 dtype) { return dtype == kFloat16 ? 0
 struct Row {
   u64 first, at;  // its values, and its bytes, from those of the first message
   u64 n, number;  // of its values; what it draws by is that much after the first step
-  u64 scale;  // its first one among those of all messages
+  u64 scale;      // its first one among those of all messages
 };
 
 struct Written {
@@ -119,9 +121,9 @@ __device__ __forceinline__ void put_raw(const Written& to, u32 dtype, u64 i, u32
 // Eight values, so far apart; all of them are there.
 template <u32 kStride>
 __device__ __forceinline__ void load_eight(const void* values, u32 dtype, u64 first, u32 (&bits)[8]) {
-  GW_UNROLLED for (u32 q = 0; q < 8; ++q)
-    bits[q] = dtype == kFloat32 ? (static_cast<const u32*>(values) + first)[q * kStride]
-                                : (static_cast<const u16*>(values) + first)[q * kStride];
+  GW_UNROLLED for (u32 q = 0; q < 8; ++q) bits[q] = dtype == kFloat32
+                                                        ? (static_cast<const u32*>(values) + first)[q * kStride]
+                                                        : (static_cast<const u16*>(values) + first)[q * kStride];
 }
 template <u32 kStride>
 __device__ __forceinline__ void put_eight(const Written& to, u32 dtype, u64 first, const u32 (&words)[8],
@@ -170,8 +172,8 @@ __device__ __forceinline__ FloatEncode own_of(const FloatEncode& all) {
   return p;
 }
 // A kernel whose body sees its own message's parameters, and which dtype it is of.
-#define GW_KERNEL_OF_ROWS(name, Parameters)                                  \
-  __device__ __forceinline__ void name##_own(const Parameters& p);           \
+#define GW_KERNEL_OF_ROWS(name, Parameters)                                     \
+  __device__ __forceinline__ void name##_own(const Parameters& p);              \
   GW_KERNEL_BY_DTYPE(name, Parameters, format.dtype) { name##_own(own_of(p)); } \
   __device__ __forceinline__ void name##_own(const Parameters& p)
 
@@ -207,12 +209,12 @@ template <class Parameters>
 __device__ __forceinline__ Chunk chunk_of(const Parameters& p, u64 index) {
   const u64 n = values_in(p.format, index);
   u8* const at = const_cast<u8*>(p.message) + chunk_at(p.format, index);
-  return {index, index * kChunkValues, static_cast<u32>(n), static_cast<u32>(partitions_of(p.format, n)), at,
-          at + head_bytes(p.format, n)};
+  return {index, index * kChunkValues,        static_cast<u32>(n), static_cast<u32>(partitions_of(p.format, n)),
+          at,    at + head_bytes(p.format, n)};
 }
 
-// By the block that has written a chunk, or none: its entry of the table; by the message's last one, the header. `found`:
-// this thread has seen what is not finite.
+// By the block that has written a chunk, or none: its entry of the table; by the message's last one, the header.
+// `found`: this thread has seen what is not finite.
 __device__ inline void seal(const FloatEncode& p, u64 chunk, bool found) {
   FloatShared& shared = shared_as<FloatShared>();
   const Format& f = p.format;

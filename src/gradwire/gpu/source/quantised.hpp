@@ -1,8 +1,8 @@
 // One-bit, two-bit and QSGD messages (docs/format.md#quantised) on a device: the bytes of native/quantisers, with error
-// feedback. A message takes two launches (measure, pack), to read it one (unpack): a block takes the checksum of the piece
-// of the payload that it writes or reads, and the last block that is done makes or checks the header. Grids and threads
-// stand in gradwire/codecs/quantised.py. With scales by group (docs/format.md#scales-by-group) it is gw_grouped_measure,
-// gw_grouped_pack and gw_grouped_unpack.
+// feedback. A message takes two launches (measure, pack), to read it one (unpack): a block takes the checksum of the
+// piece of the payload that it writes or reads, and the last block that is done makes or checks the header. Grids and
+// threads stand in gradwire/codecs/quantised.py. With scales by group (docs/format.md#scales-by-group) it is
+// gw_grouped_measure, gw_grouped_pack and gw_grouped_unpack.
 #pragma once
 
 #include "checksum.hpp"
@@ -41,7 +41,9 @@ struct Quantise {
 };
 
 // Of a message, whose place is a word's.
-__device__ __forceinline__ u32 word_of(const u8* message, u32 at) { return *reinterpret_cast<const u32*>(message + at); }
+__device__ __forceinline__ u32 word_of(const u8* message, u32 at) {
+  return *reinterpret_cast<const u32*>(message + at);
+}
 
 __device__ __forceinline__ float term_of(const Quantise& p, u32 bits, float carried) {
   const float value = value_of_bits(p.dtype, bits);
@@ -228,8 +230,8 @@ __device__ __forceinline__ float level_of(u32 code, float inner, float outer) {
 // Values to a word: a power of two.
 __device__ __forceinline__ constexpr u32 word_shift(u32 kind) { return kind == kOneBit ? 5 : 4; }
 
-// A block's piece of a payload, which begins with `head_bytes` of norms, or of cuts and scales, and goes on with codes; or
-// none, where there is not that much.
+// A block's piece of a payload, which begins with `head_bytes` of norms, or of cuts and scales, and goes on with codes;
+// or none, where there is not that much.
 struct Piece {
   u64 begin, first_code;  // behind the header; of the codes
   u32 n_bytes;
@@ -245,8 +247,8 @@ __device__ __forceinline__ Piece piece_of(u64 head_bytes, u64 payload) {
 
 inline constexpr u32 kPieceWords = kPieceBytes / 4;
 
-// A word of codes; where its values begin, from those of the piece's first word on, and in the upper half how many they are;
-// what they decode to, or are encoded by.
+// A word of codes; where its values begin, from those of the piece's first word on, and in the upper half how many they
+// are; what they decode to, or are encoded by.
 struct alignas(16) Unit {
   u32 word, place;
   float first, second;
@@ -295,8 +297,7 @@ struct Fours {
   static __device__ __forceinline__ u32 shift() { return threadIdx.x % kThreads * (32 / kThreads); }
 
   __device__ __forceinline__ void load(const void* values, u32 dtype, u32 (&bits)[kBatch][4]) const {
-    if (are_whole)
-      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) {
+    if (are_whole) GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) {
         if (dtype == kFloat32) {
           const Four four = *reinterpret_cast<const Four*>(static_cast<const u32*>(values) + place[j]);
           GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[j][q] = four.words[q];
@@ -306,12 +307,11 @@ struct Fours {
         }
       }
     else
-      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j)
-        GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[j][q] = q < n[j] ? bits_at(values, dtype, place[j] + q) : 0;
+      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[j][q] =
+          q < n[j] ? bits_at(values, dtype, place[j] + q) : 0;
   }
   __device__ __forceinline__ void store(void* values, u32 dtype, const u32 (&bits)[kBatch][4]) const {
-    if (are_whole)
-      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) {
+    if (are_whole) GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) {
         if (dtype == kFloat32) {
           *reinterpret_cast<Four*>(static_cast<u32*>(values) + place[j]) =
               Four{{bits[j][0], bits[j][1], bits[j][2], bits[j][3]}};
@@ -322,9 +322,8 @@ struct Fours {
         }
       }
     else
-      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j)
-        GW_UNROLLED for (u32 q = 0; q < 4; ++q)
-          if (q < n[j]) put_bits(values, dtype, place[j] + q, bits[j][q]);
+      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) GW_UNROLLED for (u32 q = 0; q < 4; ++q) if (q < n[j])
+          put_bits(values, dtype, place[j] + q, bits[j][q]);
   }
 };
 
@@ -361,8 +360,8 @@ __device__ __forceinline__ void pack_units(const Quantise& p, bool is_finite, u6
       }
       if (own.n[j] < 4) word &= (1u << (own.n[j] * (32 >> word_shift(kKind)))) - 1;
       word <<= Own::shift();
-      GW_UNROLLED for (u32 lanes = 1; lanes < Own::kThreads; lanes *= 2)
-        word |= __shfl_xor_sync(kWholeWarp, word, lanes);
+      GW_UNROLLED for (u32 lanes = 1; lanes < Own::kThreads; lanes *= 2) word |=
+          __shfl_xor_sync(kWholeWarp, word, lanes);
       if (is_finite && Own::shift() == 0 && own.at(from, j) < n_words) words[own.at(from, j)] = word;
     }
     if (left_out != nullptr) own.store(left_out, kFloat32, left);
@@ -379,8 +378,8 @@ __device__ inline void seal(const Quantise& p, u64 head_bytes, u64 payload) {
     if (threadIdx.x == 0) p.pieces[blockIdx.x] = sum;
   }
   if (!is_last_of(gridDim.x, p.turns, shared.is_last)) return;
-  const u32 sum = checksum_of_message(p.message, kSealedBytes / 4, head_bytes, payload - head_bytes, p.pieces,
-                                      shared.checksum);
+  const u32 sum =
+      checksum_of_message(p.message, kSealedBytes / 4, head_bytes, payload - head_bytes, p.pieces, shared.checksum);
   if (threadIdx.x == 0) store32(p.message + kSealedBytes, sum);
 }
 
@@ -499,10 +498,12 @@ struct Dequantise {
 
 __device__ __forceinline__ bool says_finite(const Dequantise& p) { return !(p.message[6] & 1); }
 
-// By a block that has read its piece, or none: its checksum; by the last one, what the format says, and whether others found
-// a fault (more(), by all threads). Values become NaN where a message is not whole, so that nobody goes on with less.
+// By a block that has read its piece, or none: its checksum; by the last one, what the format says, and whether others
+// found a fault (more(), by all threads). Values become NaN where a message is not whole, so that nobody goes on with
+// less.
 template <class More>
-__device__ __forceinline__ void check(const Dequantise& p, u32 version, u32 third, u32 fourth, u64 head_bytes, More more) {
+__device__ __forceinline__ void check(const Dequantise& p, u32 version, u32 third, u32 fourth, u64 head_bytes,
+                                      More more) {
   QuantisedShared& shared = shared_as<QuantisedShared>();
   const bool is_finite = says_finite(p);
   const u64 payload = is_finite ? p.payload : 0;
@@ -515,8 +516,8 @@ __device__ __forceinline__ void check(const Dequantise& p, u32 version, u32 thir
   }
   if (!is_last_of(gridDim.x, p.turns, shared.is_last)) return;
   more();
-  const u32 sum = checksum_of_message(p.message, kSealedBytes / 4, head_bytes, payload - head_bytes, p.pieces,
-                                      shared.checksum);
+  const u32 sum =
+      checksum_of_message(p.message, kSealedBytes / 4, head_bytes, payload - head_bytes, p.pieces, shared.checksum);
   if (threadIdx.x == 0) {
     u32 words[8];
     GW_UNROLLED for (u32 q = 0; q < 8; ++q) words[q] = word_of(p.message, 4 * q);

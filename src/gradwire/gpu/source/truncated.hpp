@@ -1,5 +1,5 @@
-// Truncated floats on a device: the first bits of every value's word, after a conversion to a smaller format where few are
-// kept. 256 codes of k bits make eight streams side by side, of k words each; a thread makes or reads one.
+// Truncated floats on a device: the first bits of every value's word, after a conversion to a smaller format where few
+// are kept. 256 codes of k bits make eight streams side by side, of k words each; a thread makes or reads one.
 #pragma once
 
 #include "floats.hpp"
@@ -32,8 +32,8 @@ __device__ inline u32 rounded(u32 word, const Layout& layout, u32 mantissa_bits,
   return least(base + ((significand + addend) >> shift), layout.largest >> (layout.mantissa_bits - mantissa_bits));
 }
 
-// The same to nearest, where no bits of the exponent are cut: below the smallest normal number the sum of two floats rounds
-// at the last bit that the layout has.
+// The same to nearest, where no bits of the exponent are cut: below the smallest normal number the sum of two floats
+// rounds at the last bit that the layout has.
 __device__ __forceinline__ u32 rounded_to_nearest(u32 word, const Layout& layout, u32 mantissa_bits) {
   const u32 cut = 23 - mantissa_bits, magnitude = word & kMagnitude, least_normal = (128 - layout.bias) << 23;
   const u32 unit = least_normal + (cut << 23), above = magnitude - least_normal + (1u << 23);
@@ -55,8 +55,8 @@ __device__ inline u32 rounded_exponent(u32 word, const Layout& layout, u32 n_bit
   return least(code + (fraction_of(number) * (up - down) < x - down), layout.largest >> (layout.width - n_bits));
 }
 
-// How a value becomes a code: its first bits; rounded among numbers of its own dtype; or of a format, to which it is scaled:
-// cut off, to numbers that have fewer bits of exponent, or to nearest and by chance.
+// How a value becomes a code: its first bits; rounded among numbers of its own dtype; or of a format, to which it is
+// scaled: cut off, to numbers that have fewer bits of exponent, or to nearest and by chance.
 enum Way : u32 { kFirstBits, kOwnDtype, kCutOff, kFewExponents, kOfFormat };
 
 struct Rules {
@@ -76,7 +76,8 @@ __device__ inline Rules rules_of(const FloatEncode& p) {
   return {layout, way, p.rounding == kStochastic};
 }
 
-// Of a value's bits, whose partition has that scale: as a word, which is 0 for what is not finite, and what divides by it.
+// Of a value's bits, whose partition has that scale: as a word, which is 0 for what is not finite, and what divides by
+// it.
 struct Scale {
   u32 word;
   float inverse;  // of powers of two, which FP4's are not
@@ -96,8 +97,7 @@ __device__ __forceinline__ u32 code_of(const Format& f, const Rules& rules, u32 
     const float normal = __uint_as_float((word & kInfinity) == 0 ? word & kSign : word);
     word = __float_as_uint(f.format == kFp4 ? quotient(normal, __uint_as_float(scale.word)) : normal * scale.inverse);
   }
-  if (kWay == kCutOff)
-    return rounded(word, layout, layout.mantissa_bits, false, 0) >> (layout.width - f.n_bits) | sign;
+  if (kWay == kCutOff) return rounded(word, layout, layout.mantissa_bits, false, 0) >> (layout.width - f.n_bits) | sign;
   if (kWay == kFewExponents) return rounded_exponent(word, layout, f.n_bits, rules.is_random ? number : kSign) | sign;
   const u32 mantissa_bits = f.n_bits - 1 - layout.exponent_bits;
   if (!rules.is_random) return rounded_to_nearest(word, layout, mantissa_bits) | sign;
@@ -172,11 +172,16 @@ __device__ inline u32 code_of(const FloatEncode& p, const Rules& rules, u64 i) {
   u32 number = 0;
   if (rules.is_random) number = number_of(draw(p.seed, p.step, i / 64 * 8 + i % 8), static_cast<u32>(i % 64 / 8));
   switch (rules.way) {
-    case kFirstBits: return code_of<kFirstBits>(f, rules, bits, scale, number);
-    case kOwnDtype: return code_of<kOwnDtype>(f, rules, bits, scale, number);
-    case kCutOff: return code_of<kCutOff>(f, rules, bits, scale, number);
-    case kFewExponents: return code_of<kFewExponents>(f, rules, bits, scale, number);
-    default: return code_of<kOfFormat>(f, rules, bits, scale, number);
+    case kFirstBits:
+      return code_of<kFirstBits>(f, rules, bits, scale, number);
+    case kOwnDtype:
+      return code_of<kOwnDtype>(f, rules, bits, scale, number);
+    case kCutOff:
+      return code_of<kCutOff>(f, rules, bits, scale, number);
+    case kFewExponents:
+      return code_of<kFewExponents>(f, rules, bits, scale, number);
+    default:
+      return code_of<kOfFormat>(f, rules, bits, scale, number);
   }
 }
 
@@ -193,8 +198,8 @@ __device__ __forceinline__ void pack_rest(const FloatEncode& p, const Rules& rul
   }
 }
 
-// The scales of a block's values, by eight threads that have a stream each; written by the first of those of a partition,
-// which is some 32s of them, or up to four blocks. Returns whether one is not finite.
+// The scales of a block's values, by eight threads that have a stream each; written by the first of those of a
+// partition, which is some 32s of them, or up to four blocks. Returns whether one is not finite.
 __device__ __forceinline__ bool choose_scales(const FloatEncode& p, const Chunk& own, u32 first) {
   const Format& f = p.format;
   const Power partition(f.partition);
@@ -208,8 +213,8 @@ __device__ __forceinline__ bool choose_scales(const FloatEncode& p, const Chunk&
     }
   }
   GW_UNROLLED for (u32 step = kStreams / 2; step > 0; step /= 2)  // into the first of those that share a scale
-    GW_UNROLLED for (u32 c = 0; c < kStreams; ++c)
-      if (32 * step < f.partition && !(c & step) && largest[c | step] > largest[c]) largest[c] = largest[c | step];
+      GW_UNROLLED for (u32 c = 0; c < kStreams; ++c) if (32 * step < f.partition && !(c & step) &&
+                                                         largest[c | step] > largest[c]) largest[c] = largest[c | step];
   const u32 n_lanes = f.partition > kBlockValues ? f.partition / kThreadValues : kStreams;
   bool found = false;
   GW_UNROLLED for (u32 c = 0; c < kStreams; ++c) {
@@ -249,11 +254,20 @@ __device__ __forceinline__ bool pack_chunk(const FloatEncode& p, const Chunk& ow
   for_blocks(own, [&](u32 first) { found |= choose_scales(p, own, first); });
   __syncthreads();
   switch (rules.way) {
-    case kFirstBits: pack_blocks<kFirstBits>(p, rules, own); break;
-    case kOwnDtype: pack_blocks<kOwnDtype>(p, rules, own); break;
-    case kCutOff: pack_blocks<kCutOff>(p, rules, own); break;
-    case kFewExponents: pack_blocks<kFewExponents>(p, rules, own); break;
-    default: pack_blocks<kOfFormat>(p, rules, own);
+    case kFirstBits:
+      pack_blocks<kFirstBits>(p, rules, own);
+      break;
+    case kOwnDtype:
+      pack_blocks<kOwnDtype>(p, rules, own);
+      break;
+    case kCutOff:
+      pack_blocks<kCutOff>(p, rules, own);
+      break;
+    case kFewExponents:
+      pack_blocks<kFewExponents>(p, rules, own);
+      break;
+    default:
+      pack_blocks<kOfFormat>(p, rules, own);
   }
   pack_rest(p, rules, own);
   return found;
@@ -328,7 +342,8 @@ GW_KERNEL_BY_DTYPE(gw_truncated_unpack, FloatDecode, format.dtype) {
       for (u32 byte = i * k / 8; 8 * byte < (i + 1) * k; ++byte)
         bits |= static_cast<u64>(rest[byte]) << 8 * (byte - i * k / 8);
       const u64 to = own.first + n_whole + i;
-      const u32 there = p.to.adds ? bits_at(p.to.out, f.dtype, to) : 0, code = static_cast<u32>(bits >> i * k % 8) & mask;
+      const u32 there = p.to.adds ? bits_at(p.to.out, f.dtype, to) : 0,
+                code = static_cast<u32>(bits >> i * k % 8) & mask;
       put_raw(p.to, f.dtype, to, word_of(f, layout, code, scale_of(p, own, n_whole + i)), there);
     }
   });

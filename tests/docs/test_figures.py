@@ -122,3 +122,13 @@ def test_a_figure_without_a_source_is_found() -> None:
         "It is 3.1x faster, 12 % and `5 %`; 2 to 3 ms, within 1e-5, 0.5 to\n0.8, 0.3 against 0.4, 1.5 times."
     )
     assert found == Counter(["3.1x", "12 %", "3 ms", "1e-5", "0.5 to 0.8", "0.3 against 0.4", "1.5 times"])
+
+
+def test_rates_of_the_gpu_are_the_records() -> None:
+    found = json.loads((RESULTS / "nvidia-h200" / "gpu.json").read_text())["sections"]["kernel rates"]
+    rows = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| (.*\)) \|$", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE)
+    assert {label for label, *_ in rows} == found["message_bytes"].keys()
+    for label, bits, cells in rows:
+        assert bits == f"{8 * found['message_bytes'][label] / found['n_elements']:.2f}"
+        ways = [f"{label} {way}" for way in ("encode", "decode", "decode and add")]
+        assert cells.split(" | ") == [f"{found['gb_s'][way]:,.0f} ({found['of_copy'][way]:.2f})" for way in ways]

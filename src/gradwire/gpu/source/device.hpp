@@ -215,48 +215,20 @@ __device__ __forceinline__ float divided(float value, float divisor) {
   return divisor == 1 ? value : quotient(value, divisor);
 }
 
-// Up to four neighbours, in one access where they lie as a whole.
+// Four words at any word's address, in one access where they lie as a whole.
 struct alignas(16) Four {
   u32 words[4];
 };
 struct alignas(8) FourHalves {
   u16 words[4];
 };
-template <class Whole>
-__device__ __forceinline__ bool is_whole_at(const void* at, u32 n) {
-  return n == 4 && reinterpret_cast<u64>(at) % sizeof(Whole) == 0;
-}
-template <class Whole, class Word>
-__device__ __forceinline__ void load_words(const Word* at, u32 n, u32 (&bits)[4]) {
-  if (is_whole_at<Whole>(at, n)) {
-    const Whole whole = *reinterpret_cast<const Whole*>(at);
-    GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[q] = whole.words[q];
-  } else {
-    GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[q] = q < n ? at[q] : 0;
-  }
-}
-template <class Whole, class Word>
-__device__ __forceinline__ void store_words(Word* at, u32 n, const u32 (&bits)[4]) {
-  if (is_whole_at<Whole>(at, n)) {
-    Whole whole;
-    GW_UNROLLED for (u32 q = 0; q < 4; ++q) whole.words[q] = static_cast<Word>(bits[q]);
-    *reinterpret_cast<Whole*>(at) = whole;
-  } else {
-    GW_UNROLLED for (u32 q = 0; q < 4; ++q) if (q < n) at[q] = static_cast<Word>(bits[q]);
-  }
-}
-__device__ __forceinline__ void load_four(const void* values, u32 dtype, u64 i, u32 n, u32 (&bits)[4]) {
-  if (dtype == kFloat32)
-    load_words<Four>(static_cast<const u32*>(values) + i, n, bits);
+__device__ __forceinline__ void store_four(u32* at, const u32 (&words)[4]) {
+  if (reinterpret_cast<u64>(at) % sizeof(Four) == 0)
+    *reinterpret_cast<Four*>(at) = {{words[0], words[1], words[2], words[3]}};
   else
-    load_words<FourHalves>(static_cast<const u16*>(values) + i, n, bits);
+    for (u32 q = 0; q < 4; ++q) at[q] = words[q];
 }
-__device__ __forceinline__ void store_four(void* values, u32 dtype, u64 i, u32 n, const u32 (&bits)[4]) {
-  if (dtype == kFloat32)
-    store_words<Four>(static_cast<u32*>(values) + i, n, bits);
-  else
-    store_words<FourHalves>(static_cast<u16*>(values) + i, n, bits);
-}
+
 // Devices and CPUs make NaNs of different bits; these are the CPU's of a message that is not finite.
 __device__ __forceinline__ float added(float a, float b) {
   const float sum = a + b;

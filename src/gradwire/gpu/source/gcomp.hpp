@@ -597,7 +597,7 @@ __device__ __forceinline__ bool decode_stream(const Decode& p, StreamShared& sha
           words[w] = 0;
           GW_UNROLLED for (u32 j = 0; j < 4; ++j) words[w] |= exponent(j % 2 == 0) << 8 * j;
         }
-        store_words<Four>(reinterpret_cast<u32*>(out + i), 4, words);
+        store_four(reinterpret_cast<u32*>(out + i), words);
       }
     } else {
       for (u32 i = at; i < last && i < at + kStreamStep; ++i) out[i] = static_cast<u8>(exponent(true));

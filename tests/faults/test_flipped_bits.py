@@ -35,6 +35,7 @@ def train(rank: int, world_size: int, case: str, place: int) -> list[bytes]:
         ddp(torch.randn(8, 60)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    attachment.close()  # a rank that ends without it may take the last message with it
     return [parameter.detach().numpy().tobytes() for parameter in ddp.parameters()]
 
 

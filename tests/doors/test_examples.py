@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,14 @@ def test_example_runs_and_learns(name: str, n_ranks: int, ranks_per_node: int) -
     said = re.search(r"loss ([0-9.]+), [0-9,]+ bytes", run(name, n_ranks, ranks_per_node=ranks_per_node))
     assert said is not None
     assert float(said[1]) < 1.0
+
+
+def test_ray_train_runs_and_its_workers_agree() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "ray_train.py")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=150 * patience())
+    ended = re.findall(r"loss ([0-9.]+), [0-9,]+ bytes sent, parameters ([0-9a-f]{8})", said.stdout)
+    assert {float(loss) < 1.0 for loss, _ in ended} == {True}, said.stdout + said.stderr
+    assert len({parameters for _, parameters in ended}) == 1
 
 
 def parameters_of(output: str) -> str:

@@ -241,8 +241,7 @@ def check_trained(module: nn.Module) -> None:
     """
     ignored: set[str] = getattr(module, "parameters_to_ignore", set())
     for name, parameter in named_parameters(module).items():
-        dtype = torch.float32 if parameter.dtype == torch.complex64 else parameter.dtype  # it travels as pairs of those
-        if parameter.requires_grad and name not in ignored and dtype not in SUPPORTED_DTYPES:
+        if parameter.requires_grad and name not in ignored and parameter.dtype not in SUPPORTED_DTYPES:
             raise InvalidArgument(f"parameter {name}: {_WRONG_DTYPE.format(parameter.dtype)}")
     inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
     for name, layer in inner.named_modules():

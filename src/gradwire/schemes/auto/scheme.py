@@ -255,8 +255,6 @@ class Auto(Scheme):
             check_trained(module)
             if getattr(module, "_use_python_reducer", False):
                 raise Unsupported("torch.compile's python_reducer makes no buckets")
-            if any(parameter.is_complex() for parameter in module.parameters() if parameter.requires_grad):
-                raise Unsupported("complex parameters")
         except (Unsupported, InvalidArgument) as error:
             self.stay_plain(str(error))
         return bool(self._stays_plain)

@@ -181,10 +181,7 @@ Broadcast::Broadcast(wire::Mesh& mesh, std::uint32_t stream, Topology topology, 
       copies_(blocks_.size()) {
   embedded_float::check_settings(settings, {0, 1});
   for (auto& of_block : copies_) of_block.resize(world_);
-  // It begins with the right neighbour, so that not all ranks send to the same one at once.
-  std::vector<int> others;
-  for (std::size_t distance = 1; distance < world_; ++distance)
-    others.push_back(static_cast<int>((rank_ + distance) % world_));
+  const std::vector<int> others = mesh.others();
   const int left = static_cast<int>((rank_ + world_ - 1) % world_);
   std::vector<int> peers = others;
   if (topology_ == Topology::ring) {

@@ -129,15 +129,12 @@ void gather_parts(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Va
   if (world == 1 || all.n == 0) return;
   const Cut cut{all.n, world, n_chunks};
   const std::size_t max_bytes = codec.max_message_bytes(cut.largest()), ahead = std::min(kMessagesAhead, n_chunks - 1);
-  std::vector<int> peers;  // each rank begins with its right neighbour, so that not all send to the same one at once
-  for (std::size_t distance = 1; distance < world; ++distance)
-    peers.push_back(static_cast<int>((rank + distance) % world));
+  const std::vector<int> peers = mesh.others();
   Channel channel(mesh, ticket.stream, ticket.facts, max_bytes, peers, account);
   const auto read = [&](ConstBytes message, std::size_t part, std::size_t index) {
     const auto [first, count] = cut.chunk(part, index);
-    const std::int64_t started = now_ns();
+    const Timed timed(account, Kind::decode);
     codec.decode(message, first, all.slice(first, count));
-    account.add(Kind::decode, started);
   };
   for (std::size_t index = 0; index < n_chunks + ahead; ++index) {
     if (index < n_chunks) {
@@ -177,25 +174,21 @@ class SumEnds final : public Ends {
   bool seals_push() const override { return codec_.seals(); }
 
   std::size_t encode_push(std::size_t part, std::size_t group, Bytes out) override {
-    const std::int64_t started = now_ns();
+    const Timed timed(account_, Kind::encode);
     const auto [first, count] = cut_.chunk(part, group);
-    const std::size_t n_bytes = codec_.encode(all_.slice(first, count), first, out);
-    account_.add(Kind::encode, started);
-    return n_bytes;
+    return codec_.encode(all_.slice(first, count), first, out);
   }
   void add_pushed(std::size_t source, std::size_t group, ConstBytes message) override {
-    const std::int64_t started = now_ns();
+    const Timed timed(account_, Kind::decode);
     const auto [first, count] = cut_.chunk(rank_, group);
     const Values pushed{scratch_.block->data(), count, all_.dtype};
     codec_.decode(message, first, pushed);
     add(source, pushed);
-    account_.add(Kind::decode, started);
   }
   void add_own(std::size_t group) override {
-    const std::int64_t started = now_ns();
+    const Timed timed(account_, Kind::decode);
     const auto [first, count] = cut_.chunk(rank_, group);
     add(rank_, all_.slice(first, count));
-    account_.add(Kind::decode, started);
   }
   std::size_t encode_pull(std::size_t group, Bytes) override {
     const auto [first, count] = cut_.chunk(rank_, group);

@@ -28,12 +28,19 @@ struct Float {
   static constexpr int kCodeShift = kMantissaBits - 2, kCodeBias = 4 * (127 - kMaxExponent / 2);
 };
 
+// By how many quarter octaves its importance exceeds a finite value's; 0 without any.
+template <Dtype kDtype>
+inline int margin_of(typename Float<kDtype>::Word bits, int importance) {
+  using F = Float<kDtype>;
+  const int code = ((bits & static_cast<typename F::Word>(~F::kSign)) >> F::kCodeShift) + F::kCodeBias;
+  return importance == 0 ? 0 : importance + kImportanceOffset - code;
+}
+
 template <Dtype kDtype>
 inline int level_of(typename Float<kDtype>::Word bits, int importance) {
   using F = Float<kDtype>;
-  if (importance == 0 || (bits & F::kExponent) == F::kExponent) return 0;
-  const int code = ((bits & static_cast<typename F::Word>(~F::kSign)) >> F::kCodeShift) + F::kCodeBias;
-  const int margin = importance + kImportanceOffset - code;
+  if ((bits & F::kExponent) == F::kExponent) return 0;
+  const int margin = margin_of<kDtype>(bits, importance);
   return (margin > 4 * F::kLayout.dropped_bits[1]) + (margin > 4 * F::kLayout.dropped_bits[2]) +
          (margin > 4 * F::kLayout.dropped_bits[3]);
 }
@@ -48,7 +55,6 @@ void round_loop(const void* values, const std::uint8_t* importance, std::size_t 
   using Word = typename F::Word;
   const auto* const bytes = static_cast<const std::uint8_t*>(values);
   auto* __restrict const out = static_cast<std::uint8_t*>(rounded);
-  const bool by_level = packing.mode == Mode::paper;
   const int fixed = packing.dropped_bits;
   const auto round_one = [&](std::size_t i, int dropped) {
     const std::uint32_t bits = load<Word>(bytes + i * sizeof(Word));
@@ -62,11 +68,9 @@ void round_loop(const void* values, const std::uint8_t* importance, std::size_t 
     const std::uint32_t finite = overflows ? largest : nearest;
     store(out + i * sizeof(Word), static_cast<Word>(stays ? bits : finite));
   };
-  if (by_level)
+  if (packing.mode == Mode::paper)
     for (std::size_t i = 0; i < n; ++i) {
-      const Word bits = load<Word>(bytes + i * sizeof(Word));
-      const int code = ((bits & static_cast<Word>(~F::kSign)) >> F::kCodeShift) + F::kCodeBias;
-      const int margin = importance[i] == 0 ? 0 : importance[i] + kImportanceOffset - code;
+      const int margin = margin_of<kDtype>(load<Word>(bytes + i * sizeof(Word)), importance[i]);
       const DtypeLayout& layout = F::kLayout;
       int dropped = margin > 4 * layout.dropped_bits[1] ? layout.dropped_bits[1] : 0;
       dropped = margin > 4 * layout.dropped_bits[2] ? layout.dropped_bits[2] : dropped;
@@ -155,39 +159,6 @@ inline BitReader with_room(const BitReader& reader, std::size_t max_bits, const 
   std::memcpy(tail.data(), at, n_left);
   std::memset(tail.data() + n_left, 0, reach - n_left);
   return {tail.data(), reader.position & 7};
-}
-
-// Packs a chunk block by block: pack_block(first value, n, levels, mantissas).
-template <class PackBlock>
-SegmentBits pack_blocks(std::size_t n, std::uint8_t* levels, std::uint8_t* mantissas, const PackBlock& pack_block) {
-  BitWriter level_writer{levels}, mantissa_writer{mantissas};
-  for (std::size_t i = 0; i < n; i += kBlockValues)
-    pack_block(i, std::min(kBlockValues, n - i), level_writer, mantissa_writer);
-  finish(level_writer);
-  finish(mantissa_writer);
-  return {8 * static_cast<std::uint64_t>(level_writer.data - levels) + level_writer.n_pending,
-          8 * static_cast<std::uint64_t>(mantissa_writer.data - mantissas) + mantissa_writer.n_pending};
-}
-
-// Unpacks a chunk block by block: unpack_block(first value, n, levels, mantissas). Ends early where a segment does, so
-// that no reader starts beyond it.
-template <class UnpackBlock>
-SegmentBits unpack_blocks(std::size_t n, const SegmentSpan& levels, const SegmentSpan& mantissas,
-                          const UnpackBlock& unpack_block) {
-  std::array<std::uint8_t, kTailBytes> level_tail, mantissa_tail;
-  BitReader level_reader{levels.data}, mantissa_reader{mantissas.data};
-  for (std::size_t i = 0; i < n; i += kBlockValues) {
-    const std::size_t n_block = std::min(kBlockValues, n - i);
-    const BitReader level_start = with_room(level_reader, 2 * n_block, levels.readable_end, level_tail);
-    const BitReader mantissa_start =
-        with_room(mantissa_reader, n_block * kMaxValueBits, mantissas.readable_end, mantissa_tail);
-    BitReader level_block = level_start, mantissa_block = mantissa_start;
-    unpack_block(i, n_block, level_block, mantissa_block);
-    level_reader.position += level_block.position - level_start.position;
-    mantissa_reader.position += mantissa_block.position - mantissa_start.position;
-    if (level_reader.position > levels.n_bits || mantissa_reader.position > mantissas.n_bits) break;
-  }
-  return {level_reader.position, mantissa_reader.position};
 }
 
 #if defined(__AVX2__)
@@ -468,27 +439,42 @@ void unpack_block(const std::uint8_t* exponents, std::size_t n, const Packing& p
 
 #endif
 
+// A chunk, block by block.
 template <Dtype kDtype>
 SegmentBits pack(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
                  const Packing& packing, const WordMasks& masks, std::uint8_t* levels, std::uint8_t* mantissas) {
   const auto* const bytes = static_cast<const std::uint8_t*>(values);
-  const auto block = [&](std::size_t i, std::size_t n_block, BitWriter& to_levels, BitWriter& to_mantissas) {
+  BitWriter level_writer{levels}, mantissa_writer{mantissas};
+  for (std::size_t i = 0; i < n; i += kBlockValues)
     pack_block<kDtype>(bytes + i * sizeof(typename Float<kDtype>::Word), exponents + i,
-                       importance == nullptr ? nullptr : importance + i, n_block, packing, masks, to_levels,
-                       to_mantissas);
-  };
-  return pack_blocks(n, levels, mantissas, block);
+                       importance == nullptr ? nullptr : importance + i, std::min(kBlockValues, n - i), packing, masks,
+                       level_writer, mantissa_writer);
+  finish(level_writer);
+  finish(mantissa_writer);
+  return {8 * static_cast<std::uint64_t>(level_writer.data - levels) + level_writer.n_pending,
+          8 * static_cast<std::uint64_t>(mantissa_writer.data - mantissas) + mantissa_writer.n_pending};
 }
 
+// Ends early where a segment does, so that no reader starts beyond it.
 template <Dtype kDtype>
 SegmentBits unpack(const std::uint8_t* exponents, std::size_t n, const Packing& packing, const WordMasks& masks,
                    const SegmentSpan& levels, const SegmentSpan& mantissas, void* values) {
   auto* const bytes = static_cast<std::uint8_t*>(values);
-  const auto block = [&](std::size_t i, std::size_t n_block, BitReader& from_levels, BitReader& from_mantissas) {
-    unpack_block<kDtype>(exponents + i, n_block, packing, masks, from_levels, from_mantissas,
+  std::array<std::uint8_t, kTailBytes> level_tail, mantissa_tail;
+  BitReader level_reader{levels.data}, mantissa_reader{mantissas.data};
+  for (std::size_t i = 0; i < n; i += kBlockValues) {
+    const std::size_t n_block = std::min(kBlockValues, n - i);
+    const BitReader level_start = with_room(level_reader, 2 * n_block, levels.readable_end, level_tail);
+    const BitReader mantissa_start =
+        with_room(mantissa_reader, n_block * kMaxValueBits, mantissas.readable_end, mantissa_tail);
+    BitReader level_block = level_start, mantissa_block = mantissa_start;
+    unpack_block<kDtype>(exponents + i, n_block, packing, masks, level_block, mantissa_block,
                          bytes + i * sizeof(typename Float<kDtype>::Word));
-  };
-  return unpack_blocks(n, levels, mantissas, block);
+    level_reader.position += level_block.position - level_start.position;
+    mantissa_reader.position += mantissa_block.position - mantissa_start.position;
+    if (level_reader.position > levels.n_bits || mantissa_reader.position > mantissas.n_bits) break;
+  }
+  return {level_reader.position, mantissa_reader.position};
 }
 
 template <Dtype kDtype>

@@ -21,9 +21,6 @@ struct Kernels {
   void (*unpack[2])(const void* packed, const std::uint32_t* words, std::size_t n, void* values);
 };
 
-const Kernels &kernels_at(Level<0>), &kernels_at(Level<1>), &kernels_at(Level<2>);
-inline const Kernels& kernels() {
-  return at_current_level<2>([](auto level) -> auto& { return kernels_at(level); });
-}
+GW_KERNELS(Kernels, kernels, 2)
 
 }  // namespace gradwire::packing

@@ -25,9 +25,9 @@ using namespace nb::literals;
 using namespace gradwire;
 
 constexpr nb::call_guard<nb::gil_scoped_release> unlocked;
-template <class Body>
-void def_unlocked(nb::module_& m, const char* name, Body&& body) {
-  m.def(name, std::forward<Body>(body), unlocked);
+template <class Scope, class Body>
+void def_unlocked(Scope& scope, const char* name, Body&& body) {
+  scope.def(name, std::forward<Body>(body), unlocked);
 }
 
 // Names and what they stand for, in turn.

@@ -1,4 +1,6 @@
 // Codecs of floats for Python: GComp and its Huffman tables, embedded and truncated floats, quantisers.
+#include <cstring>
+
 #include "bindings.hpp"
 #include "embedded_float/codec.hpp"
 #include "gcomp/importance.hpp"
@@ -41,6 +43,16 @@ void bind_huffman(nb::module_& m) {
            [](const HuffmanTable& table) {
              const std::vector<std::uint8_t> data = table.to_bytes();
              return nb::bytes(data.data(), data.size());
+           })
+      .def("for_kernels",
+           [](const HuffmanTable& table) {
+             std::vector<std::uint32_t> laid_out(kLookupEntries / 2 + 256);
+             std::memcpy(laid_out.data(), table.lookup_single(), 2 * kLookupEntries);
+             const std::uint8_t* const low = table.code_planes();
+             for (std::size_t i = 0; i < table.n_symbols(); ++i)
+               laid_out[kLookupEntries / 2 + i] = static_cast<std::uint32_t>(
+                   low[i] | low[256 + i] << 8 | (low[512 + i] & 127u) << 16 | (low[512 + i] & 128u) << 24);
+             return nb::bytes(laid_out.data(), 4 * laid_out.size());
            })
       .def_prop_ro("id", &HuffmanTable::id)
       .def_prop_ro("exponent_bits", &HuffmanTable::exponent_bits)

@@ -382,49 +382,40 @@ std::optional<HeardTuple> tuple_of(const std::optional<exchange::Heard>& heard, 
 void bind_broadcast(nb::module_& m) {
   using exchange::Broadcast;
   using Shapes = std::vector<std::tuple<std::string, std::size_t, Dtype>>;
-  nb::class_<Broadcast>(m, "Broadcast")
-      .def(
-          "__init__",
-          [](Broadcast* place, wire::Mesh& mesh, std::uint32_t stream, int topology, const Shapes& shapes,
-             std::size_t partition, int format, std::uint32_t configuration, std::uint32_t blocks_hash) {
-            std::vector<exchange::BlockShape> blocks;
-            for (const auto& [name, n, dtype] : shapes) blocks.push_back({name, n, dtype});
-            new (place) Broadcast(mesh, stream, static_cast<exchange::Topology>(topology), std::move(blocks),
-                                  {partition, format}, configuration, blocks_hash);
-          },
-          nb::keep_alive<1, 2>(), unlocked)
-      .def_prop_ro("n_copies", &Broadcast::n_copies)
+  nb::class_<Broadcast> broadcast(m, "Broadcast");
+  broadcast.def(
+      "__init__",
+      [](Broadcast* place, wire::Mesh& mesh, std::uint32_t stream, int topology, const Shapes& shapes,
+         std::size_t partition, int format, std::uint32_t configuration, std::uint32_t blocks_hash) {
+        std::vector<exchange::BlockShape> blocks;
+        for (const auto& [name, n, dtype] : shapes) blocks.push_back({name, n, dtype});
+        new (place) Broadcast(mesh, stream, static_cast<exchange::Topology>(topology), std::move(blocks),
+                              {partition, format}, configuration, blocks_hash);
+      },
+      nb::keep_alive<1, 2>(), unlocked);
+  broadcast.def_prop_ro("n_copies", &Broadcast::n_copies)
       .def_prop_ro("queued_bytes", &Broadcast::queued_bytes)
       .def("begin", &Broadcast::begin)
-      .def("max_body_bytes", &Broadcast::max_body_bytes)
-      .def(
-          "encode",
-          [](Broadcast& broadcast, std::size_t block, Bytes gradient, Dtype dtype, int n_bits) {
-            return broadcast.encode(block, values_of(gradient, dtype), n_bits);
-          },
-          unlocked)
-      .def(
-          "send",
-          [](Broadcast& broadcast, const std::vector<std::size_t>& ended, int ceiling_bits,
-             std::optional<std::vector<double>> remaining_s, const std::array<std::uint64_t, 2>& hidden_us) {
-            exchange::Sent sent =
-                broadcast.send(ended, ceiling_bits, std::move(remaining_s).value_or(std::vector<double>()), hidden_us);
-            return std::pair(std::move(sent.answers), std::move(sent.ended));
-          },
-          unlocked)
-      .def(
-          "receive",
-          [](Broadcast& broadcast, std::uint32_t step, std::size_t rank) {
-            return tuple_of(broadcast.receive(step), rank);
-          },
-          unlocked)
-      .def(
-          "mean",
-          [](Broadcast& broadcast, std::size_t block, Bytes gradient, Dtype dtype, OrNone<Bytes> left_out) {
-            const Values values = values_of(gradient, dtype);
-            broadcast.mean(block, values, left_out_of(left_out, values));
-          },
-          unlocked);
+      .def("max_body_bytes", &Broadcast::max_body_bytes);
+  def_unlocked(broadcast, "encode",
+               [](Broadcast& broadcast, std::size_t block, Bytes gradient, Dtype dtype, int n_bits) {
+                 return broadcast.encode(block, values_of(gradient, dtype), n_bits);
+               });
+  def_unlocked(broadcast, "send",
+               [](Broadcast& broadcast, const std::vector<std::size_t>& ended, int ceiling_bits,
+                  std::optional<std::vector<double>> remaining_s, const std::array<std::uint64_t, 2>& hidden_us) {
+                 exchange::Sent sent = broadcast.send(
+                     ended, ceiling_bits, std::move(remaining_s).value_or(std::vector<double>()), hidden_us);
+                 return std::pair(std::move(sent.answers), std::move(sent.ended));
+               });
+  def_unlocked(broadcast, "receive", [](Broadcast& broadcast, std::uint32_t step, std::size_t rank) {
+    return tuple_of(broadcast.receive(step), rank);
+  });
+  def_unlocked(broadcast, "mean",
+               [](Broadcast& broadcast, std::size_t block, Bytes gradient, Dtype dtype, OrNone<Bytes> left_out) {
+                 const Values values = values_of(gradient, dtype);
+                 broadcast.mean(block, values, left_out_of(left_out, values));
+               });
 }
 
 // ---- the switch

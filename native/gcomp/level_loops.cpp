@@ -218,57 +218,6 @@ struct VectorFloat : Float<kDtype>, std::conditional_t<sizeof(typename Float<kDt
   static constexpr std::size_t kVectors = kStep / L::kLanes;
 };
 
-template <Dtype kDtype>
-ExponentSummary split_exponents(const void* values, std::size_t n, std::uint8_t* exponents) {
-  using V = VectorFloat<kDtype>;
-  using L = typename V::L;
-  const auto* const bytes = static_cast<const std::uint8_t*>(values);
-  const __m256i max_exponent = _mm256_set1_epi8(static_cast<char>(V::kMaxExponent));
-  __m256i n_zero = _mm256_setzero_si256(), nonfinite = _mm256_setzero_si256();
-  std::size_t i = 0;
-  for (; i + kStep <= n; i += kStep) {
-    __m256i fields[V::kVectors];
-    for (std::size_t v = 0; v < V::kVectors; ++v) {
-      const __m256i bits = load256(bytes + (i + v * L::kLanes) * sizeof(typename V::Word));
-      fields[v] = L::shift_right(_mm256_and_si256(bits, L::set(V::kExponent)), V::kMantissaBits);
-    }
-    const __m256i eight_bit = L::narrow(fields);
-    store256(exponents + i, eight_bit);
-    nonfinite = _mm256_or_si256(nonfinite, _mm256_cmpeq_epi8(eight_bit, max_exponent));
-    const __m256i zero = _mm256_cmpeq_epi8(eight_bit, _mm256_setzero_si256());
-    n_zero =
-        _mm256_add_epi64(n_zero, _mm256_sad_epu8(_mm256_and_si256(zero, _mm256_set1_epi8(1)), _mm256_setzero_si256()));
-  }
-  const ExponentSummary rest = split_exponents_loop<kDtype>(values, i, n, exponents);
-  std::uint64_t zeros[4];
-  store256(zeros, n_zero);
-  return {i - (zeros[0] + zeros[1] + zeros[2] + zeros[3]) + rest.n_nonzero,
-          _mm256_testz_si256(nonfinite, nonfinite) == 0 || rest.holds_nonfinite};
-}
-
-// The masks of every combination of states that a word's values can have.
-template <Dtype kDtype>
-void fill_masks(const Packing& packing, WordMasks& masks) {
-  using F = Float<kDtype>;
-  const std::uint64_t all = F::kSign | F::kMantissa;
-  std::uint64_t of_state[kStates] = {};
-  for (int state = 0; state < kStateZero; ++state) {
-    int dropped = state == kStateNonfinite ? 0 : packing.dropped_bits;
-    if (packing.mode == Mode::paper) dropped = F::kLayout.dropped_bits[state];
-    of_state[state] = all & ~((std::uint64_t{1} << dropped) - 1);
-  }
-  constexpr std::size_t kValueBits = 8 * sizeof(typename F::Word);
-  constexpr std::size_t kIndices = kValueBits == 32 ? kStates * kStates : kStates * kStates * kStates * kStates;
-  for (std::size_t index = 0; index < kIndices; ++index) {
-    std::uint64_t bits = 0;
-    std::size_t digits = index;
-    for (std::size_t shift = 0; shift < 64; shift += kValueBits, digits /= kStates)
-      bits |= of_state[digits % kStates] << shift;
-    masks.bits[index] = bits;
-    masks.n_bits[index] = static_cast<std::uint8_t>(_mm_popcnt_u64(bits));
-  }
-}
-
 // 0x03 for every value that has a level, as masks of the level bits.
 __m256i level_mask(__m256i exponents) {
   return _mm256_andnot_si256(_mm256_cmpeq_epi8(exponents, _mm256_setzero_si256()), _mm256_set1_epi8(3));
@@ -355,9 +304,71 @@ void find_indices(const std::uint8_t* exponents, std::size_t n, Mode mode, Level
   }
 }
 
+#endif
+
+template <Dtype kDtype>
+ExponentSummary split_exponents(const void* values, std::size_t n, std::uint8_t* exponents) {
+  std::size_t i = 0, n_nonzero = 0;
+  bool holds_nonfinite = false;
+#if defined(__AVX2__)
+  using V = VectorFloat<kDtype>;
+  using L = typename V::L;
+  const auto* const bytes = static_cast<const std::uint8_t*>(values);
+  const __m256i max_exponent = _mm256_set1_epi8(static_cast<char>(V::kMaxExponent));
+  __m256i n_zero = _mm256_setzero_si256(), nonfinite = _mm256_setzero_si256();
+  for (; i + kStep <= n; i += kStep) {
+    __m256i fields[V::kVectors];
+    for (std::size_t v = 0; v < V::kVectors; ++v) {
+      const __m256i bits = load256(bytes + (i + v * L::kLanes) * sizeof(typename V::Word));
+      fields[v] = L::shift_right(_mm256_and_si256(bits, L::set(V::kExponent)), V::kMantissaBits);
+    }
+    const __m256i eight_bit = L::narrow(fields);
+    store256(exponents + i, eight_bit);
+    nonfinite = _mm256_or_si256(nonfinite, _mm256_cmpeq_epi8(eight_bit, max_exponent));
+    const __m256i zero = _mm256_cmpeq_epi8(eight_bit, _mm256_setzero_si256());
+    n_zero =
+        _mm256_add_epi64(n_zero, _mm256_sad_epu8(_mm256_and_si256(zero, _mm256_set1_epi8(1)), _mm256_setzero_si256()));
+  }
+  std::uint64_t zeros[4];
+  store256(zeros, n_zero);
+  n_nonzero = i - (zeros[0] + zeros[1] + zeros[2] + zeros[3]);
+  holds_nonfinite = _mm256_testz_si256(nonfinite, nonfinite) == 0;
+#endif
+  const ExponentSummary rest = split_exponents_loop<kDtype>(values, i, n, exponents);
+  return {n_nonzero + rest.n_nonzero, holds_nonfinite || rest.holds_nonfinite};
+}
+
+// The masks of every combination of states that a word's values can have.
+template <Dtype kDtype>
+void fill_masks([[maybe_unused]] const Packing& packing, [[maybe_unused]] WordMasks& masks) {
+#if defined(__AVX2__)  // value by value there are no words, and no masks
+  using F = Float<kDtype>;
+  const std::uint64_t all = F::kSign | F::kMantissa;
+  std::uint64_t of_state[kStates] = {};
+  for (int state = 0; state < kStateZero; ++state) {
+    int dropped = state == kStateNonfinite ? 0 : packing.dropped_bits;
+    if (packing.mode == Mode::paper) dropped = F::kLayout.dropped_bits[state];
+    of_state[state] = all & ~((std::uint64_t{1} << dropped) - 1);
+  }
+  constexpr std::size_t kValueBits = 8 * sizeof(typename F::Word);
+  constexpr std::size_t kIndices = kValueBits == 32 ? kStates * kStates : kStates * kStates * kStates * kStates;
+  for (std::size_t index = 0; index < kIndices; ++index) {
+    std::uint64_t bits = 0;
+    std::size_t digits = index;
+    for (std::size_t shift = 0; shift < 64; shift += kValueBits, digits /= kStates)
+      bits |= of_state[digits % kStates] << shift;
+    masks.bits[index] = bits;
+    masks.n_bits[index] = static_cast<std::uint8_t>(_mm_popcnt_u64(bits));
+  }
+#endif
+}
+
 template <Dtype kDtype>
 void pack_block(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
-                const Packing& packing, const WordMasks& masks, BitWriter& levels, BitWriter& mantissas) {
+                const Packing& packing, [[maybe_unused]] const WordMasks& masks, BitWriter& levels,
+                BitWriter& mantissas) {
+  std::size_t n_vector = 0;
+#if defined(__AVX2__)
   using V = VectorFloat<kDtype>;
   using L = typename V::L;
   using Word = typename V::Word;
@@ -365,7 +376,7 @@ void pack_block(const void* values, const std::uint8_t* exponents, const std::ui
   alignas(32) typename L::Index indices[kBlockValues / kWordValues];
   alignas(32) std::uint8_t level_bytes[kBlockValues], level_masks[kBlockValues];
   const auto* const bytes = static_cast<const std::uint8_t*>(values);
-  const std::size_t n_vector = n / kStep * kStep;
+  n_vector = n / kStep * kStep;
   const auto levels_at = [&](std::size_t i) {
     const __m256i level = levels_of<kDtype>(bytes + i * sizeof(Word), importance + i);
     store256(level_bytes + i, level);
@@ -380,12 +391,15 @@ void pack_block(const void* values, const std::uint8_t* exponents, const std::ui
     write_bits(writer, _pext_u64(load<std::uint64_t>(bytes + 8 * word), masks.bits[index]), masks.n_bits[index]);
   }
   mantissas = writer;
+#endif
   pack_loop<kDtype>(values, exponents, importance, n_vector, n, packing, levels, mantissas);
 }
 
 template <Dtype kDtype>
-void unpack_block(const std::uint8_t* exponents, std::size_t n, const Packing& packing, const WordMasks& masks,
-                  BitReader& levels, BitReader& mantissas, void* values) {
+void unpack_block(const std::uint8_t* exponents, std::size_t n, const Packing& packing,
+                  [[maybe_unused]] const WordMasks& masks, BitReader& levels, BitReader& mantissas, void* values) {
+  std::size_t n_vector = 0;
+#if defined(__AVX2__)
   using V = VectorFloat<kDtype>;
   using L = typename V::L;
   using Word = typename V::Word;
@@ -394,7 +408,7 @@ void unpack_block(const std::uint8_t* exponents, std::size_t n, const Packing& p
   alignas(32) typename L::Index indices[kBlockValues / kWordValues];
   alignas(32) std::uint8_t level_bytes[kBlockValues], level_masks[kBlockValues];
   auto* const out = static_cast<std::uint8_t*>(values);
-  const std::size_t n_vector = n / kStep * kStep;
+  n_vector = n / kStep * kStep;
   if (packing.mode == Mode::paper) {
     for (std::size_t i = 0; i < n_vector; i += kStep) store256(level_masks + i, level_mask(load256(exponents + i)));
     read_levels(level_masks, n_vector, levels, level_bytes);
@@ -412,32 +426,9 @@ void unpack_block(const std::uint8_t* exponents, std::size_t n, const Packing& p
     position += masks.n_bits[index];
   }
   mantissas.position = position;
+#endif
   unpack_loop<kDtype>(exponents, n_vector, n, packing, levels, mantissas, values);
 }
-
-#else
-
-template <Dtype kDtype>
-void fill_masks(const Packing&, WordMasks&) {}  // value by value: no words, no masks
-
-template <Dtype kDtype>
-ExponentSummary split_exponents(const void* values, std::size_t n, std::uint8_t* exponents) {
-  return split_exponents_loop<kDtype>(values, 0, n, exponents);
-}
-
-template <Dtype kDtype>
-void pack_block(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
-                const Packing& packing, const WordMasks&, BitWriter& levels, BitWriter& mantissas) {
-  pack_loop<kDtype>(values, exponents, importance, 0, n, packing, levels, mantissas);
-}
-
-template <Dtype kDtype>
-void unpack_block(const std::uint8_t* exponents, std::size_t n, const Packing& packing, const WordMasks&,
-                  BitReader& levels, BitReader& mantissas, void* values) {
-  unpack_loop<kDtype>(exponents, 0, n, packing, levels, mantissas, values);
-}
-
-#endif
 
 // A chunk, block by block.
 template <Dtype kDtype>

@@ -5,6 +5,7 @@
 #include <limits>
 #include <utility>
 
+#include "bits/bit_io.hpp"
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
 
@@ -27,27 +28,6 @@ struct Fixed {
 };
 #pragma pack(pop)
 static_assert(sizeof(Fixed) == 32);
-
-// Goes through the bytes behind the fixed fields, number by number.
-class Cursor {
- public:
-  explicit Cursor(std::size_t at) : at_(at) {}
-  template <class Number>
-  void put(Bytes out, Number number) {
-    std::memcpy(out.data() + at_, &number, sizeof number);
-    at_ += sizeof number;
-  }
-  template <class Number>
-  Number get(ConstBytes raw) {
-    Number number;
-    std::memcpy(&number, raw.data() + at_, sizeof number);
-    at_ += sizeof number;
-    return number;
-  }
-
- private:
-  std::size_t at_;
-};
 
 std::int32_t microseconds(double seconds) {
   return static_cast<std::int32_t>(
@@ -90,13 +70,17 @@ void HeadFormat::pack(const Head& head, std::uint32_t step, Bytes out) const {
   std::memset(out.data() + sizeof fixed, 0, ended_bytes(n_blocks_));
   for (std::size_t block = 0; block < n_blocks_; ++block)
     if (head.ended[block]) out[sizeof fixed + block / 8] |= static_cast<std::uint8_t>(1 << block % 8);
-  Cursor at(sizeof fixed + ended_bytes(n_blocks_));
+  std::uint8_t* at = out.data() + sizeof fixed + ended_bytes(n_blocks_);
+  const auto put = [&at](auto number) {
+    store(at, number);
+    at += sizeof number;
+  };
   for (std::size_t block = 0; block < n_blocks_; ++block)
-    at.put(out, head.remaining_s.empty() ? kUnknownUs : microseconds(head.remaining_s[block]));
-  for (const std::uint64_t n : head.received_bytes) at.put(out, n);
-  for (const std::uint64_t us : head.receiving_us) at.put(out, us);
-  for (const std::uint64_t us : head.hidden_us) at.put(out, us);
-  at.put(out, crc32c(out.first(n_bytes_ - kChecksumBytes)));
+    put(head.remaining_s.empty() ? kUnknownUs : microseconds(head.remaining_s[block]));
+  for (const std::uint64_t n : head.received_bytes) put(n);
+  for (const std::uint64_t us : head.receiving_us) put(us);
+  for (const std::uint64_t us : head.hidden_us) put(us);
+  put(crc32c(out.first(n_bytes_ - kChecksumBytes)));
 }
 
 Head HeadFormat::unpack(ConstBytes raw, std::uint32_t step, int peer) const {
@@ -109,8 +93,8 @@ Head HeadFormat::unpack(ConstBytes raw, std::uint32_t step, int peer) const {
     throw IncompatibleVersion("rank ", peer, " sends broadcast heads of version ", fixed.version, ", this build reads ",
                               kHeadVersion, "; install the same gradwire on every host");
   const std::string when = " (step " + std::to_string(step) + ")" + kAdvice;
-  Cursor end(n_bytes_ - kChecksumBytes);
-  if (fixed.magic != kMagic || end.get<std::uint32_t>(raw) != crc32c(raw.first(n_bytes_ - kChecksumBytes)))
+  if (fixed.magic != kMagic ||
+      load<std::uint32_t>(raw.data() + n_bytes_ - kChecksumBytes) != crc32c(raw.first(n_bytes_ - kChecksumBytes)))
     throw CorruptMessage(who, " a head that gradwire did not write", when);
   compare("configuration", "pass the same scheme and options, blocks and their order among them, on every rank",
           configuration_, fixed.configuration, fixed.origin, step);
@@ -140,17 +124,22 @@ Head HeadFormat::unpack(ConstBytes raw, std::uint32_t step, int peer) const {
   for (std::size_t block = 0; block < n_blocks_; ++block) head.ended.push_back(bits[block / 8] >> block % 8 & 1);
   const bool has_more = n_blocks_ % 8 != 0 && bits.back() >> n_blocks_ % 8 != 0;
   if (!is_sane || has_more) throw CorruptMessage(who, " a head out of range", when);
-  Cursor at(sizeof fixed + bits.size());
+  const std::uint8_t* at = bits.data() + bits.size();
+  const auto get = [&at]() {
+    at += 8;
+    return load<std::uint64_t>(at - 8);
+  };
   bool knows = true;
   for (std::size_t block = 0; block < n_blocks_; ++block) {
-    const auto us = at.get<std::int32_t>(raw);
+    const auto us = load<std::int32_t>(at);
+    at += sizeof us;
     knows = knows && us != kUnknownUs;
     head.remaining_s.push_back(us / 1e6);
   }
   if (!knows) head.remaining_s.clear();
-  for (std::size_t rank = 0; rank < world_size_; ++rank) head.received_bytes.push_back(at.get<std::uint64_t>(raw));
-  for (std::size_t rank = 0; rank < world_size_; ++rank) head.receiving_us.push_back(at.get<std::uint64_t>(raw));
-  for (std::uint64_t& us : head.hidden_us) us = at.get<std::uint64_t>(raw);
+  for (std::size_t rank = 0; rank < world_size_; ++rank) head.received_bytes.push_back(get());
+  for (std::size_t rank = 0; rank < world_size_; ++rank) head.receiving_us.push_back(get());
+  for (std::uint64_t& us : head.hidden_us) us = get();
   return head;
 }
 

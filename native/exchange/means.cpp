@@ -163,6 +163,14 @@ void OwnersExchange::adopt(std::size_t group) {
   }
 }
 
+void exchange_groups(wire::Mesh& mesh, const Ticket& ticket, Ends& ends, std::size_t n_groups, bool has_pull,
+                     Account& account) {
+  std::vector<std::size_t> of_parts(static_cast<std::size_t>(mesh.world_size()), n_groups);
+  OwnersExchange exchange(mesh, ticket, ends, std::move(of_parts), has_pull, 0, account);
+  exchange.run();
+  exchange.finish();
+}
+
 // ---- by a codec
 
 namespace {
@@ -226,10 +234,7 @@ void direct_mean(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Val
                  std::size_t n_chunks, Account& account) {
   if (mesh.world_size() == 1 || buffer.n == 0) return;
   CodecEnds ends(mesh, codec, buffer, left_out, n_chunks, account);
-  std::vector<std::size_t> n_groups(static_cast<std::size_t>(mesh.world_size()), n_chunks);
-  OwnersExchange exchange(mesh, ticket, ends, std::move(n_groups), true, 0, account);
-  exchange.run();
-  exchange.finish();
+  exchange_groups(mesh, ticket, ends, n_chunks, true, account);
 }
 
 // ---- quantised parts with error feedback
@@ -487,12 +492,9 @@ void check(const QuantisedBucket& bucket, std::size_t world) {
 
 QuantisedResult quantised_mean(wire::Mesh& mesh, const Ticket& ticket, const quantisers::Options& options,
                                const QuantisedBucket& bucket, Account& account) {
-  const auto world = static_cast<std::size_t>(mesh.world_size());
-  check(bucket, world);
+  check(bucket, static_cast<std::size_t>(mesh.world_size()));
   QuantisedEnds ends(mesh, options, bucket, account);
-  OwnersExchange exchange(mesh, ticket, ends, std::vector<std::size_t>(world, bucket.n_chunks), true, 0, account);
-  exchange.run();
-  exchange.finish();
+  exchange_groups(mesh, ticket, ends, bucket.n_chunks, true, account);
   return ends.adopt_all();
 }
 

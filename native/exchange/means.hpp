@@ -122,6 +122,10 @@ class OwnersExchange {
   std::vector<wire::Message> results_;
 };
 
+// All of an exchange at once, with as many groups of each part.
+void exchange_groups(wire::Mesh& mesh, const Ticket& ticket, Ends& ends, std::size_t n_groups, bool has_pull,
+                     Account& account);
+
 // The mean over the ranks by a codec: rank r owns part r and adds the decoded parts of all ranks, its own unencoded.
 // `left_out`: see Coder.
 void direct_mean(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Values& buffer, const Values& left_out,

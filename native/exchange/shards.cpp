@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "bits/bit_io.hpp"
 #include "errors.hpp"
 
 namespace gradwire::exchange {
@@ -14,13 +15,6 @@ constexpr std::size_t kWindow = 1024;    // values that are looked through befor
 constexpr std::size_t kShareOfOdd = 16;  // more odd values than one in so many: the message is raw
 constexpr std::size_t kMessagesAhead = 2;
 
-template <class Word>
-Word word_at(const std::uint8_t* data, std::size_t i) {
-  Word word;
-  std::memcpy(&word, data + sizeof(Word) * i, sizeof(Word));
-  return word;
-}
-
 // What the codec does not keep: of exponent 0 all but the positive zero; of float16, which is coded as float32, the
 // negative zero.
 template <class Word, Word exponent, Word sign>
@@ -31,11 +25,11 @@ struct Odd {
     for (std::size_t begin = 0; begin < n; begin += kWindow) {
       const std::size_t end = std::min(n, begin + kWindow);
       std::uint32_t n_odd = 0;
-      for (std::size_t i = begin; i < end; ++i) n_odd += is(word_at<Word>(data, i));
+      for (std::size_t i = begin; i < end; ++i) n_odd += is(load<Word>(data + sizeof(Word) * i));
       if (n_odd == 0) continue;
       if (places.size() + n_odd > most) return false;
       for (std::size_t i = begin; i < end; ++i)
-        if (is(word_at<Word>(data, i))) places.push_back(static_cast<std::uint32_t>(i));
+        if (is(load<Word>(data + sizeof(Word) * i))) places.push_back(static_cast<std::uint32_t>(i));
     }
     return true;
   }
@@ -99,7 +93,7 @@ void ExactCodec::decode(ConstBytes message, std::size_t first, const Values& val
   }
   codec_.decode(message.subspan(kFrontBytes, message.size() - kFrontBytes - listed), first, values);
   for (std::uint32_t i = 0; i < front[0]; ++i, at += entry) {
-    const auto place = word_at<std::uint32_t>(at, 0);
+    const auto place = load<std::uint32_t>(at);
     if (place >= values.n) throw CorruptMessage("a message for ", values.n, " exact values lists value ", place);
     std::memcpy(values.data + place * values.element_bytes(), at + 4, values.element_bytes());
   }
@@ -224,10 +218,7 @@ void scatter_sums(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Va
                   std::size_t n_chunks, Account& account) {
   if (mesh.world_size() == 1 || all.n == 0) return;
   SumEnds ends(mesh, codec, all, divisor, n_chunks, account);
-  std::vector<std::size_t> n_groups(static_cast<std::size_t>(mesh.world_size()), n_chunks);
-  OwnersExchange exchange(mesh, ticket, ends, std::move(n_groups), false, 0, account);
-  exchange.run();
-  exchange.finish();
+  exchange_groups(mesh, ticket, ends, n_chunks, false, account);
 }
 
 }  // namespace gradwire::exchange

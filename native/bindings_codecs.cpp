@@ -224,9 +224,10 @@ void bind_quantisers(nb::module_& m) {
                  const quantisers::Options options{kind, rule, parameter, levels, block, {seed, step}, cuts};
                  return quantisers::encode(options, {values, dtype, residual, residual_scale}, new_residual, out);
                });
-  def_unlocked(m, "quantiser_decode", [](ConstBytes message, Kind kind, Dtype dtype, Bytes values) {
-    quantisers::decode(message, kind, dtype, values);
-  });
+  def_unlocked(m, "quantiser_decode",
+               [](ConstBytes message, Kind kind, Dtype dtype, Bytes values, float divisor, bool adds) {
+                 quantisers::decode(message, kind, dtype, values, {divisor, adds});
+               });
   m.def("quantiser_describe", [](ConstBytes message) {
     const quantisers::Header header = quantisers::read_header(message);
     return dict_of("codec", quantisers::name_of(header.kind), "format_version", header.version, "n_elements",

@@ -266,7 +266,7 @@ std::size_t Broadcast::encode(std::size_t block, const Values& gradient, int n_b
     Shared& shared = shared_[block];
     shared.own = gradient;
     shared.sum = mesh_.pool().take(4 * n);
-    std::fill_n(reinterpret_cast<float*>(shared.sum.block->data()), n, 0.0f);
+    std::ranges::fill(shared.sum.floats(n), 0.0f);
   }
   return largest;
 }
@@ -459,7 +459,7 @@ void Broadcast::take_answer(const Head& head, const wire::Message& message) {
   if (!shared.sum.block || was_last)
     throw CorruptMessage(rank_name(head.origin), " answered ", block_name(blocks_[head.block]),
                          " before it had anything of it, or after its last answer", kSameGradwire);
-  const Floats sum = Floats(reinterpret_cast<float*>(shared.sum.block->data()), blocks_[head.block].n);
+  const Floats sum = shared.sum.floats(blocks_[head.block].n);
   if (head.is_plain)
     return add_to(sum.subspan(first, count), {message.block->data() + head_bytes_, count, Dtype::float32});
   const wire::Message decoded = mesh_.pool().take(4 * count);
@@ -499,15 +499,14 @@ bool Broadcast::answer(std::size_t block, std::vector<std::size_t>& sent_bytes) 
   } else {
     const auto [first, count] = part_of(block, rank_);
     const wire::Message memory = mesh_.pool().take(4 * count);
-    const Floats sum(reinterpret_cast<float*>(memory.block->data()), count);
+    const Floats sum = memory.floats(count);
     std::fill(sum.begin(), sum.end(), 0.0f);
     for (std::size_t rank = 0; rank < world_; ++rank)
       if (rank == rank_)
         add_to(sum, shared.own.slice(first, count));
       else
         add_copy(copies_[block][rank], block, rank, sum);
-    const Floats known =
-        Floats(reinterpret_cast<float*>(shared.sum.block->data()), blocks_[block].n).subspan(first, count);
+    const Floats known = shared.sum.floats(blocks_[block].n).subspan(first, count);
     subtract(values_of(sum), values_of(known));
     // What a second answer adds is as small as what the first one left out: its sign and as many bits as came.
     head.n_bits = shared.answered_bits == 0 ? most_bits : std::clamp(most_bits - shared.answered_bits + 1, 2, 31);
@@ -537,7 +536,7 @@ bool Broadcast::answer(std::size_t block, std::vector<std::size_t>& sent_bytes) 
 
 void Broadcast::mean_of_parts(std::size_t block, const Values& gradient, const Values& left_out) {
   Shared& shared = shared_[block];
-  const Floats sum(reinterpret_cast<float*>(shared.sum.block->data()), gradient.n);
+  const Floats sum = shared.sum.floats(gradient.n);
   for (std::size_t rank = 0; left_out.data != nullptr && rank < world_; ++rank) {
     const auto [first, count] = part_of(block, rank);
     const Values part = left_out.slice(first, count), own = gradient.slice(first, count);
@@ -577,7 +576,7 @@ void Broadcast::mean(std::size_t block, const Values& gradient, const Values& le
     subtract(left_out, own);
   }
   // The sum is float32 whatever the dtype, and begins with +0.
-  const Floats sums(reinterpret_cast<float*>(sum_memory.block->data()), n);
+  const Floats sums = sum_memory.floats(n);
   std::fill(sums.begin(), sums.end(), 0.0f);
   for (std::size_t rank = 0; rank < world_; ++rank)
     if (rank == rank_)

@@ -306,7 +306,7 @@ class QuantisedEnds final : public Ends {
       decode(message, total, {.adds = true});
     } else {  // a bit alone cannot say zero
       wire::Message scratch = pool_.take(4 * count);
-      const Floats decoded(reinterpret_cast<float*>(scratch.block->data()), count);
+      const Floats decoded = scratch.floats(count);
       decode(message, decoded, {});
       for_unused(is_used, [&, first = first, count = count](std::size_t start, std::size_t end) {
         const std::size_t from = std::max(start, first), to = std::min(end, first + count);
@@ -337,7 +337,7 @@ class QuantisedEnds final : public Ends {
     const Values raw{out.data(), count, bucket_.gradient.dtype};
     if (sends_means()) {
       wire::Message means = pool_.take(4 * count);
-      const Floats mean(reinterpret_cast<float*>(means.block->data()), count);
+      const Floats mean = means.floats(count);
       for (std::size_t i = 0; i < count; ++i) mean[i] = total[i] / static_cast<float>(world_);
       is_finite_ &= static_cast<std::uint8_t>(narrow(mean, raw));
     } else {
@@ -445,7 +445,7 @@ class QuantisedEnds final : public Ends {
 
   // The sum of what has been added of this rank's chunk; zeros before the first rank's values.
   Floats total_of(std::size_t source, std::size_t group) {
-    const Floats total(reinterpret_cast<float*>(total_.block->data()), cut_.chunk(rank_, group).count);
+    const Floats total = total_.floats(cut_.chunk(rank_, group).count);
     if (source == 0) std::fill(total.begin(), total.end(), 0.0f);
     return total;
   }
@@ -587,9 +587,7 @@ void add_group(Codec& codec, ConstBytes message, std::size_t first, Sizes sizes,
 namespace {
 
 // Sums of a group, or what is added to them.
-Floats floats_of(const wire::Message& memory, const Group& group) {
-  return {reinterpret_cast<float*>(memory.block->data()), group.end - group.start};
-}
+Floats floats_of(const wire::Message& memory, const Group& group) { return memory.floats(group.end - group.start); }
 
 }  // namespace
 

@@ -186,7 +186,7 @@ class SumEnds final : public Ends {
   }
   std::size_t encode_pull(std::size_t group, Bytes) override {
     const auto [first, count] = cut_.chunk(rank_, group);
-    const Floats total = floats_of(count);
+    const Floats total = total_.floats(count);
     if (divisor_ != 1)
       for (float& sum : total) sum /= divisor_;
     narrow(total, all_.slice(first, count));
@@ -195,12 +195,11 @@ class SumEnds final : public Ends {
   void adopt(std::size_t, std::size_t, const wire::Message&) override {}
 
  private:
-  Floats floats_of(std::size_t n) { return {reinterpret_cast<float*>(total_.block->data()), n}; }
   void add(std::size_t source, const Values& values) {
     if (source == 0)
-      widen(values, floats_of(values.n));
+      widen(values, total_.floats(values.n));
     else
-      add_to(floats_of(values.n), values);
+      add_to(total_.floats(values.n), values);
   }
 
   const std::size_t rank_;

@@ -6,6 +6,9 @@
 
 namespace gradwire::packing {
 
+// Throws InvalidArgument (another number of words than `n_values` have), CorruptMessage (bits past the end).
+void check_index(ConstWords words, std::size_t n_values);
+
 // Writes the value of each set bit, in order. Values are of `item_bytes` bytes, 2 or 4; bit i % 32 of word i / 32
 // stands for value i. Throws InvalidArgument (sizes), CorruptMessage (bits past the end).
 void pack(ConstBytes values, std::size_t item_bytes, ConstWords words, Bytes packed);

@@ -131,11 +131,7 @@ class PythonCodec final : public exchange::Codec {
  public:
   // `codec`: gradwire.codecs.Codec; `dtype`: the bucket's, as torch calls it.
   PythonCodec(nb::object codec, nb::object dtype, const gcomp::BucketImportance* importance)
-      : codec_(std::move(codec)),
-        dtype_(std::move(dtype)),
-        decodes_by_importance_(nb::hasattr(codec_, "decodes_by_importance")),
-        is_weighed_(importance != nullptr),
-        weights_(importance) {}
+      : codec_(std::move(codec)), dtype_(std::move(dtype)), is_weighed_(importance != nullptr), weights_(importance) {}
 
   std::size_t max_message_bytes(std::size_t n_values) const override {
     const nb::gil_scoped_acquire locked;
@@ -144,26 +140,19 @@ class PythonCodec final : public exchange::Codec {
   bool weigh(std::size_t first, std::size_t n) override { return weights_.write(first, n); }
   std::size_t encode(const Values& values, std::size_t first, Bytes out) override {
     const nb::gil_scoped_acquire locked;
-    const nb::object weights = weights_of(first, values.n);
+    const nb::object weights = is_weighed_ ? tensor_of(weights_.at(first, values.n)) : nb::none();
     const auto n = nb::cast<std::size_t>(codec_.attr("encode")(tensor_of(values), tensor_of(out), weights));
     if (n > out.size()) throw BufferTooSmall("a codec says it wrote ", n, " bytes into ", out.size());
     return n;
   }
-  void decode(ConstBytes message, std::size_t first, const Values& values) override {
+  void decode(ConstBytes message, std::size_t, const Values& values) override {
     const nb::gil_scoped_acquire locked;
-    if (decodes_by_importance_)
-      codec_.attr("decode")(tensor_of(message), tensor_of(values), weights_of(first, values.n));
-    else
-      codec_.attr("decode")(tensor_of(message), tensor_of(values));
+    codec_.attr("decode")(tensor_of(message), tensor_of(values));
   }
 
  private:
-  nb::object weights_of(std::size_t first, std::size_t n) const {
-    return is_weighed_ ? tensor_of(weights_.at(first, n)) : nb::none();
-  }
-
   const nb::object codec_, dtype_;
-  const bool decodes_by_importance_, is_weighed_;
+  const bool is_weighed_;
   gcomp::Weights weights_;
 };
 

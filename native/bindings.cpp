@@ -70,14 +70,8 @@ void bind_sketch(nb::module_& m) {
   def_unlocked(m, "pack_values", &packing::pack);
   def_unlocked(m, "unpack_values", &packing::unpack);
   m.attr("SKETCH_BLOOM_ROW_WORDS") = sketch::kBloomRowWords;
-  nb::class_<Plan>(m, "SketchPlan")
-      .def(nb::init<>())
-      .def(
-          "prepare",
-          [](Plan& plan, ConstWords words, std::size_t n_elements, std::size_t batch_values, double gamma,
-             std::uint64_t seed, std::uint64_t salt,
-             std::size_t max_cells) { plan.prepare(words, n_elements, {batch_values, gamma, seed, salt, max_cells}); },
-          unlocked)
+  nb::class_<Plan> plans(m, "SketchPlan");
+  plans.def(nb::init<>())
       .def("assume", &Plan::assume)
       .def("adopt", &Plan::adopt, unlocked)
       .def("block_nonzeros", &Plan::block_nonzeros)
@@ -90,6 +84,11 @@ void bind_sketch(nb::module_& m) {
       .def("peel", &Plan::peel, unlocked)
       .def("write_core", &Plan::write_core)
       .def("recover", &Plan::recover, unlocked);
+  def_unlocked(plans, "prepare",
+               [](Plan& plan, ConstWords words, std::size_t n_elements, std::size_t batch_values, double gamma,
+                  std::uint64_t seed, std::uint64_t salt, std::size_t max_cells) {
+                 plan.prepare(words, n_elements, {batch_values, gamma, seed, salt, max_cells});
+               });
 }
 
 void bind_sums(nb::module_& m) {

@@ -65,8 +65,8 @@ void bind_mesh(nb::module_& m) {
   m.attr("MESSAGE_VERSION") = wire::kVersion;
   m.attr("MESH_SECRET_BYTES") = wire::kSecretBytes;
   m.def("interface_address", &wire::interface_address);
-  nb::class_<Mesh>(m, "Mesh")
-      .def(nb::init<int, int, const std::string&, double>())
+  nb::class_<Mesh> connections(m, "Mesh");
+  connections.def(nb::init<int, int, const std::string&, double>())
       .def_prop_ro("endpoint", [](const Mesh& mesh) { return Place(mesh.endpoint().host, mesh.endpoint().port); })
       .def("join",
            [](Mesh& mesh, const std::vector<Place>& places, const nb::bytes& secret) {
@@ -77,23 +77,7 @@ void bind_mesh(nb::module_& m) {
              for (const auto& [host, port] : places) endpoints.push_back({host, port});
              mesh.join(std::move(endpoints), known);
            })
-      .def(
-          "open",
-          [](Mesh& mesh, std::uint32_t stream, const Facts& facts, std::uint64_t max_bytes,
-             const std::vector<int>& peers) { mesh.open(stream, facts_of(facts), max_bytes, peers); },
-          unlocked)
       .def("close", &Mesh::close, unlocked)
-      .def(
-          "send",
-          [](Mesh& mesh, const std::vector<int>& peers, std::uint32_t stream, const std::vector<ConstBytes>& parts) {
-            std::size_t n_bytes = 0;
-            for (const ConstBytes part : parts) n_bytes += part.size();
-            wire::Message message = mesh.pool().take(n_bytes);
-            auto at = message.room().begin();
-            for (const ConstBytes part : parts) at = std::copy(part.begin(), part.end(), at);
-            for (const int peer : peers) mesh.send(peer, stream, message);
-          },
-          unlocked)
       .def("receive_any",
            [](Mesh& mesh, std::uint32_t stream, const std::vector<int>& peers) {
              wire::Arrival arrival;
@@ -114,6 +98,19 @@ void bind_mesh(nb::module_& m) {
       .def("break_off", &Mesh::break_off, unlocked)
       .def("shut", &Mesh::shut, unlocked)
       .def_prop_ro("bytes_held", [](Mesh& mesh) { return mesh.pool().bytes_held(); });
+  def_unlocked(connections, "open",
+               [](Mesh& mesh, std::uint32_t stream, const Facts& facts, std::uint64_t max_bytes,
+                  const std::vector<int>& peers) { mesh.open(stream, facts_of(facts), max_bytes, peers); });
+  def_unlocked(
+      connections, "send",
+      [](Mesh& mesh, const std::vector<int>& peers, std::uint32_t stream, const std::vector<ConstBytes>& parts) {
+        std::size_t n_bytes = 0;
+        for (const ConstBytes part : parts) n_bytes += part.size();
+        wire::Message message = mesh.pool().take(n_bytes);
+        auto at = message.room().begin();
+        for (const ConstBytes part : parts) at = std::copy(part.begin(), part.end(), at);
+        for (const int peer : peers) mesh.send(peer, stream, message);
+      });
 }
 
 // ---- codecs

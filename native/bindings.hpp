@@ -1,5 +1,5 @@
-// What the bindings share: how Python's arguments become the core's. They arrive checked by gradwire's Python layer;
-// what computes or waits is called without the GIL.
+// What the bindings share: how Python's arguments, which come by position (gradwire/_native.pyi names them), become the
+// core's. They arrive checked by gradwire's Python layer; what computes or waits is called without the GIL.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -14,6 +14,7 @@
 
 #include "errors.hpp"
 #include "gcomp/codec.hpp"
+#include "gcomp/importance.hpp"
 #include "quantisers/codec.hpp"
 #include "sketch/plan.hpp"
 #include "switch/udp_socket.hpp"
@@ -24,30 +25,57 @@ using namespace nb::literals;
 using namespace gradwire;
 
 constexpr nb::call_guard<nb::gil_scoped_release> unlocked;
+template <class Scope, class Body>
+void def_unlocked(Scope& scope, const char* name, Body&& body) {
+  scope.def(name, std::forward<Body>(body), unlocked);
+}
+
+// Names and what they stand for, in turn.
+template <class Value, class... More>
+nb::dict dict_of(const char* name, const Value& value, const More&... more) {
+  nb::dict result;
+  if constexpr (sizeof...(more) > 0) result = dict_of(more...);
+  result[name] = value;
+  return result;
+}
+
+// A span that may be None, which is an empty one.
+template <class Span>
+struct OrNone : Span {
+  using Span::Span;
+};
 
 void bind_codecs(nb::module_& m);  // bindings_codecs.cpp
 void bind_engine(nb::module_& m);  // bindings_engine.cpp
 
 namespace nanobind::detail {
 
-// A one-dimensional, contiguous CPU buffer, of torch or of numpy, whose owner outlives the call; None, where an
-// argument may be that, is an empty one. Never a converted copy, whose changes would be lost.
-template <class T>
-struct type_caster<std::span<T>> {
-  using Array = make_caster<ndarray<T, ndim<1>, c_contig, device::cpu>>;
-  NB_TYPE_CASTER(std::span<T>, Array::Name)
+// A one-dimensional, contiguous CPU buffer, of torch or of numpy, whose owner outlives the call. Never a converted
+// copy, whose changes would be lost.
+template <class Span>
+struct SpanCaster {
+  using Array = make_caster<ndarray<typename Span::element_type, ndim<1>, c_contig, device::cpu>>;
+  NB_TYPE_CASTER(Span, Array::Name)
 
   bool from_python(handle src, auto flags, cleanup_list* cleanup) noexcept {
     if (src.is_none()) return true;
     constexpr auto converts = static_cast<decltype(flags)>(cast_flags::convert);
     if (!array_.from_python(src, flags & ~converts, cleanup)) return false;
-    value = {array_.value.data(), array_.value.size()};
+    value = Span(array_.value.data(), array_.value.size());
     return true;
   }
 
  private:
   Array array_;
 };
+template <class T>
+struct type_caster<std::span<T>> : SpanCaster<std::span<T>> {};
+template <class Span>
+struct type_caster<OrNone<Span>> : SpanCaster<OrNone<Span>> {};
+template <class Span>
+struct has_arg_defaults<OrNone<Span>> : std::true_type {};
+template <>
+struct has_arg_defaults<gcomp::BucketImportance> : std::true_type {};
 
 // An enumeration as its number: n of them from `first` on.
 template <class Enum, int n, int first = 0>

@@ -64,60 +64,53 @@ void bind_mesh(nb::module_& m) {
   m.attr("MESSAGE_HEADER_BYTES") = wire::kHeaderBytes;
   m.attr("MESSAGE_VERSION") = wire::kVersion;
   m.attr("MESH_SECRET_BYTES") = wire::kSecretBytes;
-  m.def("interface_address", &wire::interface_address, "name"_a);
-  nb::class_<Mesh>(m, "Mesh")
-      .def(nb::init<int, int, const std::string&, double>(), "rank"_a, "world_size"_a, "host"_a, "timeout_s"_a)
+  m.def("interface_address", &wire::interface_address);
+  nb::class_<Mesh> connections(m, "Mesh");
+  connections.def(nb::init<int, int, const std::string&, double>())
       .def_prop_ro("endpoint", [](const Mesh& mesh) { return Place(mesh.endpoint().host, mesh.endpoint().port); })
-      .def(
-          "join",
-          [](Mesh& mesh, const std::vector<Place>& places, const nb::bytes& secret) {
-            wire::Secret known;
-            if (secret.size() != known.size()) throw InvalidArgument("the secret of a mesh has 16 bytes");
-            std::memcpy(known.data(), secret.data(), known.size());
-            std::vector<wire::Endpoint> endpoints;
-            for (const auto& [host, port] : places) endpoints.push_back({host, port});
-            mesh.join(std::move(endpoints), known);
-          },
-          "endpoints"_a, "secret"_a)
-      .def(
-          "open",
-          [](Mesh& mesh, std::uint32_t stream, const Facts& facts, std::uint64_t max_bytes,
-             const std::vector<int>& peers) { mesh.open(stream, facts_of(facts), max_bytes, peers); },
-          "stream"_a, "facts"_a, "max_bytes"_a, "peers"_a, unlocked)
-      .def("close", &Mesh::close, "stream"_a, unlocked)
-      .def(
-          "send",
-          [](Mesh& mesh, const std::vector<int>& peers, std::uint32_t stream, const std::vector<ConstBytes>& parts) {
-            std::size_t n_bytes = 0;
-            for (const ConstBytes part : parts) n_bytes += part.size();
-            wire::Message message = mesh.pool().take(n_bytes);
-            auto at = message.room().begin();
-            for (const ConstBytes part : parts) at = std::copy(part.begin(), part.end(), at);
-            for (const int peer : peers) mesh.send(peer, stream, message);
-          },
-          "peers"_a, "stream"_a, "parts"_a, unlocked)
-      .def(
-          "receive_any",
-          [](Mesh& mesh, std::uint32_t stream, const std::vector<int>& peers) {
-            wire::Arrival arrival;
-            {
-              const nb::gil_scoped_release released;
-              arrival = mesh.receive_any(stream, peers);
-            }
-            // The tensor keeps the message: its block is not used again before the tensor is gone.
-            auto kept = std::make_unique<wire::Message>(arrival.message);
-            const nb::capsule owner(kept.get(),
-                                    [](void* message) noexcept { delete static_cast<wire::Message*>(message); });
-            wire::Message& message = *kept.release();
-            const nb::object bytes =
-                tensor_of(message.block->data(), message.n_bytes, nb::dtype<std::uint8_t>(), owner);
-            return nb::make_tuple(arrival.peer, bytes, arrival.duration_ns);
-          },
-          "stream"_a, "peers"_a)
+      .def("join",
+           [](Mesh& mesh, const std::vector<Place>& places, const nb::bytes& secret) {
+             wire::Secret known;
+             if (secret.size() != known.size()) throw InvalidArgument("the secret of a mesh has 16 bytes");
+             std::memcpy(known.data(), secret.data(), known.size());
+             std::vector<wire::Endpoint> endpoints;
+             for (const auto& [host, port] : places) endpoints.push_back({host, port});
+             mesh.join(std::move(endpoints), known);
+           })
+      .def("close", &Mesh::close, unlocked)
+      .def("receive_any",
+           [](Mesh& mesh, std::uint32_t stream, const std::vector<int>& peers) {
+             wire::Arrival arrival;
+             {
+               const nb::gil_scoped_release released;
+               arrival = mesh.receive_any(stream, peers);
+             }
+             // The tensor keeps the message: its block is not used again before the tensor is gone.
+             auto kept = std::make_unique<wire::Message>(arrival.message);
+             const nb::capsule owner(kept.get(),
+                                     [](void* message) noexcept { delete static_cast<wire::Message*>(message); });
+             wire::Message& message = *kept.release();
+             const nb::object bytes =
+                 tensor_of(message.block->data(), message.n_bytes, nb::dtype<std::uint8_t>(), owner);
+             return nb::make_tuple(arrival.peer, bytes, arrival.duration_ns);
+           })
       .def("wait_until_all_sent", &Mesh::wait_until_all_sent, unlocked)
       .def("break_off", &Mesh::break_off, unlocked)
       .def("shut", &Mesh::shut, unlocked)
       .def_prop_ro("bytes_held", [](Mesh& mesh) { return mesh.pool().bytes_held(); });
+  def_unlocked(connections, "open",
+               [](Mesh& mesh, std::uint32_t stream, const Facts& facts, std::uint64_t max_bytes,
+                  const std::vector<int>& peers) { mesh.open(stream, facts_of(facts), max_bytes, peers); });
+  def_unlocked(
+      connections, "send",
+      [](Mesh& mesh, const std::vector<int>& peers, std::uint32_t stream, const std::vector<ConstBytes>& parts) {
+        std::size_t n_bytes = 0;
+        for (const ConstBytes part : parts) n_bytes += part.size();
+        wire::Message message = mesh.pool().take(n_bytes);
+        auto at = message.room().begin();
+        for (const ConstBytes part : parts) at = std::copy(part.begin(), part.end(), at);
+        for (const int peer : peers) mesh.send(peer, stream, message);
+      });
 }
 
 // ---- codecs
@@ -135,11 +128,7 @@ class PythonCodec final : public exchange::Codec {
  public:
   // `codec`: gradwire.codecs.Codec; `dtype`: the bucket's, as torch calls it.
   PythonCodec(nb::object codec, nb::object dtype, const gcomp::BucketImportance* importance)
-      : codec_(std::move(codec)),
-        dtype_(std::move(dtype)),
-        decodes_by_importance_(nb::hasattr(codec_, "decodes_by_importance")),
-        is_weighed_(importance != nullptr),
-        weights_(importance) {}
+      : codec_(std::move(codec)), dtype_(std::move(dtype)), is_weighed_(importance != nullptr), weights_(importance) {}
 
   std::size_t max_message_bytes(std::size_t n_values) const override {
     const nb::gil_scoped_acquire locked;
@@ -148,26 +137,19 @@ class PythonCodec final : public exchange::Codec {
   bool weigh(std::size_t first, std::size_t n) override { return weights_.write(first, n); }
   std::size_t encode(const Values& values, std::size_t first, Bytes out) override {
     const nb::gil_scoped_acquire locked;
-    const nb::object weights = weights_of(first, values.n);
+    const nb::object weights = is_weighed_ ? tensor_of(weights_.at(first, values.n)) : nb::none();
     const auto n = nb::cast<std::size_t>(codec_.attr("encode")(tensor_of(values), tensor_of(out), weights));
     if (n > out.size()) throw BufferTooSmall("a codec says it wrote ", n, " bytes into ", out.size());
     return n;
   }
-  void decode(ConstBytes message, std::size_t first, const Values& values) override {
+  void decode(ConstBytes message, std::size_t, const Values& values) override {
     const nb::gil_scoped_acquire locked;
-    if (decodes_by_importance_)
-      codec_.attr("decode")(tensor_of(message), tensor_of(values), weights_of(first, values.n));
-    else
-      codec_.attr("decode")(tensor_of(message), tensor_of(values));
+    codec_.attr("decode")(tensor_of(message), tensor_of(values));
   }
 
  private:
-  nb::object weights_of(std::size_t first, std::size_t n) const {
-    return is_weighed_ ? tensor_of(weights_.at(first, n)) : nb::none();
-  }
-
   const nb::object codec_, dtype_;
-  const bool decodes_by_importance_, is_weighed_;
+  const bool is_weighed_;
   gcomp::Weights weights_;
 };
 
@@ -180,18 +162,16 @@ void bind_exchange_codecs(nb::module_& m) {
                            float, std::uintptr_t>;
   // Python puts what the addresses lie in into an attribute of its own.
   nb::class_<BucketImportance>(m, "BucketImportance", nb::dynamic_attr())
-      .def(
-          "__init__",
-          [](BucketImportance* place, const std::vector<Terms>& terms, std::uint8_t mean_room) {
-            const auto floats_at = [](std::uintptr_t address) { return reinterpret_cast<const float*>(address); };
-            std::vector<gcomp::Window> windows;
-            for (const auto& [offset, n, parameter, second, first, a, b, c, ready] : terms)
-              windows.push_back({offset, n, floats_at(parameter), floats_at(second), floats_at(first), a, b, c,
-                                 reinterpret_cast<const std::uint8_t*>(ready)});
-            new (place) BucketImportance(std::move(windows), mean_room);
-          },
-          "terms"_a, "mean_room"_a = 0)
-      .def("write", &BucketImportance::write, "first"_a, "out"_a, unlocked);
+      .def("__init__",
+           [](BucketImportance* place, const std::vector<Terms>& terms, std::uint8_t mean_room) {
+             const auto floats_at = [](std::uintptr_t address) { return reinterpret_cast<const float*>(address); };
+             std::vector<gcomp::Window> windows;
+             for (const auto& [offset, n, parameter, second, first, a, b, c, ready] : terms)
+               windows.push_back({offset, n, floats_at(parameter), floats_at(second), floats_at(first), a, b, c,
+                                  reinterpret_cast<const std::uint8_t*>(ready)});
+             new (place) BucketImportance(std::move(windows), mean_room);
+           })
+      .def("write", &BucketImportance::write, unlocked);
 
   nb::class_<Codec>(m, "ExchangeCodec");
   // Arguments are kept by whoever makes a codec, for as long as it is used.
@@ -199,46 +179,38 @@ void bind_exchange_codecs(nb::module_& m) {
       "gcomp_exchange_codec",
       [](Dtype dtype, gcomp::Mode mode, int kept_bits, bool truncates, gcomp::Version version,
          const HuffmanTable& table, const std::vector<const HuffmanTable*>& known, const BucketImportance* importance,
-         std::span<std::int64_t> counts, int least_bits) -> Made {
+         OrNone<std::span<std::int64_t>> counts, int least_bits) -> Made {
         const auto rounding = truncates ? gcomp::Rounding::truncate : gcomp::Rounding::nearest;
         const gcomp::EncodeOptions options{dtype, mode, kept_bits, rounding, version, least_bits};
         return std::make_unique<exchange::GCompCodec>(options, table, known, importance, counts);
       },
-      "dtype"_a, "mode"_a, "kept_bits"_a, "truncates"_a, "version"_a, "table"_a, "known"_a, "importance"_a.none(),
-      "counts"_a.none(), "least_bits"_a = 0, nb::keep_alive<0, 6>(), nb::keep_alive<0, 8>());
-  m.def(
-      "truncated_float_exchange_codec",
-      [](Dtype dtype, truncated_float::Format format, int n_bits, std::size_t partition,
-         truncated_float::Rounding rounding, std::uint64_t seed, std::uint64_t first_step) -> Made {
-        const truncated_float::Settings settings{dtype, format, n_bits, partition};
-        truncated_float::check_settings(settings);
-        return std::make_unique<exchange::TruncatedFloatCodec>(settings, rounding, random::Stream{seed, first_step});
-      },
-      "dtype"_a, "format"_a, "n_bits"_a, "partition"_a, "rounding"_a, "seed"_a, "first_step"_a);
-  m.def(
-      "embedded_float_exchange_codec",
-      [](Dtype dtype, std::size_t partition, int format, std::size_t n_bits) -> Made {
-        return std::make_unique<exchange::EmbeddedFloatCodec>(embedded_float::Settings{partition, format}, n_bits,
-                                                              dtype);
-      },
-      "dtype"_a, "partition"_a, "format"_a, "n_bits"_a);
-  m.def(
-      "quantiser_exchange_codec",
-      [](const Quantiser& quantiser, std::uint64_t first_step) -> Made {
-        return std::make_unique<exchange::QuantiserCodec>(options_of(quantiser, first_step));
-      },
-      "quantiser"_a, "first_step"_a);
+      nb::keep_alive<0, 6>(), nb::keep_alive<0, 8>());
+  m.def("truncated_float_exchange_codec",
+        [](Dtype dtype, truncated_float::Format format, int n_bits, std::size_t partition,
+           truncated_float::Rounding rounding, std::uint64_t seed, std::uint64_t first_step) -> Made {
+          const truncated_float::Settings settings{dtype, format, n_bits, partition};
+          truncated_float::check_settings(settings);
+          return std::make_unique<exchange::TruncatedFloatCodec>(settings, rounding, random::Stream{seed, first_step});
+        });
+  m.def("embedded_float_exchange_codec",
+        [](Dtype dtype, std::size_t partition, int format, std::size_t n_bits) -> Made {
+          return std::make_unique<exchange::EmbeddedFloatCodec>(embedded_float::Settings{partition, format}, n_bits,
+                                                                dtype);
+        });
+  m.def("quantiser_exchange_codec", [](const Quantiser& quantiser, std::uint64_t first_step) -> Made {
+    return std::make_unique<exchange::QuantiserCodec>(options_of(quantiser, first_step));
+  });
   m.def(
       "exact_exchange_codec",
-      [](Codec& codec, Dtype dtype) -> Made { return std::make_unique<exchange::ExactCodec>(codec, dtype); }, "codec"_a,
-      "dtype"_a, nb::keep_alive<0, 1>());
+      [](Codec& codec, Dtype dtype) -> Made { return std::make_unique<exchange::ExactCodec>(codec, dtype); },
+      nb::keep_alive<0, 1>());
   m.def("bfloat16_exchange_codec", []() -> Made { return std::make_unique<exchange::Bfloat16Codec>(); });
   m.def(
       "python_exchange_codec",
       [](nb::object codec, nb::object dtype, const BucketImportance* importance) -> Made {
         return std::make_unique<PythonCodec>(std::move(codec), std::move(dtype), importance);
       },
-      "codec"_a, "dtype"_a, "importance"_a.none(), nb::keep_alive<0, 3>());
+      nb::keep_alive<0, 3>());
 }
 
 // ---- exchanges
@@ -246,85 +218,67 @@ void bind_exchange_codecs(nb::module_& m) {
 void bind_means(nb::module_& m) {
   using exchange::Codec;
   using wire::Mesh;
-  m.def(
-      "ring_mean",
-      [](Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& codec, Bytes buffer, Dtype dtype, Bytes left_out,
-         std::size_t n_chunks, std::size_t n_ahead) {
-        const Values values = values_of(buffer, dtype);
-        exchange::Account account;
-        exchange::ring_mean(mesh, {stream, facts_of(facts)}, codec, values, left_out_of(left_out, values), n_chunks,
-                            n_ahead, account);
-        return tuple_of(account);
-      },
-      "mesh"_a, "stream"_a, "facts"_a, "codec"_a, "buffer"_a, "dtype"_a, "left_out"_a.none(), "n_chunks"_a, "n_ahead"_a,
-      unlocked);
-  m.def(
-      "direct_mean",
-      [](Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& codec, Bytes buffer, Dtype dtype, Bytes left_out,
-         std::size_t n_chunks) {
-        const Values values = values_of(buffer, dtype);
-        exchange::Account account;
-        exchange::direct_mean(mesh, {stream, facts_of(facts)}, codec, values, left_out_of(left_out, values), n_chunks,
-                              account);
-        return tuple_of(account);
-      },
-      "mesh"_a, "stream"_a, "facts"_a, "codec"_a, "buffer"_a, "dtype"_a, "left_out"_a.none(), "n_chunks"_a, unlocked);
-  m.def(
-      "quantised_mean",
-      [](Mesh& mesh, std::uint32_t stream, const Facts& facts, const Quantiser& quantiser, Bytes gradient, Dtype dtype,
-         ConstFloats residual, Floats unsent, float residual_scale,
-         std::vector<std::pair<std::size_t, std::size_t>> spans, std::vector<bool> is_used, std::size_t n_chunks,
-         std::vector<std::uint64_t> draws, bool pulls_raw, int pull_levels) {
-        const exchange::QuantisedBucket bucket{
-            values_of(gradient, dtype), residual, unsent,           residual_scale, std::move(spans),
-            std::move(is_used),         n_chunks, std::move(draws), pulls_raw,      pull_levels};
-        exchange::Account account;
-        const auto result =
-            exchange::quantised_mean(mesh, {stream, facts_of(facts)}, options_of(quantiser, 0), bucket, account);
-        return std::tuple(result.is_used_by_any, result.is_finite, tuple_of(account));
-      },
-      "mesh"_a, "stream"_a, "facts"_a, "quantiser"_a, "gradient"_a, "dtype"_a, "residual"_a.none(), "unsent"_a.none(),
-      "residual_scale"_a, "spans"_a, "is_used"_a, "n_chunks"_a, "draws"_a, "pulls_raw"_a, "pull_levels"_a, unlocked);
+  def_unlocked(m, "ring_mean",
+               [](Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& codec, Bytes buffer, Dtype dtype,
+                  OrNone<Bytes> left_out, std::size_t n_chunks, std::size_t n_ahead) {
+                 const Values values = values_of(buffer, dtype);
+                 exchange::Account account;
+                 exchange::ring_mean(mesh, {stream, facts_of(facts)}, codec, values, left_out_of(left_out, values),
+                                     n_chunks, n_ahead, account);
+                 return tuple_of(account);
+               });
+  def_unlocked(m, "direct_mean",
+               [](Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& codec, Bytes buffer, Dtype dtype,
+                  OrNone<Bytes> left_out, std::size_t n_chunks) {
+                 const Values values = values_of(buffer, dtype);
+                 exchange::Account account;
+                 exchange::direct_mean(mesh, {stream, facts_of(facts)}, codec, values, left_out_of(left_out, values),
+                                       n_chunks, account);
+                 return tuple_of(account);
+               });
+  def_unlocked(m, "quantised_mean",
+               [](Mesh& mesh, std::uint32_t stream, const Facts& facts, const Quantiser& quantiser, Bytes gradient,
+                  Dtype dtype, OrNone<ConstFloats> residual, OrNone<Floats> unsent, float residual_scale,
+                  std::vector<std::pair<std::size_t, std::size_t>> spans, std::vector<bool> is_used,
+                  std::size_t n_chunks, std::vector<std::uint64_t> draws, bool pulls_raw, int pull_levels) {
+                 const exchange::QuantisedBucket bucket{
+                     values_of(gradient, dtype), residual, unsent,           residual_scale, std::move(spans),
+                     std::move(is_used),         n_chunks, std::move(draws), pulls_raw,      pull_levels};
+                 exchange::Account account;
+                 const auto result = exchange::quantised_mean(mesh, {stream, facts_of(facts)}, options_of(quantiser, 0),
+                                                              bucket, account);
+                 return std::tuple(result.is_used_by_any, result.is_finite, tuple_of(account));
+               });
 }
 
 void bind_shards(nb::module_& m) {
   using exchange::Codec;
   using wire::Mesh;
-  m.def(
-      "gather_parts",
-      [](Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& codec, Bytes all, Dtype dtype, bool adopts_own,
-         std::size_t n_chunks) {
-        exchange::Account account;
-        exchange::gather_parts(mesh, {stream, facts_of(facts)}, codec, values_of(all, dtype), adopts_own, n_chunks,
-                               account);
-        return tuple_of(account);
-      },
-      "mesh"_a, "stream"_a, "facts"_a, "codec"_a, "all"_a, "dtype"_a, "adopts_own"_a, "n_chunks"_a, unlocked);
-  m.def(
-      "scatter_sums",
-      [](Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& codec, Bytes all, Dtype dtype,
-         std::size_t divisor, std::size_t n_chunks) {
-        exchange::Account account;
-        exchange::scatter_sums(mesh, {stream, facts_of(facts)}, codec, values_of(all, dtype), divisor, n_chunks,
-                               account);
-        return tuple_of(account);
-      },
-      "mesh"_a, "stream"_a, "facts"_a, "codec"_a, "all"_a, "dtype"_a, "divisor"_a, "n_chunks"_a, unlocked);
+  def_unlocked(m, "gather_parts",
+               [](Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& codec, Bytes all, Dtype dtype,
+                  bool adopts_own, std::size_t n_chunks) {
+                 exchange::Account account;
+                 exchange::gather_parts(mesh, {stream, facts_of(facts)}, codec, values_of(all, dtype), adopts_own,
+                                        n_chunks, account);
+                 return tuple_of(account);
+               });
+  def_unlocked(m, "scatter_sums",
+               [](Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& codec, Bytes all, Dtype dtype,
+                  std::size_t divisor, std::size_t n_chunks) {
+                 exchange::Account account;
+                 exchange::scatter_sums(mesh, {stream, facts_of(facts)}, codec, values_of(all, dtype), divisor,
+                                        n_chunks, account);
+                 return tuple_of(account);
+               });
   // One message, for tests and corrupt ones; what an exchange calls.
-  m.def(
-      "exchange_codec_encode",
-      [](Codec& codec, Bytes values, Dtype dtype, Bytes out) { return codec.encode(values_of(values, dtype), 0, out); },
-      "codec"_a, "values"_a, "dtype"_a, "out"_a, unlocked);
-  m.def(
-      "exchange_codec_decode",
-      [](Codec& codec, ConstBytes message, Bytes values, Dtype dtype) {
-        codec.decode(message, 0, values_of(values, dtype));
-      },
-      "codec"_a, "message"_a, "values"_a, "dtype"_a, unlocked);
-  m.def(
-      "exchange_codec_max_bytes",
-      [](const Codec& codec, std::size_t n_values) { return codec.max_message_bytes(n_values); }, "codec"_a,
-      "n_values"_a);
+  def_unlocked(m, "exchange_codec_encode", [](Codec& codec, Bytes values, Dtype dtype, Bytes out) {
+    return codec.encode(values_of(values, dtype), 0, out);
+  });
+  def_unlocked(m, "exchange_codec_decode", [](Codec& codec, ConstBytes message, Bytes values, Dtype dtype) {
+    codec.decode(message, 0, values_of(values, dtype));
+  });
+  m.def("exchange_codec_max_bytes",
+        [](const Codec& codec, std::size_t n_values) { return codec.max_message_bytes(n_values); });
 }
 
 struct PieceGroups {
@@ -334,8 +288,8 @@ struct PieceGroups {
 class PieceExchange {
  public:
   PieceExchange(wire::Mesh& mesh, std::uint32_t stream, const Facts& facts, exchange::Codec& push,
-                exchange::Codec& pull, const PieceGroups& groups, Floats values, ConstFloats residual, Floats left_out,
-                std::uint64_t first_draw, bool has_pull, std::size_t pull_bytes_ahead) {
+                exchange::Codec& pull, const PieceGroups& groups, Floats values, OrNone<ConstFloats> residual,
+                Floats left_out, std::uint64_t first_draw, bool has_pull, std::size_t pull_bytes_ahead) {
     if (groups.by_part.size() != static_cast<std::size_t>(mesh.world_size()))
       throw InvalidArgument("an exchange needs the groups of every part");
     const exchange::PieceBucket bucket{values, residual, left_out, first_draw, has_pull};
@@ -365,47 +319,33 @@ void bind_pieces(nb::module_& m) {
   using exchange::Codec;
   using Sizes = std::vector<std::int64_t>;
   using Parts = std::vector<std::vector<std::tuple<std::size_t, std::size_t, Sizes>>>;
-  m.def(
-      "max_group_bytes", [](const Codec& codec, const Sizes& sizes) { return exchange::max_group_bytes(codec, sizes); },
-      "codec"_a, "sizes"_a);
-  m.def(
-      "encode_group",
-      [](Codec& codec, Floats values, ConstFloats residual, const Sizes& sizes, Bytes out, Floats left_out,
-         std::uint64_t draw) {
-        return exchange::encode_group(codec, values, 0, sizes, {residual, left_out, draw}, out);
-      },
-      "codec"_a, "values"_a, "residual"_a.none(), "sizes"_a, "out"_a, "left_out"_a, "draw"_a, unlocked);
-  m.def(
-      "decode_group",
-      [](Codec& codec, ConstBytes message, const Sizes& sizes, std::size_t divisor, Floats out) {
-        exchange::decode_group(codec, message, 0, sizes, divisor, out);
-      },
-      "codec"_a, "message"_a, "sizes"_a, "divisor"_a, "out"_a, unlocked);
-  m.def(
-      "add_group",
-      [](Codec& codec, ConstBytes message, const Sizes& sizes, Floats total, Floats scratch) {
-        exchange::add_group(codec, message, 0, sizes, total, scratch);
-      },
-      "codec"_a, "message"_a, "sizes"_a, "total"_a, "scratch"_a, unlocked);
-  nb::class_<PieceGroups>(m, "PieceGroups")
-      .def(
-          "__init__",
-          [](PieceGroups* place, const Parts& parts) {
-            exchange::Groups by_part;
-            for (const auto& part : parts) {
-              auto& groups = by_part.emplace_back();
-              for (const auto& [start, end, sizes] : part) groups.push_back({start, end, sizes});
-            }
-            new (place) PieceGroups{std::move(by_part)};
-          },
-          "groups"_a);
+  m.def("max_group_bytes",
+        [](const Codec& codec, const Sizes& sizes) { return exchange::max_group_bytes(codec, sizes); });
+  def_unlocked(m, "encode_group",
+               [](Codec& codec, Floats values, OrNone<ConstFloats> residual, const Sizes& sizes, Bytes out,
+                  Floats left_out, std::uint64_t draw) {
+                 return exchange::encode_group(codec, values, 0, sizes, {residual, left_out, draw}, out);
+               });
+  def_unlocked(m, "decode_group",
+               [](Codec& codec, ConstBytes message, const Sizes& sizes, std::size_t divisor, Floats out) {
+                 exchange::decode_group(codec, message, 0, sizes, divisor, out);
+               });
+  def_unlocked(m, "add_group", [](Codec& codec, ConstBytes message, const Sizes& sizes, Floats total, Floats scratch) {
+    exchange::add_group(codec, message, 0, sizes, total, scratch);
+  });
+  nb::class_<PieceGroups>(m, "PieceGroups").def("__init__", [](PieceGroups* place, const Parts& parts) {
+    exchange::Groups by_part;
+    for (const auto& part : parts) {
+      auto& groups = by_part.emplace_back();
+      for (const auto& [start, end, sizes] : part) groups.push_back({start, end, sizes});
+    }
+    new (place) PieceGroups{std::move(by_part)};
+  });
   nb::class_<PieceExchange>(m, "PieceExchange")
-      .def(nb::init<wire::Mesh&, std::uint32_t, const Facts&, Codec&, Codec&, const PieceGroups&, Floats, ConstFloats,
-                    Floats, std::uint64_t, bool, std::size_t>(),
-           "mesh"_a, "stream"_a, "facts"_a, "push"_a, "pull"_a, "groups"_a, "values"_a, "residual"_a.none(),
-           "left_out"_a, "first_draw"_a, "has_pull"_a, "pull_bytes_ahead"_a, nb::keep_alive<1, 2>(),
-           nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
-           nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>())
+      .def(nb::init<wire::Mesh&, std::uint32_t, const Facts&, Codec&, Codec&, const PieceGroups&, Floats,
+                    OrNone<ConstFloats>, Floats, std::uint64_t, bool, std::size_t>(),
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(),
+           nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>())
       .def("run", &PieceExchange::run, unlocked)
       .def("finish", &PieceExchange::finish, unlocked);
 }
@@ -428,50 +368,40 @@ std::optional<HeardTuple> tuple_of(const std::optional<exchange::Heard>& heard, 
 void bind_broadcast(nb::module_& m) {
   using exchange::Broadcast;
   using Shapes = std::vector<std::tuple<std::string, std::size_t, Dtype>>;
-  nb::class_<Broadcast>(m, "Broadcast")
-      .def(
-          "__init__",
-          [](Broadcast* place, wire::Mesh& mesh, std::uint32_t stream, int topology, const Shapes& shapes,
-             std::size_t partition, int format, std::uint32_t configuration, std::uint32_t blocks_hash) {
-            std::vector<exchange::BlockShape> blocks;
-            for (const auto& [name, n, dtype] : shapes) blocks.push_back({name, n, dtype});
-            new (place) Broadcast(mesh, stream, static_cast<exchange::Topology>(topology), std::move(blocks),
-                                  {partition, format}, configuration, blocks_hash);
-          },
-          "mesh"_a, "stream"_a, "topology"_a, "blocks"_a, "partition"_a, "format"_a, "configuration"_a, "blocks_hash"_a,
-          nb::keep_alive<1, 2>(), unlocked)
-      .def_prop_ro("n_copies", &Broadcast::n_copies)
+  nb::class_<Broadcast> broadcast(m, "Broadcast");
+  broadcast.def(
+      "__init__",
+      [](Broadcast* place, wire::Mesh& mesh, std::uint32_t stream, int topology, const Shapes& shapes,
+         std::size_t partition, int format, std::uint32_t configuration, std::uint32_t blocks_hash) {
+        std::vector<exchange::BlockShape> blocks;
+        for (const auto& [name, n, dtype] : shapes) blocks.push_back({name, n, dtype});
+        new (place) Broadcast(mesh, stream, static_cast<exchange::Topology>(topology), std::move(blocks),
+                              {partition, format}, configuration, blocks_hash);
+      },
+      nb::keep_alive<1, 2>(), unlocked);
+  broadcast.def_prop_ro("n_copies", &Broadcast::n_copies)
       .def_prop_ro("queued_bytes", &Broadcast::queued_bytes)
-      .def("begin", &Broadcast::begin, "step"_a)
-      .def("max_body_bytes", &Broadcast::max_body_bytes, "block"_a, "n_bits"_a, "first_bit"_a = 0)
-      .def(
-          "encode",
-          [](Broadcast& broadcast, std::size_t block, Bytes gradient, Dtype dtype, int n_bits) {
-            return broadcast.encode(block, values_of(gradient, dtype), n_bits);
-          },
-          "block"_a, "gradient"_a, "dtype"_a, "n_bits"_a, unlocked)
-      .def(
-          "send",
-          [](Broadcast& broadcast, const std::vector<std::size_t>& ended, int ceiling_bits,
-             std::optional<std::vector<double>> remaining_s, const std::array<std::uint64_t, 2>& hidden_us) {
-            exchange::Sent sent =
-                broadcast.send(ended, ceiling_bits, std::move(remaining_s).value_or(std::vector<double>()), hidden_us);
-            return std::pair(std::move(sent.answers), std::move(sent.ended));
-          },
-          "ended"_a, "ceiling_bits"_a, "remaining_s"_a.none(), "hidden_us"_a, unlocked)
-      .def(
-          "receive",
-          [](Broadcast& broadcast, std::uint32_t step, std::size_t rank) {
-            return tuple_of(broadcast.receive(step), rank);
-          },
-          "step"_a, "rank"_a, unlocked)
-      .def(
-          "mean",
-          [](Broadcast& broadcast, std::size_t block, Bytes gradient, Dtype dtype, Bytes left_out) {
-            const Values values = values_of(gradient, dtype);
-            broadcast.mean(block, values, left_out_of(left_out, values));
-          },
-          "block"_a, "gradient"_a, "dtype"_a, "left_out"_a.none(), unlocked);
+      .def("begin", &Broadcast::begin)
+      .def("max_body_bytes", &Broadcast::max_body_bytes);
+  def_unlocked(broadcast, "encode",
+               [](Broadcast& broadcast, std::size_t block, Bytes gradient, Dtype dtype, int n_bits) {
+                 return broadcast.encode(block, values_of(gradient, dtype), n_bits);
+               });
+  def_unlocked(broadcast, "send",
+               [](Broadcast& broadcast, const std::vector<std::size_t>& ended, int ceiling_bits,
+                  std::optional<std::vector<double>> remaining_s, const std::array<std::uint64_t, 2>& hidden_us) {
+                 exchange::Sent sent = broadcast.send(
+                     ended, ceiling_bits, std::move(remaining_s).value_or(std::vector<double>()), hidden_us);
+                 return std::pair(std::move(sent.answers), std::move(sent.ended));
+               });
+  def_unlocked(broadcast, "receive", [](Broadcast& broadcast, std::uint32_t step, std::size_t rank) {
+    return tuple_of(broadcast.receive(step), rank);
+  });
+  def_unlocked(broadcast, "mean",
+               [](Broadcast& broadcast, std::size_t block, Bytes gradient, Dtype dtype, OrNone<Bytes> left_out) {
+                 const Values values = values_of(gradient, dtype);
+                 broadcast.mean(block, values, left_out_of(left_out, values));
+               });
 }
 
 // ---- the switch
@@ -483,61 +413,39 @@ void bind_switch(nb::module_& m) {
   m.attr("SWITCH_HEADER_BYTES") = innet::kHeaderBytes;
   m.attr("SWITCH_MAX_WORKERS") = innet::kMaxWorkers;
   nb::class_<Server>(m, "SwitchServer")
-      .def(nb::init<const std::string&, std::uint16_t, std::size_t, double>(), "address"_a, "port"_a, "n_slots"_a,
-           "lease_s"_a)
-      .def("run", &Server::run, "seconds"_a, unlocked)
+      .def(nb::init<const std::string&, std::uint16_t, std::size_t, double>())
+      .def("run", &Server::run, unlocked)
       .def_prop_ro("port", &Server::port)
       .def_prop_ro("epoch", [](const Server& server) { return server.pipeline().epoch(); })
       .def("counters", [](const Server& server) {
         const innet::Pipeline& pipeline = server.pipeline();
         const innet::PipelineCounters& counters = pipeline.counters();
-        nb::dict result;
-        result["n_slots"] = pipeline.n_slots();
-        result["n_free_slots"] = pipeline.n_free_slots();
-        result["n_jobs"] = pipeline.n_jobs();
-        result["values"] = counters.values;
-        result["results"] = counters.results;
-        result["duplicates"] = counters.duplicates;
-        result["stale"] = counters.stale;
-        result["foreign"] = counters.foreign;
-        result["refusals"] = counters.refusals;
-        result["jobs_admitted"] = counters.jobs_admitted;
-        result["jobs_evicted"] = counters.jobs_evicted;
-        result["dropped_at_port"] = server.packets_dropped();
-        result["bytes_received"] = server.bytes_received();
-        result["bytes_sent"] = server.bytes_sent();
-        return result;
+        return dict_of("n_slots", pipeline.n_slots(), "n_free_slots", pipeline.n_free_slots(), "n_jobs",
+                       pipeline.n_jobs(), "values", counters.values, "results", counters.results, "duplicates",
+                       counters.duplicates, "stale", counters.stale, "foreign", counters.foreign, "refusals",
+                       counters.refusals, "jobs_admitted", counters.jobs_admitted, "jobs_evicted",
+                       counters.jobs_evicted, "dropped_at_port", server.packets_dropped(), "bytes_received",
+                       server.bytes_received(), "bytes_sent", server.bytes_sent());
       });
   nb::class_<Client>(m, "SwitchClient")
-      .def(nb::init<const std::string&, std::uint16_t, std::uint64_t, std::size_t, std::size_t, std::size_t>(),
-           "address"_a, "port"_a, "job"_a, "worker"_a, "n_workers"_a, "wanted_slots"_a)
-      .def("join", &Client::join, "timeout_s"_a, unlocked)
-      .def("reduce", &Client::reduce, "values"_a, "operation"_a, "timeout_s"_a, unlocked)
+      .def(nb::init<const std::string&, std::uint16_t, std::uint64_t, std::size_t, std::size_t, std::size_t>())
+      .def("join", &Client::join, unlocked)
+      .def("reduce", &Client::reduce, unlocked)
       .def("leave", &Client::leave, unlocked)
       .def("stop", &Client::stop)
       .def_prop_ro("n_slots", &Client::n_slots)
       .def("counters", [](const Client& client) {
         const innet::ClientCounters& counters = client.counters();
-        nb::dict result;
-        result["packets_sent"] = counters.packets_sent;
-        result["packets_resent"] = counters.packets_resent;
-        result["results"] = counters.results;
-        result["results_again"] = counters.results_again;
-        result["foreign"] = counters.foreign;
-        result["bytes_sent"] = counters.bytes_sent;
-        result["bytes_received"] = counters.bytes_received;
-        result["window_packets"] = client.window();
-        result["round_trip_s"] = client.round_trip_s();
-        return result;
+        return dict_of("packets_sent", counters.packets_sent, "packets_resent", counters.packets_resent, "results",
+                       counters.results, "results_again", counters.results_again, "foreign", counters.foreign,
+                       "bytes_sent", counters.bytes_sent, "bytes_received", counters.bytes_received, "window_packets",
+                       client.window(), "round_trip_s", client.round_trip_s());
       });
   // What a datagram is, for tests and `inspect`: a packet of this version, foreign or damaged, of another version.
-  m.def(
-      "switch_check_packet",
-      [](ConstBytes datagram) {
-        innet::Header header;
-        return innet::read_header(datagram, header);
-      },
-      "datagram"_a);
+  m.def("switch_check_packet", [](ConstBytes datagram) {
+    innet::Header header;
+    return innet::read_header(datagram, header);
+  });
 }
 
 }  // namespace

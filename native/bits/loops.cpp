@@ -1,4 +1,3 @@
-#include <array>
 #include <cstring>
 #include <utility>
 
@@ -272,15 +271,15 @@ void unpack_block(const std::uint8_t* data, std::uint32_t* codes) {
 }
 
 template <int... n>
-constexpr std::array<Kernel, kMaxBits> make_kernels(std::integer_sequence<int, n...>) {
+constexpr KernelsByBits make_kernels(std::integer_sequence<int, n...>) {
   return {Kernel{pack_block<n + 1>, unpack_block<n + 1>}...};
 }
 
 }  // namespace
 
-const Kernel& kernel_at(Level<GW_LEVEL>, int n_bits) {
+const KernelsByBits& kernels_at(Level<GW_LEVEL>) {
   static constexpr auto all = make_kernels(std::make_integer_sequence<int, kMaxBits>());
-  return all[static_cast<std::size_t>(n_bits - 1)];
+  return all;
 }
 
 }  // namespace gradwire::word_packing

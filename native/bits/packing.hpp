@@ -2,6 +2,8 @@
 // significant bits. Planes of a run of words lie `stride_bytes` apart, 4 bytes for every 32 words.
 #pragma once
 
+#include <array>
+
 #include "simd/dispatch.hpp"
 #include "spans.hpp"
 
@@ -24,10 +26,7 @@ struct Kernels {
                  std::uint32_t keep, std::uint32_t* words);
 };
 
-const Kernels &kernels_at(Level<0>), &kernels_at(Level<1>);
-inline const Kernels& kernels() {
-  return at_current_level<1>([](auto level) -> auto& { return kernels_at(level); });
-}
+GW_KERNELS(Kernels, kernels, 1)
 
 }  // namespace gradwire::planes
 
@@ -49,10 +48,9 @@ struct Kernel {
   void (*unpack)(const std::uint8_t* data, std::uint32_t* codes);
 };
 
+using KernelsByBits = std::array<Kernel, kMaxBits>;
+GW_KERNELS(KernelsByBits, kernels, 1)
 // For one block of codes of n_bits.
-const Kernel &kernel_at(Level<0>, int n_bits), &kernel_at(Level<1>, int n_bits);
-inline const Kernel& kernel_for(int n_bits) {
-  return at_current_level<1>([n_bits](auto level) -> const Kernel& { return kernel_at(level, n_bits); });
-}
+inline const Kernel& kernel_for(int n_bits) { return kernels()[static_cast<std::size_t>(n_bits - 1)]; }
 
 }  // namespace gradwire::word_packing

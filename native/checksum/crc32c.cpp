@@ -1,8 +1,8 @@
 #include "checksum/crc32c.hpp"
 
 #include <array>
-#include <cstring>
 
+#include "bits/bit_io.hpp"
 #include "simd/dispatch.hpp"
 
 #if defined(__x86_64__)
@@ -36,44 +36,28 @@ std::uint32_t update_portable(std::uint32_t state, const std::uint8_t* data, std
 // lanes needs "append 1 KiB of zeros", a linear map of the state, tabulated per byte of the state.
 constexpr std::size_t kLaneBytes = 1024;
 
-using ShiftTable = std::array<std::array<std::uint32_t, 256>, 4>;
-
-constexpr std::uint32_t apply(const std::array<std::uint32_t, 32>& matrix, std::uint32_t vector) {
+// a b modulo the polynomial, bits reversed: bit 31 is x^0.
+constexpr std::uint32_t product(std::uint32_t a, std::uint32_t b) {
   std::uint32_t sum = 0;
-  for (int bit = 0; bit < 32; ++bit)
-    if ((vector >> bit) & 1) sum ^= matrix[bit];
+  for (int bit = 31; bit >= 0; --bit) {
+    if (a >> bit & 1) sum ^= b;
+    b = (b >> 1) ^ (kPolynomial & (0u - (b & 1)));
+  }
   return sum;
 }
 
-ShiftTable make_lane_shift() {
-  std::array<std::uint32_t, 32> matrix{};
-  for (int bit = 0; bit < 32; ++bit) matrix[bit] = advance_one_byte(1u << bit);  // append one zero byte
-  for (std::size_t n_bytes = 1; n_bytes < kLaneBytes; n_bytes *= 2) {
-    std::array<std::uint32_t, 32> squared{};
-    for (int bit = 0; bit < 32; ++bit) squared[bit] = apply(matrix, matrix[bit]);
-    matrix = squared;
-  }
-  ShiftTable table{};
+constexpr auto kLaneShift = [] {
+  std::uint32_t past_lane = 0x00800000;  // x^8, squared to x^(8 kLaneBytes)
+  for (std::size_t n_bytes = 1; n_bytes < kLaneBytes; n_bytes *= 2) past_lane = product(past_lane, past_lane);
+  std::array<std::array<std::uint32_t, 256>, 4> table{};
   for (int byte = 0; byte < 4; ++byte)
-    for (std::uint32_t value = 0; value < 256; ++value) table[byte][value] = apply(matrix, value << (8 * byte));
+    for (std::uint32_t value = 0; value < 256; ++value) table[byte][value] = product(value << (8 * byte), past_lane);
   return table;
-}
-
-const ShiftTable& lane_shift() {
-  static const ShiftTable table = make_lane_shift();
-  return table;
-}
+}();
 
 std::uint32_t append_lane_of_zeros(std::uint32_t state) {
-  const auto& table = lane_shift();
-  return table[0][state & 0xFF] ^ table[1][(state >> 8) & 0xFF] ^ table[2][(state >> 16) & 0xFF] ^
-         table[3][state >> 24];
-}
-
-std::uint64_t load_word(const std::uint8_t* data) {
-  std::uint64_t word;
-  std::memcpy(&word, data, sizeof word);
-  return word;
+  return kLaneShift[0][state & 0xFF] ^ kLaneShift[1][state >> 8 & 0xFF] ^ kLaneShift[2][state >> 16 & 0xFF] ^
+         kLaneShift[3][state >> 24];
 }
 
 __attribute__((target("sse4.2"))) std::uint32_t update_sse42(std::uint32_t state, const std::uint8_t* data,
@@ -81,9 +65,9 @@ __attribute__((target("sse4.2"))) std::uint32_t update_sse42(std::uint32_t state
   while (n_bytes >= 3 * kLaneBytes) {
     std::uint64_t a = state, b = 0, c = 0;
     for (std::size_t i = 0; i < kLaneBytes; i += 8) {
-      a = _mm_crc32_u64(a, load_word(data + i));
-      b = _mm_crc32_u64(b, load_word(data + kLaneBytes + i));
-      c = _mm_crc32_u64(c, load_word(data + 2 * kLaneBytes + i));
+      a = _mm_crc32_u64(a, load<std::uint64_t>(data + i));
+      b = _mm_crc32_u64(b, load<std::uint64_t>(data + kLaneBytes + i));
+      c = _mm_crc32_u64(c, load<std::uint64_t>(data + 2 * kLaneBytes + i));
     }
     state = append_lane_of_zeros(static_cast<std::uint32_t>(a)) ^ static_cast<std::uint32_t>(b);
     state = append_lane_of_zeros(state) ^ static_cast<std::uint32_t>(c);
@@ -91,7 +75,7 @@ __attribute__((target("sse4.2"))) std::uint32_t update_sse42(std::uint32_t state
     n_bytes -= 3 * kLaneBytes;
   }
   std::uint64_t wide = state;
-  for (; n_bytes >= 8; data += 8, n_bytes -= 8) wide = _mm_crc32_u64(wide, load_word(data));
+  for (; n_bytes >= 8; data += 8, n_bytes -= 8) wide = _mm_crc32_u64(wide, load<std::uint64_t>(data));
   state = static_cast<std::uint32_t>(wide);
   for (; n_bytes > 0; ++data, --n_bytes) state = _mm_crc32_u8(state, *data);
   return state;

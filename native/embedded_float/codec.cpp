@@ -89,12 +89,15 @@ void write_header(const Header& header, std::uint8_t* message) {
 
 constexpr std::size_t padded(std::size_t n) { return (n + planes::kGroup - 1) / planes::kGroup * planes::kGroup; }
 
-// Calls body(partition index, first value, values in it, bytes of one plane), all counted from the chunk's begin.
+// Counted from the chunk's begin.
+struct Partition {
+  std::size_t index, first, n, plane_bytes;
+};
 template <class Body>
 void for_partitions(const floats::Chunk& chunk, std::size_t partition, const Body& body) {
   for (std::size_t index = 0; index < chunk.n_partitions; ++index) {
     const std::size_t first = index * partition, n = std::min(partition, chunk.n - first);
-    body(index, first, n, (n + 7) / 8);
+    body(Partition{index, first, n, (n + 7) / 8});
   }
 }
 
@@ -133,37 +136,16 @@ void unpack(const std::uint8_t* from, std::size_t n, planes::Range range, std::u
   planes::kernels().unpack(buffer, 4 * n_groups, n_groups, range, keep, codes);
 }
 
-// Values that all 32 planes do not hold: finite ones too small beside the largest of their partition.
-class EscapeFinder {
- public:
-  EscapeFinder(const Kernels& kernels, const void* values, const std::uint32_t* codes, std::size_t n,
-               std::uint32_t exponent)
-      : n_(n) {
-    kernels.load(values, n, exact_);
-    kernels.to_words(codes, n, exponent, kPlanes, from_codes_);
-  }
-
-  std::uint32_t count() const {
-    std::uint32_t n_escapes = 0;
-    for (std::size_t i = 0; i < n_; ++i) n_escapes += exact_[i] != from_codes_[i];
-    return n_escapes;
-  }
-
-  // Writes and moves on; `first` is the index of the partition's first value in its chunk.
-  void write(std::size_t first, std::uint8_t*& indices, std::uint8_t*& words) const {
-    for (std::size_t i = 0; i < n_; ++i) {
-      if (exact_[i] == from_codes_[i]) continue;
-      gradwire::store(indices, static_cast<std::uint16_t>(first + i));
-      gradwire::store(words, exact_[i]);
-      indices += 2;
-      words += 4;
-    }
-  }
-
- private:
-  std::size_t n_;
-  std::uint32_t exact_[kMaxPartition], from_codes_[kMaxPartition];
-};
+// visit(i, word) of values that all 32 planes do not hold: finite ones too small beside the largest of their partition.
+template <class Visit>
+void for_escapes(const Kernels& kernels, const void* values, const std::uint32_t* codes, std::size_t n,
+                 std::uint32_t exponent, const Visit& visit) {
+  std::uint32_t exact[kMaxPartition], from_codes[kMaxPartition];
+  kernels.load(values, n, exact);
+  kernels.to_words(codes, n, exponent, kPlanes, from_codes);
+  for (std::size_t i = 0; i < n; ++i)
+    if (exact[i] != from_codes[i]) visit(i, exact[i]);
+}
 
 [[noreturn]] void fail_at(std::size_t chunk, const char* what) { fail_in_chunk(kFront.name, chunk, what); }
 
@@ -271,14 +253,15 @@ std::uint64_t encode(ConstBytes values, Dtype dtype, const Settings& settings, p
     std::uint8_t* exponents = header.holds_exponents() ? message + chunk.begin : nullptr;
     std::uint8_t* planes_out = message + chunk.begin + (exponents != nullptr ? chunk.n_partitions : 0);
     ChunkEntry entry{0, 0};
-    for_partitions(chunk, partition, [&](std::size_t index, std::size_t first, std::size_t n, std::size_t plane_bytes) {
+    for_partitions(chunk, partition, [&](const Partition& part) {
+      const auto& [index, first, n, plane_bytes] = part;
       std::uint32_t codes[kMaxPartition];
       const void* const from = values.data() + (chunk.first + first) * value_bytes;
       const std::uint32_t exponent = kernels.to_codes(from, n, padded(n), codes);
       if (exponent == kRawExponent)
         holds_nonfinite.store(true, std::memory_order_relaxed);
       else if (header.is_last())
-        entry.n_escapes += EscapeFinder(kernels, from, codes, n, exponent).count();
+        for_escapes(kernels, from, codes, n, exponent, [&](std::size_t, std::uint32_t) { ++entry.n_escapes; });
       if (exponents != nullptr) exponents[index] = static_cast<std::uint8_t>(exponent);
       pack(codes, n, range, planes_out);
       planes_out += plane_bytes * static_cast<std::size_t>(range.n);
@@ -295,11 +278,16 @@ std::uint64_t encode(ConstBytes values, Dtype dtype, const Settings& settings, p
       std::uint8_t* indices = begin;
       std::uint8_t* words = begin + 2 * std::size_t{entry.n_escapes};
       if (entry.n_escapes == 0) return;
-      for_partitions(chunk, partition, [&](std::size_t, std::size_t first, std::size_t n, std::size_t) {
+      for_partitions(chunk, partition, [&](const Partition& part) {
         std::uint32_t codes[kMaxPartition];
-        const void* const from = values.data() + (chunk.first + first) * value_bytes;
-        const std::uint32_t exponent = kernels.to_codes(from, n, padded(n), codes);
-        if (exponent != kRawExponent) EscapeFinder(kernels, from, codes, n, exponent).write(first, indices, words);
+        const void* const from = values.data() + (chunk.first + part.first) * value_bytes;
+        const std::uint32_t exponent = kernels.to_codes(from, part.n, padded(part.n), codes);
+        if (exponent == kRawExponent) return;
+        for_escapes(kernels, from, codes, part.n, exponent, [&](std::size_t i, std::uint32_t word) {
+          store(indices, static_cast<std::uint16_t>(part.first + i));
+          store(words, word);
+          indices += 2, words += 4;
+        });
       });
       entry.checksum = crc32c({begin, entry.n_escapes * kEscapeBytes}, entry.checksum);
       write_entry(entry, chunk.index, message);
@@ -325,19 +313,19 @@ void decode(ConstBytes message, Dtype dtype, Bytes values) {
     const Escapes escapes = reader.escapes(chunk);
     std::size_t escape = 0;
     const std::uint8_t* from = reader.planes(chunk);
-    for_partitions(chunk, header.settings.partition,
-                   [&](std::size_t index, std::size_t first, std::size_t n, std::size_t plane_bytes) {
-                     std::uint32_t codes[kMaxPartition];
-                     unpack(from, n, header.range, 0, codes);
-                     from += plane_bytes * static_cast<std::size_t>(header.range.n);
-                     if (header.is_last()) {
-                       finish(kernels, codes, n, exponents[index]);
-                       for (; escape < escapes.n && escapes.index(escape) < first + n; ++escape)
-                         codes[escapes.index(escape) - first] = escapes.word(escape);
-                     }
-                     write_partition(kernels, codes, n, exponents[index], header.range.n,
-                                     values.data() + (chunk.first + first) * value_bytes);
-                   });
+    for_partitions(chunk, header.settings.partition, [&](const Partition& part) {
+      const auto& [index, first, n, plane_bytes] = part;
+      std::uint32_t codes[kMaxPartition];
+      unpack(from, n, header.range, 0, codes);
+      from += plane_bytes * static_cast<std::size_t>(header.range.n);
+      if (header.is_last()) {
+        finish(kernels, codes, n, exponents[index]);
+        for (; escape < escapes.n && escapes.index(escape) < first + n; ++escape)
+          codes[escapes.index(escape) - first] = escapes.word(escape);
+      }
+      write_partition(kernels, codes, n, exponents[index], header.range.n,
+                      values.data() + (chunk.first + first) * value_bytes);
+    });
   });
 }
 
@@ -361,19 +349,19 @@ int refine(ConstBytes message, const Known& known) {
     const std::uint8_t* from = reader.planes(chunk);
     std::uint32_t* const codes = known.codes.data() + chunk.first;
     const std::uint32_t keep = header.holds_exponents() ? 0 : ~std::uint32_t{0};
-    for_partitions(chunk, header.settings.partition,
-                   [&](std::size_t index, std::size_t first, std::size_t n, std::size_t plane_bytes) {
-                     if (n == padded(n)) {
-                       unpack(from, n, header.range, keep, codes + first);
-                     } else {  // the last values of all: no room for a whole group
-                       std::uint32_t buffer[kMaxPartition] = {};
-                       std::memcpy(buffer, codes + first, 4 * n);
-                       unpack(from, n, header.range, keep, buffer);
-                       std::memcpy(codes + first, buffer, 4 * n);
-                     }
-                     from += plane_bytes * static_cast<std::size_t>(header.range.n);
-                     if (header.is_last()) finish(kernels, codes + first, n, exponents[index]);
-                   });
+    for_partitions(chunk, header.settings.partition, [&](const Partition& part) {
+      const auto& [index, first, n, plane_bytes] = part;
+      if (n == padded(n)) {
+        unpack(from, n, header.range, keep, codes + first);
+      } else {  // the last values of all: no room for a whole group
+        std::uint32_t buffer[kMaxPartition] = {};
+        std::memcpy(buffer, codes + first, 4 * n);
+        unpack(from, n, header.range, keep, buffer);
+        std::memcpy(codes + first, buffer, 4 * n);
+      }
+      from += plane_bytes * static_cast<std::size_t>(header.range.n);
+      if (header.is_last()) finish(kernels, codes + first, n, exponents[index]);
+    });
     const Escapes escapes = reader.escapes(chunk);
     for (std::size_t i = 0; i < escapes.n; ++i) codes[escapes.index(i)] = escapes.word(i);
     if (header.holds_exponents())
@@ -382,37 +370,41 @@ int refine(ConstBytes message, const Known& known) {
   return header.range.first + header.range.n;
 }
 
+namespace {
+
+// body(first value, n, exponent, codes) of each partition.
+template <class Body>
+void for_known(const Known& known, const Body& body) {
+  for_chunks(known.codes.size(), known.settings.partition, {0, 1}, [&](const floats::Chunk& chunk) {
+    for_partitions(chunk, known.settings.partition, [&](const Partition& part) {
+      const std::size_t at = chunk.first + part.first;
+      body(at, part.n, std::uint32_t{known.exponents[at / known.settings.partition]}, known.codes.data() + at);
+    });
+  });
+}
+
+}  // namespace
+
 void write(const Known& known, Bytes values) {
   const Kernels& kernels = kernels_for(known.dtype, known.settings.format);
-  const std::size_t value_bytes = floats::bytes_of(known.dtype);
-  for_chunks(known.codes.size(), known.settings.partition, {0, 1}, [&](const floats::Chunk& chunk) {
-    for_partitions(chunk, known.settings.partition, [&](std::size_t, std::size_t first, std::size_t n, std::size_t) {
-      const std::size_t at = chunk.first + first;
-      write_partition(kernels, known.codes.data() + at, n, known.exponents[at / known.settings.partition],
-                      known.n_known, values.data() + at * value_bytes);
-    });
+  for_known(known, [&](std::size_t at, std::size_t n, std::uint32_t exponent, const std::uint32_t* codes) {
+    write_partition(kernels, codes, n, exponent, known.n_known, values.data() + at * floats::bytes_of(known.dtype));
   });
 }
 
 void add(const Known& known, Floats sums) {
   const Kernels& kernels = kernels_for(known.dtype, known.settings.format);
-  const Kernels& to_float32 = kernels_for(Dtype::float32, known.settings.format);
-  for_chunks(known.codes.size(), known.settings.partition, {0, 1}, [&](const floats::Chunk& chunk) {
-    for_partitions(chunk, known.settings.partition, [&](std::size_t, std::size_t first, std::size_t n, std::size_t) {
-      const std::size_t at = chunk.first + first;
-      const std::uint32_t exponent = known.exponents[at / known.settings.partition];
-      const std::uint32_t* const codes = known.codes.data() + at;
-      float* const to = sums.data() + at;
-      std::uint32_t words[kMaxPartition];
-      if (exponent == kRawExponent) {
-        to_float32.fill_nan(n, to);
-      } else if (known.n_known == kPlanes) {
-        kernels.add(codes, n, to);
-      } else {
-        kernels.to_words(codes, n, exponent, known.n_known, words);
-        kernels.add(words, n, to);
-      }
-    });
+  for_known(known, [&](std::size_t at, std::size_t n, std::uint32_t exponent, const std::uint32_t* codes) {
+    float* const to = sums.data() + at;
+    std::uint32_t words[kMaxPartition];
+    if (exponent == kRawExponent) {
+      kernels_for(Dtype::float32, known.settings.format).fill_nan(n, to);
+    } else if (known.n_known == kPlanes) {
+      kernels.add(codes, n, to);
+    } else {
+      kernels.to_words(codes, n, exponent, known.n_known, words);
+      kernels.add(words, n, to);
+    }
   });
 }
 
@@ -428,9 +420,9 @@ void quantise(ConstBytes values, Dtype dtype, const Settings& settings, int n_kn
   const std::size_t value_bytes = floats::bytes_of(dtype);
   const std::uint32_t mask = ~std::uint32_t{0} << (32 - n_known);
   for_chunks(values.size() / value_bytes, partition, {0, n_known}, [&](const floats::Chunk& chunk) {
-    for_partitions(chunk, partition, [&](std::size_t, std::size_t first, std::size_t n, std::size_t) {
+    for_partitions(chunk, partition, [&](const Partition& part) {
+      const std::size_t n = part.n, at = (chunk.first + part.first) * value_bytes;
       std::uint32_t codes[kMaxPartition];
-      const std::size_t at = (chunk.first + first) * value_bytes;
       const std::uint32_t exponent = kernels.to_codes(values.data() + at, n, n, codes);
       for (std::size_t i = 0; i < n; ++i) codes[i] &= mask;
       write_partition(kernels, codes, n, exponent, n_known, out.data() + at);

@@ -114,10 +114,7 @@ struct Kernels {
 };
 
 using AllKernels = std::array<std::array<Kernels, floats::kDtypes>, 2>;  // by format less 1, then dtype
-const AllKernels &kernels_at(Level<0>), &kernels_at(Level<1>);
-inline const Kernels& kernels_for(Dtype dtype, int format) {
-  return at_current_level<1>(
-      [](auto level) -> auto& { return kernels_at(level); })[format - 1][static_cast<int>(dtype)];
-}
+GW_KERNELS(AllKernels, kernels, 1)
+inline const Kernels& kernels_for(Dtype dtype, int format) { return kernels()[format - 1][static_cast<int>(dtype)]; }
 
 }  // namespace gradwire::embedded_float

@@ -5,6 +5,7 @@
 #include <limits>
 #include <utility>
 
+#include "bits/bit_io.hpp"
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
 
@@ -27,27 +28,6 @@ struct Fixed {
 };
 #pragma pack(pop)
 static_assert(sizeof(Fixed) == 32);
-
-// Goes through the bytes behind the fixed fields, number by number.
-class Cursor {
- public:
-  explicit Cursor(std::size_t at) : at_(at) {}
-  template <class Number>
-  void put(Bytes out, Number number) {
-    std::memcpy(out.data() + at_, &number, sizeof number);
-    at_ += sizeof number;
-  }
-  template <class Number>
-  Number get(ConstBytes raw) {
-    Number number;
-    std::memcpy(&number, raw.data() + at_, sizeof number);
-    at_ += sizeof number;
-    return number;
-  }
-
- private:
-  std::size_t at_;
-};
 
 std::int32_t microseconds(double seconds) {
   return static_cast<std::int32_t>(
@@ -90,13 +70,17 @@ void HeadFormat::pack(const Head& head, std::uint32_t step, Bytes out) const {
   std::memset(out.data() + sizeof fixed, 0, ended_bytes(n_blocks_));
   for (std::size_t block = 0; block < n_blocks_; ++block)
     if (head.ended[block]) out[sizeof fixed + block / 8] |= static_cast<std::uint8_t>(1 << block % 8);
-  Cursor at(sizeof fixed + ended_bytes(n_blocks_));
+  std::uint8_t* at = out.data() + sizeof fixed + ended_bytes(n_blocks_);
+  const auto put = [&at](auto number) {
+    store(at, number);
+    at += sizeof number;
+  };
   for (std::size_t block = 0; block < n_blocks_; ++block)
-    at.put(out, head.remaining_s.empty() ? kUnknownUs : microseconds(head.remaining_s[block]));
-  for (const std::uint64_t n : head.received_bytes) at.put(out, n);
-  for (const std::uint64_t us : head.receiving_us) at.put(out, us);
-  for (const std::uint64_t us : head.hidden_us) at.put(out, us);
-  at.put(out, crc32c(out.first(n_bytes_ - kChecksumBytes)));
+    put(head.remaining_s.empty() ? kUnknownUs : microseconds(head.remaining_s[block]));
+  for (const std::uint64_t n : head.received_bytes) put(n);
+  for (const std::uint64_t us : head.receiving_us) put(us);
+  for (const std::uint64_t us : head.hidden_us) put(us);
+  put(crc32c(out.first(n_bytes_ - kChecksumBytes)));
 }
 
 Head HeadFormat::unpack(ConstBytes raw, std::uint32_t step, int peer) const {
@@ -109,8 +93,8 @@ Head HeadFormat::unpack(ConstBytes raw, std::uint32_t step, int peer) const {
     throw IncompatibleVersion("rank ", peer, " sends broadcast heads of version ", fixed.version, ", this build reads ",
                               kHeadVersion, "; install the same gradwire on every host");
   const std::string when = " (step " + std::to_string(step) + ")" + kAdvice;
-  Cursor end(n_bytes_ - kChecksumBytes);
-  if (fixed.magic != kMagic || end.get<std::uint32_t>(raw) != crc32c(raw.first(n_bytes_ - kChecksumBytes)))
+  if (fixed.magic != kMagic ||
+      load<std::uint32_t>(raw.data() + n_bytes_ - kChecksumBytes) != crc32c(raw.first(n_bytes_ - kChecksumBytes)))
     throw CorruptMessage(who, " a head that gradwire did not write", when);
   compare("configuration", "pass the same scheme and options, blocks and their order among them, on every rank",
           configuration_, fixed.configuration, fixed.origin, step);
@@ -140,17 +124,22 @@ Head HeadFormat::unpack(ConstBytes raw, std::uint32_t step, int peer) const {
   for (std::size_t block = 0; block < n_blocks_; ++block) head.ended.push_back(bits[block / 8] >> block % 8 & 1);
   const bool has_more = n_blocks_ % 8 != 0 && bits.back() >> n_blocks_ % 8 != 0;
   if (!is_sane || has_more) throw CorruptMessage(who, " a head out of range", when);
-  Cursor at(sizeof fixed + bits.size());
+  const std::uint8_t* at = bits.data() + bits.size();
+  const auto get = [&at]() {
+    at += 8;
+    return load<std::uint64_t>(at - 8);
+  };
   bool knows = true;
   for (std::size_t block = 0; block < n_blocks_; ++block) {
-    const auto us = at.get<std::int32_t>(raw);
+    const auto us = load<std::int32_t>(at);
+    at += sizeof us;
     knows = knows && us != kUnknownUs;
     head.remaining_s.push_back(us / 1e6);
   }
   if (!knows) head.remaining_s.clear();
-  for (std::size_t rank = 0; rank < world_size_; ++rank) head.received_bytes.push_back(at.get<std::uint64_t>(raw));
-  for (std::size_t rank = 0; rank < world_size_; ++rank) head.receiving_us.push_back(at.get<std::uint64_t>(raw));
-  for (std::uint64_t& us : head.hidden_us) us = at.get<std::uint64_t>(raw);
+  for (std::size_t rank = 0; rank < world_size_; ++rank) head.received_bytes.push_back(get());
+  for (std::size_t rank = 0; rank < world_size_; ++rank) head.receiving_us.push_back(get());
+  for (std::uint64_t& us : head.hidden_us) us = get();
   return head;
 }
 
@@ -181,10 +170,7 @@ Broadcast::Broadcast(wire::Mesh& mesh, std::uint32_t stream, Topology topology, 
       copies_(blocks_.size()) {
   embedded_float::check_settings(settings, {0, 1});
   for (auto& of_block : copies_) of_block.resize(world_);
-  // It begins with the right neighbour, so that not all ranks send to the same one at once.
-  std::vector<int> others;
-  for (std::size_t distance = 1; distance < world_; ++distance)
-    others.push_back(static_cast<int>((rank_ + distance) % world_));
+  const std::vector<int> others = mesh.others();
   const int left = static_cast<int>((rank_ + world_ - 1) % world_);
   std::vector<int> peers = others;
   if (topology_ == Topology::ring) {
@@ -280,7 +266,7 @@ std::size_t Broadcast::encode(std::size_t block, const Values& gradient, int n_b
     Shared& shared = shared_[block];
     shared.own = gradient;
     shared.sum = mesh_.pool().take(4 * n);
-    std::fill_n(reinterpret_cast<float*>(shared.sum.block->data()), n, 0.0f);
+    std::ranges::fill(shared.sum.floats(n), 0.0f);
   }
   return largest;
 }
@@ -473,7 +459,7 @@ void Broadcast::take_answer(const Head& head, const wire::Message& message) {
   if (!shared.sum.block || was_last)
     throw CorruptMessage(rank_name(head.origin), " answered ", block_name(blocks_[head.block]),
                          " before it had anything of it, or after its last answer", kSameGradwire);
-  const Floats sum = Floats(reinterpret_cast<float*>(shared.sum.block->data()), blocks_[head.block].n);
+  const Floats sum = shared.sum.floats(blocks_[head.block].n);
   if (head.is_plain)
     return add_to(sum.subspan(first, count), {message.block->data() + head_bytes_, count, Dtype::float32});
   const wire::Message decoded = mesh_.pool().take(4 * count);
@@ -513,15 +499,14 @@ bool Broadcast::answer(std::size_t block, std::vector<std::size_t>& sent_bytes) 
   } else {
     const auto [first, count] = part_of(block, rank_);
     const wire::Message memory = mesh_.pool().take(4 * count);
-    const Floats sum(reinterpret_cast<float*>(memory.block->data()), count);
+    const Floats sum = memory.floats(count);
     std::fill(sum.begin(), sum.end(), 0.0f);
     for (std::size_t rank = 0; rank < world_; ++rank)
       if (rank == rank_)
         add_to(sum, shared.own.slice(first, count));
       else
         add_copy(copies_[block][rank], block, rank, sum);
-    const Floats known =
-        Floats(reinterpret_cast<float*>(shared.sum.block->data()), blocks_[block].n).subspan(first, count);
+    const Floats known = shared.sum.floats(blocks_[block].n).subspan(first, count);
     subtract(values_of(sum), values_of(known));
     // What a second answer adds is as small as what the first one left out: its sign and as many bits as came.
     head.n_bits = shared.answered_bits == 0 ? most_bits : std::clamp(most_bits - shared.answered_bits + 1, 2, 31);
@@ -551,7 +536,7 @@ bool Broadcast::answer(std::size_t block, std::vector<std::size_t>& sent_bytes) 
 
 void Broadcast::mean_of_parts(std::size_t block, const Values& gradient, const Values& left_out) {
   Shared& shared = shared_[block];
-  const Floats sum(reinterpret_cast<float*>(shared.sum.block->data()), gradient.n);
+  const Floats sum = shared.sum.floats(gradient.n);
   for (std::size_t rank = 0; left_out.data != nullptr && rank < world_; ++rank) {
     const auto [first, count] = part_of(block, rank);
     const Values part = left_out.slice(first, count), own = gradient.slice(first, count);
@@ -591,7 +576,7 @@ void Broadcast::mean(std::size_t block, const Values& gradient, const Values& le
     subtract(left_out, own);
   }
   // The sum is float32 whatever the dtype, and begins with +0.
-  const Floats sums(reinterpret_cast<float*>(sum_memory.block->data()), n);
+  const Floats sums = sum_memory.floats(n);
   std::fill(sums.begin(), sums.end(), 0.0f);
   for (std::size_t rank = 0; rank < world_; ++rank)
     if (rank == rank_)

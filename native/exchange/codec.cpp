@@ -113,9 +113,8 @@ Coder::Coder(Codec& codec, const Values& buffer, const Values& left_out, std::si
       divisor_(n_ranks / divided_by_),
       account_(account) {
   if (divided_by_ == 1) return;
-  const std::int64_t started = now_ns();
+  const Timed timed(account_, Kind::encode);
   divide(buffer, divided_by_);
-  account_.add(Kind::encode, started);
 }
 
 std::int64_t Coder::weigh(std::size_t first, std::size_t n) {
@@ -126,7 +125,7 @@ std::int64_t Coder::weigh(std::size_t first, std::size_t n) {
 }
 
 std::size_t Coder::encode(const Values& values, std::size_t first, Bytes out) {
-  const std::int64_t started = weigh(first, values.n);
+  const Timed timed(account_, Kind::encode, weigh(first, values.n));
   const std::size_t n_bytes = codec_.encode(values, first, out);
   if (left_out_.data != nullptr) {
     const Values decoded = left_out_.slice(first, values.n);
@@ -135,7 +134,6 @@ std::size_t Coder::encode(const Values& values, std::size_t first, Bytes out) {
     const auto n = static_cast<float>(divided_by_);
     apply(decoded, values.data, [n](float lost, float whole) { return (whole - lost) * n; });
   }
-  account_.add(Kind::encode, started);
   return n_bytes;
 }
 
@@ -145,22 +143,18 @@ std::size_t Coder::encode_mean(const Values& values, std::size_t first, const Va
     adopt(out.first(n_bytes), first, mean);
     return n_bytes;
   }
-  const std::int64_t started = weigh(first, values.n);
-  const std::size_t n_bytes = codec_.encode_mean(values, first, divisor_, mean, out);
-  account_.add(Kind::encode, started);
-  return n_bytes;
+  const Timed timed(account_, Kind::encode, weigh(first, values.n));
+  return codec_.encode_mean(values, first, divisor_, mean, out);
 }
 
 void Coder::adopt(ConstBytes message, std::size_t first, const Values& values) {
-  const std::int64_t started = weigh(first, values.n);
+  const Timed timed(account_, Kind::decode, weigh(first, values.n));
   codec_.decode_mean(message, first, divisor_, values);
-  account_.add(Kind::decode, started);
 }
 
 void Coder::decode_sum(ConstBytes message, std::size_t first, const Values& addend, const Values& total) {
-  const std::int64_t started = weigh(first, total.n);
+  const Timed timed(account_, Kind::decode, weigh(first, total.n));
   codec_.decode_sum(message, first, addend, total);
-  account_.add(Kind::decode, started);
 }
 
 }  // namespace gradwire::exchange

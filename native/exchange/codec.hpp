@@ -29,6 +29,21 @@ struct Account {
   void add(Kind kind, std::int64_t start_ns) { spans.push_back({kind, start_ns, now_ns()}); }
 };
 
+// Adds the time until it goes.
+class Timed {
+ public:
+  Timed(Account& account, Kind kind, std::int64_t start_ns = now_ns())
+      : account_(account), kind_(kind), start_ns_(start_ns) {}
+  ~Timed() { account_.add(kind_, start_ns_); }
+  Timed(const Timed&) = delete;
+  Timed& operator=(const Timed&) = delete;
+
+ private:
+  Account& account_;
+  const Kind kind_;
+  const std::int64_t start_ns_;
+};
+
 using floats::Dtype;
 
 // Values of one dtype, in memory of somebody else.

@@ -87,8 +87,7 @@ OwnersExchange::OwnersExchange(wire::Mesh& mesh, const Ticket& ticket, Ends& end
   ahead_ = std::min(kGroupsAhead, n_rounds_ - 1);
   n_pulled_ahead_ =
       std::min(n_rounds_, std::max(ahead_, pull_bytes_ahead / std::max<std::size_t>(1, ends.max_pull_bytes())));
-  for (std::size_t distance = 1; distance < world_; ++distance)
-    peers_.push_back(static_cast<int>((rank_ + distance) % world_));
+  peers_ = mesh.others();
   const std::size_t opening = ends.opening().size(), closing = ends.closing().size();
   pushes_ = std::make_unique<Channel>(mesh, ticket.stream, ticket.facts, std::max(ends.max_push_bytes(), opening),
                                       peers_, account);
@@ -164,6 +163,14 @@ void OwnersExchange::adopt(std::size_t group) {
   }
 }
 
+void exchange_groups(wire::Mesh& mesh, const Ticket& ticket, Ends& ends, std::size_t n_groups, bool has_pull,
+                     Account& account) {
+  std::vector<std::size_t> of_parts(static_cast<std::size_t>(mesh.world_size()), n_groups);
+  OwnersExchange exchange(mesh, ticket, ends, std::move(of_parts), has_pull, 0, account);
+  exchange.run();
+  exchange.finish();
+}
+
 // ---- by a codec
 
 namespace {
@@ -227,10 +234,7 @@ void direct_mean(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Val
                  std::size_t n_chunks, Account& account) {
   if (mesh.world_size() == 1 || buffer.n == 0) return;
   CodecEnds ends(mesh, codec, buffer, left_out, n_chunks, account);
-  std::vector<std::size_t> n_groups(static_cast<std::size_t>(mesh.world_size()), n_chunks);
-  OwnersExchange exchange(mesh, ticket, ends, std::move(n_groups), true, 0, account);
-  exchange.run();
-  exchange.finish();
+  exchange_groups(mesh, ticket, ends, n_chunks, true, account);
 }
 
 // ---- quantised parts with error feedback
@@ -294,7 +298,7 @@ class QuantisedEnds final : public Ends {
 
   void add_pushed(std::size_t source, std::size_t group, ConstBytes message) override {
     const Floats total = total_of(source, group);
-    const std::int64_t started = now_ns();
+    const Timed timed(account_, Kind::decode);
     note_finiteness(message, total.size());
     const auto [first, count] = cut_.chunk(rank_, group);
     const Flags& is_used = is_used_by_[source];
@@ -302,7 +306,7 @@ class QuantisedEnds final : public Ends {
       decode(message, total, {.adds = true});
     } else {  // a bit alone cannot say zero
       wire::Message scratch = pool_.take(4 * count);
-      const Floats decoded(reinterpret_cast<float*>(scratch.block->data()), count);
+      const Floats decoded = scratch.floats(count);
       decode(message, decoded, {});
       for_unused(is_used, [&, first = first, count = count](std::size_t start, std::size_t end) {
         const std::size_t from = std::max(start, first), to = std::min(end, first + count);
@@ -310,14 +314,12 @@ class QuantisedEnds final : public Ends {
       });
       add(values_of(total), values_of(decoded));
     }
-    account_.add(Kind::decode, started);
   }
 
   void add_own(std::size_t group) override {
-    const std::int64_t started = now_ns();
+    const Timed timed(account_, Kind::decode);
     const auto [first, count] = cut_.chunk(rank_, group);
     add_to(total_of(rank_, group), bucket_.gradient.slice(first, count));
-    account_.add(Kind::decode, started);
   }
 
   std::size_t encode_pull(std::size_t group, Bytes out) override {
@@ -327,7 +329,7 @@ class QuantisedEnds final : public Ends {
       note_finiteness(out.first(n_bytes), total.size());
       return n_bytes;
     }
-    const std::int64_t started = now_ns();
+    const Timed timed(account_, Kind::encode);
     const auto [first, count] = cut_.chunk(rank_, group);
     const float scale = bucket_.residual_scale;
     if (!bucket_.residual.empty())
@@ -335,7 +337,7 @@ class QuantisedEnds final : public Ends {
     const Values raw{out.data(), count, bucket_.gradient.dtype};
     if (sends_means()) {
       wire::Message means = pool_.take(4 * count);
-      const Floats mean(reinterpret_cast<float*>(means.block->data()), count);
+      const Floats mean = means.floats(count);
       for (std::size_t i = 0; i < count; ++i) mean[i] = total[i] / static_cast<float>(world_);
       is_finite_ &= static_cast<std::uint8_t>(narrow(mean, raw));
     } else {
@@ -347,7 +349,6 @@ class QuantisedEnds final : public Ends {
       widen(raw, unsent);
       for (std::size_t i = 0; i < count; ++i) unsent[i] = (total[i] - unsent[i] * ranks) / scale;
     }
-    account_.add(Kind::encode, started);
     return count * raw.element_bytes();
   }
 
@@ -357,7 +358,7 @@ class QuantisedEnds final : public Ends {
   }
 
   QuantisedResult adopt_all() {
-    const std::int64_t started = now_ns();
+    const Timed timed(account_, Kind::decode);
     for (auto& [part, group, message] : results_) {
       adopt_now(part, group, message.bytes());
       message = {};
@@ -369,7 +370,6 @@ class QuantisedEnds final : public Ends {
     for_unused(is_used, [&](std::size_t start, std::size_t end) {
       std::memset(mean.data + start * mean.element_bytes(), 0, (end - start) * mean.element_bytes());
     });
-    account_.add(Kind::decode, started);
     return {is_used, is_finite_ != 0};
   }
 
@@ -406,7 +406,7 @@ class QuantisedEnds final : public Ends {
   // `values`: of the chunk, which may be the sum of it.
   std::size_t encode(quantisers::Options drawing, const Values& values, std::size_t part, std::size_t chunk,
                      Bytes out) {
-    const std::int64_t started = now_ns();
+    const Timed timed(account_, Kind::encode);
     const std::size_t first = cut_.chunk(part, chunk).first;
     drawing.stream.step = bucket_.draws[part * bucket_.n_chunks + chunk];
     const std::vector<std::uint32_t> cuts = cuts_within(first, first + values.n);
@@ -418,9 +418,7 @@ class QuantisedEnds final : public Ends {
       source.residual_scale = bucket_.residual_scale;
       unsent = bucket_.unsent.subspan(first, values.n);
     }
-    const std::size_t n_bytes = quantisers::encode(drawing, source, unsent, out);
-    account_.add(Kind::encode, started);
-    return n_bytes;
+    return quantisers::encode(drawing, source, unsent, out);
   }
 
   void decode(ConstBytes message, Floats out, const quantisers::Use& use) {
@@ -447,7 +445,7 @@ class QuantisedEnds final : public Ends {
 
   // The sum of what has been added of this rank's chunk; zeros before the first rank's values.
   Floats total_of(std::size_t source, std::size_t group) {
-    const Floats total(reinterpret_cast<float*>(total_.block->data()), cut_.chunk(rank_, group).count);
+    const Floats total = total_.floats(cut_.chunk(rank_, group).count);
     if (source == 0) std::fill(total.begin(), total.end(), 0.0f);
     return total;
   }
@@ -494,12 +492,9 @@ void check(const QuantisedBucket& bucket, std::size_t world) {
 
 QuantisedResult quantised_mean(wire::Mesh& mesh, const Ticket& ticket, const quantisers::Options& options,
                                const QuantisedBucket& bucket, Account& account) {
-  const auto world = static_cast<std::size_t>(mesh.world_size());
-  check(bucket, world);
+  check(bucket, static_cast<std::size_t>(mesh.world_size()));
   QuantisedEnds ends(mesh, options, bucket, account);
-  OwnersExchange exchange(mesh, ticket, ends, std::vector<std::size_t>(world, bucket.n_chunks), true, 0, account);
-  exchange.run();
-  exchange.finish();
+  exchange_groups(mesh, ticket, ends, bucket.n_chunks, true, account);
   return ends.adopt_all();
 }
 
@@ -592,9 +587,7 @@ void add_group(Codec& codec, ConstBytes message, std::size_t first, Sizes sizes,
 namespace {
 
 // Sums of a group, or what is added to them.
-Floats floats_of(const wire::Message& memory, const Group& group) {
-  return {reinterpret_cast<float*>(memory.block->data()), group.end - group.start};
-}
+Floats floats_of(const wire::Message& memory, const Group& group) { return memory.floats(group.end - group.start); }
 
 }  // namespace
 
@@ -641,26 +634,23 @@ Feedback PieceEnds::feedback_of(const Group& group, bool has_residual) const {
 
 std::size_t PieceEnds::encode_push(std::size_t part, std::size_t number, Bytes out) {
   const Group& group = groups_[part][number];
-  const std::int64_t started = weigh(push_, group);
+  const Timed timed(account_, Kind::encode, weigh(push_, group));
   const Floats values = bucket_.values.subspan(group.start, group.end - group.start);
-  const std::size_t n_bytes = encode_group(push_, values, group.start, group.sizes, feedback_of(group, true), out);
-  account_.add(Kind::encode, started);
-  return n_bytes;
+  return encode_group(push_, values, group.start, group.sizes, feedback_of(group, true), out);
 }
 
 void PieceEnds::add_pushed(std::size_t source, std::size_t number, ConstBytes message) {
   const Group& group = groups_[rank_][number];
-  const std::int64_t started = weigh(push_, group);
+  const Timed timed(account_, Kind::decode, weigh(push_, group));
   if (source == 0)
     decode_group(push_, message, group.start, group.sizes, 1, floats_of(total_, group));
   else
     add_group(push_, message, group.start, group.sizes, floats_of(total_, group), floats_of(scratch_, group));
-  account_.add(Kind::decode, started);
 }
 
 // Its own values never leave this rank, so they stay exact; what was left out of them before is in the sum.
 void PieceEnds::add_own(std::size_t number) {
-  const std::int64_t started = now_ns();
+  const Timed timed(account_, Kind::decode);
   const Group& group = groups_[rank_][number];
   const Floats total = floats_of(total_, group), own = bucket_.values.subspan(group.start, total.size());
   float* __restrict sum = total.data();
@@ -674,12 +664,11 @@ void PieceEnds::add_own(std::size_t number) {
       sum[i] = rank_ == 0 ? whole : sum[i] + whole;
     }
   }
-  account_.add(Kind::decode, started);
 }
 
 std::size_t PieceEnds::encode_pull(std::size_t number, Bytes out) {
   const Group& group = groups_[rank_][number];
-  const std::int64_t started = bucket_.has_pull ? weigh(pull_, group) : now_ns();
+  const Timed timed(account_, Kind::encode, bucket_.has_pull ? weigh(pull_, group) : now_ns());
   const Floats total = floats_of(total_, group);
   std::size_t n_bytes = 0;
   if (bucket_.has_pull) {
@@ -691,16 +680,14 @@ std::size_t PieceEnds::encode_pull(std::size_t number, Bytes out) {
     std::transform(total.begin(), total.end(), mean.begin(), [divisor](float sum) { return sum / divisor; });
     std::ranges::fill(bucket_.left_out.subspan(group.start, total.size()), 0.0f);
   }
-  account_.add(Kind::encode, started);
   return n_bytes;
 }
 
 void PieceEnds::adopt(std::size_t part, std::size_t number, const wire::Message& message) {
   const Group& group = groups_[part][number];
-  const std::int64_t started = weigh(pull_, group);
+  const Timed timed(account_, Kind::decode, weigh(pull_, group));
   const Floats values = bucket_.values.subspan(group.start, group.end - group.start);
   decode_group(pull_, message.bytes(), group.start, group.sizes, world_, values);
-  account_.add(Kind::decode, started);
 }
 
 }  // namespace gradwire::exchange

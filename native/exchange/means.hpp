@@ -27,24 +27,21 @@ class Channel {
 
   // Sends once at most n_ahead messages before it waits for this peer.
   void send(int peer, const wire::Message& message, std::size_t n_ahead) {
-    const std::int64_t started = now_ns();
+    const Timed timed(account_, Kind::communicate);
     mesh_.wait_until_sent(peer, n_ahead);
     mesh_.send(peer, stream_, message);
-    account_.add(Kind::communicate, started);
     account_.bytes_sent += wire::kHeaderBytes + message.n_bytes;
     ++account_.n_messages;
   }
   wire::Message receive(int peer) {
-    const std::int64_t started = now_ns();
+    const Timed timed(account_, Kind::communicate);
     wire::Message message = mesh_.receive(peer, stream_);
-    account_.add(Kind::communicate, started);
     account_.bytes_received += wire::kHeaderBytes + message.n_bytes;
     return message;
   }
   void finish() {
-    const std::int64_t started = now_ns();
+    const Timed timed(account_, Kind::communicate);
     mesh_.wait_until_all_sent();
-    account_.add(Kind::communicate, started);
   }
 
  private:
@@ -120,10 +117,14 @@ class OwnersExchange {
   const std::vector<std::size_t> n_groups_;
   const std::size_t world_, rank_, n_rounds_, n_own_;
   std::size_t ahead_ = 0, n_pulled_ahead_ = 0, n_adopted_ = 0;
-  std::vector<int> peers_;  // each rank begins with its right neighbour, so that not all send to the same one at once
+  std::vector<int> peers_;
   std::unique_ptr<Channel> pushes_, pulls_;
   std::vector<wire::Message> results_;
 };
+
+// All of an exchange at once, with as many groups of each part.
+void exchange_groups(wire::Mesh& mesh, const Ticket& ticket, Ends& ends, std::size_t n_groups, bool has_pull,
+                     Account& account);
 
 // The mean over the ranks by a codec: rank r owns part r and adds the decoded parts of all ranks, its own unencoded.
 // `left_out`: see Coder.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "bits/bit_io.hpp"
 #include "errors.hpp"
 
 namespace gradwire::exchange {
@@ -14,13 +15,6 @@ constexpr std::size_t kWindow = 1024;    // values that are looked through befor
 constexpr std::size_t kShareOfOdd = 16;  // more odd values than one in so many: the message is raw
 constexpr std::size_t kMessagesAhead = 2;
 
-template <class Word>
-Word word_at(const std::uint8_t* data, std::size_t i) {
-  Word word;
-  std::memcpy(&word, data + sizeof(Word) * i, sizeof(Word));
-  return word;
-}
-
 // What the codec does not keep: of exponent 0 all but the positive zero; of float16, which is coded as float32, the
 // negative zero.
 template <class Word, Word exponent, Word sign>
@@ -31,11 +25,11 @@ struct Odd {
     for (std::size_t begin = 0; begin < n; begin += kWindow) {
       const std::size_t end = std::min(n, begin + kWindow);
       std::uint32_t n_odd = 0;
-      for (std::size_t i = begin; i < end; ++i) n_odd += is(word_at<Word>(data, i));
+      for (std::size_t i = begin; i < end; ++i) n_odd += is(load<Word>(data + sizeof(Word) * i));
       if (n_odd == 0) continue;
       if (places.size() + n_odd > most) return false;
       for (std::size_t i = begin; i < end; ++i)
-        if (is(word_at<Word>(data, i))) places.push_back(static_cast<std::uint32_t>(i));
+        if (is(load<Word>(data + sizeof(Word) * i))) places.push_back(static_cast<std::uint32_t>(i));
     }
     return true;
   }
@@ -99,7 +93,7 @@ void ExactCodec::decode(ConstBytes message, std::size_t first, const Values& val
   }
   codec_.decode(message.subspan(kFrontBytes, message.size() - kFrontBytes - listed), first, values);
   for (std::uint32_t i = 0; i < front[0]; ++i, at += entry) {
-    const auto place = word_at<std::uint32_t>(at, 0);
+    const auto place = load<std::uint32_t>(at);
     if (place >= values.n) throw CorruptMessage("a message for ", values.n, " exact values lists value ", place);
     std::memcpy(values.data + place * values.element_bytes(), at + 4, values.element_bytes());
   }
@@ -129,15 +123,12 @@ void gather_parts(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Va
   if (world == 1 || all.n == 0) return;
   const Cut cut{all.n, world, n_chunks};
   const std::size_t max_bytes = codec.max_message_bytes(cut.largest()), ahead = std::min(kMessagesAhead, n_chunks - 1);
-  std::vector<int> peers;  // each rank begins with its right neighbour, so that not all send to the same one at once
-  for (std::size_t distance = 1; distance < world; ++distance)
-    peers.push_back(static_cast<int>((rank + distance) % world));
+  const std::vector<int> peers = mesh.others();
   Channel channel(mesh, ticket.stream, ticket.facts, max_bytes, peers, account);
   const auto read = [&](ConstBytes message, std::size_t part, std::size_t index) {
     const auto [first, count] = cut.chunk(part, index);
-    const std::int64_t started = now_ns();
+    const Timed timed(account, Kind::decode);
     codec.decode(message, first, all.slice(first, count));
-    account.add(Kind::decode, started);
   };
   for (std::size_t index = 0; index < n_chunks + ahead; ++index) {
     if (index < n_chunks) {
@@ -177,29 +168,25 @@ class SumEnds final : public Ends {
   bool seals_push() const override { return codec_.seals(); }
 
   std::size_t encode_push(std::size_t part, std::size_t group, Bytes out) override {
-    const std::int64_t started = now_ns();
+    const Timed timed(account_, Kind::encode);
     const auto [first, count] = cut_.chunk(part, group);
-    const std::size_t n_bytes = codec_.encode(all_.slice(first, count), first, out);
-    account_.add(Kind::encode, started);
-    return n_bytes;
+    return codec_.encode(all_.slice(first, count), first, out);
   }
   void add_pushed(std::size_t source, std::size_t group, ConstBytes message) override {
-    const std::int64_t started = now_ns();
+    const Timed timed(account_, Kind::decode);
     const auto [first, count] = cut_.chunk(rank_, group);
     const Values pushed{scratch_.block->data(), count, all_.dtype};
     codec_.decode(message, first, pushed);
     add(source, pushed);
-    account_.add(Kind::decode, started);
   }
   void add_own(std::size_t group) override {
-    const std::int64_t started = now_ns();
+    const Timed timed(account_, Kind::decode);
     const auto [first, count] = cut_.chunk(rank_, group);
     add(rank_, all_.slice(first, count));
-    account_.add(Kind::decode, started);
   }
   std::size_t encode_pull(std::size_t group, Bytes) override {
     const auto [first, count] = cut_.chunk(rank_, group);
-    const Floats total = floats_of(count);
+    const Floats total = total_.floats(count);
     if (divisor_ != 1)
       for (float& sum : total) sum /= divisor_;
     narrow(total, all_.slice(first, count));
@@ -208,12 +195,11 @@ class SumEnds final : public Ends {
   void adopt(std::size_t, std::size_t, const wire::Message&) override {}
 
  private:
-  Floats floats_of(std::size_t n) { return {reinterpret_cast<float*>(total_.block->data()), n}; }
   void add(std::size_t source, const Values& values) {
     if (source == 0)
-      widen(values, floats_of(values.n));
+      widen(values, total_.floats(values.n));
     else
-      add_to(floats_of(values.n), values);
+      add_to(total_.floats(values.n), values);
   }
 
   const std::size_t rank_;
@@ -231,10 +217,7 @@ void scatter_sums(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Va
                   std::size_t n_chunks, Account& account) {
   if (mesh.world_size() == 1 || all.n == 0) return;
   SumEnds ends(mesh, codec, all, divisor, n_chunks, account);
-  std::vector<std::size_t> n_groups(static_cast<std::size_t>(mesh.world_size()), n_chunks);
-  OwnersExchange exchange(mesh, ticket, ends, std::move(n_groups), false, 0, account);
-  exchange.run();
-  exchange.finish();
+  exchange_groups(mesh, ticket, ends, n_chunks, false, account);
 }
 
 }  // namespace gradwire::exchange

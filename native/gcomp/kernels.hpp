@@ -64,10 +64,8 @@ struct Kernels {
 inline constexpr std::size_t kPackSlackBytes = 64;
 
 using KernelsByDtype = std::array<Kernels, kDtypes>;
-const KernelsByDtype &kernels_at(Level<0>), &kernels_at(Level<1>);
-inline const Kernels& kernels_for(Dtype dtype) {
-  return at_current_level<1>([](auto level) -> auto& { return kernels_at(level); })[static_cast<int>(dtype)];
-}
+GW_KERNELS(KernelsByDtype, kernels, 1)
+inline const Kernels& kernels_for(Dtype dtype) { return kernels()[static_cast<int>(dtype)]; }
 
 // Format 2's signs and mantissas: sixteen stacks of bits, one for every sixteenth value, that share one run of words.
 // docs/format.md#gcomp-format-2
@@ -121,9 +119,6 @@ struct LaneKernels {
                           std::uint8_t* values);
 };
 
-const LaneKernels &lane_kernels_at(Level<0>), &lane_kernels_at(Level<1>), &lane_kernels_at(Level<2>);
-inline const LaneKernels& lane_kernels() {
-  return at_current_level<2>([](auto level) -> auto& { return lane_kernels_at(level); });
-}
+GW_KERNELS(LaneKernels, lane_kernels, 2)
 
 }  // namespace gradwire::gcomp

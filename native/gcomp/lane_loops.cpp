@@ -239,33 +239,6 @@ const std::uint8_t* pop(const std::uint8_t* exponents, const std::uint8_t* impor
   return at;
 }
 
-template <bool kRounds>
-std::uint8_t* push_by_rule(const std::uint8_t* words, const std::uint8_t* importance, std::size_t n,
-                           const KeepRule& rule, LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents,
-                           std::uint8_t* sent, bool& holds_nonfinite) {
-  const auto go = [&](auto kernel) {
-    return kernel(words, importance, n, rule, stack, at, exponents, sent, holds_nonfinite);
-  };
-  if (rule.lowest_exponent > 0)
-    return rule.by_importance ? go(push<true, true, kRounds>) : go(push<false, true, kRounds>);
-  return rule.by_importance ? go(push<true, false, kRounds>) : go(push<false, false, kRounds>);
-}
-
-std::uint8_t* push_any(const std::uint8_t* words, const std::uint8_t* importance, std::size_t n, const KeepRule& rule,
-                       bool rounds, LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents, std::uint8_t* sent,
-                       bool& holds_nonfinite) {
-  return rounds ? push_by_rule<true>(words, importance, n, rule, stack, at, exponents, sent, holds_nonfinite)
-                : push_by_rule<false>(words, importance, n, rule, stack, at, exponents, sent, holds_nonfinite);
-}
-
-const std::uint8_t* pop_any(const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
-                            const KeepRule& rule, LaneStack& stack, const std::uint8_t* begin, const std::uint8_t* at,
-                            std::uint8_t* words) {
-  const auto go = [&](auto kernel) { return kernel(exponents, importance, n, rule, stack, begin, at, words); };
-  if (rule.lowest_exponent > 0) return rule.by_importance ? go(pop<true, true>) : go(pop<false, true>);
-  return rule.by_importance ? go(pop<true, false>) : go(pop<false, false>);
-}
-
 #else
 
 inline int kept_bits_of(const KeepRule& rule, int exponent, int importance) {
@@ -351,7 +324,7 @@ const std::uint8_t* pop_loop(const std::uint8_t* exponents, const std::uint8_t* 
 
 // Two vectors of eight lanes a step; full words are put together and apart by permutations looked up by mask.
 
-constexpr std::size_t kHalf = 8;  // lanes of a vector
+constexpr std::size_t kHalfLanes = 8;  // lanes of a vector
 
 // Byte j of entry m: the j-th lane that m has set; and how many lanes below j m has set.
 constexpr auto kCompress = [] {
@@ -378,14 +351,15 @@ __m256i widen_bytes(const void* bytes) {
 __m256i exponent_of(__m256i words) { return _mm256_srli_epi32(_mm256_slli_epi32(words, 1), 24); }
 __m256i is_zero(__m256i lanes) { return _mm256_cmpeq_epi32(lanes, _mm256_setzero_si256()); }
 
-template <bool kByImportance>
+template <bool kByImportance, bool kHalf>
 struct Rule {
   __m256i cap, floor, whole, lowest;
   explicit Rule(const KeepRule& rule)
       : cap(set(rule.cap)), floor(set(rule.floor)), whole(set(rule.mantissa_bits)), lowest(set(rule.lowest_exponent)) {}
 
   __m256i kept(__m256i exponent, __m256i importance) const {
-    __m256i kept = _mm256_min_epi32(cap, _mm256_sub_epi32(exponent, lowest));
+    __m256i kept = cap;
+    if constexpr (kHalf) kept = _mm256_min_epi32(kept, _mm256_sub_epi32(exponent, lowest));
     if constexpr (kByImportance) {
       const __m256i above = _mm256_sub_epi32(_mm256_add_epi32(exponent, _mm256_sub_epi32(whole, set(kKeepOffset))),
                                              _mm256_srli_epi32(importance, 2));
@@ -396,21 +370,21 @@ struct Rule {
   }
 };
 
-template <bool kByImportance, bool kRounds>
+template <bool kByImportance, bool kHalf, bool kRounds>
 std::uint8_t* push(const std::uint8_t* words, const std::uint8_t* importance, std::size_t n, const KeepRule& limits,
                    LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents, std::uint8_t* sent,
                    bool& holds_nonfinite) {
-  const Rule<kByImportance> rule(limits);
+  const Rule<kByImportance, kHalf> rule(limits);
   const __m256i one = set(1), largest = set(((limits.highest_exponent + 1) << kWordMantissa) - 1);
   __m256i bits[2], n_bits[2], nonfinite = _mm256_setzero_si256();
   for (std::size_t half = 0; half < 2; ++half) {
-    bits[half] = load256(stack.bits + kHalf * half);
-    n_bits[half] = load256(stack.n_bits + kHalf * half);
+    bits[half] = load256(stack.bits + kHalfLanes * half);
+    n_bits[half] = load256(stack.n_bits + kHalfLanes * half);
   }
   const std::size_t n_vector = n / kLanes * kLanes;
   for (std::size_t first = 0; first < n_vector; first += kLanes)
     for (std::size_t half = 0; half < 2; ++half) {
-      const std::size_t i = first + kHalf * half;
+      const std::size_t i = first + kHalfLanes * half;
       __m256i word = load256(words + 4 * i), byte = _mm256_setzero_si256();
       if constexpr (kByImportance) byte = widen_bytes(importance + i);
       __m256i exponent = exponent_of(word);
@@ -455,8 +429,8 @@ std::uint8_t* push(const std::uint8_t* words, const std::uint8_t* importance, st
     }
   for (std::size_t half = 0; half < 2; ++half) {
     const __m256i clean = _mm256_sub_epi32(_mm256_sllv_epi32(one, n_bits[half]), one);
-    store256(stack.bits + kHalf * half, _mm256_and_si256(bits[half], clean));
-    store256(stack.n_bits + kHalf * half, n_bits[half]);
+    store256(stack.bits + kHalfLanes * half, _mm256_and_si256(bits[half], clean));
+    store256(stack.n_bits + kHalfLanes * half, n_bits[half]);
   }
   holds_nonfinite |= _mm256_testz_si256(nonfinite, nonfinite) == 0;
   return push_loop(words + 4 * n_vector, importance == nullptr ? nullptr : importance + n_vector, n - n_vector, limits,
@@ -464,23 +438,23 @@ std::uint8_t* push(const std::uint8_t* words, const std::uint8_t* importance, st
                    holds_nonfinite);
 }
 
-template <bool kByImportance>
+template <bool kByImportance, bool kHalf>
 const std::uint8_t* pop(const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
                         const KeepRule& limits, LaneStack& stack, const std::uint8_t* begin, const std::uint8_t* at,
                         std::uint8_t* words) {
-  const Rule<kByImportance> rule(limits);
+  const Rule<kByImportance, kHalf> rule(limits);
   const std::size_t n_vector = n / kLanes * kLanes;
   at = pop_loop(exponents + n_vector, importance == nullptr ? nullptr : importance + n_vector, n - n_vector, limits,
                 stack, begin, at, words + 4 * n_vector);
   if (at == nullptr) return nullptr;
   __m256i bits[2], n_bits[2];
   for (std::size_t half = 0; half < 2; ++half) {
-    bits[half] = load256(stack.bits + kHalf * half);
-    n_bits[half] = load256(stack.n_bits + kHalf * half);
+    bits[half] = load256(stack.bits + kHalfLanes * half);
+    n_bits[half] = load256(stack.n_bits + kHalfLanes * half);
   }
   for (std::size_t end = n_vector; end > 0; end -= kLanes)
     for (std::size_t half = 2; half-- > 0;) {
-      const std::size_t i = end - kLanes + kHalf * half;
+      const std::size_t i = end - kLanes + kHalfLanes * half;
       const __m256i exponent = widen_bytes(exponents + i);
       __m256i byte = _mm256_setzero_si256();
       if constexpr (kByImportance) byte = widen_bytes(importance + i);
@@ -505,26 +479,33 @@ const std::uint8_t* pop(const std::uint8_t* exponents, const std::uint8_t* impor
                _mm256_or_si256(_mm256_or_si256(sign, mantissa), _mm256_slli_epi32(exponent, kWordMantissa)));
     }
   for (std::size_t half = 0; half < 2; ++half) {
-    store256(stack.bits + kHalf * half, bits[half]);
-    store256(stack.n_bits + kHalf * half, n_bits[half]);
+    store256(stack.bits + kHalfLanes * half, bits[half]);
+    store256(stack.n_bits + kHalfLanes * half, n_bits[half]);
   }
   return at;
 }
 
+#endif
+#endif
+
+#if defined(__AVX2__)
+
 std::uint8_t* push_any(const std::uint8_t* words, const std::uint8_t* importance, std::size_t n, const KeepRule& rule,
                        bool rounds, LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents, std::uint8_t* sent,
                        bool& holds_nonfinite) {
-  const auto go = [&](auto kernel) {
-    return kernel(words, importance, n, rule, stack, at, exponents, sent, holds_nonfinite);
-  };
-  if (rule.by_importance) return rounds ? go(push<true, true>) : go(push<true, false>);
-  return rounds ? go(push<false, true>) : go(push<false, false>);
+  constexpr decltype(&push<false, false, false>) by_rule[] = {
+      push<false, false, false>, push<false, false, true>, push<false, true, false>, push<false, true, true>,
+      push<true, false, false>,  push<true, false, true>,  push<true, true, false>,  push<true, true, true>};
+  const auto kernel = by_rule[4 * rule.by_importance + 2 * (rule.lowest_exponent > 0) + rounds];
+  return kernel(words, importance, n, rule, stack, at, exponents, sent, holds_nonfinite);
 }
 
 const std::uint8_t* pop_any(const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
                             const KeepRule& rule, LaneStack& stack, const std::uint8_t* begin, const std::uint8_t* at,
                             std::uint8_t* words) {
-  const auto kernel = rule.by_importance ? pop<true> : pop<false>;
+  constexpr decltype(&pop<false, false>) by_rule[] = {pop<false, false>, pop<false, true>, pop<true, false>,
+                                                      pop<true, true>};
+  const auto kernel = by_rule[2 * rule.by_importance + (rule.lowest_exponent > 0)];
   return kernel(exponents, importance, n, rule, stack, begin, at, words);
 }
 
@@ -533,7 +514,6 @@ const std::uint8_t* pop_any(const std::uint8_t* exponents, const std::uint8_t* i
 constexpr auto push_any = push_loop;
 constexpr auto pop_any = pop_loop;
 
-#endif
 #endif
 
 }  // namespace

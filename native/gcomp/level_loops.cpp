@@ -28,12 +28,19 @@ struct Float {
   static constexpr int kCodeShift = kMantissaBits - 2, kCodeBias = 4 * (127 - kMaxExponent / 2);
 };
 
+// By how many quarter octaves its importance exceeds a finite value's; 0 without any.
+template <Dtype kDtype>
+inline int margin_of(typename Float<kDtype>::Word bits, int importance) {
+  using F = Float<kDtype>;
+  const int code = ((bits & static_cast<typename F::Word>(~F::kSign)) >> F::kCodeShift) + F::kCodeBias;
+  return importance == 0 ? 0 : importance + kImportanceOffset - code;
+}
+
 template <Dtype kDtype>
 inline int level_of(typename Float<kDtype>::Word bits, int importance) {
   using F = Float<kDtype>;
-  if (importance == 0 || (bits & F::kExponent) == F::kExponent) return 0;
-  const int code = ((bits & static_cast<typename F::Word>(~F::kSign)) >> F::kCodeShift) + F::kCodeBias;
-  const int margin = importance + kImportanceOffset - code;
+  if ((bits & F::kExponent) == F::kExponent) return 0;
+  const int margin = margin_of<kDtype>(bits, importance);
   return (margin > 4 * F::kLayout.dropped_bits[1]) + (margin > 4 * F::kLayout.dropped_bits[2]) +
          (margin > 4 * F::kLayout.dropped_bits[3]);
 }
@@ -48,7 +55,6 @@ void round_loop(const void* values, const std::uint8_t* importance, std::size_t 
   using Word = typename F::Word;
   const auto* const bytes = static_cast<const std::uint8_t*>(values);
   auto* __restrict const out = static_cast<std::uint8_t*>(rounded);
-  const bool by_level = packing.mode == Mode::paper;
   const int fixed = packing.dropped_bits;
   const auto round_one = [&](std::size_t i, int dropped) {
     const std::uint32_t bits = load<Word>(bytes + i * sizeof(Word));
@@ -62,11 +68,9 @@ void round_loop(const void* values, const std::uint8_t* importance, std::size_t 
     const std::uint32_t finite = overflows ? largest : nearest;
     store(out + i * sizeof(Word), static_cast<Word>(stays ? bits : finite));
   };
-  if (by_level)
+  if (packing.mode == Mode::paper)
     for (std::size_t i = 0; i < n; ++i) {
-      const Word bits = load<Word>(bytes + i * sizeof(Word));
-      const int code = ((bits & static_cast<Word>(~F::kSign)) >> F::kCodeShift) + F::kCodeBias;
-      const int margin = importance[i] == 0 ? 0 : importance[i] + kImportanceOffset - code;
+      const int margin = margin_of<kDtype>(load<Word>(bytes + i * sizeof(Word)), importance[i]);
       const DtypeLayout& layout = F::kLayout;
       int dropped = margin > 4 * layout.dropped_bits[1] ? layout.dropped_bits[1] : 0;
       dropped = margin > 4 * layout.dropped_bits[2] ? layout.dropped_bits[2] : dropped;
@@ -157,39 +161,6 @@ inline BitReader with_room(const BitReader& reader, std::size_t max_bits, const 
   return {tail.data(), reader.position & 7};
 }
 
-// Packs a chunk block by block: pack_block(first value, n, levels, mantissas).
-template <class PackBlock>
-SegmentBits pack_blocks(std::size_t n, std::uint8_t* levels, std::uint8_t* mantissas, const PackBlock& pack_block) {
-  BitWriter level_writer{levels}, mantissa_writer{mantissas};
-  for (std::size_t i = 0; i < n; i += kBlockValues)
-    pack_block(i, std::min(kBlockValues, n - i), level_writer, mantissa_writer);
-  finish(level_writer);
-  finish(mantissa_writer);
-  return {8 * static_cast<std::uint64_t>(level_writer.data - levels) + level_writer.n_pending,
-          8 * static_cast<std::uint64_t>(mantissa_writer.data - mantissas) + mantissa_writer.n_pending};
-}
-
-// Unpacks a chunk block by block: unpack_block(first value, n, levels, mantissas). Ends early where a segment does, so
-// that no reader starts beyond it.
-template <class UnpackBlock>
-SegmentBits unpack_blocks(std::size_t n, const SegmentSpan& levels, const SegmentSpan& mantissas,
-                          const UnpackBlock& unpack_block) {
-  std::array<std::uint8_t, kTailBytes> level_tail, mantissa_tail;
-  BitReader level_reader{levels.data}, mantissa_reader{mantissas.data};
-  for (std::size_t i = 0; i < n; i += kBlockValues) {
-    const std::size_t n_block = std::min(kBlockValues, n - i);
-    const BitReader level_start = with_room(level_reader, 2 * n_block, levels.readable_end, level_tail);
-    const BitReader mantissa_start =
-        with_room(mantissa_reader, n_block * kMaxValueBits, mantissas.readable_end, mantissa_tail);
-    BitReader level_block = level_start, mantissa_block = mantissa_start;
-    unpack_block(i, n_block, level_block, mantissa_block);
-    level_reader.position += level_block.position - level_start.position;
-    mantissa_reader.position += mantissa_block.position - mantissa_start.position;
-    if (level_reader.position > levels.n_bits || mantissa_reader.position > mantissas.n_bits) break;
-  }
-  return {level_reader.position, mantissa_reader.position};
-}
-
 #if defined(__AVX2__)
 
 // Eight floats (sixteen of the 16-bit types) a vector; pext and pdep cut out and put back the bits of all values of a
@@ -246,57 +217,6 @@ struct VectorFloat : Float<kDtype>, std::conditional_t<sizeof(typename Float<kDt
   using L = std::conditional_t<sizeof(typename F::Word) == 4, Lanes32, Lanes16>;
   static constexpr std::size_t kVectors = kStep / L::kLanes;
 };
-
-template <Dtype kDtype>
-ExponentSummary split_exponents(const void* values, std::size_t n, std::uint8_t* exponents) {
-  using V = VectorFloat<kDtype>;
-  using L = typename V::L;
-  const auto* const bytes = static_cast<const std::uint8_t*>(values);
-  const __m256i max_exponent = _mm256_set1_epi8(static_cast<char>(V::kMaxExponent));
-  __m256i n_zero = _mm256_setzero_si256(), nonfinite = _mm256_setzero_si256();
-  std::size_t i = 0;
-  for (; i + kStep <= n; i += kStep) {
-    __m256i fields[V::kVectors];
-    for (std::size_t v = 0; v < V::kVectors; ++v) {
-      const __m256i bits = load256(bytes + (i + v * L::kLanes) * sizeof(typename V::Word));
-      fields[v] = L::shift_right(_mm256_and_si256(bits, L::set(V::kExponent)), V::kMantissaBits);
-    }
-    const __m256i eight_bit = L::narrow(fields);
-    store256(exponents + i, eight_bit);
-    nonfinite = _mm256_or_si256(nonfinite, _mm256_cmpeq_epi8(eight_bit, max_exponent));
-    const __m256i zero = _mm256_cmpeq_epi8(eight_bit, _mm256_setzero_si256());
-    n_zero =
-        _mm256_add_epi64(n_zero, _mm256_sad_epu8(_mm256_and_si256(zero, _mm256_set1_epi8(1)), _mm256_setzero_si256()));
-  }
-  const ExponentSummary rest = split_exponents_loop<kDtype>(values, i, n, exponents);
-  std::uint64_t zeros[4];
-  store256(zeros, n_zero);
-  return {i - (zeros[0] + zeros[1] + zeros[2] + zeros[3]) + rest.n_nonzero,
-          _mm256_testz_si256(nonfinite, nonfinite) == 0 || rest.holds_nonfinite};
-}
-
-// The masks of every combination of states that a word's values can have.
-template <Dtype kDtype>
-void fill_masks(const Packing& packing, WordMasks& masks) {
-  using F = Float<kDtype>;
-  const std::uint64_t all = F::kSign | F::kMantissa;
-  std::uint64_t of_state[kStates] = {};
-  for (int state = 0; state < kStateZero; ++state) {
-    int dropped = state == kStateNonfinite ? 0 : packing.dropped_bits;
-    if (packing.mode == Mode::paper) dropped = F::kLayout.dropped_bits[state];
-    of_state[state] = all & ~((std::uint64_t{1} << dropped) - 1);
-  }
-  constexpr std::size_t kValueBits = 8 * sizeof(typename F::Word);
-  constexpr std::size_t kIndices = kValueBits == 32 ? kStates * kStates : kStates * kStates * kStates * kStates;
-  for (std::size_t index = 0; index < kIndices; ++index) {
-    std::uint64_t bits = 0;
-    std::size_t digits = index;
-    for (std::size_t shift = 0; shift < 64; shift += kValueBits, digits /= kStates)
-      bits |= of_state[digits % kStates] << shift;
-    masks.bits[index] = bits;
-    masks.n_bits[index] = static_cast<std::uint8_t>(_mm_popcnt_u64(bits));
-  }
-}
 
 // 0x03 for every value that has a level, as masks of the level bits.
 __m256i level_mask(__m256i exponents) {
@@ -384,9 +304,71 @@ void find_indices(const std::uint8_t* exponents, std::size_t n, Mode mode, Level
   }
 }
 
+#endif
+
+template <Dtype kDtype>
+ExponentSummary split_exponents(const void* values, std::size_t n, std::uint8_t* exponents) {
+  std::size_t i = 0, n_nonzero = 0;
+  bool holds_nonfinite = false;
+#if defined(__AVX2__)
+  using V = VectorFloat<kDtype>;
+  using L = typename V::L;
+  const auto* const bytes = static_cast<const std::uint8_t*>(values);
+  const __m256i max_exponent = _mm256_set1_epi8(static_cast<char>(V::kMaxExponent));
+  __m256i n_zero = _mm256_setzero_si256(), nonfinite = _mm256_setzero_si256();
+  for (; i + kStep <= n; i += kStep) {
+    __m256i fields[V::kVectors];
+    for (std::size_t v = 0; v < V::kVectors; ++v) {
+      const __m256i bits = load256(bytes + (i + v * L::kLanes) * sizeof(typename V::Word));
+      fields[v] = L::shift_right(_mm256_and_si256(bits, L::set(V::kExponent)), V::kMantissaBits);
+    }
+    const __m256i eight_bit = L::narrow(fields);
+    store256(exponents + i, eight_bit);
+    nonfinite = _mm256_or_si256(nonfinite, _mm256_cmpeq_epi8(eight_bit, max_exponent));
+    const __m256i zero = _mm256_cmpeq_epi8(eight_bit, _mm256_setzero_si256());
+    n_zero =
+        _mm256_add_epi64(n_zero, _mm256_sad_epu8(_mm256_and_si256(zero, _mm256_set1_epi8(1)), _mm256_setzero_si256()));
+  }
+  std::uint64_t zeros[4];
+  store256(zeros, n_zero);
+  n_nonzero = i - (zeros[0] + zeros[1] + zeros[2] + zeros[3]);
+  holds_nonfinite = _mm256_testz_si256(nonfinite, nonfinite) == 0;
+#endif
+  const ExponentSummary rest = split_exponents_loop<kDtype>(values, i, n, exponents);
+  return {n_nonzero + rest.n_nonzero, holds_nonfinite || rest.holds_nonfinite};
+}
+
+// The masks of every combination of states that a word's values can have.
+template <Dtype kDtype>
+void fill_masks([[maybe_unused]] const Packing& packing, [[maybe_unused]] WordMasks& masks) {
+#if defined(__AVX2__)  // value by value there are no words, and no masks
+  using F = Float<kDtype>;
+  const std::uint64_t all = F::kSign | F::kMantissa;
+  std::uint64_t of_state[kStates] = {};
+  for (int state = 0; state < kStateZero; ++state) {
+    int dropped = state == kStateNonfinite ? 0 : packing.dropped_bits;
+    if (packing.mode == Mode::paper) dropped = F::kLayout.dropped_bits[state];
+    of_state[state] = all & ~((std::uint64_t{1} << dropped) - 1);
+  }
+  constexpr std::size_t kValueBits = 8 * sizeof(typename F::Word);
+  constexpr std::size_t kIndices = kValueBits == 32 ? kStates * kStates : kStates * kStates * kStates * kStates;
+  for (std::size_t index = 0; index < kIndices; ++index) {
+    std::uint64_t bits = 0;
+    std::size_t digits = index;
+    for (std::size_t shift = 0; shift < 64; shift += kValueBits, digits /= kStates)
+      bits |= of_state[digits % kStates] << shift;
+    masks.bits[index] = bits;
+    masks.n_bits[index] = static_cast<std::uint8_t>(_mm_popcnt_u64(bits));
+  }
+#endif
+}
+
 template <Dtype kDtype>
 void pack_block(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
-                const Packing& packing, const WordMasks& masks, BitWriter& levels, BitWriter& mantissas) {
+                const Packing& packing, [[maybe_unused]] const WordMasks& masks, BitWriter& levels,
+                BitWriter& mantissas) {
+  std::size_t n_vector = 0;
+#if defined(__AVX2__)
   using V = VectorFloat<kDtype>;
   using L = typename V::L;
   using Word = typename V::Word;
@@ -394,7 +376,7 @@ void pack_block(const void* values, const std::uint8_t* exponents, const std::ui
   alignas(32) typename L::Index indices[kBlockValues / kWordValues];
   alignas(32) std::uint8_t level_bytes[kBlockValues], level_masks[kBlockValues];
   const auto* const bytes = static_cast<const std::uint8_t*>(values);
-  const std::size_t n_vector = n / kStep * kStep;
+  n_vector = n / kStep * kStep;
   const auto levels_at = [&](std::size_t i) {
     const __m256i level = levels_of<kDtype>(bytes + i * sizeof(Word), importance + i);
     store256(level_bytes + i, level);
@@ -409,12 +391,15 @@ void pack_block(const void* values, const std::uint8_t* exponents, const std::ui
     write_bits(writer, _pext_u64(load<std::uint64_t>(bytes + 8 * word), masks.bits[index]), masks.n_bits[index]);
   }
   mantissas = writer;
+#endif
   pack_loop<kDtype>(values, exponents, importance, n_vector, n, packing, levels, mantissas);
 }
 
 template <Dtype kDtype>
-void unpack_block(const std::uint8_t* exponents, std::size_t n, const Packing& packing, const WordMasks& masks,
-                  BitReader& levels, BitReader& mantissas, void* values) {
+void unpack_block(const std::uint8_t* exponents, std::size_t n, const Packing& packing,
+                  [[maybe_unused]] const WordMasks& masks, BitReader& levels, BitReader& mantissas, void* values) {
+  std::size_t n_vector = 0;
+#if defined(__AVX2__)
   using V = VectorFloat<kDtype>;
   using L = typename V::L;
   using Word = typename V::Word;
@@ -423,7 +408,7 @@ void unpack_block(const std::uint8_t* exponents, std::size_t n, const Packing& p
   alignas(32) typename L::Index indices[kBlockValues / kWordValues];
   alignas(32) std::uint8_t level_bytes[kBlockValues], level_masks[kBlockValues];
   auto* const out = static_cast<std::uint8_t*>(values);
-  const std::size_t n_vector = n / kStep * kStep;
+  n_vector = n / kStep * kStep;
   if (packing.mode == Mode::paper) {
     for (std::size_t i = 0; i < n_vector; i += kStep) store256(level_masks + i, level_mask(load256(exponents + i)));
     read_levels(level_masks, n_vector, levels, level_bytes);
@@ -441,54 +426,46 @@ void unpack_block(const std::uint8_t* exponents, std::size_t n, const Packing& p
     position += masks.n_bits[index];
   }
   mantissas.position = position;
+#endif
   unpack_loop<kDtype>(exponents, n_vector, n, packing, levels, mantissas, values);
 }
 
-#else
-
-template <Dtype kDtype>
-void fill_masks(const Packing&, WordMasks&) {}  // value by value: no words, no masks
-
-template <Dtype kDtype>
-ExponentSummary split_exponents(const void* values, std::size_t n, std::uint8_t* exponents) {
-  return split_exponents_loop<kDtype>(values, 0, n, exponents);
-}
-
-template <Dtype kDtype>
-void pack_block(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
-                const Packing& packing, const WordMasks&, BitWriter& levels, BitWriter& mantissas) {
-  pack_loop<kDtype>(values, exponents, importance, 0, n, packing, levels, mantissas);
-}
-
-template <Dtype kDtype>
-void unpack_block(const std::uint8_t* exponents, std::size_t n, const Packing& packing, const WordMasks&,
-                  BitReader& levels, BitReader& mantissas, void* values) {
-  unpack_loop<kDtype>(exponents, 0, n, packing, levels, mantissas, values);
-}
-
-#endif
-
+// A chunk, block by block.
 template <Dtype kDtype>
 SegmentBits pack(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
                  const Packing& packing, const WordMasks& masks, std::uint8_t* levels, std::uint8_t* mantissas) {
   const auto* const bytes = static_cast<const std::uint8_t*>(values);
-  const auto block = [&](std::size_t i, std::size_t n_block, BitWriter& to_levels, BitWriter& to_mantissas) {
+  BitWriter level_writer{levels}, mantissa_writer{mantissas};
+  for (std::size_t i = 0; i < n; i += kBlockValues)
     pack_block<kDtype>(bytes + i * sizeof(typename Float<kDtype>::Word), exponents + i,
-                       importance == nullptr ? nullptr : importance + i, n_block, packing, masks, to_levels,
-                       to_mantissas);
-  };
-  return pack_blocks(n, levels, mantissas, block);
+                       importance == nullptr ? nullptr : importance + i, std::min(kBlockValues, n - i), packing, masks,
+                       level_writer, mantissa_writer);
+  finish(level_writer);
+  finish(mantissa_writer);
+  return {8 * static_cast<std::uint64_t>(level_writer.data - levels) + level_writer.n_pending,
+          8 * static_cast<std::uint64_t>(mantissa_writer.data - mantissas) + mantissa_writer.n_pending};
 }
 
+// Ends early where a segment does, so that no reader starts beyond it.
 template <Dtype kDtype>
 SegmentBits unpack(const std::uint8_t* exponents, std::size_t n, const Packing& packing, const WordMasks& masks,
                    const SegmentSpan& levels, const SegmentSpan& mantissas, void* values) {
   auto* const bytes = static_cast<std::uint8_t*>(values);
-  const auto block = [&](std::size_t i, std::size_t n_block, BitReader& from_levels, BitReader& from_mantissas) {
-    unpack_block<kDtype>(exponents + i, n_block, packing, masks, from_levels, from_mantissas,
+  std::array<std::uint8_t, kTailBytes> level_tail, mantissa_tail;
+  BitReader level_reader{levels.data}, mantissa_reader{mantissas.data};
+  for (std::size_t i = 0; i < n; i += kBlockValues) {
+    const std::size_t n_block = std::min(kBlockValues, n - i);
+    const BitReader level_start = with_room(level_reader, 2 * n_block, levels.readable_end, level_tail);
+    const BitReader mantissa_start =
+        with_room(mantissa_reader, n_block * kMaxValueBits, mantissas.readable_end, mantissa_tail);
+    BitReader level_block = level_start, mantissa_block = mantissa_start;
+    unpack_block<kDtype>(exponents + i, n_block, packing, masks, level_block, mantissa_block,
                          bytes + i * sizeof(typename Float<kDtype>::Word));
-  };
-  return unpack_blocks(n, levels, mantissas, block);
+    level_reader.position += level_block.position - level_start.position;
+    mantissa_reader.position += mantissa_block.position - mantissa_start.position;
+    if (level_reader.position > levels.n_bits || mantissa_reader.position > mantissas.n_bits) break;
+  }
+  return {level_reader.position, mantissa_reader.position};
 }
 
 template <Dtype kDtype>

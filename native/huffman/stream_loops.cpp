@@ -164,34 +164,28 @@ inline void decode_several(StreamDecoder& stream, const std::uint64_t* lookup) {
 // What one look-up may store at stream.out, and what a round of five may.
 inline constexpr std::ptrdiff_t kLookUpBytes = 8, kRoundBytes = 5 * 6 + 2;
 
-inline void decode_round(StreamDecoder& stream, const std::uint64_t* lookup) {
-  for (int look_up = 0; look_up < 5; ++look_up) decode_several(stream, lookup);
-  refill_window(stream);
-}
-
 // Decodes the streams side by side: a look-up waits 7 cycles for the one before it in its own stream, four streams fill
 // that wait. Reads at most 11 bits a value and a word beyond each stream's start.
 inline void decode_streams(const HuffmanTable& table, const StreamSpans& streams,
                            std::array<std::uint64_t, kStreams>& n_bits_used) {
   const std::uint64_t* lookup = table.lookup();
-  StreamDecoder a{streams.in[0], 0, 0, streams.out[0]}, b{streams.in[1], 0, 0, streams.out[1]};
-  StreamDecoder c{streams.in[2], 0, 0, streams.out[2]}, d{streams.in[3], 0, 0, streams.out[3]};
-  fill_window(a), fill_window(b), fill_window(c), fill_window(d);
   std::uint8_t* const* end = streams.out_end;
-  while (end[0] - a.out >= kRoundBytes && end[1] - b.out >= kRoundBytes && end[2] - c.out >= kRoundBytes &&
-         end[3] - d.out >= kRoundBytes) {
-    for (int look_up = 0; look_up < 5; ++look_up) {
-      decode_several(a, lookup);
-      decode_several(b, lookup);
-      decode_several(c, lookup);
-      decode_several(d, lookup);
-    }
-    refill_window(a), refill_window(b), refill_window(c), refill_window(d);
-  }
-  std::array<StreamDecoder*, kStreams> all = {&a, &b, &c, &d};
+  StreamDecoder all[kStreams];
   for (std::size_t j = 0; j < kStreams; ++j) {
-    StreamDecoder& stream = *all[j];
-    while (end[j] - stream.out >= kRoundBytes) decode_round(stream, lookup);
+    all[j] = {streams.in[j], 0, 0, streams.out[j]};
+    fill_window(all[j]);
+  }
+  const auto decode_round = [lookup](auto&... several) {
+    for (int look_up = 0; look_up < 5; ++look_up) (decode_several(several, lookup), ...);
+    (refill_window(several), ...);
+  };
+  auto& [a, b, c, d] = all;
+  while (end[0] - a.out >= kRoundBytes && end[1] - b.out >= kRoundBytes && end[2] - c.out >= kRoundBytes &&
+         end[3] - d.out >= kRoundBytes)
+    decode_round(a, b, c, d);
+  for (std::size_t j = 0; j < kStreams; ++j) {
+    StreamDecoder& stream = all[j];
+    while (end[j] - stream.out >= kRoundBytes) decode_round(stream);
     for (; end[j] - stream.out >= kLookUpBytes; refill_window(stream)) decode_several(stream, lookup);
     while (stream.out < end[j]) {
       const std::uint16_t entry = table.lookup_single()[stream.window & (kLookupEntries - 1)];

@@ -278,10 +278,6 @@ HuffmanTable HuffmanTable::from_bytes(ConstBytes bytes) {
 
 namespace {
 
-const StreamKernels& kernels() {
-  return at_current_level<2>([](auto level) -> const StreamKernels& { return stream_kernels_at(level); });
-}
-
 // The parts of a segment, checked against its length.
 struct Segment {
   std::array<ConstBytes, kStreams> streams;
@@ -342,7 +338,7 @@ std::size_t encode_exponents(const HuffmanTable& table, ConstBytes exponents, st
   for (std::size_t j = 0; j < kStreams; ++j) {
     const ValueRange range = stream_range(exponents.size(), j);
     std::uint8_t* const begin = end;
-    end = kernels().encode(exponents.data() + range.begin, range.end - range.begin, table, begin, escapes_end);
+    end = stream_kernels().encode(exponents.data() + range.begin, range.end - range.begin, table, begin, escapes_end);
     header[j] = static_cast<std::uint16_t>(end - begin);
   }
   const auto n_escapes = static_cast<std::size_t>(escapes_end - escapes.data());
@@ -375,7 +371,7 @@ void decode_exponents(const HuffmanTable& table, ConstBytes bytes, const std::ui
     spans.out_end[j] = exponents.data() + range.end;
   }
   std::array<std::uint64_t, kStreams> n_bits_used;
-  kernels().decode(table, spans, n_bits_used);
+  stream_kernels().decode(table, spans, n_bits_used);
   for (std::size_t j = 0; j < kStreams; ++j) check_stream_end(segment, j, n_bits_used[j]);
   resolve_escapes(table, segment.escapes, exponents);
 }

@@ -115,6 +115,6 @@ struct StreamKernels {
   void (*decode)(const HuffmanTable& table, const StreamSpans& streams,
                  std::array<std::uint64_t, kStreams>& n_bits_used);
 };
-const StreamKernels &stream_kernels_at(Level<0>), &stream_kernels_at(Level<1>), &stream_kernels_at(Level<2>);
+GW_KERNELS(StreamKernels, stream_kernels, 2)
 
 }  // namespace gradwire

@@ -29,9 +29,6 @@ struct Kernels {
   void (*orthogonalise)(float* factor, std::size_t rank, std::size_t n);
 };
 
-const Kernels &kernels_at(Level<0>), &kernels_at(Level<1>), &kernels_at(Level<2>);
-inline const Kernels& kernels() {
-  return at_current_level<2>([](auto level) -> auto& { return kernels_at(level); });
-}
+GW_KERNELS(Kernels, kernels, 2)
 
 }  // namespace gradwire::low_rank

@@ -15,12 +15,7 @@ constexpr std::size_t kChunkValues = 32 * kChunkWords;
 // Calls body(first value, values, first packed value) for every chunk.
 template <typename Body>
 void for_each_chunk(std::size_t n_values, std::size_t n_packed, ConstWords words, Body&& body) {
-  if (words.size() != (n_values + 31) / 32)
-    throw InvalidArgument("the index of ", n_values, " values has ", (n_values + 31) / 32, " words, not ",
-                          words.size());
-  if (n_values % 32 != 0 && words.back() >> (n_values % 32) != 0)
-    throw CorruptMessage("the index has bits set past its ", n_values,
-                         " values: it is of another gradient, or was altered on its way");
+  check_index(words, n_values);
   const std::size_t n_chunks = (words.size() + kChunkWords - 1) / kChunkWords;
   std::vector<std::size_t> starts(n_chunks + 1, 0);
   const auto count = kernels().count;
@@ -43,6 +38,15 @@ void check_item(std::size_t item_bytes, std::size_t a, std::size_t b) {
 }
 
 }  // namespace
+
+void check_index(ConstWords words, std::size_t n_values) {
+  if (words.size() != (n_values + 31) / 32)
+    throw InvalidArgument("the index of ", n_values, " values has ", (n_values + 31) / 32, " words, not ",
+                          words.size());
+  if (n_values % 32 != 0 && words.back() >> (n_values % 32) != 0)
+    throw CorruptMessage("the index has bits set past its ", n_values,
+                         " values: it is of another gradient, or was altered on its way");
+}
 
 void pack(ConstBytes values, std::size_t item_bytes, ConstWords words, Bytes packed) {
   check_item(item_bytes, values.size(), packed.size());

@@ -6,6 +6,9 @@
 
 namespace gradwire::packing {
 
+// Throws InvalidArgument (another number of words than `n_values` have), CorruptMessage (bits past the end).
+void check_index(ConstWords words, std::size_t n_values);
+
 // Writes the value of each set bit, in order. Values are of `item_bytes` bytes, 2 or 4; bit i % 32 of word i / 32
 // stands for value i. Throws InvalidArgument (sizes), CorruptMessage (bits past the end).
 void pack(ConstBytes values, std::size_t item_bytes, ConstWords words, Bytes packed);
@@ -21,9 +24,6 @@ struct Kernels {
   void (*unpack[2])(const void* packed, const std::uint32_t* words, std::size_t n, void* values);
 };
 
-const Kernels &kernels_at(Level<0>), &kernels_at(Level<1>), &kernels_at(Level<2>);
-inline const Kernels& kernels() {
-  return at_current_level<2>([](auto level) -> auto& { return kernels_at(level); });
-}
+GW_KERNELS(Kernels, kernels, 2)
 
 }  // namespace gradwire::packing

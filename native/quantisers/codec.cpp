@@ -1,7 +1,6 @@
 #include "quantisers/codec.hpp"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <bit>
 #include <cmath>
@@ -69,8 +68,6 @@ Header read_header(ConstBytes message) {
 
 namespace {
 
-constexpr float kLargestFloat = std::numeric_limits<float>::max();
-
 std::size_t blocks_of(std::size_t n) { return (n + kBlock - 1) / kBlock; }
 
 Fields fields_of(int levels) { return levels <= 7 ? Fields::nibbles : Fields::bytes; }
@@ -98,16 +95,8 @@ std::uint64_t payload_bytes(const Header& header) {
          code_bytes(header.kind, rest, header.levels);
 }
 
-float narrowed(double value) { return static_cast<float>(std::min<double>(value, kLargestFloat)); }
-
 // 2^24 / scale: below 2^-100 it would overflow, and the values count as zeros.
 float draws_per_unit(float scale) { return scale >= 0x1p-100f ? 0x1p24f / scale : 0.0f; }
-
-// Messages are bytes at any address; words are packed beside them.
-struct alignas(32) Codes {
-  std::array<std::uint8_t, kBlock> bytes;
-  std::uint32_t* words() { return reinterpret_cast<std::uint32_t*>(bytes.data()); }
-};
 
 // ---- between one block and its part of the payload
 
@@ -234,15 +223,12 @@ void choose_scales(const Options& options, const Source& source, Header& header)
   const Sums sums = measure(source, options.kind == Kind::ternary);
   header.is_finite = sums.largest < kInfinity;
   if (!header.is_finite) return;
-  const auto mean_of = [](double sum, std::uint64_t count) {
-    return count == 0 ? 0.0f : narrowed(sum / static_cast<double>(count));
-  };
-  const float mean = mean_of(sums.positive + sums.negative, n);
+  const float mean = narrowed(mean_of(sums.positive + sums.negative, n));
   using Rule = Options::Rule;
   if (options.kind == Kind::one_bit) {
     const bool two = options.rule == Rule::two_means, fixed = options.rule == Rule::fixed;
-    header.first = fixed ? options.parameter : two ? mean_of(sums.positive, n - sums.n_negative) : mean;
-    header.second = two ? mean_of(sums.negative, sums.n_negative) : header.first;
+    header.first = fixed ? options.parameter : two ? narrowed(mean_of(sums.positive, n - sums.n_negative)) : mean;
+    header.second = two ? narrowed(mean_of(sums.negative, sums.n_negative)) : header.first;
   } else if (options.kind == Kind::two_bit) {
     header.first = options.rule == Rule::fixed ? options.parameter : narrowed(double{options.parameter} * mean);
   } else {

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <bit>
 #include <cstring>
@@ -29,8 +28,7 @@ std::uint64_t quotient_up(std::uint64_t n, std::uint64_t by) { return (n + by - 
 // ---- scales are the upper halves of float32
 
 std::uint16_t rounded(double value) {
-  const auto bits =
-      std::bit_cast<std::uint32_t>(static_cast<float>(std::min<double>(value, std::numeric_limits<float>::max())));
+  const auto bits = std::bit_cast<std::uint32_t>(narrowed(value));
   const std::uint32_t nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;  // ties to even
   return static_cast<std::uint16_t>(std::min<std::uint32_t>(nearest, 0x7F7F));
 }
@@ -82,36 +80,29 @@ void for_laid_out(const Layout& layout, const Body& body) {
   });
 }
 
-struct alignas(32) Words {
-  std::array<std::uint32_t, kBlock / 16> words;
-};
-
 // One block: its scales and its codes, each group while it lies in L1. False if a value is not finite.
 bool pack(const Options& options, const Header& header, const Terms& terms, const Block& block, const LeftOut& left_out,
           std::uint8_t* scales, std::uint8_t* codes) {
   const Kernels& on = kernels();
-  Words packed;
+  Codes packed;
   const std::size_t per_word = values_a_word(header.kind);
   for (std::size_t begin = 0; begin < block.n; begin += header.block) {
     const std::size_t n = std::min<std::size_t>(header.block, block.n - begin);
     const Terms mine = terms.from(begin);
     const Magnitudes found = on.magnitudes(mine, n);
     if (found.largest >= kInfinity) return false;
-    const auto mean = [](double sum, std::uint64_t count) {
-      return count == 0 ? 0.0 : sum / static_cast<double>(count);
-    };
     std::uint16_t kept[2];
-    const double magnitude = mean(found.positive + found.negative, n);
+    const double magnitude = mean_of(found.positive + found.negative, n);
     if (header.levels == 1) {
       kept[0] = kept[1] = rounded((header.kind == Kind::two_bit ? double{options.parameter} : 1.0) * magnitude);
     } else if (header.kind == Kind::one_bit) {
-      kept[0] = rounded(mean(found.positive, n - found.n_negative));
-      kept[1] = rounded(mean(found.negative, found.n_negative));
+      kept[0] = rounded(mean_of(found.positive, n - found.n_negative));
+      kept[1] = rounded(mean_of(found.negative, found.n_negative));
     } else {
       kept[0] = rounded(kInnerLevel * magnitude);
       kept[1] = rounded(kOuterLevel * magnitude);
     }
-    std::uint32_t* const words = packed.words.data() + begin / per_word;
+    std::uint32_t* const words = packed.words() + begin / per_word;
     if (header.kind == Kind::one_bit)
       on.pack_signs(mine, n, widened(kept[0]), -widened(kept[1]), left_out.from(begin), words);
     else if (header.levels == 1)
@@ -121,7 +112,7 @@ bool pack(const Options& options, const Header& header, const Terms& terms, cons
     const std::size_t bytes = kScaleBytes * static_cast<std::size_t>(header.levels);
     std::memcpy(scales + bytes * (begin / header.block), kept, bytes);
   }
-  std::memcpy(codes, packed.words.data(), 4 * quotient_up(block.n, per_word));
+  std::memcpy(codes, packed.words(), 4 * quotient_up(block.n, per_word));
   return true;
 }
 
@@ -129,9 +120,9 @@ bool pack(const Options& options, const Header& header, const Terms& terms, cons
 bool unpack(const Header& header, const Block& block, const std::uint8_t* scales, const std::uint8_t* codes,
             float divisor, float* out) {
   const Kernels& on = kernels();
-  Words packed;
+  Codes packed;
   const std::size_t per_word = values_a_word(header.kind);
-  std::memcpy(packed.words.data(), codes, 4 * quotient_up(block.n, per_word));
+  std::memcpy(packed.words(), codes, 4 * quotient_up(block.n, per_word));
   bool valid = true;
   for (std::size_t begin = 0; begin < block.n; begin += header.block) {
     const std::size_t n = std::min<std::size_t>(header.block, block.n - begin);
@@ -141,7 +132,7 @@ bool unpack(const Header& header, const Block& block, const std::uint8_t* scales
     if (header.levels == 1) kept[1] = kept[0];
     if (kept[0] >= kInfinity >> 16 || kept[1] >= kInfinity >> 16) return false;
     const float first = widened(kept[0]) / divisor, second = widened(kept[1]) / divisor;
-    const std::uint32_t* const words = packed.words.data() + begin / per_word;
+    const std::uint32_t* const words = packed.words() + begin / per_word;
     if (header.kind == Kind::one_bit)
       on.unpack_signs(words, n, first, -second, out + begin);
     else if (header.levels == 1)
@@ -158,7 +149,7 @@ Header header_for(const Options& options, std::uint64_t n_elements) {
   if (options.block < kGroup || options.block > kBlock || !std::has_single_bit(options.block))
     throw InvalidArgument(name, ": groups are of 64, 128, ..., 4096 values, not ", options.block);
   if (options.rule == Rule::fixed) throw InvalidArgument(name, ": a fixed scale is one for all groups");
-  if (!(options.parameter >= 0 && options.parameter <= std::numeric_limits<float>::max()))
+  if (!(options.parameter >= 0 && options.parameter <= kLargestFloat))
     throw InvalidArgument("a threshold is finite and not negative, not ", options.parameter);
   if (n_elements > std::numeric_limits<std::uint32_t>::max())
     throw InvalidArgument(name, ": a message with groups holds up to 2^32 - 1 values");

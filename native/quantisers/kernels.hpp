@@ -98,10 +98,7 @@ struct Kernels {
   bool (*unpack_levels)(const std::uint8_t* codes, std::size_t n, float step, int levels, Fields fields, float* out);
 };
 
-const Kernels &kernels_at(Level<0>), &kernels_at(Level<1>);
-inline const Kernels& kernels() {
-  return at_current_level<1>([](auto level) -> auto& { return kernels_at(level); });
-}
+GW_KERNELS(Kernels, kernels, 1)
 
 // THC's inner loops: random signs and the fast Walsh-Hadamard transform on blocks of 1,024 values, and the 16 levels of
 // its table.
@@ -156,9 +153,6 @@ struct RotationKernels {
   void (*expand_wide_sums)(const std::uint16_t* sums, std::size_t size, int n_ranks, float step, float* values);
 };
 
-const RotationKernels &rotation_kernels_at(Level<0>), &rotation_kernels_at(Level<1>);
-inline const RotationKernels& rotation_kernels() {
-  return at_current_level<1>([](auto level) -> auto& { return rotation_kernels_at(level); });
-}
+GW_KERNELS(RotationKernels, rotation_kernels, 1)
 
 }  // namespace gradwire::quantisers

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <limits>
 
 #include "parallel/thread_pool.hpp"
 #include "quantisers/codec.hpp"
@@ -11,6 +13,16 @@ namespace gradwire::quantisers {
 inline constexpr std::size_t kRunBlocks =
     64;  // whose sums are added up before the next ones: a device has threads for it
 inline constexpr std::size_t kTaskBlocks = 16;  // 65,536 values, 256 KiB of float32: some 40 us
+
+inline constexpr float kLargestFloat = std::numeric_limits<float>::max();
+inline float narrowed(double value) { return static_cast<float>(std::min<double>(value, kLargestFloat)); }
+inline double mean_of(double sum, std::uint64_t count) { return count == 0 ? 0 : sum / static_cast<double>(count); }
+
+// Messages are bytes at any address; words are packed beside them.
+struct alignas(32) Codes {
+  std::array<std::uint8_t, kBlock> bytes;
+  std::uint32_t* words() { return reinterpret_cast<std::uint32_t*>(bytes.data()); }
+};
 
 template <typename Body>
 void for_block_numbers(std::size_t n_elements, const Body& body) {

@@ -16,38 +16,6 @@ struct Bits {
                                                                                  : 0x7C00);
 };
 
-template <Dtype dtype>
-bool pack(const void* values, std::size_t n_elements, std::uint32_t* words) {
-  using Word = typename Bits<dtype>::Word;
-  const Word* const bits = static_cast<const Word*>(values);
-  bool all_finite = true;
-  for (std::size_t begin = 0; begin < n_elements; begin += 32) {
-    const std::size_t n = std::min<std::size_t>(32, n_elements - begin);
-    std::uint32_t word = 0;
-    for (std::size_t i = 0; i < n; ++i) {
-      const Word value = bits[begin + i];
-      all_finite &= (value & Bits<dtype>::kInfinity) != Bits<dtype>::kInfinity;
-      word |= std::uint32_t{value > Bits<dtype>::kSign} << i;
-    }
-    *words++ = word;
-  }
-  return all_finite;
-}
-
-template <Dtype dtype>
-void vote(const Ballot& ballot, std::size_t n_elements, void* values) {
-  using Word = typename Bits<dtype>::Word;
-  Word* out = static_cast<Word*>(values);
-  const Word positive = static_cast<Word>(ballot.scale_bits), negative = positive | Bits<dtype>::kSign;
-  const Word tied = ballot.ties_are_positive ? positive : Word{0};
-  for (std::size_t i = 0; i < n_elements; ++i) {
-    std::size_t n_negative = 0;
-    for (std::size_t rank = 0; rank < ballot.n_ranks; ++rank)
-      n_negative += ballot.words[rank * ballot.rank_stride + i / 32] >> i % 32 & 1;
-    out[i] = 2 * n_negative > ballot.n_ranks ? negative : 2 * n_negative == ballot.n_ranks ? tied : positive;
-  }
-}
-
 #if defined(__AVX2__)
 
 // Whole words of 32 elements here, in four vectors of 32 bits or two of 16; the rest as above.
@@ -60,29 +28,6 @@ __m256i set(typename Bits<dtype>::Word value) {
 template <Dtype dtype>
 __m256i equal(__m256i a, __m256i b) {
   return kWide<dtype> ? _mm256_cmpeq_epi32(a, b) : _mm256_cmpeq_epi16(a, b);
-}
-
-template <Dtype dtype>
-bool pack_vectors(const void* values, std::size_t n_elements, std::uint32_t* words) {
-  constexpr std::size_t kVectors = kWide<dtype> ? 4 : 2;
-  const auto* const from = static_cast<const std::uint8_t*>(values);
-  const __m256i infinity = set<dtype>(Bits<dtype>::kInfinity), minus_zero = set<dtype>(Bits<dtype>::kSign);
-  __m256i nonfinite = _mm256_setzero_si256();
-  std::size_t i = 0;
-  for (; i + 32 <= n_elements; i += 32) {
-    __m256i below[kVectors];
-    for (std::size_t part = 0; part < kVectors; ++part) {
-      const __m256i bits = load256(from + i * bytes_of(dtype) + 32 * part);
-      nonfinite = _mm256_or_si256(nonfinite, equal<dtype>(_mm256_and_si256(bits, infinity), infinity));
-      if constexpr (kWide<dtype>)
-        below[part] = _mm256_castps_si256(_mm256_cmp_ps(_mm256_castsi256_ps(bits), _mm256_setzero_ps(), _CMP_LT_OQ));
-      else
-        below[part] = _mm256_andnot_si256(equal<dtype>(bits, minus_zero), _mm256_srai_epi16(bits, 15));
-    }
-    *words++ = mask_of(below);
-  }
-  const bool tail_finite = pack<dtype>(from + i * bytes_of(dtype), n_elements - i, words);
-  return tail_finite && _mm256_testz_si256(nonfinite, nonfinite);
 }
 
 struct Votes {
@@ -116,41 +61,76 @@ __m256i widen(__m256i bytes, std::size_t part) {
   return _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(all + 16 * part)));
 }
 
+#endif
+
 template <Dtype dtype>
-void vote_vectors(const Ballot& ballot, std::size_t n_elements, void* values) {
+bool pack(const void* values, std::size_t n_elements, std::uint32_t* words) {
   using Word = typename Bits<dtype>::Word;
-  const __m256i positive = set<dtype>(static_cast<Word>(ballot.scale_bits)), sign = set<dtype>(Bits<dtype>::kSign);
-  Word* const out = static_cast<Word*>(values);
-  std::size_t word = 0;
-  for (; 32 * (word + 1) <= n_elements; ++word) {
-    const Votes votes = count(ballot, word);
-    for (std::size_t part = 0; part < sizeof(Word); ++part) {
-      const __m256i negative = widen<dtype>(votes.negative, part), tied = widen<dtype>(votes.tied, part);
-      const __m256i value = _mm256_andnot_si256(tied, _mm256_or_si256(positive, _mm256_and_si256(negative, sign)));
-      store256(out + 32 * word + 32 / sizeof(Word) * part, value);
+  const Word* const bits = static_cast<const Word*>(values);
+  bool all_finite = true;
+  std::size_t begin = 0;
+#if defined(__AVX2__)
+  constexpr std::size_t kVectors = kWide<dtype> ? 4 : 2;
+  const __m256i infinity = set<dtype>(Bits<dtype>::kInfinity), minus_zero = set<dtype>(Bits<dtype>::kSign);
+  __m256i nonfinite = _mm256_setzero_si256();
+  for (; begin + 32 <= n_elements; begin += 32) {
+    __m256i below[kVectors];
+    for (std::size_t part = 0; part < kVectors; ++part) {
+      const __m256i some = load256(bits + begin + 32 / kVectors * part);
+      nonfinite = _mm256_or_si256(nonfinite, equal<dtype>(_mm256_and_si256(some, infinity), infinity));
+      if constexpr (kWide<dtype>)
+        below[part] = _mm256_castps_si256(_mm256_cmp_ps(_mm256_castsi256_ps(some), _mm256_setzero_ps(), _CMP_LT_OQ));
+      else
+        below[part] = _mm256_andnot_si256(equal<dtype>(some, minus_zero), _mm256_srai_epi16(some, 15));
     }
+    *words++ = mask_of(below);
   }
-  Ballot rest = ballot;
-  rest.words += word;
-  vote<dtype>(rest, n_elements - 32 * word, out + 32 * word);
+  all_finite = _mm256_testz_si256(nonfinite, nonfinite);
+#endif
+  for (; begin < n_elements; begin += 32) {
+    const std::size_t n = std::min<std::size_t>(32, n_elements - begin);
+    std::uint32_t word = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+      const Word value = bits[begin + i];
+      all_finite &= (value & Bits<dtype>::kInfinity) != Bits<dtype>::kInfinity;
+      word |= std::uint32_t{value > Bits<dtype>::kSign} << i;
+    }
+    *words++ = word;
+  }
+  return all_finite;
 }
 
-#else
-
 template <Dtype dtype>
-constexpr auto pack_vectors = pack<dtype>;
-template <Dtype dtype>
-constexpr auto vote_vectors = vote<dtype>;
-
+void vote(const Ballot& ballot, std::size_t n_elements, void* values) {
+  using Word = typename Bits<dtype>::Word;
+  Word* const out = static_cast<Word*>(values);
+  const Word positive = static_cast<Word>(ballot.scale_bits), negative = positive | Bits<dtype>::kSign;
+  const Word tied = ballot.ties_are_positive ? positive : Word{0};
+  std::size_t begin = 0;
+#if defined(__AVX2__)
+  const __m256i all_positive = set<dtype>(positive), sign = set<dtype>(Bits<dtype>::kSign);
+  for (; begin + 32 <= n_elements; begin += 32) {
+    const Votes votes = count(ballot, begin / 32);
+    for (std::size_t part = 0; part < sizeof(Word); ++part) {
+      const __m256i is_negative = widen<dtype>(votes.negative, part), is_tied = widen<dtype>(votes.tied, part);
+      const __m256i voted = _mm256_or_si256(all_positive, _mm256_and_si256(is_negative, sign));
+      store256(out + begin + 32 / sizeof(Word) * part, _mm256_andnot_si256(is_tied, voted));
+    }
+  }
 #endif
+  for (std::size_t i = begin; i < n_elements; ++i) {
+    std::size_t n_negative = 0;
+    for (std::size_t rank = 0; rank < ballot.n_ranks; ++rank)
+      n_negative += ballot.words[rank * ballot.rank_stride + i / 32] >> i % 32 & 1;
+    out[i] = 2 * n_negative > ballot.n_ranks ? negative : 2 * n_negative == ballot.n_ranks ? tied : positive;
+  }
+}
 
 }  // namespace
 
 const KernelsByDtype& kernels_at(Level<GW_LEVEL>) {
   constexpr Dtype f = Dtype::float32, b = Dtype::bfloat16, h = Dtype::float16;
-  static constexpr KernelsByDtype all = {Kernels{pack_vectors<f>, vote_vectors<f>},
-                                         {pack_vectors<b>, vote_vectors<b>},
-                                         {pack_vectors<h>, vote_vectors<h>}};
+  static constexpr KernelsByDtype all = {Kernels{pack<f>, vote<f>}, {pack<b>, vote<b>}, {pack<h>, vote<h>}};
   return all;
 }
 

@@ -42,9 +42,7 @@ struct Kernels {
 };
 
 using KernelsByDtype = std::array<Kernels, kDtypes>;
-const KernelsByDtype &kernels_at(Level<0>), &kernels_at(Level<1>);
-inline const Kernels& kernels_for(Dtype dtype) {
-  return at_current_level<1>([](auto level) -> auto& { return kernels_at(level); })[static_cast<int>(dtype)];
-}
+GW_KERNELS(KernelsByDtype, kernels, 1)
+inline const Kernels& kernels_for(Dtype dtype) { return kernels()[static_cast<int>(dtype)]; }
 
 }  // namespace gradwire::signs

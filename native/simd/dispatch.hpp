@@ -28,4 +28,13 @@ decltype(auto) at_current_level(const Kernels& kernels) {
   return level == SimdLevel::portable ? kernels(Level<0>()) : kernels(Level<1>());
 }
 
+// Declares name_at(Level) for every level up to `best`, which *loops.cpp define, and name(): the current level's.
+#define GW_KERNELS(Kernels, name, best)                                                  \
+  const Kernels& name##_at(Level<0>);                                                    \
+  const Kernels& name##_at(Level<1>);                                                    \
+  const Kernels& name##_at(Level<2>);                                                    \
+  inline const Kernels& name() {                                                         \
+    return at_current_level<best>([](auto level) -> auto& { return name##_at(level); }); \
+  }
+
 }  // namespace gradwire

@@ -78,7 +78,29 @@ class Batches {
 template <Dtype dtype>
 IndexFacts index_values(const void* values, std::size_t first, std::size_t end, std::uint32_t* words) {
   IndexFacts facts{0, 0};
-  for (std::size_t i = first; i < end; ++words) {
+  std::size_t i = first;
+#if defined(__AVX2__)
+  constexpr bool kWide = dtype == Dtype::float32;
+  constexpr std::size_t kVectors = kWide ? 4 : 2;  // to a word
+  const auto* const from = static_cast<const std::uint8_t*>(values);
+  const __m256i magnitude_bits = kWide ? _mm256_set1_epi32(0x7FFFFFFF) : _mm256_set1_epi16(0x7FFF);
+  __m256i largest = _mm256_setzero_si256();
+  for (; i + 32 <= end; i += 32) {
+    __m256i is_zero[kVectors];
+    for (std::size_t part = 0; part < kVectors; ++part) {
+      const __m256i bits = load256(from + i * bytes_of(dtype) + 32 * part);
+      const __m256i magnitude = _mm256_and_si256(bits, magnitude_bits), zero = _mm256_setzero_si256();
+      largest = kWide ? _mm256_max_epi32(largest, magnitude) : _mm256_max_epi16(largest, magnitude);
+      is_zero[part] = kWide ? _mm256_cmpeq_epi32(magnitude, zero) : _mm256_cmpeq_epi16(magnitude, zero);
+    }
+    *words = ~mask_of(is_zero);
+    facts.n_nonzeros += static_cast<std::size_t>(std::popcount(*words++));
+  }
+  if (!kWide)
+    largest = _mm256_max_epi32(_mm256_slli_epi32(largest, 16), _mm256_and_si256(largest, _mm256_set1_epi32(-65536)));
+  facts.max_magnitude = largest_of(largest);
+#endif
+  for (; i < end; ++words) {
     std::uint32_t word = 0;
     for (std::uint32_t bit = 0; bit < 32 && i < end; ++bit, ++i) {
       const std::uint32_t magnitude = std::bit_cast<std::uint32_t>(value_at<dtype>(values, i)) & 0x7FFFFFFFu;
@@ -90,40 +112,6 @@ IndexFacts index_values(const void* values, std::size_t first, std::size_t end, 
   }
   return facts;
 }
-
-#if defined(__AVX2__)
-
-template <Dtype dtype>
-IndexFacts index_vectors(const void* values, std::size_t first, std::size_t end, std::uint32_t* words) {
-  constexpr bool kWide = dtype == Dtype::float32;
-  constexpr std::size_t kVectors = kWide ? 4 : 2;  // to a word
-  const auto* const from = static_cast<const std::uint8_t*>(values);
-  const __m256i magnitude_bits = kWide ? _mm256_set1_epi32(0x7FFFFFFF) : _mm256_set1_epi16(0x7FFF);
-  __m256i largest = _mm256_setzero_si256();
-  std::size_t n_nonzeros = 0, i = first;
-  for (; i + 32 <= end; i += 32) {
-    __m256i is_zero[kVectors];
-    for (std::size_t part = 0; part < kVectors; ++part) {
-      const __m256i bits = load256(from + i * bytes_of(dtype) + 32 * part);
-      const __m256i magnitude = _mm256_and_si256(bits, magnitude_bits), zero = _mm256_setzero_si256();
-      largest = kWide ? _mm256_max_epi32(largest, magnitude) : _mm256_max_epi16(largest, magnitude);
-      is_zero[part] = kWide ? _mm256_cmpeq_epi32(magnitude, zero) : _mm256_cmpeq_epi16(magnitude, zero);
-    }
-    *words = ~mask_of(is_zero);
-    n_nonzeros += static_cast<std::size_t>(std::popcount(*words++));
-  }
-  if (!kWide)
-    largest = _mm256_max_epi32(_mm256_slli_epi32(largest, 16), _mm256_and_si256(largest, _mm256_set1_epi32(-65536)));
-  const IndexFacts rest = index_values<dtype>(values, i, end, words);
-  return {n_nonzeros + rest.n_nonzeros, std::max(largest_of(largest), rest.max_magnitude)};
-}
-
-#else
-
-template <Dtype dtype>
-constexpr auto index_vectors = index_values<dtype>;
-
-#endif
 
 // ---- adding up and recovering
 
@@ -498,7 +486,7 @@ inline void peel_block(const Geometry& geometry, Block& block, std::uint64_t key
 
 const Kernels& kernels_at(Level<GW_LEVEL>) {
   constexpr Dtype f = Dtype::float32, b = Dtype::bfloat16;
-  static constexpr Kernels all = {{index_vectors<f>, index_vectors<b>},
+  static constexpr Kernels all = {{index_values<f>, index_values<b>},
                                   count_granule_bits,
                                   {{add_block<float, f>, add_block<float, b>},
                                    {add_block<std::int32_t, f>, add_block<std::int32_t, b>},

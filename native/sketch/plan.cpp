@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "errors.hpp"
+#include "packing/packing.hpp"
 #include "parallel/thread_pool.hpp"
 
 namespace gradwire::sketch {
@@ -63,10 +64,7 @@ IndexFacts write_index(ConstBytes values, Dtype dtype, Words words) {
 }
 
 std::size_t count_index(ConstWords words, std::size_t n_elements) {
-  check_words(words, n_elements);
-  if (n_elements % 32 != 0 && words.back() >> (n_elements % 32) != 0)
-    throw CorruptMessage("the index has bits set past its ", n_elements,
-                         " values: it is of another gradient, or was altered on its way");
+  packing::check_index(words, n_elements);
   return kernels().count_bits(granules_of(words), (n_elements + kGranuleValues - 1) / kGranuleValues);
 }
 
@@ -188,7 +186,6 @@ void Plan::add(ConstBytes values, Dtype dtype, ConstWords own_words, Cells kind,
 }
 
 std::size_t Plan::peel(ConstWords words) {
-  check_words(words, geometry_.n_elements);
   if (count_index(words, geometry_.n_elements) != n_nonzeros_)
     throw InvalidArgument("this is not the index that the sketch was planned for");
   entries_.resize(n_nonzeros_);

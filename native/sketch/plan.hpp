@@ -278,9 +278,6 @@ struct Kernels {
                                           double scale, bool estimate, float bound, void* cells, void* values);
 };
 
-const Kernels &kernels_at(Level<0>), &kernels_at(Level<1>);
-inline const Kernels& kernels() {
-  return at_current_level<1>([](auto level) -> auto& { return kernels_at(level); });
-}
+GW_KERNELS(Kernels, kernels, 1)
 
 }  // namespace gradwire::sketch

@@ -44,6 +44,12 @@ class Mesh {
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
+  // All other ranks; each begins with its right neighbour, so that not all send to the same one at once.
+  std::vector<int> others() const {
+    std::vector<int> ranks;
+    for (int distance = 1; distance < world_size_; ++distance) ranks.push_back((rank_ + distance) % world_size_);
+    return ranks;
+  }
   Pool& pool() { return pool_; }
 
   // Begins a stream with `peers`: connects to them if need be, and reads messages of up to max_bytes that carry these

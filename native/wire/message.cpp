@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
-#include <cstring>
 #include <new>
 
+#include "bits/bit_io.hpp"
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
 
@@ -16,46 +16,39 @@ constexpr std::uint16_t kMagic = 0x4757;  // "WG"
 constexpr std::size_t kChecksumAt = kHeaderBytes - 4;
 constexpr std::uint8_t kSealed = 1;
 
-template <class T>
-void put(RawHeader& raw, std::size_t at, T value) {
-  std::memcpy(raw.data() + at, &value, sizeof value);
-}
-template <class T>
-T get(const RawHeader& raw, std::size_t at) {
-  T value;
-  std::memcpy(&value, raw.data() + at, sizeof value);
-  return value;
-}
-
 }  // namespace
 
 RawHeader pack_header(const Header& header) {
   RawHeader raw;
-  put(raw, 0, kMagic);
-  put(raw, 2, kVersion);
-  put(raw, 3, header.is_sealed ? kSealed : std::uint8_t{0});
-  put(raw, 4, header.stream);
-  put(raw, 8, header.n_bytes);
-  put(raw, 16, header.number);
-  put(raw, 20, header.facts);
-  put(raw, 36, header.checksum);
-  put(raw, kChecksumAt, crc32c(std::span(raw).first(kChecksumAt)));
+  store(raw.data(), kMagic);
+  store(raw.data() + 2, kVersion);
+  store(raw.data() + 3, header.is_sealed ? kSealed : std::uint8_t{0});
+  store(raw.data() + 4, header.stream);
+  store(raw.data() + 8, header.n_bytes);
+  store(raw.data() + 16, header.number);
+  store(raw.data() + 20, header.facts);
+  store(raw.data() + 36, header.checksum);
+  store(raw.data() + kChecksumAt, crc32c(std::span(raw).first(kChecksumAt)));
   return raw;
 }
 
 Header unpack_header(const RawHeader& raw, int peer) {
-  const auto magic = get<std::uint16_t>(raw, 0);
-  const auto version = get<std::uint8_t>(raw, 2), flags = get<std::uint8_t>(raw, 3);
+  const auto magic = load<std::uint16_t>(raw.data());
+  const auto version = load<std::uint8_t>(raw.data() + 2), flags = load<std::uint8_t>(raw.data() + 3);
   if (magic == kMagic && version != kVersion)
     throw IncompatibleVersion("rank ", peer, " sends messages of version ", version, ", this build reads ", kVersion,
                               "; install the same gradwire on every host");
   if (magic != kMagic || flags > kSealed ||
-      get<std::uint32_t>(raw, kChecksumAt) != crc32c(std::span(raw).first(kChecksumAt)))
+      load<std::uint32_t>(raw.data() + kChecksumAt) != crc32c(std::span(raw).first(kChecksumAt)))
     throw CorruptMessage("rank ", peer,
                          " sent a message header that gradwire did not write; check that all ranks run the same "
                          "gradwire, and the host's memory and network");
-  return {get<std::uint32_t>(raw, 4), get<std::uint32_t>(raw, 16), get<std::uint64_t>(raw, 8), get<Facts>(raw, 20),
-          flags == kSealed,           get<std::uint32_t>(raw, 36)};
+  return {load<std::uint32_t>(raw.data() + 4),
+          load<std::uint32_t>(raw.data() + 16),
+          load<std::uint64_t>(raw.data() + 8),
+          load<Facts>(raw.data() + 20),
+          flags == kSealed,
+          load<std::uint32_t>(raw.data() + 36)};
 }
 
 void compare_facts(const Facts& mine, const Facts& theirs, int rank, int peer) {

@@ -56,6 +56,7 @@ struct Message {
   bool is_sealed = false;  // its decoder checks a checksum within it; others travel with one in the header
   ConstBytes bytes() const { return {block ? block->data() : nullptr, n_bytes}; }
   Bytes room() { return {block->data(), block->capacity()}; }
+  Floats floats(std::size_t n) const { return {reinterpret_cast<float*>(block->data()), n}; }  // of its room
 };
 
 // Blocks that are used again: nothing is allocated once every size has been asked for. Thread-safe.

@@ -1,4 +1,7 @@
-"""The native core (C++20, no torch). Arrays: one-dimensional, contiguous, on the CPU; every call releases the GIL."""
+"""The native core (C++20, no torch). Arguments by position; arrays of one dimension, contiguous, on the CPU.
+
+Every call releases the GIL.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +29,7 @@ class HuffmanTable:
     def exponent_bits(self) -> int: ...
     @property
     def lengths(self) -> list[int]: ...
+    def for_kernels(self) -> bytes: ...  # `Table` of gpu/source/gcomp.hpp
 
 # Code lengths of the plain Huffman code, without limit or escape, of int64 counts; for comparison only.
 def huffman_native_lengths(histogram: Any) -> list[int]: ...
@@ -52,7 +56,7 @@ def gcomp_encode(
     version: int,
     table: HuffmanTable,
     out: Any,
-    least_bits: int = 0,
+    least_bits: int,
 ) -> int: ...
 def gcomp_decode(
     message: Any,
@@ -106,7 +110,7 @@ def random_numbers(seed: int, step: int, first_group: int, out: Any) -> None: ..
 
 # Quantisers. kind: 0 one-bit, 1 two-bit, 2 ternary, 3 qsgd, 4 thc; rule: 0 fixed, 1 mean, 2 two-means; dtype as above;
 # values as uint8, residuals as float32. Encoding returns the bytes written.
-def quantiser_max_bytes(kind: int, levels: int, block: int, n_elements: int, n_cuts: int = 0) -> int: ...
+def quantiser_max_bytes(kind: int, levels: int, block: int, n_elements: int, n_cuts: int) -> int: ...
 def quantiser_encode(
     values: Any,
     dtype: int,
@@ -121,9 +125,9 @@ def quantiser_encode(
     seed: int,
     step: int,
     out: Any,
-    cuts: Sequence[int] = (),
+    cuts: Sequence[int],
 ) -> int: ...
-def quantiser_decode(message: Any, kind: int, dtype: int, values: Any) -> None: ...
+def quantiser_decode(message: Any, kind: int, dtype: int, values: Any, divisor: float, adds: bool) -> None: ...
 def quantiser_describe(message: Any) -> dict[str, Any]: ...
 
 # Ternary values that ranks sum: the scale of one rank, fields of 4 or 8 bits with 0, 1, 2 for -, 0, +, and their sums.
@@ -297,7 +301,7 @@ class Broadcast:
     @property
     def queued_bytes(self) -> list[int]: ...
     def begin(self, step: int) -> None: ...
-    def max_body_bytes(self, block: int, n_bits: int, first_bit: int = 0) -> int: ...
+    def max_body_bytes(self, block: int, n_bits: int, first_bit: int) -> int: ...
     def encode(self, block: int, gradient: Any, dtype: int, n_bits: int) -> int: ...
     def send(
         self, ended: Sequence[int], ceiling_bits: int, remaining_s: Sequence[float] | None, hidden_us: Sequence[int]
@@ -312,7 +316,7 @@ class BucketImportance:
     """Importance bytes of a bucket; see native/gcomp/importance.hpp."""
 
     reads: list[Any]  # what the addresses lie in
-    def __init__(self, terms: Sequence[_Window], mean_room: int = 0) -> None: ...
+    def __init__(self, terms: Sequence[_Window], mean_room: int) -> None: ...
     def write(self, first: int, out: Any) -> None: ...
 
 class ExchangeCodec: ...
@@ -323,7 +327,7 @@ _Quantiser = tuple[int, int, float, int, int, int]
 def gcomp_exchange_codec(
     dtype: int, mode: int, kept_bits: int, truncates: bool, version: int, table: HuffmanTable,
     known: Sequence[HuffmanTable], importance: BucketImportance | None, counts: Any | None,
-    least_bits: int = 0,
+    least_bits: int,
 ) -> ExchangeCodec: ...  # fmt: skip
 def truncated_float_exchange_codec(
     dtype: int, format: int, n_bits: int, partition: int, rounding: int, seed: int, first_step: int

@@ -89,8 +89,8 @@ FAULTS = {
         "    if ((bits ^ leading) >> end_bit == 0) atomicAdd(&bins[bits >> p.shift & mask], 1u);\n  }",
     ),
     "a barrier is missing within the sum of what lies before": (
-        "    shared.sums[now][threadIdx.x] = sum;\n    __syncthreads();\n  }",
-        "    shared.sums[now][threadIdx.x] = sum;\n  }\n  __syncthreads();",
+        "sums[threadIdx.x - distance] : 0;\n    __syncthreads();",
+        "sums[threadIdx.x - distance] : 0;",
     ),
     "bins are not emptied": ("bins[threadIdx.x * kEach + i] = 0;", "bins[threadIdx.x * kEach + i] += 0;"),
     "of equal magnitudes all are taken": ("(is_equal && n_equal < choice.n_equal)", "is_equal"),
@@ -101,8 +101,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
     shutil.copytree(SOURCES, tmp_path / "source")
-    path = tmp_path / "source" / "selection.hpp"
     right, wrong = FAULTS[fault]
+    (path,) = (path for path in (tmp_path / "source").iterdir() if right in path.read_text())
     text = path.read_text()
     assert text.count(right) == 1
     path.write_text(text.replace(right, wrong))

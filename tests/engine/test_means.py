@@ -78,7 +78,7 @@ def expected_mean(codec: Codec, gradients: list[torch.Tensor], pattern: str) -> 
 @pytest.mark.parametrize("pattern", ["ring", "owners"])
 def test_mean_is_that_of_codec_sum_and_division(pattern: str, dtype: torch.dtype, level: str) -> None:
     run = _native.ring_mean if pattern == "ring" else _native.direct_mean
-    ahead = {"n_ahead": 2} if pattern == "ring" else {}
+    ahead = (2,) if pattern == "ring" else ()
     with meshes(timeout_s=60) as made:
         stream = 0
         for name, make in CODECS.items():
@@ -93,7 +93,7 @@ def test_mean_is_that_of_codec_sum_and_division(pattern: str, dtype: torch.dtype
                     pytest.skip(f"this machine has no {level}")
                 stream += 2
                 ready = make_importance(n)
-                importance = _native.BucketImportance([(0, n, 0, 0, 0, 0.0, 0.0, 0.0, ready.data_ptr())])
+                importance = _native.BucketImportance([(0, n, 0, 0, 0, 0.0, 0.0, 0.0, ready.data_ptr())], 0)
                 weights = importance if name.startswith("paper") else None
                 results = [gradient.clone() for gradient in gradients]
 
@@ -101,7 +101,7 @@ def test_mean_is_that_of_codec_sum_and_division(pattern: str, dtype: torch.dtype
                 calls = [
                     functools.partial(
                         run, made[rank], stream, FACTS, engines[rank], bytes_of(results[rank]), dtype_code(dtype), None, 1,
-                        **ahead,
+                        *ahead,
                     )
                     for rank in range(WORLD)
                 ]  # fmt: skip

@@ -125,16 +125,9 @@ class Thc(Quantised):
         kernels = kernels_for(values.device)
         if kernels is not None:
             parameters = self._struct(
-                values,
-                norms,
-                n_ranks,
-                codes=codes,
-                sign_step=sign_step,
-                step=step,
-                residual=residual,
-                left_out=new_residual,
-                residual_scale=residual_scale,
-            )
+                values, norms, n_ranks, codes=codes, sign_step=sign_step, step=step, residual=residual,
+                left_out=new_residual, residual_scale=residual_scale,
+            )  # fmt: skip
             kernels.launch("gw_thc_write", norms.numel(), THREADS, _SHARED_BYTES, parameters)
             return
         check_tensor("codes", codes, torch.uint8, self.code_bytes(values.numel(), n_ranks))
@@ -170,15 +163,6 @@ class Thc(Quantised):
         self, values: Tensor, norms: Tensor, n_ranks: int = 1, **others: Tensor | float | None
     ) -> ctypes.Structure:
         return fill_struct(
-            "Rotated",
-            values=values,
-            norms=norms,
-            n=values.numel(),
-            sign_seed=self.sign_seed,
-            seed=self.seed,
-            clip=self.clip,
-            dtype=dtype_code(values.dtype),
-            n_ranks=n_ranks,
-            are_wide=self.sums_are_wide(n_ranks),
-            **others,
-        )
+            "Rotated", values=values, norms=norms, n=values.numel(), sign_seed=self.sign_seed, seed=self.seed, clip=self.clip,
+            dtype=dtype_code(values.dtype), n_ranks=n_ranks, are_wide=self.sums_are_wide(n_ranks), **others,
+        )  # fmt: skip

@@ -101,30 +101,7 @@ class HuffmanTable:
         return upload_once(device, self._laid_out)
 
     def _laid_out(self) -> torch.Tensor:
-        codes = self._codes()
-        look_up = torch.zeros(1 << LOOK_UP_BITS, dtype=torch.int32, device="cpu")
-        for symbol, (length, code) in enumerate(codes):
-            if length:
-                look_up[code :: 1 << length] = length | (symbol if symbol < 256 else self.placeholder) << 8
-        escape_length, escape_code = codes[-1]
-        entries = [
-            length << 16 | code if length else 1 << 31 | escape_length << 16 | escape_code
-            for length, code in codes[:-1]
-        ]
-        by_exponent = torch.tensor(entries, dtype=torch.int64, device="cpu").to(torch.int32)
-        return torch.cat([look_up.to(torch.int16).view(torch.uint8), by_exponent.view(torch.uint8)])
-
-    def _codes(self) -> list[tuple[int, int]]:
-        """By symbol, the escape last: length and code, its first bit lowest (docs/format.md#huffman-table)."""
-        codes = [(0, 0)] * len(self.lengths)
-        following = 0
-        for length in range(1, LOOK_UP_BITS + 1):
-            following <<= 1
-            for symbol, n_bits in enumerate(self.lengths):
-                if n_bits == length:
-                    codes[symbol] = length, int(f"{following:0{length}b}"[::-1], 2)
-                    following += 1
-        return codes
+        return torch.frombuffer(bytearray(self._native.for_kernels()), dtype=torch.uint8)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HuffmanTable) and self.to_bytes() == other.to_bytes()

@@ -138,14 +138,7 @@ def _copy(name: str, source: Tensor, target: Tensor, index: Tensor, ends: Tensor
     values, packed = (source, target) if name == "pack" else (target, source)
     n_blocks = parts(values.numel(), _BLOCK)
     parameters = fill_struct(
-        "Index",
-        values=values,
-        packed=packed,
-        words=index,
-        ends=ends,
-        n=values.numel(),
-        n_blocks=n_blocks,
-        n_packed=packed.numel(),
-        dtype=dtype_code(values.dtype),
-    )
+        "Index", values=values, packed=packed, words=index, ends=ends, n=values.numel(), n_blocks=n_blocks,
+        n_packed=packed.numel(), dtype=dtype_code(values.dtype),
+    )  # fmt: skip
     kernels.launch(f"gw_index_{name}", grid(32 * n_blocks), THREADS, 0, parameters)

@@ -17,7 +17,6 @@ from gradwire import _native
 from gradwire.checks import choice as check_choice
 from gradwire.codecs.tensors import (
     bytes_in,
-    bytes_of,
     check_positive,
     check_room,
     check_seed,
@@ -198,13 +197,7 @@ class Quantised:
         n = out.numel()
         if kernels_for(out.device) is None:
             encoded, decoded = bytes_in("message", message, torch.uint8), bytes_in("out", out)
-            if divisor == 1 and not adds:
-                _native.quantiser_decode(encoded, self._kind, code, decoded)
-                return
-            values = torch.empty(n, dtype=torch.float32, device="cpu")
-            _native.quantiser_decode(encoded, self._kind, 0, bytes_of(values))
-            values /= divisor
-            out.copy_(out + values if adds else values)
+            _native.quantiser_decode(encoded, self._kind, code, decoded, divisor, adds)
             return
         launch = self.check_device(out.device).launch
         kind, _, _, levels, block, _ = self.native_options

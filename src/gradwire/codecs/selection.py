@@ -34,7 +34,7 @@ _ADAPTATIONS = 10
 _TILE = 16_384  # values that a block looks through
 _BINS = 2048
 _CHOICE_BYTES, _PIECES_BYTES = 80, 8 * 8  # a segment's and a tile's
-_SCAN_BYTES = 2 * 8 * THREADS
+_SCAN_BYTES = 8 * THREADS
 _NO_SAMPLES = -1
 _PASSES = ((20, 11), (10, 10), (0, 10))  # bits of a magnitude: where they begin, how many
 
@@ -130,15 +130,8 @@ def add_elements(indices: Tensor, taken: Tensor, sums: Tensor, error: Tensor, n_
     kernels = kernels_for(sums.device)
     if kernels is not None:
         parameters = fill_struct(
-            "Scatter",
-            n_taken=n_taken,
-            indices=indices,
-            taken=taken,
-            sums=sums,
-            error=error,
-            n=sums.numel(),
-            room=room,
-        )
+            "Scatter", n_taken=n_taken, indices=indices, taken=taken, sums=sums, error=error, n=sums.numel(), room=room,
+        )  # fmt: skip
         kernels.launch("gw_select_add", grid(room), THREADS, 0, parameters)
         return
     count = room if n_taken is None else int(n_taken)
@@ -227,22 +220,10 @@ def _take(
     n_taken, indices = (torch.zeros(n, dtype=torch.int32, device=device) for n in (1, room))
     taken = torch.zeros(room, device=device, dtype=torch.float32)
     parameters = fill_struct(
-        "Select",
-        values=values,
-        beside=beside,
-        segments=segments,
-        samples=drawn_places,
-        choices=choices,
-        bins=bins,
-        pieces=pieces,
-        n_taken=n_taken,
-        indices=indices,
-        taken=taken,
-        n_segments=n_segments,
-        n_tiles=n_tiles,
-        room=room,
+        "Select", values=values, beside=beside, segments=segments, samples=drawn_places, choices=choices, bins=bins,
+        pieces=pieces, n_taken=n_taken, indices=indices, taken=taken, n_segments=n_segments, n_tiles=n_tiles, room=room,
         takes_zeros=n_sample_tiles == 0,
-    )
+    )  # fmt: skip
 
     def launch(name: str, n_blocks: int, shared_bytes: int = 0) -> None:
         kernels.launch(f"gw_select_{name}", n_blocks, THREADS, shared_bytes, parameters)

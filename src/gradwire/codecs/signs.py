@@ -68,14 +68,7 @@ class Signs:
             _native.write_majority(bits, n_ranks, code, unit, ties, bytes_of(values))
             return
         parameters = fill_struct(
-            "Signs",
-            values=values,
-            words=words,
-            flags=not_finite,
-            n=values.numel(),
-            dtype=code,
-            n_ranks=n_ranks,
-            unit=unit,
+            "Signs", values=values, words=words, flags=not_finite, n=values.numel(), dtype=code, n_ranks=n_ranks, unit=unit,
             ties_are_positive=self._ties_are_positive,
-        )
+        )  # fmt: skip
         kernels.launch("gw_signs_vote", grid(values.numel()), THREADS, 0, parameters)

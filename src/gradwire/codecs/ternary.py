@@ -162,18 +162,7 @@ class Ternary(Quantised):
         self, values: Tensor, shares: Shares, scales: Tensor, n_ranks: int = 1, **others: Tensor | int
     ) -> ctypes.Structure:
         return fill_struct(
-            "Ternary",
-            values=values,
-            scales=scales,
-            spans=shares.table,
-            n=shares.n,
-            n_spans=shares.n_spans,
-            n_blocks=shares.n_blocks,
-            seed=self.seed,
-            clip=self.clip,
-            dtype=dtype_code(values.dtype),
-            n_ranks=n_ranks,
-            are_nibbles=self.field_bits(n_ranks) == 4,
-            is_single=shares.is_single,
-            **others,
-        )
+            "Ternary", values=values, scales=scales, spans=shares.table, n=shares.n, n_spans=shares.n_spans,
+            n_blocks=shares.n_blocks, seed=self.seed, clip=self.clip, dtype=dtype_code(values.dtype), n_ranks=n_ranks,
+            are_nibbles=self.field_bits(n_ranks) == 4, is_single=shares.is_single, **others,
+        )  # fmt: skip

@@ -9,7 +9,6 @@ the codec has it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,9 +43,9 @@ _LENGTH_BYTES = 8
 # "ring": N-1 hops of partial sums, each encoded anew, then N-1 hops that forward bytes verbatim. "direct": every part to its
 # owner, which adds them in rank order, itself unencoded, and answers: a lossy codec rounds a value twice instead of N times,
 # and every rank talks to every other. Both send 2 (N-1)/N of the encoded buffer; every element is encoded once.
-_RUN: dict[str, Callable[..., Any]] = {
-    "ring": functools.partial(_native.ring_mean, n_ahead=MESSAGES_AHEAD),
-    "direct": _native.direct_mean,
+_RUN: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "ring": (_native.ring_mean, (MESSAGES_AHEAD,)),
+    "direct": (_native.direct_mean, ()),
 }
 
 
@@ -134,7 +133,8 @@ def mean_through_codec(
     """
     if communicator.world_size == 1 or buffer.numel() == 0:
         return
-    account = _RUN[topology](
+    run, ahead = _RUN[topology]
+    account = run(
         *communicator.open_exchange(),
         facts,
         engine_codec(codec, buffer.dtype, importance, **options),
@@ -142,6 +142,7 @@ def mean_through_codec(
         dtype_code(buffer.dtype),
         None if left_out is None else bytes_of(left_out),
         count_chunks(-(-buffer.numel() // communicator.world_size), chunk_elements),
+        *ahead,
     )
     record.add_account(*account)
 

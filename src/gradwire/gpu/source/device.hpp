@@ -73,6 +73,22 @@ __device__ __forceinline__ u32 largest_of_lanes(u32 own, u32 n = kWarp) {
   return own;
 }
 
+// The sum of what the block's first so many threads, up to this one, give; `sums` then holds it for all of them.
+template <u32 kThreads, class Number>
+__device__ __forceinline__ Number sum_up_to(Number own, Number* sums) {
+  __syncthreads();
+  sums[threadIdx.x] = own;
+  for (u32 distance = 1; distance < kThreads; distance *= 2) {
+    __syncthreads();
+    const Number before = threadIdx.x >= distance ? sums[threadIdx.x - distance] : 0;
+    __syncthreads();
+    own += before;
+    sums[threadIdx.x] = own;
+  }
+  __syncthreads();
+  return own;
+}
+
 // Whether this block is the last one of n to come here; it then sees what the others wrote before. The counter is 0 for
 // the next launch again.
 __device__ __forceinline__ bool is_last_of(u32 n_blocks, u32* counter, u32& shared_word) {
@@ -215,18 +231,21 @@ __device__ __forceinline__ float divided(float value, float divisor) {
   return divisor == 1 ? value : quotient(value, divisor);
 }
 
-// Four words at any word's address, in one access where they lie as a whole.
-struct alignas(16) Four {
-  u32 words[4];
+// The bits of four neighbours, which lie at a multiple of four, in one access.
+template <class Word>
+struct alignas(4 * sizeof(Word)) Four {
+  Word words[4];
 };
-struct alignas(8) FourHalves {
-  u16 words[4];
-};
-__device__ __forceinline__ void store_four(u32* at, const u32 (&words)[4]) {
-  if (reinterpret_cast<u64>(at) % sizeof(Four) == 0)
-    *reinterpret_cast<Four*>(at) = {{words[0], words[1], words[2], words[3]}};
-  else
-    for (u32 q = 0; q < 4; ++q) at[q] = words[q];
+template <class Word>
+__device__ __forceinline__ void load_four(const void* values, u64 i, u32 (&bits)[4]) {
+  const Four<Word> four = *reinterpret_cast<const Four<Word>*>(static_cast<const Word*>(values) + i);
+  GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[q] = four.words[q];
+}
+template <class Word>
+__device__ __forceinline__ void store_four(void* values, u64 i, const u32 (&bits)[4]) {
+  Four<Word> four;
+  GW_UNROLLED for (u32 q = 0; q < 4; ++q) four.words[q] = static_cast<Word>(bits[q]);
+  *reinterpret_cast<Four<Word>*>(static_cast<Word*>(values) + i) = four;
 }
 
 // Devices and CPUs make NaNs of different bits; these are the CPU's of a message that is not finite.

@@ -220,21 +220,6 @@ GW_KERNEL_BY_DTYPE(gw_gcomp_measure, Encode, dtype) {
   p.chunks[chunk] = own;
 }
 
-// The sum of what the threads up to this one give; `sums` then holds it for all of them.
-__device__ inline u32 sum_up_to(u32 own, u32* sums) {
-  __syncthreads();
-  sums[threadIdx.x] = own;
-  for (u32 distance = 1; distance < kEncodeThreads; distance *= 2) {
-    __syncthreads();
-    const u32 before = threadIdx.x >= distance ? sums[threadIdx.x - distance] : 0;
-    __syncthreads();
-    own += before;
-    sums[threadIdx.x] = own;
-  }
-  __syncthreads();
-  return own;
-}
-
 // One block: where each chunk begins; all headers but for the checksums of segments and headers.
 GW_KERNEL(gw_gcomp_place, Encode) {
   struct Shared {
@@ -248,7 +233,8 @@ GW_KERNEL(gw_gcomp_place, Encode) {
     const u64 chunk = base + threadIdx.x;
     ChunkLengths own{};
     if (chunk < n_chunks) own = p.chunks[chunk];
-    const u32 n_bytes = own.mantissa_bytes + own.exponent_bytes, up_to = sum_up_to(n_bytes, shared.sums);
+    const u32 n_bytes = own.mantissa_bytes + own.exponent_bytes,
+              up_to = sum_up_to<kEncodeThreads>(n_bytes, shared.sums);
     if (own.is_nonfinite) atomicMax(&shared.is_nonfinite, 1u);
     if (chunk < n_chunks) {
       u8* const at = p.message + kBlockHeaderBytes + kChunkHeaderBytes * chunk;
@@ -363,8 +349,8 @@ __device__ inline void code_exponents(const Encode& p, const ChunkLengths& own, 
     n_bits += length_of(code);
     n_escapes += (code & kIsEscaped) != 0;
   }
-  u32 escape = sum_up_to(n_escapes, shared.sums) - n_escapes;
-  u32 bit = sum_up_to(n_bits, shared.sums) - n_bits;
+  u32 escape = sum_up_to<kEncodeThreads>(n_escapes, shared.sums) - n_escapes;
+  u32 bit = sum_up_to<kEncodeThreads>(n_bits, shared.sums) - n_bits;
   if (stream > 0) bit -= shared.sums[stream * kStreamThreads - 1];
   u32 byte = kSegmentHeaderBytes;
   for (u32 j = 0; j < kStreams; ++j) {
@@ -597,7 +583,10 @@ __device__ __forceinline__ bool decode_stream(const Decode& p, StreamShared& sha
           words[w] = 0;
           GW_UNROLLED for (u32 j = 0; j < 4; ++j) words[w] |= exponent(j % 2 == 0) << 8 * j;
         }
-        store_four(reinterpret_cast<u32*>(out + i), words);
+        if (reinterpret_cast<u64>(out + i) % 16 == 0)
+          store_four<u32>(out + i, 0, words);
+        else
+          for (u32 w = 0; w < 4; ++w) store32(out + i + 4 * w, words[w]);
       }
     } else {
       for (u32 i = at; i < last && i < at + kStreamStep; ++i) out[i] = static_cast<u8>(exponent(true));

@@ -297,33 +297,23 @@ struct Fours {
   static __device__ __forceinline__ u32 shift() { return threadIdx.x % kThreads * (32 / kThreads); }
 
   __device__ __forceinline__ void load(const void* values, u32 dtype, u32 (&bits)[kBatch][4]) const {
-    if (are_whole) GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) {
-        if (dtype == kFloat32) {
-          const Four four = *reinterpret_cast<const Four*>(static_cast<const u32*>(values) + place[j]);
-          GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[j][q] = four.words[q];
-        } else {
-          const FourHalves four = *reinterpret_cast<const FourHalves*>(static_cast<const u16*>(values) + place[j]);
-          GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[j][q] = four.words[q];
-        }
-      }
-    else
+    if (!are_whole)
       GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) GW_UNROLLED for (u32 q = 0; q < 4; ++q) bits[j][q] =
           q < n[j] ? bits_at(values, dtype, place[j] + q) : 0;
+    else if (dtype == kFloat32)
+      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) load_four<u32>(values, place[j], bits[j]);
+    else
+      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) load_four<u16>(values, place[j], bits[j]);
   }
   __device__ __forceinline__ void store(void* values, u32 dtype, const u32 (&bits)[kBatch][4]) const {
-    if (are_whole) GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) {
-        if (dtype == kFloat32) {
-          *reinterpret_cast<Four*>(static_cast<u32*>(values) + place[j]) =
-              Four{{bits[j][0], bits[j][1], bits[j][2], bits[j][3]}};
-        } else {
-          FourHalves four;
-          GW_UNROLLED for (u32 q = 0; q < 4; ++q) four.words[q] = static_cast<u16>(bits[j][q]);
-          *reinterpret_cast<FourHalves*>(static_cast<u16*>(values) + place[j]) = four;
-        }
-      }
-    else
+    if (!are_whole) {
       GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) GW_UNROLLED for (u32 q = 0; q < 4; ++q) if (q < n[j])
           put_bits(values, dtype, place[j] + q, bits[j][q]);
+    } else if (dtype == kFloat32) {
+      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) store_four<u32>(values, place[j], bits[j]);
+    } else {
+      GW_UNROLLED for (u32 j = 0; j < kBatch; ++j) store_four<u16>(values, place[j], bits[j]);
+    }
   }
 };
 
@@ -368,19 +358,25 @@ __device__ __forceinline__ void pack_units(const Quantise& p, bool is_finite, u6
   }
 }
 
-// By a block that has written its piece, or none: the piece's checksum; by the last one, the message's.
-__device__ inline void seal(const Quantise& p, u64 head_bytes, u64 payload) {
+// By a block that has written or read its piece, or none: the piece's checksum. Whether it is the last one, which then
+// knows the message's.
+template <class Parameters>
+__device__ inline bool sums_up_message(const Parameters& p, u64 head_bytes, u64 payload, u32& sum) {
   QuantisedShared& shared = shared_as<QuantisedShared>();
   const Piece own = piece_of(head_bytes, payload);
   fill_checksum_table(shared.checksum);
   if (own.n_bytes != 0) {
-    const u32 sum = checksum_of_piece(p.message + kHeaderBytes + own.begin, own.n_bytes, shared.checksum);
-    if (threadIdx.x == 0) p.pieces[blockIdx.x] = sum;
+    const u32 of_piece = checksum_of_piece(p.message + kHeaderBytes + own.begin, own.n_bytes, shared.checksum);
+    if (threadIdx.x == 0) p.pieces[blockIdx.x] = of_piece;
   }
-  if (!is_last_of(gridDim.x, p.turns, shared.is_last)) return;
-  const u32 sum =
-      checksum_of_message(p.message, kSealedBytes / 4, head_bytes, payload - head_bytes, p.pieces, shared.checksum);
-  if (threadIdx.x == 0) store32(p.message + kSealedBytes, sum);
+  if (!is_last_of(gridDim.x, p.turns, shared.is_last)) return false;
+  sum = checksum_of_message(p.message, kSealedBytes / 4, head_bytes, payload - head_bytes, p.pieces, shared.checksum);
+  return true;
+}
+
+__device__ inline void seal(const Quantise& p, u64 head_bytes, u64 payload) {
+  u32 sum = 0;
+  if (sums_up_message(p, head_bytes, payload, sum) && threadIdx.x == 0) store32(p.message + kSealedBytes, sum);
 }
 
 // Words of a piece of codes: fields_of(number of the word, among all).
@@ -498,26 +494,16 @@ struct Dequantise {
 
 __device__ __forceinline__ bool says_finite(const Dequantise& p) { return !(p.message[6] & 1); }
 
-// By a block that has read its piece, or none: its checksum; by the last one, what the format says, and whether others
-// found a fault (more(), by all threads). Values become NaN where a message is not whole, so that nobody goes on with
-// less.
+// By a block that has read its piece, or none; by the last one, what the format says, and whether others found a fault
+// (more(), by all threads). Values become NaN where a message is not whole, so that nobody goes on with less.
 template <class More>
 __device__ __forceinline__ void check(const Dequantise& p, u32 version, u32 third, u32 fourth, u64 head_bytes,
                                       More more) {
-  QuantisedShared& shared = shared_as<QuantisedShared>();
+  u32& is_wrong = shared_as<QuantisedShared>().is_last;
   const bool is_finite = says_finite(p);
-  const u64 payload = is_finite ? p.payload : 0;
-  if (!is_finite) head_bytes = 0;
-  const Piece own = piece_of(head_bytes, payload);
-  fill_checksum_table(shared.checksum);
-  if (own.n_bytes != 0) {
-    const u32 sum = checksum_of_piece(p.message + kHeaderBytes + own.begin, own.n_bytes, shared.checksum);
-    if (threadIdx.x == 0) p.pieces[blockIdx.x] = sum;
-  }
-  if (!is_last_of(gridDim.x, p.turns, shared.is_last)) return;
+  u32 sum = 0;
+  if (!sums_up_message(p, is_finite ? head_bytes : 0, is_finite ? p.payload : 0, sum)) return;
   more();
-  const u32 sum =
-      checksum_of_message(p.message, kSealedBytes / 4, head_bytes, payload - head_bytes, p.pieces, shared.checksum);
   if (threadIdx.x == 0) {
     u32 words[8];
     GW_UNROLLED for (u32 q = 0; q < 8; ++q) words[q] = word_of(p.message, 4 * q);
@@ -526,11 +512,10 @@ __device__ __forceinline__ void check(const Dequantise& p, u32 version, u32 thir
     if ((words[2] | static_cast<u64>(words[3]) << 32) != p.n) report(p.error, kElements);
     if (words[7] != sum) report(p.error, kChecksum);
     if ((words[1] >> 8 & ~0x100u) != (p.kind | third << 16) || words[4] != fourth) report(p.error, kField);
-    shared.is_last = atomicMax(p.error, 0u) > error_word(kCode);
+    is_wrong = atomicMax(p.error, 0u) > error_word(kCode);
   }
   __syncthreads();
-  for (u64 i = threadIdx.x; shared.is_last && i < p.n; i += blockDim.x)
-    put_value(p.out, p.dtype, i, __uint_as_float(kNan));
+  for (u64 i = threadIdx.x; is_wrong && i < p.n; i += blockDim.x) put_value(p.out, p.dtype, i, __uint_as_float(kNan));
 }
 
 // By all threads of the last block: what the header of one without groups says of its scales.

@@ -198,42 +198,20 @@ GW_KERNEL(gw_select_measure, Select) {
   if (threadIdx.x % kWarp == 0) p.pieces[piece] = found;
 }
 
-struct Scan {
-  u64 sums[2][kSelectThreads];
-};
-
-// The sum of what the threads before this one give; `total` of all. Every thread of the block comes here.
-__device__ inline u64 sum_before(u64 own, Scan& shared, u64& total) {
-  u32 now = 0;
-  shared.sums[0][threadIdx.x] = own;
-  __syncthreads();
-  for (u32 step = 1; step < kSelectThreads; step *= 2) {
-    u64 sum = shared.sums[now][threadIdx.x];
-    if (threadIdx.x >= step) sum += shared.sums[now][threadIdx.x - step];
-    now ^= 1;
-    shared.sums[now][threadIdx.x] = sum;
-    __syncthreads();
-  }
-  total = shared.sums[now][kSelectThreads - 1];
-  const u64 before = shared.sums[now][threadIdx.x] - own;
-  __syncthreads();
-  return before;
-}
-
 // A block a segment: what lies before each of its pieces. Both counts are below 2^31, so one sum carries them.
 GW_KERNEL(gw_select_place, Select) {
-  Scan& shared = shared_as<Scan>();
+  auto& sums = shared_as<u64[kSelectThreads]>();
   const Segment segment = p.segments[blockIdx.x];
   Found* const pieces = p.pieces + segment.first_tile * kSelectPieces;
   const u64 n_pieces = parts_of(segment.end - segment.begin, kSelectTile) * kSelectPieces;
   u64 before = 0;
   for (u64 first = 0; first < n_pieces; first += kSelectThreads) {
     const u64 piece = first + threadIdx.x;
-    u64 own = 0, total = 0;
+    u64 own = 0;
     if (piece < n_pieces) own = static_cast<u64>(pieces[piece].n_above) << 32 | pieces[piece].n_equal;
-    const u64 sum = before + sum_before(own, shared, total);
+    const u64 sum = before + sum_up_to<kSelectThreads>(own, sums) - own;
     if (piece < n_pieces) pieces[piece] = Found{static_cast<u32>(sum >> 32), static_cast<u32>(sum)};
-    before += total;
+    before += sums[kSelectThreads - 1];
   }
   Choice& choice = p.choices[blockIdx.x];
   if (threadIdx.x == 0) choice.n_taken = (before >> 32) + smaller(before & 0xFFFFFFFFu, choice.n_equal);
@@ -241,14 +219,14 @@ GW_KERNEL(gw_select_place, Select) {
 
 // One block: where each segment's go, one after the other, and how many there are.
 GW_KERNEL(gw_select_bases, Select) {
-  Scan& shared = shared_as<Scan>();
+  auto& sums = shared_as<u64[kSelectThreads]>();
   u64 before = 0;
   for (u64 first = 0; first < p.n_segments; first += kSelectThreads) {
     const u64 number = first + threadIdx.x;
-    u64 total = 0;
-    const u64 base = before + sum_before(number < p.n_segments ? p.choices[number].n_taken : 0, shared, total);
+    const u64 own = number < p.n_segments ? p.choices[number].n_taken : 0;
+    const u64 base = before + sum_up_to<kSelectThreads>(own, sums) - own;
     if (number < p.n_segments) p.choices[number].base = base;
-    before += total;
+    before += sums[kSelectThreads - 1];
   }
   if (threadIdx.x == 0 && p.n_taken != nullptr) *p.n_taken = static_cast<u32>(before);
 }

@@ -165,33 +165,20 @@ __device__ __forceinline__ void pack_stream(const FloatEncode& p, const Rules& r
   }
 }
 
-__device__ inline u32 code_of(const FloatEncode& p, const Rules& rules, u64 i) {
-  const Format& f = p.format;
-  const u32 word = p.scales[Power(f.partition).parts(i)], bits = bits_at(p.values, f.dtype, i);
-  const Scale scale{word, inverse_of(f, word)};
-  u32 number = 0;
-  if (rules.is_random) number = number_of(draw(p.seed, p.step, i / 64 * 8 + i % 8), static_cast<u32>(i % 64 / 8));
-  switch (rules.way) {
-    case kFirstBits:
-      return code_of<kFirstBits>(f, rules, bits, scale, number);
-    case kOwnDtype:
-      return code_of<kOwnDtype>(f, rules, bits, scale, number);
-    case kCutOff:
-      return code_of<kCutOff>(f, rules, bits, scale, number);
-    case kFewExponents:
-      return code_of<kFewExponents>(f, rules, bits, scale, number);
-    default:
-      return code_of<kOfFormat>(f, rules, bits, scale, number);
-  }
-}
-
 // The codes past a chunk's last whole block, which are one stream: a thread makes a byte.
+template <u32 kWay>
 __device__ __forceinline__ void pack_rest(const FloatEncode& p, const Rules& rules, const Chunk& own) {
-  const u32 k = p.format.n_bits, n_whole = own.n / kBlockValues * kBlockValues, n = own.n - n_whole;
+  const Format& f = p.format;
+  const u32 k = f.n_bits, n_whole = own.n / kBlockValues * kBlockValues, n = own.n - n_whole;
   for (u32 byte = threadIdx.x; 8 * byte < n * k; byte += blockDim.x) {
     u32 bits = 0;
     for (u32 i = 8 * byte / k; i * k < 8 * byte + 8 && i < n; ++i) {
-      const u64 code = code_of(p, rules, own.first + n_whole + i);
+      const u64 value = own.first + n_whole + i;
+      const u32 word = p.scales[Power(f.partition).parts(value)], bits_of = bits_at(p.values, f.dtype, value);
+      u32 number = 0;
+      if (rules.is_random)
+        number = number_of(draw(p.seed, p.step, value / 64 * 8 + value % 8), static_cast<u32>(value % 64 / 8));
+      const u64 code = code_of<kWay>(f, rules, bits_of, {word, inverse_of(f, word)}, number);
       bits |= static_cast<u32>(i * k < 8 * byte ? code >> (8 * byte - i * k) : code << (i * k - 8 * byte));
     }
     own.codes[n_whole / 8 * k + byte] = static_cast<u8>(bits);
@@ -239,13 +226,16 @@ __device__ __forceinline__ void for_blocks(const Chunk& own, Work work) {
     work(unit + threadIdx.x % kWarp / kStreams * kBlockValues);
 }
 
-template <u32 kWay>
-__device__ __forceinline__ void pack_blocks(const FloatEncode& p, const Rules& rules, const Chunk& own) {
+template <u32 kWay = kOfFormat>
+__device__ __forceinline__ void pack_codes(const FloatEncode& p, const Rules& rules, const Chunk& own) {
+  if constexpr (kWay != kFirstBits)
+    if (rules.way != kWay) return pack_codes<kWay - 1>(p, rules, own);
   const u32 stream = threadIdx.x % kStreams;
   for_blocks(own, [&](u32 first) {
     if (first + kBlockValues <= own.n)
       pack_stream<kWay>(p, rules, own.first + first + stream, own.codes + first / 8 * p.format.n_bits + 4 * stream);
   });
+  pack_rest<kWay>(p, rules, own);
 }
 
 __device__ __forceinline__ bool pack_chunk(const FloatEncode& p, const Chunk& own) {
@@ -253,23 +243,7 @@ __device__ __forceinline__ bool pack_chunk(const FloatEncode& p, const Chunk& ow
   bool found = false;
   for_blocks(own, [&](u32 first) { found |= choose_scales(p, own, first); });
   __syncthreads();
-  switch (rules.way) {
-    case kFirstBits:
-      pack_blocks<kFirstBits>(p, rules, own);
-      break;
-    case kOwnDtype:
-      pack_blocks<kOwnDtype>(p, rules, own);
-      break;
-    case kCutOff:
-      pack_blocks<kCutOff>(p, rules, own);
-      break;
-    case kFewExponents:
-      pack_blocks<kFewExponents>(p, rules, own);
-      break;
-    default:
-      pack_blocks<kOfFormat>(p, rules, own);
-  }
-  pack_rest(p, rules, own);
+  pack_codes(p, rules, own);
   return found;
 }
 

@@ -208,7 +208,7 @@ class BlockExchange:
 
     def _end_where_nothing_follows(self, current: Round, last: int, last_bits: int) -> None:
         """Say with the last message of the first stage already which blocks get no second: a message less."""
-        extra_bytes = self._native.max_body_bytes(last, last_bits)
+        extra_bytes = self._native.max_body_bytes(last, last_bits, 0)
         for index in self._pacing.order:
             sent_bits = last_bits if index == last else current.sent_bits[index]
             if current.ended[index] or index in current.ending:

@@ -468,7 +468,7 @@ class SlimGC(Compressed):
             if not mode:
                 return wire.mean(sent)
             cut = Cut([(0, n)], wire.world_size, self._options["group_elements"])
-            importance = None if self._metric is None else Importance([])
+            importance = None if self._metric is None else Importance([], 0)
             self._exchanges[mode - 1].mean(wire, cut, sent, left_out=left_out, importance=importance)
             wire.communicator.run_deferred()
 

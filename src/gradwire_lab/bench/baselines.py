@@ -5,8 +5,10 @@ Each has the setting that its authors recommend where speed matters, and keeps w
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,8 @@ import numpy.typing as npt
 from gradwire.errors import InvalidArgument, Unsupported
 
 Floats = npt.NDArray[np.float32]
+# Array to message, and message to what holds the array's bytes.
+Both = tuple[Callable[[Floats], bytes], Callable[[bytes], Any]]
 
 
 @dataclass(frozen=True)
@@ -26,77 +30,63 @@ class Baseline:
     """
 
     setting: str
+    is_threaded: bool
     encode: Callable[[Floats], bytes]
     decode: Callable[[bytes], Floats]
-    is_threaded: bool = False
 
 
-def _zstd(n_threads: int) -> Baseline:
-    """What `zstd -1` runs: the reference of the tables."""
+def _zstd(n_threads: int) -> Both:
     import zstandard
 
     # 0 compresses on the calling thread; 1 would start a worker and only add its hand-over.
     compressor = zstandard.ZstdCompressor(level=1, threads=n_threads if n_threads > 1 else 0)
-    decompressor = zstandard.ZstdDecompressor()
-    return Baseline("level 1", lambda array: compressor.compress(array.data), _floats(decompressor.decompress), True)
+    return lambda array: compressor.compress(array.data), zstandard.ZstdDecompressor().decompress
 
 
-def _zlib(n_threads: int) -> Baseline:
-    import zlib
-
-    return Baseline("level 1", lambda array: zlib.compress(array.data, level=1), _floats(zlib.decompress))
-
-
-def _lz4(n_threads: int) -> Baseline:
-    """A byte matcher, which finds little in mantissas."""
+def _lz4(n_threads: int) -> Both:
     import lz4.frame as lz4
 
-    return Baseline(
-        "frame, level 0", lambda array: lz4.compress(array.data, compression_level=0), _floats(lz4.decompress)
-    )
+    return lambda array: lz4.compress(array.data, compression_level=0), lz4.decompress
 
 
-def _blosc2(n_threads: int) -> Baseline:
+def _blosc2(n_threads: int) -> Both:
     """Separates the planes of the exponent before it matches."""
     import blosc2
 
     options = {"codec": blosc2.Codec.ZSTD, "clevel": 1, "filters": [blosc2.Filter.BITSHUFFLE], "nthreads": n_threads}
-    return Baseline(
-        "bitshuffle + zstd level 1",
+    return (
         lambda array: blosc2.compress2(array, typesize=array.itemsize, **options),
-        _floats(lambda message: blosc2.decompress2(message, nthreads=n_threads)),
-        True,
+        lambda message: blosc2.decompress2(message, nthreads=n_threads),
     )
 
 
-def _zipnn(n_threads: int) -> Baseline:
+def _zipnn(n_threads: int) -> Both:
     """Huffman over the bytes of the exponent, made for models and gradients (Hershcovitch et al., 2024)."""
     import zipnn
 
     codec = zipnn.ZipNN(input_format="byte", bytearray_dtype="float32", threads=n_threads)
     # ZipNN reorders its input in place, so it gets a copy; any real user of it pays for that too.
-    return Baseline(
-        "byte input, float32", lambda array: codec.compress(array.tobytes()), _floats(codec.decompress), True
-    )
+    return lambda array: codec.compress(array.tobytes()), codec.decompress
 
 
-def _pcodec(n_threads: int) -> Baseline:
+def _pcodec(n_threads: int) -> Both:
     """A numeric codec that models columns of numbers."""
     from pcodec import ChunkConfig, standalone
 
-    return Baseline(
-        "level 1",
-        lambda array: standalone.simple_compress(array, ChunkConfig(compression_level=1)),
-        lambda message: np.asarray(standalone.simple_decompress(message), np.float32),
-    )
+    return lambda array: standalone.simple_compress(
+        array, ChunkConfig(compression_level=1)
+    ), standalone.simple_decompress
 
 
-def _floats(decompress: Callable[[bytes], bytes]) -> Callable[[bytes], Floats]:
-    return lambda message: np.frombuffer(decompress(message), np.float32)
-
-
-# A new baseline is one function and one entry here. The first is the reference of every table.
-_REGISTRY = {"zstd": _zstd, "zlib": _zlib, "lz4": _lz4, "blosc2": _blosc2, "zipnn": _zipnn, "pcodec": _pcodec}
+# name: (setting, whether threads change anything, what makes it). The first is the reference of every table: `zstd -1`.
+_REGISTRY: dict[str, tuple[str, bool, Callable[[int], Both]]] = {
+    "zstd": ("level 1", True, _zstd),
+    "zlib": ("level 1", False, lambda n_threads: (lambda array: zlib.compress(array.data, level=1), zlib.decompress)),
+    "lz4": ("frame, level 0", False, _lz4),
+    "blosc2": ("bitshuffle + zstd level 1", True, _blosc2),
+    "zipnn": ("byte input, float32", True, _zipnn),
+    "pcodec": ("level 1", False, _pcodec),
+}
 
 
 def names() -> list[str]:
@@ -108,7 +98,9 @@ def by_name(name: str, n_threads: int = 1) -> Baseline:
     """A new baseline. Raises: InvalidArgument (unknown name), Unsupported (its package is not installed)."""
     if name not in _REGISTRY:
         raise InvalidArgument(f"no baseline is called {name!r}; there are: {', '.join(names())}")
+    setting, is_threaded, make = _REGISTRY[name]
     try:
-        return _REGISTRY[name](n_threads)
+        encode, decode = make(n_threads)
     except ImportError as error:
         raise Unsupported(f"baseline {name!r}: {error}; pip install 'gradwire[bench]'") from error
+    return Baseline(setting, is_threaded, encode, lambda message: np.frombuffer(decode(message), np.float32))

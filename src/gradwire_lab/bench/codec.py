@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from gradwire_lab.bench.codec_methods import TimedMethod
 from gradwire_lab.bench.launching import write_results
 from gradwire_lab.bench.level_rule import entropy_bits, exponent_histogram
 from gradwire_lab.bench.measures.gradient_files import gradient_file
-from gradwire_lab.bench.timing import Task, Timing, threads, time_interleaved
+from gradwire_lab.bench.timing import Task, threads, time_interleaved
 from gradwire_lab.results.experiment import Column, Table
 from gradwire_lab.results.grids import tabulate
 from gradwire_lab.results.tables import Grid, print_grid
@@ -60,55 +60,45 @@ def measure(file: GradientFile, names: Sequence[str], n_threads: int, n_rounds: 
         timings = time_interleaved(tasks, n_rounds, what=f"{file.name}, samples")
     entropy = entropy_bits(exponent_histogram(file.gradient))
     records = []
-    for name in names:
-        if name in running:
-            encode, decode = timings[f"{name} encode"], timings[f"{name} decode"]
-            record = _record(running[name], encode, decode)
-            record["exponent_entropy_bits"] = entropy
-            share = running[name].n_bytes / file.gradient.nbytes  # bytes a second, not values
-            record["encode_vs_zstd"] = share * timings[f"{REFERENCE} encode"].median_s / encode.median_s
-            record["decode_vs_zstd"] = share * timings[f"{REFERENCE} decode"].median_s / decode.median_s
-            records.append(record)
+    for name, method in ((name, running[name]) for name in names if name in running):
+        n_bytes = method.n_bytes
+        record: dict[str, Any] = {
+            "codec": method.spec,
+            "gradients": method.file.name,
+            "threads": n_threads,
+            "setting": method.setting,
+            "importance": method.importance,
+            "n_elements": method.file.gradient.size,
+            "n_bytes": n_bytes,
+            "encoded_bytes": method.encoded_bytes,
+            "ratio": method.encoded_bytes / n_bytes,
+            "exponent_bits": method.exponent_bits(),
+            "exponent_entropy_bits": entropy,
+            "bound_bytes": method.bound_bytes(),
+            "verified": method.guarantee,
+        }
+        for way in ("encode", "decode"):
+            timing, reference = timings[f"{name} {way}"], timings[f"{REFERENCE} {way}"]
+            ends = ("", timing.median_s), ("_low", timing.high_s), ("_high", timing.low_s)  # the slow end of the times
+            record |= {f"{way}_gb_per_s{end}": n_bytes / seconds / 1e9 for end, seconds in ends}
+            # Bytes a second, not values.
+            record[f"{way}_vs_zstd"] = n_bytes / file.gradient.nbytes * reference.median_s / timing.median_s
+            record["n_samples"] = timing.n_samples
+        records.append(record)
     return records
 
 
-def _start(file: GradientFile, names: Sequence[str] | dict[str, None], n_threads: int) -> dict[str, TimedMethod]:
+def _start(file: GradientFile, names: Iterable[str], n_threads: int) -> dict[str, TimedMethod]:
     running: dict[str, TimedMethod] = {}
     for name in names:
         try:
-            method = codec_methods.by_spec(name, file, n_threads)
+            if method := codec_methods.by_spec(name, file, n_threads):
+                running[name] = method
         except Unsupported as error:
             if name == REFERENCE:
                 raise
             print(f"left out: {error}", file=sys.stderr)
-            continue
-        if method is not None:
-            running[name] = method
     return running
-
-
-def _record(method: TimedMethod, encode: Timing, decode: Timing) -> dict[str, Any]:
-    n_bytes = method.n_bytes
-    record: dict[str, Any] = {
-        "codec": method.spec,
-        "gradients": method.file.name,
-        "threads": method.n_threads,
-        "setting": method.setting,
-        "importance": method.importance,
-        "n_elements": method.file.gradient.size,
-        "n_bytes": n_bytes,
-        "encoded_bytes": method.encoded_bytes,
-        "ratio": method.encoded_bytes / n_bytes,
-        "exponent_bits": method.exponent_bits(),
-        "bound_bytes": method.bound_bytes(),
-        "verified": method.guarantee,
-        "n_samples": encode.n_samples,
-    }
-    for way, timing in (("encode", encode), ("decode", decode)):
-        record[f"{way}_gb_per_s"] = n_bytes / timing.median_s / 1e9
-        record[f"{way}_gb_per_s_low"] = n_bytes / timing.high_s / 1e9  # quartiles: the slow end of the times
-        record[f"{way}_gb_per_s_high"] = n_bytes / timing.low_s / 1e9
-    return record
 
 
 def make_grid(file: GradientFile, n_threads: int, records: Sequence[dict[str, Any]]) -> Grid:
@@ -116,16 +106,14 @@ def make_grid(file: GradientFile, n_threads: int, records: Sequence[dict[str, An
     entropy = entropy_bits(exponent_histogram(file.gradient))
     columns = [Column("ratio", form=".4f")]
     for way in ("encode", "decode"):
-        columns += [
-            Column(f"{way}_gb_per_s", f"{way} GB/s", form=".2f", spread=True),
-            Column(f"{way}_vs_zstd", "x", form=".1f"),
-        ]
+        speed = Column(f"{way}_gb_per_s", f"{way} GB/s", form=".2f", spread=True)
+        columns += [speed, Column(f"{way}_vs_zstd", "x", form=".1f")]
     columns += [Column("over_bound", "over bound, %", 100, "+.2f"), Column("exponent_bits", form=".3f")]
     columns += [Column("setting"), Column("verified")]
-    shown = []
-    for record in sorted(records, key=lambda record: record["ratio"]):
-        bound = record["bound_bytes"]
-        shown.append({**record, "over_bound": record["encoded_bytes"] / bound - 1 if bound else None})
+    shown = [
+        {**one, "over_bound": one["encoded_bytes"] / one["bound_bytes"] - 1 if one["bound_bytes"] else None}
+        for one in sorted(records, key=lambda one: float(one["ratio"]))
+    ]
     size = f"{file.gradient.size:,} values, {n_threads} thread{'s' if n_threads > 1 else ''}"
     title = f"{file.name}: {size}; exponent entropy {entropy:.3f} bits"
     caption = (

@@ -17,8 +17,7 @@ from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 from gradwire_lab.bench import baselines
-from gradwire_lab.bench.level_rule import allowed_scale, entropy_bits, exponent_histogram
-from gradwire_lab.bench.live_optimizer import make_optimizer
+from gradwire_lab.bench.level_rule import allowed_scale, entropy_bits, exponent_histogram, make_optimizer
 from gradwire_lab.workloads.gradients import FloatArray, GradientFile
 
 # Every lane of a buffer that a decoder is to fill, so that one that leaves it alone is found out.
@@ -28,14 +27,9 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _MANTISSA_BITS}
 # What `all` means beside every codec and baseline with its own defaults: GComp as published, its other modes, dtypes and cap,
 # and its table before training.
 _VARIANTS = (
-    "gcomp:format=1",
-    "gcomp:importance=none",
-    "gcomp:importance=uniform,bits=10",
-    "gcomp:bits=14",
-    "gcomp:dtype=bfloat16",
-    "gcomp:dtype=float16",
-    "gcomp:table=prior",
-)
+    "gcomp:format=1 gcomp:importance=none gcomp:importance=uniform,bits=10 gcomp:bits=14 gcomp:dtype=bfloat16 "
+    "gcomp:dtype=float16 gcomp:table=prior"
+).split()
 
 
 class TimedMethod(ABC):
@@ -54,8 +48,8 @@ class TimedMethod(ABC):
     importance: str = ""
     guarantee: str = "bits"
 
-    def __init__(self, file: GradientFile, n_threads: int) -> None:
-        self.file, self.n_threads = file, n_threads
+    def __init__(self, file: GradientFile) -> None:
+        self.file = file
         self.n_bytes, self.encoded_bytes = file.gradient.nbytes, 0
 
     @abstractmethod
@@ -92,7 +86,7 @@ class TimedMethod(ABC):
     def complain(self, is_wrong: np.ndarray) -> None:
         """Raises: CorruptMessage where any value `is_wrong`."""
         if is_wrong.any():
-            first = int(np.flatnonzero(is_wrong)[0])
+            first = int(is_wrong.argmax())
             raise CorruptMessage(
                 f"{self.name}: {int(is_wrong.sum())} of {is_wrong.size} values of {self.file.name} break its promise "
                 f"({self.guarantee}); the first is element {first}: {self.file.gradient[first]!r} came back as "
@@ -103,11 +97,9 @@ class TimedMethod(ABC):
 class BaselineMethod(TimedMethod):
     """A baseline: bytes in, bytes out, allocated by the package as for any of its users."""
 
-    def __init__(self, name: str, file: GradientFile, n_threads: int) -> None:
-        super().__init__(file, n_threads)
-        self.name = name
-        self._baseline = baselines.by_name(name, n_threads)
-        self.setting, self.is_threaded = self._baseline.setting, self._baseline.is_threaded
+    def __init__(self, name: str, baseline: baselines.Baseline, file: GradientFile) -> None:
+        super().__init__(file)
+        self.name, self.setting, self._baseline = name, baseline.setting, baseline
         self._message = b""
         self._values = np.zeros(0, np.float32)
 
@@ -129,9 +121,9 @@ class CodecMethod(TimedMethod):
     """A codec of gradwire's registry, which says nothing of its loss: equal messages must give equal values."""
 
     def __init__(
-        self, name: str, options: dict[str, Any], file: GradientFile, n_threads: int, dtype: torch.dtype = torch.float32
+        self, name: str, options: dict[str, Any], file: GradientFile, dtype: torch.dtype = torch.float32
     ) -> None:
-        super().__init__(file, n_threads)
+        super().__init__(file)
         self.name = name
         self.codec = codecs.by_name(name.removeprefix("gradwire:"), **options)
         self.setting = ", ".join(f"{key} {value}" for key, value in options.items()) or "default"
@@ -181,8 +173,8 @@ class GCompMethod(CodecMethod):
 
     codec: GCompCodec
 
-    def __init__(self, name: str, options: dict[str, Any], file: GradientFile, n_threads: int) -> None:
-        options_given, options = options, dict(options)
+    def __init__(self, name: str, given: dict[str, Any], file: GradientFile) -> None:
+        options = dict(given)
         table, dtype_name = options.pop("table", "fitted"), options.pop("dtype", "float32")
         if table not in ("fitted", "prior"):
             raise InvalidArgument(f"table={table}: expected fitted or prior")
@@ -200,12 +192,11 @@ class GCompMethod(CodecMethod):
             if name == "gcomp":
                 options.setdefault("rounding", "truncate")
         self.tolerance = float(options.pop("tolerance", 1.0))
-        super().__init__(name, options, _rounded_file(file, dtype), n_threads, dtype)
+        super().__init__(name, options, _rounded_file(file, dtype), dtype)
         self.importance = self.codec.importance + (f" {self.codec.bits}" if self.codec.bits is not None else "")
-        self.setting = f"{self.importance}, format {self.codec.format}, {table} table"
-        if dtype is not torch.float32:
-            self.setting += f", {dtype_name}"
-        if "importance" in options_given:
+        short = "" if dtype is torch.float32 else f", {dtype_name}"
+        self.setting = f"{self.importance}, format {self.codec.format}, {table} table{short}"
+        if "importance" in given:
             self.importance = ""  # the name says it already
         if table == "fitted":
             counts = torch.from_numpy(exponent_histogram(self.file.gradient))
@@ -218,9 +209,8 @@ class GCompMethod(CodecMethod):
             self._parameter: torch.Tensor = optimizer.param_groups[0]["params"][0]
             self._metric = QuantisationMetric(optimizer, 1, promise)
             self._importance_bytes = torch.empty(file.gradient.size, dtype=torch.uint8)
-        self.guarantee = {"paper": "distance by the rule", "none": "bits", "uniform": "rounding"}.get(
-            self.codec.importance, "truncation"
-        )
+        guarantees = {"paper": "distance by the rule", "none": "bits", "uniform": "rounding"}
+        self.guarantee = guarantees.get(self.codec.importance, "truncation")
         self._allowed = self._make_bound()
 
     def encode(self) -> None:
@@ -297,7 +287,7 @@ def choose_specs(asked: Sequence[str]) -> list[str]:
     for spec in asked:
         if _split(spec)[0] not in ("all", *names()):
             raise InvalidArgument(f"no codec or baseline is called {spec!r}; there are: all, {', '.join(names())}")
-    everything = [*names(), *(spec for spec in _VARIANTS if _split(spec)[0] in codecs.names())]
+    everything = [*names(), *_VARIANTS]
     return list(dict.fromkeys(one for spec in asked for one in (everything if spec == "all" else [spec])))
 
 
@@ -305,15 +295,15 @@ def by_spec(spec: str, file: GradientFile, n_threads: int) -> TimedMethod | None
     """A method, or None where it cannot use `n_threads` threads. Raises: InvalidArgument (unknown name, option)."""
     name, options = _split(spec)
     method: TimedMethod
-    if name in baselines.names():
-        if options:
-            raise InvalidArgument(f"{spec}: baselines take no options")
-        method = BaselineMethod(name, file, n_threads)
-        if n_threads > 1 and not method.is_threaded:
-            return None
+    if name not in baselines.names():
+        method = (GCompMethod if name in ("gcomp", "truncate") else CodecMethod)(name, options, file)
+    elif options:
+        raise InvalidArgument(f"{spec}: baselines take no options")
     else:
-        made = GCompMethod if name in ("gcomp", "truncate") else CodecMethod
-        method = made(name, options, file, n_threads)
+        baseline = baselines.by_name(name, n_threads)
+        if n_threads > 1 and not baseline.is_threaded:
+            return None
+        method = BaselineMethod(name, baseline, file)
     method.spec = spec
     return method
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -17,15 +17,13 @@ from gradwire.registry import parse_spec
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.wire import HostWire
-from gradwire_lab.bench.live_optimizer import make_optimizer
+from gradwire_lab.bench.driver import RankMethod
+from gradwire_lab.bench.level_rule import make_optimizer
 from gradwire_lab.switch import Switch
 from gradwire_lab.workloads.gradients import OptimizerState
 
 BASELINES = ("ddp", "ddp-bf16")
-# Measured when asked for by name: they need a switch beside the ranks.
-IN_NETWORK = ("dense-switch",)
-BY_NAME_ONLY = ("two-level", *IN_NETWORK)  # `all` does not mean them: they need a switch, or several ranks a node
-
+BY_NAME_ONLY = ("two-level", "dense-switch")  # `all` does not mean them: they need several ranks a node, or a switch
 
 # Values in a sum of the dense switch: while one is on its way the next is scaled. 16 MB are 0.6 s at 200 Mb/s, a round trip a
 # thousandth.
@@ -33,8 +31,8 @@ _BLOCK_ELEMENTS = 1 << 22
 _NOT_FINITE = 1 << 20  # above every exponent of float32
 
 
-class TimedReducer(ABC):
-    """One way to replace a tensor by its mean over the ranks: a `RankMethod` of the driver.
+class TimedReducer(RankMethod):
+    """One way to replace a tensor by its mean over the ranks.
 
     Attributes:
         gradient, buffer: (n,) float32: what a step reduces, and where; given by whoever times it.
@@ -43,13 +41,11 @@ class TimedReducer(ABC):
 
     gradient: torch.Tensor
     buffer: torch.Tensor
+    period = 1
 
     def __init__(self, name: str, options: dict[str, Any] | None = None) -> None:
-        self.name = name
-        self.options = options or {}
+        self.name, self.options, self.times = name, options or {}, []
         self.sent_bytes = 0  # by this rank, so far
-        self.period = 1
-        self.times: list[float] = []
         self._filling_s = 0.0
 
     def step(self) -> None:
@@ -62,15 +58,9 @@ class TimedReducer(ABC):
         self.times.append(time.perf_counter() - started)
         self.finish_step()
 
-    def finish_turn(self) -> None:
-        """Nothing was put off."""
-
     def stats(self) -> dict[str, float]:
         """`filling_s`: processor time that is none of the reduction's."""
         return {"sent_bytes": float(self.sent_bytes), "filling_s": self._filling_s}
-
-    def check(self) -> None:
-        """Results are judged beside the exact mean, which is the benchmark's."""
 
     @abstractmethod
     def reduce(self, buffer: torch.Tensor) -> None:
@@ -79,9 +69,6 @@ class TimedReducer(ABC):
     def finish_step(self) -> None:
         """What follows a reduction off the clock."""
 
-    def close(self) -> None:
-        """Let go of everything. Collective."""
-
 
 class BackendReducer(TimedReducer):
     """torch.distributed's own all-reduce, as DDP without a hook calls it: divide, then sum.
@@ -89,16 +76,11 @@ class BackendReducer(TimedReducer):
     The backend does not say what it sends; counted are the bytes of a ring, which Gloo's algorithm is.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._dtype = torch.bfloat16 if name == "ddp-bf16" else torch.float32
-
     def reduce(self, buffer: torch.Tensor) -> None:
-        world_size = dist.get_world_size()
-        message = buffer.to(self._dtype)  # no copy for float32
-        message.div_(world_size)
+        message = buffer.bfloat16() if self.name == "ddp-bf16" else buffer
+        message.div_(dist.get_world_size())
         dist.all_reduce(message)
-        self.sent_bytes += ring_bytes(message.numel() * message.element_size(), world_size)
+        self.sent_bytes += ring_bytes(message.nbytes, dist.get_world_size())
         if message is not buffer:
             buffer.copy_(message)
 
@@ -112,13 +94,8 @@ class SchemeReducer(TimedReducer):
         names = {"gradient": optimizer.param_groups[0]["params"][0]} if optimizer is not None else {}
         self._reducer = Reducer(make_scheme(name, options), names=names, optimizer=optimizer)
         self._slots = list(self._reducer.slots.values())
-        if name == "periodic":  # it communicates in one call of `every`
-            self.period = int(self.scheme.configuration["every"])
-
-    @property
-    def scheme(self) -> schemes.Scheme:
-        """The one at work."""
-        return self._reducer.scheme
+        # `periodic` communicates in one call of `every`.
+        self.period = int(self._reducer.scheme.configuration["every"]) if name == "periodic" else 1
 
     def reduce(self, buffer: torch.Tensor) -> None:
         self._reducer.reduce(buffer, self._slots, [0] * len(self._slots), 0, True).wait()
@@ -140,22 +117,20 @@ class DenseSwitchReducer(TimedReducer):
     When not to use this: in training. It keeps as many bits as the largest value of all leaves, and has no fallback.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self) -> None:
         super().__init__("dense-switch")
-        self._communicator, self._wire = communicator, HostWire(communicator)
-        self._recorder = Recorder(communicator.rank, communicator.world_size)
+        self._communicator = Communicator()
+        self._wire = HostWire(self._communicator)
+        self._recorder = Recorder(self._communicator.rank, self._communicator.world_size)
         self._aggregator = Switch()
-        self._aggregator.bind(communicator, self._recorder)
-        self._step = 0
+        self._aggregator.bind(self._communicator, self._recorder)
 
     def reduce(self, buffer: torch.Tensor) -> None:
-        self._wire.record = self._recorder.open_bucket(self._step, 0, buffer.numel() * buffer.element_size())
+        self._wire.record = self._recorder.open_bucket(len(self.times), 0, buffer.nbytes)
         self._communicator.submit(self._reduce_on_lane, buffer).wait()
         self._recorder.close_bucket(self._wire.record)
 
     def _reduce_on_lane(self, buffer: torch.Tensor) -> None:
-        if buffer.numel() == 0:
-            return
         largest = max(-float(buffer.min()), float(buffer.max()))
         # A value below 2^e; a sum of N below 2^(e + ceil(log2 N)), which must stay below 2^31.
         exponent = math.frexp(largest)[1] if math.isfinite(largest) else _NOT_FINITE
@@ -176,20 +151,20 @@ class DenseSwitchReducer(TimedReducer):
             buffer[block].copy_(integers[block]).mul_(quantum / self._communicator.world_size)
 
     def finish_step(self) -> None:
-        self.sent_bytes += self._recorder.close_step(self._step, 0).bytes_sent
-        self._step += 1
+        self.sent_bytes += self._recorder.close_step(len(self.times) - 1, 0).bytes_sent
 
     def close(self) -> None:
         self._aggregator.close()
+        self._communicator.close()
 
 
-def make_reducer(spec: str, communicator: Communicator, state: OptimizerState | None, n_elements: int) -> TimedReducer:
+def make_reducer(spec: str, state: OptimizerState | None, n_elements: int) -> TimedReducer:
     """A baseline or a scheme from its spec. Raises: InvalidArgument."""
     name, options = parse_spec(spec)
     if name in BASELINES:
         return BackendReducer(name)
-    if name in IN_NETWORK:
-        return DenseSwitchReducer(communicator)
+    if name == "dense-switch":
+        return DenseSwitchReducer()
     if name == "gcomp" and state is None:
         # Its default reads an optimizer; a gradient without one can still be sent without loss.
         options = {"importance": "none", **options}
@@ -207,7 +182,5 @@ def make_scheme(name: str, options: dict[str, Any]) -> schemes.Scheme:
 
 def names() -> list[str]:
     """The baselines, then every scheme of the registry that reduces without a model around it."""
-    return [
-        *BASELINES,
-        *(name for name in schemes.names() if not (schemes.owns_step(name) or schemes.needs_momenta(name))),
-    ]
+    alone = [name for name in schemes.names() if not (schemes.owns_step(name) or schemes.needs_momenta(name))]
+    return [*BASELINES, *alone]

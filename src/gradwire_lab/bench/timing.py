@@ -47,6 +47,10 @@ class Timing:
             low, _, high = statistics.quantiles(samples_s, n=4, method="inclusive")
         return Timing(statistics.median(samples_s), low, high, len(samples_s), n_repeats)
 
+    def fields(self, name: str, scale: float = 1.0) -> dict[str, float]:
+        """For a record: `name`, and its quartiles as `name_low` and `name_high`."""
+        return {name: self.median_s * scale, f"{name}_low": self.low_s * scale, f"{name}_high": self.high_s * scale}
+
 
 def time_interleaved(
     tasks: Mapping[str, Task],

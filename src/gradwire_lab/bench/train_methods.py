@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ import gradwire
 from gradwire import codecs, schemes
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.registry import parse_spec
+from gradwire.schemes.aqgb.overlap import Interval, length_s, overlap_s, without
+from gradwire.telemetry.recorder import BucketRecord, StepRecord
 from gradwire.wire.communicator import ring_bytes
 from gradwire_lab.bench import training_thread
-from gradwire_lab.bench.overlap import Timeline
+from gradwire_lab.bench.driver import RankMethod
 from gradwire_lab.bench.reducers import make_scheme
 from gradwire_lab.training import torch_hooks
 from gradwire_lab.workloads import Workload
@@ -62,9 +65,75 @@ class StepTimes:
         return self.local_s + self.waiting_s + self.update_s
 
 
-class TrainMethod:
-    """A model of its own in training, a `RankMethod` of the driver; methods of one run start from the same weights and see the
-    same batches.
+_CODEC_KINDS = ("encode", "decode", "importance", "table")
+
+
+@dataclass
+class Timeline:
+    """What of communication and codec work hides behind computation (SlimGC, Fig. 13); a sink of gradwire's recorder.
+
+    Attributes: intervals on `time.perf_counter`, in seconds; they may overlap.
+        computing: forward and backward passes, up to the last gradient.
+        waiting: from there to the end of the optimizer's step.
+        communicating: time in which this rank waited for messages or a collective was under way.
+        training_codec, other_codec: codec work on the training thread, and on others beside it.
+    """
+
+    wants_spans = True
+
+    computing: list[Interval] = field(default_factory=list)
+    waiting: list[Interval] = field(default_factory=list)
+    communicating: list[Interval] = field(default_factory=list)
+    training_codec: list[Interval] = field(default_factory=list)
+    other_codec: list[Interval] = field(default_factory=list)
+    training_thread: int = field(default_factory=threading.get_ident)
+
+    def note_step(self, started_s: float, last_gradient_s: float, ended_s: float) -> None:
+        """One step of the training thread."""
+        self.computing.append((started_s, max(started_s, last_gradient_s)))
+        self.waiting.append((max(started_s, last_gradient_s), ended_s))
+
+    def extend_last(self, ended_s: float) -> None:
+        """The last step's work went on until then: what had been put off was done."""
+        self.waiting[-1] = (self.waiting[-1][0], ended_s)
+
+    def write_step(self, step_record: StepRecord, bucket_records: Sequence[BucketRecord]) -> None:
+        """Keep the spans of a closed step."""
+        self.add(bucket_records)
+
+    def add(self, bucket_records: Iterable[BucketRecord]) -> None:
+        """Keep the spans of these buckets."""
+        for span in (span for record in bucket_records for span in record.spans or ()):
+            interval = (span.start_ns / 1e9, span.end_ns / 1e9)
+            if span.kind == "communicate":
+                self.communicating.append(interval)
+            elif span.kind in _CODEC_KINDS:
+                is_training = span.thread == self.training_thread
+                (self.training_codec if is_training else self.other_codec).append(interval)
+
+    def close(self) -> None:
+        """Nothing is left to write."""
+
+    def measure(self, since_s: float, until_s: float) -> dict[str, float]:
+        """Sums over the steps that began in [since_s, until_s), in seconds.
+
+        Returns:
+            overlap_s: computation and communication at once. Codec work on the training thread is not computation.
+            exposed_codec_s: codec work that training stood still for: all of it on the training thread; of the rest what
+                fell after a step's last gradient.
+        """
+        computing, waiting, training_codec = (
+            [interval for interval in intervals if since_s <= interval[0] < until_s]
+            for intervals in (self.computing, self.waiting, self.training_codec)
+        )
+        return {
+            "overlap_s": overlap_s(without(computing, training_codec), self.communicating),
+            "exposed_codec_s": length_s(training_codec) + overlap_s(waiting, self.other_codec),
+        }
+
+
+class TrainMethod(RankMethod):
+    """A model of its own in training; methods of one run start from the same weights and see the same batches.
 
     Args:
         has_timeline: keep what `overlap` tells.
@@ -85,19 +154,19 @@ class TrainMethod:
         self._model: Any = self._shard(module) if self.name in SHARDED else self._replicate(module)
         self._optimizers = workload.build_optimizers(self._model)
         self._schedulers = workload.build_schedulers(self._optimizers)
-        self.attachment = None
+        self.attachment: gradwire.Attachment | None = None
         self._quantiser: training_thread.TrainingThreadQuantiser | None = None
         self._timeline = Timeline() if has_timeline else None
         self._baseline_bytes: Callable[[], float] = lambda: 0.0
+        self._owns_step, self.settling_steps = False, 0
         if self.name in BASELINES:
             self._register_baseline()
         else:
             self.attachment = self._attach()
+            self._owns_step = self.attachment.scheme.owns_step
+            self.settling_steps = self.attachment.scheme.settling_steps
             if self._timeline is not None:
                 self.attachment.recorder.add_sink(self._timeline)
-        self._owns_step = self.attachment is not None and self.attachment.scheme.owns_step
-        self.settling_steps = 0 if self.attachment is None else self.attachment.scheme.settling_steps
-        self._steps = 0
         self.losses: list[float] = []
         self.times: list[StepTimes] = []
 
@@ -107,12 +176,12 @@ class TrainMethod:
             for parameter in module.parameters()
             if parameter.requires_grad
         ]
-        ddp_options = self._workload.ddp_options()
+        ddp_options, whole_mb = self._workload.ddp_options(), 1 + 4 * self.n_parameters // (1 << 20)
         if self.name in torch_hooks.ONE_BUCKET:
-            ddp_options["bucket_cap_mb"] = self._whole_model_mb()
+            ddp_options["bucket_cap_mb"] = whole_mb
         elif "bucket_mb" in self.options:
             # The least that DDP takes for a size still lets no two tensors share a bucket.
-            ddp_options["bucket_cap_mb"] = min(max(float(self.options["bucket_mb"]), 1e-6), self._whole_model_mb())
+            ddp_options["bucket_cap_mb"] = min(max(float(self.options["bucket_mb"]), 1e-6), whole_mb)
         return DistributedDataParallel(module, **ddp_options)
 
     def _shard(self, module: nn.Module) -> nn.Module:
@@ -126,37 +195,31 @@ class TrainMethod:
         dtypes: dict[str, Any] = {
             f"{key}_dtype": _DTYPES[self.options[key]] for key in _PRECISION if key in self.options
         }
-        for one in list(module.modules()):
-            if isinstance(one, nn.ModuleList | nn.Sequential):
-                for block in one:
-                    if any(True for _ in block.parameters()):
-                        self._n_in_blocks += sum(parameter.numel() for parameter in block.parameters())
-                        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
+        lists = [one for one in list(module.modules()) if isinstance(one, nn.ModuleList | nn.Sequential)]
+        for block in (block for one in lists for block in one):
+            if n_elements := sum(parameter.numel() for parameter in block.parameters()):
+                self._n_in_blocks += n_elements
+                fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
         dtypes |= {"output_dtype": torch.float32} if dtypes else {}
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))  # in place
         return module
 
     def _attach(self) -> gradwire.Attachment:
-        if self.name != "fsdp2-shards":
-            return gradwire.attach(self._model, self._optimizers, self._make_scheme())
-        scheme = {key: value for key, value in self.options.items() if key not in ("gradients", "weights", *_PRECISION)}
-        name, weights = self.options.get("gradients", "gcomp"), self.options.get("weights")
-        return gradwire.attach(self._model, self._optimizers, name, weights=weights, **scheme)
-
-    def _make_scheme(self) -> schemes.Scheme:
         # DDP's bucket size is no option of the scheme's; schemes that work by block want buckets no larger than blocks.
-        options = {k: v for k, v in self.options.items() if k != "bucket_mb"}
-        if self.name == "fsdp2":
-            return make_scheme(options.pop("scheme", "plain"), options)
-        return make_scheme(self.name, options)
+        options = {key: value for key, value in self.options.items() if key != "bucket_mb"}
+        if self.name == "fsdp2-shards":
+            options = {key: value for key, value in options.items() if key not in _PRECISION}
+            name, weights = options.pop("gradients", "gcomp"), options.pop("weights", None)
+            return gradwire.attach(self._model, self._optimizers, name, weights=weights, **options)
+        name = options.pop("scheme", "plain") if self.name == "fsdp2" else self.name
+        return gradwire.attach(self._model, self._optimizers, make_scheme(name, options))
 
     def step(self) -> None:
         """One training step; its times and loss are kept."""
-        batch = self._workload.batch_at(
-            self._steps, self._rank, self._world_size, self._workload.batch_size, self._seed
-        )
+        number = len(self.times)
+        batch = self._workload.batch_at(number, self._rank, self._world_size, self._workload.batch_size, self._seed)
         # Dropout must not depend on which methods ran before.
-        torch.manual_seed((self._seed * 1_000_003 + self._steps) * 1_009 + self._rank)
+        torch.manual_seed((self._seed * 1_000_003 + number) * 1_009 + self._rank)
         started = time.perf_counter()
         self._model.zero_grad(set_to_none=True)
         loss = self._workload.loss(self._model, batch)
@@ -166,19 +229,17 @@ class TrainMethod:
         for one in steps:
             one.step()
         ended = time.perf_counter()
-        if self._timeline is not None:
-            self._timeline.note_step(started, self._last_gradient_s or reduced, ended)
         # Behind FSDP2 nobody says when a gradient is there: what communication was not hidden stays in `local_s`.
         last_gradient_s = self._last_gradient_s or reduced
-        waiting_s = reduced - last_gradient_s
-        local_s = last_gradient_s - started
+        if self._timeline is not None:
+            self._timeline.note_step(started, last_gradient_s, ended)
+        waiting_s, local_s = reduced - last_gradient_s, last_gradient_s - started
         if self.attachment is not None and self._owns_step:
             # The forward pass, too, stood still for blocks of the step before.
             forward_wait_s = max(0.0, self.attachment.recorder.steps[-1].exposed_ns / 1e9 - waiting_s)
             local_s, waiting_s = local_s - forward_wait_s, waiting_s + forward_wait_s
         self.times.append(StepTimes(local_s, waiting_s, ended - reduced))
         self.losses.append(self._workload.reported_loss(loss))
-        self._steps += 1
 
     def own_stats(self) -> dict[str, Any]:
         """gradwire's own figures; empty for a baseline."""
@@ -197,30 +258,20 @@ class TrainMethod:
 
     def check(self) -> None:
         """Raises: GradwireError if the scheme is still measuring after its `settling_steps`."""
-        if self.attachment is None:
-            return
-        self.attachment.stats()  # waits for what is under way
-        if not self.attachment.scheme.is_settled:
+        self.own_stats()  # waits for what is under way
+        if self.attachment is not None and not self.attachment.scheme.is_settled:
             raise GradwireError(
-                f"{self.name} still measures after {self._steps} steps, and what it does now is not what it will do: "
+                f"{self.name} still measures after {len(self.times)} steps, and what it does now is not what it will do: "
                 "raise --warmup"
             )
 
     def overlap(self, since_s: float, until_s: float) -> dict[str, float] | None:
         """`Timeline.measure` of the steps begun between these moments; None without a timeline, or a count of spans."""
-        timeline = self._timeline
-        if timeline is None or (self.attachment is None and self._quantiser is None):
+        if self._timeline is None or (self.attachment is None and self._quantiser is None):
             return None
-        measured = Timeline(
-            timeline.computing, timeline.waiting, list(timeline.communicating), list(timeline.training_codec),
-            list(timeline.other_codec), timeline.training_thread,
-        )  # fmt: skip
         if self.attachment is not None:
-            measured.add(self.attachment.recorder.unsummed_buckets())
-        if self._quantiser is not None:
-            measured.communicating += self._quantiser.communicate_spans
-            measured.training_codec += self._quantiser.codec_spans
-        return measured.measure(since_s, until_s)
+            self._timeline.add(self.attachment.recorder.unsummed_buckets())
+        return self._timeline.measure(since_s, until_s)
 
     def _note_gradient(self, _: torch.Tensor) -> None:
         # Runs when a gradient is in `.grad` and before DDP's reducer hears of it: the last call of a step is the end of
@@ -234,9 +285,8 @@ class TrainMethod:
         where a hook tells: `codec_s`, of encoding, decoding and what they need, and of these `decode_s`, which grows with the
         messages received, the rest with those sent.
         """
-        if self.attachment is not None:
-            own = self.attachment.stats()
-            codec_s = sum(own[f"{kind}_s"] for kind in ("encode", "decode", "importance", "table"))
+        if own := self.own_stats():
+            codec_s = sum(own[f"{kind}_s"] for kind in _CODEC_KINDS)
             return {
                 "sent_bytes": float(own["bytes_sent"]),
                 "codec_s": float(codec_s),
@@ -248,10 +298,6 @@ class TrainMethod:
             return {**sent, "codec_s": encode_s + decode_s, "decode_s": decode_s}
         return {**sent, "codec_s": 0.0, "decode_s": 0.0} if self.name == "ddp" else sent
 
-    def memory_bytes(self) -> int:
-        """What it holds on one rank: parameters, gradients, buckets, two optimizer moments, and a scratch."""
-        return 6 * 4 * self.n_parameters
-
     def close(self) -> None:
         """Let gradwire go, and the model: autograd holds its hooks where the garbage collector does not look. Collective."""
         for hook in self._hooks:
@@ -261,29 +307,30 @@ class TrainMethod:
 
     def _register_baseline(self) -> None:
         """The hook of a baseline, and what it must send so far: `_baseline_bytes`."""
-        model, n_elements, world_size = self._model, self.n_parameters, self._world_size
+        n_elements, world_size = self.n_parameters, self._world_size
         if self.name == "hsdp":
             n_nodes, n_shard = world_size // ranks_per_node(), -(-n_elements // ranks_per_node())
-            self._baseline_bytes = lambda: float(self._steps * ring_bytes(4 * n_shard, n_nodes))
+            self._baseline_bytes = lambda: float(len(self.times) * ring_bytes(4 * n_shard, n_nodes))
         elif self.name == "fully-shard":
             weight, gradient = (_DTYPES[self.options.get(key, "float32")].itemsize for key in _PRECISION)
             # A block's weights are gathered for both passes, those of the whole for one.
             n_bytes = weight * (n_elements + self._n_in_blocks) + gradient * n_elements
-            self._baseline_bytes = lambda: float(self._steps * (world_size - 1) * n_bytes / world_size)
+            self._baseline_bytes = lambda: float(len(self.times) * (world_size - 1) * n_bytes / world_size)
         elif self.name in TRAINING_THREAD:
-            quantiser = training_thread.TrainingThreadQuantiser(
-                training_thread.CODECS[self.name](**self.options), getattr(model.module, "occupy", None)
+            codec = training_thread.CODECS[self.name](**self.options)
+            self._quantiser = quantiser = training_thread.TrainingThreadQuantiser(
+                codec, getattr(self._model.module, "occupy", None)
             )
-            quantiser.register(model)
-            self._quantiser, self._baseline_bytes = quantiser, lambda: float(quantiser.sent_bytes)
+            quantiser.register(self._model)
+            self._baseline_bytes = lambda: float(quantiser.sent_bytes)
+            if self._timeline is not None:
+                self._timeline.communicating = quantiser.communicate_spans
+                self._timeline.training_codec = quantiser.codec_spans
         else:
             defaults = _POWER_SGD if self.name == "ddp-powersgd" else {}
             hook = torch_hooks.TorchHook(self.name, {**defaults, **self.options})
-            hook.register(model)
-            self._baseline_bytes = lambda: hook.sent_bytes(self._steps)
-
-    def _whole_model_mb(self) -> int:
-        return 1 + 4 * self.n_parameters // (1 << 20)
+            hook.register(self._model)
+            self._baseline_bytes = lambda: hook.sent_bytes(len(self.times))
 
 
 def ranks_per_node() -> int:

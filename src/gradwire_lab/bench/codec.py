@@ -15,7 +15,7 @@ from gradwire_lab.bench import codec_methods
 from gradwire_lab.bench.codec_methods import TimedMethod
 from gradwire_lab.bench.launching import write_results
 from gradwire_lab.bench.level_rule import entropy_bits, exponent_histogram
-from gradwire_lab.bench.measures.gradient_files import gradient_file
+from gradwire_lab.bench.measures.gradients import gradient_file
 from gradwire_lab.bench.timing import Task, threads, time_interleaved
 from gradwire_lab.results.experiment import Column, Table
 from gradwire_lab.results.grids import tabulate

@@ -26,10 +26,8 @@ _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _MANTISSA_BITS}
 # What `all` means beside every codec and baseline with its own defaults: GComp as published, its other modes, dtypes and cap,
 # and its table before training.
-_VARIANTS = (
-    "gcomp:format=1 gcomp:importance=none gcomp:importance=uniform,bits=10 gcomp:bits=14 gcomp:dtype=bfloat16 "
-    "gcomp:dtype=float16 gcomp:table=prior"
-).split()
+_ASKED = ("format=1", "importance=none", "importance=uniform,bits=10", "bits=14", "table=prior")
+_VARIANTS = [f"gcomp:{options}" for options in (*_ASKED, "dtype=bfloat16", "dtype=float16")]
 
 
 class TimedMethod(ABC):

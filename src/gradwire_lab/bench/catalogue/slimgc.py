@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradwire_lab.bench.catalogue.schemes import DDP, EXPOSED, ITERATION, SENT
-from gradwire_lab.bench.measures.overlap import slimgc_specs
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, ms
 
 CODECS = {"1 bit": "one-bit", "2 bit": "two-bit"}
@@ -77,9 +76,24 @@ def _accuracy(key: str, question: str, figure: str, schemes: Mapping[str, str], 
     )  # fmt: skip
 
 
+def _specs(codecs: Sequence[str], *, measures: bool) -> dict[str, str]:
+    """{label: spec}: each bare quantiser, its codec on the training thread, and SlimGC's strategies one after another.
+
+    `measures`: also those that measure their threshold first, in `TABLE_STEPS` steps of which half are raw.
+    """
+    found = {"ddp": "ddp"}
+    for codec in codecs:
+        found |= {f"ddp-{codec}": f"ddp-{codec}", codec: codec}
+        for label, options in STRATEGIES.items():
+            warm_up = [] if "threshold_bytes" in options else [f"warmup_steps={TABLE_STEPS}"]
+            if measures or not warm_up:
+                found[f"slimgc {codec}, {label}"] = _slimgc(codec, *filter(None, [options]), *warm_up)
+    return found
+
+
 def _speed(key: str, workloads: list[str], rates: Mapping[str, str], codecs: list[str], seconds: float, *,
            measures: bool = True) -> Experiment:  # fmt: skip
-    schemes = {"ddp": "ddp"} | slimgc_specs(codecs, STRATEGIES, TABLE_STEPS, measures=measures)
+    schemes = _specs(codecs, measures=measures)
     bound = Column("bound_share", "of the bound, %", 100, ".0f")
     everything = [spec for label, spec in schemes.items() if label.endswith("everything")]
     return Experiment(

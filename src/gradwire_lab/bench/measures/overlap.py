@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from gradwire.registry import parse_spec
-from gradwire_lab.bench.measures import Call
+from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.bench.measures.commands import train
-from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.store import Record
 
 _QUANTISERS = ("one-bit", "two-bit")
 
 
-def measure(call: Call) -> list[tuple[Cell, Record]]:
+def measure(call: Call) -> Measured:
     """`bench train --overlap`, each record with what follows from its neighbours' (`add_bounds`)."""
     found = train(call)
     bounds = add_bounds({str(cell["scheme"]): record for cell, record in found})
@@ -31,9 +30,9 @@ def add_bounds(records: Mapping[str, Record]) -> dict[str, Record]:
     """
     found: dict[str, Record] = {}
     for spec, record in records.items():
-        codec = quantiser_of(spec)
-        bare = records.get(codec) if codec else None
-        on_thread = records.get(f"ddp-{codec}")
+        name, options = parse_spec(spec)
+        codec = next((one for one in _QUANTISERS if name in (one, f"ddp-{one}") or options.get("codec") == one), "")
+        bare, on_thread = records.get(codec), records.get(f"ddp-{codec}")
         codec_s = record["codec_s"] or 0.0
         # A codec that works between the gradients: its own figure for the computation holds some of it.
         alone = records.get("ddp", bare or record)
@@ -55,12 +54,6 @@ def add_bounds(records: Mapping[str, Record]) -> dict[str, Record]:
     return found
 
 
-def quantiser_of(spec: str) -> str | None:
-    """The quantiser that a method is a form of."""
-    name, options = parse_spec(spec)
-    return next((one for one in _QUANTISERS if name in (one, f"ddp-{one}") or options.get("codec") == one), None)
-
-
 def _wire_s(record: Mapping[str, Any], bare: Mapping[str, Any] | None) -> float:
     """The transfer alone: by the link's rate, or on an unshaped one by the bare quantiser's bytes and waiting."""
     if record["rate_bps"]:
@@ -68,23 +61,3 @@ def _wire_s(record: Mapping[str, Any], bare: Mapping[str, Any] | None) -> float:
     source = bare or record
     left_s = source["iteration_s"] - source["compute_s"] - (source["codec_s"] or 0.0)
     return max(0.0, float(left_s)) * float(record["wire_bytes"]) / max(1.0, float(source["wire_bytes"]))
-
-
-def slimgc_specs(
-    codecs: Sequence[str], strategies: Mapping[str, str], table_steps: int, *, measures: bool
-) -> dict[str, str]:
-    """{label: spec}: each bare quantiser, its codec on the training thread, and SlimGC's strategies one after another.
-
-    `measures`: also those that measure their threshold first, in `table_steps` steps of which half are raw.
-    """
-    found: dict[str, str] = {}
-    for codec in codecs:
-        found |= {f"ddp-{codec}": f"ddp-{codec}", codec: codec}
-        for label, options in strategies.items():
-            words = [f"slimgc:codec={codec}", *filter(None, [options])]
-            if "threshold_bytes" not in options:
-                if not measures:
-                    continue
-                words.append(f"warmup_steps={table_steps}")
-            found[f"slimgc {codec}, {label}"] = ",".join(words)
-    return found

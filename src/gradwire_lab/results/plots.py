@@ -10,6 +10,7 @@ import io
 import json
 import re
 import statistics
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -135,7 +136,16 @@ def _draw_lines(axes: Any, series: Series) -> None:
         colour = SLOTS[slot][0]
         xs, ys = [x for x, _ in points], [y.middle for _, y in points]
         marker = _MARKERS[(list(SLOTS).index(slot) + 5 * again) % len(_MARKERS)] if len(points) <= 30 else ""
-        axes.plot(xs, ys, marker=marker, ms=5, lw=1.6, label=name, color=colour, ls=_DASHES[again % len(_DASHES)])
+        axes.plot(
+            xs,
+            ys,
+            marker=marker,
+            ms=5,
+            lw=1.6,
+            label=textwrap.fill(name, 44),
+            color=colour,
+            ls=_DASHES[again % len(_DASHES)],
+        )
         ends = [(y.low, y.high) for _, y in points]
         if len(points) == 1 and None not in ends[0]:
             axes.plot([xs[0]] * 2, ends[0], color=colour, lw=1, alpha=0.6)

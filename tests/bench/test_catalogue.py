@@ -14,7 +14,7 @@ from gradwire import schemes
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire_lab import workloads
-from gradwire_lab.bench import reducers
+from gradwire_lab.bench import allreduce
 from gradwire_lab.bench.catalogue import EXPERIMENTS, SNIPPETS, SYSTEMS, book, papers
 from gradwire_lab.bench.measures import Call, by_name, commands
 from gradwire_lab.bench.measures.float_methods import Method
@@ -52,7 +52,7 @@ def check_method(spec: str) -> None:
     name, options = parse_spec(spec)
     if name in BASELINES:
         check_baseline_options(name, options)
-    elif name not in (*reducers.BY_NAME_ONLY, *SHARDED):
+    elif name not in (*allreduce.BY_NAME_ONLY, *SHARDED):
         options.pop("bucket_mb", None)
         schemes.by_name(name, **options)
 

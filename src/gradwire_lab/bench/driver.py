@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire import schemes
 from gradwire_lab.bench.launching import change_links, write_results
 from gradwire_lab.ranks.netlab.rate import format_rate, parse_rate
 from gradwire_lab.ranks.network import Network, current_network
@@ -53,6 +54,15 @@ class RankMethod(ABC):
 
     def close(self) -> None:
         """Let go of everything."""
+
+
+def make_scheme(name: str, options: dict[str, Any]) -> schemes.Scheme:
+    """A scheme of the registry, or "two-level" around the one that its option `scheme` names. Raises: InvalidArgument."""
+    if name != "two-level":
+        return schemes.by_name(name, **schemes.as_published(name, options))
+    inner = str(options.get("scheme", "plain"))
+    rest = {key: value for key, value in options.items() if key != "scheme"}
+    return schemes.TwoLevel(inner, **schemes.as_published(inner, rest))
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from gradwire_lab.results.store import Record
 # name: "module:function" below this package; only the one that is called is imported.
 _MEASURES: dict[str, str] = {
     "train": "commands:train",
-    "overlap": "overlap:measure",
+    "overlap": "commands:overlap",
     "allreduce": "commands:allreduce",
     "codec": "commands:codec",
     "regret": "commands:regret",

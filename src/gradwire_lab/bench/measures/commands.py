@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from gradwire.errors import GradwireError
-from gradwire.registry import spec_of
+from gradwire.registry import parse_spec, spec_of
 from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.bench.measures.gradients import gradient_file
 from gradwire_lab.ranks.supervisor import run_to_end
@@ -20,6 +20,7 @@ from gradwire_lab.results.store import Record, read_lines
 _GRADWIRE = [sys.executable, "-m", "gradwire"]
 # What is shown of the output of a command that failed; all of it is in its log.
 _SHOWN_LINES = 12
+_QUANTISERS = ("one-bit", "two-bit")
 # Of a step's record, what is kept of it.
 _STEP_FIELDS = ("step", "elapsed_s", "iteration_s", "bits_per_value", "first_bits_per_value", "loss")
 
@@ -58,6 +59,56 @@ def regret(call: Call) -> Measured:
     """`bench regret` of the cells' schemes in turns; with `then` a record for each phase."""
     cells = {cell["scheme"]: cell for cell in call.cells}
     return [(cells[spec_of(record)], record) for record in run_command("regret", call.arguments("scheme"), call)]
+
+
+def overlap(call: Call) -> Measured:
+    """`bench train --overlap`, each record with what follows from its neighbours' (`add_bounds`)."""
+    found = train(call)
+    bounds = add_bounds({str(cell["scheme"]): record for cell, record in found})
+    return [(cell, {**record, **bounds[str(cell["scheme"])]}) for cell, record in found]
+
+
+def add_bounds(records: Mapping[str, Record]) -> dict[str, Record]:
+    """{scheme spec: fields}, from the records of one run by scheme spec.
+
+    computed_s, codec_busy_s, wire_s: C, K and X, a step's computation, codec work and transfer, each by itself; hidden_s:
+    what of their sum the step did not take. bound: (C + K + X) / max(C + K, X), with the bare quantiser's own, is by how
+    much overlap alone could speed it up; attainable: of that, what the bare quantiser has left; speed_up over it;
+    bound_share: of what was attainable. overlap_x, exposed_codec_x: against the codec on the training thread.
+    """
+    found: dict[str, Record] = {}
+    for spec, record in records.items():
+        name, options = parse_spec(spec)
+        codec = next((one for one in _QUANTISERS if name in (one, f"ddp-{one}") or options.get("codec") == one), "")
+        bare, on_thread = records.get(codec), records.get(f"ddp-{codec}")
+        codec_s = record["codec_s"] or 0.0
+        # A codec that works between the gradients: its own figure for the computation holds some of it.
+        alone = records.get("ddp", bare or record)
+        compute_s = (alone if record is on_thread else record)["compute_s"]
+        wire_s = _wire_s(record, bare)
+        fields: dict[str, Any] = {"computed_s": compute_s, "codec_busy_s": codec_s, "wire_s": wire_s}
+        fields["hidden_s"] = max(0.0, compute_s + codec_s + wire_s - record["iteration_s"])
+        for name in ("overlap", "exposed_codec"):
+            mine, theirs = record.get(f"{name}_s"), (on_thread or {}).get(f"{name}_s")
+            fields[f"{name}_x"] = mine / theirs if mine is not None and theirs else None
+        if bare is not None:
+            work_s, bare_wire_s = bare["compute_s"] + (bare["codec_s"] or 0.0), _wire_s(bare, bare)
+            longest_s = max(work_s, bare_wire_s)
+            fields["speed_up"] = bare["iteration_s"] / record["iteration_s"]
+            fields["bound"] = (work_s + bare_wire_s) / longest_s
+            fields["attainable"] = bare["iteration_s"] / longest_s
+            fields["bound_share"] = fields["speed_up"] / fields["attainable"]
+        found[spec] = fields
+    return found
+
+
+def _wire_s(record: Mapping[str, Any], bare: Mapping[str, Any] | None) -> float:
+    """The transfer alone: by the link's rate, or on an unshaped one by the bare quantiser's bytes and waiting."""
+    if record["rate_bps"]:
+        return 8.0 * float(record["wire_bytes"]) / float(record["rate_bps"])
+    source = bare or record
+    left_s = source["iteration_s"] - source["compute_s"] - (source["codec_s"] or 0.0)
+    return max(0.0, float(left_s)) * float(record["wire_bytes"]) / max(1.0, float(source["wire_bytes"]))
 
 
 def adaptation(call: Call) -> Measured:

@@ -39,10 +39,9 @@ from gradwire_lab.workloads.gradients import load_gradients
 
 Values = npt.NDArray[np.float64]
 
-# What a scheme's spec may say about the workload, since the best learning rate is not the same for every scheme,
+# What a scheme's spec may say about the workload, since the best learning rate is not the same for every scheme. It may name
+# `bucket_mb` too, DDP's bucket_cap_mb, which schemes that work by block want no larger than a block.
 _WORKLOAD_PREFIX = "workload."
-# and about DDP: its bucket_cap_mb, which schemes that work by block want no larger than a block.
-_BUCKET_MB = "bucket_mb"
 # Options of TrainConfig that a spec may name: pseudo-gradients every so many steps, instead of gradients at every step.
 _LOCAL_SGD: dict[str, Any] = {"local_sgd": 0, "outer": "nesterov", "feedback_decay": 1.0, "fragments": 1, "delay": 0}
 _WINDOW = 10  # steps below a loss before it counts as reached, as in GComp's paper (section 7.6)
@@ -96,7 +95,7 @@ def configure(call: Call, cell: Cell, spec: str) -> TrainConfig:
         workload_options[key.removeprefix(_WORKLOAD_PREFIX)] = options.pop(key)
     if "fold" in cell:
         workload_options["fold"] = cell["fold"]
-    bucket_mb = options.pop(_BUCKET_MB, call.get(_BUCKET_MB))
+    bucket_mb = options.pop("bucket_mb", call.get("bucket_mb"))
     local = {key: type(value)(options.pop(key, value)) for key, value in _LOCAL_SGD.items()}
     is_baseline = spec == call.get("baseline")
     config = TrainConfig(
@@ -167,19 +166,14 @@ def exponent_bits(run: FinishedRun) -> Record:
     for path in sorted((run.folder / "gradients").glob("step-*.npz")):
         gradient = load_gradients(path).gradient * np.float32(run.summary["ranks"])
         histogram = exponent_histogram(gradient)
-        if earlier is not None:
-            bits["static_bits"].append(_exponent_bits(gradient, None))
-            bits["refreshed_bits"].append(_exponent_bits(gradient, earlier))
-            bits["entropy_bits"].append(entropy_bits(histogram))
+        for name, table in (("static_bits", None), ("refreshed_bits", earlier)) if earlier is not None else ():
+            codec = GCompCodec("none", table=table)
+            out = torch.empty(codec.max_encoded_bytes(gradient.size, torch.float32), dtype=torch.uint8)
+            n_bytes = codec.encode(torch.from_numpy(gradient), out)
+            bits[name].append(float(describe(out[:n_bytes])["exponent_bits"]))
+        bits["entropy_bits"] += [entropy_bits(histogram)] if earlier is not None else []
         earlier = HuffmanTable.from_histogram(torch.from_numpy(histogram))
     return {name: float(np.mean(values)) for name, values in bits.items() if values}
-
-
-def _exponent_bits(gradient: npt.NDArray[np.float32], table: HuffmanTable | None) -> float:
-    codec = GCompCodec("none", table=table)
-    out = torch.empty(codec.max_encoded_bytes(gradient.size, torch.float32), dtype=torch.uint8)
-    n_bytes = codec.encode(torch.from_numpy(gradient), out)
-    return float(describe(out[:n_bytes])["exponent_bits"])
 
 
 # ---- trainings

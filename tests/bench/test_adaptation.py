@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from gradwire_lab.bench.measures.adaptation import in_windows, read_steps
+from gradwire_lab.bench.measures.commands import in_windows, read_steps
 
 
 def write(folder, steps):

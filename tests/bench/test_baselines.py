@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from gradwire.errors import InvalidArgument
-from gradwire_lab.bench import baselines
+from gradwire_lab.bench.codec import baseline_by_name, baseline_names
 
 _SPECIAL = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-42, -1.5, 3.4e38], np.float32)
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])
-@pytest.mark.parametrize("name", baselines.names())
+@pytest.mark.parametrize("name", baseline_names())
 def test_baseline_returns_every_bit(name: str, n_threads: int) -> None:
-    baseline = baselines.by_name(name, n_threads)
+    baseline = baseline_by_name(name, n_threads)
     numbers = np.random.default_rng(5)
     for array in (
         (numbers.standard_normal(50_000) * 1e-3).astype(np.float32),
@@ -30,4 +30,4 @@ def test_baseline_returns_every_bit(name: str, n_threads: int) -> None:
 
 def test_unknown_baseline_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(InvalidArgument, match="zstd, zlib, lz4, blosc2, zipnn, pcodec"):
-        baselines.by_name("lzma")
+        baseline_by_name("lzma")

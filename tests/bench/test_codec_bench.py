@@ -12,8 +12,8 @@ from gradient_files import adamw_arrays, sparse_arrays, write
 
 from gradwire.codecs.gcomp import describe
 from gradwire.errors import CorruptMessage, InvalidArgument
-from gradwire_lab.bench import codec_methods
-from gradwire_lab.bench.codec_methods import GCompMethod, TimedMethod
+from gradwire_lab.bench import codec
+from gradwire_lab.bench.codec import GCompMethod, TimedMethod
 from gradwire_lab.bench.level_rule import allowed_scale, dropped_bits
 from gradwire_lab.cli import main
 from gradwire_lab.workloads.gradients import load_gradients
@@ -58,7 +58,7 @@ def test_records_are_flat_and_have_the_promised_fields(tmp_path: Path) -> None:
 
 def verified(name: str, folder: Path, arrays: dict[str, Any]) -> TimedMethod:
     """The method, after a round trip that kept its promise."""
-    method = codec_methods.by_spec(name, load_gradients(write(folder / "a.npz", arrays)), 1)
+    method = codec.by_spec(name, load_gradients(write(folder / "a.npz", arrays)), 1)
     assert method is not None
     method.encode()
     method.poison()
@@ -67,7 +67,7 @@ def verified(name: str, folder: Path, arrays: dict[str, Any]) -> TimedMethod:
     return method
 
 
-@pytest.mark.parametrize("name", codec_methods.choose_specs(["all"]))
+@pytest.mark.parametrize("name", codec.choose_specs(["all"]))
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_every_codec_and_baseline_keeps_its_promise(tmp_path: Path, name: str, kind: str) -> None:
     arrays = adamw_arrays() if kind == "dense" else sparse_arrays()
@@ -103,7 +103,7 @@ def test_wrong_result_stops_the_run(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", _GCOMP)
 def test_messages_are_of_format_2_unless_asked_and_hold_the_dtype(tmp_path: Path, name: str) -> None:
-    method = codec_methods.by_spec(name, load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
+    method = codec.by_spec(name, load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
     assert isinstance(method, GCompMethod)
     method.encode()
     parts = describe(method.message())
@@ -116,7 +116,7 @@ def test_messages_are_of_format_2_unless_asked_and_hold_the_dtype(tmp_path: Path
 @pytest.mark.parametrize("name", ["gcomp", "gcomp:rounding=truncate", "gcomp:bits=10"])
 def test_bits_that_count_may_not_be_dropped(tmp_path: Path, name: str) -> None:
     """The largest value may lose some bits; a 128th of it is too much."""
-    method = codec_methods.by_spec(name, load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
+    method = codec.by_spec(name, load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
     assert method is not None
     method.encode()
     method.decode()
@@ -131,7 +131,7 @@ def test_bits_that_count_may_not_be_dropped(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gcomp", "gcomp:dtype=bfloat16"])
 def test_decoder_that_writes_nothing_is_found_out(tmp_path: Path, name: str) -> None:
-    method = codec_methods.by_spec(name, load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
+    method = codec.by_spec(name, load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
     assert method is not None
     method.encode()
     method.poison()
@@ -176,13 +176,13 @@ def test_incomplete_file_is_refused_before_anything_is_timed(
 def test_importance_from_the_paper_without_state_says_what_is_missing(tmp_path: Path) -> None:
     file = load_gradients(write(tmp_path / "a.npz", sparse_arrays()))
     with pytest.raises(InvalidArgument, match="no 'parameter' and no optimizer state"):
-        codec_methods.by_spec("gcomp:importance=paper", file, 1)
+        codec.by_spec("gcomp:importance=paper", file, 1)
 
 
 @pytest.mark.parametrize("format", [1, 2])
 def test_bound_is_the_exponents_entropy_and_the_other_bits(tmp_path: Path, format: int) -> None:
     gradient = adamw_arrays()["gradient"]
-    method = codec_methods.by_spec(
+    method = codec.by_spec(
         f"gcomp:importance=none,format={format}", load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1
     )
     assert method is not None

@@ -10,7 +10,7 @@ import torch
 from gradient_files import adamw_arrays, sparse_arrays, write
 
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire_lab.bench.live_optimizer import make_optimizer
+from gradwire_lab.bench.level_rule import make_optimizer
 from gradwire_lab.training.snapshot import collect_arrays
 from gradwire_lab.workloads.gradients import load_gradients
 

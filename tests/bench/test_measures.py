@@ -12,7 +12,7 @@ import pytest
 
 from gradwire.errors import GradwireError
 from gradwire_lab.bench.catalogue import EXPERIMENTS
-from gradwire_lab.bench.measures import Call, adaptation, commands, gradients
+from gradwire_lab.bench.measures import Call, commands, gradients
 
 
 def first_call(key: str, folder: Path) -> Call:
@@ -93,8 +93,8 @@ def test_adaptation_trains_its_scheme_on_links_that_change(tmp_path: Path, monke
         }
         (out / "steps.jsonl").write_text(json.dumps(step))
 
-    monkeypatch.setattr(adaptation, "run_process", run_process)
-    ((_, record),) = adaptation.measure(first_call("aqgb-adaptation", tmp_path))
+    monkeypatch.setattr(commands, "run_process", run_process)
+    ((_, record),) = commands.adaptation(first_call("aqgb-adaptation", tmp_path))
     assert (record["from_s"], record["bits_per_value"]) == (8.0, 8.0)
     (words,) = called
     assert words[words.index("--scheme") + 1] == "aqgb:max_contention=1"

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from gradwire.errors import InvalidArgument
-from gradwire_lab.bench.regret import below_the_bars, run
-from gradwire_lab.bench.regret_figures import make_records, steps_until_good
+from gradwire_lab.bench.regret import below_the_bars, make_records, run, steps_until_good
 from gradwire_lab.cli.bench import parser_of
 
 

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from gradwire.errors import GradwireError
-from gradwire_lab.bench import provenance
 from gradwire_lab.bench.measures import Call
-from gradwire_lab.bench.runner import Runner
+from gradwire_lab.bench.runner import Load, Runner
 from gradwire_lab.cli import main
 from gradwire_lab.results.experiment import Cell, Experiment
 from gradwire_lab.results.store import Record, Store, state_of
@@ -213,8 +212,7 @@ def test_unknown_experiment_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_load_beside_a_run_is_that_of_others() -> None:
-    with provenance.Load() as load:
+    with Load() as load:
         sum(range(3_000_000))
     assert load.before >= 0
     assert load.during is None or 0 <= load.during <= (os.cpu_count() or 1)
-    assert len(provenance.code_state()) == 12

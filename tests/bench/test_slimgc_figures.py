@@ -11,8 +11,8 @@ from gradwire.schemes import by_name
 from gradwire.schemes.aqgb.overlap import without
 from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire_lab import workloads
-from gradwire_lab.bench.measures.overlap import add_bounds
-from gradwire_lab.bench.overlap import Timeline
+from gradwire_lab.bench.measures.commands import add_bounds
+from gradwire_lab.bench.train_methods import Timeline
 from gradwire_lab.report.inputs import LoggedRun
 from gradwire_lab.report.sections import _threshold_table
 from gradwire_lab.workloads.optimizers import scale_learning_rate

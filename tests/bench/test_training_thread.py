@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import schemes
 from gradwire.codecs.quantised import OneBit
-from gradwire_lab.bench.training_thread import TrainingThreadQuantiser
+from gradwire_lab.bench.train_methods import TrainingThreadQuantiser
 from ranks import patience, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")

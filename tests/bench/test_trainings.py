@@ -12,7 +12,6 @@ import pytest
 
 import ranks
 from gradwire.errors import InvalidArgument
-from gradwire_lab.bench import provenance
 from gradwire_lab.bench.measures import Call, trainings
 from gradwire_lab.bench.measures.trainings import FinishedRun
 from gradwire_lab.training import TrainConfig, train_rank
@@ -185,4 +184,4 @@ def test_rates_and_ranks_have_folders_of_their_own(tmp_path: Path, monkeypatch: 
         with pytest.raises(AssertionError, match="without a word"):
             trainings.train_all({"one": config}, n_ranks, rate, tmp_path)
     assert len(set(placed)) == 3
-    assert all(provenance.code_state() in str(path) for path in placed)
+    assert all(trainings.code_state() in str(path) for path in placed)

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import math
+import time
 import zlib
+from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from gradwire import schemes
 from gradwire.core.threads import use_fair_share_of_cores
-from gradwire.errors import CorruptMessage, InvalidArgument
-from gradwire.registry import choose_specs, spec_of
+from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
+from gradwire.reducer import Reducer
+from gradwire.registry import choose_specs, parse_spec, spec_of
 from gradwire.telemetry.environment import describe_environment
+from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator, ring_bytes
-from gradwire_lab.bench import driver, reducers
-from gradwire_lab.bench.allreduce_bounds import Exact, error_bound
-from gradwire_lab.bench.launching import check_rank_arguments, is_rank, needs_switch, run_in_ranks
-from gradwire_lab.bench.reducers import TimedReducer, make_reducer
+from gradwire.wire.wire import HostWire
+from gradwire_lab.bench import driver
+from gradwire_lab.bench.launching import check_ranks, is_rank, run_in_ranks
+from gradwire_lab.bench.level_rule import Float64Array, allowed_scale, make_optimizer
 from gradwire_lab.bench.sources import GradientSource
 from gradwire_lab.bench.timing import MIN_SAMPLE_S, Progress, Timing
 from gradwire_lab.ranks.network import current_network
@@ -27,16 +34,31 @@ from gradwire_lab.results.captions import format_bytes
 from gradwire_lab.results.experiment import Column, Table
 from gradwire_lab.results.grids import tabulate
 from gradwire_lab.results.tables import Grid, print_grid
+from gradwire_lab.switch import Switch
 from gradwire_lab.workloads.gradients import OptimizerState, load_gradients
 
 QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20, 25_000_000)
 FULL_SIZES = tuple(1 << power for power in range(10, 25, 2)) + (25_000_000, 100_000_000, 400_000_000)
 REFERENCE = "ddp"
+BASELINES = ("ddp", "ddp-bf16")
+BY_NAME_ONLY = ("two-level", "dense-switch")  # `all` does not mean them: they need several ranks a node, or a switch
+
+# Values in a sum of the dense switch: while one is on its way the next is scaled. 16 MB are 0.6 s at 200 Mb/s, a round trip a
+# thousandth.
+_BLOCK_ELEMENTS = 1 << 22
+_NOT_FINITE = 1 << 20  # above every exponent of float32
 
 # A longer gradient is checked at this many stretches of this many elements, evenly spread, both ends among them: half a
 # million, since checking four million in float64 took longer than most reductions of 25 MB. The checksum covers all.
 _CHECKED_STRETCHES, _STRETCH_ELEMENTS = 128, 1 << 12
 _MAX_REPEATS = 50
+# Half a unit in the last place, relative: what one rounding to the format may change.
+_FLOAT32_ROUNDING = 2.0**-24
+_BFLOAT16_ROUNDING = 2.0**-9
+# Below this a float32 is subnormal, and GComp's message has no mantissa for it.
+_SMALLEST_NORMAL = 2.0**-126
+# Rounding may make a partial sum larger, by less than this in all, before the next one is rounded.
+_CREEP = 1.01
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,12 +69,12 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgument(
             f"--rounds {args.rounds} --n-bytes {args.n_bytes}: rounds count from 1, bytes from 4 (one float32)"
         )
-    specs = choose_specs(args.scheme, reducers.names(), reducers.BY_NAME_ONLY)
+    specs = choose_specs(args.scheme, reducing(), BY_NAME_ONLY)
     file = load_gradients(args.gradients) if args.gradients else None
     source = GradientSource(file, args.density, args.pattern)
-    check_rank_arguments(args)
+    check_ranks(args)
     if not is_rank():
-        return run_in_ranks("allreduce", args, switch=needs_switch(specs))
+        return run_in_ranks("allreduce", args, specs)
     sizes = args.n_bytes or (QUICK_SIZES if args.quick else FULL_SIZES)
     if source.file is not None and not args.n_bytes:
         sizes = (source.file.gradient.nbytes,)
@@ -63,8 +85,159 @@ def run(args: argparse.Namespace) -> int:
             records = bench.run_size(n_bytes)
             if bench.rank == 0:
                 print_grid(make_grid(records), args.wide)
-        bench.close()
     return 0
+
+
+# ---- what is timed: schemes outside DDP, and the backend's own all-reduce, behind one face
+
+
+class TimedReducer(driver.RankMethod):
+    """One way to replace a tensor by its mean over the ranks.
+
+    Attributes:
+        gradient, buffer: (n,) float32: what a step reduces, and where; given by whoever times it.
+        period: steps after which everything repeats; a sample is made of whole periods.
+    """
+
+    gradient: torch.Tensor
+    buffer: torch.Tensor
+    period = 1
+
+    def __init__(self, name: str, options: dict[str, Any] | None = None) -> None:
+        self.name, self.options, self.times = name, options or {}, []
+        self.sent_bytes = 0  # by this rank, so far
+        self._filling_s = 0.0
+
+    def step(self) -> None:
+        """One reduction. Filling the buffer and finishing the step are off the clock."""
+        filling_since_s = time.thread_time()
+        self.buffer.copy_(self.gradient)
+        self._filling_s += time.thread_time() - filling_since_s
+        started = time.perf_counter()
+        self.reduce(self.buffer)
+        self.times.append(time.perf_counter() - started)
+        self.finish_step()
+
+    def stats(self) -> dict[str, float]:
+        """`filling_s`: processor time that is none of the reduction's."""
+        return {"sent_bytes": float(self.sent_bytes), "filling_s": self._filling_s}
+
+    @abstractmethod
+    def reduce(self, buffer: torch.Tensor) -> None:
+        """Replace `buffer` (n,) float32 by the mean; returns when it is there."""
+
+    def finish_step(self) -> None:
+        """What follows a reduction off the clock."""
+
+
+class BackendReducer(TimedReducer):
+    """torch.distributed's own all-reduce, as DDP without a hook calls it: divide, then sum.
+
+    The backend does not say what it sends; counted are the bytes of a ring, which Gloo's algorithm is.
+    """
+
+    def reduce(self, buffer: torch.Tensor) -> None:
+        message = buffer.bfloat16() if self.name == "ddp-bf16" else buffer
+        message.div_(dist.get_world_size())
+        dist.all_reduce(message)
+        self.sent_bytes += ring_bytes(message.nbytes, dist.get_world_size())
+        if message is not buffer:
+            buffer.copy_(message)
+
+
+class SchemeReducer(TimedReducer):
+    """A scheme of the registry in a Reducer of its own, which gets the whole gradient as one bucket."""
+
+    def __init__(self, name: str, options: dict[str, Any], state: OptimizerState | None, n_elements: int) -> None:
+        super().__init__(name, options)
+        optimizer = make_optimizer(state, n_elements) if state is not None else None
+        names = {"gradient": optimizer.param_groups[0]["params"][0]} if optimizer is not None else {}
+        self._reducer = Reducer(driver.make_scheme(name, options), names=names, optimizer=optimizer)
+        self._slots = list(self._reducer.slots.values())
+        # `periodic` communicates in one call of `every`.
+        self.period = int(self._reducer.scheme.configuration["every"]) if name == "periodic" else 1
+
+    def reduce(self, buffer: torch.Tensor) -> None:
+        self._reducer.reduce(buffer, self._slots, [0] * len(self._slots), 0, True).wait()
+
+    def finish_step(self) -> None:
+        self._reducer.wait_until_idle()
+        self._reducer.close_pass(self._reducer.step - 1, 0)
+        self.sent_bytes += self._reducer.recorder.steps[-1].bytes_sent
+
+    def close(self) -> None:
+        self._reducer.close()
+
+
+class DenseSwitchReducer(TimedReducer):
+    """In-network aggregation without compression: sums of int32 in the switch, one exponent for all values.
+
+    What SwitchML and ATP do: agree on the largest exponent, scale to int32 with room for the sum, add, scale back.
+
+    When not to use this: in training. It keeps as many bits as the largest value of all leaves, and has no fallback.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("dense-switch")
+        self._communicator = Communicator()
+        self._wire = HostWire(self._communicator)
+        self._recorder = Recorder(self._communicator.rank, self._communicator.world_size)
+        self._aggregator = Switch()
+        self._aggregator.bind(self._communicator, self._recorder)
+
+    def reduce(self, buffer: torch.Tensor) -> None:
+        self._wire.record = self._recorder.open_bucket(len(self.times), 0, buffer.nbytes)
+        self._communicator.submit(self._reduce_on_lane, buffer).wait()
+        self._recorder.close_bucket(self._wire.record)
+
+    def _reduce_on_lane(self, buffer: torch.Tensor) -> None:
+        largest = max(-float(buffer.min()), float(buffer.max()))
+        # A value below 2^e; a sum of N below 2^(e + ceil(log2 N)), which must stay below 2^31.
+        exponent = math.frexp(largest)[1] if math.isfinite(largest) else _NOT_FINITE
+        agreed = torch.tensor([exponent], dtype=torch.int32)
+        self._aggregator.max_int32(agreed, self._wire)
+        if int(agreed) >= _NOT_FINITE:
+            raise Unsupported("dense-switch sums finite gradients only: fixed point has no Inf or NaN")
+        headroom_bits = (self._communicator.world_size - 1).bit_length()
+        quantum = math.ldexp(1.0, int(agreed) + headroom_bits - 30)
+        integers = self._communicator.scratch("dense switch", 4 * buffer.numel()).view(torch.int32)
+        sums = []
+        for start in range(0, buffer.numel(), _BLOCK_ELEMENTS):
+            block = slice(start, min(start + _BLOCK_ELEMENTS, buffer.numel()))
+            integers[block].copy_(buffer[block].mul_(1.0 / quantum).round_())
+            sums.append((block, self._aggregator.start_sum(integers[block], self._wire)))
+        for block, one in sums:
+            one()
+            buffer[block].copy_(integers[block]).mul_(quantum / self._communicator.world_size)
+
+    def finish_step(self) -> None:
+        self.sent_bytes += self._recorder.close_step(len(self.times) - 1, 0).bytes_sent
+
+    def close(self) -> None:
+        self._aggregator.close()
+        self._communicator.close()
+
+
+def make_reducer(spec: str, state: OptimizerState | None, n_elements: int) -> TimedReducer:
+    """A baseline or a scheme from its spec. Raises: InvalidArgument."""
+    name, options = parse_spec(spec)
+    if name in BASELINES:
+        return BackendReducer(name)
+    if name == "dense-switch":
+        return DenseSwitchReducer()
+    if name == "gcomp" and state is None:
+        # Its default reads an optimizer; a gradient without one can still be sent without loss.
+        options = {"importance": "none", **options}
+    return SchemeReducer(name, options, state, n_elements)
+
+
+def reducing() -> list[str]:
+    """The baselines, then every scheme of the registry that reduces without a model around it."""
+    alone = [name for name in schemes.names() if not (schemes.owns_step(name) or schemes.needs_momenta(name))]
+    return [*BASELINES, *alone]
+
+
+# ---- all of them in turns
 
 
 class AllReduceBench:
@@ -74,12 +247,7 @@ class AllReduceBench:
         self.args, self.source, self.specs = args, source, specs
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._environment = describe_environment()
-        self._communicator = Communicator()
         self._records = driver.Records(args)
-
-    def close(self) -> None:
-        """Let the communicator go."""
-        self._communicator.close()
 
     def run_size(self, n_bytes: int) -> list[dict[str, Any]]:
         """Measure every scheme on a gradient of `n_bytes` of float32; returns the records, on every rank."""
@@ -87,7 +255,7 @@ class AllReduceBench:
         gradient = torch.from_numpy(self.source.gradient(self.rank, n_elements))
         exact = self._compute_exact(gradient)
         state = self.source.file.state if self.source.file is not None else None
-        methods = [make_reducer(spec, self._communicator, state, n_elements) for spec in self.specs]
+        methods = [make_reducer(spec, state, n_elements) for spec in self.specs]
         buffer = torch.empty_like(gradient)
         for method in methods:
             method.gradient, method.buffer = gradient, buffer
@@ -133,14 +301,8 @@ class AllReduceBench:
 
     def _compute_exact(self, gradient: torch.Tensor) -> Exact:
         positions = checked_positions(gradient.numel())
-        mine = torch.from_numpy(gradient.numpy()[positions])
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine)
-        total, magnitude = np.zeros(positions.size), np.zeros(positions.size)
-        for values in everyone:
-            total += values.numpy()
-            magnitude += np.abs(values.numpy())
-        return Exact(total / self.world_size, magnitude / self.world_size, positions, self.world_size)
+        everyone = _gather(torch.from_numpy(gradient.numpy()[positions])).numpy().astype(np.float64)
+        return Exact(everyone.mean(axis=0), np.abs(everyone).mean(axis=0), positions, self.world_size)
 
     def _verify(self, method: TimedReducer, exact: Exact, state: OptimizerState | None) -> tuple[str, float]:
         """Hold the last result to its promise; returns which, and its relative error by norms.
@@ -152,9 +314,7 @@ class AllReduceBench:
         bound = error_bound(method.name, method.options, exact, state)
         n_wrong = int((~np.isfinite(error)).sum() if bound is None else (~(error <= bound)).sum())
         mine = torch.tensor([float(zlib.crc32(result.data)), float(n_wrong)], dtype=torch.float64)
-        by_rank = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(by_rank, mine)
-        checksums, n_wrong_by_rank = zip(*(one.tolist() for one in by_rank), strict=True)
+        checksums, n_wrong_by_rank = _gather(mine).T.tolist()
         drifts_by_design = method.name == "periodic"  # its replicas meet only every few steps
         if len(set(checksums)) > 1 and not drifts_by_design:
             raise CorruptMessage(f"{method.name}: ranks hold different results (CRC-32 {checksums}); the run stops")
@@ -164,20 +324,20 @@ class AllReduceBench:
                 "its bound, or not finite; its time would mean nothing: the run stops"
             )
         promise = "finite (drifts)" if drifts_by_design else "equal on all ranks"
-        scale = float(np.sqrt((exact.mean**2).sum())) or 1.0
-        return promise if bound is None else "within bound", float(np.sqrt((error**2).sum())) / scale
+        scale = float(np.linalg.norm(exact.mean)) or 1.0
+        return promise if bound is None else "within bound", float(np.linalg.norm(error)) / scale
 
     def _record(
         self, method: TimedReducer, n_repeats: int, turns: list[driver.Turn], verdict: tuple[str, float], exact: Exact
     ) -> dict[str, Any]:
         samples_s = [float(np.mean(method.times[at : at + n_repeats])) for at in range(0, len(method.times), n_repeats)]
         timing = Timing.of(driver.largest_over_ranks(samples_s), n_repeats)  # it has ended when its last rank has
-        sent = float(np.median([turn["sent_bytes"] for turn in turns])) / n_repeats
-        cpu_s = float(np.median([turn["cpu_s"] - turn["filling_s"] for turn in turns])) / n_repeats
-        kernel = float(np.median([turn["kernel_bytes"] for turn in turns])) / n_repeats
-        mean_sent, mean_cpu_s, mean_kernel = driver.mean_over_ranks([sent, cpu_s, kernel])
-        n_bytes = method.buffer.nbytes
-        network = current_network()
+        names = ("sent_bytes", "cpu_s", "filling_s", "kernel_bytes")
+        counted = [[turn[name] / n_repeats for name in names] for turn in turns]
+        counted = [[sent, cpu_s - filling_s, kernel] for sent, cpu_s, filling_s, kernel in counted]
+        mine = np.median(counted, axis=0).tolist()
+        mean_sent, mean_cpu_s, mean_kernel = driver.mean_over_ranks(mine)
+        n_bytes, network = method.buffer.nbytes, current_network()
         ring = ring_bytes(n_bytes, self.world_size)
         bandwidth = n_bytes / timing.median_s / 1e9
         return {
@@ -188,12 +348,10 @@ class AllReduceBench:
             "rate_bps": network.rate_bps,
             "n_bytes": n_bytes,
             "gradients": self.source.name,
-            "time_s": timing.median_s,
-            "time_s_low": timing.low_s,
-            "time_s_high": timing.high_s,
+            **timing.fields("time_s"),
             "cpu_s": mean_cpu_s,
             "wire_bytes": mean_sent,
-            "wire_bytes_max": driver.largest_over_ranks([sent])[0],
+            "wire_bytes_max": driver.largest_over_ranks(mine[:1])[0],
             "kernel_bytes": None if np.isnan(mean_kernel) else mean_kernel,
             "wire_ratio": mean_sent / ring if ring else 1.0,
             "algorithm_gb_per_s": bandwidth,
@@ -208,6 +366,13 @@ class AllReduceBench:
         }
 
 
+def _gather(mine: torch.Tensor) -> torch.Tensor:
+    """(ranks, n): everyone's `mine` (n,)."""
+    everyone = torch.empty(dist.get_world_size(), *mine.shape, dtype=mine.dtype)
+    dist.all_gather(list(everyone), mine)
+    return everyone
+
+
 def checked_positions(n_elements: int) -> np.ndarray:
     """Elements that are compared with the exact mean: all, or evenly spread stretches of a long gradient."""
     if n_elements <= _CHECKED_STRETCHES * _STRETCH_ELEMENTS:
@@ -216,8 +381,59 @@ def checked_positions(n_elements: int) -> np.ndarray:
     return (starts[:, None] + np.arange(_STRETCH_ELEMENTS)).ravel()
 
 
+# ---- how far each scheme's mean may lie from the exact one
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The exact result at the checked elements, and what the bounds are made of."""
+
+    mean: Float64Array  # of the ranks' gradients
+    mean_magnitude: Float64Array  # mean of their absolute values: no partial sum, divided by the ranks, is larger
+    positions: np.ndarray  # of the checked elements in the gradient
+    n_ranks: int
+
+
+def error_bound(name: str, options: dict[str, Any], exact: Exact, state: OptimizerState | None) -> Float64Array | None:
+    """The largest allowed |result - mean| of each checked element; None where a scheme promises none.
+
+    Every scheme of sums pays one rounding a rank and one for the division; GComp adds N truncations of partial sums.
+    """
+    n_roundings = exact.n_ranks + 1
+    sums = n_roundings * _FLOAT32_ROUNDING * exact.mean_magnitude + _SMALLEST_NORMAL
+    if name in ("ddp", "plain", "zstd", "zlib"):
+        return sums
+    if name == "ddp-bf16":
+        return 2 * n_roundings * _BFLOAT16_ROUNDING * exact.mean_magnitude + _SMALLEST_NORMAL
+    if name == "truncate":
+        return sums + exact.n_ranks * 2.0 ** (options.get("bits", 18) - 23) * exact.mean_magnitude
+    if name == "gcomp":
+        flushed = exact.n_ranks * _SMALLEST_NORMAL
+        importance = options.get("importance", "paper")
+        if importance == "none":
+            return sums + flushed
+        if importance == "uniform":
+            return sums + flushed + exact.n_ranks * 2.0 ** -(options["bits"] + 1) * exact.mean_magnitude * _CREEP
+        if importance == "paper" and state is not None:
+            # n bits of a partial sum s go only where S > 2^n |s|: each of the N cuts is below 2^(n-23) |s| < 2^-23 S,
+            # and the mean divides their sum by N. In format 2 their squares add up to the promise's, half of it the mean's.
+            is_published, n = options.get("format", 2) == 1, exact.n_ranks
+            scale, slack = allowed_scale(state, n if is_published else 1)
+            repeated = exact.positions % scale.size
+            worst = 1.0 if is_published or n == 1 else math.sqrt((n - 1) / 2) + math.sqrt(1 / 2)
+            worst *= float(options.get("tolerance", 1.0))
+            return sums + flushed + 2.0**-23 * worst * (scale + slack)[repeated]
+    if name == "homomorphic" and not options.get("sparsifier"):
+        sums_plainly = options.get("mode", "packed") == "packed" and options.get("aggregator") != "switch"
+        return sums if sums_plainly or options.get("mode") == "plain" else None
+    return None
+
+
+# ---- for people
+
+
 def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
-    """The records of one size, for people."""
+    """The records of one size."""
     first = records[0]
     network = f"{first['rate_bps'] / 1e6:g} Mb/s" if first["rate_bps"] else f"not shaped ({first['network']})"
     columns = [

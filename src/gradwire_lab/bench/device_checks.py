@@ -6,6 +6,7 @@ Device-neutral: any accelerator of torch's, so the tests run the same code on a 
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import json
 import os
@@ -82,8 +83,9 @@ def describe_devices(device: torch.device) -> dict[str, Any]:
         "nvcc": shutil.which("nvcc"),
     }
     if device.type == "cuda":
-        found["names"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        found["capabilities"] = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        found["names"] = [one.name for one in devices]
+        found["capabilities"] = [(one.major, one.minor) for one in devices]
         found["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         listing = ["nvidia-smi", "--query-gpu=name,driver_version,mig.mode.current,pci.bus_id", "--format=csv,noheader"]
@@ -138,9 +140,7 @@ _TIMED: dict[str, tuple[str, dict[str, Any]]] = {
     "two-bit, four levels by 64": ("two-bit", {"scale_values": 64, "levels": 4}),
     "qsgd": ("qsgd", {}),
     "truncated-float, 8 bits": ("truncated-float", {"bits": 8}),
-    "embedded-float, 8 bits": ("embedded-float", {"bits": 8}),
-    "embedded-float, 5 bits": ("embedded-float", {"bits": 5}),
-    "embedded-float, 4 bits": ("embedded-float", {"bits": 4}),
+    **{f"embedded-float, {bits} bits": ("embedded-float", {"bits": bits}) for bits in (8, 5, 4)},
     "gcomp, every bit": ("gcomp", {"importance": "none"}),
     "gcomp, 7 bits": ("gcomp", {"importance": "uniform", "bits": 7}),
 }
@@ -165,25 +165,20 @@ def measure_kernels(kernels: Kernels, n_elements: int = 1 << 24, n_calls: int = 
             codec: Any = codecs.by_name(name, **options)
             is_quantiser = isinstance(codec, Quantised)
             room = (
-                codec.message_room(n_elements) if is_quantiser else codec.max_encoded_bytes(n_elements, torch.float32)
+                codec.message_room if is_quantiser else functools.partial(codec.max_encoded_bytes, dtype=torch.float32)
             )
-            whole = torch.empty(room, dtype=torch.uint8, device=device)
+            whole = torch.empty(room(n_elements), dtype=torch.uint8, device=device)
             if isinstance(codec, GCompCodec):  # of the values at hand, as the scheme has it
                 counts = torch.zeros(256, dtype=torch.int64, device=device)
                 codec.histogram(next(inputs), counts)
                 codec.use_table(HuffmanTable.from_histogram(counts.cpu()))
             message = whole[: int(codec.encode(next(inputs), whole))].clone()
             sizes[label] = n_bytes = message.numel()
-
-            def encode(codec: Any = codec, is_quantiser: bool = is_quantiser, whole: Tensor = whole) -> None:
-                if is_quantiser:
-                    codec.encode_with_residual(next(inputs), residual, whole)
-                else:
-                    codec.encode(next(inputs), whole)
-
+            encode = codec.encode_with_residual if is_quantiser else codec.encode
+            more = (residual, whole) if is_quantiser else (whole,)
             decode = functools.partial(codec.decode, message, sums, error=error)
             for way, call, n_passes in (
-                ("encode", encode, 3 if is_quantiser else 1),
+                ("encode", lambda encode=encode, more=more: encode(next(inputs), *more), 3 if is_quantiser else 1),
                 ("decode", decode, 1),
                 ("decode and add", functools.partial(decode, adds=True), 2),
             ):
@@ -193,43 +188,27 @@ def measure_kernels(kernels: Kernels, n_elements: int = 1 << 24, n_calls: int = 
                 shares[at] = rates[at] * traffic / (4 * n_elements) / (2 * rates["copy"])
     raise_error(int(error), "a message", device)
     found = {"n_elements": n_elements, "gb_s": rates, "of_copy": shares, "message_bytes": sizes}
-    return found | {"nvcomp_ans": _measure_nvcomp(n_elements, n_calls)}
-
-
-_NVCOMP = """
-import json, sys, time, torch
-from nvidia import nvcomp
-n_values, n_calls = map(int, sys.argv[1:])
-values = torch.randn(n_values, device="cuda").view(torch.uint8)
-codec, source = nvcomp.Codec(algorithm="ANS"), nvcomp.as_array(values)
-encoded = codec.encode(source)
-assert torch.equal(torch.utils.dlpack.from_dlpack(codec.decode(encoded)).view(torch.uint8), values)
-found = {"version": nvcomp.__version__, "share": encoded.buffer_size / values.numel()}
-for name, call in (("encode", lambda: codec.encode(source)), ("decode", lambda: codec.decode(encoded))):
-    times = []
-    for _ in range(6):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(n_calls):
-            call()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - started) / n_calls)
-    found[name + "_gb_s"] = values.numel() / sorted(times[1:])[2] / 1e9
-print(json.dumps(found), flush=True)
-"""
-
-
-def _measure_nvcomp(n_elements: int, n_calls: int) -> Any:
-    """nvCOMP's ANS of as many values, as bytes: GB/s of them, and the share that is left of them.
-
-    In a process of its own: version 6.0.0 ends one with a broken heap.
-    """
-    command = [sys.executable, "-c", _NVCOMP, str(n_elements), str(n_calls)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    # In a process of its own: version 6.0.0 ends one with a broken heap.
+    here = f"from {__name__} import print_nvcomp; print_nvcomp({n_elements}, {n_calls})"
+    ended = subprocess.run([sys.executable, "-c", here], capture_output=True, text=True, timeout=120)
     try:
-        return json.loads(ended.stdout)
+        return found | {"nvcomp_ans": json.loads(ended.stdout)}
     except ValueError:
-        return f"not measured: {ended.stderr.strip().splitlines()[-1] if ended.stderr.strip() else 'no output'}"
+        return found | {"nvcomp_ans": f"not measured: {(ended.stderr.strip() or 'no output').splitlines()[-1]}"}
+
+
+def print_nvcomp(n_elements: int, n_calls: int) -> None:
+    """nvCOMP's ANS of as many values, as bytes: GB/s of them, and the share that is left of them, as JSON."""
+    nvcomp: Any = importlib.import_module("nvidia.nvcomp")
+    device = torch.device("cuda")
+    values = torch.randn(n_elements, device=device).view(torch.uint8)
+    codec, source = nvcomp.Codec(algorithm="ANS"), nvcomp.as_array(values)
+    encoded = codec.encode(source)
+    assert torch.equal(torch.utils.dlpack.from_dlpack(codec.decode(encoded)).view(torch.uint8), values)
+    found = {"version": nvcomp.__version__, "share": encoded.buffer_size / values.numel()}
+    found["encode_gb_per_s"] = _gb_s(device, values.numel(), lambda: codec.encode(source), n_calls)
+    found["decode_gb_per_s"] = _gb_s(device, values.numel(), lambda: codec.decode(encoded), n_calls)
+    print(json.dumps(found), flush=True)
 
 
 class GivenGradients(nn.Module):

@@ -12,15 +12,16 @@ import dataclasses
 import math
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from gradwire import schemes
 from gradwire_lab.bench.launching import change_links, write_results
-from gradwire_lab.bench.timing import Progress
 from gradwire_lab.ranks.netlab.rate import format_rate, parse_rate
 from gradwire_lab.ranks.network import Network, current_network
 from gradwire_lab.results.records import RecordLog
@@ -28,7 +29,7 @@ from gradwire_lab.results.records import RecordLog
 Turn = dict[str, float]
 
 
-class RankMethod(Protocol):
+class RankMethod(ABC):
     """What is measured: every rank makes the same ones, and each call is collective.
 
     Attributes:
@@ -40,25 +41,28 @@ class RankMethod(Protocol):
     options: dict[str, Any]
     times: list[Any]
 
+    @abstractmethod
     def step(self) -> None:
         """One reduction, or one step of training, whose time goes into `times`."""
-        ...
 
     def finish_turn(self) -> None:
         """What was put off is done before the next method's turn."""
-        ...
 
+    @abstractmethod
     def stats(self) -> dict[str, float]:
         """Its counts so far, such as `sent_bytes`; a turn's are the differences."""
-        ...
-
-    def check(self) -> None:
-        """Whether what it did counts. Raises: GradwireError."""
-        ...
 
     def close(self) -> None:
         """Let go of everything."""
-        ...
+
+
+def make_scheme(name: str, options: dict[str, Any]) -> schemes.Scheme:
+    """A scheme of the registry, or "two-level" around the one that its option `scheme` names. Raises: InvalidArgument."""
+    if name != "two-level":
+        return schemes.by_name(name, **schemes.as_published(name, options))
+    inner = str(options.get("scheme", "plain"))
+    rest = {key: value for key, value in options.items() if key != "scheme"}
+    return schemes.TwoLevel(inner, **schemes.as_published(inner, rest))
 
 
 @contextlib.contextmanager
@@ -89,35 +93,18 @@ def take_turn(method: RankMethod, n_steps: int) -> Turn:
     return turn | {"kernel_bytes": sent_by_kernel() - kernel}
 
 
-def take_turns(
-    methods: Sequence[RankMethod], n_steps: Sequence[int], n_a_turn: int, progress: Progress
-) -> list[list[Turn]]:
-    """Each method's turns, of `n_a_turn` steps, one method after the other until each has taken its `n_steps`."""
-    turns: list[list[Turn]] = [[] for _ in methods]
-    for done in range(0, max(n_steps), n_a_turn):
-        for method, n, kept in zip(methods, n_steps, turns, strict=True):
-            if n > done:
-                kept.append(take_turn(method, min(n_a_turn, n - done)))
-                progress.advance(min(n_a_turn, n - done))
-    return turns
-
-
 def sent_by_kernel() -> float:
     """Bytes that this rank's interface (GLOO_SOCKET_IFNAME) has sent since it came up, headers included.
 
     The check on what gradwire counts itself. NaN where the kernel cannot tell: no such variable, not Linux, or loopback,
     which carries every rank's traffic. In a lab each rank has a network namespace, hence an interface, of its own.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if interface in ("", "lo"):
-        return math.nan
-    try:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    with contextlib.suppress(OSError):
         for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
             name, _, columns = line.partition(":")
-            if name.strip() == interface:
+            if name.strip() == interface != "lo":
                 return float(columns.split()[8])  # 8 columns received, then bytes sent
-    except OSError:
-        pass
     return math.nan
 
 
@@ -138,15 +125,11 @@ def largest_over_ranks(values: Sequence[float]) -> list[float]:
     return found.tolist()
 
 
-# ---- the links, phase by phase
+# ---- the links phase by phase, and records
 
 
 class Links:
-    """The links as the launcher made them, and as `--then` changes them: a phase each.
-
-    Attributes:
-        networks: of every phase.
-    """
+    """The links as the launcher made them, and as `--then` changes them: `networks`, one for each phase."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         first = current_network()
@@ -172,15 +155,8 @@ def rates_of(network: Network) -> str:
     return ",".join(words[:1] if len(set(words)) == 1 else words)
 
 
-# ---- records
-
-
 class Records:
-    """The records of a run, which rank 0 writes as they come: to its launcher, or where `--json` and `--csv` say.
-
-    Attributes:
-        all: those so far.
-    """
+    """The records of a run so far, `all`, which rank 0 writes as they come: to its launcher, or `--json` and `--csv`."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -189,9 +165,7 @@ class Records:
     def add(self, records: Sequence[dict[str, Any]]) -> None:
         """Raises: GradwireError (they cannot be written)."""
         self.all += records
-        if dist.get_rank() != 0:
-            return
-        if self._args.log:
+        if dist.get_rank() == 0 and self._args.log:
             RecordLog(self._args.log).append(records)
-        else:
+        elif dist.get_rank() == 0:
             write_results(self._args, self.all)

@@ -29,31 +29,24 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def check_rank_arguments(args: argparse.Namespace) -> None:
-    """Raises: InvalidArgument, before any rank is started."""
-    if args.ranks is not None and args.ranks < 1:
-        raise InvalidArgument(f"--ranks must be at least 1, got {args.ranks}")
-    per_node = args.ranks_per_node
-    if per_node < 1 or (args.ranks or DEFAULT_RANKS) % per_node:
-        raise InvalidArgument(f"{args.ranks or DEFAULT_RANKS} ranks do not make whole nodes of {per_node}")
+def check_ranks(args: argparse.Namespace) -> None:
+    """Raises: InvalidArgument, before any rank is started (ranks, nodes, rates, links that `--then` cannot change)."""
+    n_ranks, per_node = args.ranks if args.ranks is not None else DEFAULT_RANKS, args.ranks_per_node
+    if n_ranks < 1:
+        raise InvalidArgument(f"--ranks must be at least 1, got {n_ranks}")
+    if per_node < 1 or n_ranks % per_node:
+        raise InvalidArgument(f"{n_ranks} ranks do not make whole nodes of {per_node}")
+    n_links = n_ranks // per_node
     for rate in args.rate or ():
-        each = [parse_rate(word) for word in rate.split(",")]
-        if len(each) not in (1, count_links(args)):
-            whose = "ranks" if per_node == 1 else "nodes"
-            raise InvalidArgument(f"--rate {rate}: {len(each)} rates for {count_links(args)} {whose}")
-
-
-def count_links(args: argparse.Namespace) -> int:
-    """One a rank, or one a node."""
-    return int((args.ranks or DEFAULT_RANKS) // args.ranks_per_node)
-
-
-def check_changes(args: argparse.Namespace) -> None:
-    """Raises: InvalidArgument (`--then` without links that can be changed, or with what is no rate)."""
-    n_links = count_links(args)
-    if args.then and args.log is None and (is_rank() or not args.rate or "none" in args.rate):
+        n_rates = len([parse_rate(word) for word in rate.split(",")])
+        if n_rates not in (1, n_links):
+            raise InvalidArgument(
+                f"--rate {rate}: {n_rates} rates for {n_links} {'ranks' if per_node == 1 else 'nodes'}"
+            )
+    then = getattr(args, "then", ())  # not every benchmark has it
+    if then and args.log is None and (is_rank() or not args.rate or "none" in args.rate):
         raise InvalidArgument("--then changes the links of the test network: give the rate to begin with, --rate RATE")
-    for rates in args.then:
+    for rates in then:
         each = [parse_rate(word) for word in rates.split(",")]
         if None in each or len(each) not in (1, n_links):
             raise InvalidArgument(
@@ -61,10 +54,10 @@ def check_changes(args: argparse.Namespace) -> None:
             )
 
 
-def run_in_ranks(bench: str, args: argparse.Namespace, *, switch: bool = False) -> int:
+def run_in_ranks(bench: str, args: argparse.Namespace, specs: Sequence[str] = ()) -> int:
     """Run `gradwire bench BENCH` in `--ranks` processes, once for each `--rate`; results so far outlive a failure.
 
-    With `switch`, the emulation of an aggregating switch runs beside them.
+    If one of `specs` sums in the network, the emulation of an aggregating switch runs beside them.
 
     Raises: PeerLost (a rank failed; the message names it), GradwireError (results could not be written).
     """
@@ -79,11 +72,11 @@ def run_in_ranks(bench: str, args: argparse.Namespace, *, switch: bool = False) 
             else:
                 print(line, flush=True)  # only rank 0 writes on standard output, so lines need no rank before them
 
-        how: dict[str, Any] = {"switch": switch, "ranks_per_node": args.ranks_per_node, "on_start": started.append}
+        how: dict[str, Any] = {"switch": needs_switch(specs), "ranks_per_node": args.ranks_per_node}
         for rate in [with_way(args, one) for one in args.rate or ["none"]]:
             each = rate.split(",") if "," in rate else rate
             try:
-                run_gradwire(command, args.ranks or DEFAULT_RANKS, each, take_line, **how)
+                run_gradwire(command, args.ranks or DEFAULT_RANKS, each, take_line, on_start=started.append, **how)
             finally:
                 write_results(args, log.read())
     return 0
@@ -110,11 +103,10 @@ def change_links(log: Path, number: int, rates: str, patience_s: float = 20.0) -
 def _answer(log: Path, launch: Launch, question: str) -> None:
     """Change the lab's links as asked, and say so, or why not."""
     number, rates = question.removeprefix(_QUESTION).split(" ")
-    answer = ""
+    answer, each = "", rates.split(",")
     try:
         if launch.lab is None:
             raise GradwireError("the ranks have no shaped links")
-        each = rates.split(",")
         for rank in range(launch.network.n_ranks_on_machine or 0):
             launch.lab.set_rate(rank, each[rank % len(each)])
     except GradwireError as error:
@@ -131,11 +123,9 @@ def write_results(args: argparse.Namespace, records: list[dict[str, Any]]) -> No
 
     Raises: GradwireError.
     """
-    if not records:
-        return
-    if args.json:
+    if records and args.json:
         write_json(args.json, records)
-    if args.csv:
+    if records and args.csv:
         write_csv(args.csv, records)
 
 

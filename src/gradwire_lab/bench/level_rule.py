@@ -1,5 +1,5 @@
 """GComp's level rule in float64 NumPy, straight from the paper's table, and the entropy of exponents, the floor under every
-lossless code of them: the judges of the codec, never its source.
+lossless code of them: the judges of the codec, never its source. And a live optimizer for the code that they judge.
 
 Written independently of the library's own importance code on purpose: a slip there must show here.
 """
@@ -7,9 +7,11 @@ Written independently of the library's own importance code on purpose: a slip th
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gradwire_lab.workloads.gradients import FloatArray, OptimizerState
 
@@ -55,10 +57,7 @@ def _numerator_terms(state: OptimizerState) -> list[Float64Array]:
     correction1, correction2 = 1 - beta1**step, 1 - beta2**step
     root = np.sqrt(beta2 * array["exp_avg_sq"] / correction2) + hyper["eps"]
     shrink = 1 - eta * decay if state.optimizer == "adamw" else 1.0
-    terms = [
-        shrink * theta * root * correction1 / (eta * (1 - beta1)),
-        -beta1 * array["exp_avg"] / (1 - beta1),
-    ]
+    terms = [shrink * theta * root * correction1 / (eta * (1 - beta1)), -beta1 * array["exp_avg"] / (1 - beta1)]
     return terms if state.optimizer == "adamw" else [*terms, -decay * theta]
 
 
@@ -83,3 +82,35 @@ def entropy_bits(histogram: npt.NDArray[np.int64]) -> float:
     """Shannon entropy of one symbol drawn from `histogram`, in bits."""
     share = histogram[histogram > 0] / histogram.sum()
     return float(-(share * np.log2(share)).sum()) if share.size > 1 else 0.0
+
+
+# ---- a real optimizer with a file's state
+
+
+def make_optimizer(
+    state: OptimizerState, n_elements: int | None = None, dtype: torch.dtype = torch.float32
+) -> torch.optim.Optimizer:
+    """torch's optimizer over one parameter (n_elements,) of `dtype`, with `state`'s arrays repeated or cut to that length.
+
+    Nothing is ever stepped: the parameter and the state only stand there to be read.
+    """
+
+    def stretch(array: FloatArray) -> torch.Tensor:
+        return torch.from_numpy(array if n_elements in (None, array.size) else np.resize(array, n_elements)).to(dtype)
+
+    options: dict[str, Any] = {**state.hyper, "lr": state.hyper["learning_rate"]}
+    for name in ("learning_rate", "step"):
+        options.pop(name, None)
+    if "beta1" in options:
+        options["betas"] = options.pop("beta1"), options.pop("beta2")
+    if "nesterov" in options:
+        options["nesterov"] = bool(options["nesterov"])
+    classes = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "rmsprop": "RMSprop", "sgd": "SGD"}
+    parameter = torch.nn.Parameter(stretch(state.parameter))
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, classes[state.optimizer])([parameter], **options)
+    held = {key: stretch(array) for key, array in state.arrays.items()}
+    if held.keys() - {"momentum_buffer"}:  # SGD keeps no step
+        # The file's step is the one about to be taken; torch counts those that were.
+        held["step"] = torch.tensor(max(state.hyper.get("step", 1.0) - 1.0, 0.0))
+    optimizer.state[parameter] = held
+    return optimizer

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import random
+import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -23,9 +26,8 @@ from gradwire.registry import parse_spec, spec_of
 from gradwire.telemetry.environment import describe_environment
 from gradwire_lab import workloads
 from gradwire_lab.bench import driver
-from gradwire_lab.bench.launching import check_changes, check_rank_arguments, is_rank, run_in_ranks
-from gradwire_lab.bench.regret_figures import make_records
-from gradwire_lab.bench.timing import Progress
+from gradwire_lab.bench.launching import check_ranks, is_rank, run_in_ranks
+from gradwire_lab.bench.timing import Progress, Timing
 from gradwire_lab.bench.train_methods import TrainMethod, describe
 from gradwire_lab.ranks.network import Network
 from gradwire_lab.results.experiment import Column, Table
@@ -37,6 +39,12 @@ from gradwire_lab.results.tables import Grid, print_grid
 LEAST_X_DDP, LEAST_X_BEST = 0.98, 0.95
 TURN_STEPS = 10
 _FIXED_EVERY = 3  # turns
+_GOOD = 1.06  # of the best, is as good as the best
+_OF_STEPS, _GOOD_STEPS = 20, 18
+N_BLOCKS, _SAMPLES = 10, 1000  # of the bootstrap
+
+T = TypeVar("T")
+Turns = Sequence[Sequence[float]]  # a method's seconds a step, turn by turn; a turn in which it paused is empty
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
     workloads.check_name(parse_spec(args.workload)[0])
     if "ddp" not in args.scheme:
         raise InvalidArgument("--scheme has to name ddp: what auto loses is counted against it")
-    check_rank_arguments(args)
-    check_changes(args)
+    check_ranks(args)
     if is_rank():
         name, options = parse_spec(args.workload)
         with driver.as_rank():
@@ -71,51 +78,48 @@ class _Regret:
     def __init__(self, args: argparse.Namespace, workload: workloads.Workload) -> None:
         self._args, self._workload = args, workload
         self._environment = describe_environment()
-        self._links, self._records = driver.Links(args), driver.Records(args)
         self._named = {spec: TrainMethod(spec, workload, args.seed) for spec in dict.fromkeys(args.scheme)}
         self._autos = {spec: one for spec, one in self._named.items() if one.name == "auto"}
-        allowed = [
-            candidate["spec"]
-            for auto in self._autos.values()
-            for candidate in auto.own_stats()["auto"]["candidates"]
-            if not candidate["excluded"] and candidate["spec"] not in ("plain", *self._named)
-        ]
-        self._fixed = {spec: TrainMethod(spec, workload, args.seed) for spec in dict.fromkeys(allowed)}
+        candidates = [one for auto in self._autos.values() for one in auto.own_stats()["auto"]["candidates"]]
+        allowed = dict.fromkeys(one["spec"] for one in candidates if not one["excluded"])
+        self._fixed = {
+            spec: TrainMethod(spec, workload, args.seed) for spec in allowed if spec not in ("plain", *self._named)
+        }
         self._all = {**self._named, **self._fixed}
 
     def run(self) -> None:
         """Every phase, whose records rank 0 writes."""
+        links, records = driver.Links(self._args), driver.Records(self._args)
         for method in self._all.values():
             method.step()  # DDP cuts its buckets anew after the first
-        for phase, network in enumerate(self._links.networks):
-            self._links.enter(phase)
-            self._write(phase, network, self._run_phase())
+        for phase, network in enumerate(links.networks):
+            links.enter(phase)
+            records.add(self._describe(phase, network, self._run_phase()))
         for method in self._all.values():
             method.close()
 
     def _run_phase(self) -> list[dict[str, int]]:
         """How many steps each method has taken: before the first turn, and after each."""
         n_steps = [{spec: len(one.times) for spec, one in self._all.items()}]
-        n_done, n_turns, spent_s = 0, 0, 0.0
+        spent_s = 0.0
         progress = Progress(f"{self._workload.name}, steps of each", self._args.steps, dist.get_rank() != 0)
         counted = [one for spec, one in self._named.items() if spec == "ddp" or spec in self._autos]
-        while n_done < self._args.steps:
-            methods = [*self._named.values(), *(self._fixed.values() if n_turns % _FIXED_EVERY == 0 else ())]
-            for method in reversed(methods) if n_turns % 2 else methods:
+        for turn in range(-(-self._args.steps // TURN_STEPS)):
+            methods = [*self._named.values(), *(self._fixed.values() if turn % _FIXED_EVERY == 0 else ())]
+            for method in reversed(methods) if turn % 2 else methods:
                 dist.barrier()
                 started = time.perf_counter()
                 for _ in range(TURN_STEPS):  # nothing is asked of auto in between: it would wait for what is under way
                     method.step()
                 if method in counted:
                     spent_s += time.perf_counter() - started
-            n_done, n_turns = n_done + TURN_STEPS, n_turns + 1
             progress.advance(TURN_STEPS)
             n_steps.append({spec: len(one.times) for spec, one in self._all.items()})
             if driver.largest_over_ranks([spent_s])[0] > len(counted) * self._args.seconds:
                 break
         return n_steps
 
-    def _write(self, phase: int, network: Network, n_steps: list[dict[str, int]]) -> None:
+    def _describe(self, phase: int, network: Network, n_steps: list[dict[str, int]]) -> list[dict[str, Any]]:
         turns_s, losses = {}, {}
         for spec, method in self._all.items():
             all_s = driver.largest_over_ranks([times.iteration_s for times in method.times])
@@ -136,7 +140,105 @@ class _Regret:
             strays = max(abs(mine - ddps) for mine, ddps in zip(losses[spec], losses["ddp"], strict=True))
             described = {"scheme": method.name, "options": describe(method), "loss_deviation": strays}
             records.append(described | shared | found[spec] | self._workload.describe() | self._environment)
-        self._records.add(records)
+        return records
+
+
+# ---- what a run found
+
+
+def make_records(
+    turns_s: Mapping[str, Turns], autos: Mapping[str, Mapping[str, Any]], first: int = 0
+) -> dict[str, dict[str, Any]]:
+    """{method: its figures} of one phase of a run.
+
+    Args:
+        turns_s: every method's seconds a step, "ddp" among them. In a turn each takes as many steps as any other, or none.
+        autos: {method: `stats()["auto"]` of it}.
+        first: the number of auto's first step of the phase.
+
+    Two methods are compared in the turns that both took, in the same minutes of the machine.
+    `x_ddp`: over all of these. `x_best_last_half`: against `best` in the second half; `best` is which of DDP and the schemes
+    that this auto may use is the fastest over all turns (the luckiest of few turns is not the best). Above 1 auto is faster;
+    `_low`, `_high`: 95 % intervals. `good_after`: steps until 18 of 20 ran under a scheme within 6 % of the best.
+    """
+    beside_ddp = {spec: _common(turns_s["ddp"], turns) for spec, turns in turns_s.items()}
+    x_ddp = {spec: _times_as_fast(turns) for spec, turns in beside_ddp.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for spec, turns in turns_s.items():
+        ordered = list(itertools.chain(*turns))
+        found[spec] = {
+            **Timing.of(ordered).fields("iteration_s"),
+            "late_s": statistics.fmean(itertools.chain(*_late_half([turn for turn in turns if turn]))),
+            "n_steps": len(ordered),
+            "x_ddp": x_ddp[spec],
+            "x_ddp_last_half": _times_as_fast(_late_half(beside_ddp[spec])),
+        }
+    for spec, auto in autos.items():
+        allowed = {c["spec"]: c for c in auto["candidates"] if not c["excluded"]}
+        fixed = ["ddp", *(one for one in turns_s if one in allowed)]
+        best = max(fixed, key=lambda one: (x_ddp[one], one))
+        beside_best = _common(turns_s[best], turns_s[spec])
+        last = first + found[spec]["n_steps"]
+        medians = {one: found[one]["iteration_s"] for one in fixed} | {"plain": found["ddp"]["iteration_s"]}
+        predicted = {one: c["first_predicted_ms"] for one, c in allowed.items()}
+        errors = sorted(abs(1e-3 * ms / medians[one] - 1) for one, ms in predicted.items() if medians.get(one))
+        found[spec] |= {
+            "fidelity": auto["fidelity"],
+            "x_best": _times_as_fast(beside_best),
+            "x_best_last_half": _times_as_fast(_late_half(beside_best)),
+            **_interval("x_ddp", beside_ddp[spec]),
+            **_interval("x_best_last_half", _late_half(beside_best)),
+            "best": best,
+            "ends_with": auto["scheme"],
+            "good_after": steps_until_good(auto["schedule"], medians, first, last),
+            "spent_s": auto["spent_s"],
+            "model_error": statistics.median(errors),
+            "model_error_most": errors[-1],
+            "fixed_ms": json.dumps({one: round(1e3 * seconds, 2) for one, seconds in medians.items()}),
+            "predicted_ms": json.dumps({one: round(ms, 2) for one, ms in predicted.items()}),
+            "decisions": json.dumps([d for d in auto["decisions"] if first <= d["step"] < last]),
+        }
+    return found
+
+
+def _common(base_s: Turns, mine_s: Turns) -> list[tuple[float, float]]:
+    """Seconds of each turn that both took."""
+    return [(sum(base), sum(mine)) for base, mine in zip(base_s, mine_s, strict=True) if base and mine]
+
+
+def _late_half(turns: Sequence[T]) -> Sequence[T]:
+    return turns[len(turns) // 2 :]
+
+
+def _times_as_fast(turns: Sequence[tuple[float, float]]) -> float:
+    return sum(base for base, _ in turns) / sum(mine for _, mine in turns)
+
+
+def _interval(name: str, turns: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """95 % interval of `_times_as_fast`, by a bootstrap over `N_BLOCKS` stretches of the turns.
+
+    Turns are not drawn singly, nor steps: what disturbs one disturbs its neighbours.
+    """
+    n_blocks = min(N_BLOCKS, len(turns))
+    blocks = [turns[len(turns) * i // n_blocks : len(turns) * (i + 1) // n_blocks] for i in range(n_blocks)]
+    rng = random.Random(0)
+    ratios = sorted(_times_as_fast([*itertools.chain(*rng.choices(blocks, k=n_blocks))]) for _ in range(_SAMPLES))
+    return {f"{name}_low": ratios[_SAMPLES * 25 // 1000], f"{name}_high": ratios[_SAMPLES * 975 // 1000 - 1]}
+
+
+def steps_until_good(schedule: Sequence[Sequence[Any]], step_s: Mapping[str, float], first: int, last: int) -> int:
+    """Steps from `first` on until 18 of 20 run under a scheme that is within 6 % of the best; all of them if none do.
+
+    Args:
+        schedule: [(step, scheme from then on)]. step_s: seconds a step of every scheme, "plain" among them.
+    """
+    best_s = min(step_s.values())
+    good = []
+    for step in range(first, last):
+        scheme = next((name for since, name in reversed(schedule) if since <= step), "plain")
+        good.append(step_s.get(scheme, step_s["plain"]) <= _GOOD * best_s)
+    starts = range(max(0, len(good) - _OF_STEPS + 1))
+    return next((at for at in starts if sum(good[at : at + _OF_STEPS]) >= _GOOD_STEPS), len(good))
 
 
 def below_the_bars(records: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -2,17 +2,69 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from gradwire.errors import GradwireError, PeerLost
-from gradwire_lab.bench import provenance
+from gradwire.errors import GradwireError, PeerLost, Unsupported
+from gradwire.telemetry.environment import describe_environment
 from gradwire_lab.bench.measures import WRITES, Call, Measure, by_name, code_of
 from gradwire_lab.results.captions import duration
 from gradwire_lab.results.experiment import Cell, Experiment
-from gradwire_lab.results.store import Record, Store, name_of, state_of
+from gradwire_lab.results.store import Store, name_of, state_of
+
+# Of the environment, what every record of a run carries, beside the digest of what it depends on.
+_KEPT = ("commit", "date", "cpu", "n_cores", "os", "python", "torch", "network")
+
+
+def describe_run() -> dict[str, Any]:
+    """Where and with what a run is measured: machine, versions, commit, network."""
+    environment = describe_environment()
+    return {key: environment[key] for key in _KEPT}
+
+
+class Load:
+    """What else the machine did: used as a context around a run.
+
+    Attributes:
+        before: the load average of the minute before.
+        during: cores that other processes kept busy, in the mean over the run; None where the kernel does not tell.
+    """
+
+    def __enter__(self) -> Load:
+        self.before = os.getloadavg()[0]
+        self.during: float | None = None
+        self._started = time.monotonic(), _others_s()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        (began_s, before_s), ended_s, after_s = self._started, time.monotonic(), _others_s()
+        if before_s is not None and after_s is not None and ended_s > began_s:
+            others = max(0.0, after_s - before_s) / (ended_s - began_s)
+            self.during = min(others, float(os.cpu_count() or 1))  # the kernel counts in ticks
+
+
+def _others_s() -> float | None:
+    """Seconds that all cores of the machine have worked, but for this process and its ended children."""
+    try:
+        words = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
+    except OSError:
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq = map(int, words[:7])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
+
+
+def check_network(n_ranks: int, rate: str) -> float | None:
+    """What a plain all-reduce gets through links set to `rate`, as a share of it; None on links that are not shaped."""
+    from gradwire_lab.ranks.netlab.check import measure_rate
+
+    try:
+        return 1 + measure_rate(n_ranks, rate, seconds=0.3, repeats=3).deviation
+    except Unsupported:  # no right to shape: the records say `loopback` themselves
+        return None
 
 
 @dataclass(frozen=True)
@@ -46,7 +98,7 @@ class Runner:
     folder: Path = Path("runs/bench")
     measure: Callable[[str], Measure] = by_name
     code: Callable[[str], str] = code_of
-    check_network: Callable[[int, str], float | None] = provenance.check_network
+    check_network: Callable[[int, str], float | None] = check_network
     _checked: dict[tuple[int, str], float | None] = field(default_factory=dict)
 
     def plan(
@@ -79,15 +131,13 @@ class Runner:
                 f"{len(runs)} runs, about {duration(self.estimate_s(runs))} with nothing else running; what is finished is "
                 "kept when this is stopped, and the same command goes on from there"
             )
-        expected_s, spent_s = 0.0, 0.0
+        expected_s = spent_s = 0.0
         failed = []
         for number, run in enumerate(runs, start=1):
             pace = spent_s / expected_s if expected_s else 1.0
-            left_s = pace * self.estimate_s(runs[number - 1 :])
-            mine_s = self._seconds(run)
-            self.say(
-                f"[{number}/{len(runs)}] {run.name}: about {duration(pace * mine_s)}; {duration(left_s)} left in all"
-            )
+            mine_s, left_s = self.estimate_s([run]), pace * self.estimate_s(runs[number - 1 :])
+            takes = f"about {duration(pace * mine_s)}; {duration(left_s)} left in all"
+            self.say(f"[{number}/{len(runs)}] {run.name}: {takes}")
             took_s = self._measure(run)
             if took_s is None:
                 failed.append(run.name)
@@ -114,18 +164,15 @@ class Runner:
         started = time.monotonic()
         try:
             checked = self._check(call)
-            with provenance.Load() as load:
+            with Load() as load:
                 measured = self.measure(experiment.measure)(call)
-        except PeerLost as error:
-            self.say(f"    failed: {error}")
-            return None
         except GradwireError as error:
-            self.say(f"    failed: {type(error).__name__}: {error}")
+            self.say(f"    failed: {'' if isinstance(error, PeerLost) else f'{type(error).__name__}: '}{error}")
             return None
         elapsed_s = time.monotonic() - started
         settings = experiment.settings(run.cells)
         shared = {
-            **provenance.describe_run(),
+            **describe_run(),
             "code": self.code(experiment.measure),
             "settings": settings,
             "run": f"{settings}-{time.time():.0f}",
@@ -134,8 +181,11 @@ class Runner:
             "load_during": None if load.during is None else round(load.during, 2),
             "network_check": None if checked is None else round(checked, 4),
         }
-        # The measure's own environment is that of the ranks; the date is the run's.
-        records = [{**cell, **record, **cell, **_without(shared, record, "network")} for cell, record in measured]
+        # The measure's own environment, and its network, are those of the ranks; the date is the run's.
+        records = [
+            {**cell, **record, **cell, **shared, "network": record.get("network", shared["network"])}
+            for cell, record in measured
+        ]
         found = {name_of(experiment, record) for record in records}
         for cell in run.cells:
             if name_of(experiment, cell) not in found:
@@ -151,8 +201,3 @@ class Runner:
         if (n_ranks, rate) not in self._checked:
             self._checked[n_ranks, rate] = self.check_network(n_ranks, rate)
         return self._checked[n_ranks, rate]
-
-
-def _without(shared: Record, record: Record, name: str) -> Record:
-    """`shared`, but for a field that the record knows better."""
-    return {key: value for key, value in shared.items() if key != name or key not in record}

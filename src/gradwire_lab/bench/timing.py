@@ -24,8 +24,8 @@ class Task:
     """One method: `call` is timed; `before` and `after` run outside the clock, once a sample (poison, verify)."""
 
     call: Callable[[], object]
-    before: Callable[[], None] | None = None
-    after: Callable[[], None] | None = None
+    before: Callable[[], object] = lambda: None
+    after: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ class Timing:
         else:
             low, _, high = statistics.quantiles(samples_s, n=4, method="inclusive")
         return Timing(statistics.median(samples_s), low, high, len(samples_s), n_repeats)
+
+    def fields(self, name: str, scale: float = 1.0) -> dict[str, float]:
+        """For a record: `name`, and its quartiles as `name_low` and `name_high`."""
+        return {name: self.median_s * scale, f"{name}_low": self.low_s * scale, f"{name}_high": self.high_s * scale}
 
 
 def time_interleaved(
@@ -70,14 +74,12 @@ def time_interleaved(
 
 
 def _sample(task: Task, n_repeats: int, clock: Callable[[], float]) -> float:
-    if task.before:
-        task.before()
+    task.before()
     start = clock()
     for _ in range(n_repeats):
         task.call()
     elapsed_s = clock() - start
-    if task.after:
-        task.after()
+    task.after()
     return elapsed_s
 
 
@@ -104,8 +106,7 @@ class Progress:
 
     def reach(self, done: int) -> None:
         """So many pieces are done in all."""
-        self._done = done
-        now_s = time.monotonic()
+        self._done, now_s = done, time.monotonic()
         if not self._is_silent and now_s - self._said_s >= _SAID_EVERY_S and 0 < done < self._n:
             self._said_s = now_s
             left_s = (now_s - self._began_s) / done * (self._n - done)

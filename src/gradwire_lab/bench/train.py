@@ -6,7 +6,6 @@ import argparse
 import gc
 import itertools
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from gradwire.telemetry.environment import describe_environment
 from gradwire.wire.communicator import ring_bytes
 from gradwire_lab import workloads
 from gradwire_lab.bench import driver, train_methods
-from gradwire_lab.bench.launching import check_changes, check_rank_arguments, is_rank, needs_switch, run_in_ranks
+from gradwire_lab.bench.launching import check_ranks, is_rank, run_in_ranks
 from gradwire_lab.bench.timing import Progress, Timing
 from gradwire_lab.bench.train_methods import BASELINES, SHARDED, StepTimes, TrainMethod, describe
 from gradwire_lab.results.experiment import Column, Table
@@ -50,10 +49,9 @@ def run(args: argparse.Namespace) -> int:
     specs = choose_specs(args.scheme, train_methods.names(), train_methods.more())
     for spec in specs:
         train_methods.check_baseline_options(*parse_spec(spec))
-    check_rank_arguments(args)
-    check_changes(args)
+    check_ranks(args)
     if not is_rank():
-        return run_in_ranks("train", args, switch=needs_switch(specs))
+        return run_in_ranks("train", args, specs)
     given = {"batch_size": args.batch_size, "optimizer": args.optimizer}
     name, options = parse_spec(args.workload)
     options |= {key: value for key, value in given.items() if value is not None}
@@ -73,26 +71,20 @@ class TrainBench:
         self.args, self.workload, self.specs = args, workload, specs
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._environment = describe_environment()
-        self._links = driver.Links(args)
-        self._records = driver.Records(args)
+        self._links, self._records = driver.Links(args), driver.Records(args)
         self._shared_s: float | None = None
 
     def run(self) -> list[dict[str, Any]]:
         """Train every method; returns the records, on every rank."""
-        first = self._start(self.specs[0])
-        if first is None or len(self.specs) == 1 or self._fits(first):
-            others = [self._start(spec) for spec in self.specs[1:]]
-            methods = [method for method in (first, *others) if method is not None]
-            self._train(methods, is_interleaved=len(methods) > 1)
-            return self._records.all
-        self._train([first], is_interleaved=False)
-        del first
+        methods = [self._start(self.specs[0])]
+        are_together = methods[0] is None or len(self.specs) == 1 or self._fits(methods[0])
         for spec in self.specs[1:]:
-            gc.collect()  # models, hooks and attachments refer to each other: they must be gone before the next one comes
-            method = self._start(spec)
-            if method is not None:
-                self._train([method], is_interleaved=False)
-            del method
+            if not are_together:
+                self._train(methods)
+                methods.clear()
+                gc.collect()  # models, hooks and attachments refer to each other: they must be gone before the next one comes
+            methods.append(self._start(spec))
+        self._train(methods)
         return self._records.all
 
     def _start(self, spec: str) -> TrainMethod | None:
@@ -106,31 +98,39 @@ class TrainBench:
             return None
 
     def _fits(self, method: TrainMethod) -> bool:
-        """Whether all methods of all ranks on this machine fit into its memory at once; the same on every rank."""
-        needed = method.memory_bytes() * len(self.specs) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        """Whether all methods of all ranks on this machine fit into its memory at once; the same on every rank.
+
+        Each holds parameters, gradients, buckets, two optimizer moments, and a scratch.
+        """
+        needed = 6 * 4 * method.n_parameters * len(self.specs) * train_methods.ranks_per_node()
         return driver.largest_over_ranks([float(needed >= _MEMORY_SHARE * _available_bytes())]) == [0.0]
 
-    def _train(self, methods: Sequence[TrainMethod], is_interleaved: bool) -> None:
+    def _train(self, started: Sequence[TrainMethod | None]) -> None:
+        methods = [method for method in started if method is not None]
+        if not methods:
+            return
+        phases, n_steps = range(len(self._links.networks)), [self.args.steps] * len(methods)
         n_warmup = [self._n_warmup(method) for method in methods]
-        n_counted = len(methods) * self.args.steps * len(self._links.networks)
-        self._progress = Progress(f"{self.workload.name}, steps", sum(n_warmup) + n_counted, self.rank != 0)
-        self._take_turns(methods, n_warmup)
+        n_all = sum(n_warmup) + sum(n_steps) * len(phases)
+        progress = Progress(f"{self.workload.name}, steps", n_all, self.rank != 0)
+        _take_turns(methods, n_warmup, progress)
         for method in methods:
             method.check()
         by_phase: list[list[list[driver.Turn]]] = []
-        for phase in range(len(self._links.networks)):
+        for phase in phases:
             self._links.enter(phase)
-            by_phase.append(self._take_turns(methods, [self.args.steps] * len(methods)))
+            by_phase.append(_take_turns(methods, n_steps, progress))
         self._links.enter(0)
         losses = [driver.mean_over_ranks(method.losses) for method in methods]
-        clocks = [self._wall_clock(method) for method in methods]
+        # When each step of a method would have ended, had it trained alone: sums of the slowest rank's steps.
+        steps_s = [driver.largest_over_ranks([times.iteration_s for times in method.times]) for method in methods]
         # Run one after another, later methods are compared at the end of the first, usually DDP.
-        self._shared_s = self._shared_s or min(clock[-1] for clock in clocks)
+        self._shared_s = self._shared_s or min(map(sum, steps_s))
         self._records.add(
             [
-                self._record(method, phase, turns, loss, clock, is_interleaved)
+                {**self._record(method, phase, turns, loss, steps, self._shared_s), "is_interleaved": len(methods) > 1}
                 for phase, turns_of_all in enumerate(by_phase)
-                for method, turns, loss, clock in zip(methods, turns_of_all, losses, clocks, strict=True)
+                for method, turns, loss, steps in zip(methods, turns_of_all, losses, steps_s, strict=True)
             ]
         )
         for method in methods:
@@ -140,46 +140,30 @@ class TrainBench:
         """Steps of this method that do not count: what it measures first is not how it will train."""
         return max(self.args.warmup, method.settling_steps)
 
-    def _take_turns(self, methods: Sequence[TrainMethod], n_steps: Sequence[int]) -> list[list[driver.Turn]]:
-        # Turns are for methods that could disturb each other; the end of one costs a step that looks ahead its lead.
-        n_a_turn = TURN_STEPS if len(methods) > 1 else max(n_steps)
-        return driver.take_turns(methods, n_steps, n_a_turn, self._progress)
-
-    def _wall_clock(self, method: TrainMethod) -> list[float]:
-        """When each step of this method would have ended, had it trained alone: sums of the slowest rank's steps."""
-        return list(itertools.accumulate(driver.largest_over_ranks([times.iteration_s for times in method.times])))
-
     def _record(
         self,
         method: TrainMethod,
         phase: int,
         turns: list[driver.Turn],
         losses: list[float],
-        clock: list[float],
-        is_interleaved: bool,
+        steps_s: list[float],
+        shared_s: float,
     ) -> dict[str, Any]:
         n_warmup = self._n_warmup(method)
         first = n_warmup + phase * self.args.steps
         counted = slice(first, first + self.args.steps)
         times = method.times[counted]
-        steps_s = [end - start for start, end in zip([0.0, *clock], clock, strict=False)][counted]
-        timing = Timing.of(steps_s)
-        split: dict[str, float | None] = dict.fromkeys(("compute_s", "exposed_s", "wait_s"))
-        if method.name not in SHARDED:
-            split |= split_steps(times)
-        spent = {
-            name: sum(turn[name] for turn in turns) / len(times)
-            for name in turns[0]
-            if name not in ("started_s", "ended_s")
-        }
-        means = dict(zip(spent, driver.mean_over_ranks(list(spent.values())), strict=True))
+        timing = Timing.of(steps_s[counted])
+        names = [name for name in turns[0] if name not in ("started_s", "ended_s")]
+        spent = driver.mean_over_ranks([sum(turn[name] for turn in turns) / len(times) for name in names])
+        means = dict(zip(names, spent, strict=True))
         # Of equally many steps for all, whatever each took to settle.
         n_trained = self.args.warmup + (phase + 1) * self.args.steps
         n_bytes = 4 * method.n_parameters
         ring = ring_bytes(n_bytes, self.world_size)
         network = self._links.networks[phase]
         described = self.workload.describe()
-        assert self._shared_s is not None
+        is_split = method.name not in SHARDED
         return {
             "scheme": method.name,
             "options": describe(method),
@@ -188,10 +172,8 @@ class TrainBench:
             "rate_bps": network.rate_bps,
             "rates": driver.rates_of(network),
             "phase": phase,
-            "iteration_s": timing.median_s,
-            "iteration_s_low": timing.low_s,
-            "iteration_s_high": timing.high_s,
-            **split,
+            **timing.fields("iteration_s"),
+            **(split_steps(times) if is_split else dict.fromkeys(("compute_s", "exposed_s", "wait_s"))),
             "codec_s": means.get("codec_s"),
             "decode_s": means.get("decode_s"),
             **self._overlap(method, turns, len(times)),
@@ -202,12 +184,11 @@ class TrainBench:
             "wire_ratio": means["sent_bytes"] / ring if ring else 1.0,
             "samples_per_s": self.world_size * self.workload.batch_size / timing.median_s,
             "loss": statistics.fmean(losses[:n_trained][-_LOSS_STEPS:]),
-            "loss_at_s": self._shared_s,
-            "loss_after_s": _loss_at(losses, clock, self._shared_s),
+            "loss_at_s": shared_s,
+            "loss_after_s": _loss_at(losses, steps_s, shared_s),
             "n_steps": len(times),
             "n_warmup": n_warmup,
             "n_bytes": n_bytes,
-            "is_interleaved": is_interleaved,
             "emulated": described["compute"] != "real",
             "shaped": network.shaped,
             **described,
@@ -227,26 +208,38 @@ class TrainBench:
         return dict(zip(names, means, strict=True))
 
 
+def _take_turns(methods: Sequence[TrainMethod], n_steps: Sequence[int], progress: Progress) -> list[list[driver.Turn]]:
+    """Each method's turns, one method after the other until each has taken its `n_steps`."""
+    # Turns are for methods that could disturb each other; the end of one costs a step that looks ahead its lead.
+    n_a_turn = TURN_STEPS if len(methods) > 1 else max(n_steps)
+    turns: list[list[driver.Turn]] = [[] for _ in methods]
+    for done in range(0, max(n_steps), n_a_turn):
+        for method, n, kept in zip(methods, n_steps, turns, strict=True):
+            if n > done:
+                kept.append(driver.take_turn(method, min(n_a_turn, n - done)))
+                progress.advance(min(n_a_turn, n - done))
+    return turns
+
+
 def split_steps(times: Sequence[StepTimes]) -> dict[str, float]:
     """Medians over the steps of means over the ranks; waiting is split into slower ranks and the network. Collective.
 
     A rank that ends its backward pass before the slowest one waits for that rank first, whatever the network does:
     `wait_s`. The rest is `exposed_s`. Durations are compared, not clocks: all ranks leave a step together.
     """
-    local = torch.tensor([step.local_s for step in times], dtype=torch.float64)
+    parts = [(step.local_s, step.waiting_s, step.update_s) for step in times]
+    local, waiting, update = torch.tensor(parts, dtype=torch.float64).T
     slowest = torch.tensor(driver.largest_over_ranks(local.tolist()), dtype=torch.float64)
-    waiting = torch.tensor([step.waiting_s for step in times], dtype=torch.float64)
     wait = torch.minimum(slowest - local, waiting)
-    update = torch.tensor([step.update_s for step in times], dtype=torch.float64)
-    parts = torch.stack([local + update, waiting - wait, wait])
-    dist.all_reduce(parts)
-    medians = (parts / dist.get_world_size()).median(dim=1).values.tolist()
+    split = torch.stack([local + update, waiting - wait, wait])
+    dist.all_reduce(split)
+    medians = (split / dist.get_world_size()).median(dim=1).values.tolist()
     return dict(zip(("compute_s", "exposed_s", "wait_s"), medians, strict=True))
 
 
-def _loss_at(losses: Sequence[float], clock: Sequence[float], moment_s: float) -> float:
+def _loss_at(losses: Sequence[float], steps_s: Sequence[float], moment_s: float) -> float:
     """The mean loss of the last steps that had ended at `moment_s`."""
-    n_ended = max(1, sum(end <= moment_s for end in clock))
+    n_ended = max(1, sum(end <= moment_s for end in itertools.accumulate(steps_s)))
     return statistics.fmean(losses[max(0, n_ended - _LOSS_STEPS) : n_ended])
 
 

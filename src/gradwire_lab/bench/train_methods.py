@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,17 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import codecs, schemes
+from gradwire.codecs.quantised import OneBit, Quantised, TwoBit
+from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.registry import parse_spec
-from gradwire.wire.communicator import ring_bytes
-from gradwire_lab.bench import training_thread
-from gradwire_lab.bench.overlap import Timeline
-from gradwire_lab.bench.reducers import make_scheme
+from gradwire.schemes.aqgb.overlap import Interval, length_s, overlap_s, without
+from gradwire.telemetry.recorder import BucketRecord, StepRecord
+from gradwire.wire.communicator import completed, ring_bytes
+from gradwire_lab.bench.driver import RankMethod, make_scheme
 from gradwire_lab.training import torch_hooks
 from gradwire_lab.workloads import Workload
 
 # Bare quantisers that encode and decode on the training thread; `all` does not mean them.
-TRAINING_THREAD = tuple(training_thread.CODECS)
+TRAINING_THREAD: dict[str, type[Quantised]] = {"ddp-one-bit": OneBit, "ddp-two-bit": TwoBit}
 BASELINES = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8", "hsdp", "fully-shard", *TRAINING_THREAD)
 # FSDP2 over all ranks, as torch has it and with its collectives compressed.
 _OVER_ALL = ("fully-shard", "fsdp2-shards")
@@ -62,9 +65,76 @@ class StepTimes:
         return self.local_s + self.waiting_s + self.update_s
 
 
-class TrainMethod:
-    """A model of its own in training, a `RankMethod` of the driver; methods of one run start from the same weights and see the
-    same batches.
+_LENGTH_BYTES = 8  # before every message: how long it is, as an int64
+_CODEC_KINDS = ("encode", "decode", "importance", "table")
+
+
+@dataclass
+class Timeline:
+    """What of communication and codec work hides behind computation (SlimGC, Fig. 13); a sink of gradwire's recorder.
+
+    Attributes: intervals on `time.perf_counter`, in seconds; they may overlap.
+        computing: forward and backward passes, up to the last gradient.
+        waiting: from there to the end of the optimizer's step.
+        communicating: time in which this rank waited for messages or a collective was under way.
+        training_codec, other_codec: codec work on the training thread, and on others beside it.
+    """
+
+    wants_spans = True
+
+    computing: list[Interval] = field(default_factory=list)
+    waiting: list[Interval] = field(default_factory=list)
+    communicating: list[Interval] = field(default_factory=list)
+    training_codec: list[Interval] = field(default_factory=list)
+    other_codec: list[Interval] = field(default_factory=list)
+    training_thread: int = field(default_factory=threading.get_ident)
+
+    def note_step(self, started_s: float, last_gradient_s: float, ended_s: float) -> None:
+        """One step of the training thread."""
+        self.computing.append((started_s, max(started_s, last_gradient_s)))
+        self.waiting.append((max(started_s, last_gradient_s), ended_s))
+
+    def extend_last(self, ended_s: float) -> None:
+        """The last step's work went on until then: what had been put off was done."""
+        self.waiting[-1] = (self.waiting[-1][0], ended_s)
+
+    def write_step(self, step_record: StepRecord, bucket_records: Sequence[BucketRecord]) -> None:
+        """Keep the spans of a closed step."""
+        self.add(bucket_records)
+
+    def add(self, bucket_records: Iterable[BucketRecord]) -> None:
+        """Keep the spans of these buckets."""
+        for span in (span for record in bucket_records for span in record.spans or ()):
+            interval = (span.start_ns / 1e9, span.end_ns / 1e9)
+            if span.kind == "communicate":
+                self.communicating.append(interval)
+            elif span.kind in _CODEC_KINDS:
+                is_training = span.thread == self.training_thread
+                (self.training_codec if is_training else self.other_codec).append(interval)
+
+    def close(self) -> None:
+        """Nothing is left to write."""
+
+    def measure(self, since_s: float, until_s: float) -> dict[str, float]:
+        """Sums over the steps that began in [since_s, until_s), in seconds.
+
+        Returns:
+            overlap_s: computation and communication at once. Codec work on the training thread is not computation.
+            exposed_codec_s: codec work that training stood still for: all of it on the training thread; of the rest what
+                fell after a step's last gradient.
+        """
+        computing, waiting, training_codec = (
+            [interval for interval in intervals if since_s <= interval[0] < until_s]
+            for intervals in (self.computing, self.waiting, self.training_codec)
+        )
+        return {
+            "overlap_s": overlap_s(without(computing, training_codec), self.communicating),
+            "exposed_codec_s": length_s(training_codec) + overlap_s(waiting, self.other_codec),
+        }
+
+
+class TrainMethod(RankMethod):
+    """A model of its own in training; methods of one run start from the same weights and see the same batches.
 
     Args:
         has_timeline: keep what `overlap` tells.
@@ -85,19 +155,19 @@ class TrainMethod:
         self._model: Any = self._shard(module) if self.name in SHARDED else self._replicate(module)
         self._optimizers = workload.build_optimizers(self._model)
         self._schedulers = workload.build_schedulers(self._optimizers)
-        self.attachment = None
-        self._quantiser: training_thread.TrainingThreadQuantiser | None = None
+        self.attachment: gradwire.Attachment | None = None
+        self._quantiser: TrainingThreadQuantiser | None = None
         self._timeline = Timeline() if has_timeline else None
         self._baseline_bytes: Callable[[], float] = lambda: 0.0
+        self._owns_step, self.settling_steps = False, 0
         if self.name in BASELINES:
             self._register_baseline()
         else:
             self.attachment = self._attach()
+            self._owns_step = self.attachment.scheme.owns_step
+            self.settling_steps = self.attachment.scheme.settling_steps
             if self._timeline is not None:
                 self.attachment.recorder.add_sink(self._timeline)
-        self._owns_step = self.attachment is not None and self.attachment.scheme.owns_step
-        self.settling_steps = 0 if self.attachment is None else self.attachment.scheme.settling_steps
-        self._steps = 0
         self.losses: list[float] = []
         self.times: list[StepTimes] = []
 
@@ -107,12 +177,12 @@ class TrainMethod:
             for parameter in module.parameters()
             if parameter.requires_grad
         ]
-        ddp_options = self._workload.ddp_options()
+        ddp_options, whole_mb = self._workload.ddp_options(), 1 + 4 * self.n_parameters // (1 << 20)
         if self.name in torch_hooks.ONE_BUCKET:
-            ddp_options["bucket_cap_mb"] = self._whole_model_mb()
+            ddp_options["bucket_cap_mb"] = whole_mb
         elif "bucket_mb" in self.options:
             # The least that DDP takes for a size still lets no two tensors share a bucket.
-            ddp_options["bucket_cap_mb"] = min(max(float(self.options["bucket_mb"]), 1e-6), self._whole_model_mb())
+            ddp_options["bucket_cap_mb"] = min(max(float(self.options["bucket_mb"]), 1e-6), whole_mb)
         return DistributedDataParallel(module, **ddp_options)
 
     def _shard(self, module: nn.Module) -> nn.Module:
@@ -126,37 +196,31 @@ class TrainMethod:
         dtypes: dict[str, Any] = {
             f"{key}_dtype": _DTYPES[self.options[key]] for key in _PRECISION if key in self.options
         }
-        for one in list(module.modules()):
-            if isinstance(one, nn.ModuleList | nn.Sequential):
-                for block in one:
-                    if any(True for _ in block.parameters()):
-                        self._n_in_blocks += sum(parameter.numel() for parameter in block.parameters())
-                        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
+        lists = [one for one in list(module.modules()) if isinstance(one, nn.ModuleList | nn.Sequential)]
+        for block in (block for one in lists for block in one):
+            if n_elements := sum(parameter.numel() for parameter in block.parameters()):
+                self._n_in_blocks += n_elements
+                fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
         dtypes |= {"output_dtype": torch.float32} if dtypes else {}
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))  # in place
         return module
 
     def _attach(self) -> gradwire.Attachment:
-        if self.name != "fsdp2-shards":
-            return gradwire.attach(self._model, self._optimizers, self._make_scheme())
-        scheme = {key: value for key, value in self.options.items() if key not in ("gradients", "weights", *_PRECISION)}
-        name, weights = self.options.get("gradients", "gcomp"), self.options.get("weights")
-        return gradwire.attach(self._model, self._optimizers, name, weights=weights, **scheme)
-
-    def _make_scheme(self) -> schemes.Scheme:
         # DDP's bucket size is no option of the scheme's; schemes that work by block want buckets no larger than blocks.
-        options = {k: v for k, v in self.options.items() if k != "bucket_mb"}
-        if self.name == "fsdp2":
-            return make_scheme(options.pop("scheme", "plain"), options)
-        return make_scheme(self.name, options)
+        options = {key: value for key, value in self.options.items() if key != "bucket_mb"}
+        if self.name == "fsdp2-shards":
+            options = {key: value for key, value in options.items() if key not in _PRECISION}
+            name, weights = options.pop("gradients", "gcomp"), options.pop("weights", None)
+            return gradwire.attach(self._model, self._optimizers, name, weights=weights, **options)
+        name = options.pop("scheme", "plain") if self.name == "fsdp2" else self.name
+        return gradwire.attach(self._model, self._optimizers, make_scheme(name, options))
 
     def step(self) -> None:
         """One training step; its times and loss are kept."""
-        batch = self._workload.batch_at(
-            self._steps, self._rank, self._world_size, self._workload.batch_size, self._seed
-        )
+        number = len(self.times)
+        batch = self._workload.batch_at(number, self._rank, self._world_size, self._workload.batch_size, self._seed)
         # Dropout must not depend on which methods ran before.
-        torch.manual_seed((self._seed * 1_000_003 + self._steps) * 1_009 + self._rank)
+        torch.manual_seed((self._seed * 1_000_003 + number) * 1_009 + self._rank)
         started = time.perf_counter()
         self._model.zero_grad(set_to_none=True)
         loss = self._workload.loss(self._model, batch)
@@ -166,19 +230,17 @@ class TrainMethod:
         for one in steps:
             one.step()
         ended = time.perf_counter()
-        if self._timeline is not None:
-            self._timeline.note_step(started, self._last_gradient_s or reduced, ended)
         # Behind FSDP2 nobody says when a gradient is there: what communication was not hidden stays in `local_s`.
         last_gradient_s = self._last_gradient_s or reduced
-        waiting_s = reduced - last_gradient_s
-        local_s = last_gradient_s - started
+        if self._timeline is not None:
+            self._timeline.note_step(started, last_gradient_s, ended)
+        waiting_s, local_s = reduced - last_gradient_s, last_gradient_s - started
         if self.attachment is not None and self._owns_step:
             # The forward pass, too, stood still for blocks of the step before.
             forward_wait_s = max(0.0, self.attachment.recorder.steps[-1].exposed_ns / 1e9 - waiting_s)
             local_s, waiting_s = local_s - forward_wait_s, waiting_s + forward_wait_s
         self.times.append(StepTimes(local_s, waiting_s, ended - reduced))
         self.losses.append(self._workload.reported_loss(loss))
-        self._steps += 1
 
     def own_stats(self) -> dict[str, Any]:
         """gradwire's own figures; empty for a baseline."""
@@ -197,30 +259,20 @@ class TrainMethod:
 
     def check(self) -> None:
         """Raises: GradwireError if the scheme is still measuring after its `settling_steps`."""
-        if self.attachment is None:
-            return
-        self.attachment.stats()  # waits for what is under way
-        if not self.attachment.scheme.is_settled:
+        self.own_stats()  # waits for what is under way
+        if self.attachment is not None and not self.attachment.scheme.is_settled:
             raise GradwireError(
-                f"{self.name} still measures after {self._steps} steps, and what it does now is not what it will do: "
+                f"{self.name} still measures after {len(self.times)} steps, and what it does now is not what it will do: "
                 "raise --warmup"
             )
 
     def overlap(self, since_s: float, until_s: float) -> dict[str, float] | None:
         """`Timeline.measure` of the steps begun between these moments; None without a timeline, or a count of spans."""
-        timeline = self._timeline
-        if timeline is None or (self.attachment is None and self._quantiser is None):
+        if self._timeline is None or (self.attachment is None and self._quantiser is None):
             return None
-        measured = Timeline(
-            timeline.computing, timeline.waiting, list(timeline.communicating), list(timeline.training_codec),
-            list(timeline.other_codec), timeline.training_thread,
-        )  # fmt: skip
         if self.attachment is not None:
-            measured.add(self.attachment.recorder.unsummed_buckets())
-        if self._quantiser is not None:
-            measured.communicating += self._quantiser.communicate_spans
-            measured.training_codec += self._quantiser.codec_spans
-        return measured.measure(since_s, until_s)
+            self._timeline.add(self.attachment.recorder.unsummed_buckets())
+        return self._timeline.measure(since_s, until_s)
 
     def _note_gradient(self, _: torch.Tensor) -> None:
         # Runs when a gradient is in `.grad` and before DDP's reducer hears of it: the last call of a step is the end of
@@ -234,9 +286,8 @@ class TrainMethod:
         where a hook tells: `codec_s`, of encoding, decoding and what they need, and of these `decode_s`, which grows with the
         messages received, the rest with those sent.
         """
-        if self.attachment is not None:
-            own = self.attachment.stats()
-            codec_s = sum(own[f"{kind}_s"] for kind in ("encode", "decode", "importance", "table"))
+        if own := self.own_stats():
+            codec_s = sum(own[f"{kind}_s"] for kind in _CODEC_KINDS)
             return {
                 "sent_bytes": float(own["bytes_sent"]),
                 "codec_s": float(codec_s),
@@ -248,10 +299,6 @@ class TrainMethod:
             return {**sent, "codec_s": encode_s + decode_s, "decode_s": decode_s}
         return {**sent, "codec_s": 0.0, "decode_s": 0.0} if self.name == "ddp" else sent
 
-    def memory_bytes(self) -> int:
-        """What it holds on one rank: parameters, gradients, buckets, two optimizer moments, and a scratch."""
-        return 6 * 4 * self.n_parameters
-
     def close(self) -> None:
         """Let gradwire go, and the model: autograd holds its hooks where the garbage collector does not look. Collective."""
         for hook in self._hooks:
@@ -261,29 +308,178 @@ class TrainMethod:
 
     def _register_baseline(self) -> None:
         """The hook of a baseline, and what it must send so far: `_baseline_bytes`."""
-        model, n_elements, world_size = self._model, self.n_parameters, self._world_size
+        n_elements, world_size = self.n_parameters, self._world_size
         if self.name == "hsdp":
             n_nodes, n_shard = world_size // ranks_per_node(), -(-n_elements // ranks_per_node())
-            self._baseline_bytes = lambda: float(self._steps * ring_bytes(4 * n_shard, n_nodes))
+            self._baseline_bytes = lambda: float(len(self.times) * ring_bytes(4 * n_shard, n_nodes))
         elif self.name == "fully-shard":
             weight, gradient = (_DTYPES[self.options.get(key, "float32")].itemsize for key in _PRECISION)
             # A block's weights are gathered for both passes, those of the whole for one.
             n_bytes = weight * (n_elements + self._n_in_blocks) + gradient * n_elements
-            self._baseline_bytes = lambda: float(self._steps * (world_size - 1) * n_bytes / world_size)
+            self._baseline_bytes = lambda: float(len(self.times) * (world_size - 1) * n_bytes / world_size)
         elif self.name in TRAINING_THREAD:
-            quantiser = training_thread.TrainingThreadQuantiser(
-                training_thread.CODECS[self.name](**self.options), getattr(model.module, "occupy", None)
-            )
-            quantiser.register(model)
-            self._quantiser, self._baseline_bytes = quantiser, lambda: float(quantiser.sent_bytes)
+            codec = TRAINING_THREAD[self.name](**self.options)
+            self._quantiser = quantiser = TrainingThreadQuantiser(codec, getattr(self._model.module, "occupy", None))
+            quantiser.register(self._model)
+            self._baseline_bytes = lambda: float(quantiser.sent_bytes)
+            if self._timeline is not None:
+                self._timeline.communicating = quantiser.communicate_spans
+                self._timeline.training_codec = quantiser.codec_spans
         else:
             defaults = _POWER_SGD if self.name == "ddp-powersgd" else {}
             hook = torch_hooks.TorchHook(self.name, {**defaults, **self.options})
-            hook.register(model)
-            self._baseline_bytes = lambda: hook.sent_bytes(self._steps)
+            hook.register(self._model)
+            self._baseline_bytes = lambda: hook.sent_bytes(len(self.times))
 
-    def _whole_model_mb(self) -> int:
-        return 1 + 4 * self.n_parameters // (1 << 20)
+
+# ---- the quantiser on the training thread
+
+
+class _Exchange:
+    """One bucket layout's buffers, and what of the bucket is under way.
+
+    Attributes:
+        parts: the slice of each rank's part.
+        residual: (n,) float32: what this rank's messages have left out so far.
+        pushes, pushed: (world, slot) uint8: messages to and from every rank. `pulls`: everyone's answers.
+    """
+
+    def __init__(self, n: int, world_size: int, codec: Quantised) -> None:
+        edges = [n * part // world_size for part in range(world_size + 1)]
+        self.parts = list(map(slice, edges, edges[1:]))
+        largest = -(-n // world_size)
+        # A whole number of int64: slots lie behind one another.
+        slot = -(-(_LENGTH_BYTES + codec.max_encoded_bytes(largest, torch.float32)) // 8) * 8
+        self.residual, self.total, self.decoded = torch.zeros(n), torch.empty(largest), torch.empty(largest)
+        self.pushes, self.pushed, self.pulls = torch.zeros(3, world_size, slot, dtype=torch.uint8)
+        self.answer = torch.zeros(slot, dtype=torch.uint8)
+        self.work: dist.Work
+        self.bucket: torch.Tensor
+        self.done: torch.futures.Future
+
+
+class TrainingThreadQuantiser:
+    """A bare quantiser with its codec on the training thread, one a model: what SlimGC's Fig. 13 is measured against.
+
+    Each bucket is encoded, with error feedback, where DDP hands it over, and pushed to the owners of its parts. When the
+    last gradient is there the same thread decodes and adds what it owns, encodes the sums, and decodes the answers. Bytes
+    and arithmetic are those of the schemes `one-bit` and `two-bit`; only who works when differs.
+
+    When not to use this: in training. It exists to be compared with; its residuals belong to buckets, and the first step's
+    are lost when DDP rebuilds them.
+
+    Args:
+        codec: one-bit or two-bit.
+        occupy: told how many seconds of a backward pass the codec took, by an emulated accelerator that has to wait.
+
+    Attributes:
+        codec_spans, communicate_spans: (start_s, end_s) on `time.perf_counter`; all codec work, and every collective
+            from its start to its end.
+        encode_s, decode_s: seconds in the codec so far.
+        sent_bytes: bytes that this rank has sent so far.
+    """
+
+    def __init__(self, codec: Quantised, occupy: Callable[[float], None] | None = None) -> None:
+        use_fair_share_of_cores()
+        self._codec, self._occupy = codec, occupy
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._exchanges: dict[int, _Exchange] = {}
+        self._under_way: list[_Exchange] = []
+        self.codec_spans: list[tuple[float, float]] = []
+        self.communicate_spans: list[tuple[float, float]] = []
+        self.encode_s = self.decode_s = 0.0
+        self.sent_bytes = 0
+
+    def register(self, model: DistributedDataParallel) -> None:
+        """Make it the hook of `model`."""
+        # A lambda: DDP would compare annotations, which are strings here.
+        model.register_comm_hook(
+            self, lambda state, bucket: state.start(bucket.index(), bucket.buffer(), bucket.is_last())
+        )
+
+    def start(self, index: int, buffer: torch.Tensor, is_last: bool) -> torch.futures.Future:
+        """Encode a bucket, (n,) float32, and push it; the future is done at the end of the backward pass."""
+        if self._world_size == 1:  # the mean of one is itself
+            return completed(buffer)
+        exchange = self._exchanges.get(index)
+        if exchange is None or exchange.residual.numel() != buffer.numel():
+            exchange = self._exchanges[index] = _Exchange(buffer.numel(), self._world_size, self._codec)
+        exchange.bucket, exchange.done = buffer, torch.futures.Future()
+        started = time.perf_counter()
+        for owner, part in enumerate(exchange.parts):
+            if owner != self._rank:
+                self._encode(buffer[part], exchange.residual[part], exchange.pushes[owner])
+        ended = self._note_codec(started)
+        self.encode_s += ended - started
+        if self._occupy is not None:
+            self._occupy(ended - started)
+        exchange.work = self._watch(dist.all_to_all_single(exchange.pushed, exchange.pushes, async_op=True))
+        self.sent_bytes += (self._world_size - 1) * exchange.pushes.shape[1]
+        self._under_way.append(exchange)
+        if is_last:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        return exchange.done
+
+    def _finish(self) -> None:
+        """The gradients are computed, and DDP is about to wait: add, answer, adopt, bucket by bucket."""
+        under_way, self._under_way = self._under_way, []
+        for exchange in under_way:
+            exchange.work.wait()
+            self._answer(exchange)
+            gathered = list(exchange.pulls.unbind(0))
+            exchange.work = self._watch(dist.all_gather(gathered, exchange.answer, async_op=True))
+            self.sent_bytes += (self._world_size - 1) * exchange.answer.numel()
+        for exchange in under_way:
+            exchange.work.wait()
+            started = time.perf_counter()
+            for part, pull in zip(exchange.parts, exchange.pulls, strict=True):
+                self._decode(pull, exchange.bucket[part])
+            exchange.bucket.div_(self._world_size)
+            self.decode_s += self._note_codec(started) - started
+            exchange.done.set_result(exchange.bucket)
+
+    def _answer(self, exchange: _Exchange) -> None:
+        """Add up this rank's part, in rank order, its own values exactly; what encoding the sum loses stays here."""
+        part = exchange.parts[self._rank]
+        residual = exchange.residual[part]
+        total, decoded = exchange.total[: residual.numel()], exchange.decoded[: residual.numel()]
+        started = time.perf_counter()
+        total.zero_()
+        for source in range(self._world_size):
+            if source == self._rank:
+                total.add_(exchange.bucket[part]).add_(residual)
+            else:
+                self._decode(exchange.pushed[source], decoded)
+                total.add_(decoded)
+        summed = time.perf_counter()
+        residual.zero_()
+        self._encode(total, residual, exchange.answer)
+        ended = self._note_codec(started)
+        self.decode_s += summed - started
+        self.encode_s += ended - summed
+
+    def _encode(self, values: torch.Tensor, residual: torch.Tensor, slot: torch.Tensor) -> None:
+        n_bytes = self._codec.encode_with_residual(values, residual, slot[_LENGTH_BYTES:])
+        slot[:_LENGTH_BYTES].view(torch.int64).fill_(n_bytes)
+
+    def _decode(self, slot: torch.Tensor, out: torch.Tensor) -> None:
+        n_bytes = int(slot[:_LENGTH_BYTES].view(torch.int64))
+        self._codec.decode(slot[_LENGTH_BYTES : _LENGTH_BYTES + n_bytes], out)
+
+    def _note_codec(self, started: float) -> float:
+        ended = time.perf_counter()
+        self.codec_spans.append((started, ended))
+        return ended
+
+    def _watch(self, work: dist.Work | None) -> dist.Work:
+        assert work is not None
+        started = time.perf_counter()
+        spans = self.communicate_spans
+        work.get_future().add_done_callback(lambda _: spans.append((started, time.perf_counter())))
+        return work
+
+
+# ---- names and options
 
 
 def ranks_per_node() -> int:

@@ -17,11 +17,9 @@ Record = dict[str, Any]
 _STEP_FIELDS = ("step", "loss", "iteration_s", "bytes_sent", "ratio", "encode_s", "decode_s", "exposed_s")
 
 # kind: (fields that tell it from the others, of which these must be positive). Other fields may be null or missing.
+_OF_CODEC = ("threads", "ratio", "encode_gb_per_s", "decode_gb_per_s")
 BENCH_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "codec": (
-        ("codec", "gradients", "threads", "ratio", "encode_gb_per_s", "decode_gb_per_s"),
-        ("threads", "ratio", "encode_gb_per_s", "decode_gb_per_s"),
-    ),
+    "codec": (("codec", "gradients", *_OF_CODEC), _OF_CODEC),
     "allreduce": (("scheme", "ranks", "rate_bps", "n_bytes", "time_s"), ("ranks", "n_bytes", "time_s")),
     "train": (("scheme", "workload", "ranks", "rate_bps", "iteration_s"), ("ranks", "iteration_s")),
 }
@@ -60,20 +58,18 @@ class Inputs:
 
     def environments(self) -> list[Record]:
         """The distinct machines."""
-        found: dict[str, Record] = {}
-        for place in self.places():
-            environment = {key: place[key] for key in _ENVIRONMENT if key in place}
-            if environment:
-                found.setdefault(json.dumps(environment, default=str), environment)
-        return list(found.values())
+        found = [{key: place[key] for key in _ENVIRONMENT if key in place} for place in self.places()]
+        return list(
+            {json.dumps(environment, default=str): environment for environment in found if environment}.values()
+        )
 
     def places(self) -> list[Record]:
         """Where and when each run and record was measured."""
         records = [record for batch in self.records.values() for record in batch]
-        nested = [
-            record["environment"] if isinstance(record.get("environment"), dict) else record for record in records
+        nested = [record.get("environment") for record in records]
+        return [run.place for run in self.runs] + [
+            inner if isinstance(inner, dict) else record for inner, record in zip(nested, records, strict=True)
         ]
-        return [run.place for run in self.runs] + nested
 
 
 def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> Inputs:
@@ -93,23 +89,19 @@ def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> Inputs:
             for number, record in enumerate(read_json(source)):
                 records[_kind_of(record, f"{source}: record {number}")].append(record)
     for run in runs:
-        same = [
-            one for one in runs if all(one.config.get(key) == run.config.get(key) for key in ("workload", "scheme"))
-        ]
+        what = (run.config.get("workload"), run.config.get("scheme"))
+        same = [one for one in runs if (one.config.get("workload"), one.config.get("scheme")) == what]
         if len(same) > 1:
             are_apart = len({_words(one.config.get("scheme_options")) for one in same}) == len(same)
             run.label += " " + (_words(run.config.get("scheme_options")) if are_apart else f"({run.path.name})")
     for kind in ("allreduce", "train"):
-        variants = {(str(record["scheme"]), _options(record)) for record in records[kind]}
-        for record in records[kind]:
+        options = [_words(record.get("options") or record.get("scheme_options")) for record in records[kind]]
+        variants = {(str(record["scheme"]), words) for record, words in zip(records[kind], options, strict=True)}
+        for record, words in zip(records[kind], options, strict=True):
             scheme = str(record["scheme"])
             is_one = sum(name == scheme for name, _ in variants) == 1
-            record["scheme"] = scheme if is_one else f"{scheme} {_options(record)}".strip()
+            record["scheme"] = scheme if is_one else f"{scheme} {words}".strip()
     return Inputs(runs, records)
-
-
-def _options(record: Record) -> str:
-    return _words(record.get("options") or record.get("scheme_options"))
 
 
 def _words(options: Any) -> str:

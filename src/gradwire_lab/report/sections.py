@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -93,6 +92,16 @@ def _pick_baseline(labels: Iterable[str], wanted: str | None = None) -> str | No
     return next((name for name in (wanted, *_BASELINES) if name in known), None) if len(known) > 1 else None
 
 
+def _columns(*fields: tuple[str, str], digits: int = 1) -> list[Column]:
+    """Seconds as ms: (field, title)."""
+    return [Column(field, f"{title}, ms", 1e3, f",.{digits}f") for field, title in fields]
+
+
+def _where(what: str, ranks: object, places: Sequence[Record]) -> str:
+    words = "ranks not recorded" if ranks is None else f"{ranks} ranks"
+    return f"{what}, {words}; {describe_networks(places)}; {describe_machine(places[0])}."
+
+
 # ---- training runs
 
 
@@ -100,19 +109,17 @@ def _of_runs(anchor: str, runs: Sequence[LoggedRun], wanted: str | None) -> Sect
     places = [run.place for run in runs]
     base = _pick_baseline((run.label for run in runs), wanted)
     runs = sorted(runs, key=lambda run: run.label != base)  # the baseline first, the others as they were given
-    ranks = f"{places[0]['ranks']} ranks" if places[0].get("ranks") else "ranks not recorded"
-    where = f"{describe_data(places[0])}, {ranks}; {describe_networks(places)}; {describe_machine(places[0])}"
-    section = Section(anchor, f"Training {places[0].get('workload') or 'a workload'}", f"{where}.", base)
-    losses, shares, rows = [], [], []
+    where = _where(describe_data(places[0]), places[0].get("ranks") or None, places)
+    section = Section(anchor, f"Training {places[0].get('workload') or 'a workload'}", where, base)
     first = next((run for run in runs if run.label == base), None)
-    for run in runs:
-        losses += _loss_over_steps(run)
-        row = _row_of(run, first)
-        rows.append(row)
+    rows = [_row_of(run, first) for run in runs]
+    shares = []
+    for row in rows:
         exposed_s = min(row["exposed_s"], row["mean_s"])
         for part, seconds in (("computation", row["mean_s"] - exposed_s), ("exposed communication", exposed_s)):
-            shares.append({"scheme": run.label, "part": part, "ms": 1e3 * seconds})
+            shares.append({"scheme": row["scheme"], "part": part, "ms": 1e3 * seconds})
     caption = f"Mean over each of up to {_MOST_POINTS} parts of the training; the band: its smallest and largest."
+    losses = [point for run in runs for point in _loss_over_steps(run)]
     for x, title, words in (("step", "steps", "step"), ("elapsed_s", "wall time", "wall time of training, s")):
         section.draw(Plot(x, Column("loss"), x_title=words, title=f"Loss against {title}"), losses, caption)
     caption = "Mean over steps after the first tenth, and over ranks, of the training thread; exposed is all that the "
@@ -122,7 +129,7 @@ def _of_runs(anchor: str, runs: Sequence[LoggedRun], wanted: str | None) -> Sect
     columns = [Column("steps", form=".0f"), Column("iteration_s", "iteration, ms", 1e3, ",.1f", spread=True),
                Column("iteration_s", _SPEED_UP, kind="speed-up"), Column("bytes_sent", "MB sent a step", 1e-6, ",.2f"),
                Column("ratio", "of a plain ring, %", 100, ".1f"),
-               *(Column(f"{name}_s", f"{name}, ms", 1e3, ",.1f") for name in ("exposed", "encode", "decode")),
+               *_columns(*((f"{name}_s", name) for name in ("exposed", "encode", "decode"))),
                Column("loss", "final loss", form=".5g"), Column("deviation", "largest deviation")]  # fmt: skip
     caption = "Iteration: median (quartiles). Other times and bytes: means. All after the first tenth of the steps."
     caption += f" Speed-up and deviation against {base}, step by step." if base else ""
@@ -172,23 +179,17 @@ def _threshold_table(run: LoggedRun) -> Grid | None:
         return None
     if not all(isinstance(row, dict) and all(is_number(row.get(name)) for name in _THRESHOLDS) for row in rows):
         return None
-    shown = [
-        {
-            **row,
-            "tensor, bytes": f"{row['size_bytes']:,.0f}",
-            "sent": "compressed" if row["size_bytes"] >= threshold else "raw",
-        }
-        for row in rows
-    ]
-    times = zip(_THRESHOLDS[1:5], ("raw", "compressed", "codec", "both"), strict=True)
-    columns = [Column(name, f"{title}, ms", 1e3, ",.2f") for name, title in times]
+    shown = []
+    for row in rows:
+        sent = "compressed" if row["size_bytes"] >= threshold else "raw"
+        shown.append({**row, "tensor, bytes": f"{row['size_bytes']:,.0f}", "sent": sent})
+    columns = _columns(*zip(_THRESHOLDS[1:5], ("raw", "compressed", "codec", "both"), strict=True), digits=2)
     columns += [Column("benefit", form=".2f"), Column("sent")]
     chosen = "never: everything travels raw" if threshold >= NEVER else f"{threshold:,} bytes"
     caption = f"Communication threshold: {chosen}. One tensor of each size by itself, the slowest rank's mean over the "
     caption += "warm-up; benefit: raw / (compressed + codec)."
-    return tabulate(
-        shown, Table(columns, rows=("tensor, bytes",), title=f"Where compression pays: {run.label}"), caption
-    )
+    table = Table(columns, rows=("tensor, bytes",), title=f"Where compression pays: {run.label}")
+    return tabulate(shown, table, caption)
 
 
 # ---- records of benchmarks
@@ -196,8 +197,8 @@ def _threshold_table(run: LoggedRun) -> Grid | None:
 
 def _of_training(anchor: str, what: tuple[str, Any, bool], records: Sequence[Record], wanted: str | None) -> Section:
     workload, ranks, emulated = what
-    where = f"{describe_data(records[0])}, {ranks} ranks; {describe_networks(records)}; {describe_machine(records[0])}"
-    section = Section(anchor, f"Iteration time of {workload}", f"{where}.", _pick_baseline(_schemes(records), wanted))
+    where, base = _where(describe_data(records[0]), ranks, records), _pick_baseline(_schemes(records), wanted)
+    section = Section(anchor, f"Iteration time of {workload}", where, base)
     if emulated:
         section.intro += " Computation is emulated by calibrated waits; communication and codecs are real."
     records = _by_rate(records, "iteration_s")
@@ -206,30 +207,30 @@ def _of_training(anchor: str, what: tuple[str, Any, bool], records: Sequence[Rec
         shares = []
         for record in sorted(at_rate, key=lambda record: -float(record["iteration_s"])):
             left_s = float(record["iteration_s"])
-            for part, name in (("computation", "compute_s"), ("exposed communication", "exposed_s")):
-                seconds = min(record.get(name) or 0.0, left_s)
-                shares.append({"scheme": record["scheme"], "part": part, "ms": 1e3 * seconds})
-                left_s -= seconds
             # A record that does not say how long it waited for others leaves the rest, whatever it was, under that name.
-            waited_s = left_s if record.get("wait_s") is None else min(record["wait_s"], left_s)
-            shares.append({"scheme": record["scheme"], "part": "waiting for slower ranks", "ms": 1e3 * waited_s})
+            waited_s = left_s if record.get("wait_s") is None else record["wait_s"]
+            for part, seconds in (
+                ("computation", record.get("compute_s") or 0.0),
+                ("exposed communication", record.get("exposed_s") or 0.0),
+                ("waiting for slower ranks", waited_s),
+            ):
+                shares.append({"scheme": record["scheme"], "part": part, "ms": 1e3 * min(seconds, left_s)})
+                left_s -= min(seconds, left_s)
         plot = Plot("scheme", Column("ms", "ms an iteration"), "part", "stacks", title=f"An iteration, {rate}")
         section.draw(plot, shares, "Median.")
     columns = [Column("iteration_s", "iteration, ms", 1e3, ",.1f", spread=True),
                Column("iteration_s", _SPEED_UP, kind="speed-up"),
-               *(Column(f"{name}_s", f"{title}, ms", 1e3, ",.1f") for name, title in
-                 (("compute", "computation"), ("codec", "codec"), ("exposed", "exposed"))),
+               *_columns(("compute_s", "computation"), ("codec_s", "codec"), ("exposed_s", "exposed")),
                Column("wire_bytes", "MB on the wire", 1e-6, ",.4g"), Column("loss", form=".5g")]  # fmt: skip
-    caption = "Median (spread) of the iterations."
-    caption += f" Speed-up against {section.base} at the same rate." if section.base else ""
+    caption = f"Median (spread) of the iterations.{_against(section, 'rate')}"
     section.tabulate(Table(columns, rows=("scheme", "rate"), title="Training in numbers"), records, caption)
     return section
 
 
 def _of_allreduce(anchor: str, what: tuple[Any, str], records: Sequence[Record], wanted: str | None) -> Section:
     ranks, gradients = what
-    where = f"{gradients}, {ranks} ranks; {describe_networks(records)}; {describe_machine(records[0])}"
-    section = Section(anchor, f"All-reduce over {ranks} ranks", f"{where}.", _pick_baseline(_schemes(records), wanted))
+    where, base = _where(gradients, ranks, records), _pick_baseline(_schemes(records), wanted)
+    section = Section(anchor, f"All-reduce over {ranks} ranks", where, base)
     records = [{**record, "size": format_bytes(record["n_bytes"])} for record in _by_rate(records, "time_s")]
     for record in records:
         sent = record.get("wire_bytes")
@@ -245,10 +246,9 @@ def _of_allreduce(anchor: str, what: tuple[Any, str], records: Sequence[Record],
     columns = [Column("time_s", "time, ms", 1e3, ",.2f", spread=True), Column("time_s", _SPEED_UP, kind="speed-up"),
                Column("wire_bytes", "MB on the wire", 1e-6, ",.4g"),
                Column("share", "wire bytes / size", form=".3f")]  # fmt: skip
-    caption = "Median (spread)."
-    caption += f" Speed-up against {section.base} at the same rate and size." if section.base else ""
     records.sort(key=lambda record: record["n_bytes"])
-    section.tabulate(Table(columns, rows=("scheme", "rate", "size"), title="All-reduce in numbers"), records, caption)
+    table = Table(columns, rows=("scheme", "rate", "size"), title="All-reduce in numbers")
+    section.tabulate(table, records, f"Median (spread).{_against(section, 'rate and size')}")
     return section
 
 
@@ -268,12 +268,14 @@ def _of_codecs(records: Sequence[Record]) -> Section:
     return section
 
 
+def _against(section: Section, same: str) -> str:
+    return f" Speed-up against {section.base} at the same {same}." if section.base else ""
+
+
 def _draw_speed_up(section: Section, records: Sequence[Record], measure: str, of: str = "") -> None:
     if section.base:
-        title = f"Speed-up{of} over {section.base}"
-        plot = Plot(
-            "rate", Column(measure, _SPEED_UP, kind="speed-up"), style="bars", x_title="every link", title=title
-        )
+        title, speed_up = f"Speed-up{of} over {section.base}", Column(measure, _SPEED_UP, kind="speed-up")
+        plot = Plot("rate", speed_up, style="bars", x_title="every link", title=title)
         section.draw(plot, records, "Ratio of medians in one run; above 1 is faster.")
 
 
@@ -287,9 +289,8 @@ def _by_rate(records: Iterable[Record], measure: str) -> list[Record]:
     With their spread under the names that tables know: `train --json` calls it the tenth and ninetieth of a hundred.
     """
     ordered = sorted(records, key=lambda r: (float(r["rate_bps"] or "inf"), float(r[measure])))
-    ends = (("low", "p10"), ("high", "p90"))
     return [
-        {f"{measure}_{end}": record.get(f"{measure}_{old}") for end, old in ends}
+        {f"{measure}_low": record.get(f"{measure}_p10"), f"{measure}_high": record.get(f"{measure}_p90")}
         | record
         | {"rate": format_rate(record["rate_bps"] or None)}
         for record in ordered
@@ -297,7 +298,7 @@ def _by_rate(records: Iterable[Record], measure: str) -> list[Record]:
 
 
 def _group(things: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:
-    groups: dict[Any, list[Any]] = defaultdict(list)
+    groups: dict[Any, list[Any]] = {}
     for thing in things:
-        groups[key(thing)].append(thing)
+        groups.setdefault(key(thing), []).append(thing)
     return list(groups.items())

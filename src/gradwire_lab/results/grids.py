@@ -42,19 +42,18 @@ def make_grid(experiment: Experiment, table: Table, records: Sequence[Record], m
         title, headings = ", ".join(filter(None, [table.title, shown[0].heading])), heads
     lines, has_noise = [], False
     for name, group in by_name.items():
-        cells = []
+        by_head = {experiment.label(table.across, r.get(table.across)) if table.across else "": r for r in group[::-1]}
+        cells = [*name]
         for head, column in itertools.product(heads, shown):
-            found = [
-                r for r in group if not table.across or experiment.label(table.across, r.get(table.across)) == head
-            ]
-            value = summary.value(found[0], column) if found else Value(None)
+            value = summary.value(by_head[head], column) if head in by_head else Value(None)
             has_noise |= value.is_noise
             cells.append(show_value(value, column))
-        lines.append([*name, *cells])
+        lines.append(cells)
     captions = [f"{NOISE} within the noise: nothing is claimed."] if has_noise else []
     if more_columns := [column.heading for column in columns if column not in shown]:
         captions.append(f"Also measured: {', '.join(more_columns)}.")
-    return Grid(title, [*map(_axis_title, names), *headings], lines, " ".join(captions), len(names))
+    axes = [name.replace("_", " ").replace("n bytes", "bytes") for name in names]
+    return Grid(title, [*axes, *headings], lines, " ".join(captions), len(names))
 
 
 def tabulate(
@@ -65,10 +64,6 @@ def tabulate(
     grid = make_grid(Experiment("", "", "", "", axes, baseline=baseline or {}), table, records)
     caption = f"{caption.rstrip('.')}." if caption else ""
     return replace(grid, title=table.title, caption=" ".join(filter(None, (caption, grid.caption))))
-
-
-def _axis_title(axis: str) -> str:
-    return axis.replace("_", " ").replace("n bytes", "bytes")
 
 
 def show_value(value: Value, column: Column) -> str:
@@ -102,36 +97,27 @@ class Answer:
 
 
 def answer_of(experiment: Experiment, asked: Goal | Claim, records: Sequence[Record]) -> Answer:
-    """All cells that it speaks of as one row: the value, or how far they reach."""
-    judged = _judged(experiment, asked, records)
-    verdicts = [verdict for verdict, _ in judged]
+    """All cells that it speaks of as one row: the value, or how far they reach; undecided where the noise decides."""
+    summary = Summary(experiment, records, asked.by)
+    found = [summary.value(row, asked.column) for row in summary.rows if chosen(row, asked.where)]
+    column = replace(asked.column, spread=False)
+    known = [(value.middle, show_value(value, column), value) for value in found if isinstance(value.middle, float)]
     verdict, goal = "", ""
     if isinstance(asked, Goal):
+        verdicts = [_judge(asked, middle, value) for middle, _, value in known]
         verdict = next((word for word in VERDICTS[::-1] if word in verdicts), "")
         if verdict and (n_reached := verdicts.count("reached")) not in (0, len(verdicts)):
             verdict += f", {n_reached} of {len(verdicts)} reached"
         goal = f"{asked.sign} {format(asked.bound, asked.column.form if asked.column.kind == 'value' else '.4g')}"
-    column = replace(asked.column, spread=False)
-    values = sorted((value.middle, show_value(value, column)) for _, value in judged)
-    here = "not measured" if not values else values[0][1]
-    if len(values) > 1:
-        here += f" to {values[-1][1]} ({len(values)} cells)"
+    words = [shown for _, shown, _ in sorted(known, key=lambda one: one[:2])]
+    here = "not measured" if not words else words[0]
+    if len(words) > 1:
+        here += f" to {words[-1]} ({len(words)} cells)"
     figure = f"{asked.of.paper}, {asked.of.figure}" if asked.of else ""
     return Answer(asked.says, figure, asked.paper, here, goal, verdict)
 
 
-def _judged(experiment: Experiment, asked: Goal | Claim, records: Sequence[Record]) -> list[tuple[str, Value]]:
-    """(verdict, value) of every cell that is spoken of: reached, missed, or undecided where the noise decides."""
-    summary = Summary(experiment, records, asked.by)
-    found = []
-    for row in summary.rows:
-        value = summary.value(row, asked.column) if chosen(row, asked.where) else Value(None)
-        if not isinstance(value.middle, float):
-            continue
-        verdict = ""
-        if isinstance(asked, Goal):
-            is_met = value.middle <= asked.bound if asked.sign == "<=" else value.middle >= asked.bound
-            is_between = value.low is not None and value.high is not None and value.low < asked.bound < value.high
-            verdict = "missed" if value.n_without else "undecided" if is_between else "reached" if is_met else "missed"
-        found.append((verdict, value))
-    return found
+def _judge(goal: Goal, middle: float, value: Value) -> str:
+    is_met = middle <= goal.bound if goal.sign == "<=" else middle >= goal.bound
+    is_between = value.low is not None and value.high is not None and value.low < goal.bound < value.high
+    return "missed" if value.n_without else "undecided" if is_between else "reached" if is_met else "missed"

@@ -56,55 +56,36 @@ class Summary:
         mine: list[Record] = row["records"]
         if column.kind == "value":
             return _plain(mine, column)
-        baseline = self._baseline(row, column)
-        if baseline is None:
+        axis = next(iter(self.experiment.baseline), "scheme")
+        changes = self.experiment.baseline if column.against is None else {axis: column.against}
+        base = self._groups.get(self._name(row, **changes)) if changes else None
+        if base is None:
             return Value(None)
         if column.kind == "difference":
-            return self._difference(mine, baseline, column)
-        return self._ratio(row, mine, baseline, column)
-
-    def _name(self, record: Mapping[str, Any], **changes: Any) -> str:
-        return repr([str({**record, **changes}.get(axis)) for axis in self._axes])
-
-    def _baseline(self, row: Mapping[str, Any], column: Column) -> list[Record] | None:
-        changes = dict(self.experiment.baseline)
-        if column.against is not None:
-            changes = {next(iter(changes), "scheme"): column.against}
-        return self._groups.get(self._name(row, **changes)) if changes else None
-
-    def _ratio(self, row: Mapping[str, Any], mine: Sequence[Record], base: Sequence[Record], column: Column) -> Value:
+            return self._difference(mine, base, column)
         one, other = _plain(mine, column), _plain(base, column)
-        if (
-            not isinstance(one.middle, float)
-            or not isinstance(other.middle, float)
-            or not other.middle
-            or not one.middle
-        ):
+        if not (isinstance(one.middle, float) and isinstance(other.middle, float) and one.middle and other.middle):
             return Value(None)
-        ratio = one.middle / other.middle
-        is_base = mine is base
-        noise = self._noise(row, other.middle, column) if not is_base else 0.0
-        is_noise = not is_base and (_overlap(one, other) or abs(ratio - 1) <= noise)
-        low = None if one.low is None else one.low / other.middle
-        high = None if one.high is None else one.high / other.middle
+        ratio, low, high = (None if end is None else end / other.middle for end in (one.middle, one.low, one.high))
+        assert ratio is not None
+        # Controls do what the baseline does: by how much they differ from it in this row's run is noise.
+        controls = [self._groups.get(self._name(row, **{axis: control})) for control in self.experiment.controls]
+        middles = [_plain(group, column).middle for group in controls if group]
+        noise = max((abs(middle / other.middle - 1) for middle in middles if isinstance(middle, float)), default=0.0)
+        is_noise = mine is not base and (_overlap(one, other) or abs(ratio - 1) <= noise)
         if column.kind == "speed-up":
             return Value(1 / ratio, high and 1 / high, low and 1 / low, is_noise)
         return Value(ratio, low, high, is_noise)
 
-    def _noise(self, row: Mapping[str, Any], base: float, column: Column) -> float:
-        """By how much controls, which do what the baseline does, differ from it in this row's run."""
-        axis = next(iter(self.experiment.baseline), "scheme")
-        found = [self._groups.get(self._name(row, **{axis: control})) for control in self.experiment.controls]
-        middles = [_plain(group, column).middle for group in found if group]
-        return max((abs(one / base - 1) for one in middles if isinstance(one, float)), default=0.0)
+    def _name(self, record: Mapping[str, Any], **changes: Any) -> str:
+        return repr([str({**record, **changes}.get(axis)) for axis in self._axes])
 
     def _difference(self, mine: Sequence[Record], base: Sequence[Record], column: Column) -> Value:
         """Paired by the axes that are averaged over: seeds and folds that both have."""
-        over = self.experiment.over
 
         def by_place(records: Sequence[Record]) -> dict[str, float]:
             return {
-                repr([record.get(axis) for axis in over]): column.scale * float(record[column.field])
+                repr([record.get(axis) for axis in self.experiment.over]): column.scale * float(record[column.field])
                 for record in records
                 if record.get(column.field) is not None
             }
@@ -113,10 +94,10 @@ class Summary:
         pairs = [one[place] - other[place] for place in one if place in other]
         if not pairs:
             return Value(None)
-        middle, half = statistics.fmean(pairs), half_interval(pairs)
+        middle, half, n_without = statistics.fmean(pairs), half_interval(pairs), _n_without(mine, column)
         if half is None or mine is base:
-            return Value(middle, n_without=_n_without(mine, column))
-        return Value(middle, middle - half, middle + half, abs(middle) <= half, _n_without(mine, column))
+            return Value(middle, n_without=n_without)
+        return Value(middle, middle - half, middle + half, abs(middle) <= half, n_without)
 
 
 def half_interval(values: Sequence[float]) -> float | None:
@@ -137,11 +118,11 @@ def _plain(records: Sequence[Record], column: Column) -> Value:
         return Value(", ".join(map(str, words)))
     if len(records) > 1:
         mean = column.scale * statistics.fmean(known)
-        spread = abs(column.scale) * statistics.stdev(known) if len(known) > 1 else None
-        low, high = (None, None) if spread is None else (mean - spread, mean + spread)
-        return Value(mean, low, high, n_without=_n_without(records, column))
-    (record,) = records
-    ends = [record.get(f"{column.field}_{end}") for end in ("low", "high")]
+        if len(known) == 1:
+            return Value(mean, n_without=_n_without(records, column))
+        spread = abs(column.scale) * statistics.stdev(known)
+        return Value(mean, mean - spread, mean + spread, n_without=_n_without(records, column))
+    ends = [records[0].get(f"{column.field}_{end}") for end in ("low", "high")]
     low, high = (None if end is None else column.scale * float(end) for end in ends)
     return Value(column.scale * float(known[0]), low, high)
 
@@ -159,11 +140,9 @@ def _overlap(one: Value, other: Value) -> bool:
 
 def chosen(record: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
     """Whether a record has the value, or one of the values, of every field of `where`; a value may be a predicate."""
-    for name, wanted in where.items():
-        value = record.get(name)
-        if callable(wanted):
-            if not wanted(value):
-                return False
-        elif value not in (wanted if isinstance(wanted, list | tuple | set) else [wanted]):
-            return False
-    return True
+    return all(
+        wanted(record.get(name))
+        if callable(wanted)
+        else record.get(name) in (wanted if isinstance(wanted, list | tuple | set) else [wanted])
+        for name, wanted in where.items()
+    )

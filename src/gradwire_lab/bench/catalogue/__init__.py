@@ -4,19 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradwire_lab.bench.catalogue import (
-    acp_sgd,
-    aqgb,
-    auto,
-    codecs,
-    gcomp,
-    homomorphic,
-    lossy,
-    papers,
-    schemes,
-    simulator,
-    slimgc,
-)
+from gradwire_lab.bench.catalogue import acp_sgd, aqgb, gcomp, homomorphic, lossy, papers, schemes, slimgc
 from gradwire_lab.bench.measures import code_of
 from gradwire_lab.results.experiment import Experiment, Table
 from gradwire_lab.results.pages import COVERAGE, Book
@@ -37,15 +25,18 @@ SYSTEMS = {
     COVERAGE: "The papers' figures and tables, one by one",
 }
 
-_MODULES = (auto, schemes, codecs, gcomp, acp_sgd, aqgb, slimgc, homomorphic, lossy, simulator)
+_MODULES = (schemes, gcomp, acp_sgd, aqgb, slimgc, homomorphic, lossy)
 EXPERIMENTS: tuple[Experiment, ...] = tuple(
-    papers.beside_the_papers(one) for module in _MODULES for one in module.EXPERIMENTS
+    sorted(
+        (papers.beside_the_papers(one) for module in _MODULES for one in module.EXPERIMENTS),
+        key=lambda one: list(SYSTEMS).index(one.system),
+    )
 )
 
 # Tables for other pages, between `<!-- generated: bench render NAME -->` and `<!-- end -->`.
 SNIPPETS: dict[str, tuple[str, Table]] = {
     "gcomp-beside-bf16": ("gcomp-tolerance", gcomp.BESIDE_BF16),
-    "auto-speed": ("regret", auto.README_TABLE),
+    "auto-speed": ("regret", schemes.AUTO_TABLE),
     "readme-speed": ("train-resnet", schemes.README_TABLE),
     "schemes-speed": ("train-resnet", schemes.SPEED_TABLE),
 }

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from gradwire_lab.bench.catalogue.codecs import STEPS
-from gradwire_lab.bench.catalogue.schemes import DDP, ITERATION, X_DDP
+from gradwire_lab.bench.catalogue.schemes import DDP, ITERATION, RATIO_MEAN, STEPS, TO_LOSS, X_DDP
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref, Table
 
-BASELINE = "gcomp:importance=none"
-TRUNCATE, PERIODIC = "truncate:bits=18", "periodic:every=8"
-_FILES = [*STEPS["gpt"], *STEPS["resnet"]]
+BASELINE, DDP_ORDER = "gcomp:importance=none", {"DDP: another order of summation": "ddp"}
+_TRUNCATE, _PERIODIC = "truncate:bits=18", "periodic:every=8"
 _CONFIGURATIONS = {
-    "importance none (baseline)": BASELINE, "paper": "gcomp:importance=paper", "truncate 18 bits": TRUNCATE,
-    "periodic, every 8th": PERIODIC,
+    "importance none (baseline)": BASELINE, "paper": "gcomp:importance=paper", "truncate 18 bits": _TRUNCATE,
+    "periodic, every 8th": _PERIODIC,
     **{f"uniform {bits} bits": f"gcomp:importance=uniform,bits={bits}" for bits in (12, 10)},
-    "paper, table never refreshed": "gcomp:importance=paper,refresh_every=0", "DDP: another order of summation": "ddp",
+    "paper, table never refreshed": "gcomp:importance=paper,refresh_every=0", **DDP_ORDER,
 }  # fmt: skip
-_DEVIATION = Column("deviation_mean", "deviation, mean", form=".1e")
-_FIDELITY = [_DEVIATION, Column("deviation_max", "max", form=".1e"), Column("ratio_mean", "volume, mean", form=".3f"),
-             Column("ratio_last_10", "volume, last 10", form=".3f"), Column("loss_last_10", "loss", form=".4f"),
-             Column("held_out_loss", form=".4f"), Column("accuracy", form=".4f"), Column("replicas_equal")]  # fmt: skip
 # What `auto` takes for exact.
 EXACT_NAME, EXACT = "gcomp, as auto's exact", "gcomp:tolerance=32,least_bits=7"
-_PAPER = "gcomp:format=1,rounding=truncate"
 _TOLERANCES = {f"gcomp, tolerance {one}": f"gcomp:tolerance={one}" for one in (0.25, 1, 4, 8, 16, 32, 128, 512)}
+_HOOKS = {f"DDP, {hook} hook": f"ddp-{hook}" for hook in ("bf16", "fp16")}
+_UNIFORM = {f"uniform {bits} bits": f"gcomp:importance=uniform,bits={bits}" for bits in (12, 10, 7)}
 _FRONTIER = {
-    "no mantissa bit dropped (baseline)": BASELINE, "DDP: another order of summation": "ddp",
-    **{f"DDP, {hook} hook": f"ddp-{hook}" for hook in ("bf16", "fp16")},
-    **_TOLERANCES, "gcomp, tolerance 1 for a life": "gcomp:horizon=life", "gcomp as published": _PAPER, EXACT_NAME: EXACT,
-    **{f"uniform {bits} bits": f"gcomp:importance=uniform,bits={bits}" for bits in (12, 10, 7)},
+    "no mantissa bit dropped (baseline)": BASELINE, **DDP_ORDER, **_HOOKS,
+    **_TOLERANCES, "gcomp, tolerance 1 for a life": "gcomp:horizon=life",
+    "gcomp as published": "gcomp:format=1,rounding=truncate", EXACT_NAME: EXACT, **_UNIFORM,
 }  # fmt: skip
-_DRAWN = ["DDP: another order of summation", "DDP, bf16 hook", "DDP, fp16 hook", *_TOLERANCES, "uniform 12 bits",
-          "uniform 10 bits", "uniform 7 bits"]  # fmt: skip
 _FRONTIER_WORKLOADS = {
     "GPT, AdamW": "gpt:n_layers=2,width=128,n_heads=4,length=64,batch_size=8", "ResNet, SGD": "resnet:width=8,activation=silu",
     "GPT, Muon": "gpt:n_layers=2,width=128,n_heads=4,length=64,batch_size=8,optimizer=muon",
@@ -40,11 +32,8 @@ _TO_BF16 = Column("deviation_mean", kind="ratio", against="ddp-bf16", form=".4f"
 BESIDE_BF16 = Table([Column("ratio_mean", "bytes / ring", form=".2f"),
                      Column("deviation_mean", "times nearer than bf16", kind="speed-up", against="ddp-bf16")],
                     across="workload", where={"scheme": [*(_FRONTIER[name] for name in (
-                        "DDP, bf16 hook", "DDP, fp16 hook", "gcomp, tolerance 1", "gcomp, tolerance 4", "gcomp, tolerance 32",
+                        *_HOOKS, "gcomp, tolerance 1", "gcomp, tolerance 4", "gcomp, tolerance 32",
                         EXACT_NAME, "uniform 12 bits", "uniform 10 bits", "gcomp, tolerance 512"))]})  # fmt: skip
-_TIMES = [ITERATION, X_DDP, Column("machine_load", "cores busy, %", 100, ".0f"), Column("cores_per_rank", form=".2f"),
-          Column("seconds_to_loss", "s to the loss", form=".1f"), Column("steps_to_loss", "steps",
-                                                                         form=".0f")]  # fmt: skip
 
 
 def _shares(*names: str) -> list[Column]:
@@ -60,24 +49,29 @@ EXPERIMENTS = [
         # With ReLU instead of SiLU training is chaotic: one unit in the last place grows to 1e-3 of loss in 40 steps.
         axes={"workload": ["gpt", "resnet:activation=silu"], "scheme": _CONFIGURATIONS},
         baseline={"scheme": BASELINE},
-        show=[Table(_FIDELITY),
+        show=[Table([Column("deviation_mean", "deviation, mean", form=".1e"), Column("deviation_max", "max", form=".1e"),
+                     Column("ratio_mean", "volume, mean", form=".3f"), Column("ratio_last_10", "volume, last 10", form=".3f"),
+                     Column("loss_last_10", "loss", form=".4f"), Column("held_out_loss", form=".4f"),
+                     Column("accuracy", form=".4f"), Column("replicas_equal")]),
               Table(_shares("static_bits", "refreshed_bits", "entropy_bits"), rows=("workload",),
                     where={"scheme": BASELINE},
                     title="Bits an exponent, built-in and refreshed table, means over the run")],
         goals=[Goal(f"95 % below {name}", Column("deviation_mean", kind="ratio", against=spec), "<=", 0.05,
-                    {"scheme": "gcomp:importance=paper"}) for name, spec in (("truncate", TRUNCATE), ("periodic", PERIODIC))],
+                    {"scheme": "gcomp:importance=paper"}, (), paper, Ref("GComp", figure))
+               for name, spec, paper, figure in (("truncate", _TRUNCATE, "0.07 to 0.26", "Fig. 18"),
+                                                 ("periodic", _PERIODIC, "0.03 to 0.23", "Fig. 19"))],
     ),
     Experiment(
         key="gcomp-tolerance", system="gcomp", measure="training", seconds=170,
         question="Bytes against closeness: what does each tolerance move the loss, beside PyTorch's hooks and fixed bits?",
         fixed={"ranks": 4, "steps": 60, "baseline": BASELINE}, over=("seed",), baseline={"scheme": BASELINE},
         axes={"workload": _FRONTIER_WORKLOADS, "seed": [0, 1, 2], "scheme": _FRONTIER},
-        show=[Table([Column("ratio_mean", "bytes / ring", form=".3f"), Column("deviation_mean", "deviation, mean", form=".1e",
-                                                                             spread=True),
+        show=[Table([RATIO_MEAN, Column("deviation_mean", "deviation, mean", form=".1e", spread=True),
                      Column("deviation_mean", "x bf16's", kind="ratio", against="ddp-bf16", form=".3g")]),
               Plot("ratio_mean", Column("deviation_mean", "deviation of the loss", form=".1e"), log="y",
-                     x_title="bytes / a float32 ring's", title="GPT, AdamW",
-                   where={"workload": _FRONTIER_WORKLOADS["GPT, AdamW"], "scheme": [_FRONTIER[name] for name in _DRAWN]})],
+                   x_title="bytes / a float32 ring's", title="GPT, AdamW", where={
+                       "workload": _FRONTIER_WORKLOADS["GPT, AdamW"],
+                       "scheme": [*DDP_ORDER.values(), *_HOOKS.values(), *_TOLERANCES.values(), *_UNIFORM.values()]})],
         goals=[Goal("a hundred times closer than bf16", _TO_BF16, "<=", 0.01, {"scheme": "gcomp:tolerance=1"}),
                Goal("fifty times closer than bf16, at its bytes", _TO_BF16, "<=", 0.02, {"scheme": "gcomp:tolerance=4"}),
                Goal("as close as bf16", _TO_BF16, "<=", 1, {"scheme": "gcomp:tolerance=512"}),
@@ -90,7 +84,8 @@ EXPERIMENTS = [
         of=[Ref("GComp", "Fig. 11"), Ref("GComp", "Fig. 20")],
         fixed={"ranks": 4, "rate": "1gbit", "steps": 100, "baseline": "ddp"}, baseline=DDP,
         axes={"workload": ["gpt", "resnet:activation=silu"], "scheme": ["ddp", BASELINE, "gcomp:importance=paper"]},
-        show=[Table(_TIMES)],
+        show=[Table([ITERATION, X_DDP, Column("machine_load", "cores busy, %", 100, ".0f"),
+                     Column("cores_per_rank", form=".2f"), TO_LOSS, Column("steps_to_loss", "steps", form=".0f")])],
     ),
     Experiment(
         key="gcomp-spread", system="gcomp", measure="gradient-spread", seconds=20, together=("gradients",), quick=True,
@@ -107,8 +102,8 @@ EXPERIMENTS = [
         quick=True,
         question="What does an exponent cost under the table made from another gradient?",
         of=[Ref("GComp", "Fig. 12")], axes={"gradients": [*STEPS["gpt"][::3], *STEPS["resnet"][::3]]},
-        show=[Table(_shares("native_ratio", "escaped_ratio", "gradwire_ratio", "entropy_ratio"), rows=("gradients",
-                                                                                                       "table_from"))],
+        show=[Table(_shares("native_ratio", "escaped_ratio", "gradwire_ratio", "entropy_ratio"), 
+                    rows=("gradients", "table_from"))],
     ),
     Experiment(
         key="gcomp-decoders", system="gcomp", measure="decoders", seconds=15, together=("spread",), quick=True,
@@ -116,30 +111,29 @@ EXPERIMENTS = [
         of=[Ref("GComp", "Fig. 13b")], fixed={"rounds": 7},
         axes={"spread": [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0]},
         show=[Table([Column("code_bits", form=".2f"), Column("table_ns", "table, ns", form=".2f", spread=True),
-                     Column("tree_ns", "tree, ns", form=".1f", spread=True), Column("tree_over_table", "tree / table",
-                                                                                    form=".1f")],
+                     Column("tree_ns", "tree, ns", form=".1f", spread=True),
+                     Column("tree_over_table", "tree / table", form=".1f")],
                     rows=("spread",))],
     ),
     Experiment(
         key="gcomp-mantissa", system="gcomp", measure="mantissa", seconds=20, together=("gradients",), quick=True,
         question="What do levels and pruned zeros leave of sign and mantissa?",
-        of=[Ref("GComp", "Fig. 14")], axes={"gradients": _FILES},
-        show=[Table(_shares("zero_prune", "single_quant", "multi_quant", "single_quant_zero_prune",
-                            "multi_quant_zero_prune"),
+        of=[Ref("GComp", "Fig. 14")], axes={"gradients": [*STEPS["gpt"], *STEPS["resnet"]]},
+        show=[Table(_shares("zero_prune", "single_quant", "multi_quant", "single_quant_zero_prune", "multi_quant_zero_prune"),
                     rows=("gradients",))],
     ),
     Experiment(
         key="gcomp-scaling", system="gcomp", measure="simulate", seconds=60, together=("workers", "scheme", "codec"),
         question="How would throughput scale to 128 workers at 10 Gb/s, by measured sizes, with the codec and with a free one?",
         of=[Ref("GComp", "Fig. 16"), Ref("GComp", "Fig. 17")],
-        fixed={"gbit_per_s": 10, "rounds": 50, "jitter": "per-worker", "measured_on": {"resnet50": "resnet50",
-                                                                                       "bert-base": "gpt"}},
+        fixed={"gbit_per_s": 10, "rounds": 50, "jitter": "per-worker",
+               "measured_on": {"resnet50": "resnet50", "bert-base": "gpt"}},
         axes={"workload": ["resnet50", "bert-base"], "workers": [1, 2, 4, 8, 16, 32, 64, 128], "scheme": ["plain", "gcomp"],
               "codec": {"measured codec times": True, "codec free": False}},
         baseline={"scheme": "plain"},
         show=[Table([Column("samples_per_s", "samples/s", form=",.0f"), Column("round_s", "x ring", kind="speed-up")],
                     rows=("workers", "codec"), where={"scheme": "gcomp"}),
-              Plot("workers", Column("samples_per_s", "samples/s"), "scheme", log="xy", where={"workload": "resnet50",
-                                                                                               "codec": True})],
+              Plot("workers", Column("samples_per_s", "samples/s"), "scheme", log="xy",
+                   where={"workload": "resnet50", "codec": True})],
     ),
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from gradwire_lab.results.experiment import Claim, Column, Coverage, Experiment, Goal, Ref
+from gradwire_lab.results.experiment import Claim, Column, Coverage, Experiment, Ref
 
 _SMALL = "small models, 4 ranks on 2 cores"
 _EMULATED = "4 ranks on 2 cores, computation emulated, links of 0.1 to 1 Gb/s"
@@ -143,32 +143,8 @@ CLAIMS: dict[str, list[Claim]] = {
                 {"workload": workload, "scheme": "homomorphic:mode=lossy,budget=0.1"})
         for name, workload, paper in (("VGG19", "vgg19", "3.45"), ("BERT-base", "bert-base", "1.17"))],
 }  # fmt: skip
-# The same of goals, which have a bound of their own: by experiment and the goal's words.
-GOALS = {
-    ("gcomp-fidelity", "95 % below truncate"): ("0.07 to 0.26", Ref("GComp", "Fig. 18")),
-    ("gcomp-fidelity", "95 % below periodic"): ("0.03 to 0.23", Ref("GComp", "Fig. 19")),
-    ("aqgb-live", "3.15 times as fast as 32 bits at 100 Mb/s (the paper)"): ("3.15", Ref("AQGB", "Table 2")),
-    ("aqgb-accuracy", "AQGB's accuracy beside full precision"): ("-0.67", Ref("AQGB", "Table 2")),
-    ("aqgb-fig10", "AQGB's 127 rounds, to 5 %: at least"): ("127", _FIG_10),
-    ("aqgb-fig10", "utilisation within 5 points of 77 %"): ("77", _FIG_10),
-    ("slimgc-accuracy", "1 bit: what the strategies give back, points"): ("1.1 to 2.3", Ref("SlimGC", "Fig. 9")),
-    ("slimgc-accuracy", "2 bit: what the strategies give back, points"): ("1.1 to 1.6", Ref("SlimGC", "Fig. 9")),
-    ("slimgc-speed-resnet50", "overlap at least 3.5 times that of the codec on the training thread"):
-        ("3.5 to 6.4", Ref("SlimGC", "Fig. 13")),
-    ("homomorphic-allreduce", "6.33 times as fast as Gloo at 1 %"): ("4.97", Ref("Homomorphic", "Fig. 5")),
-    ("homomorphic-allreduce", "over a switch 6.33 times as fast as the switch without compression at 1 %"):
-        ("6.33", Ref("Homomorphic", "Fig. 6")),
-    ("sketch-formulas", "at most 1.6 times the bound"): ("1.6", Ref("Homomorphic", "Fig. 2")),
-}  # fmt: skip
 
 
 def beside_the_papers(experiment: Experiment) -> Experiment:
-    """The experiment with the papers' numbers at its goals, what the papers claim beyond these, and what differs."""
-    goals = [_with_paper(experiment.key, goal) for goal in experiment.goals]
-    claims = CLAIMS.get(experiment.key, [])
-    return replace(experiment, goals=goals, claims=claims, differs=DIFFERS.get(experiment.key, ""))
-
-
-def _with_paper(key: str, goal: Goal) -> Goal:
-    paper, of = GOALS.get((key, goal.says), ("", None))
-    return replace(goal, paper=paper, of=of)
+    """The experiment with what the papers claim beyond its goals, and what differs from their conditions."""
+    return replace(experiment, claims=CLAIMS.get(experiment.key, []), differs=DIFFERS.get(experiment.key, ""))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradwire_lab.bench.catalogue.schemes import DDP, EXPOSED, ITERATION, SENT
-from gradwire_lab.bench.measures.overlap import slimgc_specs
+from gradwire_lab.bench.catalogue.schemes import DDP, EXPOSED, ITERATION, PLAIN, RATIO_LAST, SENT
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, ms
 
 CODECS = {"1 bit": "one-bit", "2 bit": "two-bit"}
@@ -24,30 +23,28 @@ def _slimgc(codec: str, *options: str) -> str:
     return ",".join([f"slimgc:codec={codec}", *options])
 
 
-def strategies(threshold_bytes: int = THRESHOLD_BYTES) -> dict[str, str]:
-    """Fig. 9."""
-    found = {"full precision": "plain"}
-    for bits, codec in CODECS.items():
-        threshold = f"threshold_bytes={threshold_bytes}"
-        found |= {f"{bits}, bare": _slimgc(codec, "threshold_bytes=0"), f"{bits}, threshold": _slimgc(codec, threshold),
-                  f"{bits}, everything": _slimgc(codec, threshold, "backup=true")}  # fmt: skip
-    return found
+def _by_strategy(ways: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """{label: spec}: full precision, then every way under every codec."""
+    found = {
+        f"{bits}, {name}": _slimgc(codec, *options) for bits, codec in CODECS.items() for name, options in ways.items()
+    }
+    return {"full precision": "plain", **found}
 
 
-def compression_thresholds() -> dict[str, str]:
-    """Fig. 10: what a 2-bit value stands for, in mean magnitudes; 1 bit takes its scale from the values and has none."""
-    ways = {"bare": ("threshold_bytes=0",), "everything": (f"threshold_bytes={THRESHOLD_BYTES}", "backup=true")}
-    return {"full precision": "plain"} | {f"{name}, {value:g}": _slimgc("two-bit", f"threshold={value}", *options)
-            for name, options in ways.items() for value in (0.5, 0.7, 1.0, 1.4, 2.0, 2.8)}  # fmt: skip
-
-
-def communication_thresholds() -> dict[str, str]:
-    """Fig. 11, bytes."""
-    ways = {"threshold": (), "everything": ("backup=true",)}
-    return {"full precision": "plain"} | {
-        f"{bits}, {name}, {value:,} bytes": _slimgc(codec, f"threshold_bytes={value}", *options)
-        for bits, codec in CODECS.items() for name, options in ways.items()
-        for value in (0, 1_500, 15_000, 150_000)}  # fmt: skip
+_BARE, _THRESHOLD, _BACKUP = "threshold_bytes=0", f"threshold_bytes={THRESHOLD_BYTES}", "backup=true"
+# Fig. 9.
+_STEP_BY_STEP = _by_strategy({"bare": [_BARE], "threshold": [_THRESHOLD], "everything": [_THRESHOLD, _BACKUP]})
+# Fig. 10: what a 2-bit value stands for, in mean magnitudes; 1 bit takes its scale from the values and has none.
+_COMPRESSION = {"full precision": "plain"} | {
+    f"{name}, {value:g}": _slimgc("two-bit", f"threshold={value}", *options)
+    for name, options in {"bare": [_BARE], "everything": [_THRESHOLD, _BACKUP]}.items()
+    for value in (0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
+}
+# Fig. 11, bytes.
+_COMMUNICATION = _by_strategy({
+    f"{name}, {value:,} bytes": [f"threshold_bytes={value}", *options]
+    for name, options in {"threshold": [], "everything": [_BACKUP]}.items() for value in (0, 1_500, 15_000, 150_000)
+})  # fmt: skip
 
 
 def _accuracy(key: str, question: str, figure: str, schemes: Mapping[str, str], *, seeds: int, seconds: float,
@@ -58,30 +55,46 @@ def _accuracy(key: str, question: str, figure: str, schemes: Mapping[str, str], 
     parts = []
     for bits, codec in CODECS.items():
         mine = [spec for spec in schemes.values() if spec == "plain" or f"codec={codec}" in spec]
-        bare = next((spec for spec in mine if spec == _slimgc(codec, "threshold_bytes=0")), None)
+        bare = next((spec for spec in mine if spec == _slimgc(codec, _BARE)), None)
         columns = [Column(field, "accuracy, %" if is_digits else "held-out loss", scale, form, spread=True)]
         columns += [Column(field, f"against {name}", scale, form, "difference", against, spread=True)
                     for name, against in (("bare", bare), ("full precision", "plain")) if against in mine]  # fmt: skip
         if mine:
-            columns += [Column("ratio", "bytes / ring", form=".3f")]
-            parts.append(Table(columns, where={"scheme": mine}, title=bits))
+            parts.append(Table([*columns, RATIO_LAST], where={"scheme": mine}, title=bits))
     goals = [Goal(f"{bits}: what the strategies give back, points", Column(field, "", scale, form, "difference",
-                  _slimgc(codec, "threshold_bytes=0"), spread=True), ">=", 1.1,
-                  {"scheme": schemes[f"{bits}, everything"], **gain})
-             for bits, codec in CODECS.items() if gain is not None]  # fmt: skip
+                  _slimgc(codec, _BARE), spread=True), ">=", 1.1,
+                  {"scheme": schemes[f"{bits}, everything"], **gain}, (), paper, Ref("SlimGC", figure))
+             for (bits, codec), paper in zip(CODECS.items(), ("1.1 to 2.3", "1.1 to 1.6"), strict=True)
+             if gain is not None]  # fmt: skip
     folds: dict[str, Any] = {"fold": list(range(5))} if is_digits else {}
     return Experiment(
         key=f"slimgc-{key}", system="slimgc", measure="training", seconds=seconds, question=question,
         of=[Ref("SlimGC", figure)], fixed={"ranks": 2}, axes={**axes, "seed": list(range(seeds)), **folds, "scheme": schemes},
-        over=("seed", *folds), together=(*folds, "scheme"), baseline={"scheme": "plain"}, show=parts, goals=goals,
+        over=("seed", *folds), together=(*folds, "scheme"), baseline=PLAIN, show=parts, goals=goals,
     )  # fmt: skip
+
+
+def _specs(codecs: Sequence[str], *, measures: bool) -> dict[str, str]:
+    """{label: spec}: each bare quantiser, its codec on the training thread, and SlimGC's strategies one after another.
+
+    `measures`: also those that measure their threshold first, in `TABLE_STEPS` steps of which half are raw.
+    """
+    found = {"ddp": "ddp"}
+    for codec in codecs:
+        found |= {f"ddp-{codec}": f"ddp-{codec}", codec: codec}
+        for label, options in STRATEGIES.items():
+            warm_up = [] if "threshold_bytes" in options else [f"warmup_steps={TABLE_STEPS}"]
+            if measures or not warm_up:
+                found[f"slimgc {codec}, {label}"] = _slimgc(codec, *filter(None, [options]), *warm_up)
+    return found
 
 
 def _speed(key: str, workloads: list[str], rates: Mapping[str, str], codecs: list[str], seconds: float, *,
            measures: bool = True) -> Experiment:  # fmt: skip
-    schemes = {"ddp": "ddp"} | slimgc_specs(codecs, STRATEGIES, TABLE_STEPS, measures=measures)
+    schemes = _specs(codecs, measures=measures)
     bound = Column("bound_share", "of the bound, %", 100, ".0f")
     everything = [spec for label, spec in schemes.items() if label.endswith("everything")]
+    paper = ("3.5 to 6.4", Ref("SlimGC", "Fig. 13")) if measures else ()
     return Experiment(
         key=f"slimgc-speed-{key}", system="slimgc", measure="overlap", seconds=seconds,
         question=f"How long does a step of {' and '.join(workloads)} take with 4 ranks, and what of it overlaps?",
@@ -97,37 +110,34 @@ def _speed(key: str, workloads: list[str], rates: Mapping[str, str], codecs: lis
         goals=[Goal("never slower than the bare quantiser", Column("speed_up", form=".2f"), ">=", 1.0,
                     {"scheme": lambda spec: str(spec).startswith("slimgc")}),
                Goal("overlap at least 3.5 times that of the codec on the training thread", Column("overlap_x", form=".2f"),
-                    ">=",
-                    3.5, {"scheme": everything}),
+                    ">=", 3.5, {"scheme": everything}, (), *paper),
                Goal("exposed codec time at most 0.4 of it", Column("exposed_codec_x", form=".2f"), "<=", 0.4,
                     {"scheme": everything})],
     )  # fmt: skip
 
 
-_RATES = {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit", "unshaped": "none"}
 _SCALED = _DIGITS + ",rate_scaling="
 
 EXPERIMENTS = [
     Experiment(
         key="slimgc-sizes", system="slimgc", measure="shapes", seconds=20, together=("workload",),
         question="Which share of a model's tensors, and of its bytes, is in small ones?",
-        of=[Ref("SlimGC", "Fig. 1")], fixed={"of": "sizes"}, axes={"workload": ["resnet50", "bert-base", "vgg16",
-                                                                                "gpt2"]},
-        show=[Table([Column("tensors_share", "of the tensors, %", 100, ".0f"), Column("bytes_share", "of the bytes, %",
-                                                                                      100, ".1f")],
+        of=[Ref("SlimGC", "Fig. 1")], fixed={"of": "sizes"}, axes={"workload": ["resnet50", "bert-base", "vgg16", "gpt2"]},
+        show=[Table([Column("tensors_share", "of the tensors, %", 100, ".0f"),
+                     Column("bytes_share", "of the bytes, %", 100, ".1f")],
                     rows=("workload",), across="below_bytes")],
     ),
     _accuracy("accuracy", "Short trainings, in which bare quantisers lose, and longer ones: what do strategies give back?",
-              "Fig. 9", strategies(), seeds=2, seconds=145, gain={"steps": 50}, workload=[_DIGITS], steps=[50, 200]),
-    _accuracy("accuracy-gpt", "The same on a small GPT.", "Fig. 9", strategies(), seeds=3, seconds=60, workload=[_GPT],
+              "Fig. 9", _STEP_BY_STEP, seeds=2, seconds=145, gain={"steps": 50}, workload=[_DIGITS], steps=[50, 200]),
+    _accuracy("accuracy-gpt", "The same on a small GPT.", "Fig. 9", _STEP_BY_STEP, seeds=3, seconds=60, workload=[_GPT],
               steps=[200]),
-    _accuracy("accuracy-rates", "The same with the learning rate scaled with the batch.", "Fig. 9", strategies(), seeds=2,
+    _accuracy("accuracy-rates", "The same with the learning rate scaled with the batch.", "Fig. 9", _STEP_BY_STEP, seeds=2,
               seconds=90, workload={"linearly": _SCALED + "linear", "by its root": _SCALED + "square-root"}, steps=[50]),
-    _accuracy("compression", "How much does the compression threshold matter?", "Fig. 10", compression_thresholds(),
+    _accuracy("compression", "How much does the compression threshold matter?", "Fig. 10", _COMPRESSION,
               seeds=1, seconds=150, workload=[_DIGITS], steps=[50]),
-    _accuracy("communication", "How much does the communication threshold matter?", "Fig. 11", communication_thresholds(),
+    _accuracy("communication", "How much does the communication threshold matter?", "Fig. 11", _COMMUNICATION,
               seeds=1, seconds=200, workload=[_DIGITS], steps=[50]),
-    _speed("resnet50", ["resnet50"], {name: _RATES[name] for name in ("100 Mb/s", "1 Gb/s")}, list(CODECS.values()), 300),
+    _speed("resnet50", ["resnet50"], {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"}, list(CODECS.values()), 300),
     _speed("large", ["bert-base", "vgg16"], {"1 Gb/s": "1gbit"}, ["two-bit"], 480, measures=False),
     Experiment(
         key="slimgc-rivals", system="slimgc", measure="train", seconds=200,

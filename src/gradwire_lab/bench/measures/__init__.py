@@ -19,21 +19,21 @@ from gradwire_lab.results.store import Record
 # name: "module:function" below this package; only the one that is called is imported.
 _MEASURES: dict[str, str] = {
     "train": "commands:train",
-    "overlap": "overlap:measure",
+    "overlap": "commands:overlap",
     "allreduce": "commands:allreduce",
     "codec": "commands:codec",
     "regret": "commands:regret",
     "training": "trainings:measure",
-    "adaptation": "adaptation:measure",
+    "adaptation": "commands:adaptation",
     "gradient-spread": "gradients:measure_spread",
     "cross-tables": "gradients:measure_cross_tables",
     "mantissa": "gradients:measure_mantissas",
-    "decoders": "huffman:measure",
+    "decoders": "gradients:measure_decoders",
     "float-errors": "float_methods:measure_errors",
     "float-training": "float_methods:measure_training",
     "sketch-formulas": "sketches:measure_formulas",
     "sketch-recovery": "sketches:measure_recovery",
-    "ranks": "ranks:measure",
+    "ranks": "float_methods:measure_ranks",
     "shapes": "shapes:measure",
     "simulate": "simulated:measure",
     "simulate-rates": "simulated:measure_rates",
@@ -77,7 +77,8 @@ class Call:
         return {**self.fixed, **self.shared, **{axis: self.values(axis) for axis in axes}}
 
 
-Measure = Callable[[Call], list[tuple[Cell, Record]]]
+Measured = list[tuple[Cell, Record]]
+Measure = Callable[[Call], Measured]
 
 
 def by_name(name: str) -> Measure:
@@ -93,8 +94,3 @@ def code_of(name: str) -> str:
     """The digest of the sources that a measure's records depend on."""
     module = _MEASURES[name].partition(":")[0]
     return source_hash(f"gradwire_lab.bench.measures.{module}", WRITES.get(name, ""))
-
-
-def names() -> list[str]:
-    """Every measure."""
-    return list(_MEASURES)

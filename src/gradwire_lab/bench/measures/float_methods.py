@@ -1,8 +1,9 @@
-"""The numbers behind AQGB's Fig. 2: quantisers at equal bits, on gradient files and in training."""
+"""Ranks that this process plays: quantisers at equal bits on files and in training (AQGB's Fig. 2), schemes at many ranks."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,28 +14,46 @@ from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire_lab import workloads
-from gradwire_lab.bench.measures import Call
+from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.bench.measures.gradients import load
-from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.store import Record
-from gradwire_lab.training.simulated import MeanOf, play
+from gradwire_lab.training import simulated
 from gradwire_lab.workloads.base import step_generator
 from gradwire_lab.workloads.gradients import GradientFile
 
+CONTROL = "control"  # plain, with gradients as far off as one rounding of float32
+_ROUNDING = 2.0**-24
 
-def measure_errors(call: Call) -> list[tuple[Cell, Record]]:
+
+def measure_errors(call: Call) -> Measured:
     """What is received of a gradient, on files: axes `gradients`, `method`."""
-    files = {cell["gradients"]: file for cell, file in load(call)}
-    return [(cell, describe_errors(files[cell["gradients"]], str(cell["method"]))) for cell in call.cells]
+    files = zip(call.cells, load(call), strict=True)
+    return [(cell, describe_errors(file, str(cell["method"]))) for cell, file in files]
 
 
-def measure_training(call: Call) -> list[tuple[Cell, Record]]:
+def measure_training(call: Call) -> Measured:
     """Where training with each `method` and `seed` ends: `workload`, `workers`, `steps`, `decay_every`."""
     workers, steps, decay = int(call.get("workers", 4)), int(call.get("steps")), int(call.get("decay_every", 0))
     workload = str(call.get("workload"))
     return [
         (cell, train(workload, str(cell["method"]), workers, steps, int(cell["seed"]), decay)[1]) for cell in call.cells
     ]
+
+
+def measure_ranks(call: Call) -> Measured:
+    """Losses by the number of ranks, which this process plays: real codecs at every hop, no network.
+
+    Axes `scheme`, `seed`, `ranks`; the batch of a step is the same at any number of ranks.
+    """
+    name, options = parse_spec(str(call.get("workload")))
+    found: Measured = []
+    for cell in call.cells:
+        n_ranks, spec = int(cell["ranks"]), str(cell["scheme"])
+        workload = workloads.by_name(name, **options, batch_size=int(call.get("global_batch")) // n_ranks)
+        scheme, disturb = ("plain", _ROUNDING) if spec == CONTROL else (spec, 0.0)
+        record = simulated.train(workload, scheme, n_ranks, int(call.get("steps")), int(cell["seed"]), disturb)
+        found.append((cell, {**record, "losses": None, "loss": record["losses"][-1]}))
+    return found
 
 
 class Method:
@@ -51,8 +70,8 @@ class Method:
         parts = spec.removesuffix("+ef").split("|")
         if len(parts) > 2:
             raise InvalidArgument(f"{spec!r}: two codecs at most, as A|B")
-        self._codecs = [] if parts == ["none"] else [_make_codec(part) for part in parts]
-        self._message = torch.empty(0, dtype=torch.uint8)
+        parsed = [] if parts == ["none"] else map(parse_spec, parts)
+        self._codecs = [codecs.by_name(name, **options) for name, options in parsed]
 
     def quantise(self, gradient: torch.Tensor, step: int, worker: int) -> tuple[torch.Tensor, float]:
         """What the receivers of `gradient` (n,) float32 have, and the bits a value that it took.
@@ -61,16 +80,11 @@ class Method:
         """
         results, n_bits = [], 0.0
         for codec in self._codecs:
-            n_max = codec.max_encoded_bytes(gradient.numel(), gradient.dtype)
-            if self._message.numel() < n_max:
-                self._message = torch.empty(n_max, dtype=torch.uint8)
-            if isinstance(codec, Quantised | TruncatedFloat):
-                n_bytes = int(codec.encode(gradient, self._message, step=step << 16 | worker))
-            else:
-                n_bytes = int(codec.encode(gradient, self._message))
-            result = torch.empty_like(gradient)
-            codec.decode(self._message[:n_bytes], result)
-            results.append(result)
+            message = torch.empty(codec.max_encoded_bytes(gradient.numel(), gradient.dtype), dtype=torch.uint8)
+            drawn: Any = {"step": step << 16 | worker} if isinstance(codec, Quantised | TruncatedFloat) else {}
+            n_bytes = int(codec.encode(gradient, message, **drawn))
+            results.append(torch.empty_like(gradient))
+            codec.decode(message[:n_bytes], results[-1])
             n_bits += 8 * n_bytes / max(1, gradient.numel()) / len(self._codecs)
         if not results:
             return gradient.clone(), 32.0
@@ -79,11 +93,6 @@ class Method:
         generator = step_generator("which codec", step, worker)
         is_first = torch.rand(gradient.numel(), generator=generator) < 0.5
         return torch.where(is_first, results[0], results[1]), n_bits
-
-
-def _make_codec(spec: str) -> codecs.Codec:
-    name, options = parse_spec(spec)
-    return codecs.by_name(name, **options)
 
 
 def describe_errors(file: GradientFile, spec: str) -> Record:
@@ -120,7 +129,7 @@ def train(
     name, options = parse_spec(workload)
     task, method, n_bits = workloads.by_name(name, **options), Method(spec), 0.0
 
-    def make(named: dict[str, torch.Tensor], several: list[torch.optim.Optimizer]) -> MeanOf:
+    def make(named: dict[str, torch.Tensor], several: list[torch.optim.Optimizer]) -> simulated.MeanOf:
         residuals = torch.zeros(n_workers, sum(one.numel() for one in named.values()))
 
         def mean_of(step: int, gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -140,15 +149,7 @@ def train(
 
         return mean_of
 
-    losses, evaluated = play(task, n_workers, n_steps, seed, make)
-    end = {
-        "workload": workload,
-        "method": spec,
-        "seed": seed,
-        "workers": n_workers,
-        "step": n_steps - 1,
-        "loss": losses[-1],
-        "bits_a_value": n_bits,
-    }
-    late = losses[-max(1, n_steps // 10) :]
-    return losses, {**end, **evaluated, "end_loss": float(np.mean(late))}
+    losses, evaluated = simulated.play(task, n_workers, n_steps, seed, make)
+    end = {"workload": workload, "method": spec, "seed": seed, "workers": n_workers, "step": n_steps - 1}
+    end |= {"loss": losses[-1], "bits_a_value": n_bits, **evaluated}
+    return losses, {**end, "end_loss": float(np.mean(losses[-max(1, n_steps // 10) :]))}

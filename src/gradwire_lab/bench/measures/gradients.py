@@ -1,75 +1,99 @@
-"""The numbers behind the figures, from gradient files alone."""
+"""The numbers behind the figures from gradient files: sizes, exponents and their codes, mantissas; two decoders' times."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from gradwire import _native
+from gradwire.codecs.huffman import HuffmanTable
+from gradwire.errors import CorruptMessage, InvalidArgument
+from gradwire_lab import workloads
 from gradwire_lab.bench.level_rule import allowed_scale, dropped_bits, entropy_bits, exponent_histogram
-from gradwire_lab.bench.measures import Call
-from gradwire_lab.bench.measures.gradient_files import gradient_file
-from gradwire_lab.bench.measures.huffman import escaped_lengths, gradwire_lengths, mean_bits, native_lengths
-from gradwire_lab.results.experiment import Cell
+from gradwire_lab.bench.measures import Call, Measured
+from gradwire_lab.bench.timing import Task, threads, time_interleaved
 from gradwire_lab.results.store import Record
+from gradwire_lab.training.snapshot import write_snapshot
+from gradwire_lab.workloads import Workload
 from gradwire_lab.workloads.gradients import GradientFile, load_gradients
 
-Records = list[dict[str, Any]]
+Lengths = npt.NDArray[np.int64]  # bits of each symbol's code, (256,)
 MANTISSA_BITS = 24  # the sign travels with the mantissa
+# The paper's n_theta and n_s: codes over 8 bits are replaced by an 8-bit escape and the raw 8-bit symbol (its Table 1).
+THRESHOLD_BITS = RAW_BITS = 8
 
 
-def load(call: Call) -> list[tuple[Cell, GradientFile]]:
+# ---- files
+
+
+def gradient_file(name: str, folder: Path) -> Path:
+    """The file that `name` stands for: WORKLOAD@STEP, trained to that step if it is not there; any other is a path.
+
+    `gpt@400` is the gradient of GPT's step 400 with the optimizer's state. Raises: InvalidArgument.
+    """
+    workload, at, step = name.partition("@")
+    if not at:
+        return Path(name)
+    if not step.isdigit():
+        raise InvalidArgument(f"gradients {name!r}: expected WORKLOAD@STEP or a path")
+    made = workloads.by_name(workload)
+    path = folder / "gradients" / f"{made.name}_{made.optimizer}_step{step}.npz"
+    if not path.is_file():
+        _train_to(made, int(step), path)
+    return path
+
+
+def _train_to(workload: Workload, last: int, path: Path, seed: int = 0) -> None:
+    """Train alone to step `last` and write its gradient. Raises: Unsupported (the optimizer), GradwireError."""
+    model = workload.build_model(seed)
+    optimizer = workload.build_optimizer(model)
+    schedulers = workload.build_schedulers([optimizer])
+    model.train()
+    for step in range(1, last + 1):
+        torch.manual_seed(seed * 1_000_003 + step)
+        optimizer.zero_grad(set_to_none=True)
+        workload.loss(model, workload.batch_at(step - 1, 0, 1, workload.batch_size, seed)).backward()
+        if step == last:
+            write_snapshot(path, optimizer, step)
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+def load(call: Call) -> list[GradientFile]:
     """The files of the cells' axis `gradients`, in order."""
-    return [(cell, load_gradients(gradient_file(str(cell["gradients"]), call.folder))) for cell in call.cells]
+    return [load_gradients(gradient_file(str(cell["gradients"]), call.folder)) for cell in call.cells]
 
 
-def measure_cross_tables(call: Call) -> list[tuple[Cell, Record]]:
-    """Fig. 12: the exponent part (share of 8 bits) of every file under the table made from every file."""
-    files = [(cell, file.name, exponent_histogram(file.gradient)) for cell, file in load(call)]
-    found = []
-    for _, source, made_from in files:
-        native, escaped, own = (make(made_from) for make in (native_lengths, escaped_lengths, gradwire_lengths))
-        for cell, name, coded in files:
-            record = {
-                "table_from": source,
-                "gradients": name,
-                "native_ratio": mean_bits(native, coded) / 8,
-                "escaped_ratio": mean_bits(escaped, coded) / 8,
-                "gradwire_ratio": mean_bits(own, coded) / 8,
-                "longest_native_bits": int(native.max()),
-                "entropy_ratio": entropy_bits(coded) / 8,
-            }
-            found.append((cell, record))
-    return found
+# ---- Figs. 2 and 3 of GComp
 
 
-def measure_mantissas(call: Call) -> list[tuple[Cell, Record]]:
-    """Fig. 14 of each file."""
-    return [(cell, mantissa_ablation(file)) for cell, file in load(call)]
-
-
-def measure_spread(call: Call) -> list[tuple[Cell, Record]]:
+def measure_spread(call: Call) -> Measured:
     """Figs. 2 and 3 as curves: points (`at`, `share`) of each file for each `of`."""
-    return [(cell, point) for cell, file in load(call) for point in spread(file)]
+    return [(cell, point) for cell, file in zip(call.cells, load(call), strict=True) for point in spread(file)]
 
 
-def spread(file: GradientFile) -> Records:
+def spread(file: GradientFile) -> list[Record]:
     """Shares of values by size (in standard deviations, without zeros) and by exponent, and those below |g| / |theta|."""
     nonzero = file.gradient[np.isfinite(file.gradient) & (file.gradient != 0)].astype(np.float64)
     counts, edges = np.histogram(nonzero / (float(nonzero.std()) or 1.0), bins=49, range=(-6.125, 6.125))
     exponents = exponent_histogram(file.gradient) / file.gradient.size
     held = np.flatnonzero(exponents[1:]) + 1  # field 0: zeros
-    ratio = gradient_parameter_ratio(file)
-    levels = np.round(np.linspace(0.02, 0.98, 25), 2)
     curves = {
         "value": ((edges[:-1] + edges[1:]) / 2, counts / max(1, nonzero.size)),
         "exponent": (held, exponents[held]),
-        "ratio": (
-            np.quantile(ratio, levels) if ratio.size else np.zeros(0),
-            levels[: levels.size if ratio.size else 0],
-        ),
     }
+    if file.parameter is not None:
+        parameter = file.parameter.astype(np.float64)
+        usable = (file.gradient != 0) & (parameter != 0) & np.isfinite(file.gradient) & np.isfinite(parameter)
+        if usable.any():
+            levels = np.round(np.linspace(0.02, 0.98, 25), 2)
+            curves["ratio"] = np.quantile(np.abs(file.gradient[usable] / parameter[usable]), levels), levels
     return [
         {"of": name, "at": float(x), "share": float(y)}
         for name, (xs, ys) in curves.items()
@@ -78,28 +102,108 @@ def spread(file: GradientFile) -> Records:
     ]
 
 
-def gradient_parameter_ratio(file: GradientFile) -> npt.NDArray[np.float64]:
-    """|g| / |theta| where neither is 0 or infinite; empty if the file has no parameters."""
-    if file.parameter is None:
-        return np.zeros(0)
-    usable = (file.gradient != 0) & (file.parameter != 0) & np.isfinite(file.gradient) & np.isfinite(file.parameter)
-    return np.abs(file.gradient[usable].astype(np.float64) / file.parameter[usable].astype(np.float64))
+# ---- Figs. 12 and 13b: codes of exponents, and their decoders
+
+
+def _native_lengths(histogram: Lengths) -> Lengths:
+    """Huffman's. Every symbol counts once more than seen: an unseen one has no code, and other data could not be coded."""
+    return np.array(_native.huffman_native_lengths(torch.from_numpy(histogram + 1)), np.int64)
+
+
+def _escaped_lengths(histogram: Lengths) -> Lengths:
+    """Over-long ones replaced by the escape and the raw symbol (paper, section 4.3)."""
+    lengths = _native_lengths(histogram)
+    return np.where(lengths > THRESHOLD_BITS, THRESHOLD_BITS + RAW_BITS, lengths)
+
+
+def _gradwire_lengths(histogram: Lengths) -> Lengths:
+    """In a message of codec gcomp: at most 11, or the escape's and the raw symbol."""
+    *lengths, escape = HuffmanTable.from_histogram(torch.from_numpy(histogram)).lengths
+    return np.array([length or escape + RAW_BITS for length in lengths], np.int64)
+
+
+_CODES: dict[str, Callable[[Lengths], Lengths]] = {
+    "native": _native_lengths,
+    "escaped": _escaped_lengths,
+    "gradwire": _gradwire_lengths,
+}
+
+
+def _mean_bits(lengths: Lengths, histogram: Lengths) -> float:
+    return float((lengths * histogram).sum() / histogram.sum())
+
+
+def measure_cross_tables(call: Call) -> Measured:
+    """Fig. 12: the exponent part (share of 8 bits) of every file under the table made from every file."""
+    files = [(file.name, exponent_histogram(file.gradient)) for file in load(call)]
+    found: Measured = []
+    for source, made_from in files:
+        codes = {name: make(made_from) for name, make in _CODES.items()}
+        for cell, (name, coded) in zip(call.cells, files, strict=True):
+            ratios = {f"{code}_ratio": _mean_bits(lengths, coded) / 8 for code, lengths in codes.items()}
+            record = {"table_from": source, "gradients": name, **ratios}
+            record |= {"longest_native_bits": int(codes["native"].max()), "entropy_ratio": entropy_bits(coded) / 8}
+            found.append((cell, record))
+    return found
+
+
+def measure_decoders(call: Call) -> Measured:
+    """Fig. 13b over the axis `spread`: of the normal distribution, in binades, whose exponents are decoded.
+
+    ns a symbol of the look-up-table and the tree decoder, on the same segments, over the code length.
+    Raises: CorruptMessage (a decoder gave other symbols than were encoded; its time would mean nothing).
+    """
+    numbers, n_rounds = np.random.default_rng(13), int(call.get("rounds", 7))
+    with threads(1):
+        return [(cell, _time_decoders(float(cell["spread"]), numbers, n_rounds)) for cell in call.cells]
+
+
+def _time_decoders(spread: float, numbers: np.random.Generator, n_rounds: int) -> Record:
+    n_symbols = _native.HUFFMAN_SEGMENT_VALUES
+    drawn = np.clip(np.rint(numbers.normal(118, spread, n_symbols)), 0, 255)
+    symbols = torch.from_numpy(drawn.astype(np.uint8))
+    histogram = np.bincount(symbols.numpy(), minlength=256).astype(np.int64)
+    table = HuffmanTable.from_histogram(torch.from_numpy(histogram))
+    segment = torch.empty(3 * n_symbols + 64, dtype=torch.uint8)
+    segment = segment[: _native.huffman_encode_segment(table.native, symbols, segment)]
+    decoders = {"table_ns": _native.huffman_decode_table, "tree_ns": _native.huffman_decode_tree}
+    tasks = {name: _decoding(decode, table, segment, symbols) for name, decode in decoders.items()}
+    record: Record = {"code_bits": _mean_bits(_gradwire_lengths(histogram), histogram)}
+    for name, timing in time_interleaved(tasks, n_rounds).items():
+        record |= timing.fields(name, 1e9 / n_symbols)
+    return {**record, "tree_over_table": record["tree_ns"] / record["table_ns"]}
+
+
+def _decoding(decode: Any, table: HuffmanTable, segment: torch.Tensor, symbols: torch.Tensor) -> Task:
+    out = torch.empty_like(symbols)
+
+    def verify() -> None:
+        if not torch.equal(out, symbols):
+            raise CorruptMessage("a Huffman decoder of the comparison gave other symbols than were encoded")
+
+    return Task(lambda: decode(table.native, segment, out), out.zero_, verify)
+
+
+# ---- Fig. 14
+
+
+def measure_mantissas(call: Call) -> Measured:
+    """Fig. 14 of each file."""
+    return [(cell, mantissa_ablation(file)) for cell, file in zip(call.cells, load(call), strict=True)]
 
 
 def mantissa_ablation(file: GradientFile) -> Record:
-    """Fig. 14: sign, mantissa and level as a share of 24 bits, under one or three cuts, zeros kept or pruned.
+    """Sign, mantissa and level as a share of 24 bits, under one or three cuts, zeros kept or pruned.
 
     "Single-Quant" knows two levels, 0 and 18 bits, and pays one bit to say which; "Multi-Quant" four, and pays two.
     A file without optimizer state has no levels: only the pruning of zeros is counted for it.
     """
-    values = file.gradient
-    nonzero = exponent_histogram(values)[1:].sum() / values.size  # subnormals go the way of the zeros
-    record: Record = {"gradients": file.name, "zero_prune": float(nonzero)}
+    is_pruned = (file.gradient.view(np.uint32) >> 23 & 0xFF) == 0  # subnormals go the way of the zeros
+    record: Record = {"gradients": file.name, "zero_prune": float(1 - is_pruned.mean())}
     if file.state is not None:
         scale, _ = allowed_scale(file.state)
-        is_pruned = (values.view(np.uint32) >> 23 & 0xFF) == 0
         for name, level_bits, field_bits in (("single_quant", (18,), 1), ("multi_quant", (6, 12, 18), 2)):
-            kept = MANTISSA_BITS - dropped_bits(values, scale, level_bits) + field_bits
+            kept = MANTISSA_BITS - dropped_bits(file.gradient, scale, level_bits) + field_bits
             record[name] = float(kept.mean() / MANTISSA_BITS)
             record[f"{name}_zero_prune"] = float(np.where(is_pruned, 0, kept).mean() / MANTISSA_BITS)
     return record

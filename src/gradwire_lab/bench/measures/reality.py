@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 from gradwire.registry import parse_spec
-from gradwire_lab.bench.measures import Call
+from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.bench.measures.commands import run_command, train
-from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.records import write_text
 from gradwire_lab.results.store import Record
 from gradwire_lab.simulator.predictions import predict
@@ -19,7 +18,7 @@ _LATENCY_BYTES = 1024
 _LANES = {"plain": "backend", "gcomp": "frames"}
 
 
-def measure(call: Call) -> list[tuple[Cell, Record]]:
+def measure(call: Call) -> Measured:
     """Predicted and measured iteration times: axes ranks, rate, scheme (`ddp` among them, whose computation all share)."""
     tiny = {"scheme": list(_LANES), "n_bytes": _LATENCY_BYTES, "rounds": 7, "budget": 1}
     tiny |= {"ranks": call.get("ranks"), "rate": call.get("rate")}
@@ -27,17 +26,19 @@ def measure(call: Call) -> list[tuple[Cell, Record]]:
     latencies_s = {_LANES[one["scheme"]]: one["time_s"] / hops for one in run_command("allreduce", tiny, call)}
     found = train(call)
     predicted = predict([record for _, record in found], latencies_s, str(call.get("workload")))
-    records = []
-    for (cell, measured), record in zip(found, predicted, strict=True):
-        kept = {key: measured[key] for key in ("network", "compute")}
-        records.append((cell, {**record, "error_size": abs(record["error"]), **kept}))
-    return records
+    return [
+        (cell, {**record, "error_size": abs(record["error"]), **{key: measured[key] for key in ("network", "compute")}})
+        for (cell, measured), record in zip(found, predicted, strict=True)
+    ]
 
 
-def measure_sizes(call: Call) -> list[tuple[Cell, Record]]:
+def measure_sizes(call: Call) -> Measured:
     """Bytes and codec times on emulated ranks, which also go into the simulator's table: axes workload, ranks, scheme."""
     found = train(call)
-    content = _read_table()
+    content: dict[str, Any] = {"format": FORMAT, "workloads": {}}
+    if TABLE.is_file():
+        MeasuredTable.load(TABLE)  # refuses what is none, before it is written over
+        content = json.loads(TABLE.read_text(encoding="utf-8"))
     name, options = parse_spec(str(call.get("workload")))
     entry = content["workloads"].setdefault(name, {"schemes": {}})
     for _, record in found:
@@ -57,20 +58,6 @@ def measure_sizes(call: Call) -> list[tuple[Cell, Record]]:
 def table_row(record: Record) -> Record:
     """What the simulator's table holds of a record of `bench train`."""
     decode_s = record["decode_s"] or 0.0
-    return {
-        "ranks": record["ranks"],
-        "n_values": record["n_bytes"] // 4,
-        "sent_bytes": record["wire_bytes"],
-        "encode_s": max(0.0, (record["codec_s"] or 0.0) - decode_s),
-        "decode_s": decode_s,
-        "commit": record["commit"],
-        "date": record["date"],
-    }
-
-
-def _read_table() -> dict[str, Any]:
-    if not TABLE.is_file():
-        return {"format": FORMAT, "workloads": {}}
-    MeasuredTable.load(TABLE)  # refuses what is none, before it is written over
-    content: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
-    return content
+    row = {"ranks": record["ranks"], "n_values": record["n_bytes"] // 4, "sent_bytes": record["wire_bytes"]}
+    row |= {"encode_s": max(0.0, (record["codec_s"] or 0.0) - decode_s), "decode_s": decode_s}
+    return row | {key: record[key] for key in ("commit", "date")}

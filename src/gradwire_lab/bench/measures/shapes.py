@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from gradwire.schemes.matrices import MatrixShape, matrix_shape
 from gradwire_lab import workloads
-from gradwire_lab.bench.measures import Call
-from gradwire_lab.results.experiment import Cell
+from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.results.store import Record
 
 WORLDS = (4, 8, 32, 64)
@@ -24,36 +22,27 @@ _TOP_K_SHARE = 0.001
 _SMALL_ELEMENTS = 10_000
 _SIZE_LIMITS = (15_000, 2_200_000)  # bytes
 
-Records = list[dict[str, Any]]
 Sizes = Sequence[tuple[int, MatrixShape | None]]
 
 
-def measure(call: Call) -> list[tuple[Cell, Record]]:
+def measure(call: Call) -> Measured:
     """What `of` says, of each `workload`: "ratios", "traffic", "small-tensors", or "sizes"."""
-    tables: dict[str, Callable[[str], Records]] = {
+    tables: dict[str, Callable[[str], list[Record]]] = {
         "ratios": describe_ratios,
         "traffic": describe_traffic,
         "small-tensors": describe_small_tensors,
         "sizes": describe_sizes,
     }
-    return [
-        (cell, record)
-        for cell in call.cells
-        for record in tables[str(cell.get("of", call.get("of")))](cell["workload"])
-    ]
-
-
-def rank_of(workload: str) -> int:
-    """The rank with which the paper compresses this model."""
-    return _RANKS.get(workload, _DEFAULT_RANK)
+    asked = [(cell, tables[str(cell.get("of", call.get("of")))]) for cell in call.cells]
+    return [(cell, record) for cell, describe in asked for record in describe(cell["workload"])]
 
 
 @functools.cache  # three tables ask for the same models, and a large one takes seconds to make
-def sizes_of(workload: str, rank: int) -> Sizes:
+def sizes_of(workload: str) -> Sizes:
     """Elements of each parameter of a workload, and the matrix that it is compressed as."""
     with torch.device("meta"):
         model = workloads.by_name(workload).make_model()
-    return sizes_of_model(model, rank)
+    return sizes_of_model(model, _RANKS.get(workload, _DEFAULT_RANK))
 
 
 def sizes_of_model(model: torch.nn.Module, rank: int) -> Sizes:
@@ -94,50 +83,40 @@ def megabytes_of(n_elements: Mapping[str, int], world: int) -> dict[str, float]:
     return {method: n_bytes / 1e6 for method, n_bytes in sent.items()}
 
 
-def describe_ratios(workload: str) -> Records:
+def describe_ratios(workload: str) -> list[Record]:
     """Table I: parameters, and by how much each method shrinks the gradient; for ACP-SGD also its fused buffers."""
-    sums = sums_of(sizes_of(workload, rank_of(workload)))
+    sums = sums_of(sizes_of(workload))
     n = sums["original"]
-    rates = {side: sums[side] / n for side in ("p", "q")}
-    return [
-        {
-            "workload": workload,
-            "parameters": n,
-            "rank": rank_of(workload),
-            "sign_sgd": 32.0,
-            "top_k": 1 / _TOP_K_SHARE,
-            "top_k_with_indices": 1 / (2 * _TOP_K_SHARE),
-            "power_sgd": n / sums["power"],
-            "acp_sgd": 2 * n / (sums["p"] + sums["q"]),  # one factor a step
-            **{f"rate_{side}": rate for side, rate in rates.items()},
-            **{f"buffer_{side}_mb": 25 * rate for side, rate in rates.items()},
-        }
-    ]
+    record: Record = {"workload": workload, "parameters": n, "rank": _RANKS.get(workload, _DEFAULT_RANK)}
+    record |= {"sign_sgd": 32.0, "top_k": 1 / _TOP_K_SHARE, "top_k_with_indices": 1 / (2 * _TOP_K_SHARE)}
+    record |= {"power_sgd": n / sums["power"], "acp_sgd": 2 * n / (sums["p"] + sums["q"])}  # one factor a step
+    for side in ("p", "q"):
+        record |= {f"rate_{side}": sums[side] / n, f"buffer_{side}_mb": 25 * sums[side] / n}
+    return [record]
 
 
-def describe_traffic(workload: str) -> Records:
+def describe_traffic(workload: str) -> list[Record]:
     """Table II in numbers: MB that a rank sends in a step, by method and world."""
-    sums = sums_of(sizes_of(workload, rank_of(workload)))
+    sums = sums_of(sizes_of(workload))
     return [{"workload": workload, "world": world, **megabytes_of(sums, world)} for world in WORLDS]
 
 
-def describe_small_tensors(workload: str) -> Records:
+def describe_small_tensors(workload: str) -> list[Record]:
     """Fig. 5: quartiles of the tensors' sizes before and after compression, and the share of small ones."""
-    records: Records = []
-    for side, elements in sent_elements(sizes_of(workload, rank_of(workload))).items():
-        values = np.array(elements)
-        quartiles = {f"p{q}": int(np.percentile(values, q)) for q in (25, 50, 75)}
-        small = float((values < _SMALL_ELEMENTS).mean())
-        records.append({"workload": workload, "tensors": side, "count": values.size, **quartiles, "share_small": small})
-    return records
+    return [
+        {"workload": workload, "tensors": side, "count": len(elements)}
+        | {f"p{q}": int(np.percentile(elements, q)) for q in (25, 50, 75)}
+        | {"share_small": float((np.array(elements) < _SMALL_ELEMENTS).mean())}
+        for side, elements in sent_elements(sizes_of(workload)).items()
+    ]
 
 
-def describe_sizes(workload: str) -> Records:
+def describe_sizes(workload: str) -> list[Record]:
     """SlimGC's Fig. 1: which share of the tensors, and of the bytes, is in tensors of fewer bytes than each limit."""
-    n_bytes = 4 * np.array([n for n, _ in sizes_of(workload, 1)])
-    records: Records = []
-    for limit in _SIZE_LIMITS:
-        small = n_bytes < limit
-        shares = {"tensors_share": float(small.mean()), "bytes_share": float(n_bytes[small].sum() / n_bytes.sum())}
-        records.append({"workload": workload, "below_bytes": limit, **shares})
-    return records
+    n_bytes = 4 * np.array([n for n, _ in sizes_of(workload)])
+    shares = [(limit, n_bytes < limit) for limit in _SIZE_LIMITS]
+    return [
+        {"workload": workload, "below_bytes": limit, "tensors_share": float(small.mean())}
+        | {"bytes_share": float(n_bytes[small].sum() / n_bytes.sum())}
+        for limit, small in shares
+    ]

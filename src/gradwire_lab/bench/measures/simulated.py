@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwire_lab.bench.measures import Call
+from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.store import Record
 from gradwire_lab.simulator import workloads
@@ -14,9 +14,10 @@ from gradwire_lab.simulator.bandwidth import make_trace
 from gradwire_lab.simulator.jitter import Stragglers, jitter_by_name
 from gradwire_lab.simulator.runs import SimulatedRun
 from gradwire_lab.simulator.stage import Setting
+from gradwire_lab.workloads.calibration import reference_calibration
 
 
-def measure(call: Call) -> list[tuple[Cell, Record]]:
+def measure(call: Call) -> Measured:
     """One simulation a cell: scheme, workload, workers, gbit_per_s, jitter, sigma, seconds or rounds, seed, codec.
 
     Fields beside the simulation's: wait_share (T_wait / computation); more_rounds: against `broadcast-32` in the same run;
@@ -48,20 +49,13 @@ def simulate(call: Call, cell: Cell, **changes: Any) -> tuple[Any, Record]:
     )
     simulation, record = run.do()
     record["wait_share"] = None if record["wait_s"] is None else record["wait_s"] / record["compute_s"]
-    samples = _batch_size(str(given["workload"]))
-    if samples is not None and record["round_s"]:
-        record["samples_per_s"] = record["workers"] * samples / record["round_s"]
+    calibration = reference_calibration(str(given["workload"]))
+    if calibration is not None and record["round_s"]:
+        record["samples_per_s"] = record["workers"] * calibration.batch_size / record["round_s"]
     return simulation, record
 
 
-def _batch_size(workload: str) -> int | None:
-    from gradwire_lab.workloads.calibration import reference_calibration
-
-    calibration = reference_calibration(workload)
-    return None if calibration is None else calibration.batch_size
-
-
-def measure_rates(call: Call) -> list[tuple[Cell, Record]]:
+def measure_rates(call: Call) -> Measured:
     """AQGB's Fig. 9: a record for each stretch of one rate; `changes` are {second: Gb/s}.
 
     The first five seconds of a stretch do not count: its first rounds finish under the old estimate.
@@ -72,7 +66,7 @@ def measure_rates(call: Call) -> list[tuple[Cell, Record]]:
     metrics, n_values = simulation.metrics, simulation.setting.workload.n_values
     shares = [(one.ended_s, one.sent_bits / n_values) for one in metrics.rounds if one.sent_bits is not None]
     ends_s = [*(at_s for at_s, _ in changes[1:]), float(call.get("seconds"))]
-    found = []
+    found: Measured = []
     for (at_s, rate_bps), end_s in zip(changes, ends_s, strict=True):
         ratios = [ratio for moment_s, ratio in metrics.ratios if at_s + 5 <= moment_s < end_s]
         bits = [bits for moment_s, bits in shares if at_s + 5 <= moment_s < end_s]
@@ -81,14 +75,13 @@ def measure_rates(call: Call) -> list[tuple[Cell, Record]]:
     return found
 
 
-def measure_stragglers(call: Call) -> list[tuple[Cell, Record]]:
+def measure_stragglers(call: Call) -> Measured:
     """AQGB's Fig. 8: how long a round computes, over the axis `sigma`."""
-    found = []
+    found: Measured = []
     for cell in call.cells:
         jitter = Stragglers(float(cell["sigma"]))
         rounds = np.stack([jitter.factors(number, 16) * 1.5 for number in range(int(call.get("rounds")))])
-        median, p95, p99 = np.quantile(rounds, [0.5, 0.95, 0.99])
+        quantiles = zip(("median_s", "p95_s", "p99_s"), np.quantile(rounds, [0.5, 0.95, 0.99]).tolist(), strict=True)
         slowest = float(rounds.max(axis=1).mean())
-        quantiles = {"median_s": float(median), "p95_s": float(p95), "p99_s": float(p99), "slowest_s": slowest}
-        found.append((cell, {"mean_s": float(rounds.mean()), **quantiles}))
+        found.append((cell, {"mean_s": float(rounds.mean()), **dict(quantiles), "slowest_s": slowest}))
     return found

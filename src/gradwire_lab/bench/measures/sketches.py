@@ -7,48 +7,34 @@ import math
 import torch
 
 from gradwire.codecs.count_sketch import CountSketch, index_words, write_index
-from gradwire_lab.bench.measures import Call
+from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.bench.sources import GradientSource
-from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.store import Record
 
 PAPER_GAMMA = 1.23  # cells a non-zero, for infinitely many of them (Jiang et al., 2017)
 _LN2 = math.log(2)
 
 
-def measure_formulas(call: Call) -> list[tuple[Cell, Record]]:
+def measure_formulas(call: Call) -> Measured:
     """Fig. 2 in theory: bits of bitmap + sketch, Bloom filter + sketch and the bound, as shares of the plain values.
 
     Axes `value_bits`, `density`.
     """
-    return [(cell, formulas(cell["value_bits"], cell["density"])) for cell in call.cells]
-
-
-def formulas(value_bits: int, density: float) -> Record:
-    """One record of `measure_formulas`."""
-    bound, bitmap, bloom = (
-        size(1.0, density, value_bits) / value_bits for size in (bound_bits, bitmap_bits, bloom_bits)
-    )
-    return {
-        "value_bits": value_bits,
-        "density": density,
-        "bound_share": bound,
-        "bitmap_share": bitmap,
-        "bloom_share": bloom,
-        "best_over_bound": min(bitmap, bloom) / bound,
-        "best": "bitmap" if bitmap <= bloom else "bloom",
-    }
-
-
-def measure_recovery(call: Call) -> list[tuple[Cell, Record]]:
-    """Fig. 3: axis `sketch_size`, as a share of the gradient's."""
-    n, density = int(call.get("n_elements")), float(call.get("density"))
-    gradient = torch.from_numpy(GradientSource(None, density, str(call.get("pattern", "element"))).gradient(0, n))
-    found = []
+    found: Measured = []
     for cell in call.cells:
-        size = cell["sketch_size"]
-        found.append((cell, {**recovery(gradient, size), "size": size}))
+        n_bits, sizes = cell["value_bits"], (bound_bits, bitmap_bits, bloom_bits)
+        bound, bitmap, bloom = (size(1.0, cell["density"], n_bits) / n_bits for size in sizes)
+        record: Record = {"bound_share": bound, "bitmap_share": bitmap, "bloom_share": bloom}
+        record |= {"best_over_bound": min(bitmap, bloom) / bound, "best": "bitmap" if bitmap <= bloom else "bloom"}
+        found.append((cell, {**cell, **record}))
     return found
+
+
+def measure_recovery(call: Call) -> Measured:
+    """Fig. 3: axis `sketch_size`, as a share of the gradient's."""
+    source = GradientSource(None, float(call.get("density")), str(call.get("pattern", "element")))
+    gradient = torch.from_numpy(source.gradient(0, int(call.get("n_elements"))))
+    return [(cell, {**recovery(gradient, cell["sketch_size"]), "size": cell["sketch_size"]}) for cell in call.cells]
 
 
 def recovery(gradient: torch.Tensor, size: float) -> Record:
@@ -86,7 +72,9 @@ def recovery(gradient: torch.Tensor, size: float) -> Record:
 
 def bound_bits(n_elements: float, density: float, value_bits: int) -> float:
     """The least that any code needs: which values are not zero, n f(0, lambda) = N H(n/N), and what they are."""
-    return n_elements * (_entropy_bits(density) + density * _log2_nonzeros(value_bits))
+    entropy = -sum(p * math.log2(p) for p in (density, 1 - density) if p > 0)
+    log2_nonzeros = value_bits + math.log1p(-(2.0**-value_bits)) / _LN2  # of how many values there are beside zero
+    return n_elements * (entropy + density * log2_nonzeros)
 
 
 def bitmap_bits(n_elements: float, density: float, value_bits: int, gamma: float = PAPER_GAMMA) -> float:
@@ -106,13 +94,3 @@ def bloom_bits(n_elements: float, density: float, value_bits: int, gamma: float 
     share = false_positive_rate(density, value_bits, gamma)
     filter_bits = 0.0 if share in (0.0, 1.0) else density / _LN2 * -math.log2(share)
     return n_elements * (filter_bits + gamma * value_bits * (density + share * (1 - density)))
-
-
-def _entropy_bits(share: float) -> float:
-    """The entropy of a yes that comes with this probability."""
-    return -sum(p * math.log2(p) for p in (share, 1 - share) if p > 0)
-
-
-def _log2_nonzeros(value_bits: int) -> float:
-    """log2 of how many values there are beside zero."""
-    return value_bits + math.log1p(-(2.0**-value_bits)) / _LN2

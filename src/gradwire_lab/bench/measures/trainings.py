@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import sys
 import time
@@ -24,21 +25,23 @@ import torch
 from gradwire import schemes
 from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
 from gradwire.registry import parse_spec
+from gradwire_lab.bench.driver import as_rank
 from gradwire_lab.bench.level_rule import entropy_bits, exponent_histogram
-from gradwire_lab.bench.measures import Call
-from gradwire_lab.bench.provenance import code_state
+from gradwire_lab.bench.measures import Call, Measured
+from gradwire_lab.bench.timing import Timing
+from gradwire_lab.ranks.launch import run_gradwire
 from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.records import write_text
+from gradwire_lab.results.sources import source_hash
 from gradwire_lab.results.store import Record
-from gradwire_lab.training import TrainConfig, launching
+from gradwire_lab.training import TrainConfig, launching, train_rank
 from gradwire_lab.workloads.gradients import load_gradients
 
 Values = npt.NDArray[np.float64]
 
-# What a scheme's spec may say about the workload, since the best learning rate is not the same for every scheme,
+# What a scheme's spec may say about the workload, since the best learning rate is not the same for every scheme. It may name
+# `bucket_mb` too, DDP's bucket_cap_mb, which schemes that work by block want no larger than a block.
 _WORKLOAD_PREFIX = "workload."
-# and about DDP: its bucket_cap_mb, which schemes that work by block want no larger than a block.
-_BUCKET_MB = "bucket_mb"
 # Options of TrainConfig that a spec may name: pseudo-gradients every so many steps, instead of gradients at every step.
 _LOCAL_SGD: dict[str, Any] = {"local_sgd": 0, "outer": "nesterov", "feedback_decay": 1.0, "fragments": 1, "delay": 0}
 _WINDOW = 10  # steps below a loss before it counts as reached, as in GComp's paper (section 7.6)
@@ -64,7 +67,7 @@ class FinishedRun:
 # ---- measures
 
 
-def measure(call: Call) -> list[tuple[Cell, Record]]:
+def measure(call: Call) -> Measured:
     """One training a cell: axes `scheme`, `seed`, `fold`; `baseline`, a scheme, is trained too if it is none of them.
 
     Fields beside the run's own: `deviation_mean`, `_max`: of |loss - the baseline's loss| over the steps;
@@ -72,15 +75,12 @@ def measure(call: Call) -> list[tuple[Cell, Record]]:
     with `dump_every`, of the baseline, `refreshed_bits` and others (`exponent_bits`) at its last saved gradient.
     """
     baseline = call.get("baseline")
-    configs = {_name(cell): configure(call, cell, str(cell["scheme"])) for cell in call.cells}
-    for cell in call.cells:
-        if baseline is not None:
-            configs.setdefault(_name(cell, baseline), configure(call, cell, baseline))
+    asked = [*call.cells, *({**cell, "scheme": baseline} for cell in call.cells if baseline is not None)]
+    configs = {_name(cell): configure(call, cell, str(cell["scheme"])) for cell in asked}
     runs = train_all(configs, int(call.get("ranks", 4)), str(call.get("rate", "none")), call.folder)
     records = []
     for cell in call.cells:
-        run = runs[_name(cell)]
-        reference = runs[_name(cell, baseline)] if baseline is not None else None
+        run, reference = runs[_name(cell)], runs.get(_name({**cell, "scheme": baseline}))
         record = describe_run(run, reference)
         if run is reference and call.get("dump_every"):
             record |= exponent_bits(run)
@@ -95,7 +95,7 @@ def configure(call: Call, cell: Cell, spec: str) -> TrainConfig:
         workload_options[key.removeprefix(_WORKLOAD_PREFIX)] = options.pop(key)
     if "fold" in cell:
         workload_options["fold"] = cell["fold"]
-    bucket_mb = options.pop(_BUCKET_MB, call.get(_BUCKET_MB))
+    bucket_mb = options.pop("bucket_mb", call.get("bucket_mb"))
     local = {key: type(value)(options.pop(key, value)) for key, value in _LOCAL_SGD.items()}
     is_baseline = spec == call.get("baseline")
     config = TrainConfig(
@@ -121,29 +121,21 @@ def configure(call: Call, cell: Cell, spec: str) -> TrainConfig:
 def describe_run(run: FinishedRun, baseline: FinishedRun | None) -> Record:
     """One flat record of a training, beside that of the baseline."""
     record = {key: run.summary.get(key) for key in _FIELDS}
-    iteration_s = run.column("iteration_s")[min(_UNSTEADY_STEPS, len(run.steps) - 1) :]
-    cpu_s = run.column("cpu_s")[min(_UNSTEADY_STEPS, len(run.steps) - 1) :]
-    low, middle, high = np.quantile(iteration_s, [0.25, 0.5, 0.75])
-    record |= {"iteration_s": float(middle), "iteration_s_low": float(low), "iteration_s_high": float(high)}
+    steady = slice(min(_UNSTEADY_STEPS, len(run.steps) - 1), None)
+    iteration_s, cpu_s, ratio = run.column("iteration_s")[steady], run.column("cpu_s")[steady], run.column("ratio")
     cores = float(cpu_s.sum() / iteration_s.sum())
+    record |= Timing.of(iteration_s.tolist()).fields("iteration_s")
     record |= {"cores_per_rank": cores, "machine_load": cores * run.summary["ranks"] / run.summary["n_cores"]}
-    ratio = run.column("ratio")
     record |= {"ratio_mean": float(ratio.mean()), "ratio_last_10": float(ratio[-10:].mean())}
     record["share_compressed"] = run.summary.get("stats", {}).get("share_compressed")
     if baseline is not None:
-        deviation = loss_deviation(run, baseline)
+        losses, theirs = run.column("loss"), baseline.column("loss")  # means over the ranks
+        deviation, target = np.abs(losses - theirs), loss_to_reach(theirs)
+        reached = first_below(losses, target)
         record |= {"deviation_mean": float(deviation.mean()), "deviation_max": float(deviation.max())}
-        target = loss_to_reach(baseline.column("loss"))
-        reached = first_below(run.column("loss"), target)
-        record["target_loss"] = target
-        record["steps_to_loss"] = None if reached is None else reached + 1
+        record |= {"target_loss": target, "steps_to_loss": None if reached is None else reached + 1}
         record["seconds_to_loss"] = None if reached is None else float(run.column("elapsed_s")[reached])
     return record
-
-
-def loss_deviation(run: FinishedRun, baseline: FinishedRun) -> Values:
-    """(n_steps,): |loss - baseline's loss|, the loss being the mean over the ranks."""
-    return np.abs(run.column("loss") - baseline.column("loss"))
 
 
 def loss_to_reach(losses: Values) -> float:
@@ -174,22 +166,22 @@ def exponent_bits(run: FinishedRun) -> Record:
     for path in sorted((run.folder / "gradients").glob("step-*.npz")):
         gradient = load_gradients(path).gradient * np.float32(run.summary["ranks"])
         histogram = exponent_histogram(gradient)
-        if earlier is not None:
-            bits["static_bits"].append(_exponent_bits(gradient, None))
-            bits["refreshed_bits"].append(_exponent_bits(gradient, earlier))
-            bits["entropy_bits"].append(entropy_bits(histogram))
+        for name, table in (("static_bits", None), ("refreshed_bits", earlier)) if earlier is not None else ():
+            codec = GCompCodec("none", table=table)
+            out = torch.empty(codec.max_encoded_bytes(gradient.size, torch.float32), dtype=torch.uint8)
+            n_bytes = codec.encode(torch.from_numpy(gradient), out)
+            bits[name].append(float(describe(out[:n_bytes])["exponent_bits"]))
+        bits["entropy_bits"] += [entropy_bits(histogram)] if earlier is not None else []
         earlier = HuffmanTable.from_histogram(torch.from_numpy(histogram))
     return {name: float(np.mean(values)) for name, values in bits.items() if values}
 
 
-def _exponent_bits(gradient: npt.NDArray[np.float32], table: HuffmanTable | None) -> float:
-    codec = GCompCodec("none", table=table)
-    out = torch.empty(codec.max_encoded_bytes(gradient.size, torch.float32), dtype=torch.uint8)
-    n_bytes = codec.encode(torch.from_numpy(gradient), out)
-    return float(describe(out[:n_bytes])["exponent_bits"])
-
-
 # ---- trainings
+
+
+def code_state() -> str:
+    """A digest of everything that can change a measured number: the packages' Python and the sources of the core."""
+    return source_hash("gradwire_lab.bench.measures.trainings")
 
 
 def train_all(configs: dict[str, TrainConfig], n_ranks: int, rate: str, folder: Path) -> dict[str, FinishedRun]:
@@ -204,10 +196,9 @@ def train_all(configs: dict[str, TrainConfig], n_ranks: int, rate: str, folder: 
     left = {config.out: config for config in placed.values() if find_finished(config) is None}
     if left:
         run_in_ranks(list(left.values()), n_ranks, rate, folder)
-    found = {name: find_finished(config) for name, config in placed.items()}
-    missing = [name for name, run in found.items() if run is None]
-    assert not missing, f"trainings ended without a word: {missing}"
-    return {name: run for name, run in found.items() if run is not None}
+    found = {name: run for name, config in placed.items() if (run := find_finished(config)) is not None}
+    assert found.keys() == placed.keys(), f"trainings ended without a word: {placed.keys() - found.keys()}"
+    return found
 
 
 def find_finished(config: TrainConfig) -> FinishedRun | None:
@@ -228,8 +219,6 @@ def find_finished(config: TrainConfig) -> FinishedRun | None:
 
 def run_in_ranks(configs: Sequence[TrainConfig], n_ranks: int, rate: str, folder: Path) -> None:
     """Train one after another in one set of ranks. Raises: PeerLost (a rank failed)."""
-    from gradwire_lab.ranks.launch import run_gradwire
-
     plan = (folder / f"trainings-{n_ranks}-{re.sub('[^a-z0-9]', '-', rate)}.txt").resolve()
     absolute = [dataclasses.replace(config, out=config.out.resolve()) for config in configs if config.out is not None]
     write_text(plan, "".join(f"{launching.to_text(config)}\n" for config in absolute))
@@ -238,28 +227,20 @@ def run_in_ranks(configs: Sequence[TrainConfig], n_ranks: int, rate: str, folder
 
 def train_plan(plan: Path) -> None:
     """A rank's side: train every configuration of the plan, in one process group."""
-    import torch.distributed as dist
-
-    from gradwire_lab.training import train_rank
-
     configs = [launching.from_text(line) for line in plan.read_text(encoding="utf-8").splitlines()]
-    dist.init_process_group("gloo")
-    try:
+    with as_rank():
         for number, config in enumerate(configs, start=1):
             started = time.monotonic()
             summary = train_rank(config).summary
-            if dist.get_rank() == 0:
+            if int(os.environ["RANK"]) == 0:
                 options = ",".join(f"{key}={value}" for key, value in config.scheme_options.items())
                 took_s = time.monotonic() - started
                 words = f"{number}/{len(configs)} {config.workload}, {config.scheme}:{options}, seed {config.seed}"
                 print(f"    {words}: loss {summary['loss_last_10']:.4f} ({took_s:.0f} s)", flush=True)
-    finally:
-        dist.destroy_process_group()
 
 
-def _name(cell: Cell, scheme: str | None = None) -> str:
-    """The training of a cell, or of its neighbour under another scheme."""
-    return json.dumps({**cell, "scheme": scheme or cell["scheme"]}, default=str, sort_keys=True)
+def _name(cell: Cell) -> str:
+    return json.dumps(cell, default=str, sort_keys=True)
 
 
 def _folder_name(config: TrainConfig, n_ranks: int, rate: str) -> str:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradwire.errors import InvalidArgument
-from gradwire_lab.bench import provenance
 from gradwire_lab.bench.catalogue import EXPERIMENTS, book
 from gradwire_lab.bench.measures import code_of
-from gradwire_lab.bench.runner import ExperimentRun, Runner
+from gradwire_lab.bench.runner import ExperimentRun, Runner, describe_run
 from gradwire_lab.ranks.supervisor import end_on_signals
 from gradwire_lab.results.captions import duration
 from gradwire_lab.results.experiment import Cell, Experiment, Table
@@ -131,7 +130,7 @@ def choose(experiments: Sequence[Experiment], keys: Sequence[str], *, quick: boo
 
 def open_store(args: argparse.Namespace) -> Store:
     """The store of this machine in the checkout, of the wanted name. Raises: InvalidArgument."""
-    about = provenance.describe_run()
+    about = describe_run()
     root = args.root or find_root(Path.cwd())
     book(root)  # an experiment that cannot be shown is found before hours are spent on it
     return Store(root / "results", args.machine or machine_name(str(about["cpu"]), int(about["n_cores"])))

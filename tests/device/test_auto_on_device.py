@@ -25,7 +25,7 @@ from gradwire.schemes.auto import costs
 from gradwire.schemes.auto.scheme import Auto, ResidualHandover
 from gradwire.telemetry.stopwatch import Lap
 from gradwire.wire import link_probe
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from auto_cases import Quick
@@ -166,7 +166,8 @@ def test_where_placement_is_not_said_it_may_be_either(library: Path, world_size:
     assert all(torch.equal(other, first) for other in others)
 
 
-def resume(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2, timeout_s=170)
+def test_it_resumes_with_the_bits_of_the_cpu(rank: int, world_size: int, library: Path) -> None:
     _, place = begin(library)
     specs = specs_of([(0, spec) for spec in ON_DEVICE])
     schedule = [(0, "plain"), (3, "one-bit@device"), (6, "bf16@device"), (12, "one-bit@device")]
@@ -191,10 +192,6 @@ def resume(rank: int, world_size: int, library: Path) -> None:
                 resumed.take_steps(range(stop, 18))
                 ends.append(resumed.close()[0])
         assert torch.equal(*ends), f"stopped at {stop}: off by {float((ends[0] - ends[1]).abs().max())}"
-
-
-def test_it_resumes_with_the_bits_of_the_cpu(library: Path) -> None:
-    run_ranks(resume, 2, library, timeout_s=170)
 
 
 # ---- what it measures
@@ -258,7 +255,8 @@ def test_steps_and_links_are_timed_by_the_device(library: Path) -> None:
     assert first == second == ["plain", "bf16@device", "bf16", "one-bit@device", "one-bit"]
 
 
-def leave_out(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_what_does_not_work_there_is_left_out_and_says_why(rank: int, world_size: int, library: Path) -> None:
     _, place = begin(library)
     with small_probes():
         staged = Training(rank, place, Auto(fidelity=["bf16", "top-k"]), "staged")
@@ -272,10 +270,6 @@ def leave_out(rank: int, world_size: int, library: Path) -> None:
     assert [spec for spec, why in candidates.items() if not why] == [
         "plain", "one-bit@device", "one-bit", "embedded-float:bits=8", "bf16@device", "bf16",
     ]  # fmt: skip
-
-
-def test_what_does_not_work_there_is_left_out_and_says_why(library: Path) -> None:
-    run_ranks(leave_out, 2, library)
 
 
 def recommend_there(rank: int, world_size: int, library: Path) -> list[str]:
@@ -299,7 +293,8 @@ def test_recommend_measures_the_bus_and_names_what_runs_on_it(library: Path) -> 
     assert all(spec == "plain" or spec.endswith("@device") for spec in first)
 
 
-def train_alone(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_one_rank_has_nobody_to_save_bytes_for(rank: int, world_size: int, library: Path) -> None:
     _, place = begin(library)
     ends = []
     for where, placement in ((Place(CPU), None), (place, "device"), (place, None)):
@@ -310,7 +305,3 @@ def train_alone(rank: int, world_size: int, library: Path) -> None:
         ends.append(found)
     assert torch.equal(ends[0], ends[1])
     assert torch.equal(ends[0], ends[2])
-
-
-def test_one_rank_has_nobody_to_save_bytes_for(library: Path) -> None:
-    run_ranks(train_alone, 1, library)

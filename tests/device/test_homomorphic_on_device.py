@@ -24,7 +24,7 @@ from gradwire.schemes import Scheme
 from gradwire.schemes.homomorphic import learnt
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire, Reading
-from ranks import patience, run_ranks, try_ranks
+from ranks import on_ranks, patience, run_ranks, try_ranks
 
 N_WORDS, N_STEPS = 700, 9
 N_VALUES = N_WORDS * 12 + 12 * 3 + 3  # of all parameters: one bucket, once DDP has made its buckets anew
@@ -114,7 +114,8 @@ def test_bits_are_the_cpus(library: Path, world_size: int, dtypes: list[torch.dt
 # ---- bad input
 
 
-def refuse(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_what_needs_the_host_says_so(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
     ddp = place.model(Words(torch.float32))
     unsure = place.model(Words(torch.float32), find_unused_parameters=True)
@@ -134,16 +135,13 @@ def refuse(rank: int, world_size: int, library: Path) -> None:
     gradwire.attach(unsure, optimizer, "homomorphic", placement="device").close()
 
 
-def test_what_needs_the_host_says_so(library: Path) -> None:
-    run_ranks(refuse, 1, library)
-
-
 def backward(ddp: nn.Module, rank: int, step: int, place: Place) -> None:
     ddp.zero_grad()
     ddp(words_of(rank, step, place)).square().sum().backward()
 
 
-def meet_changed_words(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_an_index_that_is_changed_on_its_way(rank: int, world_size: int, library: Path) -> None:
     """A word of the ranks' heads is changed on its way to both of them, and then a bit past the end."""
     _, place = begin_with_kernels(library)
     all_gather = LikeNccl._allgather_base
@@ -168,11 +166,8 @@ def meet_changed_words(rank: int, world_size: int, library: Path) -> None:
         attachment.close()
 
 
-def test_an_index_that_is_changed_on_its_way(library: Path) -> None:
-    run_ranks(meet_changed_words, 2, library)
-
-
-def disagree(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_ranks_that_disagree(rank: int, world_size: int, library: Path) -> None:
     """In options, while layouts are the same."""
     _, place = begin_with_kernels(library)
     ddp = place.model(Words(torch.float32))
@@ -182,10 +177,6 @@ def disagree(rank: int, world_size: int, library: Path) -> None:
     with pytest.raises(gradwire.RankMismatch, match="config"):
         backward(ddp, rank, 0, place)
     attachment.close()
-
-
-def test_ranks_that_disagree(library: Path) -> None:
-    run_ranks(disagree, 2, library)
 
 
 def die(rank: int, world_size: int, library: Path) -> tuple[str, float]:

@@ -33,7 +33,7 @@ from gradwire import schemes
 from gradwire.codecs.hadamard import Thc
 from gradwire.gpu import kernels
 from gradwire.schemes import Scheme, selection
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 Maker = Callable[[], Scheme]
 
@@ -181,13 +181,10 @@ def test_bits_are_the_cpus(library: Path, world_size: int, latenesses_us: list[i
         assert all(torch.equal(other[case], found) for case, found in first.items())
 
 
-def sum_in_two_bytes(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_sums_of_two_bytes_are_the_cpus(rank: int, world_size: int, library: Path) -> None:
     with mock.patch.object(Thc, "sums_are_wide", staticmethod(lambda n_ranks: True)):  # as past 8 ranks
         train_on_both(rank, world_size, library, ["thc"], [1_000])
-
-
-def test_sums_of_two_bytes_are_the_cpus(library: Path) -> None:
-    run_ranks(sum_in_two_bytes, 2, library)
 
 
 # ---- DDP's features
@@ -257,17 +254,14 @@ def test_features_of_ddp_have_their_bits_of_the_cpu(library: Path) -> None:
     run_ranks(compare_features, 2, library, timeout_s=170)
 
 
-def leave_unused(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_schemes_without_residuals_take_unused_parameters(rank: int, world_size: int, library: Path) -> None:
     _, device = begin_with_kernels(library)
     for name in ("terngrad", "sign-sgd"):
         expected = leave_parameters_unused(rank, Place(CPU), SCHEMES[name]())
         with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):
             found = leave_parameters_unused(rank, device, SCHEMES[name]())
         assert torch.equal(found, expected), f"{name}: off by {(found - expected).abs().max()}"
-
-
-def test_schemes_without_residuals_take_unused_parameters(library: Path) -> None:
-    run_ranks(leave_unused, 2, library)
 
 
 def join(rank: int, world_size: int, library: Path, name: str = "one-bit") -> tuple[Tensor, Tensor]:
@@ -299,7 +293,8 @@ def test_a_message_with_a_nan_is_nan_altogether_as_on_the_cpu(library: Path, nam
     assert bool((expected == 12345.0).any())
 
 
-def refuse(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_what_needs_the_host_says_so(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
     ddp, on_cpu = place.model(build_model()), Place(CPU).model(build_model())
     unsure = place.model(build_model(), find_unused_parameters=True)
@@ -322,7 +317,3 @@ def refuse(rank: int, world_size: int, library: Path) -> None:
         pytest.raises(gradwire.Unsupported, match="there are kernels for"),
     ):
         gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "one-bit", placement="device")
-
-
-def test_what_needs_the_host_says_so(library: Path) -> None:
-    run_ranks(refuse, 1, library)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import gradwire
 from gradwire.wire.device_wire import DeviceTimes
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 WARMUP = 4
 
@@ -37,7 +37,8 @@ FEATURES: dict[Feature, str] = {
 }
 
 
-def compare_features(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2, timeout_s=170)
+def test_features_of_ddp_have_their_bits_of_the_cpu(rank: int, world_size: int, library: Path) -> None:
     late, device = begin_with_kernels(library)
     late.set_lateness_us(500)
     for feature, name in FEATURES.items():
@@ -45,10 +46,6 @@ def compare_features(rank: int, world_size: int, library: Path) -> None:
         with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):
             found = feature(rank, device, SCHEMES[name]())
         assert torch.equal(found, expected), f"{feature.__name__}, {name}: off by {(found - expected).abs().max()}"
-
-
-def test_features_of_ddp_have_their_bits_of_the_cpu(library: Path) -> None:
-    run_ranks(compare_features, 2, library, timeout_s=170)
 
 
 class Run:
@@ -101,7 +98,8 @@ def test_the_table_is_measured_by_the_device_and_shared(library: Path) -> None:
         assert other[1:] == first[1:]
 
 
-def take_times(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_times_are_the_devices(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
     times = DeviceTimes(place.device)
     with times.timing("encode"):
@@ -115,10 +113,6 @@ def take_times(rank: int, world_size: int, library: Path) -> None:
     assert taken["encode"] >= taken["communicate"] + 0.5
     assert taken["communicate"] >= 0.02
     assert times.take() == {}
-
-
-def test_times_are_the_devices(library: Path) -> None:
-    run_ranks(take_times, 1, library)
 
 
 def meet_nan(rank: int, world_size: int, library: Path) -> Tensor:
@@ -144,7 +138,8 @@ def test_a_nan_is_nan_on_all_ranks(library: Path) -> None:
     assert torch.equal(first, second)
 
 
-def refuse(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_what_needs_the_host_says_so(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
     for options, says in (
         ({"update": "owner", "pull": "raw"}, 'update="owner" works on host memory'),
@@ -154,7 +149,3 @@ def refuse(rank: int, world_size: int, library: Path) -> None:
     ):
         with pytest.raises(gradwire.Unsupported, match=says):
             Run(rank, place, **options)
-
-
-def test_what_needs_the_host_says_so(library: Path) -> None:
-    run_ranks(refuse, 1, library)

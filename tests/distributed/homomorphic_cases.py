@@ -10,7 +10,6 @@ from gradwire import schemes
 from sketches import sparse_gradients
 
 SHAPES = [(40, 300), (7,), (70, 11), (0, 5), (), (30_000,)]
-LAYOUT = [2, 4]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -22,14 +21,6 @@ def gradients_of(
     values.clamp_(-60_000, 60_000)
     parts = values.to(dtype).split([torch.Size(shape).numel() for shape in SHAPES])
     return [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)]
-
-
-def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def by_bucket(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [flat(tensors[:2]), flat(tensors[2:])]
 
 
 def make(**options: Any) -> schemes.Scheme:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from ranks import run_ranks
+from ranks import on_ranks
 
 # One of each kind of message; the others make their tensors in the same places, which the architecture's tests look at.
 SCHEMES = ["acp-sgd", "dgc", "gcomp", "homomorphic", "one-bit", "power-sgd", "slimgc", "terngrad"]
@@ -44,7 +44,8 @@ def train(rank: int, scheme: Any, n_steps: int = 5, scaler: Any = None, told: An
     return torch.cat([p.detach().flatten() for p in model.parameters()]), state
 
 
-def with_defaults(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_defaults_of_dtype_and_device_change_no_bit(rank: int, world_size: int) -> None:
     for scheme in SCHEMES:
         expected, _ = train(rank, scheme)
         for dtype, device in ((torch.float64, None), (torch.bfloat16, None), (torch.float32, "meta")):
@@ -58,11 +59,8 @@ def with_defaults(rank: int, world_size: int) -> None:
             assert torch.equal(values, expected), (scheme, dtype, device)
 
 
-def test_defaults_of_dtype_and_device_change_no_bit() -> None:
-    run_ranks(with_defaults, 2)
-
-
-def forget_scaler(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_scaler_that_attach_was_not_given_counts_as_if_it_had_been(rank: int, world_size: int) -> None:
     for scheme in ("one-bit", "dgc", "acp-sgd", "top-k"):
         ends = []
         for is_told in (True, False):
@@ -74,11 +72,13 @@ def forget_scaler(rank: int, world_size: int) -> None:
             assert torch.equal(residual, state["residuals"][name]), (scheme, name)
 
 
-def test_a_scaler_that_attach_was_not_given_counts_as_if_it_had_been() -> None:
-    run_ranks(forget_scaler, 2)
-
-
-def never_close(rank: int, world_size: int, scheme: str, door: str) -> tuple[int, int]:
+@pytest.mark.parametrize(
+    ("scheme", "door"), [("auto", "ddp"), ("gcomp", "ddp"), ("one-bit", "ddp"), ("gcomp", "module")]
+)
+@on_ranks(2)
+def test_an_attachment_that_nobody_closes_goes_with_its_model(
+    rank: int, world_size: int, scheme: str, door: str
+) -> None:
     """Threads and descriptors that three more folds have left, and models that are still there."""
 
     def fold() -> weakref.ref[nn.Module]:
@@ -102,13 +102,5 @@ def never_close(rank: int, world_size: int, scheme: str, door: str) -> tuple[int
     before = held()
     left = [fold() for _ in range(3)]
     dist.barrier()
-    return held() - before, sum(one() is not None for one in left)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "door"), [("auto", "ddp"), ("gcomp", "ddp"), ("one-bit", "ddp"), ("gcomp", "module")]
-)
-def test_an_attachment_that_nobody_closes_goes_with_its_model(scheme: str, door: str) -> None:
-    for n_held, n_models in run_ranks(never_close, 2, scheme, door):
-        assert n_models == 0
-        assert n_held <= 2
+    assert held() - before <= 2
+    assert all(one() is None for one in left)

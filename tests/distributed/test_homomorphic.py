@@ -6,16 +6,18 @@ import math
 
 import pytest
 import torch
-from homomorphic_cases import DTYPES, LAYOUT, by_bucket, flat, gradients_of, make, parameters
+from homomorphic_cases import DTYPES, gradients_of, make, parameters
 
-from buckets import Driver
+from buckets import LAYOUT, Driver, by_bucket, flat
 from gradwire.codecs.count_sketch import FixedPoint
 from gradwire.exchange.aggregators.process_group import ProcessGroup
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from sketches import quantise, sparse_gradients
 
 
-def sum_in_every_mode(rank: int, world_size: int) -> torch.Tensor:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks()
+def test_every_mode_gives_the_mean_and_the_same_bits_on_all_ranks(rank: int, world_size: int) -> torch.Tensor:
     results = []
     for dtype in DTYPES:
         rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
@@ -59,15 +61,10 @@ def sum_in_every_mode(rank: int, world_size: int) -> torch.Tensor:
     return torch.cat(results)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_mode_gives_the_mean_and_the_same_bits_on_all_ranks(world_size: int) -> None:
-    outcomes = run_ranks(sum_in_every_mode, world_size)
-    for outcome in outcomes[1:]:
-        assert torch.equal(outcome.view(torch.int32), outcomes[0].view(torch.int32))
-
-
-def count_bytes(rank: int, world_size: int) -> list[tuple[float, float, float, float]]:
-    n_elements, counted = 3_000_000, []
+@on_ranks(2)
+def test_wire_volume_is_index_plus_gamma_times_density(rank: int, world_size: int) -> None:
+    """Single values, rows of 32 and whole batches, by bitmap or confirmed filter: 5 % for all that is round."""
+    n_elements = 3_000_000
     for density in (0.01, 0.05):
         for run in (1, 32, 1024):
             parameter = torch.zeros(n_elements)
@@ -85,15 +82,8 @@ def count_bytes(rank: int, world_size: int) -> list[tuple[float, float, float, f
                 n = true_density * n_elements
                 n_hashes = round(math.log2(math.log(2) ** 2 * (n_elements - n) / n))  # a zero let through costs a bit
                 bits = n / math.log(2) * n_hashes + n + (n_elements - n) / 2**n_hashes
-                counted.append((density, run, sent, (n_elements if index == "bitmap" else bits) + 1.3 * 32 * n))
-    return counted
-
-
-def test_wire_volume_is_index_plus_gamma_times_density() -> None:
-    """Single values, rows of 32 and whole batches, by bitmap or confirmed filter: 5 % for all that is round."""
-    for counted in run_ranks(count_bytes, 2):
-        for density, run, sent, promised in counted:
-            assert 0.95 * promised <= sent <= 1.05 * promised, (density, run, sent / promised)
+                promised = (n_elements if index == "bitmap" else bits) + 1.3 * 32 * n
+                assert 0.95 * promised <= sent <= 1.05 * promised, (density, run, sent / promised)
 
 
 # ---- awkward steps and layouts

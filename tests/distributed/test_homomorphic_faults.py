@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from homomorphic_cases import LAYOUT, SHAPES, by_bucket, flat, gradients_of, make, parameters
+from homomorphic_cases import SHAPES, gradients_of, make, parameters
 
 import gradwire
-from buckets import Driver
+from buckets import LAYOUT, Driver, by_bucket, flat
 from gradwire.exchange.aggregators import Sum
 from gradwire.exchange.aggregators.process_group import ProcessGroup
 from gradwire.wire.wire import Wire
-from ranks import on_ranks, try_ranks
+from ranks import on_ranks
 
 
 @on_ranks(2)
@@ -105,33 +105,23 @@ def test_step_whose_mean_overflows_float16_keeps_no_residual(rank: int, world_si
     driver.close()
 
 
-def disagree(rank: int, world_size: int, options: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("options", [[{"seed": 0}, {"seed": 1}], [{"batch_values": 1024}, {"batch_values": 512}]])
+@on_ranks(3, raises=gradwire.RankMismatch, match="(?=.*configuration).*rank 0")
+def test_other_seed_or_batch_size_on_one_rank_is_named(
+    rank: int, world_size: int, options: list[dict[str, Any]]
+) -> None:
     driver = Driver(make(**options[min(rank, 1)]), parameters(), LAYOUT)
     driver.reduce(gradients_of(rank, world_size, 0, 0.02))
 
 
-@pytest.mark.parametrize("options", [[{"seed": 0}, {"seed": 1}], [{"batch_values": 1024}, {"batch_values": 512}]])
-def test_other_seed_or_batch_size_on_one_rank_is_named(options: list[dict[str, Any]]) -> None:
-    for outcome in try_ranks(disagree, 3, options):
-        assert isinstance(outcome.error, gradwire.RankMismatch)
-        assert "configuration" in str(outcome.error)
-        assert "rank 0" in str(outcome.error)
-
-
-def count_another_step(rank: int, world_size: int) -> None:
+@on_ranks(2, raises=gradwire.RankMismatch, match="(?=.*step).*rank 1")
+def test_rank_in_another_step_is_named_where_buckets_are_too_dense_for_an_index(rank: int, world_size: int) -> None:
     """Dense gradients: from the second step on no index goes before the values."""
     driver = Driver(make(mode="exact"), parameters(), LAYOUT)
     for step in range(6):
         driver.step += step == 2 and rank == 1
         driver.reduce(gradients_of(rank, world_size, step, 1.0))
     driver.close()
-
-
-def test_rank_in_another_step_is_named_where_buckets_are_too_dense_for_an_index() -> None:
-    for outcome in try_ranks(count_another_step, 2):
-        assert isinstance(outcome.error, gradwire.RankMismatch), outcome
-        assert "step" in str(outcome.error)
-        assert "rank 1" in str(outcome.error)
 
 
 class Altering(ProcessGroup):

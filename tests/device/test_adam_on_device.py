@@ -22,7 +22,7 @@ from gradwire.schemes import Scheme
 from gradwire.schemes.frozen_adam import _BegunVariances
 from gradwire.wire.device_wire import Reading
 from logs import log_of
-from ranks import on_ranks, patience, run_ranks
+from ranks import on_ranks, patience
 
 FREEZE, N_STEPS = 2, 7
 
@@ -167,7 +167,8 @@ def test_an_overflow_is_skipped_and_a_checkpoint_goes_on(rank: int, world_size: 
         assert torch.equal(found, expected), f"{feature.__name__}: off by {(found - expected).abs().max()}"
 
 
-def outgrow(rank: int, world_size: int, library: Path) -> list[str]:
+@on_ranks(2)
+def test_gradients_that_outgrow_the_variance_are_told_once(rank: int, world_size: int, library: Path) -> None:
     late, device = begin_with_kernels(library)
     late.set_lateness_us(1_000)
     said = log_of("gradwire", logging.WARNING)
@@ -175,12 +176,7 @@ def outgrow(rank: int, world_size: int, library: Path) -> list[str]:
     for step in range(20):  # updates are looked at every 16 steps, and what was found comes a step later
         run.step(step)
     run.attachment.close()
-    return [text for text in said if "frozen too early" in text]
-
-
-def test_gradients_that_outgrow_the_variance_are_told_once(library: Path) -> None:
-    for said in run_ranks(outgrow, 2, library):
-        assert len(said) == 1
+    assert sum("frozen too early" in text for text in said) == 1
 
 
 @on_ranks(1)

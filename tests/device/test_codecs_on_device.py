@@ -28,8 +28,7 @@ import gradwire
 from gradwire import schemes
 from gradwire.codecs.general import RawCodec
 from gradwire.exchange.ring import Ring
-from gradwire.wire.communicator import Communicator
-from gradwire.wire.device_wire import DeviceGroup, DeviceWire
+from gradwire.wire.device_wire import DeviceWire
 from ranks import on_ranks, run_ranks
 
 FLOATS: dict[Feature, list[str]] = {
@@ -81,58 +80,7 @@ def test_an_exchange_for_each_hop_and_a_gather(rank: int, world_size: int, libra
         assert LikeNccl.made[-1].n_started == per_bucket * len(waits)
 
 
-@on_ranks(2)
-def test_the_group_like_nccl_refuses_a_message_of_another_length(rank: int, world_size: int, library: Path) -> None:
-    _, place = begin_with_kernels(library)
-    group = DeviceGroup(Communicator(), place.device)
-    for n_awaited, is_right in ((5, True), (4, False), (6, False)):
-        sent, received = (torch.full((n,), rank, dtype=torch.uint8, device=place.device) for n in (5, n_awaited))
-        nothing = sent[:0]
-        came, gone = ([nothing, tensor] if rank == 0 else [tensor, nothing] for tensor in (received, sent))
-        group.exchange(came, gone)
-        assert bool((received.cpu() == 1 - rank).all()) == is_right
-
-
 # ---- messages that are not whole
-
-
-def meet_a_changed_message(rank: int, world_size: int, library: Path, names: list[str]) -> None:
-    """Rank 1 gets a changed byte of what rank 0 sent: NaN on all ranks in this step, an error on all in the next one."""
-    _, place = begin_with_kernels(library)
-    for name in names:
-        ddp = place.model(build_model())
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
-        attachment = attach(ddp, optimizer, SCHEMES[name](), placement="device")
-
-        def backward(step: int, ddp: Any = ddp, optimizer: Any = optimizer) -> bool:
-            optimizer.zero_grad()
-            ddp(batch(rank, step, place)).square().mean().backward()
-            return bool(torch.cat([p.grad.view(-1).cpu() for p in ddp.parameters()]).isnan().any())
-
-        assert not backward(0)
-        exchange = LikeNccl.alltoall
-
-        def change(group: LikeNccl, received: Any, *others: Any, exchange: Any = exchange) -> Any:
-            work = exchange(group, received, *others)
-            work.wait()
-            if rank == 1:
-                received[0][-1] ^= 1
-            return work
-
-        with mock.patch.object(LikeNccl, "alltoall", change):
-            assert backward(1), "a mean without what rank 0 sent was handed out"
-
-        def go_on(backward: Any = backward) -> None:
-            for step in range(2, 4):  # the other ranks hear of it in the same step, or in the next
-                backward(step)
-
-        with pytest.raises(gradwire.CorruptMessage, match="checksum"):
-            go_on()
-        attachment.close()
-
-
-def test_a_message_that_is_changed_on_its_way(library: Path) -> None:
-    run_ranks(meet_a_changed_message, 2, library, ["embedded-float", "embedded-float direct", "gcomp", "gcomp direct"])
 
 
 @on_ranks(2)

@@ -33,6 +33,8 @@ from ranks import on_ranks, patience, run_ranks, try_ranks
         ("one-bit, raw sums", "alltoall_base"),
         ("embedded-float", "alltoall"),
         ("embedded-float direct", "alltoall"),
+        ("gcomp", "alltoall"),
+        ("gcomp direct", "alltoall"),
     ],
 )
 @on_ranks(2)
@@ -182,7 +184,7 @@ def die(rank: int, world_size: int, library: Path, name: str = "one-bit") -> tup
     return "not noticed", 0.0
 
 
-@pytest.mark.parametrize("name", ["one-bit", "gcomp"])
+@pytest.mark.parametrize("name", ["one-bit", "gcomp", "homomorphic, largest"])
 def test_a_rank_that_dies_is_named(library: Path, name: str) -> None:
     survivor, dead = try_ranks(die, 2, library, name)
     assert survivor.error is None, survivor.traceback
@@ -192,18 +194,18 @@ def test_a_rank_that_dies_is_named(library: Path, name: str) -> None:
     assert dead.exit_code == 7
 
 
-def disagree(rank: int, world_size: int, library: Path) -> None:
-    """On the scheme, and on where it works."""
+@pytest.mark.parametrize(
+    ("names", "on"),
+    [(("one-bit", "two-bit"), "scheme"), (("homomorphic", "homomorphic, largest"), "config")],
+)
+@on_ranks(2)
+def test_ranks_that_disagree(rank: int, world_size: int, library: Path, names: tuple[str, str], on: str) -> None:
     _, place = begin_with_kernels(library)
     ddp = place.model(build_model())
-    attachment = attach(ddp, adamw(ddp), SCHEMES["two-bit" if rank else "one-bit"](), placement="device")
-    with pytest.raises(gradwire.RankMismatch, match="scheme"):
+    attachment = attach(ddp, adamw(ddp), SCHEMES[names[rank]](), placement="device")
+    with pytest.raises(gradwire.RankMismatch, match=on):
         ddp(batch(rank, 0, place)).square().mean().backward()
     attachment.close()
-
-
-def test_ranks_that_disagree(library: Path) -> None:
-    run_ranks(disagree, 2, library)
 
 
 @on_ranks(2)

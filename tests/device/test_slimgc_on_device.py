@@ -24,7 +24,7 @@ from torch import Tensor
 
 import gradwire
 from gradwire.wire.device_wire import DeviceTimes
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 
 WARMUP = 4
 
@@ -64,7 +64,10 @@ class Run:
         self.optimizer.step()
 
 
-def measure(rank: int, world_size: int, library: Path) -> tuple[Tensor, list[Any], int]:
+@on_ranks(2)
+def test_the_table_is_measured_by_the_device_and_shared(
+    rank: int, world_size: int, library: Path
+) -> tuple[Tensor, list[Any], int]:
     """A table after the warm-up, and another one after it was asked for, on all ranks by one of them."""
     late, place = begin_with_kernels(library)
     late.set_lateness_us(200)
@@ -91,13 +94,6 @@ def measure(rank: int, world_size: int, library: Path) -> tuple[Tensor, list[Any
     return bits_of(run.ddp), tables, threshold
 
 
-def test_the_table_is_measured_by_the_device_and_shared(library: Path) -> None:
-    first, *others = run_ranks(measure, 2, library)
-    for other in others:
-        assert torch.equal(other[0], first[0])
-        assert other[1:] == first[1:]
-
-
 @on_ranks(1)
 def test_times_are_the_devices(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
@@ -115,7 +111,8 @@ def test_times_are_the_devices(rank: int, world_size: int, library: Path) -> Non
     assert times.take() == {}
 
 
-def meet_nan(rank: int, world_size: int, library: Path) -> Tensor:
+@on_ranks(2)
+def test_a_nan_is_nan_on_all_ranks(rank: int, world_size: int, library: Path) -> Tensor:
     """A NaN on rank 1 in step 1: NaN on all ranks, and the residuals of step 0 stay."""
     _, place = begin_with_kernels(library)
     run = Run(rank, place, threshold_bytes=4_000)
@@ -131,11 +128,6 @@ def meet_nan(rank: int, world_size: int, library: Path) -> Tensor:
     assert all(torch.equal(after[name], values) for name, values in kept.items())
     run.attachment.close()
     return gradient.nan_to_num(nan=12345.0)
-
-
-def test_a_nan_is_nan_on_all_ranks(library: Path) -> None:
-    first, second = run_ranks(meet_nan, 2, library)
-    assert torch.equal(first, second)
 
 
 @on_ranks(1)

@@ -16,7 +16,7 @@ from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismat
 from gradwire.schemes.aqgb.pacing import Pacing
 from gradwire.schemes.aqgb.scheme import Aqgb, Broadcast
 from gradwire.stepping.blocks import find_blocks
-from ranks import patience, run_ranks
+from ranks import on_ranks, patience, run_ranks
 
 # Of a peer's silence; longer where the machine is so busy that a healthy one is silent for that long.
 TIMEOUT_S = max(3.0, patience())
@@ -110,48 +110,31 @@ MISUSES: dict[Callable[[Any, Any], None], str] = {
 }
 
 
-def misuse_all(rank: int, world_size: int) -> list[str]:
-    wrong = []
+@on_ranks(1)
+def test_what_would_go_lost_is_refused(rank: int, world_size: int) -> None:
     for misuse, told in MISUSES.items():
         ddp, optimizer, attachment = attach(Aqgb())
         step(ddp, optimizer)
         optimizer.zero_grad()
-        try:
+        with pytest.raises(Unsupported, match=told):
             misuse(ddp, optimizer)
-            wrong.append(f"{misuse.__name__}: not refused")
-        except Unsupported as error:
-            if told not in str(error):
-                wrong.append(f"{misuse.__name__}: {error}")
         attachment.close()
-        if "train" in vars(ddp) or "step" in vars(optimizer) or ddp.module[0]._forward_pre_hooks:
-            wrong.append(f"{misuse.__name__}: hooks are left behind")
-    wrong += refuse_to_attach()
-    return wrong
-
-
-def refuse_to_attach() -> list[str]:
-    wrong = []
+        hooks = "train" in vars(ddp), "step" in vars(optimizer), bool(ddp.module[0]._forward_pre_hooks)
+        assert not any(hooks), f"{misuse.__name__}: hooks are left behind"
     ddp, optimizer = make()
     half = torch.optim.SGD(ddp.module[0].parameters(), lr=0.1)
     replaced = torch.optim.SGD(ddp.parameters(), lr=0.1)
     replaced.step = lambda: None
-    for name, call in {
-        "compiled": lambda: gradwire.attach(torch.compile(ddp), optimizer, Aqgb()),
-        "strays": lambda: gradwire.attach(ddp, half, "aqgb"),
-        "replaced step": lambda: gradwire.attach(ddp, replaced, "aqgb"),
-        "no model": lambda: gradwire.HookState("aqgb"),
-        "unknown module": lambda: gradwire.attach(ddp, optimizer, Aqgb(blocks=[["nowhere"]])),
-    }.items():
-        try:
-            call()
-            wrong.append(f"{name}: not refused")
-        except (Unsupported, InvalidArgument):
-            pass
-    return wrong
-
-
-def test_what_would_go_lost_is_refused():
-    assert run_ranks(misuse_all, 1) == [[]]
+    for model, stepping, scheme in (
+        (torch.compile(ddp), optimizer, Aqgb()),
+        (ddp, half, "aqgb"),
+        (ddp, replaced, "aqgb"),
+        (ddp, optimizer, Aqgb(blocks=[["nowhere"]])),
+    ):
+        with pytest.raises((Unsupported, InvalidArgument)):
+            gradwire.attach(model, stepping, scheme)
+    with pytest.raises((Unsupported, InvalidArgument)):
+        gradwire.HookState("aqgb")
 
 
 @pytest.mark.parametrize(
@@ -283,16 +266,14 @@ def test_a_last_step_that_a_peer_does_not_take_is_not_lost_without_a_word(scheme
     assert early == "nothing"
 
 
-def close_after_an_error(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_what_a_step_has_raised_is_not_raised_again_by_close(rank: int, world_size: int) -> None:
     ddp, optimizer, attachment = attach(StopsBetweenStages(max_contention=1) if rank else Aqgb())
-    try:
+
+    def take_steps() -> None:
         for _ in range(30):
             step(ddp, optimizer)
-    except GradwireError:
-        attachment.close()
-        return "closed"
-    return "no error"
 
-
-def test_what_a_step_has_raised_is_not_raised_again_by_close() -> None:
-    assert run_ranks(close_after_an_error, 2) == ["closed", "closed"]
+    with pytest.raises(GradwireError):
+        take_steps()
+    attachment.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import random
 import time
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +18,7 @@ import gradwire
 from gradwire import schemes
 from gradwire.schemes import Scheme
 from gradwire.schemes.aqgb.scheme import Aqgb, Broadcast
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from training_runs import CASES, find_differences
 
 THREE_BLOCKS = [["0"], ["2"], ["4"]]
@@ -54,7 +54,8 @@ def hash_of(ddp: nn.Module) -> str:
 # ---- the same on every rank
 
 
-def count_bytes(rank: int, world_size: int) -> list[int]:
+@on_ranks(2)
+def test_every_byte_sent_is_in_the_totals_as_soon_as_the_steps_are_taken(rank: int, world_size: int) -> None:
     ddp, optimizer, attachment = build(Broadcast(bits=8, blocks=THREE_BLOCKS))
     counts = []
     for step in range(8):
@@ -63,23 +64,25 @@ def count_bytes(rank: int, world_size: int) -> list[int]:
             attachment.flush()
             counts.append(attachment.stats()["bytes_sent"])
     attachment.close()
-    return [*counts, attachment.stats()["bytes_sent"]]
+    steps = {after - before for before, after in itertools.pairwise(counts[1:])}
+    assert counts[0] >= max(steps), counts  # the first two steps lack nothing, and begin with a preamble
+    assert attachment.stats()["bytes_sent"] == counts[3], counts
+    assert len(steps) == 1, counts
 
 
-def test_every_byte_sent_is_in_the_totals_as_soon_as_the_steps_are_taken() -> None:
-    for counts in run_ranks(count_bytes, 2):
-        steps = {after - before for before, after in itertools.pairwise(counts[1:4])}
-        assert counts[0] >= max(steps), counts  # the first two steps lack nothing, and begin with a preamble
-        assert counts[4] == counts[3], counts
-        assert len(steps) == 1, counts
-
-
-def train_under_delays(rank: int, world_size: int, topology: str) -> tuple[list[str], list[float]]:
+@pytest.mark.parametrize(
+    ("world_size", "topology"),
+    [(2, "fan-out"), (3, "ring"), (4, "fan-out"), (2, "owners"), (3, "owners"), (4, "owners")],
+)
+@on_ranks()
+def test_ranks_hold_the_same_bits_after_300_steps_under_random_delays(
+    rank: int, world_size: int, topology: str
+) -> list[str]:
     options: dict[str, Any] = {"topology": topology}
     if world_size < 4:  # four ranks keep the ceiling that busy cores give them; fewer fill the network
         options["max_contention"] = 1
     ddp, optimizer, attachment = build(Aqgb(blocks=THREE_BLOCKS, error_feedback=world_size == 4, **options))
-    delays, hashes, bits = random.Random(rank), [], []
+    delays, hashes = random.Random(rank), []
     for step in range(300):
         if delays.random() < 0.1:
             time.sleep(0.005 * delays.random())  # a slow forward pass, a late gradient
@@ -91,19 +94,9 @@ def train_under_delays(rank: int, world_size: int, topology: str) -> tuple[list[
             hashes.append(hash_of(ddp))
     bits = [bits for one in attachment.scheme.figures.rounds for bits in one["bits"]]
     attachment.close()
-    return hashes, bits
-
-
-@pytest.mark.parametrize(
-    ("world_size", "topology"),
-    [(2, "fan-out"), (3, "ring"), (4, "fan-out"), (2, "owners"), (3, "owners"), (4, "owners")],
-)
-def test_ranks_hold_the_same_bits_after_300_steps_under_random_delays(world_size: int, topology: str) -> None:
-    results = run_ranks(train_under_delays, world_size, topology)
-    assert all(hashes == results[0][0] for hashes, _ in results)
-    assert len(set(results[0][0])) == 3
-    for _, bits in results:
-        assert 4 <= min(bits) <= max(bits) <= 32
+    assert len(set(hashes)) == 3
+    assert 4 <= min(bits) <= max(bits) <= 32
+    return hashes
 
 
 # ---- features
@@ -113,15 +106,12 @@ def test_ranks_hold_the_same_bits_after_300_steps_under_random_delays(world_size
 FEW = {name: options for name, options in CASES.items() if name.startswith(("adamw", "unused", "amp", "clip", "load"))}
 
 
-def compare_with_ddp(rank: int, world_size: int) -> list[str]:
-    return find_differences(rank, CASES if world_size > 1 else FEW, lambda blocks, norm: Broadcast(32, blocks, norm))
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_all_32_bits_train_as_ddp_does(world_size: int) -> None:
+@on_ranks()
+def test_all_32_bits_train_as_ddp_does(rank: int, world_size: int) -> None:
     """Bit for bit, whatever the optimizer and the script around it."""
-    for wrong in run_ranks(compare_with_ddp, world_size):
-        assert wrong == []
+    cases = CASES if world_size > 1 else FEW
+    assert find_differences(rank, cases, lambda blocks, norm: Broadcast(32, blocks, norm)) == []
 
 
 def train_features(rank: int, world_size: int) -> dict[str, Any]:
@@ -212,7 +202,8 @@ def test_fewer_bits_stay_near_and_all_ranks_agree():
 # ---- resuming
 
 
-def resume(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_a_resumed_run_goes_on_with_the_same_bits(rank: int, world_size: int) -> None:
     def begin(saved: dict[str, Any] | None = None) -> tuple[Any, Any, Any]:
         ddp, optimizer, attachment = build(
             Broadcast(4, THREE_BLOCKS, error_feedback=True), seed=1 if saved is None else 2
@@ -226,23 +217,19 @@ def resume(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     ddp, optimizer, attachment = begin()
     for step in range(4):
         take_step(ddp, optimizer, rank, step)
-    path = f"/tmp/gradwire-resume-{dist.get_rank()}-{time.monotonic_ns()}.pt"
+    file = io.BytesIO()
     torch.save(
         {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "gradwire": attachment.state_dict()},
-        path,
+        file,
     )
     for step in range(4, 8):
         take_step(ddp, optimizer, rank, step)
     attachment.close()
     uninterrupted = values(ddp)
-    ddp, optimizer, attachment = begin(torch.load(path, weights_only=True))
+    file.seek(0)
+    ddp, optimizer, attachment = begin(torch.load(file, weights_only=True))
     assert attachment.step == 4
     for step in range(4, 8):
         take_step(ddp, optimizer, rank, step)
     attachment.close()
-    return uninterrupted, values(ddp)
-
-
-def test_a_resumed_run_goes_on_with_the_same_bits():
-    for uninterrupted, resumed in run_ranks(resume, 2):
-        assert torch.equal(uninterrupted, resumed)
+    assert torch.equal(uninterrupted, values(ddp))

@@ -22,7 +22,7 @@ from gradwire.schemes import Scheme
 from gradwire.schemes.frozen_adam import _BegunVariances
 from gradwire.wire.device_wire import Reading
 from logs import log_of
-from ranks import patience, run_ranks
+from ranks import on_ranks, patience
 
 FREEZE, N_STEPS = 2, 7
 
@@ -83,7 +83,8 @@ def refusing_reads() -> Iterator[None]:
         yield
 
 
-def freeze_late(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_a_parameter_that_trains_late_is_frozen_late(rank: int, world_size: int, library: Path) -> None:
     late, device = begin_with_kernels(library)
     for lateness_us in (0, 2_000):
         late.set_lateness_us(lateness_us)
@@ -104,11 +105,8 @@ def freeze_late(rank: int, world_size: int, library: Path) -> None:
         assert torch.equal(found, expected), f"{lateness_us} us: off by {(found - expected).abs().max()}"
 
 
-def test_a_parameter_that_trains_late_is_frozen_late(library: Path) -> None:
-    run_ranks(freeze_late, 2, library)
-
-
-def read_too_soon(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_a_host_that_reads_too_soon_is_seen(rank: int, world_size: int, library: Path) -> None:
     """A host that does not wait for what it reads of the variances takes one for another."""
     late, place = begin_with_kernels(library)
     variances = {torch.empty(1): torch.full((3,), value).to(place.device) for value in (0.0, 1.0, 0.0)}
@@ -122,11 +120,8 @@ def read_too_soon(rank: int, world_size: int, library: Path) -> None:
             assert not begun.has(torch.empty(1), torch.empty(0, device=place.device))
 
 
-def test_a_host_that_reads_too_soon_is_seen(library: Path) -> None:
-    run_ranks(read_too_soon, 1, library)
-
-
-def resume(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_resume_has_the_bits_of_the_cpu(rank: int, world_size: int, library: Path) -> None:
     """Saved before the late parameter trains, and after it; the optimizer's state is another tensor then."""
     late, device = begin_with_kernels(library)
     late.set_lateness_us(1_000)
@@ -150,11 +145,8 @@ def resume(rank: int, world_size: int, library: Path) -> None:
         assert torch.equal(ends[0][1], ends[1][1])
 
 
-def test_resume_has_the_bits_of_the_cpu(library: Path) -> None:
-    run_ranks(resume, 2, library)
-
-
-def overflow(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_an_overflow_is_skipped_and_a_checkpoint_goes_on(rank: int, world_size: int, library: Path) -> None:
     """float16 behind a GradScaler, an Inf in step 1; and features that do not depend on the optimizer's class."""
     late, device = begin_with_kernels(library)
     late.set_lateness_us(1_000)
@@ -175,11 +167,8 @@ def overflow(rank: int, world_size: int, library: Path) -> None:
         assert torch.equal(found, expected), f"{feature.__name__}: off by {(found - expected).abs().max()}"
 
 
-def test_an_overflow_is_skipped_and_a_checkpoint_goes_on(library: Path) -> None:
-    run_ranks(overflow, 2, library)
-
-
-def outgrow(rank: int, world_size: int, library: Path) -> list[str]:
+@on_ranks(2)
+def test_gradients_that_outgrow_the_variance_are_told_once(rank: int, world_size: int, library: Path) -> None:
     late, device = begin_with_kernels(library)
     late.set_lateness_us(1_000)
     said = log_of("gradwire", logging.WARNING)
@@ -187,22 +176,14 @@ def outgrow(rank: int, world_size: int, library: Path) -> list[str]:
     for step in range(20):  # updates are looked at every 16 steps, and what was found comes a step later
         run.step(step)
     run.attachment.close()
-    return [text for text in said if "frozen too early" in text]
+    assert sum("frozen too early" in text for text in said) == 1
 
 
-def test_gradients_that_outgrow_the_variance_are_told_once(library: Path) -> None:
-    for said in run_ranks(outgrow, 2, library):
-        assert len(said) == 1
-
-
-def meet_unsupported(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_what_needs_the_host_leaves_the_optimizer_alone(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
     ddp = place.model(Gated(), find_unused_parameters=True)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     with pytest.raises(gradwire.Unsupported, match="find_unused_parameters=True"):
         gradwire.attach(ddp, optimizer, make_scheme(), placement="device")
     assert not optimizer._optimizer_step_pre_hooks, "the optimizer is not as it was"
-
-
-def test_what_needs_the_host_leaves_the_optimizer_alone(library: Path) -> None:
-    run_ranks(meet_unsupported, 1, library)

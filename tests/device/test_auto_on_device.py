@@ -25,7 +25,7 @@ from gradwire.schemes.auto import costs
 from gradwire.schemes.auto.scheme import Auto, ResidualHandover
 from gradwire.telemetry.stopwatch import Lap
 from gradwire.wire import link_probe
-from ranks import run_ranks
+from ranks import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from auto_cases import Quick
@@ -109,7 +109,11 @@ def repeat_on_cpu(rank: int, schedule: list[tuple[int, str]], n_steps: int) -> T
 # ---- between devices
 
 
-def decide(rank: int, world_size: int, library: Path) -> tuple[Tensor, Any]:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(timeout_s=170)
+def test_it_chooses_switches_and_follows_with_the_bits_of_the_cpu(
+    rank: int, world_size: int, library: Path
+) -> tuple[Tensor, Any]:
     late, place = begin(library)
     gains = {"one-bit@device": 3.0, "bf16@device": 1.5}
     with small_probes(), nobody_waits(late):
@@ -129,14 +133,18 @@ def decide(rank: int, world_size: int, library: Path) -> tuple[Tensor, Any]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_it_chooses_switches_and_follows_with_the_bits_of_the_cpu(library: Path, world_size: int) -> None:
-    (first, decided), *others = run_ranks(decide, world_size, library, timeout_s=170)
-    for other, also in others:
-        assert torch.equal(other, first)
-        assert also == decided
-
-
-def go_through(rank: int, world_size: int, library: Path, specs: list[str], placement: str | None) -> Tensor:
+@pytest.mark.parametrize(
+    ("specs", "placement"),
+    [
+        (ON_DEVICE, "device"),
+        # Where it is not said, residuals go from device to host memory and back.
+        (["one-bit@device", "bf16", "one-bit", ON_DEVICE[1], SPECS[1], "bf16@device"], None),
+    ],
+)
+@on_ranks(timeout_s=170)
+def test_every_switch_hands_residuals_over_as_on_the_cpu(
+    rank: int, world_size: int, library: Path, specs: list[str], placement: str | None
+) -> Tensor:
     late, place = begin(library)
     order = ["plain", *specs, "plain", *reversed(specs)]
     schedule = [(3 * place_in_order, spec) for place_in_order, spec in enumerate(order)]
@@ -152,21 +160,8 @@ def go_through(rank: int, world_size: int, library: Path, specs: list[str], plac
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_switch_hands_residuals_over_as_on_the_cpu(library: Path, world_size: int) -> None:
-    first, *others = run_ranks(go_through, world_size, library, ON_DEVICE, "device", timeout_s=170)
-    assert all(torch.equal(other, first) for other in others)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_where_placement_is_not_said_it_may_be_either(library: Path, world_size: int) -> None:
-    """Residuals go from device to host memory and back."""
-    specs = ["one-bit@device", "bf16", "one-bit", ON_DEVICE[1], SPECS[1], "bf16@device"]
-    first, *others = run_ranks(go_through, world_size, library, specs, None, timeout_s=170)
-    assert all(torch.equal(other, first) for other in others)
-
-
-def resume(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2, timeout_s=170)
+def test_it_resumes_with_the_bits_of_the_cpu(rank: int, world_size: int, library: Path) -> None:
     _, place = begin(library)
     specs = specs_of([(0, spec) for spec in ON_DEVICE])
     schedule = [(0, "plain"), (3, "one-bit@device"), (6, "bf16@device"), (12, "one-bit@device")]
@@ -193,14 +188,11 @@ def resume(rank: int, world_size: int, library: Path) -> None:
         assert torch.equal(*ends), f"stopped at {stop}: off by {float((ends[0] - ends[1]).abs().max())}"
 
 
-def test_it_resumes_with_the_bits_of_the_cpu(library: Path) -> None:
-    run_ranks(resume, 2, library, timeout_s=170)
-
-
 # ---- what it measures
 
 
-def watch(rank: int, world_size: int, library: Path) -> list[str]:
+@on_ranks(2)
+def test_steps_and_links_are_timed_by_the_device(rank: int, world_size: int, library: Path) -> None:
     late, place = begin(library, lateness_us=0)
     laps: list[Lap] = []
     waits: list[int] = []
@@ -239,7 +231,7 @@ def watch(rank: int, world_size: int, library: Path) -> list[str]:
     assert took > 0
     assert 0 <= waited <= took
     check_whose_time_counts(late, place.device)
-    return [row.spec for row in rows]
+    assert [row.spec for row in rows] == ["plain", "bf16@device", "bf16", "one-bit@device", "one-bit"]
 
 
 def check_whose_time_counts(late: Any, device: torch.device) -> None:
@@ -253,12 +245,8 @@ def check_whose_time_counts(late: Any, device: torch.device) -> None:
     assert took - waited >= 50e6
 
 
-def test_steps_and_links_are_timed_by_the_device(library: Path) -> None:
-    first, second = run_ranks(watch, 2, library)
-    assert first == second == ["plain", "bf16@device", "bf16", "one-bit@device", "one-bit"]
-
-
-def leave_out(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_what_does_not_work_there_is_left_out_and_says_why(rank: int, world_size: int, library: Path) -> None:
     _, place = begin(library)
     with small_probes():
         staged = Training(rank, place, Auto(fidelity=["bf16", "top-k"]), "staged")
@@ -274,11 +262,8 @@ def leave_out(rank: int, world_size: int, library: Path) -> None:
     ]  # fmt: skip
 
 
-def test_what_does_not_work_there_is_left_out_and_says_why(library: Path) -> None:
-    run_ranks(leave_out, 2, library)
-
-
-def recommend_there(rank: int, world_size: int, library: Path) -> list[str]:
+@on_ranks(2, timeout_s=170)
+def test_recommend_measures_the_bus_and_names_what_runs_on_it(rank: int, world_size: int, library: Path) -> list[str]:
     _, place = begin(library)
     ddp = place.model(build_model())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
@@ -289,17 +274,13 @@ def recommend_there(rank: int, world_size: int, library: Path) -> list[str]:
     assert not plan.links, "links of host memory are not the bus"
     forecasts = {forecast.spec: forecast for forecast in plan.forecasts()}
     assert any(forecast.is_measured for spec, forecast in forecasts.items() if spec != "plain")
+    assert {"plain", "bf16@device", ON_DEVICE[1]} <= set(forecasts)
+    assert all(spec == "plain" or spec.endswith("@device") for spec in forecasts)
     return sorted(forecasts)
 
 
-def test_recommend_measures_the_bus_and_names_what_runs_on_it(library: Path) -> None:
-    first, second = run_ranks(recommend_there, 2, library, timeout_s=170)
-    assert first == second
-    assert {"plain", "bf16@device", ON_DEVICE[1]} <= set(first)
-    assert all(spec == "plain" or spec.endswith("@device") for spec in first)
-
-
-def train_alone(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_one_rank_has_nobody_to_save_bytes_for(rank: int, world_size: int, library: Path) -> None:
     _, place = begin(library)
     ends = []
     for where, placement in ((Place(CPU), None), (place, "device"), (place, None)):
@@ -310,7 +291,3 @@ def train_alone(rank: int, world_size: int, library: Path) -> None:
         ends.append(found)
     assert torch.equal(ends[0], ends[1])
     assert torch.equal(ends[0], ends[2])
-
-
-def test_one_rank_has_nobody_to_save_bytes_for(library: Path) -> None:
-    run_ranks(train_alone, 1, library)

@@ -28,9 +28,8 @@ import gradwire
 from gradwire import schemes
 from gradwire.codecs.general import RawCodec
 from gradwire.exchange.ring import Ring
-from gradwire.wire.communicator import Communicator
-from gradwire.wire.device_wire import DeviceGroup, DeviceWire
-from ranks import run_ranks
+from gradwire.wire.device_wire import DeviceWire
+from ranks import on_ranks, run_ranks
 
 FLOATS: dict[Feature, list[str]] = {
     view_buckets: ["embedded-float"],
@@ -67,7 +66,8 @@ def test_a_codec_that_works_on_host_memory_is_refused() -> None:
 # ---- what travels
 
 
-def count_collectives(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(3)
+def test_an_exchange_for_each_hop_and_a_gather(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
     for name, per_bucket in (
         ("truncated-float", world_size),
@@ -80,68 +80,11 @@ def count_collectives(rank: int, world_size: int, library: Path) -> None:
         assert LikeNccl.made[-1].n_started == per_bucket * len(waits)
 
 
-def test_an_exchange_for_each_hop_and_a_gather(library: Path) -> None:
-    run_ranks(count_collectives, 3, library)
-
-
-def send_more_than_is_awaited(rank: int, world_size: int, library: Path) -> None:
-    _, place = begin_with_kernels(library)
-    group = DeviceGroup(Communicator(), place.device)
-    for n_awaited, is_right in ((5, True), (4, False), (6, False)):
-        sent, received = (torch.full((n,), rank, dtype=torch.uint8, device=place.device) for n in (5, n_awaited))
-        nothing = sent[:0]
-        came, gone = ([nothing, tensor] if rank == 0 else [tensor, nothing] for tensor in (received, sent))
-        group.exchange(came, gone)
-        assert bool((received.cpu() == 1 - rank).all()) == is_right
-
-
-def test_the_group_like_nccl_refuses_a_message_of_another_length(library: Path) -> None:
-    run_ranks(send_more_than_is_awaited, 2, library)
-
-
 # ---- messages that are not whole
 
 
-def meet_a_changed_message(rank: int, world_size: int, library: Path, names: list[str]) -> None:
-    """Rank 1 gets a changed byte of what rank 0 sent: NaN on all ranks in this step, an error on all in the next one."""
-    _, place = begin_with_kernels(library)
-    for name in names:
-        ddp = place.model(build_model())
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
-        attachment = attach(ddp, optimizer, SCHEMES[name](), placement="device")
-
-        def backward(step: int, ddp: Any = ddp, optimizer: Any = optimizer) -> bool:
-            optimizer.zero_grad()
-            ddp(batch(rank, step, place)).square().mean().backward()
-            return bool(torch.cat([p.grad.view(-1).cpu() for p in ddp.parameters()]).isnan().any())
-
-        assert not backward(0)
-        exchange = LikeNccl.alltoall
-
-        def change(group: LikeNccl, received: Any, *others: Any, exchange: Any = exchange) -> Any:
-            work = exchange(group, received, *others)
-            work.wait()
-            if rank == 1:
-                received[0][-1] ^= 1
-            return work
-
-        with mock.patch.object(LikeNccl, "alltoall", change):
-            assert backward(1), "a mean without what rank 0 sent was handed out"
-
-        def go_on(backward: Any = backward) -> None:
-            for step in range(2, 4):  # the other ranks hear of it in the same step, or in the next
-                backward(step)
-
-        with pytest.raises(gradwire.CorruptMessage, match="checksum"):
-            go_on()
-        attachment.close()
-
-
-def test_a_message_that_is_changed_on_its_way(library: Path) -> None:
-    run_ranks(meet_a_changed_message, 2, library, ["embedded-float", "embedded-float direct", "gcomp", "gcomp direct"])
-
-
-def derive_other_importance(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_other_importance_is_told(rank: int, world_size: int, library: Path) -> None:
     """Learning rates differ: no rank gets values, and all hear why in the next step."""
     _, place = begin_with_kernels(library)
     ddp = place.model(build_model())
@@ -159,11 +102,8 @@ def derive_other_importance(rank: int, world_size: int, library: Path) -> None:
     attachment.close()
 
 
-def test_other_importance_is_told(library: Path) -> None:
-    run_ranks(derive_other_importance, 2, library)
-
-
-def lie_about_a_length(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_a_length_that_no_message_has(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
     ddp = place.model(build_model())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
@@ -179,10 +119,6 @@ def lie_about_a_length(rank: int, world_size: int, library: Path) -> None:
     ):
         ddp(batch(rank, 0, place)).square().mean().backward()
     attachment.close()
-
-
-def test_a_length_that_no_message_has(library: Path) -> None:
-    run_ranks(lie_about_a_length, 2, library)
 
 
 # ---- gcomp's own
@@ -212,7 +148,8 @@ def test_tables_are_made_of_the_counts_of_all_ranks(library: Path) -> None:
         assert on_device == on_cpu
 
 
-def scale_up_gradients(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_gradients_that_are_scaled_up_are_noticed_later(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
     late.set_lateness_us(1_000)
     ddp = place.model(build_model())
@@ -234,11 +171,8 @@ def scale_up_gradients(rank: int, world_size: int, library: Path) -> None:
     attachment.close()
 
 
-def test_gradients_that_are_scaled_up_are_noticed_later(library: Path) -> None:
-    run_ranks(scale_up_gradients, 2, library)
-
-
-def run_out_of_input(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_uneven_inputs_are_refused_beside_importance(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
     ddp = place.model(build_model())
     attachment = attach(ddp, adamw(ddp), SCHEMES["gcomp"](), placement="device")
@@ -247,16 +181,9 @@ def run_out_of_input(rank: int, world_size: int, library: Path) -> None:
     attachment.close()
 
 
-def test_uneven_inputs_are_refused_beside_importance(library: Path) -> None:
-    run_ranks(run_out_of_input, 2, library)
-
-
-def refuse_format_1(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_format_1_is_refused(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
     ddp = place.model(build_model())
     with pytest.raises(gradwire.Unsupported, match="leave format=1 out"):
         attach(ddp, adamw(ddp), schemes.by_name("gcomp", format=1), placement="device")
-
-
-def test_format_1_is_refused(library: Path) -> None:
-    run_ranks(refuse_format_1, 1, library)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import gradwire
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
-from ranks import run_ranks, try_ranks
+from ranks import on_ranks, try_ranks
 
 Feature = Callable[[int, Place, Scheme], Tensor]
 
@@ -198,7 +198,8 @@ FEATURES: dict[Feature, list[str]] = {
 }
 
 
-def compare_features(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2, timeout_s=170)
+def test_features_of_ddp_have_their_bits_of_the_cpu(rank: int, world_size: int, library: Path) -> None:
     late, device = begin(library)
     late.set_lateness_us(1_000)
     for feature, names in FEATURES.items():
@@ -206,10 +207,6 @@ def compare_features(rank: int, world_size: int, library: Path) -> None:
             expected = feature(rank, Place(CPU), SCHEMES[name]())
             found = feature(rank, device, SCHEMES[name]())
             assert torch.equal(found, expected), f"{feature.__name__}, {name}: off by {(found - expected).abs().max()}"
-
-
-def test_features_of_ddp_have_their_bits_of_the_cpu(library: Path) -> None:
-    run_ranks(compare_features, 2, library, timeout_s=170)
 
 
 class OnTwoDevices(nn.Module):
@@ -223,7 +220,8 @@ class OnTwoDevices(nn.Module):
         return self.back(self.front(values).to(self.second))
 
 
-def train_on_two_devices(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_a_model_on_two_devices(rank: int, world_size: int, library: Path) -> None:
     late, on_late = begin(library)
     late.set_lateness_us(1_000)
     ends = []
@@ -244,11 +242,10 @@ def train_on_two_devices(rank: int, world_size: int, library: Path) -> None:
     assert all(map(torch.equal, ends[:3], ends[3:]))
 
 
-def test_a_model_on_two_devices(library: Path) -> None:
-    run_ranks(train_on_two_devices, 2, library)
-
-
-def reduce_here_and_there(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_a_bucket_that_moves_and_ranks_that_count_devices_differently(
+    rank: int, world_size: int, library: Path
+) -> None:
     """The same gradient comes from another device in every step, and from another one on every rank."""
     late, _ = begin(library)
     late.set_lateness_us(1_000)
@@ -266,11 +263,8 @@ def reduce_here_and_there(rank: int, world_size: int, library: Path) -> None:
     assert all(map(torch.equal, means[:4], means[4:]))
 
 
-def test_a_bucket_that_moves_and_ranks_that_count_devices_differently(library: Path) -> None:
-    run_ranks(reduce_here_and_there, 2, library)
-
-
-def run_out_of_memory(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_full_memory_is_said_and_training_goes_on_without_gradwire(rank: int, world_size: int, library: Path) -> None:
     """At attach and in the first step: a clear error, and DDP by itself goes on."""
     late, place = begin(library)
 
@@ -309,10 +303,6 @@ def run_out_of_memory(rank: int, world_size: int, library: Path) -> None:
     assert torch.equal(bits_of(ddp), bits_of(alone))
 
 
-def test_full_memory_is_said_and_training_goes_on_without_gradwire(library: Path) -> None:
-    run_ranks(run_out_of_memory, 2, library)
-
-
 def disagree_then_die(rank: int, world_size: int, library: Path) -> str:
     late, place = begin(library)
     late.set_lateness_us(1_000)
@@ -344,11 +334,8 @@ def test_ranks_that_disagree_and_a_rank_that_dies(library: Path) -> None:
     assert dead.exit_code == 7
 
 
-def test_what_cannot_be_staged_says_what_to_use(library: Path) -> None:
-    run_ranks(refuse_owner, 1, library)
-
-
-def refuse_owner(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_what_cannot_be_staged_says_what_to_use(rank: int, world_size: int, library: Path) -> None:
     _, place = begin(library)
     ddp = place.model(build_model())
     scheme = gradwire.schemes.by_name("slimgc", pull="raw", update="owner", threshold_bytes=0)

@@ -24,7 +24,7 @@ from gradwire.schemes.auto import costs
 from gradwire_lab.bench import device_checks
 from gradwire_lab.bench.device_checks import CheckFailed
 from gradwire_lab.cli import gpu
-from ranks import patience, run_ranks
+from ranks import on_ranks, patience, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
@@ -53,7 +53,8 @@ def test_sections_pass_on_the_late_device_and_see_faults(library: Path) -> None:
     run_ranks(run_sections, 1, library)
 
 
-def compare_schemes(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_schemes_are_compared_with_the_cpu(rank: int, world_size: int, library: Path) -> None:
     functions = late.load(library)
     kernels.MAKERS["late"] = functools.partial(emulated.LateKernels, emulated.build(), functions)
     functions.set_lateness_us(500)
@@ -72,10 +73,6 @@ def compare_schemes(rank: int, world_size: int, library: Path) -> None:
         pytest.raises(CheckFailed, match=r"other bits.*one-bit"),
     ):
         device_checks.check_schemes(torch.device("late", 0), group, note=lambda _: None)
-
-
-def test_schemes_are_compared_with_the_cpu(library: Path) -> None:
-    run_ranks(compare_schemes, 2, library)
 
 
 def test_without_a_device_nothing_is_claimed(tmp_path: Path) -> None:

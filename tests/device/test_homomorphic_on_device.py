@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +22,7 @@ from gradwire.schemes import Scheme
 from gradwire.schemes.homomorphic import learnt
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire, Reading
-from ranks import patience, run_ranks, try_ranks
+from ranks import on_ranks, patience, run_ranks
 
 N_WORDS, N_STEPS = 700, 9
 N_VALUES = N_WORDS * 12 + 12 * 3 + 3  # of all parameters: one bucket, once DDP has made its buckets anew
@@ -76,7 +74,12 @@ def scheme_of(name: str) -> Scheme:
     return by_name("homomorphic", index="bitmap", **OPTIONS[name])
 
 
-def train_on_both(rank: int, world_size: int, library: Path, dtypes: list[torch.dtype]) -> dict[Any, Tensor]:
+@pytest.mark.parametrize(
+    ("world_size", "dtypes"),
+    [(1, [torch.float32]), (2, [torch.float32, torch.bfloat16, torch.float16]), (3, [torch.float32])],
+)
+@on_ranks(timeout_s=170)
+def test_bits_are_the_cpus(rank: int, world_size: int, library: Path, dtypes: list[torch.dtype]) -> dict[Any, Tensor]:
     late, device = begin_with_kernels(library)
     learnt._STEPS_BETWEEN_TRIES = 3
     trained = {}
@@ -101,20 +104,11 @@ def train_on_both(rank: int, world_size: int, library: Path, dtypes: list[torch.
     return trained
 
 
-@pytest.mark.parametrize(
-    ("world_size", "dtypes"),
-    [(1, [torch.float32]), (2, [torch.float32, torch.bfloat16, torch.float16]), (3, [torch.float32])],
-)
-def test_bits_are_the_cpus(library: Path, world_size: int, dtypes: list[torch.dtype]) -> None:
-    first, *others = run_ranks(train_on_both, world_size, library, dtypes, timeout_s=170)
-    for other in others:
-        assert all(torch.equal(other[case], found) for case, found in first.items())
-
-
 # ---- bad input
 
 
-def refuse(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_what_needs_the_host_says_so(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
     ddp = place.model(Words(torch.float32))
     unsure = place.model(Words(torch.float32), find_unused_parameters=True)
@@ -134,16 +128,13 @@ def refuse(rank: int, world_size: int, library: Path) -> None:
     gradwire.attach(unsure, optimizer, "homomorphic", placement="device").close()
 
 
-def test_what_needs_the_host_says_so(library: Path) -> None:
-    run_ranks(refuse, 1, library)
-
-
 def backward(ddp: nn.Module, rank: int, step: int, place: Place) -> None:
     ddp.zero_grad()
     ddp(words_of(rank, step, place)).square().sum().backward()
 
 
-def meet_changed_words(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_an_index_that_is_changed_on_its_way(rank: int, world_size: int, library: Path) -> None:
     """A word of the ranks' heads is changed on its way to both of them, and then a bit past the end."""
     _, place = begin_with_kernels(library)
     all_gather = LikeNccl._allgather_base
@@ -166,53 +157,6 @@ def meet_changed_words(rank: int, world_size: int, library: Path) -> None:
         with mock.patch.object(LikeNccl, "_allgather_base", change), pytest.raises(error, match=says):
             backward(ddp, rank, 1, place)
         attachment.close()
-
-
-def test_an_index_that_is_changed_on_its_way(library: Path) -> None:
-    run_ranks(meet_changed_words, 2, library)
-
-
-def disagree(rank: int, world_size: int, library: Path) -> None:
-    """In options, while layouts are the same."""
-    _, place = begin_with_kernels(library)
-    ddp = place.model(Words(torch.float32))
-    attachment = attach(
-        ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), scheme_of(("all", "largest")[rank]), placement="device"
-    )
-    with pytest.raises(gradwire.RankMismatch, match="config"):
-        backward(ddp, rank, 0, place)
-    attachment.close()
-
-
-def test_ranks_that_disagree(library: Path) -> None:
-    run_ranks(disagree, 2, library)
-
-
-def die(rank: int, world_size: int, library: Path) -> tuple[str, float]:
-    """While the other rank's lane waits for the device, and so for it."""
-    late, place = begin_with_kernels(library)
-    late.set_lateness_us(1_000)
-    ddp = place.model(Words(torch.float32))
-    attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), scheme_of("all"), placement="device")
-    started = time.monotonic()
-    try:
-        for step in range(6):
-            if (rank, step) == (1, 2):
-                os._exit(7)
-            started = time.monotonic()
-            backward(ddp, rank, step, place)
-    except gradwire.PeerLost as error:
-        return str(error), time.monotonic() - started
-    return "not noticed", 0.0
-
-
-def test_a_rank_that_dies_is_named(library: Path) -> None:
-    survivor, dead = try_ranks(die, 2, library)
-    assert survivor.error is None, survivor.traceback
-    said, after_s = survivor.result
-    assert "lost rank 1, which" in said
-    assert after_s < 20
-    assert dead.exit_code == 7
 
 
 def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:

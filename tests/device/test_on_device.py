@@ -33,7 +33,7 @@ from gradwire import schemes
 from gradwire.codecs.hadamard import Thc
 from gradwire.gpu import kernels
 from gradwire.schemes import Scheme, selection
-from ranks import run_ranks
+from ranks import assert_alike, on_ranks, run_ranks
 
 Maker = Callable[[], Scheme]
 
@@ -176,18 +176,13 @@ def train_on_both(
 @pytest.mark.parametrize(("world_size", "latenesses_us"), [(1, [1_000]), (2, [0, 5_000]), (3, [1_000])])
 def test_bits_are_the_cpus(library: Path, world_size: int, latenesses_us: list[int], half: int) -> None:
     names = list(SCHEMES)[half::2]
-    first, *others = run_ranks(train_on_both, world_size, library, names, latenesses_us, timeout_s=170)
-    for other in others:
-        assert all(torch.equal(other[case], found) for case, found in first.items())
+    assert_alike(run_ranks(train_on_both, world_size, library, names, latenesses_us, timeout_s=170))
 
 
-def sum_in_two_bytes(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_sums_of_two_bytes_are_the_cpus(rank: int, world_size: int, library: Path) -> None:
     with mock.patch.object(Thc, "sums_are_wide", staticmethod(lambda n_ranks: True)):  # as past 8 ranks
         train_on_both(rank, world_size, library, ["thc"], [1_000])
-
-
-def test_sums_of_two_bytes_are_the_cpus(library: Path) -> None:
-    run_ranks(sum_in_two_bytes, 2, library)
 
 
 # ---- DDP's features
@@ -195,6 +190,7 @@ def test_sums_of_two_bytes_are_the_cpus(library: Path) -> None:
 SEVERAL: dict[Feature, list[str]] = {
     view_buckets: ["one-bit", "bf16", "power-sgd", "homomorphic, largest"],
     keep_graph_static: ["two-bit", "acp-sgd"],
+    leave_parameters_unused: ["terngrad", "sign-sgd"],  # which keep no residuals
     mix_dtypes: [
         "two-bit",
         "plain",
@@ -240,66 +236,50 @@ SEVERAL: dict[Feature, list[str]] = {
 }
 
 
+def on_both(feature: Feature, rank: int, device: Place, name: str) -> tuple[Tensor, Tensor]:
+    """What a feature comes to on the CPU, and on the device."""
+    expected = feature(rank, Place(CPU), SCHEMES[name]())
+    with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):
+        return expected, feature(rank, device, SCHEMES[name]())
+
+
 def compare_features(rank: int, world_size: int, library: Path, features: dict[Feature, list[str]] = SEVERAL) -> None:
     late, device = begin_with_kernels(library)
     late.set_lateness_us(1_000)
     for feature, names in features.items():
         for name in names:
-            expected = feature(rank, Place(CPU), SCHEMES[name]())
-            with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):
-                found = feature(rank, device, SCHEMES[name]())
+            expected, found = on_both(feature, rank, device, name)
             assert torch.equal(found, expected), f"{feature.__name__}, {name}: off by {(found - expected).abs().max()}"
 
 
 def test_features_of_ddp_have_their_bits_of_the_cpu(library: Path) -> None:
-    elsewhere = {leave_parameters_unused, join_with_uneven_inputs}
-    assert set(SEVERAL) | elsewhere == set(FEATURES), "a feature of the staged tests is not here"
+    assert {*SEVERAL, join_with_uneven_inputs} == set(FEATURES), "a feature of the staged tests is not here"
     run_ranks(compare_features, 2, library, timeout_s=170)
 
 
-def leave_unused(rank: int, world_size: int, library: Path) -> None:
-    _, device = begin_with_kernels(library)
-    for name in ("terngrad", "sign-sgd"):
-        expected = leave_parameters_unused(rank, Place(CPU), SCHEMES[name]())
-        with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):
-            found = leave_parameters_unused(rank, device, SCHEMES[name]())
-        assert torch.equal(found, expected), f"{name}: off by {(found - expected).abs().max()}"
-
-
-def test_schemes_without_residuals_take_unused_parameters(library: Path) -> None:
-    run_ranks(leave_unused, 2, library)
-
-
-def join(rank: int, world_size: int, library: Path, name: str = "one-bit") -> tuple[Tensor, Tensor]:
-    _, device = begin_with_kernels(library)
-    expected = join_with_uneven_inputs(rank, Place(CPU), SCHEMES[name]())
-    with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):
-        return expected, join_with_uneven_inputs(rank, device, SCHEMES[name]())
-
-
-def test_a_rank_that_has_run_out_of_input_sends_its_residual(library: Path) -> None:
+@on_ranks(2)
+def test_a_rank_that_has_run_out_of_input_sends_its_residual(rank: int, world_size: int, library: Path) -> Tensor:
     """A CPU rank keeps its residual then: a device does not look whether a gradient is all zeros. Both lose nothing."""
-    (expected, first), (_, second) = run_ranks(join, 2, library)
-    assert torch.equal(first, second)
-    torch.testing.assert_close(first, expected, atol=2e-3, rtol=0)
-
-
-def compare_nans(rank: int, world_size: int, library: Path, name: str) -> tuple[Tensor, Tensor]:
     _, device = begin_with_kernels(library)
-    expected = meet_nan(rank, Place(CPU), SCHEMES[name]())
-    with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):
-        return expected, meet_nan(rank, device, SCHEMES[name]())
+    expected, found = on_both(join_with_uneven_inputs, rank, device, "one-bit")
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)
+    return found
 
 
 @pytest.mark.parametrize("name", ["one-bit", "sign-sgd", "acp-sgd", "thc", "top-k", "dgc"])
-def test_a_message_with_a_nan_is_nan_altogether_as_on_the_cpu(library: Path, name: str) -> None:
-    (expected, first), (_, second) = run_ranks(compare_nans, 2, library, name)
-    assert torch.equal(first, second)
-    assert torch.equal(first, expected)
+@on_ranks(2)
+def test_a_message_with_a_nan_is_nan_altogether_as_on_the_cpu(
+    rank: int, world_size: int, library: Path, name: str
+) -> Tensor:
+    _, device = begin_with_kernels(library)
+    expected, found = on_both(meet_nan, rank, device, name)
+    assert torch.equal(found, expected)
     assert bool((expected == 12345.0).any())
+    return found
 
 
-def refuse(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_what_needs_the_host_says_so(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
     ddp, on_cpu = place.model(build_model()), Place(CPU).model(build_model())
     unsure = place.model(build_model(), find_unused_parameters=True)
@@ -322,7 +302,3 @@ def refuse(rank: int, world_size: int, library: Path) -> None:
         pytest.raises(gradwire.Unsupported, match="there are kernels for"),
     ):
         gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "one-bit", placement="device")
-
-
-def test_what_needs_the_host_says_so(library: Path) -> None:
-    run_ranks(refuse, 1, library)

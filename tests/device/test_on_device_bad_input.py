@@ -23,10 +23,24 @@ from gradwire.schemes.low_rank import LowRank
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceGroup, DeviceWire, Reading, ResidentBucket, check_not_captured
 from gradwire.wire.wire import StepOutcome
-from ranks import patience, run_ranks, try_ranks
+from ranks import on_ranks, patience, run_ranks, try_ranks
 
 
-def meet_a_changed_message(rank: int, world_size: int, library: Path, name: str, collective: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "collective"),
+    [
+        ("one-bit", "alltoall_base"),
+        ("one-bit, raw sums", "alltoall_base"),
+        ("embedded-float", "alltoall"),
+        ("embedded-float direct", "alltoall"),
+        ("gcomp", "alltoall"),
+        ("gcomp direct", "alltoall"),
+    ],
+)
+@on_ranks(2)
+def test_a_message_that_is_changed_on_its_way(
+    rank: int, world_size: int, library: Path, name: str, collective: str
+) -> None:
     """Rank 1 gets a changed byte of what rank 0 pushed: NaN on all ranks in this step, an error on all in the next one."""
     _, place = begin_with_kernels(library)
     ddp = place.model(build_model())
@@ -60,20 +74,8 @@ def meet_a_changed_message(rank: int, world_size: int, library: Path, name: str,
     attachment.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "collective"),
-    [
-        ("one-bit", "alltoall_base"),
-        ("one-bit, raw sums", "alltoall_base"),
-        ("embedded-float", "alltoall"),
-        ("embedded-float direct", "alltoall"),
-    ],
-)
-def test_a_message_that_is_changed_on_its_way(library: Path, name: str, collective: str) -> None:
-    run_ranks(meet_a_changed_message, 2, library, name, collective)
-
-
-def send_more_than_is_awaited(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_the_group_like_nccl_refuses_a_message_of_another_length(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
     group = DeviceGroup(Communicator(), place.device)
     for n_awaited, is_right in ((5, True), (4, False), (6, False)):
@@ -83,14 +85,22 @@ def send_more_than_is_awaited(rank: int, world_size: int, library: Path) -> None
         assert bool((received.cpu() == 1 - rank).all()) == is_right
 
 
-def test_the_group_like_nccl_refuses_a_message_of_another_length(library: Path) -> None:
-    run_ranks(send_more_than_is_awaited, 2, library)
-
-
 _SUM, _COUNT = 0, 2  # words of a message of elements: the sum of the others; of dgc's, how many elements there are
 
 
-def meet_changed_elements(
+@pytest.mark.parametrize(
+    ("name", "word", "bits", "says"),
+    [
+        ("top-k", 5, 1 << 22, "checksum"),
+        ("top-k", _SUM, 1, "checksum"),
+        ("top-k", 3, 1 << 30, "outside"),
+        ("top-k", 3, -(1 << 31), "outside"),
+        ("dgc", 9, 1 << 22, "checksum"),
+        ("dgc", _COUNT, 1 << 20, "outside"),
+    ],
+)
+@on_ranks(2)
+def test_elements_that_are_changed_on_their_way(
     rank: int, world_size: int, library: Path, name: str, word: int, bits: int, says: str
 ) -> None:
     """Rank 1 gets another word of what rank 0 sent, and with `says` of places under a sum that is right."""
@@ -128,22 +138,8 @@ def meet_changed_elements(
     attachment.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "word", "bits", "says"),
-    [
-        ("top-k", 5, 1 << 22, "checksum"),
-        ("top-k", _SUM, 1, "checksum"),
-        ("top-k", 3, 1 << 30, "outside"),
-        ("top-k", 3, -(1 << 31), "outside"),
-        ("dgc", 9, 1 << 22, "checksum"),
-        ("dgc", _COUNT, 1 << 20, "outside"),
-    ],
-)
-def test_elements_that_are_changed_on_their_way(library: Path, name: str, word: int, bits: int, says: str) -> None:
-    run_ranks(meet_changed_elements, 2, library, name, word, bits, says)
-
-
-def hold_other_factors(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_other_factors_are_told(rank: int, world_size: int, library: Path) -> None:
     """Rank 1 comes to hold other factors than it should: all ranks are told a step later."""
     _, place = begin_with_kernels(library)
     ddp = place.model(build_model())
@@ -164,10 +160,6 @@ def hold_other_factors(rank: int, world_size: int, library: Path) -> None:
     with pytest.raises(gradwire.RankMismatch, match=r"different factors before bucket . of step 2"):
         backward(3)
     attachment.close()
-
-
-def test_other_factors_are_told(library: Path) -> None:
-    run_ranks(hold_other_factors, 2, library)
 
 
 def die(rank: int, world_size: int, library: Path, name: str = "one-bit") -> tuple[str, float]:
@@ -192,7 +184,7 @@ def die(rank: int, world_size: int, library: Path, name: str = "one-bit") -> tup
     return "not noticed", 0.0
 
 
-@pytest.mark.parametrize("name", ["one-bit", "gcomp"])
+@pytest.mark.parametrize("name", ["one-bit", "gcomp", "homomorphic, largest"])
 def test_a_rank_that_dies_is_named(library: Path, name: str) -> None:
     survivor, dead = try_ranks(die, 2, library, name)
     assert survivor.error is None, survivor.traceback
@@ -202,21 +194,22 @@ def test_a_rank_that_dies_is_named(library: Path, name: str) -> None:
     assert dead.exit_code == 7
 
 
-def disagree(rank: int, world_size: int, library: Path) -> None:
-    """On the scheme, and on where it works."""
+@pytest.mark.parametrize(
+    ("names", "on"),
+    [(("one-bit", "two-bit"), "scheme"), (("homomorphic", "homomorphic, largest"), "config")],
+)
+@on_ranks(2)
+def test_ranks_that_disagree(rank: int, world_size: int, library: Path, names: tuple[str, str], on: str) -> None:
     _, place = begin_with_kernels(library)
     ddp = place.model(build_model())
-    attachment = attach(ddp, adamw(ddp), SCHEMES["two-bit" if rank else "one-bit"](), placement="device")
-    with pytest.raises(gradwire.RankMismatch, match="scheme"):
+    attachment = attach(ddp, adamw(ddp), SCHEMES[names[rank]](), placement="device")
+    with pytest.raises(gradwire.RankMismatch, match=on):
         ddp(batch(rank, 0, place)).square().mean().backward()
     attachment.close()
 
 
-def test_ranks_that_disagree(library: Path) -> None:
-    run_ranks(disagree, 2, library)
-
-
-def run_out_of_memory(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_full_memory_is_said_and_ddp_goes_on(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
     late.set_limits(1 << 40, 1 << 40)
     alone, ddp = place.model(build_model()), place.model(build_model())
@@ -242,10 +235,6 @@ def run_out_of_memory(rank: int, world_size: int, library: Path) -> None:
             model(batch(rank, step, place)).square().mean().backward()
             steps.step()
     assert torch.equal(bits_of(ddp), bits_of(alone))
-
-
-def test_full_memory_is_said_and_ddp_goes_on(library: Path) -> None:
-    run_ranks(run_out_of_memory, 2, library)
 
 
 # ---- planted faults
@@ -313,7 +302,9 @@ def test_each_planted_fault_is_seen(library: Path) -> None:
     assert {name for seen in by_rank for name, is_seen in seen.items() if is_seen} == {*FAULTS, "verdict read too soon"}
 
 
-def be_captured(rank: int, world_size: int, library: Path, placement: str) -> None:
+@pytest.mark.parametrize("placement", ["staged", "device"])
+@on_ranks(1)
+def test_a_captured_backward_pass_is_refused(rank: int, world_size: int, library: Path, placement: str) -> None:
     _, place = begin_with_kernels(library)
     ddp = place.model(build_model())
     attachment = attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "one-bit", placement=placement)
@@ -329,8 +320,3 @@ def be_captured(rank: int, world_size: int, library: Path, placement: str) -> No
     ):
         ddp(batch(rank, 0, place)).square().mean().backward()
     attachment.close()
-
-
-@pytest.mark.parametrize("placement", ["staged", "device"])
-def test_a_captured_backward_pass_is_refused(library: Path, placement: str) -> None:
-    run_ranks(be_captured, 1, library, placement)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import gradwire
 from gradwire.wire.device_wire import DeviceTimes
-from ranks import run_ranks
+from ranks import on_ranks
 
 WARMUP = 4
 
@@ -37,7 +37,8 @@ FEATURES: dict[Feature, str] = {
 }
 
 
-def compare_features(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2, timeout_s=170)
+def test_features_of_ddp_have_their_bits_of_the_cpu(rank: int, world_size: int, library: Path) -> None:
     late, device = begin_with_kernels(library)
     late.set_lateness_us(500)
     for feature, name in FEATURES.items():
@@ -45,10 +46,6 @@ def compare_features(rank: int, world_size: int, library: Path) -> None:
         with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):
             found = feature(rank, device, SCHEMES[name]())
         assert torch.equal(found, expected), f"{feature.__name__}, {name}: off by {(found - expected).abs().max()}"
-
-
-def test_features_of_ddp_have_their_bits_of_the_cpu(library: Path) -> None:
-    run_ranks(compare_features, 2, library, timeout_s=170)
 
 
 class Run:
@@ -67,7 +64,10 @@ class Run:
         self.optimizer.step()
 
 
-def measure(rank: int, world_size: int, library: Path) -> tuple[Tensor, list[Any], int]:
+@on_ranks(2)
+def test_the_table_is_measured_by_the_device_and_shared(
+    rank: int, world_size: int, library: Path
+) -> tuple[Tensor, list[Any], int]:
     """A table after the warm-up, and another one after it was asked for, on all ranks by one of them."""
     late, place = begin_with_kernels(library)
     late.set_lateness_us(200)
@@ -94,14 +94,8 @@ def measure(rank: int, world_size: int, library: Path) -> tuple[Tensor, list[Any
     return bits_of(run.ddp), tables, threshold
 
 
-def test_the_table_is_measured_by_the_device_and_shared(library: Path) -> None:
-    first, *others = run_ranks(measure, 2, library)
-    for other in others:
-        assert torch.equal(other[0], first[0])
-        assert other[1:] == first[1:]
-
-
-def take_times(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_times_are_the_devices(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
     times = DeviceTimes(place.device)
     with times.timing("encode"):
@@ -117,11 +111,8 @@ def take_times(rank: int, world_size: int, library: Path) -> None:
     assert times.take() == {}
 
 
-def test_times_are_the_devices(library: Path) -> None:
-    run_ranks(take_times, 1, library)
-
-
-def meet_nan(rank: int, world_size: int, library: Path) -> Tensor:
+@on_ranks(2)
+def test_a_nan_is_nan_on_all_ranks(rank: int, world_size: int, library: Path) -> Tensor:
     """A NaN on rank 1 in step 1: NaN on all ranks, and the residuals of step 0 stay."""
     _, place = begin_with_kernels(library)
     run = Run(rank, place, threshold_bytes=4_000)
@@ -139,12 +130,8 @@ def meet_nan(rank: int, world_size: int, library: Path) -> Tensor:
     return gradient.nan_to_num(nan=12345.0)
 
 
-def test_a_nan_is_nan_on_all_ranks(library: Path) -> None:
-    first, second = run_ranks(meet_nan, 2, library)
-    assert torch.equal(first, second)
-
-
-def refuse(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_what_needs_the_host_says_so(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
     for options, says in (
         ({"update": "owner", "pull": "raw"}, 'update="owner" works on host memory'),
@@ -154,7 +141,3 @@ def refuse(rank: int, world_size: int, library: Path) -> None:
     ):
         with pytest.raises(gradwire.Unsupported, match=says):
             Run(rank, place, **options)
-
-
-def test_what_needs_the_host_says_so(library: Path) -> None:
-    run_ranks(refuse, 1, library)

@@ -20,7 +20,7 @@ from gradwire.core.bucket import Bucket, slot_of
 from gradwire.core.session import LossScale
 from gradwire.core.staging import StagedBucket, Staging
 from gradwire.schemes.gcomp.importance import QuantisationMetric
-from ranks import run_ranks
+from ranks import on_ranks
 
 N = 1_000
 LATE_US = 30_000
@@ -112,7 +112,8 @@ def is_right(functions: Any, device: torch.device) -> bool:
     return right
 
 
-def plant(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_every_planted_fault_is_seen(rank: int, world_size: int, library: Path) -> None:
     functions = late.load(library)
     device = torch.device("late", 0)
     assert is_right(functions, device)
@@ -122,11 +123,8 @@ def plant(rank: int, world_size: int, library: Path) -> None:
     assert is_right(functions, device)
 
 
-def test_every_planted_fault_is_seen(library: Path) -> None:
-    run_ranks(plant, 1, library)
-
-
-def use_memory(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_memory_is_pinned_once_and_its_end_is_said(rank: int, world_size: int, library: Path) -> None:
     functions = late.load(library)
     first, second = torch.device("late", 0), torch.device("late", 1)
     parameters = [torch.nn.Parameter(torch.empty(N, device=first)) for _ in range(2)]
@@ -165,11 +163,8 @@ def use_memory(rank: int, world_size: int, library: Path) -> None:
         Staging().stage(0, torch.empty(3, device="meta"), [(0, 3)])
 
 
-def test_memory_is_pinned_once_and_its_end_is_said(library: Path) -> None:
-    run_ranks(use_memory, 1, library)
-
-
-def read_scale(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_the_loss_scale_is_the_one_of_its_backward_pass(rank: int, world_size: int, library: Path) -> None:
     functions = late.load(library)
     device = torch.device("late", 0)
     functions.set_stream_lateness_us(0, 0, LATE_US)
@@ -185,10 +180,6 @@ def read_scale(rank: int, world_size: int, library: Path) -> None:
     assert LossScale()() == 1.0
 
 
-def test_the_loss_scale_is_the_one_of_its_backward_pass(library: Path) -> None:
-    run_ranks(read_scale, 1, library)
-
-
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -200,7 +191,8 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
 ]
 
 
-def compare_importance(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_importance_computed_on_the_device_is_the_kernels(rank: int, world_size: int, library: Path) -> None:
     late.load(library)
     device = torch.device("late", 0)
     for make in OPTIMIZERS:
@@ -226,10 +218,6 @@ def compare_importance(rank: int, world_size: int, library: Path) -> None:
                 metric.write_importance(parameters, [0, 5_000, 5_021], found[0], 8.0)
         assert torch.equal(*found), f"{optimizer}: {(found[0] != found[1]).sum()} bytes differ"
         assert found[0].unique().numel() > 20
-
-
-def test_importance_computed_on_the_device_is_the_kernels(library: Path) -> None:
-    run_ranks(compare_importance, 1, library)
 
 
 def test_a_plain_tensor_of_a_device_is_refused() -> None:

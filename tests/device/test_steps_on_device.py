@@ -18,12 +18,13 @@ from gradwire.gpu import kernels
 from gradwire.schemes.compressed import Compressed
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire
-from ranks import patience, run_ranks
+from ranks import on_ranks, patience
 
 # ---- what a checkpoint holds
 
 
-def hold_state(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_states_are_the_cpus(rank: int, world_size: int, library: Path) -> None:
     late, device = begin_with_kernels(library)
     late.set_lateness_us(1_000)
     for name in ("one-bit", "top-k", "dgc", "dgc by bucket"):
@@ -44,10 +45,6 @@ def hold_state(rank: int, world_size: int, library: Path) -> None:
             for slot, tensor in tensors.items():
                 assert on_device[kind][slot].device == CPU
                 assert torch.equal(on_device[kind][slot], tensor), f"{name}: other {kind} of {slot}"
-
-
-def test_states_are_the_cpus(library: Path) -> None:
-    run_ranks(hold_state, 2, library)
 
 
 # ---- what the host asks of the device
@@ -72,7 +69,8 @@ class Asked(TorchDispatchMode):
         return result
 
 
-def ask(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_the_host_reads_nothing_within_a_step(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
     reduce, asked = Compressed._reduce_on_lane, Asked()
 
@@ -92,14 +90,11 @@ def ask(rank: int, world_size: int, library: Path) -> None:
     assert asked.names[-1] in READING
 
 
-def test_the_host_reads_nothing_within_a_step(library: Path) -> None:
-    run_ranks(ask, 2, library)
-
-
 # ---- what the host gives to the device
 
 
-def upload_late(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_what_the_device_has_not_read_is_kept(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
     site = DeviceWire(Communicator(), [place.device])
     late.set_lateness_us(0)
@@ -116,14 +111,11 @@ def upload_late(rank: int, world_size: int, library: Path) -> None:
     assert first.tolist() == [0, 1, 2]
 
 
-def test_what_the_device_has_not_read_is_kept(library: Path) -> None:
-    run_ranks(upload_late, 1, library)
-
-
 # ---- what the backend is asked for
 
 
-def count_collectives(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(2)
+def test_one_or_two_collectives_a_bucket(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
     twice = (
         "one-bit",
@@ -143,7 +135,3 @@ def count_collectives(rank: int, world_size: int, library: Path) -> None:
         with counting_waits_of_hooks(late) as waits:
             train(rank, place, SCHEMES[name]())
         assert LikeNccl.made[-1].n_started == per_bucket * len(waits)
-
-
-def test_one_or_two_collectives_a_bucket(library: Path) -> None:
-    run_ranks(count_collectives, 2, library)

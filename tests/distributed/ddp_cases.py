@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
 from gradwire.schemes import Scheme
+from ranks import agree
 
 N_STEPS = 5
 ONE_BIT = "one-bit:warmup_steps=0"
@@ -99,14 +99,6 @@ def finish(ddp: nn.Module, attachment: Any) -> Tensor:
     return torch.cat([parameter.detach().double().reshape(-1) for parameter in ddp.parameters()])
 
 
-def agree(rank: int, values: Tensor) -> bool:
-    """Whether all ranks hold the same bits."""
-    raw = values.contiguous().view(torch.uint8)
-    gathered = [torch.empty_like(raw) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, raw)
-    return all(torch.equal(raw, other) for other in gathered)
-
-
 def train(
     rank: int,
     scheme: Scheme | None,
@@ -132,10 +124,10 @@ def check_case(rank: int, world_size: int, case: Case, tolerance: float = 1.0) -
     `tolerance`: factor on TOLERANCE, for dtypes coarser than float32.
     """
     expected = case(rank, None)
-    assert agree(rank, expected)
+    assert agree(expected)
     for name, make in SCHEMES.items():
         found = case(rank, make())
         assert bool(found.isfinite().all()), name
-        assert name == "periodic" or agree(rank, found), f"{name}: ranks differ"
+        assert name == "periodic" or agree(found), f"{name}: ranks differ"
         deviation = float((found - expected).abs().max()) if found.numel() else 0.0
         assert deviation <= TOLERANCE.get(name, math.inf) * tolerance, f"{name}: off by {deviation}"

@@ -44,10 +44,3 @@ def mean_over_ranks(values: Tensor) -> Tensor:
     summed = values.double()
     torch.distributed.all_reduce(summed)
     return summed / torch.distributed.get_world_size()
-
-
-def agree(values: Tensor) -> bool:
-    raw = values.contiguous().view(-1).view(torch.uint8)
-    gathered = [torch.empty_like(raw) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(gathered, raw)
-    return all(torch.equal(raw, other) for other in gathered)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
+import os
+import weakref
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from ddp_cases import attach, batches, build_model, finish, sgd, take_step, wrap
+import torch.distributed as dist
+from ddp_cases import adamw, attach, batches, build_model, finish, sgd, take_step, wrap
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import gradwire
 from gradwire import codecs, schemes
@@ -182,3 +191,183 @@ def test_error_of_the_users_between_two_steps_harms_nothing(rank: int, world_siz
                 ddp(batch[:, :3])
         take_step(ddp, optimizer, batch)
     assert agree(finish(ddp, attachment))
+
+
+# ---- A model with an attachment is copied, saved and wrapped as DDP's own are; odd optimizers and hook states are told apart
+
+
+def saved_and_loaded(ddp: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@on_ranks(2)
+def test_model_with_an_attachment_is_copied_and_saved_as_any_other(rank: int, world_size: int) -> None:
+    for scheme in ("gcomp", "one-bit", "broadcast"):
+        ddp = wrap(build_model())
+        optimizer = adamw(ddp)
+        attachment = attach(ddp, optimizer, schemes.by_name(scheme, **schemes.as_published(scheme, {})))
+        for state in ("attached", "closed"):
+            for batch in batches(rank, 2):
+                take_step(ddp, optimizer, batch)
+            if state == "closed":
+                attachment.close()
+            attachment.flush()
+            twins = [copy.deepcopy(ddp), saved_and_loaded(ddp), AveragedModel(ddp).module]
+            for twin in twins:
+                for mine, theirs in zip(ddp.parameters(), twin.parameters(), strict=True):
+                    assert torch.equal(mine, theirs), (scheme, state)
+        for twin in twins:  # a copy trains by itself, and with an attachment of its own
+            twin_optimizer = sgd(twin)
+            take_step(twin, twin_optimizer, next(batches(rank)))
+            again = gradwire.attach(twin, twin_optimizer, scheme, timeout_s=100)
+            for batch in batches(rank, 3):
+                take_step(twin, twin_optimizer, batch)
+            assert agree(finish(twin, again)), scheme
+    hooked = wrap(build_model())
+    state = gradwire.HookState("plain", timeout_s=100)
+    hooked.register_comm_hook(state, gradwire.ddp_hook)
+    assert saved_and_loaded(copy.deepcopy(hooked)).module is not hooked.module
+    state.close()
+
+
+class HandedThrough(torch.optim.Optimizer):
+    """As Accelerate wraps an optimizer: a torch Optimizer by name alone, without its own fields."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
+@on_ranks(2)
+def test_optimizer_that_hands_through_to_another_is_taken_for_the_one_inside(rank: int, world_size: int) -> None:
+    ddp = wrap(build_model())
+    with pytest.raises(gradwire.Unsupported, match=r"attach the optimizer inside it \(AdamW\)"):
+        gradwire.attach(ddp, HandedThrough(adamw(ddp)), "broadcast", timeout_s=100)
+    HandedThrough.__module__ = "accelerate.optimizer"
+    for scheme in ("gcomp", "broadcast", "acp-sgd"):
+        ends = []
+        for given in (HandedThrough, lambda optimizer: optimizer):
+            ddp = wrap(build_model())
+            optimizer = given(adamw(ddp))
+            attachment = attach(ddp, optimizer, schemes.by_name(scheme, **schemes.as_published(scheme, {})))
+            for batch in batches(rank):
+                take_step(ddp, optimizer, batch)
+            ends.append(finish(ddp, attachment))
+        assert torch.equal(*ends), scheme
+
+
+@pytest.mark.parametrize("what", ["nothing", "group"])
+@on_ranks(2, raises=Exception, match="needs a gradwire.HookState, got")
+def test_hook_with_another_state_says_what_it_needs(rank: int, world_size: int, what: str) -> None:
+    ddp = wrap(build_model())
+    ddp.register_comm_hook(None if what == "nothing" else ddp.process_group, gradwire.ddp_hook)
+    take_step(ddp, sgd(ddp), next(batches(rank)))
+
+
+# ---- What scripts do around a training: set torch's defaults, forget the scaler, never close
+
+
+# One of each kind of message; the others make their tensors in the same places, which the architecture's tests look at.
+SCHEMES = ["acp-sgd", "dgc", "gcomp", "homomorphic", "one-bit", "power-sgd", "slimgc", "terngrad"]
+
+
+def train(rank: int, scheme: Any, n_steps: int = 5, scaler: Any = None, told: Any = None) -> tuple[torch.Tensor, Any]:
+    """Without a name of a dtype or device but those of the model. A scaled loss overflows in step 2."""
+    kinds: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 40, **kinds), nn.ReLU(), nn.Linear(40, 8, **kinds))
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.05)
+    attachment = gradwire.attach(ddp, optimizer, scheme, told, timeout_s=100)
+    g = torch.Generator(device="cpu").manual_seed(rank)
+    for step in range(n_steps):
+        loss = ddp(torch.randn(8, 16, generator=g, **kinds)).square().mean()
+        optimizer.zero_grad()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss * torch.inf if step == 2 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    state = attachment.state_dict()["state"]
+    attachment.close()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), state
+
+
+@on_ranks(2)
+def test_defaults_of_dtype_and_device_change_no_bit(rank: int, world_size: int) -> None:
+    for scheme in SCHEMES:
+        expected, _ = train(rank, scheme)
+        for dtype, device in ((torch.float64, None), (torch.bfloat16, None), (torch.float32, "meta")):
+            torch.set_default_dtype(dtype)
+            torch.set_default_device(device)
+            try:
+                values, _ = train(rank, scheme)
+            finally:
+                torch.set_default_dtype(torch.float32)
+                torch.set_default_device(None)
+            assert torch.equal(values, expected), (scheme, dtype, device)
+
+
+@on_ranks(2)
+def test_a_scaler_that_attach_was_not_given_counts_as_if_it_had_been(rank: int, world_size: int) -> None:
+    for scheme in ("one-bit", "dgc", "acp-sgd", "top-k"):
+        ends = []
+        for is_told in (True, False):
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
+            ends.append(train(rank, scheme, 6, scaler, scaler if is_told else None))
+        (told, told_state), (untold, state) = ends
+        assert torch.equal(told, untold), scheme
+        for name, residual in told_state.get("residuals", {}).items():
+            assert torch.equal(residual, state["residuals"][name]), (scheme, name)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "door"), [("auto", "ddp"), ("gcomp", "ddp"), ("one-bit", "ddp"), ("gcomp", "module")]
+)
+@on_ranks(2)
+def test_an_attachment_that_nobody_closes_goes_with_its_model(
+    rank: int, world_size: int, scheme: str, door: str
+) -> None:
+    """Threads and descriptors that three more folds have left, and models that are still there."""
+
+    def fold() -> weakref.ref[nn.Module]:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(16, 40), nn.Linear(40, 8))
+        if door == "ddp":
+            model = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        gradwire.attach(model, optimizer, scheme, timeout_s=100)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(2, 16)).square().mean().backward()
+            optimizer.step()
+        return weakref.ref(model)
+
+    def held() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/task")) + len(os.listdir("/proc/self/fd"))
+
+    fold()
+    before = held()
+    left = [fold() for _ in range(3)]
+    dist.barrier()
+    assert held() - before <= 2
+    assert all(one() is None for one in left)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.errors import GradwireError
 from gradwire.schemes.auto.scheme import Auto
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from small_training import Training
 
 
@@ -107,7 +107,10 @@ def eager(rank: int) -> Auto:
     return Quick(rank, {"gcomp": 3.0}, fidelity=["gcomp"])
 
 
-def with_models(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_models_that_no_scheme_takes_train_as_under_ddp_and_are_named_when_a_scheme_is_attached(
+    rank: int, world_size: int
+) -> None:
     for name, (make, words, refuses) in MODELS.items():
         torch._dynamo.config.optimize_ddp = "python_reducer" if name == "python_reducer" else True
         with pytest.raises(GradwireError, match=words):
@@ -124,10 +127,6 @@ def with_models(rank: int, world_size: int) -> None:
         assert torch.equal(values, expected), name
         assert words in why, (name, why)
         assert torch.equal(train(rank, make, name, "plain")[0], expected), name
-
-
-def test_models_that_no_scheme_takes_train_as_under_ddp_and_are_named_when_a_scheme_is_attached() -> None:
-    run_ranks(with_models, 2)
 
 
 LOOPS = {

@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from homomorphic_cases import DTYPES, LAYOUT, by_bucket, flat, gradients_of, make, parameters
+from torch import nn
 
-from buckets import Driver
+import gradwire
+from buckets import LAYOUT, Driver, by_bucket, flat
+from gradwire import schemes
 from gradwire.codecs.count_sketch import FixedPoint
+from gradwire.exchange.aggregators import Sum
 from gradwire.exchange.aggregators.process_group import ProcessGroup
-from ranks import on_ranks, run_ranks
+from gradwire.wire.wire import Wire
+from ranks import on_ranks
 from sketches import quantise, sparse_gradients
+from small_training import Training
+
+SHAPES = [(40, 300), (7,), (70, 11), (0, 5), (), (30_000,)]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def sum_in_every_mode(rank: int, world_size: int) -> torch.Tensor:
+def gradients_of(
+    rank: int, world_size: int, step: int, density: float, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    n_elements = sum(torch.Size(shape).numel() for shape in SHAPES)
+    values = sparse_gradients(n_elements, density, world_size, run=(1, 32)[step % 2], seed=step)[rank]
+    values.clamp_(-60_000, 60_000)
+    parts = values.to(dtype).split([torch.Size(shape).numel() for shape in SHAPES])
+    return [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)]
+
+
+def make(**options: Any) -> schemes.Scheme:
+    return schemes.by_name("homomorphic", **options)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks()
+def test_every_mode_gives_the_mean_and_the_same_bits_on_all_ranks(rank: int, world_size: int) -> torch.Tensor:
     results = []
     for dtype in DTYPES:
         rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
@@ -59,15 +90,10 @@ def sum_in_every_mode(rank: int, world_size: int) -> torch.Tensor:
     return torch.cat(results)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_mode_gives_the_mean_and_the_same_bits_on_all_ranks(world_size: int) -> None:
-    outcomes = run_ranks(sum_in_every_mode, world_size)
-    for outcome in outcomes[1:]:
-        assert torch.equal(outcome.view(torch.int32), outcomes[0].view(torch.int32))
-
-
-def count_bytes(rank: int, world_size: int) -> list[tuple[float, float, float, float]]:
-    n_elements, counted = 3_000_000, []
+@on_ranks(2)
+def test_wire_volume_is_index_plus_gamma_times_density(rank: int, world_size: int) -> None:
+    """Single values, rows of 32 and whole batches, by bitmap or confirmed filter: 5 % for all that is round."""
+    n_elements = 3_000_000
     for density in (0.01, 0.05):
         for run in (1, 32, 1024):
             parameter = torch.zeros(n_elements)
@@ -85,15 +111,8 @@ def count_bytes(rank: int, world_size: int) -> list[tuple[float, float, float, f
                 n = true_density * n_elements
                 n_hashes = round(math.log2(math.log(2) ** 2 * (n_elements - n) / n))  # a zero let through costs a bit
                 bits = n / math.log(2) * n_hashes + n + (n_elements - n) / 2**n_hashes
-                counted.append((density, run, sent, (n_elements if index == "bitmap" else bits) + 1.3 * 32 * n))
-    return counted
-
-
-def test_wire_volume_is_index_plus_gamma_times_density() -> None:
-    """Single values, rows of 32 and whole batches, by bitmap or confirmed filter: 5 % for all that is round."""
-    for counted in run_ranks(count_bytes, 2):
-        for density, run, sent, promised in counted:
-            assert 0.95 * promised <= sent <= 1.05 * promised, (density, run, sent / promised)
+                promised = (n_elements if index == "bitmap" else bits) + 1.3 * 32 * n
+                assert 0.95 * promised <= sent <= 1.05 * promised, (density, run, sent / promised)
 
 
 # ---- awkward steps and layouts
@@ -166,3 +185,309 @@ def test_zeros_of_all_ranks_are_zeros_and_adam_leaves_them_alone(rank: int, worl
     assert n_false == 0
     assert not bool(parameter.detach()[~is_touched].any())
     driver.close()
+
+
+# ---- What homomorphic leaves out, by a sparsifier or by estimates: conserved, and sent later
+
+
+@on_ranks(3)
+def test_results_and_residuals_conserve_the_gradients(rank: int, world_size: int) -> None:
+    for options in (
+        {"sparsifier": "top-k", "density": 0.05},
+        {"mode": "lossy", "budget": 0.05, "error_feedback": True},
+        {"integer_bits": 16},
+        {"integer_bits": 8},
+        {"integer_bits": 16, "mode": "exact"},
+        {"integer_bits": 8, "mode": "exact"},
+    ):
+        driver = Driver(make(**options), parameters(), LAYOUT)
+        old = torch.zeros(flat(parameters()).numel())
+        for step in range(3):
+            mine = [torch.randn(shape) * 2.0**-step for shape in SHAPES]
+            driver.loss_scale = 2.0**step
+            result = flat(driver.reduce([gradient * driver.loss_scale for gradient in mine])) / driver.loss_scale
+            state = driver.scheme.state_dict()["residuals"]
+            new = torch.cat([state[f"p{i}"].view(-1) for i in range(len(SHAPES))])
+            balance = flat(mine).double() + old.double() - new.double()
+            everyone = driver.communicator.submit(driver.communicator.all_gather, balance)
+            everyone.wait()
+            scale = float(new.abs().max()) + 1
+            assert torch.allclose(everyone.value().mean(0), result.double(), atol=2e-5 * scale)
+            assert float(new.abs().max()) > 0
+            old = new
+        stats = driver.scheme.stats()
+        assert stats["n_buckets_too_dense"] == stats["n_steps_not_finite"] == 0
+        driver.close()
+
+
+@on_ranks(2)
+def test_error_feedback_of_estimates_does_not_grow_without_bound(rank: int, world_size: int) -> None:
+    """An estimate at a tenth of the size is off by 3.7 times the value: fed back as it is, it would grow 3.7-fold a step."""
+    driver = Driver(make(mode="lossy", budget=0.1, error_feedback=True), parameters(), LAYOUT)
+    generator = torch.Generator().manual_seed(rank)
+    gradient = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    total = torch.zeros(flat(gradient).numel(), dtype=torch.float64)
+    n_steps = 120
+    for _ in range(n_steps):
+        total += flat(driver.reduce([g.clone() for g in gradient])).double()
+    state = driver.scheme.state_dict()["residuals"]
+    residual = torch.cat([state[f"p{i}"].view(-1) for i in range(len(SHAPES))])
+    means = []
+    for mine in (residual, flat(gradient)):
+        everyone = driver.communicator.submit(driver.communicator.all_gather, mine)
+        everyone.wait()
+        means.append(everyone.value().double().mean(0))
+    driver.close()
+    assert float(means[0].norm() / means[1].norm()) < 40
+    assert float((total / n_steps - means[1]).norm() / means[1].norm()) < 0.5
+
+
+@on_ranks(3)
+def test_sum_of_sparsified_gradients_is_that_of_top_k_without_gathering(rank: int, world_size: int) -> torch.Tensor:
+    results = []
+    for scheme in (make(sparsifier="top-k", density=0.02), schemes.by_name("top-k", share=0.02)):
+        driver = Driver(scheme, parameters(), LAYOUT)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            result = flat(driver.reduce([torch.randn(shape, generator=generator) for shape in SHAPES]))
+        results.append(result)
+        driver.close()
+    through_sketch, gathered = results
+    assert torch.allclose(through_sketch, gathered, atol=1e-5)
+    assert torch.equal(through_sketch != 0, gathered != 0)
+    return through_sketch
+
+
+# ---- homomorphic under DDP: embeddings train, alike on all ranks, and resume bit by bit
+
+
+class Recommender(nn.Module):
+    """Two embeddings of which a batch touches few rows, and a small dense head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4_000, 16)
+        self.head = nn.Sequential(nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, pairs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.embedding(pairs).flatten(1))
+        return output
+
+
+def recommender() -> nn.Module:
+    torch.manual_seed(1)
+    return Recommender()
+
+
+def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    pairs = torch.randint(0, 4_000, (16, 2), generator=torch.Generator().manual_seed(100 * (step % 5) + rank))
+    return (module(pairs).view(-1) - (pairs.sum(1) % 2)).square().mean()
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"mode": "sketch"},
+    {"mode": "exact"},
+    {"sparsifier": "top-k"},
+    {"mode": "lossy", "budget": 0.2},
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks()
+def test_embeddings_train_alike_on_all_ranks_and_resume_bit_by_bit(rank: int, world_size: int) -> list[torch.Tensor]:
+    results = []
+    for options in OPTIONS:
+
+        def start(options: dict[str, Any] = options) -> Training:
+            ddp = {"bucket_cap_mb": 25}
+            return Training(rank, make(**options), lambda p: torch.optim.SGD(p, lr=0.5), recommender, loss_of, ddp)
+
+        training, runs = start(), []
+        losses = training.take_steps(range(10))
+        saved = training.state()
+        training.close()
+        for _ in range(2):
+            resumed = start().load(saved)
+            saved = resumed.state()
+            later = resumed.take_steps(range(10, 20))
+            stats = resumed.close()
+            assert sum(later[-5:]) < 0.8 * sum(losses[:5])
+            if world_size > 1:
+                assert stats["n_fallbacks"] == 0
+                assert 0 < stats["ratio"] < 0.25
+            runs.append(resumed.flat())
+        assert torch.equal(*runs)
+        results.append(runs[0])
+    return results
+
+
+# ---- homomorphic on values that are not finite, ranks that disagree, sums that were altered and options out of range
+
+
+@on_ranks(2)
+def test_step_with_inf_or_nan_on_one_rank_is_as_if_it_had_not_been(rank: int, world_size: int) -> None:
+    """What a step with Inf or NaN leaves behind: NaN on all ranks where its bucket was, and nothing else."""
+    for options in (
+        {},
+        {"mode": "sketch"},
+        {"mode": "exact"},
+        {"sparsifier": "top-k"},
+        {"mode": "lossy", "error_feedback": True},
+    ):
+        runs = []
+        for value in (float("inf"), float("nan"), None):
+            driver = Driver(make(**options), parameters(), LAYOUT)
+            driver.reduce(gradients_of(rank, world_size, 0, 0.02))
+            if value is None:
+                driver.step += 1  # estimates have hashes of their own at every step
+            else:
+                poisoned = gradients_of(rank, world_size, 1, 0.3)
+                poisoned[0][3, 5] = value if rank == 1 else 0.0
+                before = copy.deepcopy(driver.scheme.state_dict())
+                first, second = by_bucket(driver.reduce(poisoned))
+                assert bool(first.isnan().all())
+                assert bool(second.isfinite().all())
+                assert str(driver.scheme.state_dict()) == str(before)
+                assert driver.scheme.stats()["n_steps_not_finite"] == 1
+                assert not driver.last_buckets[0].record.fallbacks
+            runs.append(torch.cat([flat(driver.reduce(gradients_of(rank, world_size, s, 0.02))) for s in (2, 3)]))
+            driver.close()
+        assert torch.equal(runs[0], runs[2])
+        assert torch.equal(runs[1], runs[2])
+
+
+@on_ranks(2)
+def test_nan_in_a_dense_bucket_is_noticed(rank: int, world_size: int) -> None:
+    """In a bucket that is known to be dense, for which no index goes first."""
+    driver = Driver(make(), parameters(), LAYOUT)
+    for step in range(3):
+        gradients = gradients_of(rank, world_size, step, 1.0)
+        if step == 2:
+            gradients[0][3, 5] = math.nan if rank == 1 else 0.0
+            before = copy.deepcopy(driver.scheme.state_dict())
+        result = driver.reduce(gradients)
+    assert math.isnan(float(result[0][3, 5]))
+    assert driver.scheme.stats()["n_steps_not_finite"] == 1
+    assert driver.scheme.state_dict() == before
+    driver.close()
+
+
+@on_ranks(2)
+def test_values_too_large_for_a_sketch_of_floats_are_sent_plainly(rank: int, world_size: int) -> None:
+    """Near the end of float32 a sketch of floats could overflow, and the plain mean does not: it is taken, and counts."""
+    for options in ({"mode": "sketch"}, {"mode": "lossy", "error_feedback": True}):
+        driver = Driver(make(**options), parameters(), LAYOUT)
+        for step in range(3):
+            gradients = gradients_of(rank, world_size, step, 0.3)
+            if step == 2:
+                gradients[0][0, 0] = 1e38
+                before = copy.deepcopy(driver.scheme.state_dict())
+            result = driver.reduce(gradients)
+        assert float(result[0][0, 0]) == pytest.approx(1e38, rel=1e-6)
+        assert bool(flat(result).isfinite().all())
+        (why,) = driver.last_buckets[0].record.fallbacks
+        assert "too large for a sketch" in why
+        assert not driver.last_buckets[1].record.fallbacks
+        stats, after = driver.scheme.stats(), driver.scheme.state_dict()
+        assert (stats["n_buckets_too_large"], stats["n_steps_not_finite"]) == (1, 0)
+        for name, residual in before.get("residuals", {}).items():
+            if name in ("p0", "p1", "p5"):  # of the first bucket they stay, of the second they do not
+                assert torch.equal(after["residuals"][name], residual) == (name != "p5"), name
+        driver.close()
+
+
+@on_ranks(2)
+def test_step_whose_mean_overflows_float16_keeps_no_residual(rank: int, world_size: int) -> None:
+    """With residuals a mean leaves float16's range, though no gradient does."""
+    driver = Driver(make(sparsifier="top-k", density=0.05), parameters(torch.float16), LAYOUT)
+    gradients = [torch.full(shape, 40_000.0, dtype=torch.float16) for shape in SHAPES]
+    assert all(bool(mean.isfinite().all()) for mean in driver.reduce([values.clone() for values in gradients]))
+    before = copy.deepcopy(driver.scheme.state_dict())
+    result = flat(driver.reduce([values.clone() for values in gradients]))
+    assert bool(result.isinf().any())
+    assert not bool(result.isnan().any())
+    assert str(driver.scheme.state_dict()) == str(before)
+    driver.close()
+
+
+@pytest.mark.parametrize("options", [[{"seed": 0}, {"seed": 1}], [{"batch_values": 1024}, {"batch_values": 512}]])
+@on_ranks(3, raises=gradwire.RankMismatch, match="(?=.*configuration).*rank 0")
+def test_other_seed_or_batch_size_on_one_rank_is_named(
+    rank: int, world_size: int, options: list[dict[str, Any]]
+) -> None:
+    driver = Driver(make(**options[min(rank, 1)]), parameters(), LAYOUT)
+    driver.reduce(gradients_of(rank, world_size, 0, 0.02))
+
+
+@on_ranks(2, raises=gradwire.RankMismatch, match="(?=.*step).*rank 1")
+def test_rank_in_another_step_is_named_where_buckets_are_too_dense_for_an_index(rank: int, world_size: int) -> None:
+    """Dense gradients: from the second step on no index goes before the values."""
+    driver = Driver(make(mode="exact"), parameters(), LAYOUT)
+    for step in range(6):
+        driver.step += step == 2 and rank == 1
+        driver.reduce(gradients_of(rank, world_size, step, 1.0))
+    driver.close()
+
+
+class Altering(ProcessGroup):
+    """Changes one cell of the second sum on every rank, as a faulty fabric would."""
+
+    n_sums = 0
+
+    def start_sum(self, values: torch.Tensor, wire: Wire) -> Sum:
+        wait = super().start_sum(values, wire)
+        self.n_sums += 1
+        if self.n_sums != 2:
+            return wait
+
+        def wait_and_alter() -> None:
+            wait()
+            values[100] += 1000
+
+        return wait_and_alter
+
+
+class IntegersOnly(ProcessGroup):
+    name = "integers"
+    sums_floats = False
+
+
+@on_ranks(2)
+def test_altered_sums_raise_and_integer_aggregators_get_integers(rank: int, world_size: int) -> None:
+    for mode in ("sketch", "exact"):
+        driver = Driver(make(mode=mode, aggregator=Altering()), parameters(), LAYOUT)
+        with pytest.raises(Exception, match="altered on its way"):
+            driver.reduce(gradients_of(rank, world_size, 0, 0.05))
+    for mode in ("sketch", "lossy"):
+        with pytest.raises(gradwire.Unsupported, match='mode="packed" or mode="exact"'):
+            Driver(make(mode=mode, aggregator=IntegersOnly()), parameters())
+    many = SimpleNamespace(wire=SimpleNamespace(world_size=17, on_device=False))
+    with pytest.raises(gradwire.Unsupported, match="sums of 17 ranks leave too little of 8 bits: take integer_bits=16"):
+        make(integer_bits=8).bind(many)
+    many.wire.world_size = 8  # cells of a sketch have to hold twice as much
+    with pytest.raises(gradwire.Unsupported, match="sums of 8 ranks leave too little of 8 bits"):
+        make(integer_bits=8, mode="exact").bind(many)
+    driver = Driver(make(mode="exact", aggregator=IntegersOnly()), parameters())
+    driver.reduce(gradients_of(rank, world_size, 0, 0.05))
+    driver.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"mode": "fast"}, "packed, sketch, exact, lossy"),
+        ({"budget": 0}, "budget"),
+        ({"integer_bits": 24}, "integer_bits"),
+        ({"integer_bits": 16, "mode": "sketch"}, 'integer_bits=16 is for mode="packed"'),
+        ({"sparsifier": "random"}, "top-k"),
+        ({"density": 2}, "density"),
+        ({"error_feedback": True}, "left out"),
+        ({"index": "list"}, "auto, bitmap, bloom"),
+        ({"gamma": 1.1}, "gamma"),
+        ({"aggregator": "cloud"}, "process-group"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(gradwire.InvalidArgument, match=match):
+        make(**options)

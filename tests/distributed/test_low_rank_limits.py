@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
-from ranks import run_ranks
+from ranks import on_ranks
 
 SCHEMES = ("acp-sgd", "power-sgd", "power-sgd-overlap")
 
@@ -30,7 +30,11 @@ def run_steps(ddp: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps
         optimizer.step()
 
 
-def train_unevenly(rank: int, world_size: int, scheme: str) -> torch.Tensor:
+@pytest.mark.parametrize("scheme", SCHEMES)
+@on_ranks(3)
+def test_ranks_with_fewer_batches_join_and_end_with_the_same_parameters(
+    rank: int, world_size: int, scheme: str
+) -> torch.Tensor:
     """Rank r has 3 + r batches; those that are done shadow the reductions of the others."""
     ddp, optimizer = build()
     attachment = gradwire.attach(ddp, optimizer, schemes.by_name(scheme, rank=3))
@@ -38,18 +42,13 @@ def train_unevenly(rank: int, world_size: int, scheme: str) -> torch.Tensor:
         run_steps(ddp, optimizer, rank, range(3 + rank))
     assert attachment.step == 3 + world_size - 1
     attachment.close()
-    return torch.cat([parameter.detach().view(-1) for parameter in ddp.parameters()])
+    parameters = torch.cat([parameter.detach().view(-1) for parameter in ddp.parameters()])
+    assert parameters.isfinite().all()
+    return parameters
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_ranks_with_fewer_batches_join_and_end_with_the_same_parameters(scheme: str) -> None:
-    first, *others = run_ranks(train_unevenly, 3, scheme)
-    assert first.isfinite().all()
-    for other in others:
-        assert torch.equal(other, first)
-
-
-def refuse(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_state_of_another_rank_scheme_or_model_is_refused(rank: int, world_size: int) -> None:
     ddp, optimizer = build()
     attachment = gradwire.attach(ddp, optimizer, schemes.by_name("acp-sgd", rank=3))
     run_steps(ddp, optimizer, rank, range(2))
@@ -70,10 +69,6 @@ def refuse(rank: int, world_size: int) -> None:
     reshaped["state"]["residuals"]["0.weight"] = torch.zeros(3, 3)
     load(build()[0], schemes.by_name("acp-sgd", rank=3), reshaped, "9 elements for '0.weight'; it has 576")
     load(build()[0], schemes.by_name("acp-sgd", rank=3), {**saved, "state": {}}, "lacks is_step_for_p")
-
-
-def test_state_of_another_rank_scheme_or_model_is_refused() -> None:
-    run_ranks(refuse, 2)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -11,7 +11,7 @@ import torch
 from buckets import Driver
 from gradwire import schemes
 from gradwire.schemes.low_rank import draw_factor
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 SHAPES = [(24, 18), (7,), (24, 18), (10, 4, 3, 3), (1, 9), (9, 1), (0, 5), (30, 50), (), (24, 18)]
 LAYOUTS = [[10], [2, 3, 1, 4]]
@@ -70,7 +70,12 @@ class Transcription:
         return result
 
 
-def follow(rank: int, world_size: int, scheme: str, options: dict[str, Any], n_steps: int) -> dict:
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("world_size", "options"), [(2, {}), (3, {"error_feedback": False}), (4, {"buffer_mb": 0})])
+@on_ranks(timeout_s=90)
+def test_scheme_follows_its_float64_transcription(
+    rank: int, world_size: int, scheme: str, options: dict[str, Any]
+) -> dict[str, Any]:
     """Run a scheme next to its transcription; every rank computes all ranks' gradients."""
     driver = Driver(schemes.by_name(scheme, rank=RANK, min_compression_rate=0, **options), parameters_of(), LAYOUTS[1])
     feedback = options.get("error_feedback", True)
@@ -80,7 +85,7 @@ def follow(rank: int, world_size: int, scheme: str, options: dict[str, Any], n_s
         if len(shape) > 1 and np.prod(shape)
     }
     digest = []
-    for step in range(n_steps):
+    for step in range(12):
         everyone = [gradients_of(other, step) for other in range(world_size)]
         results = driver.reduce(everyone[rank])
         for i, result in enumerate(results):
@@ -100,17 +105,8 @@ def follow(rank: int, world_size: int, scheme: str, options: dict[str, Any], n_s
     return {"results": torch.stack(digest), "factors": state["factors"]}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("world_size", "options"), [(2, {}), (3, {"error_feedback": False}), (4, {"buffer_mb": 0})])
-def test_scheme_follows_its_float64_transcription(scheme: str, world_size: int, options: dict[str, Any]) -> None:
-    outcomes = run_ranks(follow, world_size, scheme, options, 12, timeout_s=90)
-    for outcome in outcomes[1:]:
-        assert torch.equal(outcome["results"], outcomes[0]["results"])
-        for name, factor in outcome["factors"].items():
-            assert torch.equal(factor, outcomes[0]["factors"][name])
-
-
-def compare_with_power_sgd(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_two_steps_on_a_constant_gradient_are_one_step_of_power_sgd(rank: int, world_size: int) -> None:
     """Two alternating steps on one gradient are one step of Power-SGD from the same start, in float64."""
     scheme = schemes.by_name("acp-sgd", rank=RANK, min_compression_rate=0, error_feedback=False)
     driver = Driver(scheme, parameters_of(), LAYOUTS[0])
@@ -125,11 +121,13 @@ def compare_with_power_sgd(rank: int, world_size: int) -> None:
     driver.close()
 
 
-def test_two_steps_on_a_constant_gradient_are_one_step_of_power_sgd() -> None:
-    run_ranks(compare_with_power_sgd, 2)
-
-
-def full_rank(rank: int, world_size: int, scheme: str, dtype: torch.dtype, limit: float) -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-5), (torch.float16, 50.0)])
+@on_ranks(3)
+def test_full_rank_gives_the_exact_mean(
+    rank: int, world_size: int, scheme: str, dtype: torch.dtype, limit: float
+) -> None:
+    """In float16 of values whose sum it does not hold, and whose mean, DDP's, it does: factors are summed as float32."""
     driver = Driver(schemes.by_name(scheme, rank=12, min_compression_rate=0), [torch.zeros(12, 12, dtype=dtype)])
     for step in range(6):
         generators = [torch.Generator().manual_seed(9 * step + other) for other in range(world_size)]
@@ -141,13 +139,6 @@ def full_rank(rank: int, world_size: int, scheme: str, dtype: torch.dtype, limit
     if scheme == "acp-sgd":  # its error is local; Power-SGD's holds what this rank's gradient differs from the mean
         assert driver.scheme.state_dict()["residuals"]["p0"].abs().max() < limit
     driver.close()
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-5), (torch.float16, 50.0)])
-def test_full_rank_gives_the_exact_mean(scheme: str, dtype: torch.dtype, limit: float) -> None:
-    """In float16 of values whose sum it does not hold, and whose mean, DDP's, it does: factors are summed as float32."""
-    run_ranks(full_rank, 3, scheme, dtype, limit)
 
 
 def conserve(rank: int, world_size: int, scheme: str, factor_dtype: str) -> dict[str, list]:

@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from buckets import Driver
+from buckets import SHAPES, Driver, by_bucket, drive, flat, gradients_of
 from gradwire import InvalidArgument, codecs, schemes
 from gradwire.core.bucket import Bucket
 from quantiser_oracles import decode, encode
 from ranks import on_ranks, run_ranks
 
-SHAPES = [(24, 18), (7,), (30, 11), (0, 5), (), (50,)]
-LAYOUT = [2, 4]
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("one-bit", {}),
     ("one-bit", {"scale": "two-means", "pull": "raw"}),
@@ -27,15 +25,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qsgd", {"levels": 127, "block": 128, "pull": "raw"}),
 ]
 OF_SCHEMES = ("error_feedback", "pull", "chunk_elements")
-
-
-def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
-
-
-def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def cut(n: int, pieces: int, piece: int) -> slice:
@@ -95,8 +84,8 @@ class AllRanks:
 def test_scheme_follows_its_transcription(rank: int, world_size: int) -> None:
     for name, options in CASES:
         scheme = schemes.by_name(name, **options)
-        driver = Driver(scheme, [torch.zeros(shape) for shape in SHAPES], LAYOUT)
-        sizes = [flat(gradients_of(0, 0)[:2]).numel(), flat(gradients_of(0, 0)[2:]).numel()]
+        driver = drive(scheme)
+        sizes = [bucket.numel() for bucket in by_bucket(gradients_of(0, 0))]
         followed = [AllRanks(name, options, size, world_size, index) for index, size in enumerate(sizes)]
         for step in range(4):
             driver.loss_scale = 2.0**step
@@ -105,14 +94,11 @@ def test_scheme_follows_its_transcription(rank: int, world_size: int) -> None:
             if options.get("scale") == "fixed" or options.get("relative") is False:
                 # A fixed scale is in units of what it is given: the scaled gradient.
                 break
-            for index, tensors in enumerate((found[:2], found[2:])):
-                gradients = [flat(one[:2] if index == 0 else one[2:]) for one in everyone]
-                expected = followed[index].reduce(gradients, step)
-                assert torch.allclose(flat(tensors) / driver.loss_scale, expected, atol=1e-5), (name, options, step)
-        state = scheme.state_dict()
+            for index, mean in enumerate(by_bucket(found)):
+                expected = followed[index].reduce([by_bucket(one)[index] for one in everyone], step)
+                assert torch.allclose(mean / driver.loss_scale, expected, atol=1e-5), (name, options, step)
         if followed[0].feeds_back and step == 3:
-            kept = torch.cat([state["residuals"][f"p{i}"] for i in range(len(SHAPES))])
-            assert torch.allclose(kept, torch.cat([one.residuals[rank] for one in followed]), atol=1e-4), name
+            assert torch.allclose(driver.state(), torch.cat([one.residuals[rank] for one in followed]), atol=1e-4), name
         driver.close()
 
 
@@ -133,7 +119,7 @@ def keep_everything(rank: int, world_size: int) -> list[list[tuple[torch.Tensor,
     histories = []
     for name, options in CASES[:3] + CASES[4:6]:
         scheme = schemes.by_name(name, **options)
-        driver = Driver(scheme, [torch.zeros(shape) for shape in SHAPES], LAYOUT)
+        driver = drive(scheme)
         old, history = torch.zeros(flat(gradients_of(0, 0)).numel()), []
         for step in range(6):
             gradients = gradients_of(rank, step)
@@ -144,8 +130,7 @@ def keep_everything(rank: int, world_size: int) -> list[list[tuple[torch.Tensor,
             if step == 4:
                 driver.bucket_sizes = [len(SHAPES)]
             result = driver.reduce(gradients)
-            residuals = scheme.state_dict()["residuals"]
-            new = torch.cat([residuals[f"p{i}"] for i in range(len(SHAPES))])
+            new = driver.state()
             if step == 2:
                 assert torch.equal(new[: 24 * 18], old[: 24 * 18])
                 assert not result[0].any()
@@ -172,7 +157,7 @@ def test_nonfinite_value_anywhere_leaves_the_residuals_as_they_were(rank: int, w
     for name, options in CASES:
         for bad, offender, place in ((float("inf"), 1, 0), (float("nan"), 0, 2), (3e38, 2, 5)):
             scheme = schemes.by_name(name, **options)
-            driver = Driver(scheme, [torch.zeros(shape) for shape in SHAPES], LAYOUT)
+            driver = drive(scheme)
             driver.reduce(gradients_of(rank, 0))
             before = scheme.state_dict().get("residuals", {})
             gradients = gradients_of(rank, 1)

@@ -12,7 +12,6 @@ import torch
 from slimgc_cases import (
     COARSE,
     SHAPES,
-    agree,
     driver_of,
     flat,
     gradients_of,
@@ -31,12 +30,12 @@ from gradwire.schemes.slimgc import SlimGC
 from gradwire.schemes.slimgc.exchange import FusedExchange
 from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire.wire.wire import Wire
-from ranks import on_ranks, run_ranks, try_ranks
-
-# ---- one spawned run a world, many promises
+from ranks import agree, on_ranks
 
 
-def check_conservation(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_gradients_are_conserved_in_every_mode(rank: int, world_size: int) -> None:
     """Through the warm-up every tensor changes mode at every step; after it some are compressed and some are not."""
     cases: list[dict[str, Any]] = [
         {**codec, "topology": topology, "pull": pull, "group_elements": group, "warmup_steps": 4}
@@ -83,7 +82,9 @@ def check_conservation(rank: int, world_size: int) -> None:
             driver.close()
 
 
-def check_one_table(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_tables_are_shared(rank: int, world_size: int) -> None:
     """Ranks that measured different times end with one table, the slowest rank's."""
     original = SlimGC._send_alone
 
@@ -134,7 +135,9 @@ def check_one_table(rank: int, world_size: int) -> None:
         SlimGC._send_alone = original  # type: ignore[method-assign]
 
 
-def check_non_finite(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_non_finite_steps_change_nothing(rank: int, world_size: int) -> None:
     """Inf or NaN in a compressed or a raw tensor of one rank: NaN or Inf there on all of them, and no residual changes."""
     given: list[dict[str, Any]] = [{"codec": name} for name in codecs.names() if name != "gcomp"]
     given += [{"codec": "gcomp", "importance": "none"}, {**COARSE, "topology": "all-reduce"}]
@@ -158,7 +161,9 @@ def check_non_finite(rank: int, world_size: int) -> None:
             driver.close()
 
 
-def check_all_compressed_and_none(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_all_are_compressed_or_none(rank: int, world_size: int) -> None:
     """A threshold of 0 compresses all; NEVER nothing, which is the mean itself."""
     for threshold, n_compressed in ((0, 6), (NEVER, 0)):
         driver = driver_of(SlimGC(codec="raw", threshold_bytes=threshold))
@@ -168,21 +173,6 @@ def check_all_compressed_and_none(rank: int, world_size: int) -> None:
         assert driver.scheme.stats()["n_tensors_compressed"] == n_compressed
         assert not residuals_of(driver).any()
         driver.close()
-
-
-def check_everything(rank: int, world_size: int) -> None:
-    check_conservation(rank, world_size)
-    check_one_table(rank, world_size)
-    check_non_finite(rank, world_size)
-    check_all_compressed_and_none(rank, world_size)
-
-
-def test_gradients_are_conserved_tables_are_shared_and_non_finite_steps_change_nothing_two_ranks() -> None:
-    run_ranks(check_everything, 2)
-
-
-def test_gradients_are_conserved_tables_are_shared_and_non_finite_steps_change_nothing_three_ranks() -> None:
-    run_ranks(check_everything, 3)
 
 
 # ---- bad input, resumption, ranks that do not agree
@@ -238,7 +228,8 @@ def test_remeasuring_a_given_threshold_is_refused() -> None:
             SlimGC(**options).remeasure()
 
 
-def check_resumption(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_resumed_run_goes_on_bit_by_bit(rank: int, world_size: int) -> None:
     """A run that stops after any step and goes on elsewhere ends with the same bits; tables and residuals included."""
     SlimGC._send_alone = without_clocks  # type: ignore[method-assign,assignment]
     for scheme_options in ({"codec": "one-bit"}, {"codec": "qsgd"}, {**COARSE, "topology": "all-reduce"}):
@@ -273,10 +264,6 @@ def check_resumption(rank: int, world_size: int) -> None:
         assert torch.equal(residuals_of(whole), residuals_of(parts))
         whole.close()
         parts.close()
-
-
-def test_a_resumed_run_goes_on_bit_by_bit() -> None:
-    run_ranks(check_resumption, 2)
 
 
 SEVERAL = ["embedded-float:bits=8", "two-bit:levels=4,scale_values=64", "one-bit"]
@@ -323,7 +310,11 @@ def test_each_tensor_gets_one_of_several_codecs_and_gradients_are_conserved(rank
     return torch.stack(results)
 
 
-def train_with_other_tables(rank: int, world_size: int, n_before: int) -> None:
+@pytest.mark.parametrize("n_before", [0, 2])
+@on_ranks(2, raises=RankMismatch, match="configuration")
+def test_ranks_with_different_tables_get_an_error_before_their_gradients_meet(
+    rank: int, world_size: int, n_before: int
+) -> None:
     model = nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 3))
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -337,14 +328,9 @@ def train_with_other_tables(rank: int, world_size: int, n_before: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("n_before", [0, 2])
-def test_ranks_with_different_tables_get_an_error_before_their_gradients_meet(n_before: int) -> None:
-    for outcome in try_ranks(train_with_other_tables, 2, n_before):
-        assert type(outcome.error) is RankMismatch, outcome
-        assert "configuration" in str(outcome.error)
-
-
-def compare_sources(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_values_are_encoded_where_they_lie_with_the_same_bits(rank: int, world_size: int) -> None:
     """Encoding gradient and residual where they lie gives the bits of encoding their sum beside them, in every mode."""
     mean = FusedExchange.mean
 
@@ -389,8 +375,3 @@ def compare_sources(rank: int, world_size: int) -> None:
             finally:
                 FusedExchange.mean = mean  # type: ignore[method-assign]
         assert torch.equal(runs[0], runs[1]), options
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_values_are_encoded_where_they_lie_with_the_same_bits(world_size: int) -> None:
-    run_ranks(compare_sources, world_size)

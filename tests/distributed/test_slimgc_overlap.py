@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from slimgc_cases import COARSE, SHAPES, agree, flat, gradients_of, residuals_of
+from slimgc_cases import COARSE, SHAPES, flat, gradients_of, residuals_of
 
 from buckets import Driver
 from gradwire.schemes.slimgc import SlimGC, exchange
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.wire import HostWire
-from ranks import run_ranks
+from ranks import agree, on_ranks
 
 
-def compare_orders(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_buckets_that_overlap_give_the_bits_of_one_after_the_other(rank: int, world_size: int) -> None:
     """Whichever ranks begin the next bucket while results travel: the same bits, and a step with a NaN changes nothing."""
     submit, bytes_ahead = Communicator.submit, exchange._PULL_BYTES_AHEAD
 
@@ -66,7 +68,8 @@ def compare_orders(rank: int, world_size: int) -> None:
         assert torch.equal(runs[0], runs[2]), options
 
 
-def look_slowly(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_raw_bucket_that_is_finite_does_not_hide_a_nan_in_another(rank: int, world_size: int) -> None:
     """The look at a raw bucket's mean, on a thread of the backend's, lasts until the lane has found a NaN in the next one."""
     is_finite = HostWire.all_finite
 
@@ -88,12 +91,3 @@ def look_slowly(rank: int, world_size: int) -> None:
         is_unchanged = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
         assert is_unchanged == (step == 1)
     driver.close()
-
-
-def test_a_raw_bucket_that_is_finite_does_not_hide_a_nan_in_another() -> None:
-    run_ranks(look_slowly, 2)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_buckets_that_overlap_give_the_bits_of_one_after_the_other(world_size: int) -> None:
-    run_ranks(compare_orders, world_size)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_cases import agree, batches, build_model, sgd, take_step, wrap
+from ddp_cases import batches, build_model, sgd, take_step, wrap
 
 import gradwire
 from gradwire import schemes
 from gradwire.core.bucket import Slot
 from gradwire.schemes.two_level import TwoLevel, cut_rows
-from ranks import on_ranks, patience, run_ranks, try_ranks
+from ranks import agree, on_ranks, patience, run_ranks, try_ranks
 
 SHAPES = {"a": (40, 30), "b": (31,), "empty": (0, 3), "scalar": (), "c": (1, 50), "d": (9, 5, 6)}
 N_ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES.values())
@@ -147,7 +147,7 @@ def test_ddp_rebuilds_its_buckets_and_no_residual_is_orphaned(rank: int, world_s
     for handle in handles:
         handle.remove()
     check_conserved(missing, attachment.state_dict()["state"]["residuals"], world_size, 2)
-    assert agree(world_size, torch.cat([p.detach().flatten() for p in ddp.parameters()]))
+    assert agree(torch.cat([p.detach().flatten() for p in ddp.parameters()]))
     state = attachment.state_dict()["state"]["residuals"]
     n = torch.tensor([sum(residual.numel() for residual in state.values())])
     dist.all_reduce(n)

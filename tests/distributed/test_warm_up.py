@@ -17,7 +17,7 @@ from gradwire.registry import parse_spec
 from gradwire.schemes import plain_steps
 from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, TABLE
 from logs import log_of
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 N = 1_000
 SHAPE = (50, 20)  # of N values; low rank compresses matrices
@@ -168,7 +168,11 @@ def train(rank: int, name: str, steps: range, state: dict[str, Any] | None) -> t
     return weights, saved
 
 
-def train_in_parts(rank: int, world_size: int, name: str, n_plain: int) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize(("name", "n_plain"), [(name, n) for name, n in BESIDE_ADAM.items() if name != "two-bit"])
+@on_ranks(2)
+def test_beside_adam_first_steps_are_plain_and_a_resumed_training_counts_on(
+    rank: int, world_size: int, name: str, n_plain: int
+) -> None:
     """Weights after the plain steps and after four more, without a scheme, with one, and resumed along the way."""
     end = n_plain + 4
     found = {f"alone {n}": train(rank, name, range(n), None)[0] for n in (n_plain, end)}
@@ -176,36 +180,20 @@ def train_in_parts(rank: int, world_size: int, name: str, n_plain: int) -> dict[
     for cut in (n_plain - 20, n_plain, n_plain + 1, n_plain + 2):
         _, state = train(rank, name, range(cut), {})
         found[f"from {cut}"] = train(rank, name, range(cut, end), state)[0]
-    return found
-
-
-@pytest.mark.parametrize(("name", "n_plain"), [(name, n) for name, n in BESIDE_ADAM.items() if name != "two-bit"])
-def test_beside_adam_first_steps_are_plain_and_a_resumed_training_counts_on(name: str, n_plain: int) -> None:
-    for found in run_ranks(train_in_parts, 2, name, n_plain):
-        whole = found[f"whole {n_plain + 4}"]
-        assert torch.equal(found[f"alone {n_plain}"], found[f"whole {n_plain}"])
-        assert not torch.equal(found[f"alone {n_plain + 4}"], whole)
-        for key, resumed in found.items():
-            assert not key.startswith("from") or torch.equal(resumed, whole), key
-
-
-def other_optimizers(rank: int, world_size: int, name: str) -> str:
-    parameter = torch.nn.Parameter(torch.zeros(N))
-    optimizer = (torch.optim.SGD if rank else torch.optim.AdamW)([parameter], lr=0.1)
-    reducer = gradwire.Reducer(name, names={"weight": parameter}, optimizer=optimizer, timeout_s=100)
-    try:
-        reducer.all_reduce({"weight": torch.ones(N)}).wait()
-    except gradwire.RankMismatch as error:
-        return str(error)
-    finally:
-        reducer.close()
-    return ""
+    whole = found[f"whole {end}"]
+    assert torch.equal(found[f"alone {n_plain}"], found[f"whole {n_plain}"])
+    assert not torch.equal(found[f"alone {end}"], whole)
+    for key, resumed in found.items():
+        assert not key.startswith("from") or torch.equal(resumed, whole), key
 
 
 @pytest.mark.parametrize("name", ["one-bit", "top-k"])
-def test_ranks_whose_optimizers_choose_otherwise_are_told(name: str) -> None:
-    for text in run_ranks(other_optimizers, 2, name):
-        assert "configuration" in text
+@on_ranks(2, raises=gradwire.RankMismatch, match="configuration")
+def test_ranks_whose_optimizers_choose_otherwise_are_told(rank: int, world_size: int, name: str) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(N))
+    optimizer = (torch.optim.SGD if rank else torch.optim.AdamW)([parameter], lr=0.1)
+    reducer = gradwire.Reducer(name, names={"weight": parameter}, optimizer=optimizer, timeout_s=100)
+    reducer.all_reduce({"weight": torch.ones(N)}).wait()
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, "50"])

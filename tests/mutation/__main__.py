@@ -65,7 +65,7 @@ AREAS = {
         (
             "corruption/test_preamble.py",
             "distributed/test_collectives.py",
-            "distributed/test_bf16.py",
+            "distributed/test_attach.py",
             "distributed/test_auto_leaves_alone.py",
             "distributed/test_warm_up.py",
             "distributed/test_low_rank_limits.py",
@@ -100,7 +100,6 @@ AREAS = {
         (
             "control/test_racing.py",
             "distributed/test_auto.py",
-            "distributed/test_auto_bad_days.py",
             "distributed/test_attach.py",
         ),
     ),

@@ -1,0 +1,199 @@
+"""Kernels of floats and GComp, run on the host: the CPU codecs' messages in every order of threads, and what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import emulated
+import numpy as np
+import pytest
+import torch
+from kernel_checks import (
+    CONTENTS,
+    FLOAT_EDGES,
+    FLOAT_SIZES,
+    FLOATS,
+    GCOMP,
+    GCOMP_SIZES,
+    ORDERS,
+    WIDE_FLOATS,
+    assert_gcomp,
+    run,
+    values_of,
+)
+from lies import N_VALUES, Coded, error_of, is_refused, lies_of, message_of
+
+from gcomp_gradients import KINDS, NAMES, make_gradient, make_importance, tensor_of, words_of
+from gradwire.codecs.embedded_float import EmbeddedFloat
+from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
+from gradwire.codecs.truncated_float import TruncatedFloat
+from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, RankMismatch, Unsupported
+from gradwire.gpu.kernels import using
+from gradwire.gpu.launching import raise_error
+
+SOME = ("truncated 3", "truncated 8", "truncated native 7 stochastic", "fp4-e2m1 4 stochastic", "embedded 7")
+GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "gcomp").glob("v2_*.npz"))
+
+
+def kernels(order: int = 0) -> emulated.EmulatedKernels:
+    return emulated.EmulatedKernels(emulated.build(), order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_messages_and_values_of_floats_are_the_cpus(order: int) -> None:
+    sizes = FLOAT_SIZES if order == 0 else (33, 257)
+    assert run(kernels(order), "floats", n=sizes, content=("gradient",)) == 3 * len(sizes) * len(FLOATS)
+    wide = {"codec": WIDE_FLOATS, "content": ("gradient", "nan"), "dtype": (torch.float32,)}
+    assert run(kernels(order), "floats", n=sizes, **wide) == 2 * len(sizes) * len(WIDE_FLOATS)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_messages_and_values_of_gcomp_are_the_cpus(order: int) -> None:
+    sizes = GCOMP_SIZES if order == 0 else (0, 33)
+    assert run(kernels(order), "gcomp", n=sizes, content=("gradient",)) == 3 * len(sizes) * len(GCOMP)
+
+
+@pytest.mark.parametrize(
+    ("family", "names", "content"),
+    [("floats", SOME, "nan"), ("gcomp", ("paper, few codes", "uniform"), "gradient")],
+)
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_edges_of_chunks_are_the_cpus(order: int, family: str, names: tuple[str, ...], content: str) -> None:
+    sizes = FLOAT_EDGES if order == 0 else (16_385,)
+    names = names[:1] if order and family == "gcomp" else names
+    n_cases = run(kernels(order), family, codec=names, n=sizes, content=(content,), dtype=(torch.float32,))
+    assert n_cases == len(sizes) * len(names)
+
+
+@pytest.mark.parametrize(("family", "n", "codecs"), [("floats", 70, FLOATS), ("gcomp", 65, GCOMP)])
+def test_every_content_is_the_cpus(family: str, n: int, codecs: dict[str, Coded]) -> None:
+    assert run(kernels(7), family, n=(n,)) == 3 * len(codecs) * len(CONTENTS)
+
+
+def coded(
+    name: str, content: str, dtype: torch.dtype = torch.float32
+) -> tuple[Coded, torch.Tensor | None, torch.Tensor]:
+    """A codec, importance, and a message of the CPU's."""
+    if name in FLOATS:
+        return FLOATS[name], None, message_of(FLOATS[name], values_of(content, N_VALUES, dtype))
+    importance = make_importance(N_VALUES)
+    return GCOMP[name], importance, message_of(GCOMP[name], make_gradient(content, N_VALUES, dtype), importance)
+
+
+FLOAT_CASES = [(name, content) for name in SOME for content in ("gradient", "nan")]
+
+
+@pytest.mark.parametrize(("name", "content"), [*FLOAT_CASES, ("paper, few codes", "gaussian")])
+def test_every_changed_byte_is_reported_and_not_read(name: str, content: str) -> None:
+    codec, importance, message = coded(name, content)
+    used = kernels()
+    assert error_of(used, codec, message, torch.empty(N_VALUES), importance) == 0
+    for byte in range(message.numel()):
+        changed, out = message.clone(), torch.full((N_VALUES,), 7.0)
+        changed[byte] ^= 0x10
+        code = error_of(used, codec, changed, out, importance)
+        with pytest.raises((CorruptMessage, IncompatibleVersion)):
+            raise_error(code, codec.name, used.device)
+        assert bool(out.isnan().all()), f"values of a message with another byte {byte} were used"
+        with pytest.raises((CorruptMessage, IncompatibleVersion)):
+            codec.decode(changed, out, importance)
+
+
+GCOMP_CASES = [
+    (name, "gaussian", dtype)
+    for name in ("paper, few codes", "none, every exponent has a code", "uniform")
+    for dtype in (torch.float16, torch.float32)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "dtype"), [*((*case, torch.float32) for case in FLOAT_CASES), *GCOMP_CASES]
+)
+def test_a_lie_with_right_checksums_is_answered_as_on_the_cpu(name: str, content: str, dtype: torch.dtype) -> None:
+    codec, importance, message = coded(name, content, dtype)
+    used, found = kernels(), []
+    for lie in lies_of(codec, message):
+        out = torch.full((N_VALUES,), 7.0, dtype=dtype)
+        found.append(is_refused(used, codec, message, lie, out, importance))
+    # Most change codes or mantissas, which say anything.
+    assert (100 if name in GCOMP else 40) < sum(found) < len(found)
+
+
+# ---- GComp alone
+
+
+def test_some_of_the_messages_have_escapes() -> None:
+    codec, values = GCOMP["paper, few codes"], values_of("gradient", 90)
+    counts, lengths = torch.zeros(256, dtype=torch.int64), torch.tensor(codec.table_of_width(8).lengths)
+    codec.histogram(values, counts)
+    assert int(counts[lengths[:-1] == 0].sum()) > 3
+    assert describe(message_of(codec, values, make_importance(90)))["n_raw_chunks"] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_bit_pattern_is_the_cpus(kind: str) -> None:
+    for codec in GCOMP.values():
+        for dtype in NAMES:
+            assert_gcomp(kernels(), codec, make_gradient(kind, 700, dtype), make_importance(700))
+
+
+def golden(path: Path) -> tuple[dict[str, np.ndarray], torch.dtype, GCompCodec]:
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    dtype, importance, bits = arrays["settings"]
+    table = HuffmanTable.from_bytes(arrays["table"].tobytes())
+    codec = GCompCodec(str(importance), bits=None if bits == "None" else int(bits), table=table)
+    return arrays, getattr(torch, str(dtype).removeprefix("torch.")), codec
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_golden_messages_are_written_and_read(path: Path) -> None:
+    arrays, dtype, codec = golden(path)
+    used, n = kernels(), arrays["decoded_bits"].size
+    importance, message = torch.from_numpy(arrays["importance"]), torch.from_numpy(arrays["message"])
+    out = torch.empty(n, dtype=dtype)
+    assert error_of(used, codec, message, out, importance) == 0
+    np.testing.assert_array_equal(words_of(out), arrays["decoded_bits"])
+    written = torch.empty(codec.max_encoded_bytes(n, dtype), dtype=torch.uint8)
+    with using(used):
+        n_bytes = int(codec.encode(tensor_of(arrays["gradient_bits"], dtype), written, importance))
+    assert torch.equal(written[:n_bytes], message)
+
+
+def test_another_table_and_other_importance_are_named() -> None:
+    codec, n = GCompCodec("paper"), 50
+    used, importance, values = kernels(), make_importance(n), torch.randn(n)
+    message = message_of(codec, values, importance)
+    with pytest.raises(RankMismatch, match="learning rates"):
+        raise_error(error_of(used, codec, message, torch.empty(n), importance + 1), "gcomp", used.device)
+    codec.use_table(GCOMP["paper, few codes"].table_of_width(8))
+    with pytest.raises(CorruptMessage, match="another Huffman table"):
+        raise_error(error_of(used, codec, message, torch.empty(n), importance), "gcomp", used.device)
+    assert error_of(used, codec, message_of(codec, values, importance), torch.empty(n), importance) == 0
+
+
+def test_sums_begin_with_an_addend() -> None:
+    codec, values, own = GCompCodec("none"), torch.randn(50), torch.randn(50)
+    message, sums = message_of(codec, values, make_importance(50)), torch.empty(50)
+    with using(kernels()):
+        codec.decode(message, sums, addend=own)
+    assert torch.equal(sums, own + values)
+
+
+def test_what_kernels_do_not_do_is_refused() -> None:
+    used, message, out = kernels(), torch.empty(200, dtype=torch.uint8), torch.empty(64)
+    with using(used):
+        with pytest.raises(InvalidArgument, match="importance bytes"):
+            GCompCodec("paper").encode(out, message)
+        with pytest.raises(InvalidArgument, match="importance bytes"):
+            GCompCodec("paper").decode(message, out)
+        for call in (GCompCodec("none", format=1).encode, GCompCodec("none", format=1).decode):
+            with pytest.raises(Unsupported, match="format 2"):
+                call(out, out)
+        for codec in (GCompCodec("none"), TruncatedFloat(8)):
+            with pytest.raises(InvalidArgument, match="divisor"):
+                codec.decode(message, out, adds=True, divisor=2.0)
+        for call in (EmbeddedFloat(32).encode, EmbeddedFloat(32).decode):
+            with pytest.raises(Unsupported, match="escapes"):
+                call(out, out)
+    assert used.launched == []

@@ -62,7 +62,7 @@ class Watch:
         if auto.is_transparent:
             self._count_plain_step(lap.waited_ns)
         if not self._is_joining:
-            auto.end_watched_step(state.step - 1, lap)
+            auto.end_watched_step(state.step - 1, *(lap if lap.on_device else lap[:2]))
 
     def _count_plain_step(self, waited_ns: int) -> None:
         """Note what the reducer's hook would: DDP has done it. Bytes are those of its ring."""

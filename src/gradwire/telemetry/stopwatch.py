@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -69,6 +69,9 @@ def processor_watch() -> Stopwatch:
     return Stopwatch(time.process_time_ns)
 
 
+Marks: TypeAlias = tuple[torch.Event, torch.Event, torch.Event]
+
+
 class Lap(NamedTuple):
     """The time of a step.
 
@@ -79,7 +82,7 @@ class Lap(NamedTuple):
 
     took_ns: int
     waited_ns: int
-    on_device: tuple[torch.Event, torch.Event, torch.Event] | None = None
+    on_device: Marks | None = None
 
     def read(self) -> tuple[int, int]:
         """(took_ns, waited_ns) where the model computes: waits until a device has come to the step's end."""

@@ -34,7 +34,7 @@ from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, ON_DEVICE, FidelityR
 from gradwire.schemes.auto.law import PLAIN, Law
 from gradwire.schemes.auto.votes import LinkProbes, Polls, Vote
 from gradwire.schemes.base import Scheme
-from gradwire.telemetry.stopwatch import Lap
+from gradwire.telemetry.stopwatch import Lap, Marks
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
 from gradwire.wire.wire import Wire
 
@@ -381,8 +381,9 @@ class Auto(Scheme):
     def settle(self) -> None:
         self._stepping.settle()
 
-    def end_watched_step(self, step: int, lap: Lap) -> None:
-        """Put this rank's numbers to the vote: on the training thread, after the backward pass of `step`."""
+    def end_watched_step(self, step: int, took_ns: int, waited_ns: int, on_device: Marks | None = None) -> None:
+        """Put this rank's numbers, those of a `Lap`, to the vote: on the training thread, after the backward pass of `step`."""
+        lap = Lap(took_ns, waited_ns, on_device)
         self._n_steps = step + 1
         fell_back = any(record.fallbacks for record in self._records)
         self._records.clear()

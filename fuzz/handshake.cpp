@@ -182,13 +182,15 @@ void read_head(std::uint8_t how, Input input) {
                                       0,
                                       32,
                                       false,
+                                      false,
                                       5,
                                       6,
                                       9,
                                       std::vector<bool>(n_blocks),
                                       {},
                                       std::vector<std::uint64_t>(world),
-                                      std::vector<std::uint64_t>(world)};
+                                      std::vector<std::uint64_t>(world),
+                                      {}};
   Bytes raw(format.n_bytes());
   format.pack(head, 3, raw);
   const bool is_cut = how % 16 == 15 && !input.empty();

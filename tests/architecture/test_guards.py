@@ -59,31 +59,31 @@ BUDGETS = {
         "gradwire/loose": 1_140,
         "gradwire/telemetry": 1_080,
         "gradwire/wire": 1_880,
-        "gradwire/codecs": 3_370,
+        "gradwire/codecs": 3_270,
         "gradwire/gpu": 570,
         "gradwire/core": 1_380,
         "gradwire/exchange": 1_140,
         "gradwire/stepping": 1_570,
-        "gradwire/schemes": 11_810,
+        "gradwire/schemes": 11_800,
         "gradwire/doors": 2_240,
         "gradwire/planning": 630,
         "gradwire/integrations": 180,
-        "gradwire_lab/loose": 330,
+        "gradwire_lab/loose": 320,
         "gradwire_lab/ranks": 2_170,
-        "gradwire_lab/results": 1_740,
+        "gradwire_lab/results": 1_630,
         "gradwire_lab/workloads": 2_390,
         "gradwire_lab/training": 1_490,
-        "gradwire_lab/report": 710,
+        "gradwire_lab/report": 700,
         "gradwire_lab/simulator": 3_470,
-        "gradwire_lab/bench": 6_430,
+        "gradwire_lab/bench": 5_790,
         "gradwire_lab/cli": 1_940,
         "gradwire_lab/schemes": 180,
     },
-    "native": {"native": 16_140, "gradwire/gpu/source": 3_770},
-    "tests": {"tests": 41_990},
+    "native": {"native": 15_780, "gradwire/gpu/source": 3_680},
+    "tests": {"tests": 41_050},
 }
-RESERVES = {"Python": 40, "native": 20, "tests": 40}
-TOTALS = {"Python": 47_880, "native": 19_930, "tests": 42_030}
+RESERVES = {"Python": 40, "native": 15_780, "tests": 41_050}
+TOTALS = {"Python": 47_000, "native": 19_480, "tests": 41_090}
 
 UPWARD_ARROWS: set[tuple[str, str]] = set()
 

@@ -45,6 +45,7 @@ FIXED_SLOTS = {
     "aqgb": "c9",
     "slimgc": "c10",
 }
+MARKERS = "osD^vPX<>"
 
 # How every figure looks; matplotlib's settings.
 STYLE: Any = {
@@ -99,18 +100,27 @@ def as_variable(colour: str) -> str:
 def assign_slots(names: Iterable[str]) -> dict[str, tuple[str, int]]:
     """A slot for each of `names` that share a figure, and how often that slot was given before (0: never).
 
-    A name with a fixed slot has it; with options (`gcomp:bits=10`) the first one where the bare name is not there. Free ones
-    go round in order of name; after these, slots repeat, to be told apart by markers and dashes.
+    A name with a fixed slot has it, with options (`gcomp:bits=10`) only where the bare name is not there. Free ones go
+    round in order of name; after these, slots repeat, to be told apart by markers and dashes.
     """
+    ordered = sorted(set(names))
     slots: dict[str, tuple[str, int]] = {}
-    ordered = sorted(set(names), key=lambda name: (":" in name, name))  # bare ones first
     for name in ordered:
-        slot = FIXED_SLOTS.get(name.removesuffix(" paper").partition(":")[0])
-        if slot and (slot, 0) not in slots.values():
-            slots[name] = (slot, 0)
-    others = [slot for slot in SLOTS if slot not in ("c0", "c11")]
-    free = [slot for slot in others if (slot, 0) not in slots.values()]
-    usable = free or others
-    for index, name in enumerate(name for name in sorted(ordered) if name not in slots):
+        bare = name.removesuffix(" paper").partition(":")[0]
+        fixed = FIXED_SLOTS.get(bare)
+        if fixed and (
+            bare in (name, name.removesuffix(" paper")) or (bare not in ordered and _is_first(name, ordered))
+        ):
+            slots[name] = (fixed, 0)
+    taken = {slot for slot, _ in slots.values()}
+    free = [slot for slot in SLOTS if slot not in taken and slot not in ("c0", "c11")]
+    usable = free or [slot for slot in SLOTS if slot not in ("c0", "c11")]
+    for index, name in enumerate(name for name in ordered if name not in slots):
         slots[name] = (usable[index % len(usable)], index // len(usable) + (not free))
     return slots
+
+
+def _is_first(name: str, names: list[str]) -> bool:
+    """Whether it is the first of several with options: only one of them can have the fixed slot."""
+    bare = name.partition(":")[0]
+    return name == next(one for one in names if one.partition(":")[0] == bare)

@@ -10,26 +10,38 @@ import io
 import json
 import re
 import statistics
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gradwire.errors import Unsupported
 from gradwire_lab.results.experiment import Plot
-from gradwire_lab.results.palette import INK, PARTS, SLOTS, STYLE, SURFACE, as_variable, assign_slots, css_variables
+from gradwire_lab.results.palette import (
+    INK,
+    MARKERS,
+    PARTS,
+    SLOTS,
+    STYLE,
+    SURFACE,
+    as_variable,
+    assign_slots,
+    css_variables,
+)
 from gradwire_lab.results.records import write_text
 from gradwire_lab.results.summary import Summary, Value, chosen
 
 Series = dict[str, list[tuple[Any, Value]]]
+Slots = Mapping[str, tuple[str, int]]
 
 TIMES = "\u00d7"  # ruff takes the sign itself for a typing error
 SIZE_IN = (7.2, 3.8)
-_LOOK = 4  # raised when figures are drawn anew, whatever their points
+_LOOK = 3  # raised when figures are drawn anew, whatever their points
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
-_MARKERS = "osD^vPX<>"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
+# Where a label may stand beside its point, in points, the best place first.
+_OFFSETS = ((8, 0), (-8, 0), (0, 8), (0, -8), (7, 7), (7, -7), (-7, 7), (-7, -7), (18, 14), (18, -14), (-18, 14),
+            (-18, -14))  # fmt: skip
 
 
 # ---- what is drawn
@@ -38,16 +50,21 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u20
 def series_of(plot: Plot, summary: Summary) -> Series:
     """{name of a line: its (x, y) points}, in the order of the records; what was not measured is left out."""
     found: Series = {}
-    for row in (row for row in summary.rows if chosen(row, plot.where)):
-        xs = [record.get(plot.x) for record in row["records"]]
-        x = statistics.fmean(xs) if len(set(xs)) > 1 else row.get(plot.x)
-        value = summary.value(row, plot.y)
-        if isinstance(value.middle, float) and x is not None:
-            name = summary.experiment.label(plot.series, row.get(plot.series))
-            is_number = isinstance(x, int | float) and not isinstance(x, bool)
-            place = x * plot.x_scale if is_number else summary.experiment.label(plot.x, x)
-            found.setdefault(name, []).append((place, value))
+    for row in summary.rows:
+        if chosen(row, plot.where):
+            value, x = summary.value(row, plot.y), _x_of(row, plot)
+            if isinstance(value.middle, float) and x is not None:
+                name = summary.experiment.label(plot.series, row.get(plot.series))
+                is_number = isinstance(x, int | float) and not isinstance(x, bool)
+                place = x * plot.x_scale if is_number else summary.experiment.label(plot.x, x)
+                found.setdefault(name, []).append((place, value))
     return found
+
+
+def _x_of(row: Mapping[str, Any], plot: Plot) -> Any:
+    """Where the row stands; the mean, if its records differ in it."""
+    xs = [record.get(plot.x) for record in row["records"]]
+    return statistics.fmean(xs) if len(set(xs)) > 1 else row.get(plot.x)
 
 
 def digest_of(plot: Plot, series: Series) -> str:
@@ -72,10 +89,6 @@ def draw(plot: Plot, series: Series, name: str = "plot", size_in: tuple[float, f
     """
     with _figure(size_in) as figure:
         _draw_in(figure.add_subplot(), plot, series)
-        if len(series) > 1:
-            size, is_beside = 8 if len(series) <= 12 else 6, plot.style == "lines"
-            place = "outside right upper" if is_beside else "outside upper left"
-            figure.legend(fontsize=size, frameon=False, loc=place, ncols=1 if is_beside else 4)
         return _as_element(figure, name)
 
 
@@ -93,7 +106,7 @@ def draw_panels(plots: Sequence[tuple[Plot, Series]], path: Path) -> None:
     """Several plots side by side in one file, PNG or SVG. Raises: GradwireError, Unsupported."""
     with _figure((4.6 * len(plots), 3.4), facecolor="white") as figure:
         for panel, (plot, series) in zip(figure.subplots(1, len(plots), squeeze=False)[0], plots, strict=True):
-            _draw_in(panel, plot, series)
+            _draw_in(panel, plot, series, are_named=False)
         handles = panel.get_legend_handles_labels()
         figure.legend(*handles, loc="outside upper center", ncols=6, fontsize=8, frameon=False)
         buffer, kind = io.BytesIO(), path.suffix.removeprefix(".")
@@ -105,70 +118,77 @@ def draw_panels(plots: Sequence[tuple[Plot, Series]], path: Path) -> None:
 def _figure(size_in: tuple[float, float], facecolor: str = "none") -> Iterator[Any]:
     try:
         import matplotlib as mpl
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise Unsupported(f"plots need matplotlib ({error}); pip install 'gradwire[report]'") from error
     settings: Any = {**STYLE, "svg.hashsalt": "gradwire", "figure.facecolor": facecolor}
     with mpl.rc_context(settings):
-        yield Figure(figsize=size_in, layout="constrained")
+        figure = Figure(figsize=size_in, layout="constrained")
+        FigureCanvasAgg(figure)  # measures text for the placing of labels
+        yield figure
 
 
-def _draw_in(axes: Any, plot: Plot, series: Series) -> None:
+def _draw_in(axes: Any, plot: Plot, series: Series, are_named: bool = True) -> None:
     axes.set(xlabel=plot.x_title or plot.x.replace("_", " "), ylabel=plot.y.heading, title=plot.title)
     if plot.style == "stacks":
         _draw_stacks(axes, series)
         axes.set(xlabel=plot.y.heading, ylabel="")
         return
-    (_draw_bars if plot.style == "bars" else _draw_lines)(axes, series)
+    slots = assign_slots(series)
+    (_draw_bars if plot.style == "bars" else _draw_lines)(axes, series, slots)
     for axis in plot.log:
         _scale_by_powers(axes.xaxis if axis == "x" else axes.yaxis)
     if "y" not in plot.log and plot.style == "bars":
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    if not are_named:
+        return
+    if plot.style != "bars" and all(len(points) == 1 for points in series.values()):
+        axes.margins(0.08)
+        _name_points(axes, [(*line[0], name, SLOTS[slots[name][0]][0]) for name, line in series.items()])
+    elif len(series) > 1:
+        place = {"loc": "outside upper left", "ncols": 4} if plot.style == "bars" else {"loc": "outside right upper"}
+        axes.figure.legend(fontsize=9, frameon=False, **place)
 
 
-def _draw_lines(axes: Any, series: Series) -> None:
-    """Points in order of x, where x is a number; a band, or a bar, from each low to its high."""
-    slots = assign_slots(series)
-    for name, points in series.items():
-        if all(isinstance(x, int | float) for x, _ in points):
-            points = sorted(points, key=lambda point: point[0])
+def _sorted(series: Series) -> Series:
+    """Points in order of x, where x is a number."""
+    return {
+        name: sorted(points, key=lambda point: point[0]) if _are_numbers(points) else points
+        for name, points in series.items()
+    }
+
+
+def _are_numbers(points: Sequence[tuple[Any, Value]]) -> bool:
+    return all(isinstance(x, int | float) for x, _ in points)
+
+
+def _draw_lines(axes: Any, series: Series, slots: Slots) -> None:
+    for name, points in _sorted(series).items():
         slot, again = slots[name]
-        colour = SLOTS[slot][0]
+        look = {"color": SLOTS[slot][0], "ls": _DASHES[again % len(_DASHES)]}
         xs, ys = [x for x, _ in points], [y.middle for _, y in points]
-        marker = _MARKERS[(list(SLOTS).index(slot) + 5 * again) % len(_MARKERS)] if len(points) <= 30 else ""
-        axes.plot(
-            xs,
-            ys,
-            marker=marker,
-            ms=5,
-            lw=1.6,
-            label=textwrap.fill(name, 44),
-            color=colour,
-            ls=_DASHES[again % len(_DASHES)],
-        )
+        marker = MARKERS[(list(SLOTS).index(slot) + 5 * again) % len(MARKERS)] if len(points) <= 30 else ""
+        axes.plot(xs, ys, marker=marker, ms=5, lw=1.6, label=name, **look)
         ends = [(y.low, y.high) for _, y in points]
         if len(points) == 1 and None not in ends[0]:
-            axes.plot([xs[0]] * 2, ends[0], color=colour, lw=1, alpha=0.6)
+            axes.plot([xs[0]] * 2, ends[0], color=look["color"], lw=1, alpha=0.6)
         elif points and all(low is not None and high is not None for low, high in ends):
-            axes.fill_between(xs, *zip(*ends, strict=True), color=colour, alpha=0.15, lw=0)
+            axes.fill_between(xs, *zip(*ends, strict=True), color=look["color"], alpha=0.15, lw=0)
 
 
-def _draw_bars(axes: Any, series: Series) -> None:
-    slots = assign_slots(series)
+def _draw_bars(axes: Any, series: Series, slots: Slots) -> None:
     places = list(dict.fromkeys(x for points in series.values() for x, _ in points))
     width = 0.84 / max(1, len(series))
     for index, (name, points) in enumerate(series.items()):
         offsets = [places.index(x) + (index - (len(series) - 1) / 2) * width for x, _ in points]
-        middles = [float(y.middle or 0.0) for _, y in points]
-        # How far the quartiles lie below and above.
-        below = [
-            0.0 if y.low is None else max(0.0, middle - y.low) for middle, (_, y) in zip(middles, points, strict=True)
-        ]
-        above = [
-            0.0 if y.high is None else max(0.0, y.high - middle) for middle, (_, y) in zip(middles, points, strict=True)
-        ]
-        axes.bar(offsets, middles, width * 0.94, label=name, color=SLOTS[slots[name][0]][0],
-                 yerr=[below, above] if any(below + above) else None, ecolor="#5d6876")  # fmt: skip
+        ends: list[list[float]] = [[], []]  # how far the quartiles lie below and above
+        for _, y in points:
+            middle = float(y.middle or 0.0)
+            ends[0].append(0.0 if y.low is None else max(0.0, middle - y.low))
+            ends[1].append(0.0 if y.high is None else max(0.0, y.high - middle))
+        axes.bar(offsets, [y.middle for _, y in points], width * 0.94, label=name, color=SLOTS[slots[name][0]][0],
+                 yerr=ends if any(map(any, ends)) else None, ecolor="#5d6876")  # fmt: skip
     turn = 20 if max((len(str(place)) for place in places), default=0) > 12 else 0
     axes.set_xticks(range(len(places)), [str(place) for place in places], rotation=turn, fontsize=9)
     axes.grid(axis="x", visible=False)
@@ -177,28 +197,35 @@ def _draw_bars(axes: Any, series: Series) -> None:
 def _draw_stacks(axes: Any, series: Series) -> None:
     """A horizontal bar a place, the series its parts one after another; shares of wide parts stand on them."""
     places = list(dict.fromkeys(x for points in series.values() for x, _ in points))
-    totals = dict.fromkeys(places, 0.0)
-    for place, y in (point for points in series.values() for point in points):
-        totals[place] += float(y.middle or 0)
-    left, widest = dict.fromkeys(places, 0.0), max(totals.values(), default=1) or 1
+    totals = {place: sum(float(y.middle or 0) for points in series.values() for x, y in points if x == place)
+              for place in places}  # fmt: skip
+    left = dict.fromkeys(places, 0.0)
     for part, points in series.items():
-        widths = [float(y.middle or 0) for _, y in points]
-        lines = [places.index(place) for place, _ in points]
-        bars = axes.barh(
-            lines, widths, 0.6, [left[place] for place, _ in points], color=PARTS[part][0], ec="none", label=part
-        )
-        shares = [f"{width / totals[place]:.0%}" if width > 0.09 * widest else ""
-                  for width, (place, _) in zip(widths, points, strict=True)]  # fmt: skip
-        axes.bar_label(bars, shares, label_type="center", color=SURFACE if part.startswith("exposed") else INK, size=10)
-        for width, (place, _) in zip(widths, points, strict=True):
+        for place, y in points:
+            width = float(y.middle or 0)
+            axes.barh(places.index(place), width, 0.6, left[place], color=PARTS[part][0], ec="none",
+                      label=part if place == points[0][0] else None)  # fmt: skip
+            if width > 0.09 * max(totals.values()):
+                axes.text(left[place] + width / 2, places.index(place), f"{width / totals[place]:.0%}", ha="center",
+                          va="center", color=SURFACE if part.startswith("exposed") else INK, size=10)  # fmt: skip
             left[place] += width
-    for line, total in enumerate(totals.values()):
-        words = f" {total:,.0f}" if total >= 100 else f" {total:.3g}"
-        axes.text(total, line, words, va="center", weight="bold", size=10.5)
+    for place, total in totals.items():
+        axes.text(
+            total,
+            places.index(place),
+            f" {total:,.0f}" if total >= 100 else f" {total:.3g}",
+            va="center",
+            weight="bold",
+            size=10.5,
+        )
     axes.set_yticks(range(len(places)), places)
     axes.set_ylim(len(places) - 0.5, -0.5)
-    axes.set_xlim(0, 1.15 * widest)
+    axes.set_xlim(0, 1.15 * max(totals.values(), default=1) or 1)
     axes.grid(axis="y", visible=False)
+    axes.figure.legend(loc="outside upper left", ncols=4, fontsize=9, frameon=False)
+
+
+# ---- axes and labels
 
 
 def _scale_by_powers(axis: Any) -> None:
@@ -218,8 +245,42 @@ def format_power(value: float) -> str:
     if value == 0 or 1e-2 <= abs(value) < 1e5:
         return f"{value:,.10g}"
     mantissa, _, power = f"{value:.1e}".partition("e")
+    mantissa = mantissa.removesuffix(".0")
     raised = "10" + str(int(power)).translate(_SUPERSCRIPTS)
-    return raised if mantissa == "1.0" else f"{mantissa.removesuffix('.0')}{TIMES}{raised}"
+    return raised if mantissa == "1" else f"{mantissa}{TIMES}{raised}"
+
+
+def _name_points(axes: Any, points: Sequence[tuple[float, Value, str, str]]) -> None:
+    """Name points beside them, each where it hides neither a point nor another label: (x, y, text, colour)."""
+    figure = axes.figure
+    figure.get_layout_engine().execute(figure)  # laid out for good, so that the frame does not move any more
+    figure.set_layout_engine("none")
+    renderer, scale, frame = figure.canvas.get_renderer(), figure.dpi / 72, axes.get_window_extent()
+    marks = [axes.transData.transform((x, y.middle)) for x, y, _, _ in points]
+    blocked = [(x - 5 * scale, y - 5 * scale, x + 5 * scale, y + 5 * scale) for x, y in marks]
+    for x, y, text, colour in points:
+        found: list[tuple[float, Any, Any]] = []
+        for rank, (dx, dy) in enumerate(_OFFSETS):
+            across = "left" if dx > 0 else "right" if dx < 0 else "center"
+            down = "center" if not dy else "bottom" if dy > 0 else "top"
+            label = axes.annotate(text, (x, y.middle), xytext=(dx, dy), textcoords="offset points", color=colour, ha=across,
+                                  va=down, size=9, weight="bold")  # fmt: skip
+            extent = label.get_window_extent(renderer)
+            area = (extent.x0, extent.y0, extent.x1, extent.y1)
+            outside = max(0, frame.x0 - area[0]) + max(0, area[2] - frame.x1) + max(0, area[3] - frame.y1)
+            cost = (
+                sum(_shared(area, other) for other in blocked) + 1e3 * (outside + max(0, frame.y0 - area[1])) + rank / 2
+            )
+            found.append((cost, label, area))
+        best = min(found, key=lambda one: one[0])
+        for one in found:
+            if one is not best:
+                one[1].remove()
+        blocked.append(best[2])
+
+
+def _shared(a: Sequence[float], b: Sequence[float]) -> float:
+    return max(0, min(a[2], b[2]) - max(a[0], b[0])) * max(0, min(a[3], b[3]) - max(a[1], b[1]))
 
 
 def _as_element(figure: Any, name: str) -> str:

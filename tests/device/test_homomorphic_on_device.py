@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +24,7 @@ from gradwire.schemes import Scheme
 from gradwire.schemes.homomorphic import learnt
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire, Reading
-from ranks import on_ranks, patience, run_ranks
+from ranks import on_ranks, patience, run_ranks, try_ranks
 
 N_WORDS, N_STEPS = 700, 9
 N_VALUES = N_WORDS * 12 + 12 * 3 + 3  # of all parameters: one bucket, once DDP has made its buckets anew
@@ -157,6 +159,46 @@ def test_an_index_that_is_changed_on_its_way(rank: int, world_size: int, library
         with mock.patch.object(LikeNccl, "_allgather_base", change), pytest.raises(error, match=says):
             backward(ddp, rank, 1, place)
         attachment.close()
+
+
+@on_ranks(2)
+def test_ranks_that_disagree(rank: int, world_size: int, library: Path) -> None:
+    """In options, while layouts are the same."""
+    _, place = begin_with_kernels(library)
+    ddp = place.model(Words(torch.float32))
+    attachment = attach(
+        ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), scheme_of(("all", "largest")[rank]), placement="device"
+    )
+    with pytest.raises(gradwire.RankMismatch, match="config"):
+        backward(ddp, rank, 0, place)
+    attachment.close()
+
+
+def die(rank: int, world_size: int, library: Path) -> tuple[str, float]:
+    """While the other rank's lane waits for the device, and so for it."""
+    late, place = begin_with_kernels(library)
+    late.set_lateness_us(1_000)
+    ddp = place.model(Words(torch.float32))
+    attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), scheme_of("all"), placement="device")
+    started = time.monotonic()
+    try:
+        for step in range(6):
+            if (rank, step) == (1, 2):
+                os._exit(7)
+            started = time.monotonic()
+            backward(ddp, rank, step, place)
+    except gradwire.PeerLost as error:
+        return str(error), time.monotonic() - started
+    return "not noticed", 0.0
+
+
+def test_a_rank_that_dies_is_named(library: Path) -> None:
+    survivor, dead = try_ranks(die, 2, library)
+    assert survivor.error is None, survivor.traceback
+    said, after_s = survivor.result
+    assert "lost rank 1, which" in said
+    assert after_s < 20
+    assert dead.exit_code == 7
 
 
 def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:

@@ -18,7 +18,7 @@ import gradwire
 from gradwire import schemes
 from gradwire.core.bucket import local_of
 from gradwire.doors.local_sgd import nesterov
-from ranks import agree, on_ranks, patience, try_ranks
+from ranks import agree, on_ranks, patience, run_ranks, try_ranks
 
 EVERY = 4
 
@@ -262,11 +262,51 @@ def test_unequal_starts_are_refused(rank: int, world_size: int) -> None:
 
 
 SHAPES = {"w": (24, 20), "b": (24,)}
+ELASTIC = ["one-bit", "two-bit", "acp-sgd", "dgc", "gcomp", "top-k"]
 
 
 def draw(rank: int, step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def live(rank: int, world_size: int, saved: dict[str, Any] | None) -> Any:
+    """One life: load, two steps, save. Returns what rank 0 saves, and this rank's residuals as loaded."""
+    out: dict[str, Any] = {}
+    for name in ELASTIC:
+        options = {"importance": "none"} if name == "gcomp" else {}
+        reducer = gradwire.Reducer(schemes.by_name(name, **options), names=draw(0, 0), timeout_s=100)
+        loaded = None
+        if saved is not None:
+            reducer.load_state_dict(saved[name][0])
+            loaded = copy.deepcopy(reducer.state_dict()["state"].get("residuals", {}))
+        for step in range(2):
+            reducer.all_reduce(draw(rank, step)).wait()
+        own = copy.deepcopy(reducer.state_dict())
+        whole = reducer.state_dict(all_ranks=True)
+        if rank == 0:  # the same ranks get what a file a rank would give them
+            assert len(whole["ranks"]) == world_size
+        out[name] = (whole, own["state"].get("residuals", {}), loaded)
+        reducer.close()
+    return out
+
+
+def test_one_state_serves_any_number_of_ranks() -> None:
+    saved = None
+    kept: dict[str, dict[str, torch.Tensor]] = {}
+    for world_size in (3, 2, 4):
+        lives = run_ranks(live, world_size, saved)
+        for name in ELASTIC:
+            for key in SHAPES:
+                if saved is not None and key in kept[name]:
+                    mean = torch.stack([life[name][2][key].double() for life in lives]).mean(0)
+                    assert torch.allclose(mean, kept[name][key], atol=1e-7), (name, key, world_size)
+            residuals = [life[name][1] for life in lives]
+            kept[name] = {
+                key: torch.stack([r[key].double() for r in residuals]).mean(0) for key in SHAPES if key in residuals[0]
+            }
+        saved = lives[0]
+        assert all(not life[name][0]["ranks"] for life in lives[1:] for name in ELASTIC)
 
 
 @on_ranks(2)

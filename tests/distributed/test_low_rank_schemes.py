@@ -1,4 +1,4 @@
-"""acp-sgd, power-sgd and power-sgd-overlap under DDP, with every option."""
+"""acp-sgd, power-sgd and power-sgd-overlap under DDP: every feature that a user combines them with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEMES = ("acp-sgd", "power-sgd", "power-sgd-overlap")
 
 
 class Net(nn.Module):
-    """A convolution, an embedding, tied weights and a parameter without elements."""
+    """A convolution, an embedding, tied weights, a parameter without elements and a branch that may go unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,28 +31,34 @@ class Net(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.2)
         self.hidden = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
         self.mix = nn.Linear(16, 24)
+        self.branch = nn.Linear(24, 24)
         self.out = nn.Linear(24, 40, bias=False)
         self.out.weight = self.embedding.weight
         self.empty = nn.Parameter(torch.empty(0, 4))
 
-    def forward(self, images: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: torch.Tensor, tokens: torch.Tensor, uses_branch: bool = True) -> torch.Tensor:
         x = self.mix(self.convolution(images).mean((2, 3))) + self.embedding(tokens) + self.empty.sum()
         for layer in self.hidden:
             x = layer(x).tanh()
+        if uses_branch:
+            x = x + self.branch(x)
         return self.out(x)
 
 
-def build() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+def build(
+    dtype: torch.dtype | None = None, **ddp_options: Any
+) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     torch.manual_seed(1)
-    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.01)
+    ddp = DistributedDataParallel(Net().to(dtype or torch.float32), bucket_cap_mb=0.01, **ddp_options)
     return ddp, torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
 
 
-def loss_of(ddp: nn.Module, rank: int, step: int) -> torch.Tensor:
+def loss_of(ddp: nn.Module, rank: int, step: int, uses_branch: bool = True) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1_000 * rank + step)
-    images = torch.randn(6, 3, 8, 8, generator=generator)
+    dtype = next(ddp.parameters()).dtype
+    images = torch.randn(6, 3, 8, 8, generator=generator).to(dtype)
     tokens = torch.randint(40, (6,), generator=generator)
-    return nn.functional.cross_entropy(ddp(images, tokens), (tokens + 1) % 40)
+    return nn.functional.cross_entropy(ddp(images, tokens, uses_branch).float(), (tokens + 1) % 40)
 
 
 def run_steps(ddp: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
@@ -149,6 +155,69 @@ def test_steps_before_start_step_are_those_of_plain(rank: int, world_size: int) 
         attachment.close()
     assert torch.equal(parameters[0], parameters[2])
     assert not torch.equal(parameters[1], parameters[3])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@on_ranks(2, timeout_s=60)
+def test_accumulation_unused_parameters_views_static_graph_clipping_and_bfloat16(
+    rank: int, world_size: int, scheme: str
+) -> dict[str, torch.Tensor]:
+    results = {}
+    variants: dict[str, dict[str, Any]] = {
+        "bucket views": {"gradient_as_bucket_view": True},
+        "static graph": {"static_graph": True},
+        "unused": {"find_unused_parameters": True},
+        "bfloat16": {"dtype": torch.bfloat16},
+    }
+    for name, ddp_options in variants.items():
+        ddp, optimizer = build(**ddp_options)
+        attachment = gradwire.attach(ddp, optimizer, schemes.by_name(scheme, rank=3))
+        for step in range(6):
+            optimizer.zero_grad()
+            # The branch goes unused on all ranks in steps 2 and 3, on rank 0 alone in step 4.
+            uses_branch = name != "unused" or not (step in (2, 3) or (step == 4 and rank == 0))
+            if name != "static graph":  # DDP itself fails there with no_sync in the first step
+                with ddp.no_sync():  # accumulation: two local passes, one reduction
+                    loss_of(ddp, rank, 10 * step, uses_branch).backward()
+            loss_of(ddp, rank, 10 * step + 1, uses_branch).backward()
+            norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)  # after the reduction: the same on all ranks
+            if name == "unused" and step in (2, 3):
+                assert ddp.module.branch.weight.grad is None
+            optimizer.step()
+        assert attachment.step == 6
+        results[name] = torch.cat([flat(ddp).float(), norm.float().view(1)])
+        assert results[name].isfinite().all(), name
+        attachment.close()
+    return results
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@on_ranks(3)
+def test_step_with_inf_on_one_rank_is_as_if_it_had_not_been(rank: int, world_size: int, scheme: str) -> None:
+    """An Inf on one rank reaches all of them, and leaves no trace in the scheme."""
+    runs = []
+    for skips_bad_step in (False, True):
+        ddp, optimizer = build()
+        attachment = gradwire.attach(ddp, optimizer, schemes.by_name(scheme, rank=3))
+        run_steps(ddp, optimizer, rank, range(3))
+        if not skips_bad_step:
+            before = copy.deepcopy(attachment.state_dict()["state"])
+            optimizer.zero_grad()
+            (loss_of(ddp, rank, 99) * (float("inf") if rank == 1 else 1.0)).backward()
+            assert not gradients(ddp).isfinite().all()
+            after = attachment.state_dict()["state"]
+            for kind in ("residuals", "factors"):
+                assert before[kind].keys() == after[kind].keys()
+                for name, tensor in before[kind].items():
+                    assert torch.equal(tensor, after[kind][name]), (kind, name)
+            stats = attachment.stats()
+            assert stats["n_fallbacks"] == 0
+            assert stats["n_steps_not_finite"] == 1
+        run_steps(ddp, optimizer, rank, range(3, 6))
+        runs.append(flat(ddp))
+        attachment.close()
+    assert runs[0].isfinite().all()
+    assert torch.equal(runs[0], runs[1])
 
 
 @on_ranks(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import pytest
@@ -25,6 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "thc": {},
     "dgc": {"share": 0.05},
 }
+# Their drawing depends on the step's number.
+STOCHASTIC = ("qsgd", "terngrad", "thc", "dgc")
 LEARNING_RATES = {"sign-sgd": 1e-3, "qsgd": 0.1, "terngrad": 0.1, "dgc": 0.03}
 
 
@@ -132,20 +136,22 @@ def test_altered_message_is_a_corrupt_message_on_every_rank(rank: int, world_siz
 # ---- under DDP
 
 
-def layers() -> nn.Module:
+def layers(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+    model = nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+    return model.to(dtype)
 
 
 def copying(module: nn.Module, rank: int, step: int) -> torch.Tensor:
     """The loss of a model that is to give back the first values of its input."""
-    inputs = batch_of(rank, step)
+    inputs = batch_of(rank, step).to(next(module.parameters()).dtype)
     return (module(inputs) - inputs[:, :3]).square().mean()
 
 
-def start(rank: int, scheme: str, lr: float = 0.05) -> Training:
+def start(rank: int, scheme: str, lr: float = 0.05, dtype: torch.dtype = torch.float32, **ddp: Any) -> Training:
     made = schemes.by_name(scheme, **OPTIONS[scheme])
-    return Training(rank, made, lambda p: torch.optim.SGD(p, lr=lr), layers, copying, ddp={"bucket_cap_mb": 0.005})
+    ddp = {"bucket_cap_mb": 0.005, **ddp}
+    return Training(rank, made, lambda p: torch.optim.SGD(p, lr=lr), lambda: layers(dtype), copying, ddp=ddp)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -164,6 +170,48 @@ def test_parameters_are_identical_on_all_ranks_and_the_loss_falls(
             assert 0 < stats["ratio"] < 0.5, scheme
         parameters[scheme] = training.flat()
     return parameters
+
+
+@on_ranks(3)
+def test_step_with_inf_on_one_rank_is_as_if_it_had_not_been(rank: int, world_size: int) -> None:
+    for scheme in OPTIONS:
+        runs = []
+        for meets_inf in (True, False):
+            training = start(rank, scheme)
+            training.take_steps(range(3))
+            if meets_inf:
+                before = copy.deepcopy(training.attachment.state_dict()["state"])
+                kept = training.flat()
+                training.take_steps([99], math.inf if rank == 1 else 1.0)
+                assert not training.flat().isfinite().all()
+                torch.nn.utils.vector_to_parameters(kept, training.ddp.parameters())
+                after = training.attachment.state_dict()["state"]
+                for kind in ("residuals", "momenta"):
+                    for name, kept_value in before.get(kind, {}).items():
+                        assert torch.equal(kept_value, after[kind][name])
+                assert training.stats()["n_steps_not_finite"] == 1
+                assert training.stats()["n_fallbacks"] == 0
+            elif scheme in STOCHASTIC:  # the same number of steps on both sides
+                training.attachment.step += 1
+            training.take_steps(range(3, 6))
+            training.close()
+            runs.append(training.flat())
+        assert torch.equal(*runs), scheme
+
+
+@on_ranks(2)
+def test_low_precision_gradients_give_the_same_parameters_on_all_ranks(
+    rank: int, world_size: int
+) -> list[torch.Tensor]:
+    results = []
+    for scheme in OPTIONS:
+        for dtype in DTYPES[1:]:
+            training = start(rank, scheme, 1e-3, dtype, gradient_as_bucket_view=True)
+            training.take_steps(range(4))
+            assert training.close()["n_fallbacks"] == 0
+            assert training.flat().isfinite().all()
+            results.append(training.flat())
+    return results
 
 
 @on_ranks(2)

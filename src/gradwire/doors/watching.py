@@ -62,6 +62,7 @@ class Watch:
         if auto.is_transparent:
             self._count_plain_step(lap.waited_ns)
         if not self._is_joining:
+            # A scheme that steps on the CPU alone need not know of devices' events.
             auto.end_watched_step(state.step - 1, *(lap if lap.on_device else lap[:2]))
 
     def _count_plain_step(self, waited_ns: int) -> None:

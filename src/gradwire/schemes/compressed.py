@@ -51,7 +51,6 @@ class Compressed(Scheme):
 
     works_on_device = True
     acts_alone = False  # whether one rank's gradient is changed too
-    waits_in_step = False  # whether the lane waits for a device within a step, and so for peers
     settles_plainly = True  # whether the steps before it is settled are reduced plainly
 
     def __init__(
@@ -151,7 +150,7 @@ class Compressed(Scheme):
         wire = self.wire(bucket)
         if wire.world_size == 1 and not self.acts_alone:
             return None
-        if wire.on_device and (bucket.is_last or self.waits_in_step):
+        if wire.on_device and bucket.is_last:
             self._check.start(self.preamble(bucket), bucket.record)
             self._check.fail_early()
         if bucket.n_elements == 0:

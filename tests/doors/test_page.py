@@ -140,7 +140,7 @@ def run_readme(rank: int, world_size: int, lines: list[str]) -> None:
 
 
 def test_the_lines_of_readme_run() -> None:
-    after = README.partition("[Beyond DDP]")[2]
+    after = README.partition("attachment.close()")[2]
     block = re.search(r"```python\n(.*?)```", after, re.DOTALL)
     assert block is not None
     lines = block[1].splitlines()

@@ -91,6 +91,32 @@ def test_large_floats_have_a_reducers_bits_and_all_else_gloos(rank: int, world_s
     return found
 
 
+@on_ranks(2, timeout_s=60)
+def test_what_is_left_to_gloo_waits_for_no_tensor_that_gloo_frees(rank: int, world_size: int) -> None:
+    """Ended in a deadlock within fifty rounds: Gloo's thread and Python's lock."""
+    gradwire.register_backend()
+    restart("gradwire")
+    mine = [torch.full((2,), 10.0 * rank + i) for i in range(2)]
+    for _ in range(200):
+        for _ in range(2):
+            dist.all_reduce(torch.ones(2), async_op=True)  # its tensor is Gloo's alone
+        columns, row, both = ([torch.zeros(2) for _ in range(2)] for _ in range(3))
+        dist.all_gather(columns, mine[0])
+        dist.reduce_scatter(row[0], mine)
+        dist.all_to_all_single(both[0], torch.cat([tensor[:1] for tensor in mine]))
+        with dist._coalescing_manager():
+            for tensor in both[1:]:
+                dist.all_reduce(tensor)
+        shared = mine[1].clone()
+        dist.broadcast(shared, 1)
+        (dist.send if rank else dist.recv)(row[1] if rank == 0 else mine[0], 1 - rank)
+        dist.barrier()
+        assert [column[0].item() for column in columns] == [0, 10]
+        assert (row[0][0].item(), shared[0].item()) == (10 + 2 * rank, 11)
+        assert both[0].tolist() == [rank, 10 + rank]
+        assert rank or row[1][0] == 10
+
+
 def build() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(160, 300), nn.ReLU(), nn.Linear(300, 160))

@@ -118,10 +118,13 @@ class GradwireGroup(dist.ProcessGroup):
     def __init__(self, options: Any, of_backend: Any, *, scheme: str) -> None:
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)  # type: ignore[call-arg]  # torch's annotations lack this form
-        self._gloo: Any = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
-        for device in ("cpu", "cuda"):
-            self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, self._gloo)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._gloo = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
+        self._plain: Any = dist.ProcessGroup(options.store, rank, size)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        for group in (self, self._plain):
+            for device in ("cpu", "cuda"):
+                group._register_backend(torch.device(device), kind, self._gloo)
+            group._set_default_backend(kind)
         members = list(options.global_ranks_in_group) or list(range(size))
         timeout_s = options.timeout.total_seconds()
         # Connections are made when the first tensor comes: here torch.distributed has yet to be initialised.
@@ -145,7 +148,7 @@ class GradwireGroup(dist.ProcessGroup):
             or tensor.dtype not in SUPPORTED_DTYPES
             or tensor.numel() * tensor.element_size() < LEAST_BYTES
         ):
-            return self._gloo.allreduce(tensors, *([] if opts is None else [opts]))
+            return self._plain.allreduce(tensors, *([] if opts is None else [opts]))
         return reduction.start(tensor)
 
     def stats(self) -> dict[str, dict[str, Any]]:
@@ -162,6 +165,22 @@ class GradwireGroup(dist.ProcessGroup):
         for reduction in self._reductions.values():
             reduction.fail(PeerLost(f"rank {dist.get_rank()} has aborted its process group"))
         self._gloo.abort()
+
+
+def _left_to_gloo(name: str) -> Callable[..., Any]:
+    def forward(group: GradwireGroup, *args: Any, **options: Any) -> Any:
+        return getattr(group._plain, name)(*args, **options)
+
+    return forward
+
+
+# What torch looks for in a group written in Python. What it does not find there it calls with Python's lock held, and Gloo's
+# thread, which frees tensors with its queue's lock held, waits for that: a deadlock (torch 2.13, WORK_OVERRIDE).
+for _method in (
+    "allgather", "allgather_into_tensor_coalesced", "allreduce_coalesced", "alltoall_base", "barrier", "broadcast",
+    "reduce_scatter", "reduce_scatter_tensor_coalesced", "send", "recv",
+):  # fmt: skip
+    setattr(GradwireGroup, _method, _left_to_gloo(_method))
 
 
 class _AllReduces:

@@ -82,8 +82,8 @@ BUDGETS = {
     "native": {"native": 15_780, "gradwire/gpu/source": 3_680},
     "tests": {"tests": 41_280},
 }
-RESERVES = {"Python": 40, "native": 15_780, "tests": 41_280}
-TOTALS = {"Python": 47_090, "native": 35_240, "tests": 82_560}
+RESERVES = {"Python": 40, "native": 20, "tests": 40}
+TOTALS = {"Python": 47_090, "native": 19_480, "tests": 41_320}
 
 UPWARD_ARROWS: set[tuple[str, str]] = set()
 

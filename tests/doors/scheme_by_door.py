@@ -46,7 +46,10 @@ def markdown() -> str:
     rows = [f"| scheme | {' | '.join(DOORS.values())} |", f"|---|{'---|' * len(DOORS)}"]
     for scheme in schemes.names():
         cells = [refusal(scheme, door) or "yes" for door in DOORS]
+        if set(cells) == {"yes"}:
+            continue
         if len(set(cells[1:])) == 1 and cells[1] == _OWNS_STEP:
             cells = [cells[0], f"no: {_OWNS_STEP}", "no", "no", "no"]
         rows.append(f"| `{scheme}` | {' | '.join(cells)} |")
+    rows.append(f"| all others | {' | '.join(['yes'] * len(DOORS))} |")
     return "\n".join(rows)

@@ -160,7 +160,6 @@ struct MessageCoding {
   const LaneKernels& lanes;
   const Kernels& kernels;  // the rest: format 1 alone
   Packing packing;
-  const WordMasks& masks;
   KeepRule rule;  // format 2 alone
 };
 
@@ -216,8 +215,8 @@ ChunkHeader encode_levels_chunk(const MessageCoding& coding, const std::uint8_t*
 
   // Levels are few: they go to scratch first, because packing scribbles past their end.
   std::uint8_t* const mantissa_begin = message + header.mantissa_offset();
-  const SegmentBits bits = coding.kernels.pack(values, exponents, importance, n_values, coding.packing, coding.masks,
-                                               buffers.levels, mantissa_begin);
+  const SegmentBits bits =
+      coding.kernels.pack(values, exponents, importance, n_values, coding.packing, buffers.levels, mantissa_begin);
   header.mantissa_bits = static_cast<std::uint32_t>(bits.mantissas);
   std::memcpy(message + header.level_offset(), buffers.levels, bytes_of_bits(bits.levels));
   return header;
@@ -234,8 +233,8 @@ void decode_levels_chunk(const MessageCoding& coding, ConstBytes message, const 
   const bool is_done = finish.addend == nullptr && finish.divisor == 1;
   const SegmentSpan levels{message.data() + header.level_offset(), header.level_bits, end};
   const SegmentSpan mantissas{message.data() + header.mantissa_offset(), header.mantissa_bits, end};
-  const SegmentBits asked = coding.kernels.unpack(exponents.data(), exponents.size(), coding.packing, coding.masks,
-                                                  levels, mantissas, is_done ? values : buffers.words);
+  const SegmentBits asked = coding.kernels.unpack(exponents.data(), exponents.size(), coding.packing, levels, mantissas,
+                                                  is_done ? values : buffers.words);
   if (asked.levels != header.level_bits || asked.mantissas != header.mantissa_bits)
     fail_in_chunk(kName, chunk, "the exponents announce other levels or mantissas than there are");
   if (is_done) return;
@@ -361,13 +360,12 @@ void decode_lanes_chunk(const MessageCoding& coding, ConstBytes message, const C
 // ---- messages
 
 MessageCoding coding_of(Dtype dtype, Mode mode, int kept_bits, int least_bits, Version version, bool rounds,
-                        const HuffmanTable& table, WordMasks& masks) {
+                        const HuffmanTable& table) {
   const Packing packing{mode, layout_of(dtype).mantissa_bits - kept_bits};
-  const Kernels& kernels = kernels_for(dtype);
-  if (version == Version::levels) kernels.fill_masks(packing, masks);
-  return {dtype,   version,        rounds,
-          table,   lane_kernels(), kernels,
-          packing, masks,          keep_rule(dtype, mode, kept_bits, least_bits)};
+  return {dtype,          version,
+          rounds,         table,
+          lane_kernels(), kernels_for(dtype),
+          packing,        keep_rule(dtype, mode, kept_bits, least_bits)};
 }
 
 void require_table(const HuffmanTable& table, Dtype dtype, Version version) {
@@ -406,9 +404,8 @@ std::uint64_t encode(ConstBytes values, ConstBytes importance, const EncodeOptio
 
   const bool rounds =
       options.mode == Mode::uniform || (options.mode == Mode::paper && options.rounding == Rounding::nearest);
-  WordMasks masks;
   const MessageCoding coding =
-      coding_of(options.dtype, options.mode, kept_bits, least_bits, options.version, rounds, table, masks);
+      coding_of(options.dtype, options.mode, kept_bits, least_bits, options.version, rounds, table);
   const auto encode_chunk = [&](std::size_t chunk, std::uint64_t offset, bool& nonfinite) {
     const std::size_t first = chunk * kChunkValues;
     const std::size_t n_values = std::min<std::uint64_t>(kChunkValues, n_elements - first);
@@ -468,9 +465,8 @@ void decode(ConstBytes message, Dtype dtype, const HuffmanTable& table, ConstByt
     throw InvalidArgument("decoding this message needs one importance byte a value: ", block.n_elements, ", got ",
                           importance.size());
   check_chunks_adjoin(message, block);
-  WordMasks masks;
   const MessageCoding coding =
-      coding_of(dtype, block.mode, block.kept_bits, block.least_bits, block.version, false, table, masks);
+      coding_of(dtype, block.mode, block.kept_bits, block.least_bits, block.version, false, table);
   const auto decode_one = [&](std::size_t chunk) {
     const std::size_t first = chunk * kChunkValues, offset = first * value_bytes;
     decode_chunk(coding, message, block, chunk, derives ? importance.data() + first : nullptr,

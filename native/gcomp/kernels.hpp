@@ -15,16 +15,6 @@ struct Packing {
   int dropped_bits;  // of the mantissa, at level 0: 0 but for uniform and truncate
 };
 
-// The vector kernels take the values of a 64-bit word together. A value's state says which of its bits travel; the
-// states of a word's values, as digits to the base 5, index the word's mask.
-inline constexpr int kStates = 5;
-inline constexpr int kStateNonfinite = 1;  // in the modes without levels; in mode paper, states 0 to 3 are the levels
-inline constexpr int kStateZero = 4;
-struct WordMasks {
-  std::uint64_t bits[kStates * kStates * kStates * kStates];  // two float32, or four 16-bit values
-  std::uint8_t n_bits[kStates * kStates * kStates * kStates];
-};
-
 struct ExponentSummary {
   std::size_t n_nonzero;  // values whose exponent field is not 0
   bool holds_nonfinite;   // an exponent field is all ones
@@ -44,8 +34,6 @@ struct SegmentSpan {
 
 // Each call takes the values of one chunk.
 struct Kernels {
-  // What the packing comes to, for the kernels that look it up; once a message.
-  void (*fill_masks)(const Packing& packing, WordMasks& masks);
   // To nearest, ties to even, on the bits that will be sent: by level in mode paper, else without the dropped bits. A
   // carry moves the exponent on, but never to Inf: the largest finite value stands for that (as a level or dropped bits
   // cut it). Zero, subnormals, Inf and NaN are left as they are.
@@ -55,11 +43,11 @@ struct Kernels {
   ExponentSummary (*split_exponents)(const void* values, std::size_t n, std::uint8_t* exponents);
   // Writes the levels (mode paper) and the signs and mantissas. Scribbles up to kPackSlackBytes past the end of each.
   SegmentBits (*pack)(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
-                      const Packing& packing, const WordMasks& masks, std::uint8_t* levels, std::uint8_t* mantissas);
+                      const Packing& packing, std::uint8_t* levels, std::uint8_t* mantissas);
   // The reverse. Returns how many bits the exponents and levels asked for; where that is not what there was, the values
   // mean nothing, but no byte beyond readable_end was loaded.
-  SegmentBits (*unpack)(const std::uint8_t* exponents, std::size_t n, const Packing& packing, const WordMasks& masks,
-                        const SegmentSpan& levels, const SegmentSpan& mantissas, void* values);
+  SegmentBits (*unpack)(const std::uint8_t* exponents, std::size_t n, const Packing& packing, const SegmentSpan& levels,
+                        const SegmentSpan& mantissas, void* values);
 };
 inline constexpr std::size_t kPackSlackBytes = 64;
 

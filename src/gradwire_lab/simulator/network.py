@@ -231,18 +231,27 @@ class SimulatedNetwork:
         self.classes.append(flow_class)
         return flow_class
 
-    def start(self, flow_class: FlowClass, bits: float, weight: int = 1) -> Flow:
-        """Begin `weight` transfers of `bits` each."""
-        now_s = self.environment.now
+    def start(self, flow_class: FlowClass, bits: float, weight: int = 1, after_s: float = 0.0) -> Flow:
+        """Begin `weight` transfers of `bits` each, now or so many seconds later."""
         flow = Flow(self.environment, flow_class, bits, weight)
-        if bits <= _DONE_BITS:
+        if after_s:
+            self._call_at(after_s, self._begin_later, flow)
+        else:
+            self._begin(flow)
+        return flow
+
+    def _begin_later(self, event: simpy.Event) -> None:
+        self._begin(event.value)
+
+    def _begin(self, flow: Flow) -> None:
+        flow.started_s = now_s = self.environment.now
+        if flow.bits <= _DONE_BITS:
             flow.is_over = True
             flow.succeed()
-            return flow
-        flow_class.advance(now_s)
-        flow_class.add(flow, next(self._numbers), now_s)
+            return
+        flow.flow_class.advance(now_s)
+        flow.flow_class.add(flow, next(self._numbers), now_s)
         self._settle_later()
-        return flow
 
     def stop(self, flow: Flow) -> float:
         """End `flow` before it is done; returns the bits that each of its transfers had left, 0 if it was done."""
@@ -272,21 +281,27 @@ class SimulatedNetwork:
             link.offer(self.environment.now)
 
     def _settle_later(self) -> None:
-        if not self._is_settling:
-            self._is_settling = True
+        if self._is_settling:
+            return
+        self._is_settling = True
+        if self.environment.peek() > self.environment.now:  # nothing else happens in this instant
+            self._settle(None)
+        else:
             self._call_at(0.0, self._settle, None)
 
-    def _call_at(self, delay_s: float, function: Callable[[simpy.Event], None], value: int | None) -> None:
+    def _call_at(self, delay_s: float, function: Callable[[simpy.Event], None], value: Any) -> None:
         event = simpy.Event(self.environment)
         event._ok, event._value, event.callbacks = True, value, [function]
         self.environment.schedule(event, _LAST_OF_INSTANT, delay_s)
 
-    def _settle(self, _: simpy.Event) -> None:
+    def _settle(self, _: simpy.Event | None) -> None:
         """Share the links out anew among the flows under way, and wake up when the first of them is done."""
         self._is_settling = False
         self.n_settlings += 1
         now_s = self.environment.now
-        next_s = min((one.go_on(rate_bps, now_s) for one, rate_bps in self._share_out()), default=math.inf)
+        next_s = math.inf
+        for flow_class, rate_bps in self._share_out():
+            next_s = min(next_s, flow_class.go_on(rate_bps, now_s))
         self._timer_number += 1
         if next_s < math.inf:
             self._call_at(max(0.0, next_s), self._wake, self._timer_number)

@@ -7,6 +7,7 @@ that are alike and compute alike are one *group*, simulated once: its transfers 
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
@@ -118,7 +119,11 @@ class Simulation(Stage):
             self.environment.process(self._follow_trace(self.setting.trace))
         if seconds is not None:
             self.environment.process(self._stop_at(seconds))
-        self.environment.run(self._is_over)
+        gc.freeze()  # what the program holds besides: collections would go over torch's objects again and again
+        try:
+            self.environment.run(self._is_over)
+        finally:
+            gc.unfreeze()
         self.network.finish()
         return self.metrics
 

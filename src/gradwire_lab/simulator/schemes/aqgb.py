@@ -24,7 +24,7 @@ from gradwire.schemes.aqgb.law import (
     second_stage_bits,
 )
 from gradwire.schemes.auto.costs import CodecCost
-from gradwire_lab.simulator.network import FlowClass
+from gradwire_lab.simulator.network import Flow, FlowClass
 from gradwire_lab.simulator.schemes.base import PLAIN, Decoder, SchemeModel
 from gradwire_lab.simulator.simulation import Simulation
 from gradwire_lab.simulator.stage import WorkerGroup
@@ -181,28 +181,27 @@ class _Worker:
     # ---- what it sends
 
     def _send(self) -> Generator[simpy.Event, Any, None]:
+        scheme = self._scheme
         while self._stack:
-            yield from self._send_first_stage()
+            sending = self._stack[-1]  # one message of the newest gradient
+            n_values = min(sending.message_values, sending.left_values)
+            n_bits = self._first_stage_bits()
+            flow = self._start(n_values, n_bits + scheme.overhead_bits_per_value)
+            yield flow
+            self._arrived(flow, sending, n_values, n_bits + scheme.overhead_bits_per_value, "stage 1")
+            sending.left_values -= n_values
+            if sending.runs and sending.runs[-1].sent_bits == n_bits:
+                sending.runs[-1].n_values += n_values
+            else:
+                sending.runs.append(_Run(n_values, n_bits))
+            if sending.left_values < 0.5:
+                self._stack.remove(sending)
+                self._sent[sending.block] = sending
             if not self._stack and self._n_appeared == self._n_blocks:
                 self._tell_from(0)  # its own first stage is over: nothing of its own keeps it from going on
                 for block in range(self._n_blocks):
                     yield from self._refine(self._sent.pop(block))
         self._is_sending = False
-
-    def _send_first_stage(self) -> Generator[simpy.Event, Any, None]:
-        """One message of the newest gradient."""
-        sending = self._stack[-1]
-        n_values = min(sending.message_values, sending.left_values)
-        n_bits = self._first_stage_bits()
-        yield from self._transfer(sending, n_values, n_bits + self._scheme.overhead_bits_per_value, "stage 1")
-        sending.left_values -= n_values
-        if sending.runs and sending.runs[-1].sent_bits == n_bits:
-            sending.runs[-1].n_values += n_values
-        else:
-            sending.runs.append(_Run(n_values, n_bits))
-        if sending.left_values < 0.5:
-            self._stack.remove(sending)
-            self._sent[sending.block] = sending
 
     def _first_stage_bits(self) -> int:
         scheme, now_s = self._scheme, self._scheme.environment.now
@@ -225,7 +224,9 @@ class _Worker:
             if n_bits == 0:
                 break
             n_values = min(sending.message_values, run.n_values)
-            yield from self._transfer(sending, n_values, n_bits, "stage 2")
+            flow = self._start(n_values, n_bits)
+            yield flow
+            self._arrived(flow, sending, n_values, n_bits, "stage 2")
             run.n_values -= n_values
             if run.n_values < 0.5:
                 runs.pop(0)
@@ -248,21 +249,19 @@ class _Worker:
             self._scheme.confidence * self._rate.rate_bps, remaining_s, n_values, runs[0].sent_bits
         )
 
-    def _transfer(
-        self, sending: _Sending, n_values: float, n_bits: float, stage: str
-    ) -> Generator[simpy.Event, Any, None]:
-        network, environment = self._scheme.network, self._scheme.environment
-        if self._scheme.encode_s:
-            yield environment.timeout(n_values * self._scheme.encode_s)
-        started_s = environment.now
-        bits = n_values * n_bits
-        passing_bits = self._scheme.share * bits
-        yield network.start(self._flow_class, passing_bits, self._group.count)
-        self._rate.observe(passing_bits, environment.now - started_s)
-        if self._scheme.decode_s:
-            work_s, last_s = n_values * self._scheme.decode_s, n_values * self._scheme.decode_last_s
-            self._decoded_s = self._decoder.end_s(started_s, environment.now, work_s, last_s)
-        metrics = self._scheme.simulation.metrics
+    def _start(self, n_values: float, n_bits: float) -> Flow:
+        """One message, once it is encoded."""
+        scheme = self._scheme
+        encode_s = n_values * scheme.encode_s
+        return scheme.network.start(self._flow_class, scheme.share * (n_values * n_bits), self._group.count, encode_s)
+
+    def _arrived(self, flow: Flow, sending: _Sending, n_values: float, n_bits: float, stage: str) -> None:
+        scheme, now_s = self._scheme, self._scheme.environment.now
+        self._rate.observe(flow.bits, now_s - flow.started_s)
+        if scheme.decode_s:
+            work_s, last_s = n_values * scheme.decode_s, n_values * scheme.decode_last_s
+            self._decoded_s = self._decoder.end_s(flow.started_s, now_s, work_s, last_s)
+        metrics = scheme.simulation.metrics
         is_named = metrics.spans is not None
-        name = f"{stage} {self._scheme.blocks[sending.block].name} x {n_bits:g} bits" if is_named else ""
-        metrics.add_transfer(self._group, sending.round_number, bits, started_s, name)
+        name = f"{stage} {scheme.blocks[sending.block].name} x {n_bits:g} bits" if is_named else ""
+        metrics.add_transfer(self._group, sending.round_number, n_values * n_bits, flow.started_s, name)

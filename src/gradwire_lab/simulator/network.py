@@ -235,13 +235,10 @@ class SimulatedNetwork:
         """Begin `weight` transfers of `bits` each, now or so many seconds later."""
         flow = Flow(self.environment, flow_class, bits, weight)
         if after_s:
-            self._call_at(after_s, self._begin_later, flow)
+            self._call_at(after_s, lambda _: self._begin(flow), None)
         else:
             self._begin(flow)
         return flow
-
-    def _begin_later(self, event: simpy.Event) -> None:
-        self._begin(event.value)
 
     def _begin(self, flow: Flow) -> None:
         flow.started_s = now_s = self.environment.now
@@ -289,7 +286,7 @@ class SimulatedNetwork:
         else:
             self._call_at(0.0, self._settle, None)
 
-    def _call_at(self, delay_s: float, function: Callable[[simpy.Event], None], value: Any) -> None:
+    def _call_at(self, delay_s: float, function: Callable[[simpy.Event], None], value: int | None) -> None:
         event = simpy.Event(self.environment)
         event._ok, event._value, event.callbacks = True, value, [function]
         self.environment.schedule(event, _LAST_OF_INSTANT, delay_s)

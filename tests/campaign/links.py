@@ -24,11 +24,14 @@ from campaign.schemes_drawn import draw_variant, variant_of
 from gradwire_lab.ranks.netlab import Netlab
 from ranks import patience
 
-SHORT = ("down and up", "slow for a moment")
+SHORT = ("down and up", "slow for a moment", "lossy for a moment", "far for a moment")
 LASTING = ("down", "host gone")
 HARMS = SHORT + LASTING
 # Until it is ridden out, TCP repeats itself at ever longer intervals: the timeout must be well above the harm.
 TIMEOUT_S = {**dict.fromkeys(SHORT, 30.0), **dict.fromkeys(LASTING, 4.0)}
+# What a line of this lab can have beside its rate; these harms change it in the middle.
+WAYS = ("", "/delay=2ms", "/delay=20ms/jitter=2ms/loss=0.05%", "/delay=5ms/down=50mbit")
+DISTANT = {"lossy for a moment": {"loss": "10%"}, "far for a moment": {"delay": "150ms"}}
 STEP_S = 0.05
 N_STEPS = 40  # after a short harm; a lasting one ends the training
 
@@ -36,8 +39,11 @@ N_STEPS = 40  # after a short harm; a lasting one ends the training
 def draw(choose: random.Random) -> dict[str, Any]:
     """One case, as plain values."""
     world_size = choose.choice([2, 2, 3, 4])
+    harm = choose.choice(HARMS)
+    ways = [way for way in WAYS if way or harm not in DISTANT]
     return {
-        "harm": choose.choice(HARMS),
+        "harm": harm,
+        "way": choose.choice(ways),
         "scheme": draw_variant(choose, replicas_may_differ=False, errors_are_ours=True),
         "world_size": world_size,
         "victim": choose.randrange(world_size),
@@ -67,7 +73,7 @@ def run(case: dict[str, Any]) -> None:
     variables = {"PYTHONPATH": os.pathsep.join(folders), "TORCH_CPP_LOG_LEVEL": "FATAL"}
     patience_s = (60 + TIMEOUT_S[harm]) * patience()
     try:
-        with Netlab(case["world_size"], "200mbit", require_shaping=True) as lab:
+        with Netlab(case["world_size"], "200mbit" + case["way"], require_shaping=True) as lab:
             lab.start(
                 [sys.executable, "-m", "campaign.links", json.dumps(case)], variables, grace_s=1_000, on_line=on_line
             )
@@ -89,6 +95,11 @@ def _do_harm(lab: Netlab, case: dict[str, Any]) -> None:
     if harm == "host gone":
         lab.link_down(victim)  # nobody hears of the end of its processes
         lab.kill_rank(victim)
+    elif harm in DISTANT:
+        line = dict(word.split("=") for word in case["way"].split("/")[1:])
+        lab.set_line(victim, **DISTANT[harm])
+        time.sleep(case["down_s"])
+        lab.set_line(victim, **{name: line.get(name, "0%") for name in DISTANT[harm]})
     elif harm == "slow for a moment":
         lab.set_rate(victim, "1mbit")
         time.sleep(case["down_s"])

@@ -41,8 +41,8 @@ _SOAK = {
 }  # fmt: skip
 
 _LINKS = {
-    "harm": "down", "scheme": ("gcomp", {}), "world_size": 2, "victim": 1, "step": 2, "delay_ms": 0, "down_s": 0.3,
-    "width": 20, "bucket_cap_mb": 25, "optimizer": "sgd",
+    "harm": "down", "way": "", "scheme": ("gcomp", {}), "world_size": 2, "victim": 1, "step": 2, "delay_ms": 0,
+    "down_s": 0.3, "width": 20, "bucket_cap_mb": 25, "optimizer": "sgd",
 }  # fmt: skip
 
 _RESIDUALS = {
@@ -112,9 +112,12 @@ def test_rank_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.root
 @pytest.mark.usefixtures("warm_interpreters")
-@pytest.mark.parametrize("harm", ["down and up", "host gone"])
-def test_links_fail_and_what_follows_is_judged(harm: str) -> None:
-    _expect({**_LINKS, "harm": harm}, "passed")
+@pytest.mark.parametrize(
+    ("harm", "way"),
+    [("down and up", ""), ("host gone", "/delay=5ms"), ("lossy for a moment", "/delay=20ms/jitter=2ms/loss=0.05%")],
+)
+def test_links_fail_and_what_follows_is_judged(harm: str, way: str) -> None:
+    _expect({**_LINKS, "harm": harm, "way": way}, "passed")
 
 
 @pytest.mark.root

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.errors import InvalidArgument, RankMismatch
+from gradwire.errors import RankMismatch
 from gradwire.schemes.auto.scheme import Auto
 from gradwire.telemetry.stopwatch import StepClock
 from ranks import on_ranks, run_ranks
@@ -355,18 +355,3 @@ def test_where_another_hook_comes_first_it_stays_plain_and_says_so(rank: int, wo
     training.ddp.register_comm_hook(None, as_ddp)
     training.take_steps(range(20))
     assert "communication hook already" in training.close()["auto"]["stays_plain"]
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"fidelity": "exakt"}, "did you mean 'exact'"),
-        ({"fidelity": ["slimgc"]}, "takes no turns"),
-        ({"candidates": ["terngrad"]}, 'fidelity="any" would take it'),
-        ({"candidates": ["gcmp"]}, "did you mean 'gcomp'"),
-        ({"budget": 0.5}, "from 0 to 0.1"),
-    ],
-)
-def test_bad_arguments_say_what_would_do(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(InvalidArgument, match=text):
-        Auto(**options)

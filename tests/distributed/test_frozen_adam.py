@@ -181,14 +181,6 @@ def test_what_is_refused_and_how(rank: int, world_size: int) -> None:
     attachment.close()
 
 
-@pytest.mark.parametrize("wrong", [{"freeze_step": 0}, {"freeze_step": -1}, {"freeze_step": 1.5}, {"exempt": 7},
-                                   {"only": [""]}, {"correction": "none"}, {"codec": "thc"}, {"pull": "push"},
-                                   {"chunk_elements": 0}])  # fmt: skip
-def test_wrong_options(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgument):
-        schemes.by_name("one-bit-adam", **wrong)
-
-
 @pytest.mark.parametrize("factor", [1_000.0, 1.0])
 @on_ranks(2)
 def test_gradients_that_outgrow_the_variance_are_told_once(rank: int, world_size: int, factor: float) -> None:

@@ -69,30 +69,3 @@ def test_state_of_another_rank_scheme_or_model_is_refused(rank: int, world_size:
     reshaped["state"]["residuals"]["0.weight"] = torch.zeros(3, 3)
     load(build()[0], schemes.by_name("acp-sgd", rank=3), reshaped, "9 elements for '0.weight'; it has 576")
     load(build()[0], schemes.by_name("acp-sgd", rank=3), {**saved, "state": {}}, "lacks is_step_for_p")
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"rank": 0}, "rank must be"),
-        ({"rank": -1}, "rank must be"),
-        ({"rank": 2.0}, "rank must be"),
-        ({"rank": True}, "rank must be"),
-        ({"min_compression_rate": -1}, "min_compression_rate"),
-        ({"min_compression_rate": float("nan")}, "min_compression_rate"),
-        ({"start_step": -1}, "start_step"),
-        ({"buffer_mb": -1}, "buffer_mb"),
-        ({"buffer_mb": float("nan")}, "buffer_mb"),
-        ({"factor_dtype": "float16"}, "float32, bfloat16"),
-        ({"ranks": 3}, "ranks"),
-    ],
-)
-def test_options_out_of_range_are_refused(scheme: str, options: dict[str, Any], match: str) -> None:
-    with pytest.raises(gradwire.InvalidArgument, match=match):
-        schemes.by_name(scheme, **options)
-
-
-def test_overlap_of_power_sgd_is_a_scheme_of_its_own() -> None:
-    with pytest.raises(gradwire.InvalidArgument, match="power-sgd-overlap"):
-        schemes.by_name("power-sgd", overlap=True)

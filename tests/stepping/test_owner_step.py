@@ -188,21 +188,6 @@ def test_shards_are_resumable_and_what_cannot_be_served_is_refused(rank: int, wo
     check_refusals(rank, world_size)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"update": "server"},
-        {"update": "owner"},
-        {"update": "owner", "topology": "all-reduce"},
-        {"update": "owner", "pull": "raw", "max_grad_value": 0.0},
-        {"max_grad_value": 1.0},
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgument):
-        SlimGC("one-bit", **options)
-
-
 def load_other_shards(rank: int, world_size: int) -> None:
     ddp = build()
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)

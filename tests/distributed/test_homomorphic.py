@@ -326,38 +326,6 @@ def test_embeddings_train_alike_on_all_ranks_and_resume_bit_by_bit(rank: int, wo
 
 
 @on_ranks(2)
-def test_step_with_inf_or_nan_on_one_rank_is_as_if_it_had_not_been(rank: int, world_size: int) -> None:
-    """What a step with Inf or NaN leaves behind: NaN on all ranks where its bucket was, and nothing else."""
-    for options in (
-        {},
-        {"mode": "sketch"},
-        {"mode": "exact"},
-        {"sparsifier": "top-k"},
-        {"mode": "lossy", "error_feedback": True},
-    ):
-        runs = []
-        for value in (float("inf"), float("nan"), None):
-            driver = Driver(make(**options), parameters(), LAYOUT)
-            driver.reduce(gradients_of(rank, world_size, 0, 0.02))
-            if value is None:
-                driver.step += 1  # estimates have hashes of their own at every step
-            else:
-                poisoned = gradients_of(rank, world_size, 1, 0.3)
-                poisoned[0][3, 5] = value if rank == 1 else 0.0
-                before = copy.deepcopy(driver.scheme.state_dict())
-                first, second = by_bucket(driver.reduce(poisoned))
-                assert bool(first.isnan().all())
-                assert bool(second.isfinite().all())
-                assert str(driver.scheme.state_dict()) == str(before)
-                assert driver.scheme.stats()["n_steps_not_finite"] == 1
-                assert not driver.last_buckets[0].record.fallbacks
-            runs.append(torch.cat([flat(driver.reduce(gradients_of(rank, world_size, s, 0.02))) for s in (2, 3)]))
-            driver.close()
-        assert torch.equal(runs[0], runs[2])
-        assert torch.equal(runs[1], runs[2])
-
-
-@on_ranks(2)
 def test_nan_in_a_dense_bucket_is_noticed(rank: int, world_size: int) -> None:
     """In a bucket that is known to be dense, for which no index goes first."""
     driver = Driver(make(), parameters(), LAYOUT)

@@ -30,23 +30,6 @@ def run_steps(ddp: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps
         optimizer.step()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@on_ranks(3)
-def test_ranks_with_fewer_batches_join_and_end_with_the_same_parameters(
-    rank: int, world_size: int, scheme: str
-) -> torch.Tensor:
-    """Rank r has 3 + r batches; those that are done shadow the reductions of the others."""
-    ddp, optimizer = build()
-    attachment = gradwire.attach(ddp, optimizer, schemes.by_name(scheme, rank=3))
-    with ddp.join():
-        run_steps(ddp, optimizer, rank, range(3 + rank))
-    assert attachment.step == 3 + world_size - 1
-    attachment.close()
-    parameters = torch.cat([parameter.detach().view(-1) for parameter in ddp.parameters()])
-    assert parameters.isfinite().all()
-    return parameters
-
-
 @on_ranks(2)
 def test_state_of_another_rank_scheme_or_model_is_refused(rank: int, world_size: int) -> None:
     ddp, optimizer = build()

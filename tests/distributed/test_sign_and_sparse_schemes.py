@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from typing import Any
 
 import pytest
@@ -170,62 +168,3 @@ def test_parameters_are_identical_on_all_ranks_and_the_loss_falls(
             assert 0 < stats["ratio"] < 0.5, scheme
         parameters[scheme] = training.flat()
     return parameters
-
-
-@on_ranks(3)
-def test_step_with_inf_on_one_rank_is_as_if_it_had_not_been(rank: int, world_size: int) -> None:
-    for scheme in OPTIONS:
-        runs = []
-        for meets_inf in (True, False):
-            training = start(rank, scheme)
-            training.take_steps(range(3))
-            if meets_inf:
-                before = copy.deepcopy(training.attachment.state_dict()["state"])
-                kept = training.flat()
-                training.take_steps([99], math.inf if rank == 1 else 1.0)
-                assert not training.flat().isfinite().all()
-                torch.nn.utils.vector_to_parameters(kept, training.ddp.parameters())
-                after = training.attachment.state_dict()["state"]
-                for kind in ("residuals", "momenta"):
-                    for name, kept_value in before.get(kind, {}).items():
-                        assert torch.equal(kept_value, after[kind][name])
-                assert training.stats()["n_steps_not_finite"] == 1
-                assert training.stats()["n_fallbacks"] == 0
-            elif scheme in STOCHASTIC:  # the same number of steps on both sides
-                training.attachment.step += 1
-            training.take_steps(range(3, 6))
-            training.close()
-            runs.append(training.flat())
-        assert torch.equal(*runs), scheme
-
-
-@on_ranks(2)
-def test_low_precision_gradients_give_the_same_parameters_on_all_ranks(
-    rank: int, world_size: int
-) -> list[torch.Tensor]:
-    results = []
-    for scheme in OPTIONS:
-        for dtype in DTYPES[1:]:
-            training = start(rank, scheme, 1e-3, dtype, gradient_as_bucket_view=True)
-            training.take_steps(range(4))
-            assert training.close()["n_fallbacks"] == 0
-            assert training.flat().isfinite().all()
-            results.append(training.flat())
-    return results
-
-
-@on_ranks(2)
-def test_resumed_run_continues_bit_by_bit(rank: int, world_size: int) -> None:
-    """Saved, loaded, saved and loaded again."""
-    for scheme in OPTIONS:
-        training, results = start(rank, scheme), []
-        training.take_steps(range(3))
-        saved = training.state()
-        training.close()
-        for _ in range(2):
-            resumed = start(rank, scheme).load(saved)
-            saved = resumed.state()
-            resumed.take_steps(range(3, 7))
-            resumed.close()
-            results.append(resumed.flat())
-        assert torch.equal(*results), scheme

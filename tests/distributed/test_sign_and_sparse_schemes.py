@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import gradwire
-from buckets import LAYOUT, SHAPES, by_bucket, drive, flat, gradients_of
+from buckets import by_bucket, drive, flat, gradients_of
 from gradwire import schemes
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from small_training import Training, batch_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -78,38 +78,6 @@ def test_top_k_follows_its_float64_transcription(rank: int, world_size: int, fee
     if feedback:
         assert torch.allclose(driver.state().double(), torch.cat(errors[rank]), atol=1e-5)
     driver.close()
-
-
-def conserve(rank: int, world_size: int, scheme: str, dtype: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
-    driver = drive(scheme, OPTIONS[scheme], dtype, [len(SHAPES)])
-    history = []
-    old = torch.zeros(flat(gradients_of(0, 0)).numel())
-    for step in range(4):
-        gradients = gradients_of(rank, step, dtype)
-        if step == 2:
-            driver.bucket_sizes = LAYOUT  # as DDP rebuilds them
-            gradients[0].zero_()  # unused: what was left out of it stays, bit by bit, across the rebuild
-        result = driver.reduce(gradients)
-        new = driver.state().float()
-        if step == 2:
-            assert torch.equal(new[: 24 * 18], old[: 24 * 18])
-            assert not result[0].any()
-        history.append((flat(result).float(), new, flat(gradients).float(), old))
-        old = new
-    driver.close()
-    return history
-
-
-@pytest.mark.parametrize("scheme", ["top-k", "one-bit", "two-bit", "thc"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_results_and_residuals_conserve_the_gradients_across_a_rebuild(scheme: str, dtype: torch.dtype) -> None:
-    histories = run_ranks(conserve, 3, scheme, dtype)
-    for step in range(4):
-        result = histories[0][step][0]
-        for history in histories[1:]:
-            assert torch.equal(history[step][0], result)
-        new, gradient, old = (torch.stack([history[step][i] for history in histories]).mean(0) for i in (1, 2, 3))
-        assert torch.allclose(result + new, gradient + old, atol=1e-5 if dtype == torch.float32 else 0.02)
 
 
 @pytest.mark.parametrize("scheme", ["top-k", "sign-sgd"])

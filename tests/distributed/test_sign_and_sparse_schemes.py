@@ -1,4 +1,4 @@
-"""sign-sgd and top-k: against their definitions in torch; these and the quantisers under DDP."""
+"""sign-sgd and top-k: against their definitions in torch; these, the quantisers and low rank train under DDP."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from ranks import on_ranks
 from small_training import Training, batch_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "top-k": {"share": 0.05},
-    "sign-sgd": {},
-    "one-bit": {},
-    "two-bit": {},
-    "qsgd": {"block": 128},
-    "terngrad": {},
-    "thc": {},
-    "dgc": {"share": 0.05},
+LOW_RANK = {"rank": 1, "min_compression_rate": 1}
+# Options of a scheme, the learning rate of its training, the steps of it, and the share of the loss that is left then at most.
+TRAINED: dict[str, tuple[dict[str, Any], float, int, float]] = {
+    "top-k": ({"share": 0.05}, 0.3, 100, 0.8),
+    "sign-sgd": ({}, 1e-3, 100, 0.8),
+    "one-bit": ({}, 0.3, 100, 0.8),
+    "two-bit": ({}, 0.3, 100, 0.8),
+    "qsgd": ({"block": 128}, 0.1, 100, 0.8),
+    "terngrad": ({}, 0.1, 100, 0.8),
+    "thc": ({}, 0.3, 100, 0.8),
+    "dgc": ({"share": 0.05}, 0.03, 100, 0.8),
+    "acp-sgd": (LOW_RANK, 0.3, 300, 0.7),
+    "power-sgd": (LOW_RANK, 0.3, 300, 0.7),
+    "power-sgd-overlap": (LOW_RANK, 0.3, 300, 0.7),
 }
-# Their drawing depends on the step's number.
-STOCHASTIC = ("qsgd", "terngrad", "thc", "dgc")
-LEARNING_RATES = {"sign-sgd": 1e-3, "qsgd": 0.1, "terngrad": 0.1, "dgc": 0.03}
 
 
 # ---- against their definitions
@@ -84,7 +86,7 @@ def test_top_k_follows_its_float64_transcription(rank: int, world_size: int, fee
 @on_ranks(3, raises=gradwire.CorruptMessage, match="message of rank 0 for bucket 0 of step 1 was altered")
 def test_altered_message_is_a_corrupt_message_on_every_rank(rank: int, world_size: int, scheme: str) -> None:
     """Rank 1 receives one bit of rank 0's payload turned."""
-    driver = drive(scheme, OPTIONS[scheme])
+    driver = drive(scheme, TRAINED[scheme][0])
     driver.reduce(gradients_of(rank, 0))
     gather = driver.communicator.all_gather
 
@@ -102,22 +104,15 @@ def test_altered_message_is_a_corrupt_message_on_every_rank(rank: int, world_siz
 # ---- under DDP
 
 
-def layers(dtype: torch.dtype = torch.float32) -> nn.Module:
+def layers() -> nn.Module:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
-    return model.to(dtype)
+    return nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
 
 
 def copying(module: nn.Module, rank: int, step: int) -> torch.Tensor:
     """The loss of a model that is to give back the first values of its input."""
-    inputs = batch_of(rank, step).to(next(module.parameters()).dtype)
+    inputs = batch_of(rank, step)
     return (module(inputs) - inputs[:, :3]).square().mean()
-
-
-def start(rank: int, scheme: str, lr: float = 0.05, dtype: torch.dtype = torch.float32, **ddp: Any) -> Training:
-    made = schemes.by_name(scheme, **OPTIONS[scheme])
-    ddp = {"bucket_cap_mb": 0.005, **ddp}
-    return Training(rank, made, lambda p: torch.optim.SGD(p, lr=lr), lambda: layers(dtype), copying, ddp=ddp)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -126,11 +121,12 @@ def test_parameters_are_identical_on_all_ranks_and_the_loss_falls(
     rank: int, world_size: int
 ) -> dict[str, torch.Tensor]:
     parameters = {}
-    for scheme in OPTIONS:
-        training = start(rank, scheme, LEARNING_RATES.get(scheme, 0.3))
-        losses = training.take_steps(range(100))
+    for scheme, (options, rate, n_steps, left) in TRAINED.items():
+        made, ddp = schemes.by_name(scheme, **options), {"bucket_cap_mb": 0.005}
+        training = Training(rank, made, lambda p, rate=rate: torch.optim.SGD(p, lr=rate), layers, copying, ddp)
+        losses = training.take_steps(range(n_steps))
         stats = training.close()
-        assert sum(losses[-20:]) < 0.8 * sum(losses[:20]), scheme
+        assert sum(losses[-20:]) < left * sum(losses[:20]), scheme
         assert stats["n_fallbacks"] == 0, scheme
         if world_size > 1:
             assert 0 < stats["ratio"] < 0.5, scheme

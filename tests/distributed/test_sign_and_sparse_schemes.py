@@ -11,6 +11,7 @@ from torch import nn
 import gradwire
 from buckets import by_bucket, drive, flat, gradients_of
 from gradwire import schemes
+from quantiser_oracles import top_k
 from ranks import on_ranks
 from small_training import Training, batch_of
 
@@ -58,27 +59,26 @@ def test_sign_sgd_is_the_majority_of_signs_in_units_of_the_loss_scale(rank: int,
 @on_ranks()
 def test_top_k_follows_its_float64_transcription(rank: int, world_size: int, feedback: bool) -> None:
     """Six steps in float64, all ranks at once: choose, take the mean, keep the rest."""
-    share = 0.05
+    share, n_steps = 0.05, 6
     driver = drive("top-k", {"share": share, "error_feedback": feedback})
-    sizes = [bucket.numel() for bucket in by_bucket(gradients_of(0, 0))]
-    errors = [[torch.zeros(size, dtype=torch.float64) for size in sizes] for _ in range(world_size)]
-    for step in range(6):
+    results = []
+    for step in range(n_steps):
         driver.loss_scale = 2.0**step
-        everyone = [gradients_of(other, step) for other in range(world_size)]
-        results = driver.reduce([gradient * driver.loss_scale for gradient in everyone[rank]])
-        for index, size in enumerate(sizes):
-            k = max(1, round(share * size))
-            expected = torch.zeros(size, dtype=torch.float64)
-            for other in range(world_size):
-                corrected = by_bucket(everyone[other])[index].double() + errors[other][index]
-                chosen = corrected.abs().topk(k).indices
-                expected[chosen] += corrected[chosen] / world_size
-                if feedback:
-                    errors[other][index] = corrected.index_fill(0, chosen, 0)
-            result = by_bucket(results)[index].double() / driver.loss_scale
-            assert torch.allclose(result, expected, atol=1e-5), (step, index)
+        results.append(driver.reduce([one * driver.loss_scale for one in gradients_of(rank, step)]))
+    every = [[by_bucket(gradients_of(other, step)) for other in range(world_size)] for step in range(n_steps)]
+    kept = []
+    for index in range(2):
+        given = torch.stack([torch.stack([ranks[index] for ranks in of_step]) for of_step in every])
+        n = given.shape[-1]
+        means, left = top_k(given, torch.zeros(world_size, n), max(1, round(share * n)), float(feedback))
+        for step, expected in enumerate(means):
+            assert torch.allclose(by_bucket(results[step])[index].double() / 2.0**step, expected, atol=1e-5), (
+                step,
+                index,
+            )
+        kept.append(left[rank])
     if feedback:
-        assert torch.allclose(driver.state().double(), torch.cat(errors[rank]), atol=1e-5)
+        assert torch.allclose(driver.state().double(), torch.cat(kept), atol=1e-5)
     driver.close()
 
 

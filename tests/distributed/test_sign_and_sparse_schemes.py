@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import gradwire
 from buckets import by_bucket, drive, flat, gradients_of
 from gradwire import schemes
 from quantiser_oracles import top_k
 from ranks import on_ranks
-from small_training import Training, batch_of
+from small_training import Training, copying, small_layers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOW_RANK = {"rank": 1, "min_compression_rate": 1}
@@ -104,17 +103,6 @@ def test_altered_message_is_a_corrupt_message_on_every_rank(rank: int, world_siz
 # ---- under DDP
 
 
-def layers() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
-
-
-def copying(module: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """The loss of a model that is to give back the first values of its input."""
-    inputs = batch_of(rank, step)
-    return (module(inputs) - inputs[:, :3]).square().mean()
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @on_ranks(timeout_s=170)
 def test_parameters_are_identical_on_all_ranks_and_the_loss_falls(
@@ -123,7 +111,7 @@ def test_parameters_are_identical_on_all_ranks_and_the_loss_falls(
     parameters = {}
     for scheme, (options, rate, n_steps, left) in TRAINED.items():
         made, ddp = schemes.by_name(scheme, **options), {"bucket_cap_mb": 0.005}
-        training = Training(rank, made, lambda p, rate=rate: torch.optim.SGD(p, lr=rate), layers, copying, ddp)
+        training = Training(rank, made, lambda p, rate=rate: torch.optim.SGD(p, lr=rate), small_layers, copying, ddp)
         losses = training.take_steps(range(n_steps))
         stats = training.close()
         assert sum(losses[-20:]) < left * sum(losses[:20]), scheme

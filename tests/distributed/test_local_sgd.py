@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2_cases import Net, build, make_mesh, shards_of, train
-from one_rank_fails import FAILURES, assert_failure_is_told
+from reducing_cases import FAILURES, assert_failure_is_told
 from torch import nn
 
 import gradwire

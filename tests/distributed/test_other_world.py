@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from typing import Any
 
 import pytest
+import reducing_cases as cases
 import torch
 import torch.distributed as dist
 
@@ -24,9 +26,7 @@ SAVED_AFTER = 3
 LATER = range(SAVED_AFTER, SAVED_AFTER + 4)
 
 
-def draw(rank: int, step: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+draw = functools.partial(cases.draw, SHAPES)
 
 
 def make(name: str) -> gradwire.Reducer:

@@ -287,15 +287,6 @@ def test_step_whose_mean_overflows_float16_keeps_no_residual(rank: int, world_si
     driver.close()
 
 
-@pytest.mark.parametrize("options", [[{"seed": 0}, {"seed": 1}], [{"batch_values": 1024}, {"batch_values": 512}]])
-@on_ranks(3, raises=gradwire.RankMismatch, match="(?=.*configuration).*rank 0")
-def test_other_seed_or_batch_size_on_one_rank_is_named(
-    rank: int, world_size: int, options: list[dict[str, Any]]
-) -> None:
-    driver = Driver(make(**options[min(rank, 1)]), parameters(), LAYOUT)
-    driver.reduce(gradients_of(rank, world_size, 0, 0.02))
-
-
 @on_ranks(2, raises=gradwire.RankMismatch, match="(?=.*step).*rank 1")
 def test_rank_in_another_step_is_named_where_buckets_are_too_dense_for_an_index(rank: int, world_size: int) -> None:
     """Dense gradients: from the second step on no index goes before the values."""

@@ -14,7 +14,7 @@ from buckets import SHAPES, Driver, by_bucket, drive, flat, gradients_of
 from gradwire import schemes
 from gradwire.codecs.selection import take_by_sample
 from gradwire.core.bucket import Bucket
-from gradwire.errors import RankMismatch, Unsupported
+from gradwire.errors import Unsupported
 from gradwire.schemes.dgc import Dgc, draw_sample
 from ranks import on_ranks
 from small_training import Training
@@ -241,12 +241,6 @@ def test_state_of_unused_parameters_waits(rank: int, world_size: int) -> None:
             if name == "dgc" and rank == 0:
                 assert torch.equal(before[kind]["p2"], after[kind]["p2"])
         driver.close()
-
-
-@pytest.mark.parametrize("name", ["terngrad", "thc", "dgc"])
-@on_ranks(2, timeout_s=60, raises=RankMismatch, match="configuration")
-def test_ranks_with_different_options_are_told_on_every_rank(rank: int, world_size: int, name: str) -> None:
-    drive(name, {"seed": rank}).reduce(gradients_of(rank, 0))
 
 
 def chosen_of(values: torch.Tensor, k: int) -> torch.Tensor:

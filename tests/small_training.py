@@ -105,6 +105,13 @@ class Training:
                 one.step()
         return losses
 
+    def take_scaled_step(self, scaler: torch.amp.GradScaler, step: int, factor: float = 1.0) -> None:
+        self.ddp.zero_grad()
+        scaler.scale(factor * self.loss(self.ddp, self.rank, step)).backward()
+        for one in self.optimizers:
+            scaler.step(one)
+        scaler.update()
+
     def flat(self) -> Tensor:
         return flat(self.ddp)
 

@@ -18,7 +18,7 @@ from gradwire.errors import RankMismatch
 from gradwire.schemes.auto.scheme import Auto
 from gradwire.telemetry.stopwatch import StepClock
 from ranks import on_ranks, run_ranks
-from small_training import Training, adamw, batch_of
+from small_training import Training, adamw
 
 THROUGH_ALL = [
     "gcomp:importance=uniform,bits=12",
@@ -334,11 +334,7 @@ def test_overflows_under_amp_neither_stop_it_nor_part_the_ranks(rank: int, world
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     training = Training(rank, quick(rank), scaler=scaler)
     for step in range(60):
-        training.optimizer.zero_grad()
-        loss = training.ddp(batch_of(rank, step)).square().mean()
-        scaler.scale(loss * math.inf if step % 13 == 5 and rank == 1 else loss).backward()
-        scaler.step(training.optimizer)
-        scaler.update()
+        training.take_scaled_step(scaler, step, math.inf if step % 13 == 5 and rank == 1 else 1.0)
     assert training.close()["auto"]["scheme"] == "one-bit"
     assert bool(training.flat().isfinite().all())
     return training.flat()

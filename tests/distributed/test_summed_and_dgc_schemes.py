@@ -150,24 +150,12 @@ def test_dgc_follows_its_float64_transcription(rank: int, world_size: int) -> No
                     expected[chosen] += v[other][index][chosen] / world_size
                     u[other][index][chosen] = 0  # momentum factor masking
                     v[other][index][chosen] = 0
-                if world_size == 1:
-                    expected = u[0][index].clone()
                 moved = means + momentum * u[rank][index] if "nesterov" in options else u[rank][index]
                 expected = torch.where(whole, moved, expected)
                 assert torch.allclose(result.double() / driver.loss_scale, expected, atol=1e-4), (options, step, index)
         for kind, ours in (("momenta", u), ("residuals", v)):
             assert torch.allclose(driver.state(kind).double(), torch.cat(ours[rank]), atol=1e-4), kind
         driver.close()
-
-
-@on_ranks(1)
-def test_dgc_alone_is_the_gradient_with_momentum(rank: int, world_size: int) -> None:
-    driver = drive(Dgc())
-    velocity = torch.zeros(flat(gradients_of(0, 0)).numel())
-    for step in range(4):
-        velocity = 0.9 * velocity + flat(gradients_of(0, step))
-        assert torch.allclose(flat(driver.reduce(gradients_of(0, step))), velocity, atol=1e-5)
-    driver.close()
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -197,3 +197,15 @@ def make_gradient(n: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
     values[::11] = 0.0
     values[5::13] = -0.0
     return values.to(dtype)
+
+
+def top_k(given: torch.Tensor, left: torch.Tensor, k: int, decay: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The means (steps, n) of gradients (steps, ranks, n), and what ranks have left (ranks, n), from what they had."""
+    means, left = [], left.double()
+    for gradients in given.double():
+        whole = gradients + left
+        largest = whole.abs().topk(k, 1).indices
+        left = whole.scatter(1, largest, 0.0)
+        means.append((whole - left).mean(0))
+        left = decay * left
+    return torch.stack(means), left

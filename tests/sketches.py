@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradwire.codecs.count_sketch import MAX_ATTEMPTS, MAX_CORE, CountSketch, FixedPoint, index_words, write_index
 
@@ -29,6 +31,9 @@ def sparse_gradients(
     return gradients
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 PATTERNS = ("random", "clustered", "columns", "cancelling")
 
 
@@ -99,3 +104,27 @@ def quantise(gradient: torch.Tensor, fixed: FixedPoint) -> torch.Tensor:
     """The definition of FixedPoint, in float64."""
     scaled = gradient.double() * math.ldexp(1.0, fixed.shift)
     return torch.clamp(torch.round(scaled), -fixed.limit, fixed.limit).to(torch.int64)
+
+
+def check_mean(options: Mapping[str, Any], is_plain: bool, mean: Tensor, shares: Tensor) -> None:
+    """homomorphic's mean (n,) of `shares` (ranks, n) against float64, or where integers are summed against their own sum.
+
+    `is_plain`: the backend itself has summed the values, and rounded every partial sum to the dtype.
+    """
+    world_size, dtype = len(shares), mean.dtype
+    exact = shares.double()
+    expected, summed = exact.mean(0), exact.abs().sum(0) / world_size
+    error = (mean.double() - expected).abs()
+    if world_size == 1:
+        assert torch.equal(mean, shares[0])
+    elif is_plain or "mode" not in options:
+        assert bool((error <= 2 * world_size * (EPSILON[dtype] * summed + SMALLEST[dtype])).all())
+    elif options["mode"] == "exact":
+        bits = torch.int32 if options.get("integer_bits") is None else torch.int64
+        fixed = FixedPoint.fit(math.frexp(float(exact.abs().max()))[1], world_size, bits)
+        total = torch.stack([quantise(share, fixed) for share in shares]).sum(0)
+        assert torch.equal(mean, (total.double() * (fixed.scale / world_size)).float().to(dtype))
+    else:  # a value may lose digits to its cell-mates, but not more than they and the ranks' rounding make
+        rounding = EPSILON[dtype] * expected.abs() + SMALLEST[dtype]
+        assert float((error - rounding).max()) <= 2.0**-16 * float(exact.abs().amax(1).sum())
+    assert not bool(mean[(shares == 0).all(0)].any())

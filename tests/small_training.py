@@ -46,6 +46,17 @@ def mean_square(module: nn.Module, rank: int, step: int) -> Tensor:
     return module(batch_of(rank, step)).square().mean()
 
 
+def small_layers(seed: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 3)).to(dtype)
+
+
+def copying(module: nn.Module, rank: int, step: int) -> Tensor:
+    """The loss of a model that is to give back the first values of its input."""
+    inputs = batch_of(rank, step).to(next(module.parameters()).dtype)
+    return (module(inputs) - inputs[:, :3]).square().mean()
+
+
 def flat(module: nn.Module) -> Tensor:
     """(n,): a copy of all parameters."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
@@ -93,6 +104,13 @@ class Training:
             for one in self.optimizers:
                 one.step()
         return losses
+
+    def take_scaled_step(self, scaler: torch.amp.GradScaler, step: int, factor: float = 1.0) -> None:
+        self.ddp.zero_grad()
+        scaler.scale(factor * self.loss(self.ddp, self.rank, step)).backward()
+        for one in self.optimizers:
+            scaler.step(one)
+        scaler.update()
 
     def flat(self) -> Tensor:
         return flat(self.ddp)

@@ -46,6 +46,12 @@ class Rig:
             self.at(0.1)
         return bits
 
+    def warm(self) -> Rig:
+        for _ in range(2):
+            self.run_backward()
+            self.run_forward()
+        return self
+
     def run_forward(self) -> None:
         self.pacing.begin_forward()
         for block in (0, 1):
@@ -60,10 +66,7 @@ def test_the_first_rounds_are_sent_at_the_floor():
 
 
 def test_bits_follow_the_rate_that_is_acknowledged():
-    rig = Rig()
-    for _ in range(2):
-        rig.run_backward()
-        rig.run_forward()
+    rig = Rig().warm()
     bits = {}
     for rate_bps in (1e9, 7.9e6, 15.9e6, 1e9, 1e6):
         rig.acknowledge(rate_bps, seconds=10.0)
@@ -74,10 +77,7 @@ def test_bits_follow_the_rate_that_is_acknowledged():
 
 
 def test_the_second_stage_uses_the_time_until_the_block_is_needed():
-    rig = Rig()
-    for _ in range(2):
-        rig.run_backward()
-        rig.run_forward()
+    rig = Rig().warm()
     rig.acknowledge(10e6, seconds=10.0)
     rig.run_backward()  # ends at the time of the forward pass: nothing for block 0, 0.2 s for block 1
     assert rig.pacing.more_bits(0, 4) == 0
@@ -90,10 +90,7 @@ def test_the_second_stage_uses_the_time_until_the_block_is_needed():
 
 
 def test_the_latest_rank_sets_the_deadline():
-    rig = Rig()
-    for _ in range(2):
-        rig.run_backward()
-        rig.run_forward()
+    rig = Rig().warm()
     rig.acknowledge(10e6, seconds=10.0)
     rig.run_backward()
     rig.pacing.hear(1, *rig.acknowledged, [0.1, 0.25])
@@ -102,10 +99,7 @@ def test_the_latest_rank_sets_the_deadline():
 
 
 def test_what_peers_are_told_counts_from_when_they_hear_it():
-    rig = Rig()
-    for _ in range(2):
-        rig.run_backward()
-        rig.run_forward()
+    rig = Rig().warm()
     rig.acknowledge(10e6, seconds=10.0)
     rig.run_backward()
     assert rig.pacing.told_remaining_s() == pytest.approx(rig.pacing.remaining_s())
@@ -127,9 +121,7 @@ def test_nothing_acknowledged_means_the_floor_and_no_second_stage():
 def test_floor_and_ceiling_bound_the_bits():
     rig = Rig(floor=0.375, ceiling=0.5)
     rig.acknowledge(1e12)
-    for _ in range(2):
-        rig.run_backward()
-        rig.run_forward()
+    rig.warm()
     assert rig.run_backward() == [16, 12]  # the last block of a round always goes at the floor
     assert rig.pacing.more_bits(1, 12) == 4
 

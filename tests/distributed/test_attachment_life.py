@@ -25,6 +25,8 @@ from gradwire import codecs, schemes
 from gradwire.core.bucket import Bucket
 from gradwire_lab.schemes.baselines import CodecRing
 from ranks import agree, on_ranks
+from small_training import Training
+from small_training import adamw as adamw_of
 
 
 def gradwire_free_hook(state, bucket):  # type: ignore[no-untyped-def]
@@ -93,44 +95,36 @@ def test_option_that_there_is_not_is_named_with_those_that_there_are(registry: M
 
 @on_ranks(2)
 def test_switch_goes_on_from_the_same_bits_on_all_ranks(rank: int, world_size: int) -> None:
-    ddp, alone = wrap(build_model()), wrap(build_model())
-    optimizer, optimizer_alone = sgd(ddp), sgd(alone)
-    attachment = attach(ddp, optimizer, schemes.by_name("gcomp", refresh_every=3))
+    training, alone = Training(rank, schemes.by_name("gcomp", refresh_every=3), timeout_s=100), Training(rank)
+    attachment = training.attachment
     learnt = schemes.by_name("gcomp", importance="none")
     for scheme in ("zlib", "plain", learnt, "zstd", learnt):
-        for batch in batches(rank, 3):
-            take_step(ddp, optimizer, batch)
-            take_step(alone, optimizer_alone, batch)
+        for one in (training, alone):
+            one.take_steps(range(3))
         attachment.switch(scheme)
         with pytest.raises(gradwire.InvalidArgument, match="no scheme is called"):
             attachment.switch("gcmop")  # nothing has changed
         with pytest.raises(gradwire.InvalidArgument, match="got int"):
             attachment.switch(7)
-    take_step(ddp, optimizer, next(batches(rank)))
-    take_step(alone, optimizer_alone, next(batches(rank)))
-    assert attachment.stats()["scheme"] == "gcomp"
+    for one in (training, alone):
+        one.take_steps([3])
     assert attachment.step == 16
-    found, expected = finish(ddp, attachment), finish(alone, None)
-    assert agree(found)
-    assert torch.allclose(found, expected, rtol=0, atol=1e-5)
+    assert training.close()["scheme"] == "gcomp"
+    assert agree(training.flat())
+    assert torch.allclose(training.flat(), alone.flat(), rtol=0, atol=1e-5)
 
 
 @on_ranks(3, raises=gradwire.RankMismatch, match="disagree on scheme.*rank 2: zlib; the others: plain")
 def test_ranks_that_switch_to_different_schemes_are_named_on_all_of_them(rank: int, world_size: int) -> None:
-    ddp = wrap(build_model())
-    optimizer = sgd(ddp)
-    attachment = gradwire.attach(ddp, optimizer, "gcomp", timeout_s=100)
-    take_step(ddp, optimizer, next(batches(rank)))
-    attachment.switch("zlib" if rank == 2 else "plain")
-    take_step(ddp, optimizer, next(batches(rank)))
+    training = Training(rank, "gcomp", timeout_s=100)
+    training.take_steps([0])
+    training.attachment.switch("zlib" if rank == 2 else "plain")
+    training.take_steps([1])
 
 
 @on_ranks(2, raises=gradwire.Unsupported, match="was given Adamax")  # in less than the attachment's own timeout
 def test_rank_that_cannot_attach_tells_the_others(rank: int, world_size: int) -> None:
-    ddp = wrap(build_model())
-    optimizer = (torch.optim.Adamax if rank == 1 else torch.optim.Adam)(ddp.parameters())
-    gradwire.attach(ddp, optimizer, "one-bit-adam", timeout_s=300)
-    take_step(ddp, optimizer, next(batches(rank)))
+    Training(rank, "one-bit-adam", torch.optim.Adamax if rank == 1 else torch.optim.Adam, timeout_s=300).take_steps([0])
 
 
 class FallsBack(CodecRing):
@@ -152,45 +146,38 @@ class FailsAtTheEnd(CodecRing):
 
 @on_ranks(2)
 def test_stats_count_every_fallback(rank: int, world_size: int) -> None:
-    ddp = wrap(build_model())
-    optimizer = sgd(ddp)
-    attachment = gradwire.attach(ddp, optimizer, FallsBack("zlib", {}), timeout_s=100)
-    for batch in batches(rank, 3):
-        take_step(ddp, optimizer, batch)
-    assert attachment.stats()["n_fallbacks"] == attachment.recorder.steps[1].n_buckets > 1
-    assert attachment.recorder.fallback_reasons == {"not compressible": attachment.recorder.steps[1].n_buckets}
-    attachment.close()
+    training = Training(rank, FallsBack("zlib", {}), timeout_s=100)
+    training.take_steps(range(3))
+    recorder = training.attachment.recorder
+    assert training.close()["n_fallbacks"] == recorder.steps[1].n_buckets > 1
+    assert recorder.fallback_reasons == {"not compressible": recorder.steps[1].n_buckets}
 
 
 @on_ranks(2, raises=gradwire.RankMismatch, match="rank 1 failed: ZeroDivisionError: a bug in commit")
 def test_exception_at_the_end_of_a_step_is_raised_on_all_ranks(rank: int, world_size: int) -> None:
-    ddp = wrap(build_model())
-    optimizer = sgd(ddp)
-    attachment = gradwire.attach(ddp, optimizer, FailsAtTheEnd("zlib", {}), timeout_s=100)
-    n_done = 0
+    training, n_done = Training(rank, FailsAtTheEnd("zlib", {}), timeout_s=100), 0
     try:
-        for batch in batches(rank, 4):
-            take_step(ddp, optimizer, batch)
+        for step in range(4):
+            training.take_steps([step])
             n_done += 1
     finally:
         assert n_done in (1, 2), n_done  # with the step itself, or with the next
         with pytest.raises(gradwire.RankMismatch):
-            attachment.stats()
-        attachment.close()
+            training.stats()
+        training.attachment.close()
 
 
 @on_ranks(2)
 def test_error_of_the_users_between_two_steps_harms_nothing(rank: int, world_size: int) -> None:
     """The user's own error, caught by the user: one rank loses a batch's forward pass and takes another."""
-    ddp = wrap(build_model())
-    optimizer = sgd(ddp)
-    attachment = gradwire.attach(ddp, optimizer, "gcomp", timeout_s=100)
-    for step, batch in enumerate(batches(rank)):
-        if (rank, step) == (1, 2):
-            with pytest.raises(RuntimeError, match="mat1 and mat2"):
-                ddp(batch[:, :3])
-        take_step(ddp, optimizer, batch)
-    assert agree(finish(ddp, attachment))
+    training = Training(rank, "gcomp", timeout_s=100)
+    training.take_steps(range(2))
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            training.ddp(torch.ones(4, 3))
+    training.take_steps(range(2, 5))
+    training.close()
+    assert agree(training.flat())
 
 
 # ---- A model with an attachment is copied, saved and wrapped as DDP's own are; odd optimizers and hook states are told apart
@@ -263,12 +250,11 @@ def test_optimizer_that_hands_through_to_another_is_taken_for_the_one_inside(ran
     for scheme in ("gcomp", "broadcast", "acp-sgd"):
         ends = []
         for given in (HandedThrough, lambda optimizer: optimizer):
-            ddp = wrap(build_model())
-            optimizer = given(adamw(ddp))
-            attachment = attach(ddp, optimizer, schemes.by_name(scheme, **schemes.as_published(scheme, {})))
-            for batch in batches(rank):
-                take_step(ddp, optimizer, batch)
-            ends.append(finish(ddp, attachment))
+            made = schemes.by_name(scheme, **schemes.as_published(scheme, {}))
+            training = Training(rank, made, lambda p, given=given: given(adamw_of(p)), timeout_s=100)
+            training.take_steps(range(5))
+            training.close()
+            ends.append(training.flat())
         assert torch.equal(*ends), scheme
 
 
@@ -287,28 +273,31 @@ def test_hook_with_another_state_says_what_it_needs(rank: int, world_size: int, 
 SCHEMES = ["acp-sgd", "dgc", "gcomp", "homomorphic", "one-bit", "power-sgd", "slimgc", "terngrad"]
 
 
-def train(rank: int, scheme: Any, n_steps: int = 5, scaler: Any = None, told: Any = None) -> tuple[torch.Tensor, Any]:
-    """Without a name of a dtype or device but those of the model. A scaled loss overflows in step 2."""
-    kinds: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+KINDS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+
+
+def kinds_model() -> nn.Module:
+    """Without a name of a dtype or device but those of the model."""
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(16, 40, **kinds), nn.ReLU(), nn.Linear(40, 8, **kinds))
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.05)
-    attachment = gradwire.attach(ddp, optimizer, scheme, told, timeout_s=100)
-    g = torch.Generator(device="cpu").manual_seed(rank)
+    return nn.Sequential(nn.Linear(16, 40, **KINDS), nn.ReLU(), nn.Linear(40, 8, **KINDS))
+
+
+def kinds_loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator(device="cpu").manual_seed(100 * step + rank)
+    return module(torch.randn(8, 16, generator=generator, **KINDS)).square().mean()
+
+
+def train(rank: int, scheme: Any, n_steps: int = 5, scaler: Any = None, told: Any = None) -> tuple[torch.Tensor, Any]:
+    """A scaled loss overflows in step 2."""
+    training = Training(rank, scheme, model=kinds_model, loss=kinds_loss, scaler=told, timeout_s=100)
     for step in range(n_steps):
-        loss = ddp(torch.randn(8, 16, generator=g, **kinds)).square().mean()
-        optimizer.zero_grad()
         if scaler is None:
-            loss.backward()
-            optimizer.step()
+            training.take_steps([step])
         else:
-            scaler.scale(loss * torch.inf if step == 2 else loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    state = attachment.state_dict()["state"]
-    attachment.close()
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), state
+            training.take_scaled_step(scaler, step, torch.inf if step == 2 else 1.0)
+    state = training.attachment.state_dict()["state"]
+    training.close()
+    return training.flat(), state
 
 
 @on_ranks(2)

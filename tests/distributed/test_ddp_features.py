@@ -24,7 +24,6 @@ from ddp_cases import (
     wrap,
 )
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
@@ -32,32 +31,20 @@ from gradwire.schemes import Scheme
 from ranks import on_ranks, run_ranks
 
 
-def run(rank: int, scheme: Scheme | None, ddp: DistributedDataParallel) -> Tensor:
-    optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer, scheme)
-    for batch in batches(rank):
-        take_step(ddp, optimizer, batch)
-    return finish(ddp, attachment)
-
-
 def rebuild_buckets(rank: int, scheme: Scheme | None) -> Tensor:
-    ddp = wrap(build_model())
-    optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer, scheme)
-    for batch in batches(rank):
-        take_step(ddp, optimizer, batch)
-    if attachment:
+    def count(attachment: Any) -> None:
         counts = [step.n_buckets for step in attachment.recorder.steps]
         assert counts[0] == 1 < counts[1] == counts[-1], counts  # one bucket for all, then several
-    return finish(ddp, attachment)
+
+    return train(rank, scheme, wrap(build_model()), look_at=count)
 
 
 def view_buckets(rank: int, scheme: Scheme | None) -> Tensor:
-    return run(rank, scheme, wrap(build_model(), gradient_as_bucket_view=True))
+    return train(rank, scheme, wrap(build_model(), gradient_as_bucket_view=True))
 
 
 def keep_graph_static(rank: int, scheme: Scheme | None) -> Tensor:
-    return run(rank, scheme, wrap(build_model(), static_graph=True))
+    return train(rank, scheme, wrap(build_model(), static_graph=True))
 
 
 class Branches(nn.Module):
@@ -75,7 +62,7 @@ class Branches(nn.Module):
 
 def leave_parameters_unused(rank: int, scheme: Scheme | None) -> Tensor:
     ddp = wrap(Branches(), find_unused_parameters=True)
-    result = run(rank, scheme, ddp)
+    result = train(rank, scheme, ddp)
     assert ddp.module.spare.weight.grad is None
     return result
 
@@ -126,21 +113,19 @@ class Oddments(nn.Module):
 
 def train_odd_parameters(rank: int, scheme: Scheme | None) -> Tensor:
     ddp = wrap(Oddments())
-    result = run(rank, scheme, ddp)
+    result = train(rank, scheme, ddp)
     assert torch.equal(ddp.module.frozen, torch.ones(20))
     return result
 
 
 def clip_after_backward(rank: int, scheme: Scheme | None) -> Tensor:
-    ddp = wrap(build_model())
-    optimizer = sgd(ddp)
-    attachment = attach(ddp, optimizer, scheme)
-    for batch in batches(rank):
+    def step(ddp: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
         optimizer.zero_grad()
         (10 * ddp(batch)).square().mean().backward()
         assert torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.5) > 0.5
         optimizer.step()
-    return finish(ddp, attachment)
+
+    return train(rank, scheme, wrap(build_model()), sgd, step)
 
 
 class Recomputed(nn.Module):
@@ -156,19 +141,12 @@ class Recomputed(nn.Module):
 
 
 def recompute_activations(rank: int, scheme: Scheme | None) -> Tensor:
-    return run(rank, scheme, wrap(Recomputed()))
+    return train(rank, scheme, wrap(Recomputed()))
 
 
 def compile_the_model(rank: int, scheme: Scheme | None) -> Tensor:
-    ddp = wrap(
-        build_model(), bucket_cap_mb=1
-    )  # torch.compile cuts the graph at buckets, none below DDP's first of 1 MB
-    compiled = torch.compile(ddp, backend="aot_eager")
-    optimizer = adamw(ddp)
-    attachment = attach(compiled, optimizer, scheme)
-    for batch in batches(rank):
-        take_step(compiled, optimizer, batch)
-    return finish(ddp, attachment)
+    # torch.compile cuts the graph at buckets, none below DDP's first of 1 MB
+    return train(rank, scheme, torch.compile(wrap(build_model(), bucket_cap_mb=1), backend="aot_eager"))
 
 
 def register_the_hook_alone(rank: int, scheme: Scheme | None) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import pytest
@@ -11,14 +10,11 @@ import torch
 
 from buckets import Driver
 from gradwire import schemes
-from gradwire.codecs.count_sketch import FixedPoint
+from gradwire.exchange.aggregators.process_group import ProcessGroup
 from ranks import agree, on_ranks
-from sketches import PATTERNS, gradient_of, quantise
+from sketches import DTYPES, EPSILON, PATTERNS, SMALLEST, check_mean, gradient_of
 
 N = 30_011
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 UP = (0.0, 0.0, 1e-4, 0.002, 0.0, 0.03, 0.3, 0.6, 0.8, 0.87, 0.95, 1.0)
 # A bucket that was too dense is tried again after 16 steps, and then its counts are those of the last 8.
 DENSITIES = (*UP, *(0.0,) * 9, *(0.02,) * 16)
@@ -30,6 +26,13 @@ MODES: tuple[dict[str, Any], ...] = (
     {"mode": "exact"},
     {"mode": "exact", "integer_bits": 64},
 )
+# With values that all-to-all brings together, and other shapes of a table: among other numbers of ranks.
+MORE: tuple[dict[str, Any], ...] = (
+    {"index": "bloom", "aggregator": "all-to-all"},
+    {"mode": "sketch", "index": "bloom", "aggregator": "all-to-all"},
+    {"mode": "sketch", "index": "bitmap", "batch_values": 64, "gamma": 1.5, "seed": 9},
+    {"mode": "exact"},
+)
 
 
 def cell_bytes_of(options: dict[str, Any], dtype: torch.dtype) -> float:
@@ -39,31 +42,16 @@ def cell_bytes_of(options: dict[str, Any], dtype: torch.dtype) -> float:
     return 1.3 * options.get("integer_bits", 32) / 8
 
 
-def check_mean(options: dict[str, Any], is_plain: bool, mean: torch.Tensor, shares: torch.Tensor) -> None:
-    """Against float64; integers against their own sum. `shares`: (world size, n)."""
-    world_size, dtype = len(shares), mean.dtype
-    exact = shares.double()
-    expected, summed = exact.mean(0), exact.abs().sum(0) / world_size
-    error = (mean.double() - expected).abs()
-    if is_plain or "mode" not in options:
-        assert bool((error <= 2 * world_size * (EPSILON[dtype] * summed + SMALLEST[dtype])).all())
-    elif options["mode"] == "exact":
-        bits = torch.int32 if options.get("integer_bits") is None else torch.int64
-        fixed = FixedPoint.fit(math.frexp(float(exact.abs().max()))[1], world_size, bits)
-        total = torch.stack([quantise(share, fixed) for share in shares]).sum(0)
-        assert torch.equal(mean, (total.double() * (fixed.scale / world_size)).float().to(dtype))
-    else:
-        rounding = EPSILON[dtype] * expected.abs() + SMALLEST[dtype]
-        assert float((error - rounding).max()) <= 2.0**-16 * float(exact.abs().amax(1).sum())
-    assert not bool(mean[(shares == 0).all(0)].any())
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-@on_ranks(3, timeout_s=200)
+@pytest.mark.parametrize(
+    ("world_size", "pattern"), [*((3, pattern) for pattern in PATTERNS), (2, "random"), (4, "random")]
+)
+@on_ranks(timeout_s=200)
 def test_densities_from_none_to_all_and_back_in_one_run(rank: int, world_size: int, pattern: str) -> None:
     ring = 2 * (world_size - 1) / world_size
-    for options, dtype in itertools.product(MODES, DTYPES):
-        driver = Driver(schemes.by_name("homomorphic", **options), [torch.zeros(N, dtype=dtype)])
+    for options, dtype in itertools.product(MODES if world_size == 3 else MORE, DTYPES):
+        aggregator = ProcessGroup(options.get("aggregator", "all-reduce"))
+        scheme = schemes.by_name("homomorphic", **{**options, "aggregator": aggregator})
+        driver = Driver(scheme, [torch.zeros(N, dtype=dtype)])
         cell_bytes = cell_bytes_of(options, dtype)
         was_dense = False
         for step, density in enumerate(DENSITIES):

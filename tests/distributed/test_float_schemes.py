@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from buckets import Driver
 from float_messages import same_bits
 from gradwire import codecs, schemes
 from gradwire.codecs import Codec
-from ranks import run_ranks
+from ranks import on_ranks
 
 N = 3001
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -49,38 +50,28 @@ def ring_oracle(codec: Codec, gradients: list[torch.Tensor]) -> torch.Tensor:
     return result
 
 
-def reduce_all(rank: int, world_size: int) -> list[torch.Tensor]:
-    results = []
-    for name, options in CASES:
-        for dtype in DTYPES:
-            driver = Driver(schemes.by_name(name, **options), [torch.zeros(N, dtype=dtype)])
-            for _ in range(2):
-                results += driver.reduce([gradient_of(rank, dtype)])
-            infinite = gradient_of(rank, dtype)
-            if rank == 1:
-                infinite[1234] = float("inf")
-            results += driver.reduce([infinite])
-            driver.close()
-    return results
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_rank_gets_the_same_mean_and_sees_a_non_finite_gradient(world_size: int) -> None:
-    results = run_ranks(reduce_all, world_size)
-    for other in results[1:]:
-        assert all(same_bits(a, b) for a, b in zip(results[0], other, strict=True))
-    found = iter(results[0])
-    for name, options in CASES:
-        for dtype in DTYPES:
-            gradients = [gradient_of(rank, dtype) for rank in range(world_size)]
-            exact = torch.stack([gradient.double() for gradient in gradients]).mean(0)
-            first, second, infinite = next(found), next(found), next(found)
-            is_random = options.get("rounding") == "stochastic"
-            assert same_bits(first, second) != is_random, (name, options)  # each step draws anew
-            error = (first.double() - exact).norm() / exact.norm()
-            assert error < {4: 0.4, 5: 0.5}.get(options["bits"], 0.15), (name, options, error)
-            assert infinite[1234].isnan()
-            assert infinite.isfinite().sum() >= N - 512
-            if "topology" not in options and not is_random:
-                codec = codecs.by_name(name, bits=options["bits"])
-                assert same_bits(first, ring_oracle(codec, gradients)), (name, options, dtype)
+@on_ranks()
+def test_every_rank_gets_the_same_mean_and_sees_a_non_finite_gradient(rank: int, world_size: int) -> list[torch.Tensor]:
+    results = []
+    for (name, options), dtype in itertools.product(CASES, DTYPES):
+        driver = Driver(schemes.by_name(name, **options), [torch.zeros(N, dtype=dtype)])
+        (first,), (second,) = (driver.reduce([gradient_of(rank, dtype)]) for _ in range(2))
+        bad = gradient_of(rank, dtype)
+        if rank == 1:
+            bad[1234] = float("inf")
+        (infinite,) = driver.reduce([bad])
+        driver.close()
+        gradients = [gradient_of(other, dtype) for other in range(world_size)]
+        exact = torch.stack([gradient.double() for gradient in gradients]).mean(0)
+        is_random = options.get("rounding") == "stochastic"
+        assert same_bits(first, second) != is_random, (name, options)  # each step draws anew
+        error = (first.double() - exact).norm() / exact.norm()
+        assert error < {4: 0.4, 5: 0.5}.get(options["bits"], 0.15), (name, options, error)
+        assert infinite[1234].isnan()
+        assert infinite.isfinite().sum() >= N - 512
+        if "topology" not in options and not is_random:
+            codec = codecs.by_name(name, bits=options["bits"])
+            assert same_bits(first, ring_oracle(codec, gradients)), (name, options, dtype)
+        results += [first, second, infinite]
+    return results

@@ -42,16 +42,18 @@ def n_updates_of(training: Training) -> int:
     return int(next(iter(training.optimizer.state.values()))["step"])
 
 
-def train(rank: int, world_size: int, adam: dict[str, Any]) -> list[Tensor]:
-    training = start(rank, adam, scale_values=Q)
-    training.take_steps(range(STEPS))
-    assert training.close()["n_frozen"] == 4
+def ended(training: Training) -> list[Tensor]:
+    training.close()
     return [parameter.detach().clone() for parameter in training.ddp.parameters()]
 
 
 @pytest.mark.parametrize("adam", [{}, {"foreach": True}])
-def test_a_training_is_the_transcription(adam: dict[str, Any]) -> None:
-    check(run_ranks(train, 2, adam), transcribed(2))
+@on_ranks(2)
+def test_a_training_is_the_transcription(rank: int, world_size: int, adam: dict[str, Any]) -> list[Tensor]:
+    training = start(rank, adam, scale_values=Q)
+    training.take_steps(range(STEPS))
+    assert training.stats()["n_frozen"] == 4
+    return check(ended(training), transcribed(2))
 
 
 @on_ranks(2)
@@ -181,14 +183,6 @@ def test_what_is_refused_and_how(rank: int, world_size: int) -> None:
     attachment.close()
 
 
-@pytest.mark.parametrize("wrong", [{"freeze_step": 0}, {"freeze_step": -1}, {"freeze_step": 1.5}, {"exempt": 7},
-                                   {"only": [""]}, {"correction": "none"}, {"codec": "thc"}, {"pull": "push"},
-                                   {"chunk_elements": 0}])  # fmt: skip
-def test_wrong_options(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgument):
-        schemes.by_name("one-bit-adam", **wrong)
-
-
 @pytest.mark.parametrize("factor", [1_000.0, 1.0])
 @on_ranks(2)
 def test_gradients_that_outgrow_the_variance_are_told_once(rank: int, world_size: int, factor: float) -> None:
@@ -254,51 +248,38 @@ def begin(rank: int) -> Training:
     return start(rank, scale_values=Q)
 
 
-def ended(training: Training) -> list[Tensor]:
-    training.close()
-    return [parameter.detach().clone() for parameter in training.ddp.parameters()]
-
-
-def restart(rank: int, world_size: int) -> list[Tensor]:
+@on_ranks(2)
+def test_a_restart_of_the_learning_rate_is_the_transcription(rank: int, world_size: int) -> list[Tensor]:
     """A schedule that falls, and starts again after the freeze."""
-    training = begin(rank)
+    training, rates = begin(rank), []
     schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(training.optimizer, CHANGE)
     for step in range(STEPS):
+        rates.append(float(training.optimizer.param_groups[0]["lr"]))
         training.take_steps([step])
         schedule.step()
-    return ended(training)
+    assert rates[CHANGE] == LR > rates[CHANGE - 1]
+    return check(ended(training), transcribed(2, lambda step, name: (rates[step], DECAY)))
 
 
-def cut_groups(rank: int, world_size: int, change: dict[str, Any]) -> list[Tensor]:
-    """The first layer goes into a group of its own after the freeze."""
+@pytest.mark.parametrize("change", [{"lr": 0.0}, {"lr": 0.03}, {"weight_decay": 5.0}])
+@on_ranks(2)
+def test_groups_cut_anew_after_the_freeze_rule_from_the_next_step_on(
+    rank: int, world_size: int, change: dict[str, Any]
+) -> list[Tensor]:
+    """The first layer goes into a group of its own."""
+
+    def rates(step: int, name: str) -> tuple[float, float]:
+        if step < CHANGE or name.startswith("2."):
+            return LR, DECAY
+        return change.get("lr", LR), change.get("weight_decay", DECAY)
+
     training = begin(rank)
     training.take_steps(range(CHANGE))
     group = training.optimizer.param_groups[0]
     parameters, group["params"] = group["params"], group["params"][2:]
     training.optimizer.add_param_group({"params": parameters[:2], **change})
     training.take_steps(range(CHANGE, STEPS))
-    return ended(training)
-
-
-def test_a_restart_of_the_learning_rate_is_the_transcription() -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], LR)
-    schedule, rates = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, CHANGE), []
-    for _ in range(STEPS):
-        rates.append(float(optimizer.param_groups[0]["lr"]))
-        optimizer.step()
-        schedule.step()
-    assert rates[CHANGE] == LR > rates[CHANGE - 1]
-    check(run_ranks(restart, 2), transcribed(2, lambda step, name: (rates[step], DECAY)))
-
-
-@pytest.mark.parametrize("change", [{"lr": 0.0}, {"lr": 0.03}, {"weight_decay": 5.0}])
-def test_groups_cut_anew_after_the_freeze_rule_from_the_next_step_on(change: dict[str, float]) -> None:
-    def rates(step: int, name: str) -> tuple[float, float]:
-        if step < CHANGE or name.startswith("2."):
-            return LR, DECAY
-        return change.get("lr", LR), change.get("weight_decay", DECAY)
-
-    check(run_ranks(cut_groups, 2, change), transcribed(2, rates))
+    return check(ended(training), transcribed(2, rates))
 
 
 def save(rank: int, world_size: int) -> list[Any]:

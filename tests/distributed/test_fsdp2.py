@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
 from typing import Any
 
 import pytest
+import reducing_cases as cases
 import torch
 import torch.distributed as dist
 from fsdp2_cases import attach, batch_of, build, make_mesh, shards_of, train
@@ -116,17 +118,8 @@ def test_a_native_hsdp_model_is_taken_over_as_it_is(rank: int, world_size: int) 
             assert torch.equal(mine, theirs), case
 
 
-# Codecs that keep no state are one case: embedded-float stands for them.
-STATELESS = {"periodic", "plain", "truncate", "truncated-float", "zlib", "zstd"}
-SCHEMES = sorted(
-    name
-    for name in schemes.names()
-    if not (schemes.owns_step(name) or schemes.needs_momenta(name)) and name not in {"auto", *STATELESS}
-)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "homomorphic": {"aggregator": "process-group"},
-    "slimgc": {"threshold_bytes": 100},
-}
+# gcomp reads the optimizer here.
+OPTIONS = {name: options for name, options in cases.OPTIONS.items() if name != "gcomp"}
 
 
 def as_published(name: str) -> schemes.Scheme:
@@ -138,7 +131,7 @@ def as_published(name: str) -> schemes.Scheme:
 def test_every_reducing_scheme_serves_shards_and_resumes(rank: int, world_size: int) -> None:
     """Replicas stay equal, and a resumed run goes on with the same bits."""
     mesh = make_mesh()
-    for name in SCHEMES:
+    for name in cases.STATEFUL:
         net, optimizer = build(mesh["shard"])
         state = attach(net, optimizer, mesh, as_published(name))
         train(net, optimizer, rank, range(3))
@@ -213,44 +206,30 @@ def break_it(rank: int, world_size: int, how: str) -> None:
     mesh = make_mesh()
     net, optimizer = build(mesh["shard"])
     bits = 7 if how == "mismatch" and rank >= 2 else 8
-    state = attach(net, optimizer, mesh, schemes.by_name("embedded-float", bits=bits), timeout_s=max(5, patience()))
+    timeout_s = 100 if how == "death" else max(5, patience())
+    state = attach(net, optimizer, mesh, schemes.by_name("embedded-float", bits=bits), timeout_s=timeout_s)
     if how == "codec" and rank == 1:
         state.scheme.collective.codec = None  # type: ignore[attr-defined]
-    train(net, optimizer, rank)
-
-
-def test_a_mismatch_between_nodes_is_named_on_all_ranks() -> None:
-    for rank, outcome in enumerate(try_ranks(break_it, 4, "mismatch")):
-        assert isinstance(outcome.error, gradwire.RankMismatch), (rank, outcome)
-
-
-def test_an_error_inside_one_rank_is_raised_where_it_is_waited_for() -> None:
-    outcomes = try_ranks(break_it, 4, "codec", timeout_s=60)
-    assert isinstance(outcomes[1].error, gradwire.RankMismatch)
-    assert isinstance(outcomes[3].error, gradwire.RankMismatch)
-    assert "rank 1 raised" in str(outcomes[3].error) or "rank 0 raised" in str(outcomes[3].error)
-
-
-def die(rank: int, world_size: int) -> float:
-    """Rank 3 is killed in the middle of a backward pass; returns the seconds until this rank was told."""
-    mesh = make_mesh()
-    net, optimizer = build(mesh["shard"])
-    state = attach(net, optimizer, mesh, "one-bit", timeout_s=100)
     train(net, optimizer, rank, range(2))
-    if rank == 3:
+    if how == "death" and rank == 3:  # in the middle of a backward pass
         net.blocks[1].register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[union-attr,operator]
-    train(net, optimizer, rank, range(2, 4))
+    train(net, optimizer, rank, range(2, 5))
     state.close()
-    return 0.0
 
 
-def test_a_rank_that_is_killed_in_mid_pass_is_told_of_to_all() -> None:
-    outcomes = try_ranks(die, 4, timeout_s=60)
-    assert outcomes[3].exit_code == -signal.SIGKILL
-    for rank in (0, 1, 2):
-        error = outcomes[rank].error
+@pytest.mark.parametrize("how", cases.FAILURES)
+def test_what_one_rank_fails_of_is_named_on_all(how: str) -> None:
+    outcomes = try_ranks(break_it, 4, how, timeout_s=60)
+    error, _ = cases.FAILURES[how]
+    if how == "death":
+        assert outcomes.pop(3).exit_code == -signal.SIGKILL
+    if how == "codec":  # is said to the other node, where it is waited for
+        outcomes = outcomes[1::2]
+        assert re.search("rank [01] raised", str(outcomes[1].error))
+    for rank, outcome in enumerate(outcomes):
         # Inside the node the shards are torch's to gather, and so is the error of the rank beside the dead one.
-        assert isinstance(error, gradwire.PeerLost) or (rank == 2 and isinstance(error, RuntimeError)), (rank, error)
+        is_torchs = how == "death" and rank == 2 and isinstance(outcome.error, RuntimeError)
+        assert isinstance(outcome.error, error) or is_torchs, (rank, outcome)
 
 
 @on_ranks(4)

@@ -12,50 +12,40 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gcomp_gradients import make_gradient
 from gradwire import schemes
-from ranks import on_ranks, run_ranks
-from small_training import Training, adamw, batch_of, layers, sgd
+from ranks import on_ranks
+from small_training import MakeOptimizer, Training, adamw, batch_of, layers, sgd
 
 
 def from_one(module: nn.Module, rank: int, step: int) -> Tensor:
     return (module(batch_of(rank, step)) - 1).square().mean()
 
 
-OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
-
-
-def train(rank: int, options: dict, optimizer_name: str, n_steps: int) -> tuple[Tensor, list[float], dict]:
-    scheme = schemes.by_name(options.pop("scheme", "gcomp"), **options)
-    training = Training(rank, scheme, OPTIMIZERS[optimizer_name], loss=from_one)
-    losses = training.take_steps(range(n_steps))
-    return training.flat(), losses, training.close()
-
-
-def train_all(rank: int, world_size: int, topology: str, optimizer_name: str) -> dict:
-    return {
-        name: train(rank, {"topology": topology, "importance": name, "refresh_every": 4}, optimizer_name, 12)
-        for name in ("paper", "none")
-    } | {"truncate": train(rank, {"scheme": "truncate", "topology": topology}, optimizer_name, 12)}
-
-
 @pytest.mark.parametrize(
-    ("world_size", "topology", "optimizer_name"), [(1, "ring", "adamw"), (2, "ring", "adamw"), (3, "direct", "sgd")]
+    ("world_size", "topology", "optimizer"), [(1, "ring", adamw), (2, "ring", adamw), (3, "direct", sgd)]
 )
+@on_ranks()
 def test_ranks_agree_and_the_loss_stays_near_that_of_the_lossless_ring(
-    world_size: int, topology: str, optimizer_name: str
-) -> None:
-    results = run_ranks(train_all, world_size, topology, optimizer_name)
-    for result in results[1:]:
-        for name, (parameters, _, _) in result.items():
-            assert torch.equal(parameters, results[0][name][0]), name
-    lossless, near_lossless, truncated = (results[0][name] for name in ("none", "paper", "truncate"))
+    rank: int, world_size: int, topology: str, optimizer: MakeOptimizer
+) -> list[Tensor]:
+    ends, stats = [], []
+    for name, options in (
+        ("gcomp", {"importance": "none", "refresh_every": 4}),
+        ("gcomp", {"importance": "paper", "refresh_every": 4}),
+        ("truncate", {}),
+    ):
+        training = Training(rank, schemes.by_name(name, topology=topology, **options), optimizer, loss=from_one)
+        training.take_steps(range(12))
+        stats.append(training.close())
+        ends.append(training.flat())
+    lossless, near_lossless, truncated = ends
     if world_size == 1:
-        assert torch.equal(lossless[0], near_lossless[0])
-        assert lossless[2]["bytes_sent"] == 0
-        return
-    deviation = (lossless[0] - near_lossless[0]).abs().mean()
-    assert deviation < 0.1 * (lossless[0] - truncated[0]).abs().mean()
-    assert near_lossless[2]["bytes_sent"] < lossless[2]["bytes_sent"]
-    assert near_lossless[2]["table_refreshes"] == 3  # counted in steps 0, 4, 8, in use from 2, 6, 10
+        assert torch.equal(lossless, near_lossless)
+        assert stats[0]["bytes_sent"] == 0
+        return ends
+    assert (lossless - near_lossless).abs().mean() < 0.1 * (lossless - truncated).abs().mean()
+    assert stats[1]["bytes_sent"] < stats[0]["bytes_sent"]
+    assert stats[1]["table_refreshes"] == 3  # counted in steps 0, 4, 8, in use from 2, 6, 10
+    return ends
 
 
 @on_ranks(2)
@@ -96,11 +86,7 @@ def test_grad_scaler_skips_the_step_on_all_ranks_alike(rank: int, world_size: in
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     training, scales = Training(rank, "gcomp", scaler=scaler), []
     for step in range(4):
-        training.optimizer.zero_grad()
-        loss = training.ddp(batch_of(rank, step)).square().mean()
-        scaler.scale(loss * (math.inf if rank == 1 and step == 1 else 1.0)).backward()
-        scaler.step(training.optimizer)
-        scaler.update()
+        training.take_scaled_step(scaler, step, math.inf if rank == 1 and step == 1 else 1.0)
         scales.append(scaler.get_scale())
     training.close()
     assert scales[1] == scales[0] / 2
@@ -228,45 +214,8 @@ def test_fused_steps_of_16_bits_round_otherwise_on_ranks_and_levels_are_sent(
     return [parameter.grad for parameter in training.ddp.parameters() if parameter.grad is not None]
 
 
-class Constant(nn.Module):
-    """Its gradient is what `forward` is told, in float16."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(n, dtype=torch.float16))
-
-    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
-        return (self.weight * gradient).sum()
-
-
-@on_ranks(4)
-def test_mean_of_large_float16_values_does_not_overflow_in_any_scheme_through_a_codec(
-    rank: int, world_size: int
-) -> None:
-    for name, options in (
-        ("gcomp", {}),
-        ("gcomp", {"topology": "direct"}),
-        ("gcomp", {"format": 1}),
-        ("gcomp", {"importance": "none"}),
-        ("gcomp", {"importance": "uniform", "bits": 10}),
-        ("truncate", {"bits": 2}),
-        ("zstd", {}),
-        ("zlib", {}),
-        ("embedded-float", {"bits": 16}),
-        ("truncated-float", {"bits": 16}),
-    ):
-        ddp = DistributedDataParallel(Constant(500))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-        attachment = gradwire.attach(ddp, optimizer, schemes.by_name(name, **options))
-        ddp(torch.full((500,), 30_000.0, dtype=torch.float16)).backward()
-        (parameter,) = ddp.parameters()
-        # Four hops that truncate 2 of 10 bits may take 4 x 3 x 16 away.
-        assert (parameter.grad - 30_000).abs().max() <= (192 if name == "truncate" else 16), (name, options)
-        attachment.close()
-
-
 class Given(nn.Module):
-    """As `Constant`, for any dtype and any bits, which a backward pass by multiplication would change."""
+    """Its gradient is what `forward` is told, to the bit: a backward pass by multiplication would change it."""
 
     def __init__(self, n: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -285,6 +234,32 @@ class _Give(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return ctx.saved_tensors[0], None
+
+
+@on_ranks(4)
+def test_mean_of_large_float16_values_does_not_overflow_in_any_scheme_through_a_codec(
+    rank: int, world_size: int
+) -> None:
+    for name, options in (
+        ("gcomp", {}),
+        ("gcomp", {"topology": "direct"}),
+        ("gcomp", {"format": 1}),
+        ("gcomp", {"importance": "none"}),
+        ("gcomp", {"importance": "uniform", "bits": 10}),
+        ("truncate", {"bits": 2}),
+        ("zstd", {}),
+        ("zlib", {}),
+        ("embedded-float", {"bits": 16}),
+        ("truncated-float", {"bits": 16}),
+    ):
+        ddp = DistributedDataParallel(Given(500, torch.float16))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        attachment = gradwire.attach(ddp, optimizer, schemes.by_name(name, **options))
+        ddp(torch.full((500,), 30_000.0, dtype=torch.float16)).backward()
+        (parameter,) = ddp.parameters()
+        # Four hops that truncate 2 of 10 bits may take 4 x 3 x 16 away.
+        assert (parameter.grad - 30_000).abs().max() <= (192 if name == "truncate" else 16), (name, options)
+        attachment.close()
 
 
 @on_ranks(3)

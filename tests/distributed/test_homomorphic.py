@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from sparse_models import batch, build, loss_of
 from torch import nn
 
 import gradwire
-from buckets import LAYOUT, Driver, by_bucket, flat
+from buckets import LAYOUT, Driver, flat
 from gradwire import schemes
-from gradwire.codecs.count_sketch import FixedPoint
 from gradwire.exchange.aggregators import Sum
 from gradwire.exchange.aggregators.process_group import ProcessGroup
 from gradwire.wire.wire import Wire
 from ranks import on_ranks
-from sketches import quantise, sparse_gradients
+from sketches import sparse_gradients
 from small_training import Training
 
 SHAPES = [(40, 300), (7,), (70, 11), (0, 5), (), (30_000,)]
@@ -42,52 +42,6 @@ def make(**options: Any) -> schemes.Scheme:
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@on_ranks()
-def test_every_mode_gives_the_mean_and_the_same_bits_on_all_ranks(rank: int, world_size: int) -> torch.Tensor:
-    results = []
-    for dtype in DTYPES:
-        rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
-        for options in (
-            {},
-            {"mode": "sketch"},
-            {"index": "bloom", "aggregator": ProcessGroup("all-to-all")},
-            {"mode": "sketch", "index": "bloom", "aggregator": ProcessGroup("all-to-all")},
-            {"mode": "exact"},
-            {"mode": "exact", "integer_bits": 64},
-            {"mode": "sketch", "index": "bitmap", "batch_values": 64, "gamma": 1.5, "seed": 9},
-        ):
-            scheme = make(**options)
-            driver = Driver(scheme, parameters(dtype), LAYOUT)
-            for step, density in enumerate((0.01, 0.03, 0.0, 0.001, 0.3, 1.0)):
-                everyone = [gradients_of(other, world_size, step, density, dtype) for other in range(world_size)]
-                result = by_bucket(driver.reduce(everyone[rank]))
-                results.append(flat(result).float())
-                for index, mean in enumerate(result):
-                    shares = torch.stack([by_bucket(tensors)[index].double() for tensors in everyone])
-                    expected = shares.sum(0) / world_size
-                    # Packed values and dense buckets take the backend's own sum, which rounds every partial sum to the dtype.
-                    is_plain = density > 0.03 or "mode" not in options
-                    summed = shares.abs().sum(0) / world_size
-                    rounded = rounding * (world_size * summed if is_plain else expected.abs())
-                    error = (mean.double() - expected).abs() - rounded - 2.0**-24 * (dtype != DTYPES[0])
-                    if options.get("mode") == "exact" and world_size > 1 and density <= 0.03:
-                        largest = float(shares.abs().max())
-                        bits = torch.int32 if options.get("integer_bits") is None else torch.int64
-                        fixed = FixedPoint.fit(math.frexp(largest)[1], world_size, bits)
-                        total = torch.stack([quantise(share, fixed) for share in shares]).sum(0)
-                        exact = (total.double() * (fixed.scale / world_size)).float().to(dtype)
-                        assert torch.equal(mean, exact)
-                    else:
-                        assert float(error.clamp(min=0).norm()) <= 2e-6 * float(expected.norm())
-            if world_size > 1:
-                stats = scheme.stats()
-                assert stats["n_buckets_too_dense"] > 0
-                assert (stats["n_bloom_indices"] > 0) == (options.get("index") != "bitmap")
-            driver.close()
-    return torch.cat(results)
 
 
 @on_ranks(2)
@@ -190,36 +144,6 @@ def test_zeros_of_all_ranks_are_zeros_and_adam_leaves_them_alone(rank: int, worl
 # ---- What homomorphic leaves out, by a sparsifier or by estimates: conserved, and sent later
 
 
-@on_ranks(3)
-def test_results_and_residuals_conserve_the_gradients(rank: int, world_size: int) -> None:
-    for options in (
-        {"sparsifier": "top-k", "density": 0.05},
-        {"mode": "lossy", "budget": 0.05, "error_feedback": True},
-        {"integer_bits": 16},
-        {"integer_bits": 8},
-        {"integer_bits": 16, "mode": "exact"},
-        {"integer_bits": 8, "mode": "exact"},
-    ):
-        driver = Driver(make(**options), parameters(), LAYOUT)
-        old = torch.zeros(flat(parameters()).numel())
-        for step in range(3):
-            mine = [torch.randn(shape) * 2.0**-step for shape in SHAPES]
-            driver.loss_scale = 2.0**step
-            result = flat(driver.reduce([gradient * driver.loss_scale for gradient in mine])) / driver.loss_scale
-            state = driver.scheme.state_dict()["residuals"]
-            new = torch.cat([state[f"p{i}"].view(-1) for i in range(len(SHAPES))])
-            balance = flat(mine).double() + old.double() - new.double()
-            everyone = driver.communicator.submit(driver.communicator.all_gather, balance)
-            everyone.wait()
-            scale = float(new.abs().max()) + 1
-            assert torch.allclose(everyone.value().mean(0), result.double(), atol=2e-5 * scale)
-            assert float(new.abs().max()) > 0
-            old = new
-        stats = driver.scheme.stats()
-        assert stats["n_buckets_too_dense"] == stats["n_steps_not_finite"] == 0
-        driver.close()
-
-
 @on_ranks(2)
 def test_error_feedback_of_estimates_does_not_grow_without_bound(rank: int, world_size: int) -> None:
     """An estimate at a tenth of the size is off by 3.7 times the value: fed back as it is, it would grow 3.7-fold a step."""
@@ -261,27 +185,9 @@ def test_sum_of_sparsified_gradients_is_that_of_top_k_without_gathering(rank: in
 # ---- homomorphic under DDP: embeddings train, alike on all ranks, and resume bit by bit
 
 
-class Recommender(nn.Module):
-    """Two embeddings of which a batch touches few rows, and a small dense head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(4_000, 16)
-        self.head = nn.Sequential(nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 1))
-
-    def forward(self, pairs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.head(self.embedding(pairs).flatten(1))
-        return output
-
-
-def recommender() -> nn.Module:
-    torch.manual_seed(1)
-    return Recommender()
-
-
-def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
-    pairs = torch.randint(0, 4_000, (16, 2), generator=torch.Generator().manual_seed(100 * (step % 5) + rank))
-    return (module(pairs).view(-1) - (pairs.sum(1) % 2)).square().mean()
+def loss_in_turn(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Of five batches."""
+    return loss_of(module, batch(rank, step % 5))
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -301,7 +207,9 @@ def test_embeddings_train_alike_on_all_ranks_and_resume_bit_by_bit(rank: int, wo
 
         def start(options: dict[str, Any] = options) -> Training:
             ddp = {"bucket_cap_mb": 25}
-            return Training(rank, make(**options), lambda p: torch.optim.SGD(p, lr=0.5), recommender, loss_of, ddp)
+            return Training(
+                rank, make(**options), lambda p: torch.optim.SGD(p, lr=0.3), lambda: build("ncf"), loss_in_turn, ddp
+            )
 
         training, runs = start(), []
         losses = training.take_steps(range(10))
@@ -310,7 +218,7 @@ def test_embeddings_train_alike_on_all_ranks_and_resume_bit_by_bit(rank: int, wo
         for _ in range(2):
             resumed = start().load(saved)
             saved = resumed.state()
-            later = resumed.take_steps(range(10, 20))
+            later = resumed.take_steps(range(10, 35))
             stats = resumed.close()
             assert sum(later[-5:]) < 0.8 * sum(losses[:5])
             if world_size > 1:
@@ -323,38 +231,6 @@ def test_embeddings_train_alike_on_all_ranks_and_resume_bit_by_bit(rank: int, wo
 
 
 # ---- homomorphic on values that are not finite, ranks that disagree, sums that were altered and options out of range
-
-
-@on_ranks(2)
-def test_step_with_inf_or_nan_on_one_rank_is_as_if_it_had_not_been(rank: int, world_size: int) -> None:
-    """What a step with Inf or NaN leaves behind: NaN on all ranks where its bucket was, and nothing else."""
-    for options in (
-        {},
-        {"mode": "sketch"},
-        {"mode": "exact"},
-        {"sparsifier": "top-k"},
-        {"mode": "lossy", "error_feedback": True},
-    ):
-        runs = []
-        for value in (float("inf"), float("nan"), None):
-            driver = Driver(make(**options), parameters(), LAYOUT)
-            driver.reduce(gradients_of(rank, world_size, 0, 0.02))
-            if value is None:
-                driver.step += 1  # estimates have hashes of their own at every step
-            else:
-                poisoned = gradients_of(rank, world_size, 1, 0.3)
-                poisoned[0][3, 5] = value if rank == 1 else 0.0
-                before = copy.deepcopy(driver.scheme.state_dict())
-                first, second = by_bucket(driver.reduce(poisoned))
-                assert bool(first.isnan().all())
-                assert bool(second.isfinite().all())
-                assert str(driver.scheme.state_dict()) == str(before)
-                assert driver.scheme.stats()["n_steps_not_finite"] == 1
-                assert not driver.last_buckets[0].record.fallbacks
-            runs.append(torch.cat([flat(driver.reduce(gradients_of(rank, world_size, s, 0.02))) for s in (2, 3)]))
-            driver.close()
-        assert torch.equal(runs[0], runs[2])
-        assert torch.equal(runs[1], runs[2])
 
 
 @on_ranks(2)
@@ -411,15 +287,6 @@ def test_step_whose_mean_overflows_float16_keeps_no_residual(rank: int, world_si
     driver.close()
 
 
-@pytest.mark.parametrize("options", [[{"seed": 0}, {"seed": 1}], [{"batch_values": 1024}, {"batch_values": 512}]])
-@on_ranks(3, raises=gradwire.RankMismatch, match="(?=.*configuration).*rank 0")
-def test_other_seed_or_batch_size_on_one_rank_is_named(
-    rank: int, world_size: int, options: list[dict[str, Any]]
-) -> None:
-    driver = Driver(make(**options[min(rank, 1)]), parameters(), LAYOUT)
-    driver.reduce(gradients_of(rank, world_size, 0, 0.02))
-
-
 @on_ranks(2, raises=gradwire.RankMismatch, match="(?=.*step).*rank 1")
 def test_rank_in_another_step_is_named_where_buckets_are_too_dense_for_an_index(rank: int, world_size: int) -> None:
     """Dense gradients: from the second step on no index goes before the values."""
@@ -471,23 +338,3 @@ def test_altered_sums_raise_and_integer_aggregators_get_integers(rank: int, worl
     driver = Driver(make(mode="exact", aggregator=IntegersOnly()), parameters())
     driver.reduce(gradients_of(rank, world_size, 0, 0.05))
     driver.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"mode": "fast"}, "packed, sketch, exact, lossy"),
-        ({"budget": 0}, "budget"),
-        ({"integer_bits": 24}, "integer_bits"),
-        ({"integer_bits": 16, "mode": "sketch"}, 'integer_bits=16 is for mode="packed"'),
-        ({"sparsifier": "random"}, "top-k"),
-        ({"density": 2}, "density"),
-        ({"error_feedback": True}, "left out"),
-        ({"index": "list"}, "auto, bitmap, bloom"),
-        ({"gamma": 1.1}, "gamma"),
-        ({"aggregator": "cloud"}, "process-group"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(gradwire.InvalidArgument, match=match):
-        make(**options)

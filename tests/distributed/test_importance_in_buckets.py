@@ -1,8 +1,5 @@
 """The importance bytes lie beside their gradients in DDP's own buckets, whatever a parameter's memory layout."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,13 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import _native
 from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+from ranks import on_ranks
 
 
 class Odd(torch.nn.Module):
@@ -37,9 +28,11 @@ class Odd(torch.nn.Module):
         return torch.stack([0.5 * parameter.square().sum() for parameter in self.parameters()]).sum()
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
-def test_every_byte_belongs_to_the_gradient_at_its_place(gradient_as_bucket_view: bool) -> None:
+@on_ranks(1)
+def test_every_byte_belongs_to_the_gradient_at_its_place(
+    rank: int, world_size: int, gradient_as_bucket_view: bool
+) -> None:
     torch.manual_seed(0)
     model = Odd()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=gradient_as_bucket_view, bucket_cap_mb=0.002)

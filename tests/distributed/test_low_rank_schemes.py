@@ -1,109 +1,60 @@
-"""acp-sgd, power-sgd and power-sgd-overlap under DDP: every feature that a user combines them with."""
+"""acp-sgd, power-sgd and power-sgd-overlap under DDP: their options, states, factors, and what they say."""
 
 from __future__ import annotations
 
 import copy
-import io
 import logging
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from buckets import Driver
 from gradwire import schemes
 from logs import log_of
-from ranks import on_ranks
+from ranks import assert_alike, on_ranks
+from small_training import Training, adamw
 
 SCHEMES = ("acp-sgd", "power-sgd", "power-sgd-overlap")
 
 
 class Net(nn.Module):
-    """A convolution, an embedding, tied weights, a parameter without elements and a branch that may go unused."""
+    """A convolution, an embedding, tied weights and a parameter without elements."""
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(1)
         self.convolution = nn.Conv2d(3, 16, 3)
         self.embedding = nn.Embedding(40, 24)
         nn.init.normal_(self.embedding.weight, std=0.2)
         self.hidden = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
         self.mix = nn.Linear(16, 24)
-        self.branch = nn.Linear(24, 24)
         self.out = nn.Linear(24, 40, bias=False)
         self.out.weight = self.embedding.weight
         self.empty = nn.Parameter(torch.empty(0, 4))
 
-    def forward(self, images: torch.Tensor, tokens: torch.Tensor, uses_branch: bool = True) -> torch.Tensor:
+    def forward(self, images: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         x = self.mix(self.convolution(images).mean((2, 3))) + self.embedding(tokens) + self.empty.sum()
         for layer in self.hidden:
             x = layer(x).tanh()
-        if uses_branch:
-            x = x + self.branch(x)
         return self.out(x)
 
 
-def build(
-    dtype: torch.dtype | None = None, **ddp_options: Any
-) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-    torch.manual_seed(1)
-    ddp = DistributedDataParallel(Net().to(dtype or torch.float32), bucket_cap_mb=0.01, **ddp_options)
-    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
-
-
-def loss_of(ddp: nn.Module, rank: int, step: int, uses_branch: bool = True) -> torch.Tensor:
+def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1_000 * rank + step)
-    dtype = next(ddp.parameters()).dtype
-    images = torch.randn(6, 3, 8, 8, generator=generator).to(dtype)
+    images = torch.randn(6, 3, 8, 8, generator=generator)
     tokens = torch.randint(40, (6,), generator=generator)
-    return nn.functional.cross_entropy(ddp(images, tokens, uses_branch).float(), (tokens + 1) % 40)
+    return nn.functional.cross_entropy(module(images, tokens), (tokens + 1) % 40)
 
 
-def run_steps(ddp: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss = loss_of(ddp, rank, step)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def flat(ddp: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in ddp.parameters()]).clone()
-
-
-def gradients(ddp: nn.Module) -> torch.Tensor:
-    return torch.cat([torch.zeros_like(p).view(-1) if p.grad is None else p.grad.view(-1) for p in ddp.parameters()])
-
-
-@pytest.mark.parametrize(
-    ("scheme", "world_size"), [("acp-sgd", n) for n in (1, 2, 3, 4)] + [(name, 3) for name in SCHEMES[1:]]
-)
-@on_ranks(timeout_s=170)
-def test_parameters_are_identical_on_all_ranks_after_300_steps(rank: int, world_size: int, scheme: str) -> torch.Tensor:
-    torch.manual_seed(1)
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 3)))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-    attachment = gradwire.attach(ddp, optimizer, schemes.by_name(scheme, rank=1, min_compression_rate=1))
-    generator = torch.Generator().manual_seed(rank)
-    losses = []
-    for _ in range(300):
-        inputs = torch.randn(8, 20, generator=generator)
-        optimizer.zero_grad()
-        loss = (ddp(inputs) - inputs[:, :3]).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    stats = attachment.stats()
-    attachment.close()
-    assert sum(losses[-20:]) < 0.7 * sum(losses[:20])
-    assert stats["n_fallbacks"] == 0
-    assert stats["ratio"] < (0.6 if world_size > 1 else 1.1)
-    return flat(ddp)
+def start(of: int, scheme: str, model: Any = Net, **options: Any) -> Training:
+    """On the rank `of`; `options` are the scheme's, with its own rank."""
+    made = schemes.by_name(scheme, **{"rank": 3, **options})
+    return Training(
+        of, made, lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9), model, loss_of, {"bucket_cap_mb": 0.01}
+    )
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -126,15 +77,12 @@ def test_ranks_agree_with_every_option_and_overlap_and_fusion_change_no_result(
         for options in OPTIONS:
             if "overlap" in options and scheme != "acp-sgd":
                 continue
-            ddp, optimizer = build()
-            attachment = gradwire.attach(ddp, optimizer, schemes.by_name(scheme, **{"rank": 3, **options}))
-            losses = run_steps(ddp, optimizer, rank, range(10))
-            assert all(loss == loss for loss in losses)
-            results[f"{scheme} {options}"] = flat(ddp)
-            stats = attachment.stats()
+            training = start(rank, scheme, **options)
+            assert all(loss == loss for loss in training.take_steps(range(10)))
+            stats = training.close()
+            results[f"{scheme} {options}"] = training.flat()
             assert stats["n_fallbacks"] == 0
             assert stats["bytes_sent"] > 0
-            attachment.close()
     packed = results["acp-sgd {'buffer_mb': inf}"]
     # The same sums in other portions: Gloo's order of addition depends on where a buffer is cut, so not bit by bit.
     for name in ("acp-sgd {'overlap': False}", "acp-sgd {'buffer_mb': 0}"):
@@ -142,161 +90,67 @@ def test_ranks_agree_with_every_option_and_overlap_and_fusion_change_no_result(
     return results
 
 
-@on_ranks(2)
-def test_steps_before_start_step_are_those_of_plain(rank: int, world_size: int) -> None:
-    parameters = []
-    for scheme in (schemes.by_name("acp-sgd", start_step=3), schemes.by_name("plain")):
-        ddp, optimizer = build()
-        attachment = gradwire.attach(ddp, optimizer, scheme)
-        run_steps(ddp, optimizer, rank, range(3))
-        parameters.append(flat(ddp))
-        run_steps(ddp, optimizer, rank, range(3, 5))
-        parameters.append(flat(ddp))
-        attachment.close()
-    assert torch.equal(parameters[0], parameters[2])
-    assert not torch.equal(parameters[1], parameters[3])
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@on_ranks(2, timeout_s=60)
-def test_accumulation_unused_parameters_views_static_graph_clipping_and_bfloat16(
-    rank: int, world_size: int, scheme: str
-) -> dict[str, torch.Tensor]:
-    results = {}
-    variants: dict[str, dict[str, Any]] = {
-        "bucket views": {"gradient_as_bucket_view": True},
-        "static graph": {"static_graph": True},
-        "unused": {"find_unused_parameters": True},
-        "bfloat16": {"dtype": torch.bfloat16},
-    }
-    for name, ddp_options in variants.items():
-        ddp, optimizer = build(**ddp_options)
-        attachment = gradwire.attach(ddp, optimizer, schemes.by_name(scheme, rank=3))
-        for step in range(6):
-            optimizer.zero_grad()
-            # The branch goes unused on all ranks in steps 2 and 3, on rank 0 alone in step 4.
-            uses_branch = name != "unused" or not (step in (2, 3) or (step == 4 and rank == 0))
-            if name != "static graph":  # DDP itself fails there with no_sync in the first step
-                with ddp.no_sync():  # accumulation: two local passes, one reduction
-                    loss_of(ddp, rank, 10 * step, uses_branch).backward()
-            loss_of(ddp, rank, 10 * step + 1, uses_branch).backward()
-            norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)  # after the reduction: the same on all ranks
-            if name == "unused" and step in (2, 3):
-                assert ddp.module.branch.weight.grad is None
-            optimizer.step()
-        assert attachment.step == 6
-        results[name] = torch.cat([flat(ddp).float(), norm.float().view(1)])
-        assert results[name].isfinite().all(), name
-        attachment.close()
-    return results
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@on_ranks(3)
-def test_step_with_inf_on_one_rank_is_as_if_it_had_not_been(rank: int, world_size: int, scheme: str) -> None:
-    """An Inf on one rank reaches all of them, and leaves no trace in the scheme."""
-    runs = []
-    for skips_bad_step in (False, True):
-        ddp, optimizer = build()
-        attachment = gradwire.attach(ddp, optimizer, schemes.by_name(scheme, rank=3))
-        run_steps(ddp, optimizer, rank, range(3))
-        if not skips_bad_step:
-            before = copy.deepcopy(attachment.state_dict()["state"])
-            optimizer.zero_grad()
-            (loss_of(ddp, rank, 99) * (float("inf") if rank == 1 else 1.0)).backward()
-            assert not gradients(ddp).isfinite().all()
-            after = attachment.state_dict()["state"]
-            for kind in ("residuals", "factors"):
-                assert before[kind].keys() == after[kind].keys()
-                for name, tensor in before[kind].items():
-                    assert torch.equal(tensor, after[kind][name]), (kind, name)
-            stats = attachment.stats()
-            assert stats["n_fallbacks"] == 0
-            assert stats["n_steps_not_finite"] == 1
-        run_steps(ddp, optimizer, rank, range(3, 6))
-        runs.append(flat(ddp))
-        attachment.close()
-    assert runs[0].isfinite().all()
-    assert torch.equal(runs[0], runs[1])
-
-
-@on_ranks(2)
-def test_change_of_the_loss_scale_changes_no_result(rank: int, world_size: int) -> torch.Tensor:
-    """GradScaler: errors are free of the scale, so a change of it changes nothing (powers of two are exact)."""
-    results = []
-    for growth_interval in (2, 1_000):
-        ddp, optimizer = build()
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=growth_interval)
-        attachment = gradwire.attach(ddp, optimizer, schemes.by_name("acp-sgd", rank=3), scaler=scaler)
-        for step in range(8):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(ddp, rank, step)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        results.append(flat(ddp))
-        attachment.close()
-    assert torch.allclose(results[0], results[1], atol=1e-6)
-    return results[0]
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("steps_before", [3, 4])
 @on_ranks(2)
 def test_resumed_run_continues_bit_by_bit(rank: int, world_size: int, scheme: str, steps_before: int) -> None:
-    ddp, optimizer = build()
-    attachment = gradwire.attach(ddp, optimizer, schemes.by_name(scheme, rank=3))
-    run_steps(ddp, optimizer, rank, range(steps_before))
-    model_state = {name: value.clone() for name, value in ddp.module.state_dict().items()}
-    optimizer_state = copy.deepcopy(optimizer.state_dict())
-    saved = io.BytesIO()
-    torch.save(attachment.state_dict(), saved)
-    # What goes on: the same object on a model wrapped anew, as DDP's first step has its own bucket layout.
-    attachment.close()
-    results = []
+    training, results = start(rank, scheme), []
+    training.take_steps(range(steps_before))
+    saved = training.state()
+    training.close()  # what goes on is wrapped anew, as DDP's first step has its own bucket layout
     for _ in range(2):
-        ddp, optimizer = build()
-        ddp.module.load_state_dict(model_state)
-        optimizer.load_state_dict(copy.deepcopy(optimizer_state))
-        attachment = gradwire.attach(ddp, optimizer, schemes.by_name(scheme, rank=3))
-        saved.seek(0)
-        attachment.load_state_dict(torch.load(saved, weights_only=True))
-        saved = io.BytesIO()
-        torch.save(attachment.state_dict(), saved)  # loading and saving again loses nothing
-        run_steps(ddp, optimizer, rank, range(steps_before, steps_before + 5))
-        results.append((flat(ddp), attachment.state_dict()["state"]["residuals"]))
-        attachment.close()
-    assert torch.equal(results[0][0], results[1][0])
-    for name, error in results[0][1].items():
-        assert torch.equal(error, results[1][1][name])
+        resumed = start(rank, scheme).load(saved)
+        saved = resumed.state()  # loading and saving again loses nothing
+        resumed.take_steps(range(steps_before, steps_before + 5))
+        results.append((resumed.flat(), resumed.state()[-1]["state"]["residuals"]))
+        resumed.close()
+    assert_alike(results)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @on_ranks(3)
 def test_factors_that_differ_between_ranks_are_named_on_every_rank(rank: int, world_size: int, scheme: str) -> None:
-    ddp, optimizer = build()
-    attachment = gradwire.attach(ddp, optimizer, scheme)
-    run_steps(ddp, optimizer, rank, range(2))
-    state = attachment.state_dict()
+    training = start(rank, scheme)
+    training.take_steps(range(2))
+    state = training.attachment.state_dict()
     if rank == 2:
         state["state"]["factors"]["hidden.0.weight"][0, 0] += 1e-3
-    attachment.load_state_dict(state)
+    training.attachment.load_state_dict(state)
     with pytest.raises(gradwire.RankMismatch, match=r"different factors.*rank 2: "):
-        run_steps(ddp, optimizer, rank, range(2, 3))
+        training.take_steps([2])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @on_ranks(2)
 def test_zero_gradients_are_zero_means_and_do_no_harm(rank: int, world_size: int, scheme: str) -> None:
-    ddp, optimizer = build()
-    attachment = gradwire.attach(ddp, optimizer, schemes.by_name(scheme, rank=3))
-    for _ in range(3):
-        optimizer.zero_grad()
-        (loss_of(ddp, rank, 0) * 0.0).backward()
-        assert not gradients(ddp).any()
-    run_steps(ddp, optimizer, rank, range(4))
-    assert gradients(ddp).isfinite().all()
-    assert ddp.module.hidden[0].weight.grad.any()
-    attachment.close()
+    training = start(rank, scheme)
+    for step in range(3):
+        training.backward(step, 0.0)
+        assert not training.gradient().any()
+    training.take_steps(range(4))
+    assert training.gradient().isfinite().all()
+    assert training.ddp.module.hidden[0].weight.grad.any()
+    training.close()
+
+
+@on_ranks(2)
+def test_state_of_another_rank_scheme_or_model_is_refused(rank: int, world_size: int) -> None:
+    training = start(rank, "acp-sgd")
+    training.take_steps(range(2))
+    saved = training.attachment.state_dict()
+    training.close()
+    reshaped = copy.deepcopy(saved)
+    reshaped["state"]["residuals"]["mix.weight"] = torch.zeros(3, 3)
+    for other, state, words in (
+        (start(rank, "acp-sgd", rank=4), saved, "rank: 3 saved, 4 now"),
+        (start(rank, "power-sgd"), saved, "written by scheme 'acp-sgd'"),
+        (start(rank, "acp-sgd", lambda: nn.Linear(24, 24)), saved, "has no such parameter"),
+        (start(rank, "acp-sgd"), reshaped, "9 elements for 'mix.weight'; it has 384"),
+        (start(rank, "acp-sgd"), {**saved, "state": {}}, "lacks is_step_for_p"),
+    ):
+        with pytest.raises(gradwire.InvalidArgument, match=words):
+            other.attachment.load_state_dict(state)
+        other.close()
 
 
 @pytest.mark.parametrize(
@@ -330,10 +184,6 @@ def test_residuals_fade_as_asked_and_beside_momentum(rank: int, world_size: int)
     assert torch.equal(kept[1], kept[0] * 0.25)
     for scheme in ("acp-sgd", "power-sgd"):
         for momentum, adam in ((0.9, False), (0.0, False), (0.9, True)):
-            ddp, _ = build()
-            other: Any = (
-                torch.optim.AdamW(ddp.parameters()) if adam else torch.optim.SGD(ddp.parameters(), 0.1, momentum)
-            )
             made = schemes.by_name(scheme)
-            gradwire.attach(ddp, other, made).close()
+            Training(rank, made, adamw if adam else lambda p, m=momentum: torch.optim.SGD(p, 0.1, m)).close()
             assert made.configuration["feedback_decay"] == (0.5 if scheme == "acp-sgd" and momentum and not adam else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -10,63 +11,89 @@ import torch
 
 from buckets import Driver
 from gradwire import schemes
-from ranks import on_ranks
+from ranks import assert_alike, on_ranks
 
-SHAPE = 20, 30
-# With options that make them compress within few steps; whether NaN travels like any value, without a rule of the scheme's.
-SCHEMES: dict[str, dict[str, Any]] = {
-    "acp-sgd": {"rank": 2, "min_compression_rate": 0},
-    "dgc": {"share": 0.1},
-    "homomorphic": {"sparsifier": "top-k", "density": 0.1},
-    "one-bit": {},
-    "power-sgd": {"rank": 2, "min_compression_rate": 0},
-    "power-sgd-overlap": {"rank": 2, "min_compression_rate": 0},
-    "qsgd": {},
-    "sign-sgd": {},
-    "slimgc": {"threshold_bytes": 0},
-    "terngrad": {},
-    "thc": {},
-    "top-k": {"share": 0.1},
-    "two-bit": {},
-}
+SHAPE = 40, 60
+LOW_RANK = {"rank": 2, "min_compression_rate": 0}
+# With options that make them compress within few steps.
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("acp-sgd", LOW_RANK),
+    ("dgc", {"share": 0.1}),
+    ("homomorphic", {}),
+    ("homomorphic", {"mode": "sketch"}),
+    ("homomorphic", {"mode": "exact"}),
+    ("homomorphic", {"mode": "lossy", "error_feedback": True}),
+    ("homomorphic", {"sparsifier": "top-k", "density": 0.1}),
+    ("one-bit", {}),
+    ("one-bit", {"scale": "two-means", "pull": "raw"}),
+    ("one-bit", {"scale": "fixed", "chunk_elements": 64}),
+    ("one-bit", {"error_feedback": False}),
+    ("power-sgd", LOW_RANK),
+    ("power-sgd-overlap", LOW_RANK),
+    ("qsgd", {"seed": 5, "chunk_elements": 128}),
+    ("qsgd", {"levels": 3, "pull": "compressed"}),
+    ("qsgd", {"levels": 127, "block": 128, "pull": "raw"}),
+    ("sign-sgd", {}),
+    ("slimgc", {"threshold_bytes": 0}),
+    ("terngrad", {}),
+    ("thc", {}),
+    ("top-k", {"share": 0.1}),
+    ("two-bit", {"chunk_elements": 100}),
+    ("two-bit", {"threshold": 1.0, "relative": False, "pull": "raw"}),
+]
 BUCKETS, BAD_STEP, N_STEPS = 2, 2, 5
+TOO_LARGE = 3e38  # of all ranks: the sums of who sends quantised sums overflow
 
 
-def make(name: str) -> Driver:
-    scheme = schemes.by_name(name, **schemes.as_published(name, SCHEMES[name]))
+def make(name: str, options: dict[str, Any]) -> Driver:
+    scheme = schemes.by_name(name, **schemes.as_published(name, options))
     return Driver(scheme, [torch.zeros(SHAPE) for _ in range(BUCKETS)], [1] * BUCKETS)
 
 
-def train(rank: int, name: str, bad: float | None) -> tuple[list[list[torch.Tensor]], dict[str, Any]]:
+def train(
+    rank: int, name: str, options: dict[str, Any], bad: float | None
+) -> tuple[list[list[torch.Tensor]], dict[str, Any]]:
     """The results of each step, of which the bad one has such a value on rank 1 or, None, is left out; and the stats."""
-    driver, results = make(name), []
+    driver, results = make(name, options), []
     for step in range(N_STEPS):
         if step == BAD_STEP and bad is None:
             driver.step += 1  # what is drawn by it goes on
             continue
         generator = torch.Generator().manual_seed(10 * step + rank)
         gradients = [torch.randn(SHAPE, generator=generator) for _ in range(BUCKETS)]
-        if step == BAD_STEP and rank == 1 and bad is not None:
-            gradients[0][3, 4] = bad
+        if name == "homomorphic" and "sparsifier" not in options:
+            gradients = [one * (torch.rand(SHAPE, generator=generator) < 0.01) for one in gradients]
+        if step == BAD_STEP:
+            before = copy.deepcopy(driver.scheme.state_dict())
+            if bad == TOO_LARGE:
+                gradients[0].fill_(bad)
+            elif rank == 1 and bad is not None:
+                gradients[0][3, 4] = bad
         results.append(driver.reduce(gradients))
+        if step == BAD_STEP and not results[-1][0].isfinite().all():
+            assert_alike([before, driver.scheme.state_dict()])
+            assert not driver.last_buckets[0].record.fallbacks
     stats = driver.scheme.stats()
     driver.close()
     return results, stats
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 @on_ranks(3)
 def test_a_step_that_is_not_finite_is_nan_on_all_ranks_and_as_if_it_had_not_been(
-    rank: int, world_size: int, name: str
+    rank: int, world_size: int, name: str, options: dict[str, Any]
 ) -> list[list[torch.Tensor]]:
-    expected, _ = train(rank, name, None)
-    for bad in (math.nan, math.inf):
-        found, stats = train(rank, name, bad)
+    expected, _ = train(rank, name, options, None)
+    for bad in (math.nan, math.inf, *([TOO_LARGE] if name in ("one-bit", "two-bit", "qsgd") else [])):
+        found, stats = train(rank, name, options, bad)
         met = found.pop(BAD_STEP)
+        if bad == TOO_LARGE and met[0].isfinite().all():  # by a fixed scale
+            continue
         assert not met[0][3, 4].isfinite(), "the training does not see it"
+        assert name != "homomorphic" or met[0].isnan().all()
         assert met[1].isfinite().all(), "another message is NaN too"
         assert stats["n_steps_not_finite"] == 1
-        assert stats.get("n_fallbacks", 0) == 0
+        assert stats.get("n_fallbacks", 0) == stats.get("n_buckets_too_dense", 0) == 0
         for before, after in zip(expected, found, strict=True):
             for one, other in zip(before, after, strict=True):
                 assert torch.equal(one, other), "the step has left something"
@@ -78,7 +105,7 @@ def test_a_step_that_is_not_finite_is_nan_on_all_ranks_and_as_if_it_had_not_been
 @on_ranks(2)
 def test_a_residual_beyond_float32_costs_one_step(rank: int, world_size: int, name: str) -> None:
     """The products of a low rank can be larger than what they stand for."""
-    driver = make(name)
+    driver = make(name, LOW_RANK if "sgd" in name else {})
     feedback = driver.scheme.session.feedback
     feedback.stage(driver.slots[0], torch.full((math.prod(SHAPE),), math.inf).view(SHAPE))
     feedback.commit()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from typing import Any
 
 import pytest
+import reducing_cases as cases
 import torch
 import torch.distributed as dist
 
 import gradwire
 from gradwire import schemes
+from quantiser_oracles import top_k
 from ranks import agree, on_ranks, run_ranks
 
 SHAPES = {"w": (24, 20), "b": (24,)}
@@ -23,9 +26,7 @@ SAVED_AFTER = 3
 LATER = range(SAVED_AFTER, SAVED_AFTER + 4)
 
 
-def draw(rank: int, step: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+draw = functools.partial(cases.draw, SHAPES)
 
 
 def make(name: str) -> gradwire.Reducer:
@@ -85,6 +86,8 @@ def test_steps_after_a_state_for_all_ranks_are_those_of_the_states_in_it(
         before = residual_of(reducer.state_dict())
         tensors = take_steps(reducer, rank, LATER)
         after = residual_of(reducer.state_dict())
+        saved_again = reducer.state_dict(all_ranks=True)
+        assert len(saved_again["ranks"]) == (world_size if rank == 0 else 0)
         reducer.close()
         if world_size == len(lives):
             for found, expected in zip(tensors, lives[rank][name][2], strict=True):
@@ -102,19 +105,26 @@ def test_steps_after_a_state_for_all_ranks_are_those_of_the_states_in_it(
             accounted, owed = means.sum(0) + after / world_size, given.mean(1).sum(0)
             assert torch.allclose(accounted, owed + left, atol=1e-4), name
         if name == "top-k":
-            assert torch.allclose(means, top_k_by_hand(given, left), atol=1e-5)
+            expected, _ = top_k(given, left.expand(world_size, -1), round(SHARE * left.numel()))
+            assert torch.allclose(means, expected, atol=1e-5)
 
 
-def top_k_by_hand(given: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-    """(steps, n) the means, from `given` (steps, ranks, n) and what every rank has left at first."""
-    residuals = [left.clone() for _ in range(given.shape[1])]
-    means = []
-    for of_ranks in given:
-        sent = torch.zeros_like(of_ranks)
-        for rank, gradient in enumerate(of_ranks):
-            whole = gradient + residuals[rank]
-            largest = whole.abs().topk(round(SHARE * whole.numel())).indices
-            sent[rank, largest] = whole[largest]
-            residuals[rank] = whole - sent[rank]
-        means.append(sent.mean(0))
-    return torch.stack(means)
+@on_ranks(2)
+def test_the_same_ranks_get_their_own_state_and_others_are_refused(rank: int, world_size: int) -> None:
+    reducer = gradwire.Reducer("one-bit", names=draw(0, 0), timeout_s=100)
+    reducer.all_reduce(draw(rank, 0)).wait()
+    whole = reducer.state_dict(all_ranks=True)
+    own = reducer.state_dict()
+    if rank:
+        with pytest.raises(gradwire.InvalidArgument, match="rank 0's answer"):
+            reducer.load_state_dict(whole)
+    else:
+        reducer.load_state_dict(whole)
+        for wrong in ({"version": 1, "ranks": [{}]}, {"version": 1, "ranks": whole["ranks"][::-1]}):
+            with pytest.raises(gradwire.CorruptMessage):
+                reducer.load_state_dict(wrong)
+    after = reducer.state_dict()
+    assert all(
+        torch.equal(after["state"]["residuals"][k], own["state"]["residuals"][k]) for k in own["state"]["residuals"]
+    )
+    reducer.close()

@@ -13,39 +13,45 @@ from buckets import Driver
 from gcomp_gradients import make_gradient
 from gradwire import schemes
 from gradwire.exchange import aggregators
-from ranks import assert_alike, on_ranks, run_ranks
-from sketches import PATTERNS, gradient_of
+from ranks import assert_alike, bits_of, on_ranks, run_ranks
+from sketches import DTYPES, PATTERNS, gradient_of
 from switch_cases import Serving
 
 N = 40_013
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DENSITIES = (0.02, 0.0, 0.0, 0.3, 0.001, 0.8, 0.01, 1.0)
+
+
+def summed(mine: torch.Tensor, union: torch.Tensor) -> torch.Tensor:
+    """The backend's mean of what lies at the places of `union`, zeros elsewhere."""
+    packed = mine[union] * (1.0 / dist.get_world_size())
+    dist.all_reduce(packed)
+    return torch.zeros_like(mine).masked_scatter(union, packed)
+
+
+def same(mean: torch.Tensor, expected: torch.Tensor) -> bool:
+    """To the bit, but for the signs of zeros."""
+    return bits_of(mean + 0) == bits_of(expected + 0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @on_ranks()
 def test_packed_sums_are_the_backends_own_bit_by_bit(rank: int, world_size: int) -> None:
     for dtype in DTYPES:
-        kind = torch.int32 if dtype == torch.float32 else torch.int16
         for pattern in PATTERNS:
             driver = Driver(schemes.by_name("homomorphic"), [torch.zeros(N, dtype=dtype)])
             for step, density in enumerate(DENSITIES):
                 everyone = [gradient_of(pattern, N, other, density, dtype, step + 1) for other in range(world_size)]
                 (mean,) = driver.reduce([everyone[rank].clone()])
                 union = torch.stack([gradient != 0 for gradient in everyone]).any(0)
-                packed = everyone[rank] if density == 1 else everyone[rank][union]
-                packed = packed * (1.0 / world_size)
-                dist.all_reduce(packed)
-                expected = packed if density == 1 else torch.zeros(N, dtype=dtype).masked_scatter(union, packed)
-                assert torch.equal((mean + 0).view(kind), (expected + 0).view(kind)), (dtype, pattern, density)
+                everywhere = torch.ones(N, dtype=torch.bool)
+                expected = summed(everyone[rank], everywhere if density == 1 else union)
+                assert same(mean, expected), (dtype, pattern, density)
                 if dtype == torch.float32:
                     shares = torch.stack(everyone).double()
                     error = (mean.double() - shares.sum(0) / world_size).abs()
                     assert bool((error <= world_size * 2.0**-23 * shares.abs().sum(0) + 1e-44).all())
                 if world_size == 2:  # two values have but one order of summation: plain's bits
-                    plain = everyone[rank] * 0.5
-                    dist.all_reduce(plain)
-                    assert torch.equal((mean + 0).view(kind), (plain + 0).view(kind))
+                    assert same(mean, summed(everyone[rank], everywhere))
                 record = driver.last_buckets[0].record
                 if world_size > 1:
                     assert any("too dense" in why for why in record.fallbacks) == (density == 1), (pattern, density)
@@ -68,7 +74,6 @@ def specials_of(dtype: torch.dtype, rank: int, step: int) -> torch.Tensor:
 @on_ranks()
 def test_special_values_of_every_dtype_are_summed_as_the_backend_sums_them(rank: int, world_size: int) -> None:
     for dtype in DTYPES:
-        kind = torch.int32 if dtype == torch.float32 else torch.int16
         # A Bloom filter's false positives move the places at which the backend's sum begins with another rank.
         driver = Driver(schemes.by_name("homomorphic", index="bitmap"), [torch.zeros(N, dtype=dtype)])
         for step in range(6):
@@ -78,10 +83,7 @@ def test_special_values_of_every_dtype_are_summed_as_the_backend_sums_them(rank:
             if step >= 3:  # which hold Inf and NaN
                 assert bool(mean.isnan().all()), (dtype, step)
                 continue
-            packed = everyone[rank][union] * (1.0 / world_size)
-            dist.all_reduce(packed)
-            expected = torch.zeros(N, dtype=dtype).masked_scatter(union, packed)
-            assert torch.equal((mean + 0).view(kind), (expected + 0).view(kind)), (dtype, step)
+            assert same(mean, summed(everyone[rank], union)), (dtype, step)
         driver.close()
 
 

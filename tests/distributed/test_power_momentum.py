@@ -138,21 +138,12 @@ def test_a_loss_scale_changes_nothing_and_a_step_that_is_not_finite_is_dropped(r
             rank, f"power-momentum:{OPTIONS}", MEANS["adamw"][0], model, loss_of, timeout_s=100, scaler=scaler
         )
         for step in range(7):
-            training.optimizer.zero_grad()
-            loss = loss_of(training.ddp, rank, step)
             if scaler is None:
-                loss.backward()
-                training.optimizer.step()
+                training.take_steps([step])
                 continue
             if step == 3:
-                scaler.scale(loss * (torch.inf if rank else 1.0)).backward()
-                scaler.step(training.optimizer)
-                scaler.update()
-                training.optimizer.zero_grad()
-                loss = loss_of(training.ddp, rank, step)
-            scaler.scale(loss).backward()
-            scaler.step(training.optimizer)
-            scaler.update()
+                training.take_scaled_step(scaler, step, torch.inf if rank else 1.0)
+            training.take_scaled_step(scaler, step)
         ends.append(training.flat())
         assert training.close()["n_steps_not_finite"] == (scaler is not None)
     assert torch.allclose(*ends, atol=1e-6)

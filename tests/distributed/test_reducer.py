@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
-from typing import Any
 
 import pytest
+import reducing_cases as cases
 import torch
 import torch.distributed as dist
 
 import gradwire
 from gradwire import schemes
 from gradwire.wire.rendezvous import name_group
-from ranks import agree, on_ranks
+from ranks import on_ranks
 
 SHAPES = {"a": (40, 30), "b": (30,), "empty": (0, 3), "scalar": (), "c": (8, 5, 6)}
-REDUCING = sorted(
-    name
-    for name in schemes.names()
-    if not (schemes.owns_step(name) or schemes.needs_momenta(name)) and name not in ("auto", "periodic")
-)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "gcomp": {"importance": "none"},
-    "slimgc": {"threshold_bytes": 100},
-    "homomorphic": {"aggregator": "process-group"},
-}
-
-
-def make(name: str) -> schemes.Scheme:
-    return schemes.by_name(name, **OPTIONS.get(name, {}))
-
-
-def draw(rank: int, step: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+draw = functools.partial(cases.draw, SHAPES)
 
 
 @on_ranks(2)
@@ -64,28 +47,9 @@ def test_plain_gives_the_bits_of_all_reduce(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @on_ranks()
 def test_every_reducing_scheme_takes_named_tensors(rank: int, world_size: int) -> None:
-    """Equal bits on all ranks, two calls under way at once, and a resumed run that goes on with the same bits."""
-    for name in REDUCING:
-        reducer = gradwire.Reducer(make(name), bucket_mb=4 / 1024, timeout_s=100)
-        reducer.all_reduce(draw(rank, 0)).wait()
-        first, second = draw(rank, 1), draw(rank, 2)
-        works = [reducer.all_reduce(first), reducer.all_reduce(second)]
-        for work in works:
-            work.wait()
-        for tensors in (first, second):
-            for key, tensor in tensors.items():
-                assert agree(tensor), (name, key)
-        saved = copy.deepcopy(reducer.state_dict())
-        went_on = draw(rank, 3)
-        reducer.all_reduce(went_on).wait()
-        reducer.close()
-
-        resumed = gradwire.Reducer(make(name), names=draw(rank, 0), bucket_mb=4 / 1024, timeout_s=100)
-        resumed.load_state_dict(saved)
-        again = draw(rank, 3)
-        resumed.all_reduce(again).wait()
-        assert all(torch.equal(again[key], went_on[key]) for key in SHAPES), name
-        resumed.close()
+    for name in cases.REDUCING:
+        options = cases.OPTIONS.get(name, {})
+        cases.reduce_and_resume(rank, functools.partial(schemes.by_name, name, **options), SHAPES)
 
 
 @on_ranks(3)

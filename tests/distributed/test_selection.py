@@ -184,9 +184,6 @@ def test_names_of_nothing(rank: int, world_size: int) -> None:
             InvalidArgument, match=r"only='tail' matches no tensor; there are 0\.weight, 1\.weight, 1\.bias"
         ):
             gradwire.attach(ddp, optimizer, schemes.by_name(name, only=["tail"]))
-    for wrong in (3, [""], [None]):
-        with pytest.raises(InvalidArgument, match="exempt takes names"):
-            schemes.by_name("one-bit", exempt=wrong)
 
 
 @pytest.mark.parametrize(("adam", "exempt", "expected"), [(True, None, 1), (True, (), 3), (False, None, 3)])

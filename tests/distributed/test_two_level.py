@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
+import os
 
 import pytest
+import reducing_cases as cases
 import torch
 import torch.distributed as dist
 from ddp_cases import batches, build_model, sgd, take_step, wrap
@@ -19,63 +20,31 @@ from ranks import agree, on_ranks, patience, run_ranks, try_ranks
 
 SHAPES = {"a": (40, 30), "b": (31,), "empty": (0, 3), "scalar": (), "c": (1, 50), "d": (9, 5, 6)}
 N_ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES.values())
-# Codecs that keep no state are one case: embedded-float stands for them.
-STATELESS = {"periodic", "truncate", "truncated-float", "zlib", "zstd"}
-INNER = sorted(
-    name
-    for name in schemes.names()
-    if not (schemes.owns_step(name) or schemes.needs_momenta(name)) and name not in {"auto", *STATELESS}
-)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "gcomp": {"importance": "none"},
-    "homomorphic": {"aggregator": "process-group"},
-    "slimgc": {"threshold_bytes": 100},
-}
-
-
-def draw(rank: int, step: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-def make(name: str, size: int) -> TwoLevel:
-    return TwoLevel(name, size, **OPTIONS.get(name, {}))
+draw = functools.partial(cases.draw, SHAPES)
 
 
 def work(rank: int, world_size: int, size: int, names: list[str]) -> None:
     for name in names:
-        reducer = gradwire.Reducer(make(name, size), bucket_mb=4 / 1024, timeout_s=100)
-        for step in range(3):
-            tensors, exact = draw(rank, step), draw(rank, step)
-            reducer.all_reduce(tensors).wait()
-            for key, tensor in tensors.items():
-                gathered = [torch.empty_like(tensor) for _ in range(world_size)]
-                dist.all_gather(gathered, tensor)
-                assert all(torch.equal(tensor, other) for other in gathered), (name, key, step)
-                if name == "plain":  # as flat, but for rounding
-                    dist.all_reduce(exact[key])
-                    assert torch.allclose(tensor, exact[key] / world_size, atol=1e-6), key
-        state = copy.deepcopy(reducer.state_dict())
-        residuals = state["state"].get("residuals", {})
+        make = functools.partial(TwoLevel, name, size, **cases.OPTIONS.get(name, {}))
+        residuals = cases.reduce_and_resume(rank, make, SHAPES)["state"].get("residuals", {})
         assert sum(r.numel() for r in residuals.values()) <= sum(
             max(end - start for start, end in cut_rows(Slot("", s), torch.Size(s).numel(), size))
             for s in SHAPES.values()
         )
-        went_on = draw(rank, 3)
-        reducer.all_reduce(went_on).wait()
+    if "plain" in names:  # as flat, but for rounding
+        reducer = gradwire.Reducer(TwoLevel("plain", size), bucket_mb=4 / 1024, timeout_s=100)
+        tensors, exact = draw(rank, 0), draw(rank, 0)
+        reducer.all_reduce(tensors).wait()
         reducer.close()
-        resumed = gradwire.Reducer(make(name, size), names=draw(rank, 0), bucket_mb=4 / 1024, timeout_s=100)
-        resumed.load_state_dict(state)
-        again = draw(rank, 3)
-        resumed.all_reduce(again).wait()
-        assert all(torch.equal(again[key], went_on[key]) for key in SHAPES), name
-        resumed.close()
+        for key, tensor in tensors.items():
+            dist.all_reduce(exact[key])
+            assert torch.allclose(tensor, exact[key] / world_size, atol=1e-6), key
 
 
 @pytest.mark.parametrize(
     ("n_nodes", "size", "names"),
     [
-        (2, 2, INNER),
+        (2, 2, cases.STATEFUL),
         (1, 4, ["plain", "one-bit"]),
         (4, 1, ["plain", "one-bit"]),
         (2, 3, ["plain", "acp-sgd", "qsgd"]),
@@ -176,28 +145,14 @@ def break_it(rank: int, world_size: int, how: str) -> None:
     if how == "codec" and rank == 1:
         inner.collective.codec = None  # type: ignore[attr-defined]
     if how == "death" and rank == 1:
-        import os
-
         os._exit(7)
     reducer.all_reduce(draw(rank, 1)).wait()
     reducer.close()
 
 
-@pytest.mark.parametrize(
-    ("how", "error", "words"),
-    [
-        ("mismatch", gradwire.RankMismatch, "disagree on configuration"),
-        ("codec", gradwire.RankMismatch, "rank 1 failed"),
-        ("death", gradwire.PeerLost, ""),
-    ],
-)
-def test_what_one_rank_fails_of_is_raised_on_all(how: str, error: type[Exception], words: str) -> None:
-    for rank, outcome in enumerate(try_ranks(break_it, 4, how, timeout_s=60)):
-        if how == "death" and rank == 1:
-            assert outcome.exit_code == 7
-        else:
-            assert isinstance(outcome.error, error), (rank, outcome)
-            assert words in str(outcome.error)
+@pytest.mark.parametrize("how", cases.FAILURES)
+def test_what_one_rank_fails_of_is_raised_on_all(how: str) -> None:
+    cases.assert_failure_is_told(how, try_ranks(break_it, 4, how, timeout_s=60))
 
 
 @on_ranks(4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,39 +60,23 @@ def parameters_of(output: str) -> str:
     return found[1]
 
 
-def check_resume(whole: Callable[[], str], halves: Callable[[], str]) -> None:
-    assert parameters_of(whole()) == parameters_of(halves())
+# What a whole run is given, the two halves of one, and what they hand on, in a folder of their own.
+RESUMED: dict[str, tuple[str, str, str]] = {
+    "accelerate_train.py": ("", "--steps 4 --save {folder}", "--first 4 --load {folder}"),
+    "lightning_fit.py": ("", "--epochs 1 --save {folder}/epoch.ckpt", "--load {folder}/epoch.ckpt"),
+    "muon_and_adamw.py": ("", "--save {folder}", "--load {folder}"),
+    "hf_trainer.py": ("{folder}", "", "{folder} --resume"),  # whose whole run saves on the way
+}
 
 
-def test_accelerate_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    def halves() -> str:
-        run("accelerate_train.py", 2, "--steps", 4, "--save", tmp_path)
-        return run("accelerate_train.py", 2, "--first", 4, "--load", tmp_path)
-
-    check_resume(lambda: run("accelerate_train.py", 2), halves)
-
-
-def test_lightning_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    file = tmp_path / "epoch.ckpt"
-
-    def halves() -> str:
-        run("lightning_fit.py", 2, "--epochs", 1, "--save", file)
-        return run("lightning_fit.py", 2, "--load", file)
-
-    check_resume(lambda: run("lightning_fit.py", 2), halves)
-
-
-def test_muon_beside_adamw_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    def halves() -> str:
-        run("muon_and_adamw.py", 2, "--save", tmp_path)
-        return run("muon_and_adamw.py", 2, "--load", tmp_path)
-
-    check_resume(lambda: run("muon_and_adamw.py", 2), halves)
-
-
-def test_the_hf_trainer_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    check_resume(lambda: run("hf_trainer.py", 2, tmp_path), lambda: run("hf_trainer.py", 2, tmp_path, "--resume"))
-    assert (tmp_path / "checkpoint-4" / "gradwire.pt").exists()
+@pytest.mark.parametrize("name", RESUMED)
+def test_frameworks_resume_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    whole, first, second = (arguments.format(folder=tmp_path).split() for arguments in RESUMED[name])
+    expected = parameters_of(run(name, 2, *whole))
+    if first:
+        run(name, 2, *first)
+    assert parameters_of(run(name, 2, *second)) == expected
+    assert name != "hf_trainer.py" or (tmp_path / "checkpoint-4" / "gradwire.pt").exists()
 
 
 def test_the_docs_show_the_table_of_schemes_and_doors() -> None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.errors import InvalidArgument, Unsupported
-from ranks import run_ranks
+from ranks import on_ranks
 
 
 def train(scheme: str) -> dict[str, Any]:
@@ -46,27 +46,22 @@ def test_a_model_that_nothing_wraps_is_left_alone_by_one_process(
         train(scheme)
 
 
-def on_one_rank(rank: int, world_size: int) -> dict[str, Any]:
-    return train("auto")
+@on_ranks(1)
+def test_so_it_is_by_a_group_of_one(rank: int, world_size: int) -> None:
+    assert train("auto") == {"scheme": "auto", "world_size": 1}
 
 
-def test_so_it_is_by_a_group_of_one() -> None:
-    assert run_ranks(on_one_rank, 1) == [{"scheme": "auto", "world_size": 1}]
-
-
-def refuse_timeouts(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_timeouts_are_numbers_that_a_clock_can_count(rank: int, world_size: int) -> None:
     for timeout_s in (float("inf"), float("nan"), 1e30, 10**400, "x", 0):
         with pytest.raises(InvalidArgument, match=r"timeout_s is a number of seconds above 0"):
             gradwire.Reducer("one-bit", timeout_s=timeout_s)  # type: ignore[arg-type]
 
 
-def test_timeouts_are_numbers_that_a_clock_can_count() -> None:
-    run_ranks(refuse_timeouts, 1)
-
-
-def go_backward_in_a_child(rank: int, world_size: int, scheme: str) -> int:
+@on_ranks(2)
+def test_backward_in_a_forked_child_says_that_it_was_forked(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(3, 2))
-    attachment = gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), 0.1), scheme, timeout_s=20)
+    attachment = gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), 0.1), "one-bit", timeout_s=20)
     for _ in range(3):  # until DDP has cut its buckets anew, for which it needs its group
         ddp(torch.ones(4, 3)).sum().backward()
     dist.barrier()
@@ -81,8 +76,4 @@ def go_backward_in_a_child(rank: int, world_size: int, scheme: str) -> int:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     ddp(torch.ones(4, 3)).sum().backward()  # the parent goes on
     attachment.close()
-    return code
-
-
-def test_backward_in_a_forked_child_says_that_it_was_forked() -> None:
-    assert run_ranks(go_backward_in_a_child, 2, "one-bit") == [7, 7]
+    assert code == 7

@@ -174,15 +174,10 @@ def run_scaled(rank: int, world_size: int, is_scaled: bool) -> Tensor:
     scheme.inner._send = late  # type: ignore[attr-defined]
     training = Training(rank, scheme, RULES["momentum"][1], narrow, loss_of, timeout_s=100, scaler=scaler)
     for step in range(6):
-        training.optimizer.zero_grad()
-        loss = loss_of(training.ddp, rank, step)
         if scaler is None:
-            loss.backward()
-            training.optimizer.step()
+            training.take_steps([step])
         else:
-            scaler.scale(loss).backward()
-            scaler.step(training.optimizer)
-            scaler.update()
+            training.take_scaled_step(scaler, step)
     training.close()
     return training.flat()
 

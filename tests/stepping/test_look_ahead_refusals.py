@@ -12,7 +12,7 @@ from look_ahead_cases import PLAIN, build, loss_of
 
 import gradwire
 from gradwire.codecs.general import RawCodec
-from gradwire.errors import InvalidArgument, PeerLost, Unsupported
+from gradwire.errors import PeerLost, Unsupported
 from gradwire.schemes import by_name
 from gradwire_lab.training.digest import hash_parameters
 from ranks import on_ranks, try_ranks
@@ -102,21 +102,3 @@ def test_death_between_push_and_pull_is_a_lost_peer_and_leaves_complete_weights(
     outcomes = try_ranks(die_between_push_and_pull, 3)
     for outcome in (outcomes[0], outcomes[2]):
         assert type(outcome.error) is PeerLost, outcome
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"local": "guess"},
-        {"local_rate": 0.1},
-        {"local": "sgd", "local_rate": -1.0},
-        {"sync_steps": -1},
-        {"max_grad_norm": 0.0},
-    ],
-)
-def test_options_of_the_backup_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgument):
-        by_name("slimgc", backup=True, **options)
-    if "max_grad_norm" in options or "local_rate" in options:
-        with pytest.raises(InvalidArgument):
-            by_name("slimgc", **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +17,8 @@ import gradwire
 from gradwire.errors import InvalidArgument, RankMismatch, Unsupported
 from gradwire.schemes.slimgc import SlimGC
 from gradwire.schemes.slimgc.threshold import NEVER
-from gradwire_lab.training.digest import gather_hashes, hash_parameters
-from ranks import on_ranks, try_ranks
+from ranks import agree, on_ranks
+from small_training import MakeOptimizer, Training, batch_of
 
 OPTIONS: dict[str, Any] = {"codec": "one-bit", "pull": "raw", "group_elements": 200}
 
@@ -37,14 +36,21 @@ class Model(nn.Module):
         return out
 
 
-def build(**options: Any) -> DistributedDataParallel:
+def model() -> Model:
     torch.manual_seed(1)
-    return DistributedDataParallel(Model(), **{"bucket_cap_mb": 0.003, **options})
+    return Model()
 
 
-def loss_of(ddp: nn.Module, rank: int, step: int) -> Tensor:
-    inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(1_000 * rank + step))
-    return (ddp(inputs) - 1).square().mean()
+def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
+    return (module(batch_of(rank, step)) - 1).square().mean()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def start(rank: int, scheme: SlimGC, optimizer: MakeOptimizer = adamw, **ddp: Any) -> Training:
+    return Training(rank, scheme, optimizer, model, loss_of, {"bucket_cap_mb": 0.003, **ddp}, timeout_s=100)
 
 
 def whole_state(optimizer: torch.optim.Optimizer, ddp: nn.Module) -> list[Tensor]:
@@ -58,11 +64,10 @@ def whole_state(optimizer: torch.optim.Optimizer, ddp: nn.Module) -> list[Tensor
 def train(
     rank: int, name: str, case: str, update: str, threshold_bytes: int | None
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    ddp = build(gradient_as_bucket_view=case == "view")
-    optimizer = OPTIMIZERS[name](ddp.parameters())
     clips: dict[str, Any] = {"max_grad_value": 0.01} if case == "clipping" and update == "owner" else {}
     scheme = SlimGC(**OPTIONS, **clips, update=update, threshold_bytes=threshold_bytes, warmup_steps=4, drift_every=0)
-    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=100)
+    training = start(rank, scheme, OPTIMIZERS[name], gradient_as_bucket_view=case == "view")
+    ddp, optimizer, attachment = training.ddp, training.optimizer, training.attachment
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20) if case == "schedule" else None
     seen: list[Tensor] = []
     for step in range(8):
@@ -81,9 +86,7 @@ def train(
     stats = attachment.stats()
     attachment.switch("plain")  # which gives the optimizer its whole state back
     seen += whole_state(optimizer, ddp)
-    optimizer.zero_grad()
-    loss_of(ddp, rank, 8).backward()
-    optimizer.step()
+    training.take_steps([8])
     seen += [p.detach().clone() for p in ddp.parameters()]
     attachment.close()
     return seen, stats
@@ -119,46 +122,31 @@ def test_the_step_at_the_owner_has_the_bits_of_the_step_on_every_rank(rank: int,
 def check_resumption(rank: int, world_size: int) -> None:
     """Saved on every rank and loaded into a new model, whose buckets lie otherwise at first, a run goes on bit by bit."""
 
-    def start() -> tuple[DistributedDataParallel, torch.optim.Optimizer, gradwire.Attachment]:
-        ddp = build()
-        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-        scheme = SlimGC("raw", pull="raw", update="owner", threshold_bytes=300)
-        return ddp, optimizer, gradwire.attach(ddp, optimizer, scheme, timeout_s=100)
+    def begin() -> Training:
+        return start(rank, SlimGC("raw", pull="raw", update="owner", threshold_bytes=300))
 
-    def run(parts: tuple[Any, ...], steps: range) -> list[Tensor]:
-        ddp, optimizer, _ = parts
-        for step in steps:
-            optimizer.zero_grad()
-            loss_of(ddp, rank, step).backward()
-            optimizer.step()
-        return [p.detach().clone() for p in ddp.parameters()]
-
-    whole = start()
-    run(whole, range(4))
-    stored = io.BytesIO()
-    torch.save([whole[0].module.state_dict(), whole[1].state_dict(), whole[2].state_dict()], stored)
-    expected = run(whole, range(4, 7))
-    good = whole[2].state_dict()
+    whole = begin()
+    whole.take_steps(range(4))
+    saved = whole.state()
+    whole.take_steps(range(4, 7))
+    expected = whole.flat()
+    good = whole.attachment.state_dict()
     name = next(iter(good["state"]["stepping"]["shards"]))
     entry = good["state"]["stepping"]["shards"][name]
     for bad in ({**entry, "edges": entry["edges"][:-1]}, {**entry, "edges": [0, 0, 1]}, {"edges": [0]}, 3):
         broken = copy.deepcopy(good)
         broken["state"]["stepping"]["shards"][name] = bad
         with pytest.raises(InvalidArgument):
-            whole[2].load_state_dict(broken)
-    assert run(whole, range(7, 8))[0].isfinite().all(), "a state that does not fit changes nothing"
-    whole[2].close()
-    stored.seek(0)
-    model_state, optimizer_state, scheme_state = torch.load(stored, weights_only=True)
-    resumed = start()
-    resumed[0].module.load_state_dict(model_state)
-    resumed[1].load_state_dict(optimizer_state)
-    resumed[2].load_state_dict(scheme_state)
-    found = run(resumed, range(4, 7))
+            whole.attachment.load_state_dict(broken)
+    whole.take_steps([7])
+    assert whole.flat().isfinite().all(), "a state that does not fit changes nothing"
+    whole.close()
+    resumed = begin().load(saved)
+    resumed.take_steps(range(4, 7))
     # Raw messages: with two ranks the sums do not depend on how DDP's first bucket cuts them.
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert len(set(gather_hashes(hash_parameters(resumed[0].module), torch.device("cpu")))) == 1
-    resumed[2].close()
+    assert torch.equal(resumed.flat(), expected)
+    assert agree(resumed.flat())
+    resumed.close()
 
 
 def check_refusals(rank: int, world_size: int) -> None:
@@ -166,20 +154,17 @@ def check_refusals(rank: int, world_size: int) -> None:
     kinds = [(torch.optim.Adagrad, {}), (torch.optim.LBFGS, {}), (torch.optim.SGD, {"fused": True})]
     owner: dict[str, Any] = {"codec": "one-bit", "pull": "raw", "update": "owner", "threshold_bytes": 0}
     for kind, options in kinds:
-        ddp = build()
         with pytest.raises(Unsupported, match=r"Adagrad|LBFGS|fused"):
-            gradwire.attach(ddp, kind(ddp.parameters(), lr=0.1, **options), SlimGC(**owner), timeout_s=100)
+            start(rank, SlimGC(**owner), lambda p, kind=kind, options=options: kind(p, lr=0.1, **options))
     ddp = DistributedDataParallel(nn.Linear(4, 4).bfloat16())
     with pytest.raises(Unsupported, match="float32"):
         gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), SlimGC(**owner), timeout_s=100)
-    ddp = build()
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC(**owner), timeout_s=100)
-    loss_of(ddp, rank, 0).backward()
-    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+    training = start(rank, SlimGC(**owner))
+    training.backward(0)
+    torch.nn.utils.clip_grad_norm_(training.ddp.parameters(), 1e-3)
     with pytest.raises(Unsupported, match="max_grad_value"):
-        optimizer.step()
-    attachment.close()
+        training.optimizer.step()
+    training.close()
 
 
 @on_ranks(2)
@@ -188,40 +173,16 @@ def test_shards_are_resumable_and_what_cannot_be_served_is_refused(rank: int, wo
     check_refusals(rank, world_size)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"update": "server"},
-        {"update": "owner"},
-        {"update": "owner", "topology": "all-reduce"},
-        {"update": "owner", "pull": "raw", "max_grad_value": 0.0},
-        {"max_grad_value": 1.0},
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgument):
-        SlimGC("one-bit", **options)
-
-
-def load_other_shards(rank: int, world_size: int) -> None:
-    ddp = build()
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)
-    scheme = SlimGC("one-bit", pull="raw", update="owner", threshold_bytes=0)
-    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=100)
-    for step in range(3):
-        if step == 2:
-            state = attachment.state_dict()
-            shards = state["state"]["stepping"]["shards"]
-            if rank == 1:
-                shards.pop(next(iter(shards)))
-            attachment.load_state_dict(state)
-        loss_of(ddp, rank, step).backward()
-        optimizer.step()
-
-
-def test_ranks_with_different_shards_get_an_error_before_their_gradients_meet() -> None:
-    for outcome in try_ranks(load_other_shards, 2):
-        assert type(outcome.error) is RankMismatch, outcome
+@on_ranks(2, raises=RankMismatch)
+def test_ranks_with_different_shards_get_an_error_before_their_gradients_meet(rank: int, world_size: int) -> None:
+    training = start(rank, SlimGC("one-bit", pull="raw", update="owner", threshold_bytes=0))
+    training.take_steps(range(2))
+    state = training.attachment.state_dict()
+    shards = state["state"]["stepping"]["shards"]
+    if rank == 1:
+        shards.pop(next(iter(shards)))
+    training.attachment.load_state_dict(state)
+    training.take_steps([2])
 
 
 def test_the_optimizers_state_dict_says_where_the_rest_of_it_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ from lab_watch import rank_command, wait_until
 
 from gradwire_lab.ranks.launch import start_ranks
 from gradwire_lab.ranks.netlab import Netlab
-from gradwire_lab.ranks.netlab.switch_host import switch_rate_bps
+from gradwire_lab.ranks.netlab.lab import switch_rate_bps
 from ranks import patience
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
@@ -38,8 +38,6 @@ def test_ranks_in_a_lab_sum_through_the_switch_and_its_link_counts_what_all_send
         lab.wait(100 * patience()).raise_if_failed()
         ranks, switch = lab.counters(), lab.switch_counters()
         assert len(ranks) == 3
-        host = lab._switch
-        assert host is not None
     told = [json.loads(line) for line in lines]
     assert sorted(one["rank"] for one in told) == [0, 1, 2]
     assert all(one["is_exact"] for one in told)
@@ -48,7 +46,7 @@ def test_ranks_in_a_lab_sum_through_the_switch_and_its_link_counts_what_all_send
     for counters in ranks:
         assert 4 * n_values < counters.sent_bytes < 1.6 * 4 * n_values
     assert 3 * 4 * n_values < switch.received_bytes < 1.6 * 3 * 4 * n_values
-    counters_at_the_end = json.loads(host.lines[-1])
+    counters_at_the_end = json.loads(lab.switch_lines[-1])
     assert counters_at_the_end["switch"] == "emulation"
     assert counters_at_the_end["n_jobs"] == 0
 

@@ -9,8 +9,7 @@ import pytest
 
 from gradwire.errors import InvalidArgument
 from gradwire_lab.bench.measures import Call, reality
-from gradwire_lab.simulator.predictions import predict, rate_with_cores
-from gradwire_lab.simulator.replayed import block_workload, bucket_workload
+from gradwire_lab.simulator.predictions import block_workload, bucket_workload, predict, rate_with_cores
 from gradwire_lab.simulator.schemes.measured import MeasuredTable
 
 STEP_MS = 60.0

@@ -11,7 +11,7 @@ import pytest
 from gradwire import schemes as live
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from gradwire_lab.simulator import workloads
-from gradwire_lab.simulator.bandwidth import make_trace, parse_trace
+from gradwire_lab.simulator.inputs import make_trace, parse_trace
 from gradwire_lab.simulator.jitter import Stragglers, Uniform
 from gradwire_lab.simulator.schemes import registry
 from gradwire_lab.simulator.schemes.measured import MeasuredTable, Measurement, fit

@@ -9,11 +9,10 @@ import pytest
 
 from gradwire.registry import parse_spec
 from gradwire_lab.simulator import workloads
-from gradwire_lab.simulator.bandwidth import make_trace
+from gradwire_lab.simulator.inputs import make_trace
 from gradwire_lab.simulator.jitter import Stragglers, Uniform
-from gradwire_lab.simulator.metrics import Metrics
 from gradwire_lab.simulator.schemes import registry
-from gradwire_lab.simulator.simulation import Simulation
+from gradwire_lab.simulator.simulation import Metrics, Simulation
 from gradwire_lab.simulator.stage import Setting
 
 PAPER = workloads.by_name("resnet50-4blocks")

@@ -13,11 +13,9 @@ from gradwire.schemes.auto.costs import SHAPES, CodecCost, SharedCores, StepCost
 from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire_lab.simulator.jitter import Uniform
 from gradwire_lab.simulator.schemes.aqgb import AqgbModel
-from gradwire_lab.simulator.schemes.base import SchemeModel
 from gradwire_lab.simulator.schemes.broadcast import FixedBroadcast
-from gradwire_lab.simulator.schemes.collective import Collective, FullyShard, LocalSteps, ParameterServer
-from gradwire_lab.simulator.schemes.slimgc import SlimGc
-from gradwire_lab.simulator.simulation import Simulation
+from gradwire_lab.simulator.schemes.collective import Collective, FullyShard, LocalSteps, ParameterServer, SlimGc
+from gradwire_lab.simulator.simulation import SchemeModel, Simulation
 from gradwire_lab.simulator.stage import Setting
 from gradwire_lab.simulator.workloads import BlockTimes, WorkloadTimes
 

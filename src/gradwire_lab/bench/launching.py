@@ -16,7 +16,8 @@ from typing import Any
 
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.registry import parse_spec
-from gradwire_lab.ranks.launch import Launch, run_gradwire
+from gradwire_lab.ranks.launch import run_gradwire
+from gradwire_lab.ranks.netlab import Netlab
 from gradwire_lab.ranks.netlab.rate import parse_rate, with_way
 from gradwire_lab.results.records import RecordLog, write_csv, write_json
 
@@ -64,7 +65,7 @@ def run_in_ranks(bench: str, args: argparse.Namespace, specs: Sequence[str] = ()
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
         log = RecordLog(args.log or Path(folder) / "records.jsonl")
         command = ["bench", bench, *args.arguments, "--log", str(log.path)]
-        started: list[Launch] = []
+        started: list[Netlab] = []
 
         def take_line(rank: int, line: str) -> None:
             if line.startswith(_QUESTION):
@@ -100,15 +101,15 @@ def change_links(log: Path, number: int, rates: str, patience_s: float = 20.0) -
         raise GradwireError(f"links were not changed to {rates}: {answer}")
 
 
-def _answer(log: Path, launch: Launch, question: str) -> None:
+def _answer(log: Path, lab: Netlab, question: str) -> None:
     """Change the lab's links as asked, and say so, or why not."""
     number, rates = question.removeprefix(_QUESTION).split(" ")
     answer, each = "", rates.split(",")
     try:
-        if launch.lab is None:
+        if not lab.shaped:
             raise GradwireError("the ranks have no shaped links")
-        for rank in range(launch.network.n_ranks_on_machine or 0):
-            launch.lab.set_rate(rank, each[rank % len(each)])
+        for rank in range(lab.network.n_ranks_on_machine or 0):
+            lab.set_rate(rank, each[rank % len(each)])
     except GradwireError as error:
         answer = str(error)
     _answer_path(log, int(number)).write_text(answer, encoding="utf-8")

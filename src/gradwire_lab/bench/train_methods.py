@@ -240,7 +240,7 @@ class TrainMethod(RankMethod):
             forward_wait_s = max(0.0, self.attachment.recorder.steps[-1].exposed_ns / 1e9 - waiting_s)
             local_s, waiting_s = local_s - forward_wait_s, waiting_s + forward_wait_s
         self.times.append(StepTimes(local_s, waiting_s, ended - reduced))
-        self.losses.append(self._workload.reported_loss(loss))
+        self.losses.append(float(loss.detach()))
 
     def own_stats(self) -> dict[str, Any]:
         """gradwire's own figures; empty for a baseline."""

@@ -87,15 +87,15 @@ def _run(args: argparse.Namespace) -> int:
         end_on_signals(),
         start_ranks(args.rank_command, args.ranks, rate, grace_s=args.grace, **options) as launch,
     ):
-        if launch.lab is not None and events:
-            with Schedule(launch.lab, events) as schedule:
+        if events:
+            with Schedule(launch, events) as schedule:
                 result = launch.wait(args.timeout)
             for event, trouble in schedule.done:
                 if trouble is not None:
                     print(f"gradwire: at {event}: {trouble}", file=sys.stderr)
         else:
             result = launch.wait(args.timeout)
-        counters = launch.counters() if args.counters else None
+        counters = launch.counters() if args.counters and launch.shaped else None
         if args.counters and counters is None:
             print("gradwire: no counters: on loopback the kernel does not tell ranks apart", file=sys.stderr)
     if counters is not None:

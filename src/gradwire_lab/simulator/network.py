@@ -11,7 +11,7 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ import simpy
 from simpy.events import EventPriority
 
 from gradwire.errors import InvalidArgument
-from gradwire_lab.simulator.fairness import share_max_min
 
 # simpy's priorities end at 1 (normal): rates are shared out when everything else of an instant has happened.
 _LAST_OF_INSTANT = EventPriority(2)
@@ -27,6 +26,8 @@ _LAST_OF_INSTANT = EventPriority(2)
 _DONE_BITS = 1e-3
 # States of which the shares are kept; many sites with workers of their own could make more than memory should hold.
 _KEPT_SHARES = 10_000
+# Links whose headroom is within this share of their capacity are full: rounding must not make one filling into two.
+_FULL = 1e-12
 
 
 class Use:
@@ -334,3 +335,43 @@ def _checked_capacity(capacity_bps: Any) -> float:
     if not 0 < capacity_bps < float("inf"):
         raise InvalidArgument(f"a link of {capacity_bps} bits a second: expected a rate above 0 and finite")
     return float(capacity_bps)
+
+
+def share_max_min(capacities_bps: Sequence[float], loads: Sequence[Mapping[int, float]]) -> list[float]:
+    """The max-min fair rate of a flow of each class, bits a second, by progressive filling.
+
+    All rates rise together until a link is full; the flows on it keep what they have, and the others rise on (Bertsekas and
+    Gallager, Data Networks, section 6.5.2).
+
+    Args:
+        capacities_bps: of each link.
+        loads: for each class, link index -> how many of its flows are on that link (more than 0).
+    Raises: InvalidArgument (a class that crosses no link, which nothing would bound).
+    Cost: classes x links, times the number of links that fill up.
+    """
+    if any(not crossed for crossed in loads):
+        raise InvalidArgument("a flow that crosses no link has no rate")
+    rates_bps = [0.0] * len(loads)
+    rising = set(range(len(loads)))
+    headroom_bps = list(capacities_bps)
+    while rising:
+        weights = [0.0] * len(headroom_bps)
+        for index in rising:
+            for link, n_flows in loads[index].items():
+                weights[link] += n_flows
+        # Weights are summed anew in every filling: subtracting them would leave rounding errors on links without flows.
+        rise_bps = min(
+            (headroom / weight for headroom, weight in zip(headroom_bps, weights, strict=True) if weight > 0),
+            default=math.inf,
+        )
+        full = set()
+        for link, weight in enumerate(weights):
+            if weight > 0:
+                headroom_bps[link] -= rise_bps * weight
+                if headroom_bps[link] <= _FULL * capacities_bps[link]:
+                    headroom_bps[link] = 0.0
+                    full.add(link)
+        for index in rising:
+            rates_bps[index] += rise_bps
+        rising = {index for index in rising if not full.intersection(loads[index])}
+    return rates_bps

@@ -1,10 +1,10 @@
-"""From Python: what a scheme does on a cluster, and which scheme on how many workers does a training within a budget."""
+"""Simulated runs as flat records, and which scheme on how many workers does a training within a budget."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,63 @@ from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec, spec_of
 from gradwire.schemes.auto.fidelity import row_of
+from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.inputs import load_cluster, load_model
-from gradwire_lab.simulator.runs import SimulatedRun
+from gradwire_lab.simulator.schemes import registry
+from gradwire_lab.simulator.simulation import Simulation
 from gradwire_lab.simulator.stage import Setting
 from gradwire_lab.simulator.workloads import WorkloadTimes
 
 Record = dict[str, Any]
 
 ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """One run to do.
+
+    Attributes:
+        options: of the scheme.
+        measured_on: whose sizes and codec times to take (`registry.by_name`).
+    """
+
+    scheme: str
+    setting: Setting
+    seconds: float | None = None
+    rounds: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    measured_on: str | None = None
+    with_codec_times: bool = True
+    keep_spans: bool = False
+
+    def do(self, on_round: Callable[[int, float], None] | None = None) -> tuple[Simulation, dict[str, Any]]:
+        """Simulate; returns the simulation and its record. Raises: InvalidArgument."""
+        make = registry.by_name(self.scheme, self.options, self.measured_on, self.with_codec_times)
+        watch = Stopwatch()
+        simulation = Simulation(self.setting, make, self.keep_spans, on_round)
+        metrics = simulation.run(self.seconds, self.rounds)
+        setting, summary = self.setting, metrics.summary()
+        lost = setting.failures.lost_share(setting.n_workers) if setting.failures else 0.0
+        round_s = summary["round_s"]
+        return simulation, {
+            "scheme": self.scheme,
+            "options": ",".join(f"{key}={value}" for key, value in self.options.items()),
+            "workers": setting.n_workers,
+            "rate_bps": setting.rate_bps,
+            "workload": setting.workload.name,
+            "jitter": type(setting.jitter).__name__.lower()
+            + (" common" if setting.jitter.is_common else " per worker"),
+            "seed": setting.jitter.seed,
+            "racks": setting.racks if isinstance(setting.racks, int) else len(setting.racks),
+            "latency_s": setting.latency_s,
+            "codec_times": self.with_codec_times,
+            **summary,
+            "lost_share": lost,
+            "effective_round_s": None if round_s is None or lost == 1 else round_s / (1 - lost),
+            "elapsed_s": watch.elapsed_s,
+        }
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What is simulated: the setting, groups of workers that are alike, and what a simulation shows of itself while it runs."""
+"""What is simulated, but for the scheme."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import simpy
-
 from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.auto.costs import LinkCost, connection_rate
-from gradwire_lab.simulator.bandwidth import Trace
 from gradwire_lab.simulator.jitter import Jitter, Uniform
-from gradwire_lab.simulator.network import SimulatedNetwork
-from gradwire_lab.simulator.topology import Site, Topology
 from gradwire_lab.simulator.workloads import WorkloadTimes
 
+Trace = tuple[tuple[float, float], ...]  # (seconds from the start, bits a second from then on)
 _HOPELESS = 100.0  # failures in the time of a stretch between two checkpoints
 
 
@@ -164,50 +160,3 @@ class Setting:
     def replace(self, **changes: Any) -> Setting:
         """The same with `changes`. Raises: InvalidArgument."""
         return dataclasses.replace(self, **changes)
-
-
-@dataclass(frozen=True)
-class WorkerGroup:
-    """Workers simulated as one: `count` of them from `first_worker` on, all of one site."""
-
-    index: int
-    first_worker: int
-    count: int
-    site: Site
-
-
-class Synchroniser:
-    """What a simulation tells a scheme.
-
-    Attributes:
-        period: rounds after which it does the same again.
-    """
-
-    period = 1
-
-    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
-        """The workers of `group` have the gradient of `block` (index in the order of the forward pass)."""
-        raise NotImplementedError
-
-    def on_forward(self, group: WorkerGroup, round_number: int, block: int) -> None:
-        """They begin the forward pass of `block`."""
-
-    def on_forward_end(self, group: WorkerGroup, round_number: int, block: int) -> None:
-        """They end it."""
-
-    def on_backward(self, group: WorkerGroup, round_number: int, block: int) -> simpy.Event | None:
-        """They come to its backward pass, and wait for what is returned; None: for nothing."""
-        return None
-
-
-class Stage:
-    """What metrics read of a simulation."""
-
-    setting: Setting
-    environment: simpy.Environment
-    network: SimulatedNetwork
-    topology: Topology
-    groups: list[WorkerGroup]
-    round_ends_s: list[float]
-    n_rounds: int
-    scheme: Synchroniser

@@ -244,7 +244,7 @@ def play(
             model.zero_grad(set_to_none=True)
             loss = workload.loss(model, next(batch))
             loss.backward()
-            total += workload.reported_loss(loss)
+            total += float(loss.detach())
             parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in named.values()]
             gradients.append(torch.cat([part.reshape(-1) for part in parts]))
         losses.append(total / n_ranks)

@@ -14,9 +14,9 @@ __all__ = ["Batch", "Workload", "by_name", "check_name", "names"]
 # name: ("module:class", options that the name stands for). A new workload is one file and one line here.
 _REGISTRY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt": ("gradwire_lab.workloads.gpt:GptWorkload", {}),
-    "resnet": ("gradwire_lab.workloads.resnet:ResNetWorkload", {}),
-    "vgg": ("gradwire_lab.workloads.vgg:VggWorkload", {}),
-    "bert": ("gradwire_lab.workloads.bert:SmallBertWorkload", {}),
+    "resnet": ("gradwire_lab.workloads.digits:ResNetWorkload", {}),
+    "vgg": ("gradwire_lab.workloads.digits:VggWorkload", {}),
+    "bert": ("gradwire_lab.workloads.gpt:SmallBertWorkload", {}),
     "gpt2": ("gradwire_lab.workloads.language:Gpt2Workload", {}),
     "bert-base": ("gradwire_lab.workloads.language:BertWorkload", {"size": "base"}),
     "bert-large": ("gradwire_lab.workloads.language:BertWorkload", {"size": "large"}),
@@ -24,10 +24,9 @@ _REGISTRY: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet152": ("gradwire_lab.workloads.vision:VisionWorkload", {"shape": "resnet152"}),
     "vgg16": ("gradwire_lab.workloads.vision:VisionWorkload", {"shape": "vgg16"}),
     "vgg19": ("gradwire_lab.workloads.vision:VisionWorkload", {"shape": "vgg19"}),
-    "lstm": ("gradwire_lab.workloads.lstm:LstmWorkload", {}),
-    "ncf": ("gradwire_lab.workloads.ncf:NcfWorkload", {}),
+    "lstm": ("gradwire_lab.workloads.extremes:LstmWorkload", {}),
+    "ncf": ("gradwire_lab.workloads.extremes:NcfWorkload", {}),
     "many-tensors": ("gradwire_lab.workloads.extremes:ManyTensorsWorkload", {}),
-    "huge-embedding": ("gradwire_lab.workloads.extremes:HugeEmbeddingWorkload", {}),
 }
 
 

@@ -165,10 +165,6 @@ class Workload(ABC):
         """Keyword arguments that this workload's model wants DistributedDataParallel to have."""
         return {}
 
-    def reported_loss(self, loss: Tensor) -> float:
-        """The figure to record for a step's loss tensor."""
-        return float(loss.detach())
-
     def describe(self) -> dict[str, Any]:
         """Plain values for a run's records."""
         return {

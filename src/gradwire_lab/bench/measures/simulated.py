@@ -10,9 +10,9 @@ from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.store import Record
 from gradwire_lab.simulator import workloads
-from gradwire_lab.simulator.bandwidth import make_trace
+from gradwire_lab.simulator.inputs import make_trace
 from gradwire_lab.simulator.jitter import Stragglers, jitter_by_name
-from gradwire_lab.simulator.runs import SimulatedRun
+from gradwire_lab.simulator.search import SimulatedRun
 from gradwire_lab.simulator.stage import Setting
 from gradwire_lab.workloads.calibration import reference_calibration
 

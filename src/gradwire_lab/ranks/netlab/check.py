@@ -72,7 +72,6 @@ def measure_rate(ranks: int, rate: str | float, seconds: float = 1.0, repeats: i
     with start_ranks(probe, ranks, rate, require_shaping=True, on_line=lambda rank, line: lines.append(line)) as launch:
         launch.wait(60 + 10 * seconds * (repeats + 1)).raise_if_failed()
         counters = launch.counters()
-    assert counters is not None
     found = json.loads(lines[-1])
     rates = found["rates_bps"]
     # The probe's warm-up sends a quarter of the tensor; every rank sends and receives 2 (N - 1) / N of each.

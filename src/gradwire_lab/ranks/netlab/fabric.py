@@ -84,6 +84,23 @@ def set_sysctl(path: str, value: str) -> None:
         file.write(value)
 
 
+def enter_host() -> int:
+    """Move this process into a new network namespace for a rank; returns its descriptor."""
+    unshare(CLONE_NEWNET)
+    # IPv6 only adds chatter to the counters; and Gloo takes an interface's first address, which must be ours.
+    set_sysctl("ipv6/conf/all/disable_ipv6", "1")
+    set_sysctl("ipv4/tcp_no_metrics_save", "1")  # a connection's luck must not set the next one's window
+    return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def bring_up(route: Any, rank: int, **options: int) -> None:
+    """Give the rank's `eth0` its address, and let it and loopback work."""
+    card = route.link_lookup(ifname="eth0")[0]
+    route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
+    route.addr("add", index=card, address=f"10.77.{(rank + 1) >> 8}.{(rank + 1) & 255}", prefixlen=16)
+    route.link("set", index=card, state="up", **options)
+
+
 def bucket_parameters(rate_bps: int | None, queue_ms: float) -> dict[str, int]:
     """tbf's rate (B/s), burst and limit (B) for one direction of a link; measured with `gradwire netlab check`."""
     byte_rate = (rate_bps or UNSHAPED_BPS) // 8
@@ -119,12 +136,7 @@ class Fabric:
         self._ports: list[int] = []  # the switch's side of each link
         self._cards: list[int] = []  # the rank's side, eth0
         for rank, rate_bps in enumerate(rates_bps):
-            unshare(CLONE_NEWNET)
-            namespace = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-            route = IPRoute()
-            # IPv6 only adds chatter to the counters; and Gloo takes an interface's first address, which must be ours.
-            set_sysctl("ipv6/conf/all/disable_ipv6", "1")
-            set_sysctl("ipv4/tcp_no_metrics_save", "1")  # a connection's luck must not set the next one's window
+            namespace, route = enter_host(), IPRoute()
             name = f"rank{rank}"
             peer = {"ifname": "eth0", "net_ns_fd": namespace, "mtu": mtu}
             self._switch.link("add", ifname=name, kind="veth", mtu=mtu, peer=peer)
@@ -133,9 +145,7 @@ class Fabric:
             self._shape(self._switch, port, rate_bps, "add")
             self._shape(route, card, rate_bps, "add")
             self._switch.link("set", index=port, master=bridge, state="up")
-            route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
-            route.addr("add", index=card, address=f"10.77.{(rank + 1) >> 8}.{(rank + 1) & 255}", prefixlen=16)
-            route.link("set", index=card, state="up")
+            bring_up(route, rank)
             self.namespaces.append(namespace)
             self._ranks.append(route)
             self._ports.append(port)
@@ -206,8 +216,7 @@ class DistantFabric:
         self._table = mmap.mmap(-1, _LINE_BYTES * len(lines))
         devices = []
         for rank, line in enumerate(lines):
-            unshare(CLONE_NEWNET)
-            self.namespaces.append(os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
+            self.namespaces.append(enter_host())
             try:
                 device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
                 fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", b"eth0", _IFF_TUN | _IFF_NO_PI))
@@ -216,13 +225,8 @@ class DistantFabric:
                     f"lines with delay or loss need TUN devices, which this machine refuses: {error}"
                 ) from error
             devices.append(device)
-            set_sysctl("ipv6/conf/all/disable_ipv6", "1")
-            set_sysctl("ipv4/tcp_no_metrics_save", "1")
             with IPRoute() as route:
-                route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
-                card = route.link_lookup(ifname="eth0")[0]
-                route.addr("add", index=card, address=f"10.77.{(rank + 1) >> 8}.{(rank + 1) & 255}", prefixlen=16)
-                route.link("set", index=card, mtu=mtu, txqlen=10_000, state="up")
+                bring_up(route, rank, mtu=mtu, txqlen=10_000)
             self.set_line(rank, is_up=1.0, **line)
         ends, self._stop = os.pipe()
         self._relay = os.fork()
@@ -237,13 +241,11 @@ class DistantFabric:
         """Change what is given of a line; packets on their way stay."""
         for name, value in fields.items():
             struct.pack_into("d", self._table, _LINE_BYTES * rank + 8 * _LINE.index(name), value)
-        slowest = min((rate for rate in map(self._field(rank), ("up_bps", "down_bps")) if rate), default=0.0)
+        rates_bps = struct.unpack_from("2d", self._table, _LINE_BYTES * rank)
+        slowest = min(filter(None, rates_bps), default=0.0)
         # A queue that does not hold two of TCP's largest segments drops them even when nothing is congested.
         queue_s = max(self._queue_s, 8 * 150_000 / slowest if slowest else 0)
         struct.pack_into("d", self._table, _LINE_BYTES * rank + 8 * _LINE.index("queue_s"), queue_s)
-
-    def _field(self, rank: int) -> Any:
-        return lambda name: struct.unpack_from("d", self._table, _LINE_BYTES * rank + 8 * _LINE.index(name))[0]
 
     def set_rate(self, rank: int, rate_bps: int | None) -> None:
         """Change both directions."""

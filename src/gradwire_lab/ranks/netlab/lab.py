@@ -17,13 +17,10 @@ from typing import Any
 
 from gradwire import _native, checks
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
-from gradwire_lab.ranks.netlab.rate import LabLink, format_rate, parse_link, parse_rate
+from gradwire_lab.ranks.netlab.rate import MAX_RATE_BPS, LabLink, format_rate, parse_link, parse_rate
 from gradwire_lab.ranks.netlab.stale import LAB_VARIABLE, lab_identity
-from gradwire_lab.ranks.netlab.switch_host import SWITCH_VARIABLE, SwitchHost, switch_rate_bps
 from gradwire_lab.ranks.network import Network, find_free_port, rank_environment
 from gradwire_lab.ranks.supervisor import LaunchResult, RankSet
-
-__all__ = ["LinkCounters", "Netlab"]
 
 _logger = logging.getLogger("gradwire_lab.ranks.netlab")
 
@@ -35,6 +32,7 @@ DISTANT_MTU = 1500  # of lines with delay or loss: what packets between sites ha
 # Per direction. TCP with several senders into one link fills any queue: one that is short makes it wait out time-outs
 # of 200 ms and more, one that is long only adds delay.
 QUEUE_MS = 50.0
+_SWITCH_VARIABLE, _SWITCH_PORT = "GRADWIRE_SWITCH", 4790
 _ANSWER_S = 20.0  # construction takes 0.1 s, a request under 1 ms; a loaded machine may take a hundred times that
 
 
@@ -123,7 +121,9 @@ class Netlab:
         words = sorted({str(one).partition("/")[2] for one in rates} - {""})
         self._way = words[0] if len(words) == 1 else "several" if words else ""
         self._has_switch = switch
-        self._switch: SwitchHost | None = None
+        self._switch: RankSet | None = None
+        self._switch_address = ""
+        self.switch_lines: list[str] = []  # what it says: where it listens, and at the end its counters
         self._require_shaping, self._on_loopback = require_shaping, on_loopback
         self._fabric: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -135,13 +135,17 @@ class Netlab:
         self.shaped = False
         self.why_unshaped: str | None = "the lab is not open; use it in a with statement"
 
-    def __enter__(self) -> Netlab:
+    def open(self) -> None:
+        """Make the network, unless it is there; for those who cannot use a with statement."""
         try:
-            if not self._on_loopback:
+            if not self._on_loopback and self._channel is None:
                 self._open()
         except BaseException:
             self.close()
             raise
+
+    def __enter__(self) -> Netlab:
+        self.open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -189,7 +193,7 @@ class Netlab:
                 self._ranks.end()
                 self._ranks = None
             if self._switch is not None:
-                self._switch.close()
+                self._switch.end()
                 self._switch = None
         finally:
             self._close_fabric()
@@ -233,14 +237,11 @@ class Netlab:
         return len(self._rates_bps)
 
     def _check_node(self, node: int) -> None:
-        if self._ranks_per_node == 1:
-            self._check_rank(node)
-        elif not 0 <= node < self._n_nodes:
-            raise InvalidArgument(f"there is no node {node}; this lab has nodes 0 to {self._n_nodes - 1}")
+        self._check(node, self._n_nodes, "rank" if self._ranks_per_node == 1 else "node")
 
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self._n_ranks:
-            raise InvalidArgument(f"there is no rank {rank}; this lab has ranks 0 to {self._n_ranks - 1}")
+    def _check(self, number: int, n: int, what: str) -> None:
+        if not 0 <= number < n:
+            raise InvalidArgument(f"there is no {what} {number}; this lab has {what}s 0 to {n - 1}")
 
     @property
     def rates_bps(self) -> tuple[int | None, ...]:
@@ -287,7 +288,7 @@ class Netlab:
         if self.shaped and "TORCH_CPP_LOG_LEVEL" not in os.environ:
             lab["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # addresses without names make c10d warn once a rank and connection
         if self._has_switch:
-            lab[SWITCH_VARIABLE] = self._start_switch(lab).address
+            lab[_SWITCH_VARIABLE] = self._start_switch(lab)
         for rank in range(self._n_ranks):
             variables = rank_environment(
                 rank,
@@ -302,22 +303,31 @@ class Netlab:
             self._ranks.start(command, variables, self._enter[rank // self._ranks_per_node] if self.shaped else ())
         return self._ranks
 
-    def _start_switch(self, variables: Mapping[str, str]) -> SwitchHost:
-        """The lab's switch, started unless it is there from an earlier run. It may come after the ranks: they ask again."""
+    def _start_switch(self, variables: Mapping[str, str]) -> str:
+        """The address of the lab's switch, started unless it is there from an earlier run.
+
+        It may come after the ranks: they ask again.
+        """
         if self._switch is None:
             number = self._n_nodes + 1  # the host after the last node's
-            if self.shaped:
-                address = f"10.77.{number >> 8}.{number & 255}"
-                self._switch = SwitchHost(address, namespaces=self._enter[-1], env=variables)
-            else:
-                self._switch = SwitchHost("127.0.0.1", find_free_port(), env=variables)
-        return self._switch
+            host, port = (
+                (f"10.77.{number >> 8}.{number & 255}", _SWITCH_PORT)
+                if self.shaped
+                else ("127.0.0.1", find_free_port())
+            )
+            self._switch, self._switch_address = (
+                RankSet(on_line=lambda _, line: self.switch_lines.append(line)),
+                f"{host}:{port}",
+            )
+            command = [sys.executable, "-m", "gradwire", "switch", "--address", host, "--port", str(port)]
+            self._switch.start(command, {**os.environ, **variables}, self._enter[-1] if self.shaped else ())
+        return self._switch_address
 
     def signal_switch(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to the switch: it dies, or with SIGSTOP falls silent. Raises: InvalidArgument (there is none)."""
         if self._switch is None:
             raise InvalidArgument("no switch runs: open the lab with switch=True, and start the ranks first")
-        self._switch.send_signal(number)
+        self._switch.send_signal(0, number)
 
     def wait(self, timeout_s: float | None = None) -> LaunchResult:
         """Wait for the ranks that `start` started; see `RankSet.wait`."""
@@ -377,7 +387,7 @@ class Netlab:
 
     def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to all processes of a rank."""
-        self._check_rank(rank)
+        self._check(rank, self._n_ranks, "rank")
         self._running().send_signal(rank, number)
 
     def stop_rank(self, rank: int) -> None:
@@ -399,3 +409,11 @@ def _line_of(link: LabLink) -> dict[str, float]:
         "site_delay_s": link.site_delay_s,
     }
     return {**rates, "up_loss": link.loss, **way}
+
+
+def switch_rate_bps(rates_bps: Sequence[int | None]) -> int | None:
+    """The rate of the switch's link: what all ranks' links carry together, so that it is never the narrowest."""
+    if any(rate is None for rate in rates_bps):
+        return None
+    total = sum(rate for rate in rates_bps if rate is not None)
+    return total if total <= MAX_RATE_BPS else None

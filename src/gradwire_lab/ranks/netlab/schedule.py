@@ -12,9 +12,8 @@ from gradwire.errors import GradwireError, InvalidArgument
 from gradwire_lab.ranks.netlab.lab import Netlab
 from gradwire_lab.ranks.netlab.rate import parse_link
 
-__all__ = ["Event", "Schedule", "parse_event"]
-
-_ACTIONS = ("rate", "delay", "jitter", "loss", "down", "up", "kill", "stop", "continue")
+_CHANGES = ("rate", "delay", "jitter", "loss")  # to a value
+_ACTIONS = {"down": "link_down", "up": "link_up", "kill": "kill_rank", "stop": "stop_rank", "continue": "continue_rank"}
 _FORM = "write SECONDS:ACTION:RANK, such as 10:rate:2=100mbit, 10:delay:2=40ms, 10:down:2, and up, kill, stop, continue"
 
 
@@ -29,20 +28,12 @@ class Event:
 
     def apply(self, lab: Netlab) -> None:
         """Do it now."""
-        if self.action == "rate":
+        if self.rate is None:
+            getattr(lab, _ACTIONS[self.action])(self.rank)
+        elif self.action == "rate":
             lab.set_rate(self.rank, self.rate)
-            return
-        if self.rate is not None:
+        else:
             lab.set_line(self.rank, **{self.action: self.rate})
-            return
-        actions = {
-            "down": lab.link_down,
-            "up": lab.link_up,
-            "kill": lab.kill_rank,
-            "stop": lab.stop_rank,
-            "continue": lab.continue_rank,
-        }
-        actions[self.action](self.rank)
 
     def __str__(self) -> str:
         return f"{self.at_s:g} s: {self.action} rank {self.rank}" + ("" if self.rate is None else f" {self.rate}")
@@ -51,7 +42,7 @@ class Event:
 def parse_event(text: str, n_ranks: int) -> Event:
     """Read "10:rate:2=100mbit" or "10:down:2". Raises: InvalidArgument."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?):([a-z]+):(\d+)(?:=(.+))?", text)
-    if match is None or match[2] not in _ACTIONS or (match[2] in _ACTIONS[:4]) != (match[4] is not None):
+    if match is None or match[2] not in (_ACTIONS if match[4] is None else _CHANGES):
         raise InvalidArgument(f"{text!r} is no event: {_FORM}")
     if int(match[3]) >= n_ranks:
         raise InvalidArgument(f"event {text!r}: there is no rank {match[3]}; there are ranks 0 to {n_ranks - 1}")

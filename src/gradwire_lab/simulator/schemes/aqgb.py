@@ -25,9 +25,8 @@ from gradwire.schemes.aqgb.law import (
 )
 from gradwire.schemes.auto.costs import CodecCost
 from gradwire_lab.simulator.network import Flow, FlowClass
-from gradwire_lab.simulator.schemes.base import PLAIN, Decoder, SchemeModel
-from gradwire_lab.simulator.simulation import Simulation
-from gradwire_lab.simulator.stage import WorkerGroup
+from gradwire_lab.simulator.schemes.broadcast import PLAIN, Decoder
+from gradwire_lab.simulator.simulation import SchemeModel, Simulation, WorkerGroup
 
 
 class AqgbModel(SchemeModel):

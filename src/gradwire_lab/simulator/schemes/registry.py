@@ -16,12 +16,10 @@ from gradwire.registry import describe_choices, parse_spec
 from gradwire.schemes.auto.costs import CodecCost, SharedCores, StepCost, predict_s
 from gradwire.schemes.auto.fidelity import FidelityRow, rows_for
 from gradwire_lab.simulator.schemes.aqgb import AqgbModel
-from gradwire_lab.simulator.schemes.base import PLAIN, SchemeModel
 from gradwire_lab.simulator.schemes.broadcast import FixedBroadcast
-from gradwire_lab.simulator.schemes.collective import Collective, FullyShard, LocalSteps, ParameterServer
+from gradwire_lab.simulator.schemes.collective import PLAIN, Collective, FullyShard, LocalSteps, ParameterServer, SlimGc
 from gradwire_lab.simulator.schemes.measured import Fit, MeasuredTable
-from gradwire_lab.simulator.schemes.slimgc import SlimGc
-from gradwire_lab.simulator.simulation import Simulation
+from gradwire_lab.simulator.simulation import SchemeModel, Simulation
 from gradwire_lab.simulator.stage import Setting
 
 MakeScheme = Callable[[Simulation], SchemeModel]

@@ -11,7 +11,7 @@ import pytest
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire_lab.results.experiment import Claim, Column, Coverage, Experiment, Goal, Plot, Ref, Table, ms
 from gradwire_lab.results.pages import Book
-from gradwire_lab.results.store import Store, find_root, machine_name
+from gradwire_lab.results.records import Store, find_root, machine_name
 
 TABLE = Table([ms("time_s", "ms", spread=True), Column("time_s", "x ddp", kind="ratio")])
 EXPERIMENT = Experiment(

@@ -18,7 +18,7 @@ from gradwire_lab.bench.measures import Call
 from gradwire_lab.bench.runner import Load, Runner
 from gradwire_lab.cli import main
 from gradwire_lab.results.experiment import Cell, Experiment
-from gradwire_lab.results.store import Record, Store, state_of
+from gradwire_lab.results.records import Record, Store, state_of
 
 ONE = Experiment(
     "one", "schemes", "?", "codec", {"rate": ["fast", "slow"], "scheme": ["a", "b"]}, {"steps": 5}, seconds=10

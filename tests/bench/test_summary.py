@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from gradwire_lab.results.experiment import Claim, Column, Experiment, Goal, Table, ms
-from gradwire_lab.results.grids import answer_of, make_grid, show_value
-from gradwire_lab.results.summary import Summary
-from gradwire_lab.results.tables import Grid, to_markdown, to_text
+from gradwire_lab.results.tables import Grid, Summary, answer_of, make_grid, show_value, to_markdown, to_text
 
 SCHEMES = ["ddp", "plain", "gcomp"]
 SPEED = Experiment(

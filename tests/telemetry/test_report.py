@@ -24,7 +24,7 @@ from gradwire.telemetry.chrome_trace import ChromeTraceSink
 from gradwire_lab.cli import main
 from gradwire_lab.report import write_report
 from gradwire_lab.results.captions import describe_network, describe_networks, format_rate
-from gradwire_lab.results.palette import SLOTS, assign_slots
+from gradwire_lab.results.plots import SLOTS, assign_slots
 
 
 def write_json(path: Path, records: list[dict[str, Any]]) -> Path:

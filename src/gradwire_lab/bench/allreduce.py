@@ -32,8 +32,7 @@ from gradwire_lab.bench.timing import MIN_SAMPLE_S, Progress, Timing
 from gradwire_lab.ranks.network import current_network
 from gradwire_lab.results.captions import format_bytes
 from gradwire_lab.results.experiment import Column, Table
-from gradwire_lab.results.grids import tabulate
-from gradwire_lab.results.tables import Grid, print_grid
+from gradwire_lab.results.tables import Grid, print_grid, tabulate
 from gradwire_lab.switch import Switch
 from gradwire_lab.workloads.gradients import OptimizerState, load_gradients
 

@@ -28,8 +28,7 @@ from gradwire_lab.bench.level_rule import allowed_scale, entropy_bits, exponent_
 from gradwire_lab.bench.measures.gradients import gradient_file
 from gradwire_lab.bench.timing import Task, threads, time_interleaved
 from gradwire_lab.results.experiment import Column, Table
-from gradwire_lab.results.grids import tabulate
-from gradwire_lab.results.tables import Grid, print_grid
+from gradwire_lab.results.tables import Grid, print_grid, tabulate
 from gradwire_lab.workloads.gradients import FloatArray, GradientFile, load_gradients
 
 REFERENCE = "zstd"

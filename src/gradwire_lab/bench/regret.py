@@ -31,9 +31,8 @@ from gradwire_lab.bench.timing import Progress, Timing
 from gradwire_lab.bench.train_methods import TrainMethod, describe
 from gradwire_lab.ranks.network import Network
 from gradwire_lab.results.experiment import Column, Table
-from gradwire_lab.results.grids import tabulate
 from gradwire_lab.results.records import RecordLog
-from gradwire_lab.results.tables import Grid, print_grid
+from gradwire_lab.results.tables import Grid, print_grid, tabulate
 
 # The bars: against DDP over the whole run, and in its second half against the best fixed scheme allowed.
 LEAST_X_DDP, LEAST_X_BEST = 0.98, 0.95

@@ -14,7 +14,7 @@ from gradwire.telemetry.environment import describe_environment
 from gradwire_lab.bench.measures import WRITES, Call, Measure, by_name, code_of
 from gradwire_lab.results.captions import duration
 from gradwire_lab.results.experiment import Cell, Experiment
-from gradwire_lab.results.store import Store, name_of, state_of
+from gradwire_lab.results.records import Store, name_of, state_of
 
 # Of the environment, what every record of a run carries, beside the digest of what it depends on.
 _KEPT = ("commit", "date", "cpu", "n_cores", "os", "python", "torch", "network")

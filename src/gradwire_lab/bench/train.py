@@ -24,8 +24,7 @@ from gradwire_lab.bench.launching import check_ranks, is_rank, run_in_ranks
 from gradwire_lab.bench.timing import Progress, Timing
 from gradwire_lab.bench.train_methods import BASELINES, SHARDED, StepTimes, TrainMethod, describe
 from gradwire_lab.results.experiment import Column, Table
-from gradwire_lab.results.grids import tabulate
-from gradwire_lab.results.tables import Grid, print_grid
+from gradwire_lab.results.tables import Grid, print_grid, tabulate
 from gradwire_lab.workloads import Workload
 
 REFERENCE = "ddp"

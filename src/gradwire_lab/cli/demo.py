@@ -203,7 +203,7 @@ def _draw(result: dict[str, Any], path: Path) -> str:
     """Loss over seconds of training, as SVG; what to say of it."""
     from gradwire_lab.results.experiment import Column, Plot
     from gradwire_lab.results.plots import to_svg
-    from gradwire_lab.results.summary import Value
+    from gradwire_lab.results.tables import Value
 
     series = {}
     for spec, found in result["runs"].items():

@@ -15,11 +15,9 @@ from gradwire.registry import parse_spec, spec_of
 from gradwire_lab.bench.timing import Progress
 from gradwire_lab.cli.options import add_json, option, switch
 from gradwire_lab.results.experiment import Column, Experiment, Plot, Table
-from gradwire_lab.results.grids import make_grid
 from gradwire_lab.results.plots import draw_panels, series_of
 from gradwire_lab.results.records import write_csv, write_json
-from gradwire_lab.results.summary import Summary
-from gradwire_lab.results.tables import Grid, print_grid
+from gradwire_lab.results.tables import Grid, Summary, make_grid, print_grid
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.inputs import load_cluster, load_model, parse_link_rate, parse_trace
 from gradwire_lab.simulator.jitter import JITTERS, jitter_by_name

@@ -10,7 +10,7 @@ from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire_lab.report import inputs
 from gradwire_lab.report.inputs import Inputs
 from gradwire_lab.report.sections import Section, make_sections
-from gradwire_lab.results.palette import css_variables
+from gradwire_lab.results.plots import css_variables
 from gradwire_lab.results.records import write_text
 
 __all__ = ["write_report"]

@@ -19,10 +19,8 @@ from gradwire_lab.results.captions import (
     is_emulated,
 )
 from gradwire_lab.results.experiment import Column, Experiment, Plot, Table
-from gradwire_lab.results.grids import tabulate
 from gradwire_lab.results.plots import draw, series_of
-from gradwire_lab.results.summary import Summary
-from gradwire_lab.results.tables import Grid
+from gradwire_lab.results.tables import Grid, Summary, tabulate
 
 # Whom the others are compared with, if it is there: what one would run without gradwire, else its own plain all-reduce.
 _BASELINES = ("ddp", "plain", "gloo", "nccl", "allreduce", "none")

@@ -12,12 +12,9 @@ from pathlib import Path
 
 from gradwire.errors import InvalidArgument
 from gradwire_lab.results.experiment import Claim, Coverage, Experiment, Goal, Plot, Table
-from gradwire_lab.results.grids import VERDICTS, Answer, answer_of, make_grid
 from gradwire_lab.results.plots import Series, digest_in, digest_of, series_of, to_svg
-from gradwire_lab.results.records import write_text
-from gradwire_lab.results.store import Record, Store, machines, name_of
-from gradwire_lab.results.summary import Summary, chosen
-from gradwire_lab.results.tables import Grid, to_markdown
+from gradwire_lab.results.records import Record, Store, machines, name_of, write_text
+from gradwire_lab.results.tables import VERDICTS, Answer, Grid, Summary, answer_of, chosen, make_grid, to_markdown
 
 MOST_LINES, MOST_COLUMNS, MOST_PICTURES = 150, 7, 2  # of a page, a table on it, a page
 _MARKS = re.compile(r"(<!-- generated: bench render (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

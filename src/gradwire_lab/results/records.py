@@ -1,4 +1,4 @@
-"""Writing results: flat records to JSON, CSV and JSONL; a full disk or a dead rank never costs what is measured."""
+"""Flat records in files: JSON, CSV, JSONL, which no full disk or dead rank costs; by experiment `results/MACHINE/KEY.jsonl`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import io
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from gradwire.errors import GradwireError
+from gradwire.errors import CorruptMessage, GradwireError, InvalidArgument
+from gradwire_lab.results.experiment import Cell, Experiment
 
-Record = Mapping[str, Any]
+Record = dict[str, Any]
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -110,3 +112,102 @@ def _write_error(path: Path, error: OSError) -> GradwireError:
         f"could not write {path}: {error.strerror or error}; what was written before is kept. "
         "Free some space or name another file, then run again"
     )
+
+
+# ---- measured records by machine and experiment
+
+
+# Of a run: its sources and settings are as they were, are others now, or it was never measured.
+State = Literal["current", "stale", "never"]
+
+
+class Store:
+    """The results of one machine.
+
+    A record belongs to a cell by the values of its experiment's axes. New records of a cell replace all old ones of it;
+    a file is replaced as a whole, so that whatever ends the process leaves either the old or the new one.
+
+    Args:
+        folder: `results` of a checkout.
+        machine: the folder inside; see `machine_name`.
+    """
+
+    def __init__(self, folder: Path, machine: str) -> None:
+        self.folder, self.machine = folder, machine
+
+    def path(self, key: str) -> Path:
+        """The file of an experiment."""
+        return self.folder / self.machine / f"{key}.jsonl"
+
+    def read(self, key: str) -> list[Record]:
+        """Its records, [] without any. Raises: CorruptMessage (file and line)."""
+        return read_lines(self.path(key))
+
+    def replace(self, experiment: Experiment, cells: Sequence[Cell], records: Iterable[Record]) -> None:
+        """Put `records` in the place of all that is known of `cells`. Raises: GradwireError (the old file stays)."""
+        gone = {name_of(experiment, cell) for cell in cells}
+        kept = [record for record in self.read(experiment.key) if name_of(experiment, record) not in gone]
+        order = {name_of(experiment, cell): number for number, cell in enumerate(experiment.cells())}
+        everything = [*kept, *records]
+        everything.sort(key=lambda record: order.get(name_of(experiment, record), len(order)))
+        write_lines(self.path(experiment.key), everything)
+
+
+def state_of(experiment: Experiment, cells: Sequence[Cell], records: Iterable[Record], code: str) -> State:
+    """Whether `records` hold all cells of a run, all from one run, with these settings and this digest of its sources."""
+    wanted = {name_of(experiment, cell) for cell in cells}
+    found = {name: record for record in records if (name := name_of(experiment, record)) in wanted}
+    if len(found) < len(wanted):
+        return "never"
+    runs = {(record.get("settings"), record.get("code"), record.get("run")) for record in found.values()}
+    return "current" if len(runs) == 1 and next(iter(runs))[:2] == (experiment.settings(cells), code) else "stale"
+
+
+def name_of(experiment: Experiment, record: Mapping[str, Any]) -> str:
+    """The cell that a record is of; the same for a cell itself."""
+    return json.dumps([str(record.get(axis)) for axis in experiment.axes])
+
+
+def machine_name(cpu: str, n_cores: int) -> str:
+    """`amd-epyc-2-cores`: the folder of a machine's results."""
+    words = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|@.*|cpu|processor", "", cpu.lower())).strip("-")
+    return f"{words or 'unknown'}-{n_cores}-core{'s' if n_cores != 1 else ''}"
+
+
+def machines(folder: Path) -> list[str]:
+    """The machines that have results, in order of name."""
+    return sorted(path.name for path in folder.iterdir() if any(path.glob("*.jsonl"))) if folder.is_dir() else []
+
+
+def find_root(start: Path) -> Path:
+    """The checkout around `start`: the nearest folder that has both `docs` and `results`. Raises: InvalidArgument."""
+    for folder in (start, *start.parents):
+        if (folder / "docs").is_dir() and (folder / "results").is_dir():
+            return folder
+    raise InvalidArgument(f"{start} lies in no checkout of gradwire (a folder with docs and results): pass --root")
+
+
+def read_lines(path: Path) -> list[Record]:
+    """A JSONL file's records, [] if there is no file. Raises: CorruptMessage (a line that is no record)."""
+    if not path.is_file():
+        return []
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise CorruptMessage(f"{path}:{number}: not a record ({error.msg})") from error
+        if not isinstance(record, dict):
+            raise CorruptMessage(f"{path}:{number}: not a record but {type(record).__name__}")
+        records.append(record)
+    return records
+
+
+def write_lines(path: Path, records: Iterable[Record]) -> None:
+    """Replace a JSONL file. Raises: InvalidArgument (a record that is not flat), GradwireError; the old file stays."""
+    lines = []
+    for record in records:
+        if nested := [key for key, value in record.items() if isinstance(value, dict | list | tuple)]:
+            raise InvalidArgument(f"a result is a flat record, but {', '.join(nested)} holds others")
+        lines.append(json.dumps(finite(record), allow_nan=False) + "\n")
+    write_text(path, "".join(lines))

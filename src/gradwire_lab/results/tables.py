@@ -1,12 +1,272 @@
-"""The one style of every table: as Markdown, and as text of at most 80 columns that never cuts a name."""
+"""Records as tables: summed up with what of them is noise, put into rows and columns, written as Markdown or text."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import shutil
+import statistics
 import sys
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gradwire_lab.results.experiment import Claim, Column, Experiment, Goal, Table
+
+Record = dict[str, Any]
+
+# Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond the last the normal one is within 2 %.
+_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 14: 2.14, 19: 2.09,
+      29: 2.05, 49: 2.01, 99: 1.98}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a table's cell shows.
+
+    Attributes:
+        middle: median, mean, ratio or difference, scaled; None where it was not measured.
+        low, high: quartiles, mean -+ standard deviation, or the 95 % interval of a difference; None where unknown.
+        is_noise: a ratio or difference that noise alone can explain; nothing is claimed of it.
+        n_without: runs that ended without such a number (their loss was NaN), and are not in `middle`.
+    """
+
+    middle: float | str | None
+    low: float | None = None
+    high: float | None = None
+    is_noise: bool = False
+    n_without: int = 0
+
+
+class Summary:
+    """One experiment's records, those of equal axes but `over` taken together.
+
+    Attributes:
+        rows: one dict for each of these: the fields that all its records share, and the records as `"records"`.
+    """
+
+    def __init__(self, experiment: Experiment, records: Sequence[Record], extra_axes: Sequence[str] = ()) -> None:
+        self.experiment = experiment
+        self._axes = [axis for axis in (*experiment.axes, *extra_axes) if axis not in experiment.over]
+        found: dict[str, list[Record]] = {}
+        for record in records:
+            found.setdefault(self._name(record), []).append(record)
+        self._groups = found
+        self.rows = [{**group[0], "records": group} for group in found.values()]
+
+    def value(self, row: Mapping[str, Any], column: Column) -> Value:
+        """A row's value in a column."""
+        mine: list[Record] = row["records"]
+        if column.kind == "value":
+            return _plain(mine, column)
+        axis = next(iter(self.experiment.baseline), "scheme")
+        changes = self.experiment.baseline if column.against is None else {axis: column.against}
+        base = self._groups.get(self._name(row, **changes)) if changes else None
+        if base is None:
+            return Value(None)
+        if column.kind == "difference":
+            return self._difference(mine, base, column)
+        one, other = _plain(mine, column), _plain(base, column)
+        if not (isinstance(one.middle, float) and isinstance(other.middle, float) and one.middle and other.middle):
+            return Value(None)
+        ratio, low, high = (None if end is None else end / other.middle for end in (one.middle, one.low, one.high))
+        assert ratio is not None
+        # Controls do what the baseline does: by how much they differ from it in this row's run is noise.
+        controls = [self._groups.get(self._name(row, **{axis: control})) for control in self.experiment.controls]
+        middles = [_plain(group, column).middle for group in controls if group]
+        noise = max((abs(middle / other.middle - 1) for middle in middles if isinstance(middle, float)), default=0.0)
+        is_noise = mine is not base and (_overlap(one, other) or abs(ratio - 1) <= noise)
+        if column.kind == "speed-up":
+            return Value(1 / ratio, high and 1 / high, low and 1 / low, is_noise)
+        return Value(ratio, low, high, is_noise)
+
+    def _name(self, record: Mapping[str, Any], **changes: Any) -> str:
+        return repr([str({**record, **changes}.get(axis)) for axis in self._axes])
+
+    def _difference(self, mine: Sequence[Record], base: Sequence[Record], column: Column) -> Value:
+        """Paired by the axes that are averaged over: seeds and folds that both have."""
+
+        def by_place(records: Sequence[Record]) -> dict[str, float]:
+            return {
+                repr([record.get(axis) for axis in self.experiment.over]): column.scale * float(record[column.field])
+                for record in records
+                if record.get(column.field) is not None
+            }
+
+        one, other = by_place(mine), by_place(base)
+        pairs = [one[place] - other[place] for place in one if place in other]
+        if not pairs:
+            return Value(None)
+        middle, half, n_without = statistics.fmean(pairs), half_interval(pairs), _n_without(mine, column)
+        if half is None or mine is base:
+            return Value(middle, n_without=n_without)
+        return Value(middle, middle - half, middle + half, abs(middle) <= half, n_without)
+
+
+def half_interval(values: Sequence[float]) -> float | None:
+    """Half of the 95 % interval of the mean of `values`, by Student's t; None of fewer than two."""
+    if len(values) < 2:
+        return None
+    freedom = len(values) - 1
+    quantile = _T[max(k for k in _T if k <= freedom)]  # the next smaller number of degrees: never too narrow
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _plain(records: Sequence[Record], column: Column) -> Value:
+    known = [record[column.field] for record in records if record.get(column.field) is not None]
+    if not known:
+        return Value(None)
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
+        words = dict.fromkeys({True: "yes", False: "no"}.get(value, value) for value in known)
+        return Value(", ".join(map(str, words)))
+    if len(records) > 1:
+        mean = column.scale * statistics.fmean(known)
+        if len(known) == 1:
+            return Value(mean, n_without=_n_without(records, column))
+        spread = abs(column.scale) * statistics.stdev(known)
+        return Value(mean, mean - spread, mean + spread, n_without=_n_without(records, column))
+    ends = [records[0].get(f"{column.field}_{end}") for end in ("low", "high")]
+    low, high = (None if end is None else column.scale * float(end) for end in ends)
+    return Value(column.scale * float(known[0]), low, high)
+
+
+def _n_without(records: Sequence[Record], column: Column) -> int:
+    return sum(record.get(column.field, 0) is None for record in records)
+
+
+def _overlap(one: Value, other: Value) -> bool:
+    """Whether the quartiles of both share a value; without quartiles nothing is known of the noise."""
+    if one.low is None or one.high is None or other.low is None or other.high is None:
+        return False
+    return one.low <= other.high and other.low <= one.high
+
+
+def chosen(record: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
+    """Whether a record has the value, or one of the values, of every field of `where`; a value may be a predicate."""
+    return all(
+        wanted(record.get(name))
+        if callable(wanted)
+        else record.get(name) in (wanted if isinstance(wanted, list | tuple | set) else [wanted])
+        for name, wanted in where.items()
+    )
+
+
+# ---- from records to a table as words
+
+
+NOISE = "~"
+# Of a goal, the best first.
+VERDICTS = ("reached", "undecided", "missed")
+
+
+def make_grid(experiment: Experiment, table: Table, records: Sequence[Record], most_columns: int | None = None) -> Grid:
+    """The table of `records`; axes that are neither its rows nor its columns name rows too, if they vary.
+
+    `most_columns`: no more than these; what it leaves out is named in the caption.
+    """
+    more = [name for name in (*table.rows, table.across) if name and name not in experiment.axes]
+    summary = Summary(experiment, [record for record in records if chosen(record, table.where)], more)
+    rows, used = summary.rows, {*table.rows, table.across, *experiment.over}
+    left = [axis for axis in experiment.axes if axis not in used and len({str(row.get(axis)) for row in rows}) > 1]
+    names = [*left, *table.rows]
+    by_name: dict[tuple[str, ...], list[Record]] = {}
+    for row in rows:
+        by_name.setdefault(tuple(experiment.label(axis, row.get(axis)) for axis in names), []).append(row)
+    across = [experiment.label(table.across, row.get(table.across)) for row in rows] if table.across else [""]
+    heads = list(dict.fromkeys(across))
+    columns = [column for column in table.columns if any(summary.value(row, column).middle is not None for row in rows)]
+    room = most_columns - len(names) if most_columns else len(heads) * len(columns)
+    heads = heads[: max(1, room)]
+    shown = columns[: max(1, room // max(1, len(heads)))]
+    title, headings = table.title, [": ".join(filter(None, (head, one.heading))) for head in heads for one in shown]
+    if table.across and len(shown) == 1:  # said once
+        title, headings = ", ".join(filter(None, [table.title, shown[0].heading])), heads
+    lines, has_noise = [], False
+    for name, group in by_name.items():
+        by_head = {experiment.label(table.across, r.get(table.across)) if table.across else "": r for r in group[::-1]}
+        cells = [*name]
+        for head, column in itertools.product(heads, shown):
+            value = summary.value(by_head[head], column) if head in by_head else Value(None)
+            has_noise |= value.is_noise
+            cells.append(show_value(value, column))
+        lines.append(cells)
+    captions = [f"{NOISE} within the noise: nothing is claimed."] if has_noise else []
+    if more_columns := [column.heading for column in columns if column not in shown]:
+        captions.append(f"Also measured: {', '.join(more_columns)}.")
+    axes = [name.replace("_", " ").replace("n bytes", "bytes") for name in names]
+    return Grid(title, [*axes, *headings], lines, " ".join(captions), len(names))
+
+
+def tabulate(
+    records: Sequence[Record], table: Table, caption: str = "", baseline: Mapping[str, Any] | None = None
+) -> Grid:
+    """Records of one run as a table, whatever measured them; `baseline`: {field: value} of those that ratios are to."""
+    axes = {name: list(dict.fromkeys(record[name] for record in records)) for name in table.rows}
+    grid = make_grid(Experiment("", "", "", "", axes, baseline=baseline or {}), table, records)
+    caption = f"{caption.rstrip('.')}." if caption else ""
+    return replace(grid, title=table.title, caption=" ".join(filter(None, (caption, grid.caption))))
+
+
+def show_value(value: Value, column: Column) -> str:
+    """`127 (120 to 133)`; `~0.97` where noise may be all of it; `-` where it was not measured."""
+    if value.middle is None:
+        return "-"
+    if isinstance(value.middle, str):
+        return value.middle
+    form = column.form
+    if column.kind in ("ratio", "speed-up") and form == Column.form:
+        form = ".2f" if abs(value.middle) < 100 else ".0f"
+    sign = "+" if column.kind == "difference" else ""
+    text = (NOISE if value.is_noise else "") + format(value.middle, sign + form)
+    if column.spread and value.low is not None and value.high is not None:
+        text += f" ({format(value.low, sign + form)} to {format(value.high, sign + form)})"
+    if value.n_without:
+        text += f", none in {value.n_without} run{'s' if value.n_without > 1 else ''}"
+    return text
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A goal, or a paper's number, beside what was measured, as words. `verdict`: one of `VERDICTS`; "" of no goal."""
+
+    asked: str
+    figure: str
+    paper: str
+    here: str
+    goal: str
+    verdict: str
+
+
+def answer_of(experiment: Experiment, asked: Goal | Claim, records: Sequence[Record]) -> Answer:
+    """All cells that it speaks of as one row: the value, or how far they reach; undecided where the noise decides."""
+    summary = Summary(experiment, records, asked.by)
+    found = [summary.value(row, asked.column) for row in summary.rows if chosen(row, asked.where)]
+    column = replace(asked.column, spread=False)
+    known = [(value.middle, show_value(value, column), value) for value in found if isinstance(value.middle, float)]
+    verdict, goal = "", ""
+    if isinstance(asked, Goal):
+        verdicts = [_judge(asked, middle, value) for middle, _, value in known]
+        verdict = next((word for word in VERDICTS[::-1] if word in verdicts), "")
+        if verdict and (n_reached := verdicts.count("reached")) not in (0, len(verdicts)):
+            verdict += f", {n_reached} of {len(verdicts)} reached"
+        goal = f"{asked.sign} {format(asked.bound, asked.column.form if asked.column.kind == 'value' else '.4g')}"
+    words = [shown for _, shown, _ in sorted(known, key=lambda one: one[:2])]
+    here = "not measured" if not words else words[0]
+    if len(words) > 1:
+        here += f" to {words[-1]} ({len(words)} cells)"
+    figure = f"{asked.of.paper}, {asked.of.figure}" if asked.of else ""
+    return Answer(asked.says, figure, asked.paper, here, goal, verdict)
+
+
+def _judge(goal: Goal, middle: float, value: Value) -> str:
+    is_met = middle <= goal.bound if goal.sign == "<=" else middle >= goal.bound
+    is_between = value.low is not None and value.high is not None and value.low < goal.bound < value.high
+    return "missed" if value.n_without else "undecided" if is_between else "reached" if is_met else "missed"
+
+
+# ---- the one style of every table
+
 
 WIDTH = 80
 # A longer name takes a line of its own, and its values the next one.

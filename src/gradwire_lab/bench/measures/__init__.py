@@ -13,8 +13,8 @@ from typing import Any
 
 from gradwire.errors import InvalidArgument
 from gradwire_lab.results.experiment import Cell
+from gradwire_lab.results.records import Record
 from gradwire_lab.results.sources import source_hash
-from gradwire_lab.results.store import Record
 
 # name: "module:function" below this package; only the one that is called is imported.
 _MEASURES: dict[str, str] = {

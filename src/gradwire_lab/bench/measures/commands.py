@@ -15,7 +15,7 @@ from gradwire.registry import parse_spec, spec_of
 from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.bench.measures.gradients import gradient_file
 from gradwire_lab.ranks.supervisor import run_to_end
-from gradwire_lab.results.store import Record, read_lines
+from gradwire_lab.results.records import Record, read_lines
 
 _GRADWIRE = [sys.executable, "-m", "gradwire"]
 # What is shown of the output of a command that failed; all of it is in its log.

@@ -16,7 +16,7 @@ from gradwire.registry import parse_spec
 from gradwire_lab import workloads
 from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.bench.measures.gradients import load
-from gradwire_lab.results.store import Record
+from gradwire_lab.results.records import Record
 from gradwire_lab.training import simulated
 from gradwire_lab.workloads.base import step_generator
 from gradwire_lab.workloads.gradients import GradientFile

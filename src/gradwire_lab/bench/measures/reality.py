@@ -8,8 +8,7 @@ from typing import Any
 from gradwire.registry import parse_spec
 from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.bench.measures.commands import run_command, train
-from gradwire_lab.results.records import write_text
-from gradwire_lab.results.store import Record
+from gradwire_lab.results.records import Record, write_text
 from gradwire_lab.simulator.predictions import predict
 from gradwire_lab.simulator.schemes.measured import FORMAT, TABLE, MeasuredTable, to_text
 

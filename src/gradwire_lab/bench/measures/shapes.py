@@ -11,7 +11,7 @@ import torch
 from gradwire.schemes.matrices import MatrixShape, matrix_shape
 from gradwire_lab import workloads
 from gradwire_lab.bench.measures import Call, Measured
-from gradwire_lab.results.store import Record
+from gradwire_lab.results.records import Record
 
 WORLDS = (4, 8, 32, 64)
 _RANKS = {"resnet50": 4, "resnet152": 4, "bert-base": 32, "bert-large": 32}  # of the ACP-SGD paper, section III-A

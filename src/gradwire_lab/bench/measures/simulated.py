@@ -8,7 +8,7 @@ import numpy as np
 
 from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.results.experiment import Cell
-from gradwire_lab.results.store import Record
+from gradwire_lab.results.records import Record
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.inputs import make_trace
 from gradwire_lab.simulator.jitter import Stragglers, jitter_by_name

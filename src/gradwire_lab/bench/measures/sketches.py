@@ -9,7 +9,7 @@ import torch
 from gradwire.codecs.count_sketch import CountSketch, index_words, write_index
 from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.bench.sources import GradientSource
-from gradwire_lab.results.store import Record
+from gradwire_lab.results.records import Record
 
 PAPER_GAMMA = 1.23  # cells a non-zero, for infinitely many of them (Jiang et al., 2017)
 _LN2 = math.log(2)

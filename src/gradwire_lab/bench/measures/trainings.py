@@ -31,9 +31,8 @@ from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.bench.timing import Timing
 from gradwire_lab.ranks.launch import run_gradwire
 from gradwire_lab.results.experiment import Cell
-from gradwire_lab.results.records import write_text
+from gradwire_lab.results.records import Record, write_text
 from gradwire_lab.results.sources import source_hash
-from gradwire_lab.results.store import Record
 from gradwire_lab.training import TrainConfig, launching, train_rank
 from gradwire_lab.workloads.gradients import load_gradients
 

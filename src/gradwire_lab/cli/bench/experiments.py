@@ -13,9 +13,8 @@ from gradwire_lab.bench.runner import ExperimentRun, Runner, describe_run
 from gradwire_lab.ranks.supervisor import end_on_signals
 from gradwire_lab.results.captions import duration
 from gradwire_lab.results.experiment import Cell, Experiment, Table
-from gradwire_lab.results.grids import make_grid
-from gradwire_lab.results.store import State, Store, find_root, machine_name, machines, state_of
-from gradwire_lab.results.tables import Grid, print_grid
+from gradwire_lab.results.records import State, Store, find_root, machine_name, machines, state_of
+from gradwire_lab.results.tables import Grid, make_grid, print_grid
 
 
 def list_experiments(args: argparse.Namespace) -> int:

@@ -69,21 +69,21 @@ BUDGETS = {
         "gradwire/planning": 630,
         "gradwire/integrations": 180,
         "gradwire_lab/loose": 320,
-        "gradwire_lab/ranks": 2_170,
-        "gradwire_lab/results": 1_700,
-        "gradwire_lab/workloads": 2_390,
+        "gradwire_lab/ranks": 2_090,
+        "gradwire_lab/results": 1_660,
+        "gradwire_lab/workloads": 1_910,
         "gradwire_lab/training": 1_490,
         "gradwire_lab/report": 700,
-        "gradwire_lab/simulator": 3_490,
+        "gradwire_lab/simulator": 3_390,
         "gradwire_lab/bench": 5_790,
-        "gradwire_lab/cli": 1_940,
+        "gradwire_lab/cli": 1_930,
         "gradwire_lab/schemes": 180,
     },
     "native": {"native": 15_470, "gradwire/gpu/source": 3_680},
-    "tests": {"tests": 41_280},
+    "tests": {"tests": 40_210},
 }
 RESERVES = {"Python": 40, "native": 20, "tests": 40}
-TOTALS = {"Python": 47_110, "native": 19_170, "tests": 41_320}
+TOTALS = {"Python": 46_400, "native": 19_170, "tests": 40_250}
 
 UPWARD_ARROWS: set[tuple[str, str]] = set()
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from look_ahead_cases import OPTIMIZERS
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,6 +18,14 @@ from gradwire.schemes.slimgc.threshold import NEVER
 from ranks import agree, on_ranks
 from small_training import MakeOptimizer, Training, batch_of
 
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+}
 OPTIONS: dict[str, Any] = {"codec": "one-bit", "pull": "raw", "group_elements": 200}
 
 

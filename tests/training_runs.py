@@ -58,6 +58,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, foreach=True),
 }
+MORE_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "fused sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+}
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "none": lambda optimizer: None,
     "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, N_STEPS),
@@ -99,7 +104,7 @@ class Run:
             {"params": [p for p in self.model.parameters() if p.dim() > 1]},
             {"params": [p for p in self.model.parameters() if p.dim() == 1], "weight_decay": 0.0},
         ]
-        self.optimizer = OPTIMIZERS[optimizer](groups)
+        self.optimizer = (OPTIMIZERS | MORE_OPTIMIZERS)[optimizer](groups)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3) if amp else None
         scheduler = SCHEDULES[schedule](self.optimizer) if scheduler_first else None
         self.attachment = None

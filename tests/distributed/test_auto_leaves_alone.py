@@ -15,11 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.errors import GradwireError
 from gradwire.schemes.auto.scheme import Auto
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from small_training import Training
 
 
-def goes_on(rank: int, world_size: int, how: str) -> tuple[int, torch.Tensor]:
+@pytest.mark.parametrize(("how", "ends_at"), [("switch", 42), ("away and back", 42), ("load", 32), ("load late", 15)])
+@on_ranks(2)
+def test_a_switch_and_a_state_in_mid_run_are_gone_on_from(
+    rank: int, world_size: int, how: str, ends_at: int
+) -> torch.Tensor:
     """Long enough after whatever it is: votes are of five steps, and read two steps later."""
     training = Training(rank)
     ddp, optimizer = training.ddp, training.optimizer
@@ -42,17 +46,10 @@ def goes_on(rank: int, world_size: int, how: str) -> tuple[int, torch.Tensor]:
                 assert attachment.step == 3
                 assert not attachment.session.feedback.state_by_name(attachment.session.slots)
         training.take_steps([step])
-    step = attachment.step
+    assert attachment.step == ends_at
     attachment.close()
     gradwire.attach(ddp, optimizer, timeout_s=100).close()  # and it may be attached again
-    return step, training.flat()
-
-
-@pytest.mark.parametrize(("how", "step"), [("switch", 42), ("away and back", 42), ("load", 32), ("load late", 15)])
-def test_a_switch_and_a_state_in_mid_run_are_gone_on_from(how: str, step: int) -> None:
-    (mine, parameters), (theirs, others) = run_ranks(goes_on, 2, how)
-    assert mine == theirs == step
-    assert torch.equal(parameters, others)
+    return training.flat()
 
 
 class Complex(nn.Module):
@@ -137,21 +134,16 @@ LOOPS = {
 }
 
 
-def with_loops(rank: int, world_size: int) -> list[tuple[float, str]]:
+@on_ranks(2)
+def test_loops_that_a_scheme_cannot_serve_go_on_plainly_on_all_ranks(rank: int, world_size: int) -> list[str]:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
 
-    found = []
-    for loop in LOOPS:
+    said = []
+    for loop, words in LOOPS.items():
         expected, (values, why) = train(rank, make, loop, None)[0], train(rank, make, loop, eager(rank))
-        found.append((float((values - expected).abs().max()), why))
-    return found
-
-
-def test_loops_that_a_scheme_cannot_serve_go_on_plainly_on_all_ranks() -> None:
-    found, others = run_ranks(with_loops, 2)
-    assert found == others
-    for (loop, words), (off, why) in zip(LOOPS.items(), found, strict=True):
         # One step of length 0.01 had lost bits that counted after it was scaled up; all others are DDP's.
-        assert off < (2e-3 if loop == "scales up" else 1e-5), (loop, off)
+        assert (values - expected).abs().max() < (2e-3 if loop == "scales up" else 1e-5), loop
         assert words in why if words else not why, (loop, why)
+        said.append(why)
+    return said

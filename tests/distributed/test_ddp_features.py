@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
+from gradwire import schemes
 from gradwire.schemes import Scheme
 from ranks import on_ranks, run_ranks
 
@@ -227,6 +228,12 @@ FEATURES: list[Callable[[int, Scheme | None], Tensor]] = [
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
 def test_feature_works_with_every_scheme(feature: Callable[[int, Scheme | None], Tensor]) -> None:
     run_ranks(check_case, 2, feature, timeout_s=120)
+
+
+@on_ranks(2)
+def test_accumulation_under_auto_that_stays_plain_has_the_bits_of_ddp(rank: int, world_size: int) -> None:
+    watched = accumulate_without_sync(rank, schemes.by_name("auto", replay=[(0, "plain")]))
+    assert torch.equal(watched, accumulate_without_sync(rank, None))
 
 
 @on_ranks(2)

@@ -12,17 +12,16 @@ import torch
 from slimgc_cases import (
     COARSE,
     SHAPES,
+    by_clock,
     driver_of,
     flat,
     gradients_of,
+    like_any_network,
     mean_over_ranks,
     residuals_of,
-    without_clocks,
 )
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-import gradwire
 from gradwire import codecs, schemes
 from gradwire.errors import InvalidArgument, RankMismatch
 from gradwire.exchange.parts import Cut
@@ -31,6 +30,7 @@ from gradwire.schemes.slimgc.exchange import FusedExchange
 from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire.wire.wire import Wire
 from ranks import agree, on_ranks
+from small_training import Training
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -86,53 +86,47 @@ def test_gradients_are_conserved_in_every_mode(rank: int, world_size: int) -> No
 @on_ranks()
 def test_tables_are_shared(rank: int, world_size: int) -> None:
     """Ranks that measured different times end with one table, the slowest rank's."""
-    original = SlimGC._send_alone
 
-    def timed(self: SlimGC, step: int, values: torch.Tensor, mode: int) -> Any:
-        original(self, step, values, mode)()
+    def took(n_values: int, mode: int) -> tuple[float, float]:
         line = (1e-3, 1e-6) if mode else (1e-4, 4e-6)
-        took = line[0] + line[1] * values.numel() * (1 + 0.1 * rank), 1e-4 if mode else 0.0
-        return lambda: took
+        return line[0] + line[1] * n_values * (1 + 0.1 * rank), 1e-4 if mode else 0.0
 
-    SlimGC._send_alone = timed  # type: ignore[method-assign]
-    try:
-        driver = driver_of(SlimGC(**COARSE, warmup_steps=4, drift_every=5))
-        for step in range(4):
-            driver.reduce(gradients_of(rank, step))
-        stats = driver.scheme.stats()
-        assert [row["size_bytes"] for row in stats["threshold_table"]] == [4, 28, 200, 1200, 1320, 1728]
-        worst = 1 + 0.1 * (world_size - 1)
-        assert math.isclose(stats["threshold_table"][-1]["raw_s"], 1e-4 + 4e-6 * 432 * worst)
-        # 1e-4 + 4e-6 n w = 1e-3 + 1e-6 n w at n = 300 / w values of 4 bytes.
-        assert abs(stats["threshold_bytes"] - 1200 / worst) <= 8, stats["threshold_bytes"]
-        assert agree(torch.tensor(stats["threshold_bytes"]))
-        driver.reduce(gradients_of(rank, 4))
-        stats = driver.scheme.stats()
-        assert stats["n_tensors_compressed"] == 3
-        assert stats["n_tensors_raw"] == 4
-        assert 0.9 < stats["share_compressed"] < 1
-        # Any one rank's request makes all of them measure again, at the same step.
-        if rank == world_size - 1:
-            driver.scheme.remeasure()
-        counts = []
-        for step in range(5, 11):
-            driver.reduce(gradients_of(rank, step))
-            counts.append(driver.scheme.stats()["threshold_measured"])
-        assert counts == [1, 1, 1, 1, 2, 2]
-        # The network becomes slower: the first look after the table was made is what later ones are compared with. The
-        # rank that waits least says how slow the network is, and here only that rank changes.
-        seconds = [1.0 + rank]
-        driver.scheme._clock.take_communicate_s = lambda: seconds[0]
-        measured = []
-        for step in range(11, 30):
-            if step == 20:
-                seconds[0] = 1.6 + rank
-            driver.reduce(gradients_of(rank, step))
-            measured.append(driver.scheme.stats()["threshold_measured"])
-        assert measured == [2] * 13 + [3] * 6
-        driver.close()
-    finally:
-        SlimGC._send_alone = original  # type: ignore[method-assign]
+    by_clock(took)
+    driver = driver_of(SlimGC(**COARSE, warmup_steps=4, drift_every=5))
+    for step in range(4):
+        driver.reduce(gradients_of(rank, step))
+    stats = driver.scheme.stats()
+    assert [row["size_bytes"] for row in stats["threshold_table"]] == [4, 28, 200, 1200, 1320, 1728]
+    worst = 1 + 0.1 * (world_size - 1)
+    assert math.isclose(stats["threshold_table"][-1]["raw_s"], 1e-4 + 4e-6 * 432 * worst)
+    # 1e-4 + 4e-6 n w = 1e-3 + 1e-6 n w at n = 300 / w values of 4 bytes.
+    assert abs(stats["threshold_bytes"] - 1200 / worst) <= 8, stats["threshold_bytes"]
+    assert agree(torch.tensor(stats["threshold_bytes"]))
+    driver.reduce(gradients_of(rank, 4))
+    stats = driver.scheme.stats()
+    assert stats["n_tensors_compressed"] == 3
+    assert stats["n_tensors_raw"] == 4
+    assert 0.9 < stats["share_compressed"] < 1
+    # Any one rank's request makes all of them measure again, at the same step.
+    if rank == world_size - 1:
+        driver.scheme.remeasure()
+    counts = []
+    for step in range(5, 11):
+        driver.reduce(gradients_of(rank, step))
+        counts.append(driver.scheme.stats()["threshold_measured"])
+    assert counts == [1, 1, 1, 1, 2, 2]
+    # The network becomes slower: the first look after the table was made is what later ones are compared with. The
+    # rank that waits least says how slow the network is, and here only that rank changes.
+    seconds = [1.0 + rank]
+    driver.scheme._clock.take_communicate_s = lambda: seconds[0]
+    measured = []
+    for step in range(11, 30):
+        if step == 20:
+            seconds[0] = 1.6 + rank
+        driver.reduce(gradients_of(rank, step))
+        measured.append(driver.scheme.stats()["threshold_measured"])
+    assert measured == [2] * 13 + [3] * 6
+    driver.close()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -197,7 +191,7 @@ def test_remeasuring_a_given_threshold_is_refused() -> None:
 @on_ranks(2)
 def test_a_resumed_run_goes_on_bit_by_bit(rank: int, world_size: int) -> None:
     """A run that stops after any step and goes on elsewhere ends with the same bits; tables and residuals included."""
-    SlimGC._send_alone = without_clocks  # type: ignore[method-assign,assignment]
+    by_clock(like_any_network)
     for scheme_options in ({"codec": "one-bit"}, {"codec": "qsgd"}, {**COARSE, "topology": "all-reduce"}):
         whole = driver_of(SlimGC(**scheme_options, warmup_steps=4, drift_every=3, drift_factor=1e9))
         parts = driver_of(SlimGC(**scheme_options, warmup_steps=4, drift_every=3, drift_factor=1e9))
@@ -240,39 +234,30 @@ SEVERAL = ["embedded-float:bits=8", "two-bit:levels=4,scale_values=64", "one-bit
 def test_each_tensor_gets_one_of_several_codecs_and_gradients_are_conserved(rank: int, world_size: int) -> Tensor:
     """By the clocks given here one-bit pays for the first bucket, and embedded-float, which starts sooner, for the second."""
     lines = [(0.1, 4e-3), (0.2, 2e-3), (2.0, 4e-3), (1.0, 1e-4)]
-
-    def timed(self: SlimGC, step: int, values: Tensor, mode: int) -> Any:
-        original(self, step, values, mode)()
-        start, per_value = lines[mode]
-        return lambda: (start + per_value * values.numel() * (1 + 0.1 * rank), 0.0)
-
-    original, SlimGC._send_alone = SlimGC._send_alone, timed  # type: ignore[method-assign,assignment]
-    try:
-        driver = driver_of(SlimGC(SEVERAL, drift_every=0, plain_steps=11))
-        old, results = residuals_of(driver), []
-        for step in range(16):
-            driver.loss_scale = 2.0 ** (step % 3)
-            gradients = gradients_of(rank, step)
-            found = flat(driver.reduce([one * driver.loss_scale for one in gradients])) / driver.loss_scale
-            new = residuals_of(driver)
-            balance = mean_over_ranks(found + new) - mean_over_ranks(flat(gradients) + old)
-            assert float(balance.abs().max()) < 1e-5, step
-            assert bool(new.any()) == (step >= 11)
-            old = new
-            results.append(found)
-        stats = driver.scheme.stats()
-        state = driver.scheme.state_dict()
-        assert stats["codecs"] == {"embedded-float": 3, "one-bit": 3}, stats
-        assert stats["n_tensors_raw"] == 1  # the empty one
-        driver.close()
-        resumed = driver_of(SlimGC(SEVERAL, drift_every=0, plain_steps=11))
-        resumed.scheme.load_state_dict(state)
-        resumed.step = 16
-        results.append(flat(resumed.reduce(gradients_of(rank, 16))))
-        assert resumed.scheme.stats()["codecs"] == stats["codecs"]
-        resumed.close()
-    finally:
-        SlimGC._send_alone = original  # type: ignore[method-assign]
+    by_clock(lambda n_values, mode: (lines[mode][0] + lines[mode][1] * n_values * (1 + 0.1 * rank), 0.0))
+    driver = driver_of(SlimGC(SEVERAL, drift_every=0, plain_steps=11))
+    old, results = residuals_of(driver), []
+    for step in range(16):
+        driver.loss_scale = 2.0 ** (step % 3)
+        gradients = gradients_of(rank, step)
+        found = flat(driver.reduce([one * driver.loss_scale for one in gradients])) / driver.loss_scale
+        new = residuals_of(driver)
+        balance = mean_over_ranks(found + new) - mean_over_ranks(flat(gradients) + old)
+        assert float(balance.abs().max()) < 1e-5, step
+        assert bool(new.any()) == (step >= 11)
+        old = new
+        results.append(found)
+    stats = driver.scheme.stats()
+    state = driver.scheme.state_dict()
+    assert stats["codecs"] == {"embedded-float": 3, "one-bit": 3}, stats
+    assert stats["n_tensors_raw"] == 1  # the empty one
+    driver.close()
+    resumed = driver_of(SlimGC(SEVERAL, drift_every=0, plain_steps=11))
+    resumed.scheme.load_state_dict(state)
+    resumed.step = 16
+    results.append(flat(resumed.reduce(gradients_of(rank, 16))))
+    assert resumed.scheme.stats()["codecs"] == stats["codecs"]
+    resumed.close()
     return torch.stack(results)
 
 
@@ -281,17 +266,12 @@ def test_each_tensor_gets_one_of_several_codecs_and_gradients_are_conserved(rank
 def test_ranks_with_different_tables_get_an_error_before_their_gradients_meet(
     rank: int, world_size: int, n_before: int
 ) -> None:
-    model = nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 3))
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC("one-bit"), timeout_s=100)
-    for step in range(4):
-        if step == n_before:
-            state = attachment.state_dict()
-            state["state"]["threshold_bytes"] = 1_000 + rank
-            attachment.load_state_dict(state)
-        ddp(torch.randn(8, 20)).square().mean().backward()
-        optimizer.step()
+    training = Training(rank, SlimGC("one-bit"), timeout_s=100)
+    training.take_steps(range(n_before))
+    state = training.attachment.state_dict()
+    state["state"]["threshold_bytes"] = 1_000 + rank
+    training.attachment.load_state_dict(state)
+    training.take_steps(range(n_before, 4))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

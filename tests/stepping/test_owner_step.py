@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from look_ahead_cases import OPTIMIZERS
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +18,14 @@ from gradwire.schemes.slimgc.threshold import NEVER
 from ranks import agree, on_ranks
 from small_training import MakeOptimizer, Training, batch_of
 
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+}
 OPTIONS: dict[str, Any] = {"codec": "one-bit", "pull": "raw", "group_elements": 200}
 
 
@@ -96,10 +102,7 @@ def train(
 @on_ranks()
 def test_the_step_at_the_owner_has_the_bits_of_the_step_on_every_rank(rank: int, world_size: int) -> None:
     # Measured times decide the table: without clocks in it, two runs can be compared.
-    def timed(self: SlimGC, step: int, values: Tensor, mode: int) -> Callable[[], tuple[float, float]]:
-        return lambda: (1e-3, 1e-4) if mode else (4e-6 * values.numel(), 0.0)
-
-    SlimGC._send_alone = timed  # type: ignore[method-assign]
+    SlimGC._send_alone = lambda self, step, values, mode: lambda: (1e-3, 1e-4) if mode else (4e-6 * values.numel(), 0.0)  # type: ignore[method-assign]
     cases: list[tuple[str, str, int | None]] = [(name, "plain", 0) for name in OPTIMIZERS]
     cases += [("adamw", case, 300) for case in ("schedule", "accumulation", "clipping", "view", "non-finite")]
     cases += [("adam", "plain", None), ("momentum", "plain", NEVER)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from gradwire.core.optimizers import FAMILIES
 from gradwire.errors import InvalidArgument
 from gradwire.planning.plan import Forecast, Plan
-from gradwire.schemes.auto.costs import CodecCost, CostProfile, LinkCost, SharedCores, predict_s
+from gradwire.schemes.auto.costs import CodecCost, CostProfile, LinkCost, SharedCores, last_rate, predict_s
 from gradwire.schemes.auto.fidelity import TABLE, FidelityRow, row_of
 
 # As `nvidia-smi topo -m` names what joins two GPUs, the nearest first.
@@ -196,10 +196,7 @@ def _bus_rate(profile: CostProfile, compute_s: float, plain_s: float) -> float:
             f"a step that computes {compute_s:g} s takes longer on all GPUs than on one; plain_s={plain_s:g} says nothing of "
             "the bus"
         )
-    while high / low > 1.0001:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if takes_s(middle) > plain_s else (low, middle)
-    return low
+    return last_rate(lambda rate: takes_s(rate) > plain_s, low, high, 1.0001)
 
 
 # ---- in words

@@ -11,6 +11,7 @@ outputs, but for `break_even_rate`, which is for people.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -416,11 +417,14 @@ def break_even_rate(
     low, high = _SLOWEST, _FASTEST * (100 if machine.on_device else 1)  # a bus between GPUs carries more
     if gain_s(low) <= 0:
         return None
-    if gain_s(high) > 0:
-        return math.inf
-    while high / low > 1.001:
+    return math.inf if gain_s(high) > 0 else last_rate(lambda rate: gain_s(rate) > 0, low, high, 1.001)
+
+
+def last_rate(holds: Callable[[float], bool], low: float, high: float, within: float) -> float:
+    """The highest rate at which something holds that does at `low` and not at `high`, within a factor."""
+    while high / low > within:
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if gain_s(middle) > 0 else (low, middle)
+        low, high = (middle, high) if holds(middle) else (low, middle)
     return low
 
 
@@ -507,8 +511,8 @@ def measure_profile(wire: Wire, rows: Sequence[FidelityRow], parameters: Sequenc
 
 def _measure(wire: Wire, rows: Sequence[FidelityRow], parameters: Sequence[torch.Tensor]) -> CostProfile:
     communicator = wire.communicator
-    measure = speed_on(wire) if isinstance(wire, DeviceWire) else codec_speed
-    speeds = [measure(row.codec) for row in rows]
+    specs = [row.codec for row in rows]
+    speeds = _speeds_on(wire, specs) if isinstance(wire, DeviceWire) else [codec_speed(spec) for spec in specs]
     is_staged = not wire.on_device and any(parameter.device.type != "cpu" for parameter in parameters)
     copy_s = _copy_s(parameters[0].device) if is_staged else 0.0
     hop_s, byte_s = probe_link(wire)
@@ -537,20 +541,33 @@ def _measure(wire: Wire, rows: Sequence[FidelityRow], parameters: Sequence[torch
 
 def codec_speed(spec: str) -> tuple[float, float]:
     """Processor seconds (to encode, to decode) a value, of numbers distributed as gradients are: most of them small."""
+    return _speed(spec, _sample(_SAMPLE), _CAST_S, processor_s)
+
+
+def _speeds_on(wire: DeviceWire, specs: Sequence[str]) -> list[tuple[float, float]]:
+    """`codec_speed` of kernels, in seconds of the device that wait for the lane; on the lane."""
+    with wire.at_work():
+        sample, takes_s = wire.place(_sample(_DEVICE_SAMPLE)), functools.partial(_device_s, wire.device)
+        cast_s = takes_s(lambda: sample.to(torch.bfloat16)) / _DEVICE_SAMPLE
+        return [_speed(spec, sample, cast_s, takes_s) for spec in specs]
+
+
+def _speed(
+    spec: str, sample: torch.Tensor, cast_s: float, takes_s: Callable[[Callable[[], object]], float]
+) -> tuple[float, float]:
     if not spec:
-        return _CAST_S, _CAST_S
+        return cast_s, cast_s
     name, options = parse_spec(spec)
-    sample = _sample(_SAMPLE)
+    n = sample.numel()
     try:
         codec = codecs.by_name(name, **options)
-        message = torch.empty(codec.max_encoded_bytes(_SAMPLE, torch.float32), dtype=torch.uint8, device="cpu")
-        n_bytes = codec.encode(sample, message)
-        out = torch.empty(_SAMPLE, dtype=torch.float32, device="cpu")
-        encode_s = processor_s(lambda: codec.encode(sample, message))
-        decode_s = processor_s(lambda: codec.decode(message[:n_bytes], out))
+        room = torch.empty(codec.max_encoded_bytes(n, torch.float32), dtype=torch.uint8, device=sample.device)
+        n_bytes = codec.encode(sample, room)  # on a device nobody knows it yet
+        message = room if isinstance(n_bytes, torch.Tensor) else room[:n_bytes]
+        out = torch.empty_like(sample)
+        return takes_s(lambda: codec.encode(sample, room)) / n, takes_s(lambda: codec.decode(message, out)) / n
     except GradwireError:  # one that cannot be tried by itself: a trial will tell
-        return _CAST_S, _CAST_S
-    return encode_s / _SAMPLE, decode_s / _SAMPLE
+        return cast_s, cast_s
 
 
 def _sample(n_values: int) -> torch.Tensor:
@@ -559,54 +576,24 @@ def _sample(n_values: int) -> torch.Tensor:
     return torch.randn(n_values, generator=generator, dtype=torch.float32, device="cpu") * shape
 
 
-def speed_on(wire: DeviceWire) -> Callable[[str], tuple[float, float]]:
-    """`codec_speed` of kernels, in seconds of the device that wait for the lane; on the lane."""
-    with wire.at_work():
-        sample = wire.place(_sample(_DEVICE_SAMPLE))
-        cast_s = _device_s(wire, lambda: sample.to(torch.bfloat16)) / _DEVICE_SAMPLE
-
-    def speed(spec: str) -> tuple[float, float]:
-        if not spec:
-            return cast_s, cast_s
-        name, options = parse_spec(spec)
-        try:
-            codec = codecs.by_name(name, **options)
-            with wire.at_work():
-                room = codec.max_encoded_bytes(_DEVICE_SAMPLE, torch.float32)
-                message = torch.empty(room, dtype=torch.uint8, device=wire.device)
-                out = torch.empty(_DEVICE_SAMPLE, dtype=torch.float32, device=wire.device)
-                encode_s = _device_s(wire, lambda: codec.encode(sample, message))
-                decode_s = _device_s(wire, lambda: codec.decode(message, out))
-        except GradwireError:  # one that cannot be tried by itself: a trial will tell
-            return cast_s, cast_s
-        return encode_s / _DEVICE_SAMPLE, decode_s / _DEVICE_SAMPLE
-
-    return speed
-
-
-def _device_s(wire: DeviceWire, work: Callable[[], object], repeats: int = 3) -> float:
-    """The device's seconds for what `work` enqueues, the best of some after a first one that loads the kernels."""
+def _device_s(device: torch.device, work: Callable[[], object]) -> float:
+    """The device's seconds for what `work` enqueues, the best of three after a first one that loads the kernels."""
     work()
-    return min(time_on(wire.device, work) for _ in range(repeats))
+    return min(time_on(device, work) for _ in range(3))
 
 
 def _launches_s(wire: DeviceWire) -> float:
     """Seconds from one small kernel to the next, times what a message takes of them to make and to read."""
     with wire.at_work():
         word = wire.scratch("word", 1)
-        return _device_s(wire, lambda: [word.zero_() for _ in range(_LAUNCHES_PER_MESSAGE)])
+        return _device_s(wire.device, lambda: [word.zero_() for _ in range(_LAUNCHES_PER_MESSAGE)])
 
 
 def _copy_s(device: torch.device) -> float:
     """Seconds a value from the device to pinned memory: on the lane, which waits."""
     on_device = torch.zeros(_DEVICE_SAMPLE, dtype=torch.float32, device=device)
     pinned = torch.empty(_DEVICE_SAMPLE, dtype=torch.float32, pin_memory=True, device="cpu")
-
-    def copy() -> object:
-        return pinned.copy_(on_device, non_blocking=True)
-
-    copy()
-    return min(time_on(device, copy) for _ in range(3)) / _DEVICE_SAMPLE
+    return _device_s(device, lambda: pinned.copy_(on_device, non_blocking=True)) / _DEVICE_SAMPLE
 
 
 def _machine_of(communicator: Communicator) -> SharedCores:

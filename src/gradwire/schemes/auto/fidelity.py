@@ -130,6 +130,13 @@ def check_level(level: str) -> str:
     return level
 
 
+def check_spec(spec: object) -> str:
+    """`spec` if it is a text. Raises: InvalidArgument."""
+    if not isinstance(spec, str):
+        raise InvalidArgument(f"a candidate is a text NAME:option=value, not {type(spec).__name__}")
+    return spec
+
+
 def rows_for(
     level: str, families: Iterable[str], also: Sequence[str] = (), only: Sequence[str] | None = None
 ) -> list[FidelityRow]:
@@ -167,9 +174,7 @@ def row_of(spec: str) -> FidelityRow:
 
     Raises: InvalidArgument.
     """
-    if not isinstance(spec, str):
-        raise InvalidArgument(f"a candidate is a text NAME:option=value, not {type(spec).__name__}")
-    if spec.endswith(ON_DEVICE):
+    if check_spec(spec).endswith(ON_DEVICE):
         spec = spec.removesuffix(ON_DEVICE)
         same = next((row for row in TABLE if row.on_device().scheme == spec), None)
         return same.on_device() if same is not None else row_of(spec).on_device()

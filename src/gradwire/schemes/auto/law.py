@@ -121,9 +121,6 @@ class Candidate:
             "predicted_ms": self.predicted_us / 1000,
             "first_predicted_ms": (self.first_predicted_us or self.predicted_us) / 1000,
             "measured_ms": self.measured_us / 1000 or None,
-            "bias": self.bias / 1000,
-            "n_losses": self.n_losses,
-            "not_before": self.not_before,
         }
 
 
@@ -330,7 +327,7 @@ class Law:
         self.candidates = {
             name: Candidate(name, us, not_before=self._not_before.get(name, 0)) for name, us in predicted_us.items()
         }
-        self.incumbent, self.since_step, self.state = PLAIN, 0, "baseline"
+        self.incumbent, self.state = PLAIN, "baseline"
         self.decisions: list[Decision] = []
         self.elapsed_us = self.saved_us = self._spent_before_us = 0
         self._first_step = self._next_step = self._n_handed_out = 0
@@ -433,8 +430,7 @@ class Law:
 
         A race under way is off.
         """
-        if scheme is not None and scheme != self.incumbent:
-            self.incumbent, self.since_step = scheme, step
+        self.incumbent = scheme or self.incumbent
         if self.state == "race" or self.incumbent != PLAIN:
             self.state = "run"
         self._first_step = self._next_step = step
@@ -545,7 +541,7 @@ class Law:
         self._learn(new, tried_us)
         self._put_off(old if is_better else new, step, is_narrow=abs(base_us - tried_us) * 10 < base_us)
         if is_better:
-            self.incumbent, self.since_step = new, self._first_step + self._n_handed_out
+            self.incumbent = new
             self._set_next_probe(step)
         kind = "switch" if is_better else "reject"
         self._say(step, kind, new, f"{tried_us / 1000:.1f} ms a step; {old} takes {base_us / 1000:.1f}")
@@ -643,10 +639,8 @@ class Law:
     def figures(self) -> dict[str, Any]:
         """For people: decisions, and in seconds what races cost and what was saved."""
         return {
-            "since_step": self.since_step,
             "decisions": [asdict(decision) for decision in self.decisions],
             "spent_s": self.spent_us / 1e6,
-            "budget_s": self.allowed_us / 1e6,
             "saved_s": self.saved_us / 1e6,
         }
 

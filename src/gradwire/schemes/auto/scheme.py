@@ -32,16 +32,13 @@ from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.auto.costs import CostProfile, measure_profile
 from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, ON_DEVICE, FidelityRow, check_level, rows_for
 from gradwire.schemes.auto.law import PLAIN, Law
-from gradwire.schemes.auto.votes import LinkProbes, Polls, Vote
+from gradwire.schemes.auto.turns import LAG, Turns
+from gradwire.schemes.auto.votes import Vote
 from gradwire.schemes.base import Scheme
 from gradwire.telemetry.stopwatch import Lap, Marks
-from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger("gradwire.auto")
-LAG = 2  # steps after which a vote is read, so that nobody waits for it
-_LONG_STEP = 50  # times as long as a vote: while something is tried it is read before the next step
-MOST_BUDGET = 0.1
 _N_SHARES = 8  # a residual all at once would be a step several gradients long
 
 
@@ -93,7 +90,7 @@ class ResidualHandover:
         return {slot: share * n_steps for slot, (share, n_steps) in self._left.items()}
 
 
-class Auto(Scheme):
+class Auto(Turns):
     """One of several schemes at a time, chosen by measurement; never slower than plain DDP, but for a budget.
 
     Args:
@@ -105,7 +102,6 @@ class Auto(Scheme):
         profile: what `gradwire recommend` measured on this cluster, instead of measuring when attached.
     """
 
-    name = "auto"
     works_on_device = True
 
     def __init__(
@@ -116,33 +112,26 @@ class Auto(Scheme):
         replay: Sequence[tuple[int, str]] | None = None,
         profile: Mapping[str, Any] | None = None,
     ) -> None:
-        if not 0 <= budget <= MOST_BUDGET:
-            raise InvalidArgument(f"budget is a share of the time from 0 to {MOST_BUDGET}, got {budget}")
+        super().__init__(budget)
         self._only = None if isinstance(fidelity, str) else list(fidelity)
         self.fidelity = check_level(fidelity) if isinstance(fidelity, str) else "any"
         self._also = list(candidates)
         rows_for(self.fidelity, FAMILIES, self._also, self._only)  # its complaints, now
-        self._budget = budget
         self._is_on_device = False  # whether the model is
         self._replay = None if replay is None else sorted((int(step), str(spec)) for step, spec in replay)
         self._given = None if profile is None else CostProfile.from_dict(profile)
         self._profiles: list[CostProfile] = []  # once bound: of the link that plain steps use first
         self._rows: list[FidelityRow] = []
-        self._subs: dict[str, Scheme] = {}
         self._excluded: dict[str, str] = {}
         self._handover = ResidualHandover()
-        self._active = PLAIN
-        self._schedule: list[tuple[int, str]] = []
         self._records: list[Any] = []
-        self._wants_to_reconsider, self._probes = False, LinkProbes()
-        self._told = self._n_steps = 0
+        self._n_steps = 0
         self._last_scale = 0.0
         self._stays_plain = ""
         self._objection = ""  # of the scheme at work, on this rank
         # The sum of all ranks' objections in this step, under way.
         self._asked: tuple[torch.futures.Future, torch.Tensor] | None = None
         self._plain = schemes.by_name(PLAIN)  # for a step that an objection meets under way
-        self.law: Law  # once bound
         self.state_is_per_world = False
 
     @property
@@ -152,16 +141,6 @@ class Auto(Scheme):
             "candidates": self._also,
             "budget": self._budget,
         }
-
-    @property
-    def active(self) -> str:
-        """The scheme that reduces this step, or will reduce the next one."""
-        return self._active
-
-    @property
-    def is_transparent(self) -> bool:
-        """True where DDP's own all-reduce does this step, as without gradwire."""
-        return self._active == PLAIN
 
     # ---- binding
 
@@ -176,7 +155,6 @@ class Auto(Scheme):
         self._plain.bind(session)
         self._stays_plain = self._objection = ""
         self._stepping = self._plain
-        self._polls = Polls(session.communicator)
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._is_on_device = any(parameter.device.type != "cpu" for parameter in parameters)
         families = session.optimizers.families(parameters)
@@ -196,7 +174,7 @@ class Auto(Scheme):
                 self._subs[row.spec] = sub
         self.state_is_per_world = any(sub.state_is_per_world for sub in self._subs.values())
         self._rows = [rows[0], *(row for row in rows if row.spec in self._subs)]
-        compare_offers(session, self.name, self.configuration, [row.spec for row in self._rows])
+        self._compare_offers([row.spec for row in self._rows])
         self._profiles = [self._given] if self._given is not None else self._measure(parameters)
         predicted = self._predict_all(1)
         self.law = Law(
@@ -269,12 +247,8 @@ class Auto(Scheme):
     # ---- a step
 
     def begin_at(self, step: int) -> None:
-        """Go on at another step than the one after the last: what was measured is kept, what is under way is not."""
-        self._polls.forget()
-        self._probes.forget()
+        super().begin_at(step)
         self._asked, self._n_steps = None, step
-        self._schedule = [entry for entry in self._schedule if entry[0] < step]
-        self.law.go_on_at(step)
 
     def choose(self, step: int) -> None:
         """Read what is due, and decide: on the training thread, before the first forward pass of `step`.
@@ -291,9 +265,7 @@ class Auto(Scheme):
             if self._active != PLAIN:
                 self._take_over_from(self._subs[self._active])
             self._active = name
-        if not self._schedule or self._schedule[-1][1] != name:
-            self._schedule.append((step, name))
-        self.session.recorder.scheme = name
+        self._enter(step, name)
         self._asked = None
         if name != PLAIN and self._subs[name].may_object:
             communicator = self.session.communicator
@@ -353,18 +325,9 @@ class Auto(Scheme):
                 self._say_plain(self._objection or "another rank has found what its scheme cannot serve; see its log")
         self._stepping.begin_step(step)
 
-    def end_buckets(self, step: int) -> None:
-        self._stepping.end_buckets(step)
-
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         self._records.append(bucket.record)
-        return self._stepping.reduce(bucket)
-
-    def end_step(self, step: int) -> None:
-        self._stepping.end_step(step)
-
-    def end_backward(self, step: int) -> int:
-        return 0 if self.is_transparent else self._stepping.end_backward(step)
+        return super().reduce(bucket)
 
     @property
     def wire_at_work(self) -> Wire:
@@ -391,32 +354,18 @@ class Auto(Scheme):
         if communicator.world_size == 1 or self._replay is not None or self._stays_plain:
             return
         link = self.session.device_wire or self.session.wire  # of plain steps
-        probe = link if self._probes.take() else None
-        at_once = self.law.role_of(step) != "run" or probe is not None  # by what all ranks know alone
-        if self._polls.add(step, lap, fell_back, (p.grad for p in self.session.names),
-                           at_once=at_once, probe=probe, reconsider=self._wants_to_reconsider):  # fmt: skip
-            self._wants_to_reconsider = False
+        self._vote(step, lap, fell_back, (p.grad for p in self.session.names), link)
 
     def _lag(self) -> int:
         """The steps that a vote may take; the same on all ranks. A device may always be so far behind."""
         if self._is_on_device:
             return LAG
-        return lag_of(self.law, 2e6 * (self._profile.machine.n_ranks - 1) * self._profile.link.backend_hop_s)
+        return self._lag_of(2e6 * (self._profile.machine.n_ranks - 1) * self._profile.link.backend_hop_s)
 
     def _count(self, vote: Vote) -> None:
-        """Give the law what the ranks agreed on."""
         if vote.density:
             self._profiles = [replace(profile, density=vote.density) for profile in self._profiles]
-        link_changed = vote.reconsider
-        if vote.transfer_us:  # of a probe
-            self.law.probe_us = vote.transfer_us
-            link_changed = self._note_transfer(vote.transfer_us) or link_changed
-        for step, took_us, waited_us, fell_back in vote.steps():
-            if self.law.wants_probe(step):
-                self._probes.ask(is_urgent=not self.law.is_settled)
-            is_last = step == vote.last_step
-            self.law.observe(step, took_us, waited_us, link_changed and is_last, is_typical=not fell_back)
-        self._told = log_decisions(self.law, self._told, self.session.communicator.rank)
+        super()._count(vote)
 
     def _note_transfer(self, transfer_us: int) -> bool:
         """Whether a probe of plain steps' link says that it is another. Host memory's, beside it, is taken to have changed as
@@ -455,10 +404,6 @@ class Auto(Scheme):
         self._stays_plain = why
         _log.warning("auto stays plain: %s", why)
 
-    def reconsider(self) -> None:
-        """Think again soon: forget what was measured under the old network. Any rank may call it."""
-        self._wants_to_reconsider = True
-
     def agree_on_step(self, step: int) -> int:
         """The next step's number, after steps that some ranks have not seen. Collective. Raises: PeerLost."""
         communicator = self.session.communicator
@@ -469,23 +414,20 @@ class Auto(Scheme):
 
     def stats(self) -> dict[str, Any]:
         """`auto`: state, scheme, candidates with what was predicted and measured, decisions with reasons, the schedule."""
-        law = self.law
-        return {
-            "auto": {
-                "state": "stay" if self._stays_plain else law.state,
-                "scheme": self._active,
-                "fidelity": self.fidelity if self._only is None else list(self._only),
-                "candidates": [
-                    *(law.candidates[row.spec].as_dict() | {"level": row.level, "excluded": ""} for row in self._rows),
-                    *({"spec": spec, "excluded": why} for spec, why in self._excluded.items()),
-                ],
-                "schedule": list(self._schedule),
-                "link_mbit": self._profile.link.rate * 8 / 1e6,
-                "density": self._profile.density,
-                **law.figures(),
-                "stays_plain": self._stays_plain,
-            }
+        law, found = self.law, super().stats()
+        candidates = [
+            *(law.candidates[row.spec].as_dict() | {"level": row.level, "excluded": ""} for row in self._rows),
+            *({"spec": spec, "excluded": why} for spec, why in self._excluded.items()),
+        ]
+        found["auto"] |= {
+            "state": "stay" if self._stays_plain else law.state,
+            "fidelity": self.fidelity if self._only is None else list(self._only),
+            "candidates": candidates,
+            "link_mbit": self._profile.link.rate * 8 / 1e6,
+            "density": self._profile.density,
+            "stays_plain": self._stays_plain,
         }
+        return found
 
     # ---- between runs
 
@@ -545,40 +487,6 @@ class Auto(Scheme):
             torch.accelerator.synchronize()
         self._handover = ResidualHandover()
 
-    def close(self) -> None:
-        for sub in self._subs.values():
-            sub.close()
-
     def unbind(self) -> None:
-        for sub in (*self._subs.values(), self._plain):
-            sub.unbind()
-        self._subs.clear()
+        self._plain.unbind()
         super().unbind()
-
-
-# ---- what `auto` between shards does alike
-
-
-def compare_offers(session: Session, name: str, configuration: Mapping[str, Any], specs: Sequence[str]) -> None:
-    """Compare what ranks choose among. Raises: RankMismatch if they were given other options, or can bind other schemes."""
-    communicator = session.communicator
-    if communicator.world_size == 1:
-        return
-    facts = hash_configuration(name, {**configuration, "bound": list(specs), "optimizers": str(session.optimizers)})
-    mine = Preamble(FORMAT_VERSION, 0, name, facts, 0, 0, len(specs))
-    record = session.recorder.open_bucket(0, -1, 0)
-    communicator.submit(compare_preambles, communicator, mine, record, session.optimizers).wait()
-
-
-def lag_of(law: Law, vote_us: float) -> int:
-    """The steps that a vote, of which one takes `vote_us`, may take to come; the same on all ranks."""
-    is_long = law.candidates[PLAIN].expected_us > _LONG_STEP * vote_us
-    return 0 if is_long and law.state != "run" else LAG
-
-
-def log_decisions(law: Law, n_told: int, rank: int) -> int:
-    """Log on rank 0 what the law has decided since `n_told`; returns how many are told."""
-    for decision in law.decisions[n_told:] if rank == 0 else ():
-        level = logging.WARNING if decision.kind == "drift" else logging.INFO
-        _log.log(level, "step %d: %s %s: %s", decision.step, decision.kind, decision.scheme, decision.why)
-    return len(law.decisions)

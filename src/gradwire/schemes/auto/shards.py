@@ -6,7 +6,6 @@ and nothing of error feedback can be had. Steps begin with FSDP2's own collectiv
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,21 +14,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.optimizers import FAMILIES
 from gradwire.core.session import Session
-from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
-from gradwire.schemes.auto.fidelity import LEVELS, check_level
+from gradwire.schemes.auto.fidelity import LEVELS, check_level, check_spec
 from gradwire.schemes.auto.law import PLAIN, Law, median
-from gradwire.schemes.auto.scheme import MOST_BUDGET, compare_offers, lag_of, log_decisions
-from gradwire.schemes.auto.votes import LinkProbes, Polls, Vote
+from gradwire.schemes.auto.turns import Turns
 from gradwire.schemes.base import Scheme
 from gradwire.telemetry.stopwatch import Lap
 from gradwire.wire.link_probe import probe_link
 
-_log = logging.getLogger("gradwire.auto")
 _FEW = 5  # steps that say how long one waits
 _ALL, _ADAM = frozenset(FAMILIES), frozenset({"adam"})
 
@@ -70,7 +65,7 @@ TABLE = (
 )
 
 
-class ShardsAuto(Scheme):
+class ShardsAuto(Turns):
     """FSDP2's own collectives or one of several pairs at a time.
 
     Args:
@@ -82,7 +77,6 @@ class ShardsAuto(Scheme):
     Raises: InvalidArgument.
     """
 
-    name = "auto"
     takes_any_gradient = True
     per_rank_state = None
 
@@ -90,25 +84,14 @@ class ShardsAuto(Scheme):
         self, make: Callable[[str], Scheme], widths: tuple[int, int], weights: str | None = None,
         fidelity: str | Sequence[str] = "exact", budget: float = 0.01,
     ) -> None:  # fmt: skip
-        if not 0 <= budget <= MOST_BUDGET:
-            raise InvalidArgument(f"budget is a share of the time from 0 to {MOST_BUDGET}, got {budget}")
-        self._make, self._widths, self._only, self._budget = make, widths, weights, budget
+        super().__init__(budget)
+        self._make, self._widths, self._only = make, widths, weights
         self._fidelity = check_level(fidelity) if isinstance(fidelity, str) else list(fidelity)
-        self._subs: dict[str, Scheme] = {}
         self._pairs: dict[str, Pair] = {}
-        self._active = PLAIN
-        self._schedule: list[tuple[int, str]] = []
-        self._told, self._wants_to_reconsider = 0, False
-        self.law: Law  # once bound
 
     @property
     def configuration(self) -> dict[str, Any]:
         return {"fidelity": self._fidelity, "weights": self._only or "", "budget": self._budget}
-
-    @property
-    def is_transparent(self) -> bool:
-        """True where FSDP2's own collectives do this step."""
-        return self._active == PLAIN
 
     @property
     def weights(self) -> str:
@@ -134,12 +117,11 @@ class ShardsAuto(Scheme):
         for spec, pair in self._pairs.items():
             self._subs[spec] = self._make(pair.gradients)
             self._subs[spec].bind(session)
-        compare_offers(session, self.name, self.configuration, list(self._pairs))
+        self._compare_offers(list(self._pairs))
         hop_s, byte_s = communicator.submit(probe_link, session.wire).wait()
         slowest = torch.tensor([1e6 * hop_s, 1e12 * byte_s], dtype=torch.int64, device="cpu")
         communicator.submit(communicator.all_reduce, slowest, dist.ReduceOp.MAX).wait()
         self._hop_us, self._transfer_us = int(slowest[0]), 0
-        self._polls, self._probes = Polls(communicator), LinkProbes()
         self._waiting_us, self._waits = 0, deque[int](maxlen=_FEW)
         self.law = Law(
             {PLAIN: 1000, **dict.fromkeys(self._pairs, 1000)},
@@ -156,15 +138,12 @@ class ShardsAuto(Scheme):
     # ---- a step
 
     def begin_at(self, step: int) -> None:
-        self._polls.forget()
-        self._probes.forget()
-        self.law.go_on_at(step)
-        self._schedule = [entry for entry in self._schedule if entry[0] < step]
+        super().begin_at(step)
         self.choose(step)
 
     def choose(self, step: int) -> None:
         """Read what is due and decide, on the training thread, between two steps. Raises: RankMismatch, PeerLost."""
-        lag = lag_of(self.law, self._hop_us * 2 * (self.session.communicator.world_size - 1))
+        lag = self._lag_of(self._hop_us * 2 * (self.session.communicator.world_size - 1))
         while (vote := self._polls.next_before(step - lag)) is not None:
             self._count(vote)
         name = self.law.scheme_of(step)
@@ -172,77 +151,36 @@ class ShardsAuto(Scheme):
             self.session.communicator.submit(_nothing).wait()  # its last step is committed
             self._active = name
             self._waits.clear()
-        if not self._schedule or self._schedule[-1][1] != name:
-            self._schedule.append((step, name))
-        self.session.recorder.scheme = name
+        self._enter(step, name)
 
     def end_watched_step(self, step: int, took_ns: int, waited_ns: int) -> None:
         """Put this rank's numbers to the vote, and choose for the next step."""
-        is_probed = self._probes.take()
-        at_once = self.law.role_of(step) != "run" or is_probed
-        probe = self.session.wire if is_probed else None
-        if self._polls.add(step, Lap(took_ns, waited_ns), False, (), at_once=at_once, probe=probe,
-                           reconsider=self._wants_to_reconsider):  # fmt: skip
-            self._wants_to_reconsider = False
+        self._vote(step, Lap(took_ns, waited_ns), False, (), self.session.wire)
         self.choose(step + 1)
 
-    def reconsider(self) -> None:
-        """Think again soon: forget what was measured under the old network. Any rank may call it."""
-        self._wants_to_reconsider = True
+    def _note_transfer(self, transfer_us: int) -> bool:
+        before_us = self._transfer_us or transfer_us
+        found_us = self._probes.found(transfer_us, 1 / before_us, lambda us: 1 / us)
+        self._transfer_us = found_us or before_us
+        if found_us:
+            self._waiting_us = self._waiting_us * found_us // before_us
+        return bool(found_us)
 
-    def _count(self, vote: Vote) -> None:
-        """Give the law what the ranks agreed on."""
-        link_changed = vote.reconsider
-        if vote.transfer_us:
-            self.law.probe_us = vote.transfer_us
-            before_us = self._transfer_us or vote.transfer_us
-            found_us = self._probes.found(vote.transfer_us, 1 / before_us, lambda us: 1 / us)
-            self._transfer_us = found_us or before_us
-            if found_us:
-                self._waiting_us, link_changed = self._waiting_us * found_us // before_us, True
-        for step, took_us, waited_us, _ in vote.steps():
-            if self.law.wants_probe(step):
-                self._probes.ask(is_urgent=not self.law.is_settled)
-            self._note_waiting(self.law.scheme_of(step), waited_us)
-            self.law.observe(step, took_us, waited_us, link_changed and step == vote.last_step)
-        self._told = log_decisions(self.law, self._told, self.session.communicator.rank)
-
-    def _note_waiting(self, name: str, waited_us: int) -> None:
+    def _note_waiting(self, step: int, waited_us: int) -> None:
         """A plain step says what plain waits; others, how long it may wait at most: more bytes, but nothing to encode."""
+        name = self.law.scheme_of(step)
         self._waits.append(waited_us if name == PLAIN else int(waited_us / self._pairs[name].share(*self._widths)))
         if name == PLAIN:
             self._waiting_us = waited_us
         elif len(self._waits) == self._waits.maxlen:
             self._waiting_us = min(self._waiting_us, median(list(self._waits)))
 
-    def begin_step(self, step: int) -> None:
-        self._subs[self._active].begin_step(step)
-
-    def reduce(self, bucket: Bucket) -> torch.futures.Future:
-        return self._subs[self._active].reduce(bucket)
-
-    def end_buckets(self, step: int) -> None:
-        self._subs[self._active].end_buckets(step)
-
-    def end_step(self, step: int) -> None:
-        self._subs[self._active].end_step(step)
-
-    def end_backward(self, step: int) -> int:
-        return 0 if self.is_transparent else self._subs[self._active].end_backward(step)
-
     # ---- between steps
 
     def stats(self) -> dict[str, Any]:
-        """As `auto`'s behind DDP: what was predicted and measured, decisions with reasons, the schedule."""
-        return {
-            "auto": {
-                "scheme": self._active,
-                "fidelity": self._fidelity,
-                "candidates": [one.as_dict() for one in self.law.candidates.values()],
-                "schedule": list(self._schedule),
-                **self.law.figures(),
-            }
-        }
+        found = super().stats()
+        found["auto"]["fidelity"] = self._fidelity
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         return {"law": self.law.state_dict(), "schemes": {spec: sub.state_dict() for spec, sub in self._subs.items()}}
@@ -256,23 +194,6 @@ class ShardsAuto(Scheme):
         for spec, sub in self._subs.items():
             if spec in saved:
                 sub.load_state_dict(saved[spec])
-
-    def close(self) -> None:
-        for sub in self._subs.values():
-            sub.close()
-
-    def unbind(self) -> None:
-        for sub in self._subs.values():
-            sub.unbind()
-        self._subs.clear()
-        super().unbind()
-
-
-def check_spec(spec: Any) -> str:
-    """`spec` if it is a text. Raises: InvalidArgument."""
-    if not isinstance(spec, str):
-        raise InvalidArgument(f"a candidate is a text NAME:option=value, not {type(spec).__name__}")
-    return spec
 
 
 def _nothing() -> None:

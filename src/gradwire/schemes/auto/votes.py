@@ -7,7 +7,8 @@ that rank.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,55 +25,22 @@ _N_PROBES = 3  # in steps on end, until a slower link is believed
 _CHANGED = 250  # permille
 
 
-class Vote:
-    """Some steps' numbers: this rank's, until the maximum over the ranks is in them.
+class Vote(NamedTuple):
+    """The largest numbers of all ranks, of some steps.
 
     Attributes:
         last_step: of those voted on.
-        numbers: (5 + 3 n,) int64: last step and its negative, flags, a probe's microseconds, 1 + permille of values that are
-            not zero, and three of each step; once `write` was called.
-        started: the lane's future of the all-reduce's future.
+        reconsider: whether any rank asks to think again.
+        transfer_us: the slowest rank's probe; 0 if there was none.
+        density: the largest share of values that are not zero; None: nobody looked.
+        steps: (step, took_us, waited_us, fell_back), in order.
     """
 
-    started: torch.futures.Future
-    numbers: torch.Tensor
-
-    def __init__(
-        self, last_step: int, reconsider: bool, density: Callable[[], float] | None, rows: list[tuple[Lap, bool]]
-    ) -> None:
-        self.last_step = last_step
-        self._reconsider, self._density, self._rows = reconsider, density, rows
-
-    def write(self, probe: Wire | None) -> None:
-        """Fill in the numbers, on the lane, which waits for the end of steps that a device is still at; then probe a link."""
-        rows = [(*lap.read(), fell_back) for lap, fell_back in self._rows]
-        permille = 0 if self._density is None else 1 + round(1000 * self._density())
-        transfer_us = 0 if probe is None else probe_transfer_us(probe)
-        numbers = [self.last_step, -self.last_step, int(self._reconsider), transfer_us, permille]
-        for took_ns, waited_ns, fell_back in rows:
-            numbers += [took_ns // 1000, -(waited_ns // 1000), int(fell_back)]
-        self.numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-
-    @property
-    def reconsider(self) -> bool:
-        """True if any rank asks to think again."""
-        return bool(self.numbers[2])
-
-    @property
-    def transfer_us(self) -> int:
-        """The slowest rank's probe; 0 if there was none."""
-        return int(self.numbers[3])
-
-    @property
-    def density(self) -> float | None:
-        """The largest of all ranks' shares of values that are not zero; None: nobody looked."""
-        return (int(self.numbers[4]) - 1) / 1000 if self.numbers[4] else None
-
-    def steps(self) -> Iterator[tuple[int, int, int, bool]]:
-        """(step, took_us, waited_us, fell_back), in order."""
-        rows = self.numbers[5:].view(-1, 3).tolist()
-        for step, (took_us, waited_us, fell_back) in enumerate(rows, self.last_step - len(rows) + 1):
-            yield step, took_us, -waited_us, bool(fell_back)
+    last_step: int
+    reconsider: bool
+    transfer_us: int
+    density: float | None
+    steps: list[tuple[int, int, int, bool]]
 
 
 class Polls:
@@ -81,7 +49,7 @@ class Polls:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._rows: list[tuple[Lap, bool]] = []  # of each step that is not on its way yet
-        self._pending: deque[Vote] = deque()
+        self._pending: deque[tuple[int, torch.futures.Future]] = deque()  # last step; of the all-reduce and its numbers
         self._has_looked = False
 
     def add(self, step: int, lap: Lap, fell_back: bool, gradients: Iterable[torch.Tensor | None], *,
@@ -97,35 +65,54 @@ class Polls:
         self._rows.append((lap, fell_back))
         if not at_once and not looks and len(self._rows) < _BATCH:
             return False
-        vote = Vote(step, reconsider, look_for_zeros(gradients) if looks else None, self._rows)
+        density = look_for_zeros(gradients) if looks else None
+        started = self._communicator.submit(self._start, step, reconsider, density, self._rows, probe)
         self._rows, self._has_looked = [], True
-        vote.started = self._communicator.submit(self._start, vote, probe)
-        self._pending.append(vote)
+        self._pending.append((step, started))
         return True
 
-    def _start(self, vote: Vote, probe: Wire | None) -> torch.futures.Future:
-        vote.write(probe)
-        return self._communicator.start_all_reduce(vote.numbers, dist.ReduceOp.MAX)
+    def _start(
+        self, step: int, reconsider: bool, density: Callable[[], float] | None, laps: list[tuple[Lap, bool]],
+        probe: Wire | None,
+    ) -> tuple[torch.futures.Future, torch.Tensor]:  # fmt: skip
+        """Write (5 + 3 n,) int64, what is to be the least with its sign changed, and begin their maximum.
+
+        On the lane, which waits for the end of steps that a device is still at; then probe a link.
+        """
+        rows = [(*lap.read(), fell_back) for lap, fell_back in laps]
+        permille = 0 if density is None else 1 + round(1000 * density())
+        numbers = [step, -step, int(reconsider), 0 if probe is None else probe_transfer_us(probe), permille]
+        for took_ns, waited_ns, fell_back in rows:
+            numbers += [took_ns // 1000, -(waited_ns // 1000), int(fell_back)]
+        largest = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        return self._communicator.start_all_reduce(largest, dist.ReduceOp.MAX), largest
 
     def next_before(self, step: int) -> Vote | None:
         """The oldest vote, if it is of steps before `step`: waits for it. Raises: RankMismatch, PeerLost."""
-        if not self._pending or self._pending[0].last_step >= step:
+        if not self._pending or self._pending[0][0] >= step:
             return None
-        communicator, vote = self._communicator, self._pending.popleft()
-        communicator.finish(vote.started.wait())
-        if vote.numbers[0] != -vote.numbers[1]:  # the last steps of the first rank and of the last
+        communicator, (mine, started) = self._communicator, self._pending.popleft()
+        under_way, largest = started.wait()
+        communicator.finish(under_way)
+        last_step, minus_first, reconsider, transfer_us, permille, *rows = largest.tolist()
+        if last_step != -minus_first:  # of the first rank and of the last
             raise communicator.fail(
                 RankMismatch(
-                    f"rank {communicator.rank} is at step {vote.last_step}, another is elsewhere: call backward equally often "
+                    f"rank {communicator.rank} is at step {mine}, another is elsewhere: call backward equally often "
                     "on all ranks, and resume all of them from the same checkpoint"
                 )
             )
-        return vote
+        columns = zip(rows[::3], rows[1::3], rows[2::3], strict=True)
+        steps = [
+            (step, took_us, -waited_us, bool(fell_back))
+            for step, (took_us, waited_us, fell_back) in enumerate(columns, mine - len(rows) // 3 + 1)
+        ]
+        return Vote(mine, bool(reconsider), transfer_us, (permille - 1) / 1000 if permille else None, steps)
 
     def forget(self) -> None:
         """Wait for what is under way, and take no notice of it. Raises: PeerLost."""
-        for vote in self._pending:
-            self._communicator.finish(vote.started.wait())
+        for _, started in self._pending:
+            self._communicator.finish(started.wait()[0])
         self._pending.clear()
         self._rows, self._has_looked = [], False
 

@@ -40,7 +40,7 @@ TRACES: list[list[tuple[float, float]]] = [
 TEXTS = ["-1=1gbit", "0=none", "0=0gbit", "zero=1gbit", "0=1gbit=2", "no/such/file"]
 SCHEMES: list[tuple[str, dict[str, object]]] = [
     ("broadcast-0", {}), ("broadcast-33", {}), ("nothing", {}), ("aqgb", {"floor": 0.0}), ("aqgb", {"floor": 1.5}),
-    ("aqgb", {"messages_per_block": 0}), ("aqgb", {"speed": 3}), ("parameter-server", {"n_servers": 0}),
+    ("aqgb", {"speed": 3}), ("parameter-server", {"n_servers": 2}),
     ("plain", {"bits": 4}), ("plain", {"collective": "rign"}), ("plain", {"collective": "parameter-server"}),
     ("plain", {"collective": "reduce-scatter"}), ("top-k", {"collective": "ring"}), ("gcomp", {"bits": 3}),
     ("periodic", {"every": 0}),

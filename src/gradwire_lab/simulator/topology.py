@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire_lab.simulator.network import Crossing, FlowClass, Link, SimulatedNetwork, Use
 
@@ -148,25 +147,20 @@ class Topology:
         connections = {"inside": 0, "exchange": peers}.get(name, 1)
         return self.network.add_class(name, crossings + self._connections(connections))
 
-    def parameter_server(self, n_servers: int, rate_bps: float) -> tuple[FlowClass, FlowClass]:
-        """(push, pull): one flow is every worker's gradient to the servers, or the sum from them to every worker.
+    def parameter_server(self, direction: str, rate_bps: float) -> FlowClass:
+        """One flow is a push, every worker's gradient to the server, or a pull, the sum from it to every worker.
 
-        The servers share the parameters evenly and are hosts of their own, at the core where there are racks.
-        Raises: InvalidArgument.
+        The server is a host of its own, at the core where there are racks.
         """
-        checks.count("n_servers", n_servers)
-        classes = []
-        for direction in ("push", "pull"):
-            server = self.network.add_link(f"server {'down' if direction == 'push' else 'up'}", n_servers, rate_bps)
-            crossings = [Crossing(server, _times(self.n_workers / n_servers), self.n_workers)]
-            for site in self.sites:
-                link = site.up if direction == "push" else site.down
-                crossings.append(Crossing(link, _each, link.n_links))
-            racks = self._rack_up if direction == "push" else self._rack_down
-            for link, inside in zip(racks, self.rack_workers, strict=False):
-                crossings.append(Crossing(link, _times(inside), inside))
-            classes.append(self.network.add_class(direction, crossings))
-        return classes[0], classes[1]
+        is_push = direction == "push"
+        server = self.network.add_link(f"server {'down' if is_push else 'up'}", 1, rate_bps)
+        crossings = [Crossing(server, _times(self.n_workers), self.n_workers)]
+        for site in self.sites:
+            link = site.up if is_push else site.down
+            crossings.append(Crossing(link, _each, link.n_links))
+        for link, inside in zip(self._rack_up if is_push else self._rack_down, self.rack_workers, strict=False):
+            crossings.append(Crossing(link, _times(inside), inside))
+        return self.network.add_class(direction, crossings)
 
     def _connections(self, n: int, busiest: Callable[[int], float] = _each) -> list[Crossing]:
         """What `n` pairs of connections to other racks let through of one flow."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +15,13 @@ from torch._C._distributed_c10d import HashStore
 
 from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 from gradwire.telemetry.environment import describe_environment
+from gradwire.telemetry.jsonl import JsonLines
 from gradwire.telemetry.stopwatch import Stopwatch, processor_watch
+from gradwire_lab.results.records import write_json, write_text
 from gradwire_lab.training import checkpoints
 from gradwire_lab.training.config import TrainConfig, TrainResult
 from gradwire_lab.training.digest import check_equal, gather_hashes, hash_parameters
 from gradwire_lab.training.meter import Meter
-from gradwire_lab.training.run_files import RunFiles
 from gradwire_lab.training.session import TrainingSession, n_parameters
 from gradwire_lab.training.snapshot import write_snapshot
 from gradwire_lab.training.torch_hooks import HOOKS
@@ -81,7 +84,7 @@ class _Run:
         start_step = self._prepare(session)
         meter = Meter(self._device, is_computed=config.scheme in HOOKS)
         description = self._describe(n_parameters(session.model), start_step)
-        files = RunFiles(config.out if self._rank == 0 else None, description, start_step)
+        files = _RunFiles(config.out if self._rank == 0 else None, description, start_step)
         self._add_trace(session)
         watch = Stopwatch()
         batches = workload.batches(self._rank, self._world_size, self._batch_size, config.seed, start_step)
@@ -207,6 +210,48 @@ class _Run:
             assert self._config.out is not None
             path = self._config.out / f"trace-rank{self._rank}.json"
             session.recorder.add_sink(ChromeTraceSink(path, self._rank, self._world_size))
+
+
+class _RunFiles:
+    """Rank 0's folder of a run: config.json, steps.jsonl (a line a step), summary.json; with `folder` None, nothing.
+
+    Args:
+        start_step: steps from here on are this run's; earlier lines of an interrupted run are kept.
+    """
+
+    def __init__(self, folder: Path | None, config: dict[str, Any], start_step: int = 0) -> None:
+        self._folder = folder
+        self._lines: JsonLines | None = None
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "config.json", config)
+        (folder / "summary.json").unlink(missing_ok=True)  # of an earlier run: this one is not done yet
+        steps = folder / "steps.jsonl"
+        if start_step and steps.exists():
+            kept = [line for line in steps.read_text().splitlines() if _step_of(line) < start_step]
+            write_text(steps, "".join(line + "\n" for line in kept))
+            self._lines = JsonLines(steps, append=True)
+        else:
+            self._lines = JsonLines(steps)
+
+    def add_step(self, record: dict[str, Any]) -> None:
+        """Append one step's record."""
+        if self._lines is not None:
+            self._lines.append(record)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write the summary; only a run that came to its end has one."""
+        if self._folder is not None and self._lines is not None:
+            self._lines.close()
+            write_json(self._folder / "summary.json", summary)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # a line cut short by a crash is dropped
 
 
 @functools.cache

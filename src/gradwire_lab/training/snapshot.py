@@ -16,15 +16,8 @@ import torch
 from gradwire.errors import GradwireError, Unsupported
 
 # torch's names of hyper-parameters, and theirs in a file where those differ.
-_SCALARS = {
-    "lr": "learning_rate",
-    "weight_decay": "weight_decay",
-    "eps": "eps",
-    "alpha": "alpha",
-    "momentum": "momentum",
-    "dampening": "dampening",
-    "nesterov": "nesterov",
-    "lr_decay": "lr_decay",
+_SCALARS = {"lr": "learning_rate"} | {
+    name: name for name in ("weight_decay", "eps", "alpha", "momentum", "dampening", "nesterov", "lr_decay")
 }
 _ARRAYS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import simpy
 
-from gradwire.checks import share, whole
+from gradwire.checks import share
 from gradwire.schemes.aqgb.law import (
     DEFAULT_FLOOR,
     WORD_BITS,
@@ -28,14 +28,15 @@ from gradwire_lab.simulator.network import FlowClass
 from gradwire_lab.simulator.schemes.broadcast import PLAIN, Decoder
 from gradwire_lab.simulator.simulation import SchemeModel, Simulation, WorkerGroup
 
+_MESSAGES = 8  # of a block: the ratio is decided anew for every one
+_EXCHANGE_S = 0.02  # so old may be what a worker knows of when the others will need a block
+
 
 class AqgbModel(SchemeModel):
     """Adaptive quantised gradient broadcast (Luo et al., section 4).
 
     Args:
         floor: the least share of its bits that a value is sent with in the first stage.
-        messages_per_block: the ratio is decided anew for every message.
-        exchange_s: how old may be what a worker knows of when the others will need a block.
         overhead_bits_per_value: what the codec adds (headers, shared exponents).
         codec: seconds of each message, whatever its bits: before it is sent, and for each copy.
         confidence: the share of the estimated rate that is planned with; the live scheme's default is 0.8, the paper's 1.
@@ -48,8 +49,6 @@ class AqgbModel(SchemeModel):
         self,
         simulation: Simulation,
         floor: float = DEFAULT_FLOOR,
-        messages_per_block: int = 8,
-        exchange_s: float = 0.02,
         overhead_bits_per_value: float = 0.0,
         is_fan_out: bool = False,
         has_owners: bool = False,
@@ -60,9 +59,7 @@ class AqgbModel(SchemeModel):
         self.share = 2 / simulation.setting.n_workers if has_owners else 1.0  # of a value, to each receiver
         self.n_hops = 2 if has_owners else 1
         self.floor = share("floor", floor)
-        self.messages_per_block = whole("messages_per_block", messages_per_block, 1, 1 << 20)
         self.overhead_bits_per_value = overhead_bits_per_value
-        self.exchange_s = exchange_s
         self.confidence = share("confidence", confidence)
         self.encode_s = codec.encode_s
         # Of every value: everybody's copies, or the parts that a worker owns and the sums that it gets.
@@ -92,7 +89,7 @@ class AqgbModel(SchemeModel):
         told_s, moment_s = self._board[block]
         # One look at everybody's word serves all workers until the next exchange: without it, asking would cost as many
         # steps as there are workers.
-        if told_s < 0 or now_s - told_s >= self.exchange_s:
+        if told_s < 0 or now_s - told_s >= _EXCHANGE_S:
             remaining_s = self.deadlines.remaining_s(block, now_s)
             moment_s = None if remaining_s is None else now_s + remaining_s
             self._board[block] = (now_s, moment_s)
@@ -163,7 +160,7 @@ class _Worker:
             self._profile.add(Timetable(tuple(self._backward_s), 0.0, tuple(self._forward_s)))
             self._backward_s, self._forward_s = [], []
         n_values = self._scheme.blocks[block].n_values
-        self._stack.append(_Sending(round_number, block, n_values, n_values / self._scheme.messages_per_block))
+        self._stack.append(_Sending(round_number, block, n_values, n_values / _MESSAGES))
         if not self._is_sending:
             self._is_sending = True
             self._scheme.environment.process(self._send())

@@ -228,19 +228,14 @@ class SlimGc(Collective):
 
 
 class ParameterServer(Collective):
-    """Every worker pushes its gradient to servers, which sum, and pulls the mean; in float32.
-
-    Args:
-        n_servers: they share the parameters, and have links of `rate_bps` of their own.
-    """
+    """Every worker pushes its gradient to a server, which sums, and pulls the mean; in float32, all links alike."""
 
     patterns = ("parameter-server",)
 
-    def __init__(self, simulation: Simulation, n_servers: int = 1, rate_bps: float | None = None) -> None:
+    def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation, collective="parameter-server")
-        rate_bps = rate_bps if rate_bps is not None else self.setting.rate_bps
-        push, pull = simulation.topology.parameter_server(n_servers, rate_bps)
-        self._flows = {"push": push, "pull": pull}
+        topology, rate_bps = simulation.topology, self.setting.rate_bps
+        self._flows = {direction: topology.parameter_server(direction, rate_bps) for direction in ("push", "pull")}
 
 
 class LocalSteps(Lanes):

@@ -61,7 +61,7 @@ def by_name(
     """What builds the scheme on a simulation.
 
     Args:
-        options: floor, messages_per_block, exchange_s (aqgb); n_servers, rate_bps (parameter-server); threshold_bytes (slimgc).
+        options: floor (aqgb), threshold_bytes (slimgc), and what `_OWN` says.
         measured_on: the workload whose measured sizes and codec times to take; None: ResNet-50's where the scheme was
             measured on it (low rank depends on the shapes), else the small ResNet's or GPT's.
         with_codec_times: False for a codec that takes no time: what the network alone allows.
@@ -154,12 +154,8 @@ def _choose(setting: Setting, fits: Mapping[FidelityRow, Fit], with_codec_times:
     return min(found, key=lambda one: found[one])
 
 
-def _make_plain(simulation: Simulation, collective: str = "ring") -> SchemeModel:
-    return Collective(simulation, collective=collective)
-
-
 _PLAIN: dict[str, Callable[..., SchemeModel]] = {
-    "plain": _make_plain,
+    "plain": lambda simulation, collective="ring": Collective(simulation, collective=collective),
     "direct-32": lambda simulation: Collective(simulation, collective="direct"),
     "parameter-server": ParameterServer,
     "local-sgd": LocalSteps,

@@ -9,13 +9,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gradwire import checks
+from gradwire import checks, schemes
 from gradwire.errors import InvalidArgument
 from gradwire.registry import describe_choices
+from gradwire_lab import workloads
+from gradwire_lab.ranks.launch import run_gradwire
+from gradwire_lab.ranks.netlab.rate import parse_rate
 from gradwire_lab.results.captions import describe_network, duration
 from gradwire_lab.results.tables import Grid, print_grid
 from gradwire_lab.training.config import TrainConfig, TrainResult
 from gradwire_lab.training.loop import train_rank
+from gradwire_lab.training.torch_hooks import HOOKS, check_options
 
 # Set for ranks that `run_ranks` starts: their configuration, and that rank 0 reports as lines to the starter.
 _CONFIG_VARIABLE = "GRADWIRE_TRAIN_CONFIG"
@@ -28,9 +32,6 @@ def run_ranks(config: TrainConfig, n_ranks: int, rate: str = "none") -> dict[str
     The per-step records are in `config.out`/steps.jsonl.
     Raises: InvalidArgument, Unsupported (before any rank starts), PeerLost (a rank failed; its own words are on stderr).
     """
-    from gradwire_lab.ranks.launch import run_gradwire
-    from gradwire_lab.ranks.netlab.rate import parse_rate
-
     check(config)
     checks.count("ranks", n_ranks)
     parse_rate(rate)
@@ -75,10 +76,6 @@ def check(config: TrainConfig) -> None:
 
     Raises: InvalidArgument, Unsupported.
     """
-    from gradwire import schemes
-    from gradwire_lab import workloads
-    from gradwire_lab.training.torch_hooks import HOOKS, check_options
-
     if config.scheme in HOOKS:
         check_options(config.scheme, config.scheme_options)
     elif config.scheme not in schemes.names():

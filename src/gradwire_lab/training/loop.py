@@ -17,6 +17,7 @@ from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 from gradwire.telemetry.environment import describe_environment
 from gradwire.telemetry.jsonl import JsonLines
 from gradwire.telemetry.stopwatch import Stopwatch, processor_watch
+from gradwire_lab.ranks.network import current_network
 from gradwire_lab.results.records import write_json, write_text
 from gradwire_lab.training import checkpoints
 from gradwire_lab.training.config import TrainConfig, TrainResult
@@ -26,6 +27,8 @@ from gradwire_lab.training.session import TrainingSession, n_parameters
 from gradwire_lab.training.snapshot import write_snapshot
 from gradwire_lab.training.torch_hooks import HOOKS
 from gradwire_lab.workloads import Workload, by_name
+
+_describe_environment = functools.cache(describe_environment)  # several runs of a process ask once
 
 # Ranks exchange their figures this often: each exchange costs some milliseconds on a slow network.
 _GATHER_EVERY = 10
@@ -194,7 +197,7 @@ class _Run:
         return {
             **{name: getattr(config, name) for name in names},
             "ranks": self._world_size,
-            "rate_bps": _rate_bps(),
+            "rate_bps": current_network().rate_bps,  # of the test network; None for links that are not shaped
             "start_step": start_step,
             "n_parameters": n_elements,
             **self._workload.describe(),
@@ -254,19 +257,14 @@ def _step_of(line: str) -> float:
         return float("inf")  # a line cut short by a crash is dropped
 
 
-@functools.cache
-def _describe_environment() -> dict[str, str | int]:
-    return describe_environment()
-
-
 def _choose_device(name: str) -> torch.device:
-    if name == "cuda":
-        if not torch.cuda.is_available():
-            raise Unsupported("device='cuda': this torch sees no GPU; use --device cpu")
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise Unsupported("device='cuda': this torch sees no GPU; use --device cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 def _init_process_group(device: torch.device) -> None:
@@ -275,10 +273,3 @@ def _init_process_group(device: torch.device) -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-
-
-def _rate_bps() -> float | None:
-    """The links' rate if the test network says one; None for links that are not shaped."""
-    from gradwire_lab.ranks.network import current_network
-
-    return current_network().rate_bps

@@ -161,10 +161,7 @@ class SmallBertWorkload(GptWorkload):
                 losses.append(F.cross_entropy(logits[hidden], y[hidden], reduction="sum"))
                 n_found += int((logits[hidden].argmax(1) == y[hidden]).sum())
                 n_hidden += int(hidden.sum())
-        return {
-            "held_out_loss": float(torch.stack(losses).double().sum()) / n_hidden,
-            "accuracy": n_found / n_hidden,
-        }
+        return {"held_out_loss": float(torch.stack(losses).double().sum()) / n_hidden, "accuracy": n_found / n_hidden}
 
 
 def _mask(crops: Tensor, drawn: Tensor) -> Batch:

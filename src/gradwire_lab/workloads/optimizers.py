@@ -52,11 +52,7 @@ def scale_learning_rate(rate: float, scaling: str, batch_factor: float) -> float
     """The rate for a global batch `batch_factor` times as large as the one that `rate` was chosen for.
 
     "linear" keeps what an epoch moves the weights by; "square-root" keeps the variance of a step (SlimGC, section 4.3.1).
-    Raises: InvalidArgument.
     """
-    check_scaling(scaling)
-    if not batch_factor > 0:
-        raise InvalidArgument(f"batch_factor is positive, got {batch_factor}")
     return rate * {"none": 1.0, "linear": batch_factor, "square-root": math.sqrt(batch_factor)}[scaling]
 
 
@@ -66,15 +62,11 @@ def check_scaling(scaling: str) -> None:
         raise InvalidArgument(f"rate_scaling={scaling!r}: expected one of {', '.join(SCALINGS)}")
 
 
-def build(
-    name: str, parameters: Iterable[torch.Tensor], learning_rate: float | None, weight_decay: float | None
-) -> Optimizer:
-    """A new optimizer over `parameters`; None takes the default of the name."""
-    check_name(name)
-    cls, options, default_rate, default_decay = _OPTIMIZERS[name]
-    rate = default_rate if learning_rate is None else learning_rate
+def build(name: str, parameters: Iterable[torch.Tensor], learning_rate: float, weight_decay: float | None) -> Optimizer:
+    """A new optimizer over `parameters`; without a `weight_decay` the default of the name."""
+    cls, options, _, default_decay = _OPTIMIZERS[name]
     decay = default_decay if weight_decay is None else weight_decay
-    return cls(parameters, lr=rate, weight_decay=decay, **options)
+    return cls(parameters, lr=learning_rate, weight_decay=decay, **options)
 
 
 def hidden_matrices(model: nn.Module) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from gradwire import _native, checks
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire_lab.ranks.netlab.rate import MAX_RATE_BPS, LabLink, format_rate, parse_link, parse_rate
 from gradwire_lab.ranks.netlab.stale import LAB_VARIABLE, lab_identity
-from gradwire_lab.ranks.network import Network, find_free_port, rank_environment
+from gradwire_lab.ranks.network import Network, find_free_port
 from gradwire_lab.ranks.supervisor import LaunchResult, RankSet
 
 _logger = logging.getLogger("gradwire_lab.ranks.netlab")
@@ -40,10 +40,8 @@ _ANSWER_S = 20.0  # construction takes 0.1 s, a request under 1 ms; a loaded mac
 class LinkCounters:
     """What one rank's link has carried, as the kernel's token buckets counted it, sent by and delivered to the rank.
 
-    Bytes are whole frames: payload with TCP, IP and Ethernet headers (66 B a frame), acknowledgements, connection
-    set-up, ARP and retransmissions. TCP hands over segments of up to 64 KiB (TSO); they count as the frames of the MTU
-    that they stand for, headers included, as a real card would send them (an interface's own counters, /proc/net/dev,
-    count such a segment as one packet with one header). Frames dropped at a full queue are in drops, not in bytes.
+    Bytes are whole frames, headers and what TCP sends for itself included (docs/netlab.md). Frames dropped at a full queue
+    are in drops, not in bytes.
     """
 
     sent_bytes: int
@@ -274,7 +272,6 @@ class Netlab:
             grace_s, on_line: see `RankSet`.
         Raises: InvalidArgument (no command, or the lab's last run has not ended).
         """
-
         if not command:
             raise InvalidArgument("no command to run in the ranks; give one after --")
         if self._ranks is not None and self._ranks.running:
@@ -289,17 +286,23 @@ class Netlab:
             lab["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # addresses without names make c10d warn once a rank and connection
         if self._has_switch:
             lab[_SWITCH_VARIABLE] = self._start_switch(lab)
+        local = self._ranks_per_node if self._ranks_per_node > 1 else self._n_ranks
         for rank in range(self._n_ranks):
-            variables = rank_environment(
-                rank,
-                self._n_ranks,
-                self.network,
-                address=address,
-                port=port,
-                interface=interface,
-                ranks_per_node=self._ranks_per_node if self._ranks_per_node > 1 else None,
-            )
-            variables |= {**lab, **(env or {})}
+            variables = {
+                "OMP_NUM_THREADS": "1",  # as with torchrun: ranks on one machine share its cores
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self._n_ranks),
+                "LOCAL_RANK": str(rank % local),
+                "LOCAL_WORLD_SIZE": str(local),
+                "GROUP_RANK": str(rank // local),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": interface,
+                **self.network.to_variables(),
+                **lab,
+                **(env or {}),
+            }
             self._ranks.start(command, variables, self._enter[rank // self._ranks_per_node] if self.shaped else ())
         return self._ranks
 

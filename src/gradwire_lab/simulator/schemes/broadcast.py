@@ -45,11 +45,7 @@ class FixedBroadcast(SchemeModel):
     """
 
     def __init__(
-        self,
-        simulation: Simulation,
-        bits_per_value: float,
-        codec: CodecCost = PLAIN,
-        is_fan_out: bool = False,
+        self, simulation: Simulation, bits_per_value: float, codec: CodecCost = PLAIN, is_fan_out: bool = False
     ) -> None:
         super().__init__(simulation)
         if not 0 < bits_per_value < float("inf"):

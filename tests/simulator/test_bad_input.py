@@ -12,12 +12,10 @@ from gradwire import schemes as live
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.inputs import make_trace, parse_trace
-from gradwire_lab.simulator.jitter import Stragglers, Uniform
 from gradwire_lab.simulator.schemes import registry
 from gradwire_lab.simulator.schemes.measured import MeasuredTable, Measurement, fit
-from gradwire_lab.simulator.simulation import Simulation
-from gradwire_lab.simulator.stage import Setting
-from gradwire_lab.simulator.trace import write_trace
+from gradwire_lab.simulator.simulation import Simulation, write_trace
+from gradwire_lab.simulator.stage import Setting, Stragglers, Uniform
 
 PAPER = workloads.by_name("resnet50-4blocks")
 

@@ -11,12 +11,11 @@ import pytest
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.schemes.auto.costs import SHAPES, CodecCost, SharedCores, StepCost, predict_s
 from gradwire.schemes.slimgc.threshold import NEVER
-from gradwire_lab.simulator.jitter import Uniform
 from gradwire_lab.simulator.schemes.aqgb import AqgbModel
 from gradwire_lab.simulator.schemes.broadcast import FixedBroadcast
 from gradwire_lab.simulator.schemes.collective import Collective, FullyShard, LocalSteps, ParameterServer, SlimGc
 from gradwire_lab.simulator.simulation import SchemeModel, Simulation
-from gradwire_lab.simulator.stage import Setting
+from gradwire_lab.simulator.stage import Setting, Uniform
 from gradwire_lab.simulator.workloads import BlockTimes, WorkloadTimes
 
 # 100 values of 32 bits each: 3,200 bits; forward 1 s and backward 2 s a block.

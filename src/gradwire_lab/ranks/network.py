@@ -12,7 +12,7 @@ import os
 import random
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gradwire.errors import InvalidArgument, Unsupported
@@ -70,16 +70,13 @@ def current_network(environment: Mapping[str, str] | None = None) -> Network:
     rates, _, nodes = rates.partition("nodes=")
     try:
         per_node = int(nodes.partition("x")[2]) if nodes else 1
-        rates_bps = _read_rates(rates.strip().split(",") if rates.strip() else [])
+        words = rates.strip().split(",") if rates.strip() else []
+        rates_bps = tuple(None if word == "none" else int(word) for word in words)
         return Network(kind, rates_bps, None if ranks is None else int(ranks), per_node, way)
     except ValueError as error:
         raise InvalidArgument(
             f"{NETWORK_VARIABLE}={environment.get(NETWORK_VARIABLE)!r}, {RANKS_VARIABLE}={ranks!r}: {error}; unset them"
         ) from error
-
-
-def _read_rates(words: Sequence[str]) -> tuple[int | None, ...]:
-    return tuple(None if word == "none" else int(word) for word in words)
 
 
 def find_free_port() -> int:

@@ -12,13 +12,12 @@ from gradwire.registry import parse_spec
 from gradwire.schemes.aqgb.pacing import DEFAULT_CONFIDENCE
 from gradwire.schemes.auto.costs import CodecCost, SharedCores, bucket_load
 from gradwire.stepping.blocks import find_blocks
-from gradwire_lab.simulator.jitter import Uniform
 from gradwire_lab.simulator.schemes.aqgb import AqgbModel
 from gradwire_lab.simulator.schemes.broadcast import FixedBroadcast
 from gradwire_lab.simulator.schemes.collective import Collective
 from gradwire_lab.simulator.schemes.measured import shape_of
 from gradwire_lab.simulator.simulation import SchemeModel, Simulation
-from gradwire_lab.simulator.stage import Setting
+from gradwire_lab.simulator.stage import Setting, Uniform
 from gradwire_lab.simulator.workloads import WorkloadTimes, from_moments
 from gradwire_lab.workloads import by_name
 from gradwire_lab.workloads.replay import ReplayModel, ReplayWorkload
@@ -84,26 +83,19 @@ def _predict_one(record: Record, latencies_s: dict[str, float], workload: str, s
     middle = len(ends_s) // 2
     predicted_s = (ends_s[-1] - ends_s[middle]) / (len(ends_s) - 1 - middle)
     measured_s = record["iteration_s"]
+    taken = ("scheme", "options", "ranks", "rate_bps", "codec_s", "cpu_s", "compute", "commit", "date")
     return {
-        "scheme": scheme,
-        "options": record["options"],
+        **{key: record.get(key) for key in taken},
         "workload": workload,
-        "ranks": n_ranks,
-        "rate_bps": record["rate_bps"],
         "predicted_s": predicted_s,
         "measured_s": measured_s,
         "measured_s_low": record["iteration_s_low"],
         "measured_s_high": record["iteration_s_high"],
         "error": predicted_s / measured_s - 1,
         "compute_s": step_s,
-        "codec_s": record["codec_s"],
-        "cpu_s": record.get("cpu_s"),
         "rate_with_cores_bps": rate_bps,
         "wire_bytes": _link_bytes(record),
         "latency_s": latency_s,
-        "compute": record["compute"],
-        "commit": record["commit"],
-        "date": record["date"],
     }
 
 

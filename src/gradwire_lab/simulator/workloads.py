@@ -31,11 +31,7 @@ class BlockTimes:
 
 @dataclass(frozen=True)
 class WorkloadTimes:
-    """Blocks in the order of the forward pass.
-
-    Attributes:
-        origin: where the sizes and times come from, for the records.
-    """
+    """Blocks in the order of the forward pass; `origin`: where the sizes and times come from, for the records."""
 
     name: str
     blocks: tuple[BlockTimes, ...]

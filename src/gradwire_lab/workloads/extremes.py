@@ -37,9 +37,6 @@ class LstmWorkload(Workload):
     """The LSTM language model on the words of Python's standard library: 32,000 x 256, hidden 1,024, 10.6 M parameters.
 
     The published shape (426 M, Google Billion Words) is `vocabulary_size=793470, width=512, hidden=2048, n_layers=2`.
-
-    Args:
-        length: words of context.
     """
 
     stands_for = "LSTM language models with large embeddings: homomorphic compression (426 M parameters, 94.5 % zero)"

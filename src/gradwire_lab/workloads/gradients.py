@@ -24,14 +24,12 @@ _STATE_KEYS = ("parameter", "exp_avg", "exp_avg_sq", "momentum_buffer", "square_
 
 # optimizer: (state arrays that tell it from the others, hyper-parameters that it cannot do without, those with torch's
 # default). The names are torch's, but for `learning_rate`.
+_ADAM = (("exp_avg", "exp_avg_sq"), ("learning_rate", "beta1", "beta2", "eps", "step"), {"weight_decay": 0.0})
+_OF_SGD = dict.fromkeys(("momentum", "dampening", "nesterov", "weight_decay", "step"), 0.0)
 _OPTIMIZERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, float]]] = {
-    "adamw": (("exp_avg", "exp_avg_sq"), ("learning_rate", "beta1", "beta2", "eps", "step"), {"weight_decay": 0.0}),
-    "adam": (("exp_avg", "exp_avg_sq"), ("learning_rate", "beta1", "beta2", "eps", "step"), {"weight_decay": 0.0}),
-    "sgd": (
-        (),
-        ("learning_rate",),
-        {"momentum": 0.0, "dampening": 0.0, "nesterov": 0.0, "weight_decay": 0.0, "step": 0.0},
-    ),
+    "adamw": _ADAM,
+    "adam": _ADAM,
+    "sgd": ((), ("learning_rate",), _OF_SGD),
     "adagrad": (("sum",), ("learning_rate", "eps", "step"), {"lr_decay": 0.0, "weight_decay": 0.0}),
     "rmsprop": (("square_avg",), ("learning_rate", "alpha", "eps"), {"weight_decay": 0.0, "step": 0.0}),
 }

@@ -22,11 +22,7 @@ def _transformers() -> Any:
 
 
 class Gpt2Workload(Workload):
-    """GPT-2 (124 M parameters, output tied to the embedding) on the bytes of Python's standard library.
-
-    Args:
-        length: tokens of context (GPT-2: up to 1,024).
-    """
+    """GPT-2 (124 M parameters, output tied to the embedding) on the bytes of Python's standard library."""
 
     stands_for = "GPT-2, 124 M parameters"
     default_batch_size = 1

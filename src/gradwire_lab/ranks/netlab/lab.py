@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -307,10 +309,7 @@ class Netlab:
         return self._ranks
 
     def _start_switch(self, variables: Mapping[str, str]) -> str:
-        """The address of the lab's switch, started unless it is there from an earlier run.
-
-        It may come after the ranks: they ask again.
-        """
+        """The address of the lab's switch, started unless it is there. It may come after the ranks: they ask again."""
         if self._switch is None:
             number = self._n_nodes + 1  # the host after the last node's
             host, port = (
@@ -318,10 +317,8 @@ class Netlab:
                 if self.shaped
                 else ("127.0.0.1", find_free_port())
             )
-            self._switch, self._switch_address = (
-                RankSet(on_line=lambda _, line: self.switch_lines.append(line)),
-                f"{host}:{port}",
-            )
+            self._switch = RankSet(on_line=lambda _, line: self.switch_lines.append(line))
+            self._switch_address = f"{host}:{port}"
             command = [sys.executable, "-m", "gradwire", "switch", "--address", host, "--port", str(port)]
             self._switch.start(command, {**os.environ, **variables}, self._enter[-1] if self.shaped else ())
         return self._switch_address
@@ -420,3 +417,74 @@ def switch_rate_bps(rates_bps: Sequence[int | None]) -> int | None:
         return None
     total = sum(rate for rate in rates_bps if rate is not None)
     return total if total <= MAX_RATE_BPS else None
+
+
+# ---- what happens at set times after the start of the ranks: `SECONDS:EVENT`, for the command line
+
+_CHANGES = ("rate", "delay", "jitter", "loss")  # to a value
+_ACTIONS = {"down": "link_down", "up": "link_up", "kill": "kill_rank", "stop": "stop_rank", "continue": "continue_rank"}
+_FORM = "write SECONDS:ACTION:RANK, such as 10:rate:2=100mbit, 10:delay:2=40ms, 10:down:2, and up, kill, stop, continue"
+
+
+@dataclass(frozen=True, order=True)
+class Event:
+    """`action` on `rank`, `at_s` seconds after the ranks were started."""
+
+    at_s: float
+    action: str
+    rank: int
+    rate: str | None = None
+
+    def apply(self, lab: Netlab) -> None:
+        """Do it now."""
+        if self.rate is None:
+            getattr(lab, _ACTIONS[self.action])(self.rank)
+        elif self.action == "rate":
+            lab.set_rate(self.rank, self.rate)
+        else:
+            lab.set_line(self.rank, **{self.action: self.rate})
+
+    def __str__(self) -> str:
+        return f"{self.at_s:g} s: {self.action} rank {self.rank}" + ("" if self.rate is None else f" {self.rate}")
+
+
+def parse_event(text: str, n_ranks: int) -> Event:
+    """Read "10:rate:2=100mbit" or "10:down:2". Raises: InvalidArgument."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?):([a-z]+):(\d+)(?:=(.+))?", text)
+    if match is None or match[2] not in (_ACTIONS if match[4] is None else _CHANGES):
+        raise InvalidArgument(f"{text!r} is no event: {_FORM}")
+    if int(match[3]) >= n_ranks:
+        raise InvalidArgument(f"event {text!r}: there is no rank {match[3]}; there are ranks 0 to {n_ranks - 1}")
+    if match[4] is not None:
+        parse_link(match[4] if match[2] == "rate" else f"none/{match[2]}={match[4]}")
+    return Event(float(match[1]), match[2], int(match[3]), match[4])
+
+
+class Schedule:
+    """Applies events to a lab from a thread, within a with statement; `done` lists (event, what went wrong)."""
+
+    def __init__(self, lab: Netlab, events: Iterable[Event]) -> None:
+        self._lab = lab
+        self._events = sorted(events, key=lambda event: event.at_s)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gradwire-netlab-schedule", daemon=True)
+        self.done: list[tuple[Event, str | None]] = []
+
+    def _run(self) -> None:
+        start = time.monotonic()
+        for event in self._events:
+            if self._over.wait(max(0.0, start + event.at_s - time.monotonic())):
+                return
+            try:
+                event.apply(self._lab)
+                self.done.append((event, None))
+            except GradwireError as error:
+                self.done.append((event, str(error)))
+
+    def __enter__(self) -> Schedule:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()

@@ -1,7 +1,4 @@
-"""AQGB: two stages of broadcast whose bits follow from gradwire's own control law.
-
-The law is gradwire.schemes.aqgb.law, which the live scheme calls too; here are only the clock and the network.
-"""
+"""AQGB: two stages of broadcast, by the control law of the live scheme (gradwire.schemes.aqgb.law)."""
 
 from __future__ import annotations
 
@@ -214,7 +211,7 @@ class _Worker:
 
     def _refine(self, sending: _Sending) -> Generator[simpy.Event, Any, None]:
         """Stage 2 of one block, until it is needed; then all of it has been sent."""
-        runs = [_Run(run.n_values, run.sent_bits) for run in sending.runs]
+        runs = sending.runs
         while runs:
             run = runs[0]
             n_bits = self._second_stage_bits(sending.block, runs)

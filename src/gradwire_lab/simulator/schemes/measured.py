@@ -33,9 +33,7 @@ class Measurement:
     """One scheme on one workload at one world size, means over ranks and steps.
 
     Attributes:
-        sent_bytes: by a rank in a step.
-        encode_s, decode_s: of a rank in a step; encode holds whatever is not decoding (importance, tables).
-        commit, date: of gradwire's sources, and when.
+        sent_bytes, encode_s, decode_s: of a rank in a step; encode holds whatever is not decoding (importance, tables).
     """
 
     ranks: int

@@ -10,7 +10,7 @@ import pytest
 from gradwire.errors import InvalidArgument
 from gradwire_lab.bench.measures import Call, reality
 from gradwire_lab.simulator.predictions import block_workload, bucket_workload, predict, rate_with_cores
-from gradwire_lab.simulator.schemes.measured import MeasuredTable
+from gradwire_lab.simulator.schemes.registry import MeasuredTable
 
 STEP_MS = 60.0
 OPTIONS = {"n_layers": 2, "width": 128, "n_heads": 4, "length": 16, "step_ms": STEP_MS}

@@ -13,7 +13,7 @@ from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.inputs import make_trace, parse_trace
 from gradwire_lab.simulator.schemes import registry
-from gradwire_lab.simulator.schemes.measured import MeasuredTable, Measurement, fit
+from gradwire_lab.simulator.schemes.registry import MeasuredTable, Measurement, fit
 from gradwire_lab.simulator.simulation import Simulation, write_trace
 from gradwire_lab.simulator.stage import Setting, Stragglers, Uniform
 

@@ -11,8 +11,7 @@ import pytest
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.schemes.auto.costs import SHAPES, CodecCost, SharedCores, StepCost, predict_s
 from gradwire.schemes.slimgc.threshold import NEVER
-from gradwire_lab.simulator.schemes.aqgb import AqgbModel
-from gradwire_lab.simulator.schemes.broadcast import FixedBroadcast
+from gradwire_lab.simulator.schemes.broadcast import AqgbModel, FixedBroadcast
 from gradwire_lab.simulator.schemes.collective import Collective, FullyShard, LocalSteps, ParameterServer, SlimGc
 from gradwire_lab.simulator.simulation import SchemeModel, Simulation
 from gradwire_lab.simulator.stage import Setting, Uniform

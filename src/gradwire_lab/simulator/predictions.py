@@ -12,10 +12,9 @@ from gradwire.registry import parse_spec
 from gradwire.schemes.aqgb.pacing import DEFAULT_CONFIDENCE
 from gradwire.schemes.auto.costs import CodecCost, SharedCores, bucket_load
 from gradwire.stepping.blocks import find_blocks
-from gradwire_lab.simulator.schemes.aqgb import AqgbModel
-from gradwire_lab.simulator.schemes.broadcast import FixedBroadcast
+from gradwire_lab.simulator.schemes.broadcast import AqgbModel, FixedBroadcast
 from gradwire_lab.simulator.schemes.collective import Collective
-from gradwire_lab.simulator.schemes.measured import shape_of
+from gradwire_lab.simulator.schemes.registry import shape_of
 from gradwire_lab.simulator.simulation import SchemeModel, Simulation
 from gradwire_lab.simulator.stage import Setting, Uniform
 from gradwire_lab.simulator.workloads import WorkloadTimes, from_moments

@@ -24,9 +24,9 @@ from gradwire_lab.training.config import TrainConfig, TrainResult
 from gradwire_lab.training.digest import check_equal, gather_hashes, hash_parameters
 from gradwire_lab.training.meter import Meter
 from gradwire_lab.training.session import TrainingSession, n_parameters
-from gradwire_lab.training.snapshot import write_snapshot
 from gradwire_lab.training.torch_hooks import HOOKS
 from gradwire_lab.workloads import Workload, by_name
+from gradwire_lab.workloads.gradients import write_snapshot
 
 _describe_environment = functools.cache(describe_environment)  # several runs of a process ask once
 

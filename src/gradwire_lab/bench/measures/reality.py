@@ -11,7 +11,7 @@ from gradwire_lab.bench.measures.commands import run_command, train
 from gradwire_lab.results.records import write_text
 from gradwire_lab.results.store import Record
 from gradwire_lab.simulator.predictions import predict
-from gradwire_lab.simulator.schemes.measured import FORMAT, TABLE, MeasuredTable, to_text
+from gradwire_lab.simulator.schemes.registry import FORMAT, TABLE, MeasuredTable, to_text
 
 # A reduction of so few bytes takes its hops' latency and nothing else; by a scheme of each kind of lane.
 _LATENCY_BYTES = 1024

@@ -134,8 +134,9 @@ class Switch:
             self._worker = _Worker()
             _open_switches.add(self)
         assert self._worker is not None
-        task = _Task(self._client, values, operation, communicator.timeout_s)
-        return SwitchSum(self._worker.submit(task), communicator, wire.record).wait
+        reduction = _Reduction(self._client, values, operation, communicator, wire.record)
+        self._worker.submit(reduction)
+        return reduction.wait
 
     def _open(self, communicator: Communicator) -> _native.SwitchClient:
         places = parse_addresses(self._address)
@@ -160,30 +161,6 @@ class Switch:
         client = _native.SwitchClient(_resolve(host), port, job, *place, self.slots)
         client.join(communicator.timeout_s)
         return client
-
-
-class SwitchSum:
-    """A reduction on its way."""
-
-    def __init__(self, task: _Task, communicator: Communicator, record: BucketRecord) -> None:
-        self._task, self._communicator, self._record = task, communicator, record
-
-    def wait(self) -> None:
-        """Return when the reduction lies in the tensor. Raises: PeerLost, RankMismatch."""
-        task = self._task
-        while not task.done.wait(_LOOK_S):
-            try:
-                self._communicator.raise_if_peer_failed()
-            except GradwireError:
-                task.client.stop()
-                raise
-        if task.error is not None:
-            raise task.error
-        if not task.is_counted:
-            task.is_counted = True
-            self._record.add("communicate", task.watch.start_ns, task.watch.end_ns)
-            self._record.count_sent(task.bytes_sent)
-            self._record.count_received(task.bytes_received)
 
 
 class _DigitSum:
@@ -211,41 +188,62 @@ class _DigitSum:
         self._spare.append(self._buffer)
 
 
-class _Task:
-    """One call of the client, for the thread that makes them."""
+class _Reduction:
+    """One call of the client, which a thread makes and the lane waits for."""
 
-    def __init__(self, client: _native.SwitchClient, values: torch.Tensor, operation: int, timeout_s: float) -> None:
-        self.client, self._values, self._operation, self._timeout_s = client, values, operation, timeout_s
-        self.done = threading.Event()
-        self.error: Exception | None = None
-        self.is_counted = False
-        self.watch = Stopwatch()
-        self.bytes_sent = self.bytes_received = 0
+    def __init__(
+        self,
+        client: _native.SwitchClient,
+        values: torch.Tensor,
+        operation: int,
+        communicator: Communicator,
+        record: BucketRecord,
+    ) -> None:
+        self._client, self._values, self._operation = client, values, operation
+        self._communicator, self._record = communicator, record
+        self._done, self._watch = threading.Event(), Stopwatch()
+        self._error: Exception | None = None
+        self._sent = self._received = 0
+        self._is_counted = False
 
     def run(self) -> None:
-        before = self.client.counters()
+        before = self._client.counters()
         try:
-            with self.watch:
-                self.client.reduce(self._values, self._operation, self._timeout_s)
+            with self._watch:
+                self._client.reduce(self._values, self._operation, self._communicator.timeout_s)
         except Exception as error:
-            self.error = error
-        after = self.client.counters()
-        self.bytes_sent = after["bytes_sent"] - before["bytes_sent"]
-        self.bytes_received = after["bytes_received"] - before["bytes_received"]
-        self.done.set()
+            self._error = error
+        after = self._client.counters()
+        self._sent, self._received = (after[key] - before[key] for key in ("bytes_sent", "bytes_received"))
+        self._done.set()
+
+    def wait(self) -> None:
+        """Return when the reduction lies in the tensor. Raises: PeerLost, RankMismatch."""
+        while not self._done.wait(_LOOK_S):
+            try:
+                self._communicator.raise_if_peer_failed()
+            except GradwireError:
+                self._client.stop()
+                raise
+        if self._error is not None:
+            raise self._error
+        if not self._is_counted:
+            self._is_counted = True
+            self._record.add("communicate", self._watch.start_ns, self._watch.end_ns)
+            self._record.count_sent(self._sent)
+            self._record.count_received(self._received)
 
 
 class _Worker:
     """A thread that makes the client's calls in order, so that the lane can compute while a sum is on its way."""
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Reduction | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="gradwire-switch", daemon=True)
         self._thread.start()
 
-    def submit(self, task: _Task) -> _Task:
+    def submit(self, task: _Reduction) -> None:
         self._tasks.put(task)
-        return task
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:

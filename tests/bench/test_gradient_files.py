@@ -11,8 +11,7 @@ from gradient_files import adamw_arrays, sparse_arrays, write
 
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire_lab.bench.level_rule import make_optimizer
-from gradwire_lab.training.snapshot import collect_arrays
-from gradwire_lab.workloads.gradients import load_gradients
+from gradwire_lab.workloads.gradients import collect_arrays, load_gradients
 
 
 def test_dense_file_loads_with_the_state_of_its_optimizer(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from gradwire_lab.bench.measures.commands import add_bounds
 from gradwire_lab.bench.train_methods import Timeline
 from gradwire_lab.report.inputs import LoggedRun
 from gradwire_lab.report.sections import _threshold_table
-from gradwire_lab.workloads.optimizers import scale_learning_rate
 
 
 def test_speed_up_is_told_beside_what_overlap_could_gain_at_most() -> None:
@@ -95,7 +94,6 @@ def test_a_scheme_says_how_many_steps_it_takes_to_settle(spec: str, n_steps: int
 
 @pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("square-root", 2.0)])
 def test_the_learning_rate_follows_the_batch_as_asked(scaling: str, factor: float) -> None:
-    assert scale_learning_rate(0.1, scaling, 4.0) == pytest.approx(0.1 * factor)
     own = workloads.by_name("resnet", rate_scaling=scaling)
     four = workloads.by_name("resnet", rate_scaling=scaling, batch_size=4 * own.batch_size)
     rates = [workload.build_optimizer(nn.Linear(1, 1)).param_groups[0]["lr"] for workload in (own, four)]

@@ -15,8 +15,8 @@ import pytest
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire_lab.ranks.netlab import Netlab
 from gradwire_lab.ranks.netlab.check import measure_rate
+from gradwire_lab.ranks.netlab.lab import parse_event
 from gradwire_lab.ranks.netlab.rate import LabLink, parse_link, with_way
-from gradwire_lab.ranks.netlab.schedule import parse_event
 from gradwire_lab.ranks.network import current_network
 from ranks import patience
 

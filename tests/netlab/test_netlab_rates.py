@@ -9,7 +9,7 @@ import pytest
 
 from gradwire.errors import InvalidArgument
 from gradwire_lab.ranks.netlab import Netlab, format_rate, parse_rate
-from gradwire_lab.ranks.netlab.schedule import Event, parse_event
+from gradwire_lab.ranks.netlab.lab import Event, parse_event
 from gradwire_lab.ranks.network import Network, current_network
 
 

@@ -12,12 +12,10 @@ from gradwire import schemes as live
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.inputs import make_trace, parse_trace
-from gradwire_lab.simulator.jitter import Stragglers, Uniform
 from gradwire_lab.simulator.schemes import registry
-from gradwire_lab.simulator.schemes.measured import MeasuredTable, Measurement, fit
-from gradwire_lab.simulator.simulation import Simulation
-from gradwire_lab.simulator.stage import Setting
-from gradwire_lab.simulator.trace import write_trace
+from gradwire_lab.simulator.schemes.registry import MeasuredTable, Measurement, fit
+from gradwire_lab.simulator.simulation import Simulation, write_trace
+from gradwire_lab.simulator.stage import Setting, Stragglers, Uniform
 
 PAPER = workloads.by_name("resnet50-4blocks")
 
@@ -40,7 +38,7 @@ TRACES: list[list[tuple[float, float]]] = [
 TEXTS = ["-1=1gbit", "0=none", "0=0gbit", "zero=1gbit", "0=1gbit=2", "no/such/file"]
 SCHEMES: list[tuple[str, dict[str, object]]] = [
     ("broadcast-0", {}), ("broadcast-33", {}), ("nothing", {}), ("aqgb", {"floor": 0.0}), ("aqgb", {"floor": 1.5}),
-    ("aqgb", {"messages_per_block": 0}), ("aqgb", {"speed": 3}), ("parameter-server", {"n_servers": 0}),
+    ("aqgb", {"speed": 3}), ("parameter-server", {"n_servers": 2}),
     ("plain", {"bits": 4}), ("plain", {"collective": "rign"}), ("plain", {"collective": "parameter-server"}),
     ("plain", {"collective": "reduce-scatter"}), ("top-k", {"collective": "ring"}), ("gcomp", {"bits": 3}),
     ("periodic", {"every": 0}),

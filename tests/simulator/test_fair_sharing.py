@@ -10,8 +10,7 @@ import simpy
 from explicit import broadcast_path, fair_rates, finish_times
 
 from gradwire.errors import InvalidArgument
-from gradwire_lab.simulator.network import SimulatedNetwork, share_max_min
-from gradwire_lab.simulator.topology import Topology
+from gradwire_lab.simulator.network import SimulatedNetwork, Topology, share_max_min
 
 
 @pytest.mark.parametrize("seed", range(40))

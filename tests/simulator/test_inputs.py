@@ -17,9 +17,8 @@ from gradwire.telemetry.chrome_trace import ChromeTraceSink
 from gradwire.telemetry.recorder import KINDS, BucketRecord, StepRecord
 from gradwire_lab.cli import main
 from gradwire_lab.simulator.inputs import load_cluster, load_model
-from gradwire_lab.simulator.jitter import Uniform
 from gradwire_lab.simulator.search import SampleGoal, search, simulate
-from gradwire_lab.simulator.stage import Failures, Setting
+from gradwire_lab.simulator.stage import Failures, Setting, Uniform
 from gradwire_lab.simulator.workloads import BlockTimes, WorkloadTimes
 
 MODEL = """{

@@ -10,10 +10,9 @@ import pytest
 from gradwire.registry import parse_spec
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.inputs import make_trace
-from gradwire_lab.simulator.jitter import Stragglers, Uniform
 from gradwire_lab.simulator.schemes import registry
 from gradwire_lab.simulator.simulation import Metrics, Simulation
-from gradwire_lab.simulator.stage import Setting
+from gradwire_lab.simulator.stage import Setting, Stragglers, Uniform
 
 PAPER = workloads.by_name("resnet50-4blocks")
 SCHEMES = ["broadcast-32", "broadcast-4", "aqgb", "plain", "direct-32", "parameter-server"]

@@ -11,12 +11,10 @@ import pytest
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.schemes.auto.costs import SHAPES, CodecCost, SharedCores, StepCost, predict_s
 from gradwire.schemes.slimgc.threshold import NEVER
-from gradwire_lab.simulator.jitter import Uniform
-from gradwire_lab.simulator.schemes.aqgb import AqgbModel
-from gradwire_lab.simulator.schemes.broadcast import FixedBroadcast
+from gradwire_lab.simulator.schemes.broadcast import AqgbModel, FixedBroadcast
 from gradwire_lab.simulator.schemes.collective import Collective, FullyShard, LocalSteps, ParameterServer, SlimGc
 from gradwire_lab.simulator.simulation import SchemeModel, Simulation
-from gradwire_lab.simulator.stage import Setting
+from gradwire_lab.simulator.stage import Setting, Uniform
 from gradwire_lab.simulator.workloads import BlockTimes, WorkloadTimes
 
 # 100 values of 32 bits each: 3,200 bits; forward 1 s and backward 2 s a block.
@@ -50,9 +48,8 @@ CASES: dict[str, tuple[Any, WorkloadTimes, int, float, dict[str, Any], list[floa
     "exchange with all that leaves a rack": (
         lambda s: Collective(s, collective="direct"), ONE, 4, 4800.0, {"racks": 2, "core_bps": 400.0}, [19.0, 38.0],
     ),
-    # 4 x 3,200 bits into the server at 1,280 bits a second and out of it again: 20 s; two servers share the load.
+    # 4 x 3,200 bits into the server at 1,280 bits a second and out of it again: 20 s.
     "parameter server, bound by its link": (ParameterServer, ONE, 4, 1280.0, {}, [23.0, 46.0]),
-    "two parameter servers": (lambda s: ParameterServer(s, 2), ONE, 4, 1280.0, {}, [13.0, 26.0]),
     # b from 4 to 14 s at 320 bits a second, a, there at 6 s, from 14 to 24 s; nothing of the next round starts before.
     "buckets in turn beside the backward pass": (Collective, TWO, 2, 320.0, {}, [24.0, 24.0 + 24.0]),
     # Hops of 1 s: b from 4 to 16 s, a from 16 to 28; two at once share the link for the bytes, and wait together: b from 4 to

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from gradwire_lab.workloads import by_name
-from gradwire_lab.workloads.capture import read_capture
+from gradwire_lab.workloads.replay import read_capture
 from ranks import run_ranks
 
 SMALL = {"n_layers": 2, "width": 24, "n_heads": 2, "length": 8, "batch_size": 2}

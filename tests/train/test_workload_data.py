@@ -1,12 +1,15 @@
-"""Workloads give the same numbers for the same seed and step."""
+"""Workloads give the same numbers for the same seed and step, and read the user's own folders safely."""
 
 import itertools
+import json
+import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from gradwire.errors import InvalidArgument
+from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire_lab import workloads
 from gradwire_lab.workloads import by_name
 from gradwire_lab.workloads.base import draw_from_epochs
@@ -172,8 +175,85 @@ def test_cosine_schedule_warms_up_and_ends_at_zero() -> None:
         ("gpt", {"width": 100, "n_heads": 3}),
         ("gpt", {"compute": "imagine"}),
         ("resnet", {"fold": 5, "folds": 5}),
+        ("resnet50", {"data_dir": "/no/such/folder", "batch_size": 1}),
+        ("bert-base", {"data_dir": "/no/such/folder"}),
     ],
 )
 def test_wrong_names_and_options_raise_invalid_argument(name: str, options: dict) -> None:
     with pytest.raises(InvalidArgument):
         next(workloads.by_name(name, **options).batches(0, 1))
+
+
+# ---- the user's own folders
+
+
+def write_cifar(folder: Path, n_images: int = 12) -> None:
+    folder.mkdir()
+    for index, name in enumerate(["data_batch_1", "data_batch_2", "test_batch"]):
+        images = np.random.default_rng(index).integers(0, 256, (n_images, 3072), dtype=np.uint8)
+        content = {b"data": images, b"labels": [i % 10 for i in range(n_images)]}
+        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+
+
+def test_cifar10_folder_is_read(tmp_path: Path) -> None:
+    write_cifar(tmp_path / "cifar-10-batches-py")
+    workload = by_name("resnet50", data_dir=str(tmp_path), n_classes=10)
+    assert workload.data == "real"
+    images, labels = next(workload.batches(0, 1, 24))
+    assert images.shape == (24, 3, 32, 32)
+    assert sorted(labels.tolist()) == sorted([i % 10 for i in range(12)] * 2)
+
+
+def test_cifar10_pickle_with_code_is_refused(tmp_path: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> tuple:
+            return (Path.touch, (tmp_path / "harmed",))
+
+    (tmp_path / "data_batch_1").write_bytes(pickle.dumps({b"data": Harm(), b"labels": [1]}))
+    with pytest.raises(CorruptMessage, match="no place in a CIFAR-10 batch"):
+        next(by_name("resnet50", data_dir=str(tmp_path)).batches(0, 1))
+    assert not (tmp_path / "harmed").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x02]q\x00.", pickle.dumps({b"data": b"", b"labels": []})])
+def test_damaged_cifar10_batch_raises_corrupt_message(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "data_batch_1").write_bytes(content)
+    with pytest.raises(CorruptMessage):
+        next(by_name("resnet50", data_dir=str(tmp_path)).batches(0, 1))
+
+
+def test_image_folder_is_read(tmp_path: Path) -> None:
+    image_module = pytest.importorskip("PIL.Image", reason="image folders need Pillow")
+    for part, label, name in itertools.product(["train", "val"], range(2), ["a.png", "b.jpg"]):
+        folder = tmp_path / part / f"class{label}"
+        folder.mkdir(parents=True, exist_ok=True)
+        image_module.new("RGB", (50, 40), (255 * label, 0, 0)).save(folder / name)
+    workload = by_name("resnet50", data_dir=str(tmp_path), image_size=32)
+    images, labels = next(workload.batches(0, 1, 4))
+    assert images.shape == (4, 3, 32, 32)
+    assert torch.equal(images[:, 0].mean((1, 2)) > 0, labels == 1)
+    assert workload._images.held_out(4)[1].tolist() == [0, 0, 1, 1]
+    (tmp_path / "train" / "class0" / "a.png").write_bytes(b"not an image")
+    with pytest.raises(CorruptMessage, match=r"a\.png"):
+        next(workload.batches(0, 1, 4))
+
+
+def test_squad_folder_gives_the_answers_words(tmp_path: Path) -> None:
+    context = "The quick brown fox, of whom little is known, jumps over the lazy dog."
+    question = {"question": "Who jumps?", "answers": [{"text": "brown fox", "answer_start": context.index("brown")}]}
+    content = {"data": [{"paragraphs": [{"context": context, "qas": [question]}]}]}
+    for name in ("train-v1.1.json", "dev-v1.1.json"):
+        (tmp_path / name).write_text(json.dumps(content))
+    workload = by_name("bert-base", data_dir=str(tmp_path), length=16)
+    inputs, targets = next(workload.batches(0, 1, 2))
+    assert inputs.shape == (2, 2, 16)
+    ids, types = inputs[0]
+    start, end = targets[0].tolist()
+    # [CLS] Who jumps ? [SEP] The quick brown fox: positions 7 and 8.
+    assert (start, end) == (7, 8)
+    assert ids[0] == 101
+    assert ids[4] == 102
+    assert types.tolist() == [0] * 5 + [1] * 11
+    (tmp_path / "train-v1.1.json").write_text('{"data": [{"paragraphs": 3}]}')
+    with pytest.raises(CorruptMessage):
+        next(by_name("bert-base", data_dir=str(tmp_path)).batches(0, 1))

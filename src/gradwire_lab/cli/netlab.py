@@ -11,9 +11,8 @@ from gradwire.errors import InvalidArgument
 from gradwire_lab.cli.options import add_json, add_ranks, add_way, option, switch
 from gradwire_lab.ranks.launch import start_ranks
 from gradwire_lab.ranks.netlab.check import RateCheck, measure_rate
-from gradwire_lab.ranks.netlab.lab import DISTANT_MTU, MTU, QUEUE_MS, LinkCounters
+from gradwire_lab.ranks.netlab.lab import DISTANT_MTU, MTU, QUEUE_MS, LinkCounters, Schedule, parse_event
 from gradwire_lab.ranks.netlab.rate import format_rate, parse_link, with_way
-from gradwire_lab.ranks.netlab.schedule import Schedule, parse_event
 from gradwire_lab.ranks.netlab.stale import end_stale_labs
 from gradwire_lab.ranks.supervisor import end_on_signals
 from gradwire_lab.results.records import write_text

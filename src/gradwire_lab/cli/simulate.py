@@ -20,12 +20,11 @@ from gradwire_lab.results.records import write_csv, write_json
 from gradwire_lab.results.tables import Grid, Summary, make_grid, print_grid
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.inputs import load_cluster, load_model, parse_link_rate, parse_trace
-from gradwire_lab.simulator.jitter import JITTERS, jitter_by_name
 from gradwire_lab.simulator.schemes import registry
-from gradwire_lab.simulator.schemes.measured import MeasuredTable
+from gradwire_lab.simulator.schemes.registry import MeasuredTable
 from gradwire_lab.simulator.search import ROUNDS, SampleGoal, SimulatedRun, rounds_of
-from gradwire_lab.simulator.stage import Setting
-from gradwire_lab.simulator.trace import write_trace
+from gradwire_lab.simulator.simulation import write_trace
+from gradwire_lab.simulator.stage import JITTERS, Setting, jitter_by_name
 from gradwire_lab.simulator.workloads import WorkloadTimes
 
 

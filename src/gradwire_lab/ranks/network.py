@@ -12,7 +12,7 @@ import os
 import random
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gradwire.errors import InvalidArgument, Unsupported
@@ -70,16 +70,13 @@ def current_network(environment: Mapping[str, str] | None = None) -> Network:
     rates, _, nodes = rates.partition("nodes=")
     try:
         per_node = int(nodes.partition("x")[2]) if nodes else 1
-        rates_bps = _read_rates(rates.strip().split(",") if rates.strip() else [])
+        words = rates.strip().split(",") if rates.strip() else []
+        rates_bps = tuple(None if word == "none" else int(word) for word in words)
         return Network(kind, rates_bps, None if ranks is None else int(ranks), per_node, way)
     except ValueError as error:
         raise InvalidArgument(
             f"{NETWORK_VARIABLE}={environment.get(NETWORK_VARIABLE)!r}, {RANKS_VARIABLE}={ranks!r}: {error}; unset them"
         ) from error
-
-
-def _read_rates(words: Sequence[str]) -> tuple[int | None, ...]:
-    return tuple(None if word == "none" else int(word) for word in words)
 
 
 def find_free_port() -> int:
@@ -96,34 +93,3 @@ def find_free_port() -> int:
                 continue
             return port
     raise Unsupported("none of a hundred TCP ports of 127.0.0.1 between 20000 and 32000 is free")
-
-
-def rank_environment(
-    rank: int,
-    n_ranks: int,
-    network: Network,
-    *,
-    address: str,
-    port: int,
-    interface: str,
-    ranks_per_node: int | None = None,
-) -> dict[str, str]:
-    """This process's environment with one rank's variables: torchrun's, Gloo's interface, the network's description.
-
-    `ranks_per_node`: how many share a node (default: all).
-    OMP_NUM_THREADS is 1 unless set, as with torchrun: ranks on one machine share its cores.
-    """
-    local = ranks_per_node or n_ranks
-    return {
-        "OMP_NUM_THREADS": "1",
-        **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(n_ranks),
-        "LOCAL_RANK": str(rank % local),
-        "LOCAL_WORLD_SIZE": str(local),
-        "GROUP_RANK": str(rank // local),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": interface,
-        **network.to_variables(),
-    }

@@ -103,11 +103,8 @@ class RackSwitch:
     ) -> None:
         if not 0 <= rack < n_racks <= _native.SWITCH_MAX_WORKERS:
             raise InvalidArgument(f"a rack is one of up to {_native.SWITCH_MAX_WORKERS}, not {rack} of {n_racks}")
-        if (
-            not workers
-            or len(set(workers)) != len(workers)
-            or not set(workers) < set(range(_native.SWITCH_MAX_WORKERS))
-        ):
+        ranks = set(workers)
+        if not ranks or len(ranks) != len(workers) or not ranks < set(range(_native.SWITCH_MAX_WORKERS)):
             raise InvalidArgument(
                 f"a rack has ranks below {_native.SWITCH_MAX_WORKERS}, each once, not {list(workers)}"
             )
@@ -191,12 +188,8 @@ class RackSwitch:
         is_first = age > 0
         content = header.operation << 16 | header.collective
         if is_first:
-            job.sequences[cell], job.contents[cell], job.seen[cell], job.is_final[cell] = (
-                header.sequence,
-                content,
-                0,
-                False,
-            )
+            job.sequences[cell], job.contents[cell] = header.sequence, content
+            job.seen[cell], job.is_final[cell] = 0, False
         if job.contents[cell] != content:
             self._refuse(sender, header, _MISMATCH)
             return

@@ -17,8 +17,6 @@ from typing import IO
 
 from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 
-__all__ = ["LaunchResult", "RankSet", "end_on_signals", "run_to_end"]
-
 # Runs before each rank's command, in the new process: enters the lab's namespaces, asks to be killed with its owner,
 # and executes the command. A program of its own, for between fork and exec a process with threads (torch) may do
 # nothing of this; -I -S keeps it at 20 ms.

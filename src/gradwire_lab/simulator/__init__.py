@@ -1,7 +1,4 @@
-"""A discrete-event simulator of data-parallel training: what a scheme would do at scales that nobody here has.
-
-The model and its limits: docs/simulator.md.
-"""
+"""A discrete-event simulator of data-parallel training, on networks that nobody here has (docs/simulator.md)."""
 
 from importlib.util import find_spec
 

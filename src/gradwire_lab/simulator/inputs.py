@@ -248,10 +248,7 @@ def _failures_of(given: Given) -> Failures:
 
 
 def make_trace(steps: Sequence[tuple[float, float]]) -> Trace:
-    """A bandwidth trace, checked.
-
-    Raises: InvalidArgument (nothing in it, a time that is negative or not after the one before, a rate that is not above 0).
-    """
+    """A bandwidth trace, checked: times from 0 on that grow, rates above 0. Raises: InvalidArgument."""
     if not steps:
         raise InvalidArgument("a bandwidth trace needs at least one line: seconds,rate")
     before_s = -math.inf
@@ -267,13 +264,9 @@ def make_trace(steps: Sequence[tuple[float, float]]) -> Trace:
 
 
 def parse_trace(text: str) -> Trace:
-    """`0=2.5gbit,60=1gbit` or the name of a file with lines `seconds,rate` (# begins a comment).
-
-    Raises: InvalidArgument.
-    """
+    """`0=2.5gbit,60=1gbit` or a file with lines `seconds,rate` (# begins a comment). Raises: InvalidArgument."""
     if "=" in text:
-        pairs = [part.split("=", 1) for part in text.split(",")]
-        return make_trace([_read_step(pair, text) for pair in pairs])
+        return make_trace([_read_step(part.split("=", 1), text) for part in text.split(",")])
     try:
         content = Path(text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -12,13 +12,11 @@ from gradwire.registry import parse_spec
 from gradwire.schemes.aqgb.pacing import DEFAULT_CONFIDENCE
 from gradwire.schemes.auto.costs import CodecCost, SharedCores, bucket_load
 from gradwire.stepping.blocks import find_blocks
-from gradwire_lab.simulator.jitter import Uniform
-from gradwire_lab.simulator.schemes.aqgb import AqgbModel
-from gradwire_lab.simulator.schemes.broadcast import FixedBroadcast
+from gradwire_lab.simulator.schemes.broadcast import AqgbModel, FixedBroadcast
 from gradwire_lab.simulator.schemes.collective import Collective
-from gradwire_lab.simulator.schemes.measured import shape_of
+from gradwire_lab.simulator.schemes.registry import shape_of
 from gradwire_lab.simulator.simulation import SchemeModel, Simulation
-from gradwire_lab.simulator.stage import Setting
+from gradwire_lab.simulator.stage import Setting, Uniform
 from gradwire_lab.simulator.workloads import WorkloadTimes, from_moments
 from gradwire_lab.workloads import by_name
 from gradwire_lab.workloads.replay import ReplayModel, ReplayWorkload
@@ -35,9 +33,7 @@ _BUCKET_BYTES = 25 << 20  # DDP's own, which `bench train` leaves as they are
 _N_BLOCKS = 4  # of the live broadcasts
 
 
-def predict(
-    records: Sequence[Record], latencies_s: dict[str, float], workload: str, n_cores: int | None = None
-) -> list[Record]:
+def predict(records: Sequence[Record], latencies_s: dict[str, float], workload: str) -> list[Record]:
     """Predicted and measured iteration times of one cell, one record for each scheme.
 
     Inputs are the cell's own: what DDP alone computed in a step, bytes, codec times and processor times of each scheme, and
@@ -47,20 +43,19 @@ def predict(
         records: of `bench train --compute emulate`, `ddp` among them.
         latencies_s: of a hop, for "backend" and "frames".
         workload: as `bench train` was given it.
-        n_cores: that all ranks share; None: as many as the records name. See `rate_with_cores`.
     """
     computed_s = next(record["compute_s"] for record in records if record["scheme"] == "ddp")
-    return [_predict_one(record, latencies_s, workload, computed_s, n_cores) for record in records]
+    return [_predict_one(record, latencies_s, workload, computed_s) for record in records]
 
 
-def rate_with_cores(record: Record, n_cores: int | None = None) -> float:
+def rate_with_cores(record: Record) -> float:
     """Bits a second at which a rank gets through what its link carries: the link's rate, or less for want of cores.
 
     N ranks on C cores have C/N of a core each, and never more than one, for threads of one rank take turns at Python's
     lock. The work that sending and receiving take is the processor time of a step less the codec's, which is modelled by
     itself; it goes on beside the transfer and bounds its rate. Records without processor times leave the link's rate.
     """
-    rate_bps, cpu_s, n_cores = float(record["rate_bps"]), record.get("cpu_s"), n_cores or record.get("n_cores")
+    rate_bps, cpu_s, n_cores = float(record["rate_bps"]), record.get("cpu_s"), record.get("n_cores")
     if cpu_s is None or n_cores is None:
         return rate_bps
     transport_s = cpu_s - (record["codec_s"] or 0.0)
@@ -70,14 +65,12 @@ def rate_with_cores(record: Record, n_cores: int | None = None) -> float:
     return min(rate_bps, min(1.0, n_cores / record["ranks"]) * bits / transport_s)
 
 
-def _predict_one(
-    record: Record, latencies_s: dict[str, float], workload: str, step_s: float, n_cores: int | None
-) -> Record:
+def _predict_one(record: Record, latencies_s: dict[str, float], workload: str, step_s: float) -> Record:
     scheme, n_ranks = record["scheme"], record["ranks"]
     is_broadcast = scheme in _BROADCASTS
     # Gloo's own all-reduce carries sums; the others travel in gradwire's frames.
     is_sum = not is_broadcast and shape_of(scheme) in ("sum", "agreed-sum")
-    latency_s, rate_bps = latencies_s["backend" if is_sum else "frames"], rate_with_cores(record, n_cores)
+    latency_s, rate_bps = latencies_s["backend" if is_sum else "frames"], rate_with_cores(record)
     make_workload = block_workload if is_broadcast else bucket_workload
     name, options = parse_spec(workload)
     setting = Setting(make_workload(name, options, step_s), n_ranks, rate_bps, jitter=Uniform(0.0), latency_s=latency_s,
@@ -89,26 +82,19 @@ def _predict_one(
     middle = len(ends_s) // 2
     predicted_s = (ends_s[-1] - ends_s[middle]) / (len(ends_s) - 1 - middle)
     measured_s = record["iteration_s"]
+    taken = ("scheme", "options", "ranks", "rate_bps", "codec_s", "cpu_s", "compute", "commit", "date")
     return {
-        "scheme": scheme,
-        "options": record["options"],
+        **{key: record.get(key) for key in taken},
         "workload": workload,
-        "ranks": n_ranks,
-        "rate_bps": record["rate_bps"],
         "predicted_s": predicted_s,
         "measured_s": measured_s,
         "measured_s_low": record["iteration_s_low"],
         "measured_s_high": record["iteration_s_high"],
         "error": predicted_s / measured_s - 1,
         "compute_s": step_s,
-        "codec_s": record["codec_s"],
-        "cpu_s": record.get("cpu_s"),
         "rate_with_cores_bps": rate_bps,
         "wire_bytes": _link_bytes(record),
         "latency_s": latency_s,
-        "compute": record["compute"],
-        "commit": record["commit"],
-        "date": record["date"],
     }
 
 

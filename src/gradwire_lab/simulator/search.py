@@ -27,12 +27,7 @@ ROUNDS = 20
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """One run to do.
-
-    Attributes:
-        options: of the scheme.
-        measured_on: whose sizes and codec times to take (`registry.by_name`).
-    """
+    """One run to do; `options`, `measured_on` and `with_codec_times` as in `registry.by_name`."""
 
     scheme: str
     setting: Setting

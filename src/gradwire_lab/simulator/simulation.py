@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import math
 import statistics
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import simpy
@@ -23,9 +25,11 @@ import simpy
 from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.aqgb.overlap import Interval, length_s, osf, row
-from gradwire_lab.simulator.network import SimulatedNetwork
+from gradwire_lab.results.records import write_text
+from gradwire_lab.simulator.network import SimulatedNetwork, Site, Topology
 from gradwire_lab.simulator.stage import Setting, Trace
-from gradwire_lab.simulator.topology import Site, Topology
+
+_ROWS = {"compute": 0, "network": 1}  # of a trace
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,9 @@ class WorkerGroup:
 
 
 class SchemeModel:
-    """Synchronises gradients: takes each as it appears, and opens the gates when every worker has them all.
+    """Synchronises gradients: takes each as it appears, and opens the gates when every worker has them all."""
 
-    Attributes:
-        period: rounds after which it does the same again.
-    """
-
-    period = 1
+    period = 1  # rounds after which it does the same again
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
@@ -68,10 +68,7 @@ class SchemeModel:
 
 
 class Gates:
-    """When every worker has all of a block: a count for every round and block, and an event at which it is full.
-
-    Of each block rounds open in their order, perhaps before any worker comes to them.
-    """
+    """When every worker has all of a block; of each block rounds open in their order, perhaps before any worker comes."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -264,12 +261,10 @@ class RoundTimes(NamedTuple):
     """One round, over all workers.
 
     Attributes:
-        number: from 0.
         started_s, ended_s: from the first backward pass to the last forward pass that uses its gradients.
         compute_s, overlap_s, wait_s: means over the workers.
         longest_wait_s: of all workers, which ROW divides by.
-        osf: mean over the workers.
-        sent_bits: mean over the workers, of one copy of what each sends; None where a scheme does not tell.
+        osf, sent_bits: means over the workers; of one copy of what each sends, None where a scheme does not tell.
     """
 
     number: int
@@ -470,3 +465,44 @@ class Metrics:
 
 def _mean(values: list[float]) -> float | None:
     return statistics.fmean(values) if values else None
+
+
+# ---- a trace
+
+
+def write_trace(path: Path, simulation: Simulation, n_rounds: int | None = None) -> int:
+    """Write the spans of the first rounds (by default all) as Chrome trace events, for Perfetto; returns how many.
+
+    A process is a group of workers, with a row for its computation and one for its link; what of the run's links is busy is
+    a counter. Times are simulated microseconds; the format is gradwire.telemetry.chrome_trace's.
+
+    Raises: InvalidArgument (the simulation kept no spans), GradwireError (cannot be written).
+    """
+    spans = simulation.metrics.spans
+    if spans is None:
+        raise InvalidArgument("this simulation kept no spans; make it with keep_spans=True")
+    ends_s, last = simulation.round_ends_s, math.inf if n_rounds is None else n_rounds - 1
+    end_s = ends_s[int(last)] if last < len(ends_s) else simulation.environment.now
+    events: list[dict[str, Any]] = []
+    for group in simulation.groups:
+        last = group.first_worker + group.count - 1
+        whom = f"worker {group.first_worker}" if group.count == 1 else f"workers {group.first_worker} to {last}"
+        events.append(_event("M", "process_name", group.index, args={"name": whom}))
+        events.append(_event("M", "process_sort_index", group.index, args={"sort_index": group.index}))
+        events += [_event("M", "thread_name", group.index, row, args={"name": name}) for name, row in _ROWS.items()]
+    chosen = [span for span in spans if span.start_s < end_s]
+    for span in sorted(chosen, key=lambda span: (span.group, span.row, span.start_s)):
+        times = {"cat": span.row, "dur": (span.end_s - span.start_s) * 1e6}
+        events.append(_event("X", span.name, span.group, _ROWS[span.row], span.start_s, args=span.arguments, **times))
+    for link in simulation.network.links:
+        for began_s, ended_s in link.use.stretches(simulation.environment.now):
+            if began_s < end_s:
+                both = ((began_s, 1), (ended_s, 0))
+                events += [_event("C", f"busy: {link.name}", 0, 0, at_s, args={"busy": value}) for at_s, value in both]
+    content = {"displayTimeUnit": "ms", "otherData": {"simulated": True}, "traceEvents": events}
+    write_text(path, json.dumps(content, allow_nan=False) + "\n")
+    return len(events)
+
+
+def _event(phase: str, name: str, process: int, row: int = 0, at_s: float = 0.0, **more: Any) -> dict[str, Any]:
+    return {"ph": phase, "name": name, "pid": process, "tid": row, "ts": at_s * 1e6, **more}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -32,11 +31,7 @@ class BlockTimes:
 
 @dataclass(frozen=True)
 class WorkloadTimes:
-    """Blocks in the order of the forward pass.
-
-    Attributes:
-        origin: where the sizes and times come from, for the records.
-    """
+    """Blocks in the order of the forward pass; `origin`: where the sizes and times come from, for the records."""
 
     name: str
     blocks: tuple[BlockTimes, ...]
@@ -102,35 +97,28 @@ _RESNET50_LAYERS = {
 }
 
 
-def _resnet50(*layers: str) -> tuple[BlockTimes, ...]:
-    blocks = []
-    for name in layers:
-        millions, forward, backward = _RESNET50_LAYERS[name]
-        forward_s = _STEP_S * _FORWARD_SHARE * forward / 100
-        backward_s = _STEP_S * (1 - _FORWARD_SHARE) * backward / 100
-        blocks.append(BlockTimes(name, round(millions * 1e6), forward_s, backward_s))
-    return tuple(blocks)
-
-
-_RESNET50_BLOCKS: dict[int, tuple[BlockTimes, ...]] = {
-    1: _resnet50("conv1-fc1000"),
-    3: _resnet50("conv1-conv4_1", "conv4_2-conv4_6", "conv5_1-fc1000"),
-    4: _resnet50("conv1-conv4_1", "conv4_2-conv4_6", "conv5_1", "conv5_2-fc1000"),
-    5: _resnet50("conv1-conv4_1", "conv4_2-conv4_6", "conv5_1", "conv5_2", "conv5_3-fc1000"),
-    6: _resnet50("conv1-conv3_4", "conv4_1-conv4_3", "conv4_4-conv4_6", "conv5_1", "conv5_2", "conv5_3-fc1000"),
+_RESNET50_BLOCKS = {
+    1: ("conv1-fc1000",),
+    3: ("conv1-conv4_1", "conv4_2-conv4_6", "conv5_1-fc1000"),
+    4: ("conv1-conv4_1", "conv4_2-conv4_6", "conv5_1", "conv5_2-fc1000"),
+    5: ("conv1-conv4_1", "conv4_2-conv4_6", "conv5_1", "conv5_2", "conv5_3-fc1000"),
+    6: ("conv1-conv3_4", "conv4_1-conv4_3", "conv4_4-conv4_6", "conv5_1", "conv5_2", "conv5_3-fc1000"),
 }
 
 # BERT-base: 12 layers of 7.09 million values in groups of three behind the embeddings (23.8 million, computed by look-up)
 # and before the pooler and the head (0.6 million). A backward pass takes twice a forward pass.
 _BERT_BASE = ((23.8, 0.0), (21.3, 0.25), (21.3, 0.25), (21.3, 0.25), (21.9, 0.25))
+_ON_AN_A100 = "step of an A100 (gradwire_lab.workloads.calibration)"
 
 
-def _bert_base() -> tuple[BlockTimes, ...]:
-    step_s = _calibrated_step_s("bert-base")
-    return tuple(
-        BlockTimes(f"group {index}", round(millions * 1e6), step_s * share / 3, step_s * share * 2 / 3)
-        for index, (millions, share) in enumerate(_BERT_BASE)
-    )
+def _resnet50(name: str, n_blocks: int) -> WorkloadTimes:
+    blocks = []
+    for layers in _RESNET50_BLOCKS[n_blocks]:
+        millions, forward, backward = _RESNET50_LAYERS[layers]
+        forward_s = _STEP_S * _FORWARD_SHARE * forward / 100
+        backward_s = _STEP_S * (1 - _FORWARD_SHARE) * backward / 100
+        blocks.append(BlockTimes(layers, round(millions * 1e6), forward_s, backward_s))
+    return WorkloadTimes(name, tuple(blocks), "Luo et al. 2025, Table 1 and section 5.2.6")
 
 
 def _calibrated_step_s(name: str) -> float:
@@ -151,15 +139,16 @@ def by_name(name: str) -> WorkloadTimes:
 
     Raises: InvalidArgument.
     """
-    match = re.fullmatch(r"resnet50-(\d+)blocks", name)
-    if match and int(match[1]) in _RESNET50_BLOCKS:
-        return WorkloadTimes(name, _RESNET50_BLOCKS[int(match[1])], "Luo et al. 2025, Table 1 and section 5.2.6")
+    if name not in names():
+        raise InvalidArgument(f"no simulated workload is called {name!r}; {describe_choices(name, names())}")
     if name == "resnet50":
-        paper = WorkloadTimes(name, _RESNET50_BLOCKS[4], "blocks of Luo et al. 2025, Table 1")
-        return replace(
-            paper.scaled(_calibrated_step_s(name)),
-            origin="blocks of Luo et al. 2025, Table 1; step of an A100 (gradwire_lab.workloads.calibration)",
-        )
+        scaled = _resnet50(name, 4).scaled(_calibrated_step_s(name))
+        return replace(scaled, origin=f"blocks of Luo et al. 2025, Table 1; {_ON_AN_A100}")
     if name == "bert-base":
-        return WorkloadTimes(name, _bert_base(), "time by layers; step of an A100 (gradwire_lab.workloads.calibration)")
-    raise InvalidArgument(f"no simulated workload is called {name!r}; {describe_choices(name, names())}")
+        step_s = _calibrated_step_s(name)
+        blocks = [
+            BlockTimes(f"group {index}", round(millions * 1e6), step_s * share / 3, step_s * share * 2 / 3)
+            for index, (millions, share) in enumerate(_BERT_BASE)
+        ]
+        return WorkloadTimes(name, tuple(blocks), f"time by layers; {_ON_AN_A100}")
+    return _resnet50(name, int(name.removeprefix("resnet50-").removesuffix("blocks")))

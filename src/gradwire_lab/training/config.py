@@ -88,14 +88,8 @@ class TrainConfig:
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint of one run to continue in another."""
-        return {
-            "workload": self.workload,
-            "workload_options": repr(sorted(self.workload_options.items())),
-            "scheme": self.scheme,
-            "scheme_options": repr(sorted(self.scheme_options.items())),
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-        }
+        options = {name: repr(sorted(getattr(self, name).items())) for name in ("workload_options", "scheme_options")}
+        return options | {name: getattr(self, name) for name in ("workload", "scheme", "batch_size", "seed")}
 
 
 @dataclass(frozen=True)

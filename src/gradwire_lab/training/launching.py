@@ -1,4 +1,4 @@
-"""Starting a training: ranks on this machine with their progress shown, or this process as one of torchrun's."""
+"""Starting a training: ranks on this machine, or this process as one of torchrun's; and what a person sees of it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gradwire import checks
+from gradwire import checks, schemes
 from gradwire.errors import InvalidArgument
 from gradwire.registry import describe_choices
+from gradwire_lab import workloads
+from gradwire_lab.ranks.launch import run_gradwire
+from gradwire_lab.ranks.netlab.rate import parse_rate
+from gradwire_lab.results.captions import describe_network, duration
+from gradwire_lab.results.tables import Grid, print_grid
 from gradwire_lab.training.config import TrainConfig, TrainResult
-from gradwire_lab.training.display import print_step, print_summary
 from gradwire_lab.training.loop import train_rank
+from gradwire_lab.training.torch_hooks import HOOKS, check_options
 
 # Set for ranks that `run_ranks` starts: their configuration, and that rank 0 reports as lines to the starter.
 _CONFIG_VARIABLE = "GRADWIRE_TRAIN_CONFIG"
@@ -27,9 +32,6 @@ def run_ranks(config: TrainConfig, n_ranks: int, rate: str = "none") -> dict[str
     The per-step records are in `config.out`/steps.jsonl.
     Raises: InvalidArgument, Unsupported (before any rank starts), PeerLost (a rank failed; its own words are on stderr).
     """
-    from gradwire_lab.ranks.launch import run_gradwire
-    from gradwire_lab.ranks.netlab.rate import parse_rate
-
     check(config)
     checks.count("ranks", n_ranks)
     parse_rate(rate)
@@ -74,10 +76,6 @@ def check(config: TrainConfig) -> None:
 
     Raises: InvalidArgument, Unsupported.
     """
-    from gradwire import schemes
-    from gradwire_lab import workloads
-    from gradwire_lab.training.torch_hooks import HOOKS, check_options
-
     if config.scheme in HOOKS:
         check_options(config.scheme, config.scheme_options)
     elif config.scheme not in schemes.names():
@@ -103,3 +101,44 @@ def train_and_report(config: TrainConfig) -> TrainResult:
 
 def _report(content: dict[str, Any]) -> None:
     print(_REPORT_MARK + json.dumps(content), flush=True)
+
+
+# ---- what a person sees
+
+
+def print_step(config: TrainConfig, record: dict[str, Any]) -> None:
+    """A line for every tenth of the run's steps."""
+    done = record["step"] + 1
+    if done % max(1, config.steps // 10) == 0 or done == config.steps:
+        figures = f"loss {record['loss']:.4f}  {1e3 * record['iteration_s']:.0f} ms  ratio {record['ratio']:.3f}"
+        left_s = (config.steps - done) * record["iteration_s"]
+        ending = f"  {duration(left_s)} left" if left_s >= 1 else ""
+        print(f"{config.workload}, {config.scheme}: step {done}/{config.steps}  {figures}{ending}", flush=True)
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """The table at the end of a run."""
+    title = f"{summary['workload']} with {summary['scheme']}, {summary['ranks']} ranks"
+    print_grid(Grid(title, ["", ""], [list(row) for row in summary_rows(summary)]))
+
+
+def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """(name, value) of what matters in a summary, ready to print."""
+    computed = " (computed)" if summary["wire_bytes_origin"] != "counted" else ""
+    equal = "equal on all ranks" if summary["replicas_equal"] else "NOT equal on all ranks"
+    times = (("iteration", "iteration, median"), ("exposed", "exposed communication"), ("codec", "codec, busy"))
+    evaluated = [key for key in ("held_out_loss", "accuracy", "exact") if key in summary]
+    return [
+        ("steps", str(summary["n_steps"])),
+        ("parameters", f"{summary['n_parameters']:,}"),
+        ("data, compute", f"{summary['data']}, {summary['compute']}"),
+        ("network", describe_network(summary)),
+        (f"MB sent a step{computed}", f"{summary['wire_bytes'] / 1e6:.3f}"),
+        ("ratio to a float32 ring", f"{summary['ratio']:.4f}"),
+        *((f"{title}, ms", f"{1e3 * summary[f'{name}_s']:.1f}") for name, title in times),
+        ("loss, last step", f"{summary['loss']:.6f}"),
+        ("loss, mean of last 10", f"{summary['loss_last_10']:.6f}"),
+        *((key.replace("_", " "), f"{summary[key]:.4f}") for key in evaluated),
+        *([("fallbacks", f"{summary['n_fallbacks']:.0f}")] if summary["n_fallbacks"] else []),
+        ("parameters", f"sha256 {summary['parameters_sha256'][:16]}..., {equal}"),
+    ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,16 +15,20 @@ from torch._C._distributed_c10d import HashStore
 
 from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 from gradwire.telemetry.environment import describe_environment
+from gradwire.telemetry.jsonl import JsonLines
 from gradwire.telemetry.stopwatch import Stopwatch, processor_watch
+from gradwire_lab.ranks.network import current_network
+from gradwire_lab.results.records import write_json, write_text
 from gradwire_lab.training import checkpoints
 from gradwire_lab.training.config import TrainConfig, TrainResult
 from gradwire_lab.training.digest import check_equal, gather_hashes, hash_parameters
 from gradwire_lab.training.meter import Meter
-from gradwire_lab.training.run_files import RunFiles
 from gradwire_lab.training.session import TrainingSession, n_parameters
-from gradwire_lab.training.snapshot import write_snapshot
 from gradwire_lab.training.torch_hooks import HOOKS
 from gradwire_lab.workloads import Workload, by_name
+from gradwire_lab.workloads.gradients import write_snapshot
+
+_describe_environment = functools.cache(describe_environment)  # several runs of a process ask once
 
 # Ranks exchange their figures this often: each exchange costs some milliseconds on a slow network.
 _GATHER_EVERY = 10
@@ -81,7 +87,7 @@ class _Run:
         start_step = self._prepare(session)
         meter = Meter(self._device, is_computed=config.scheme in HOOKS)
         description = self._describe(n_parameters(session.model), start_step)
-        files = RunFiles(config.out if self._rank == 0 else None, description, start_step)
+        files = _RunFiles(config.out if self._rank == 0 else None, description, start_step)
         self._add_trace(session)
         watch = Stopwatch()
         batches = workload.batches(self._rank, self._world_size, self._batch_size, config.seed, start_step)
@@ -191,7 +197,7 @@ class _Run:
         return {
             **{name: getattr(config, name) for name in names},
             "ranks": self._world_size,
-            "rate_bps": _rate_bps(),
+            "rate_bps": current_network().rate_bps,  # of the test network; None for links that are not shaped
             "start_step": start_step,
             "n_parameters": n_elements,
             **self._workload.describe(),
@@ -209,19 +215,56 @@ class _Run:
             session.recorder.add_sink(ChromeTraceSink(path, self._rank, self._world_size))
 
 
-@functools.cache
-def _describe_environment() -> dict[str, str | int]:
-    return describe_environment()
+class _RunFiles:
+    """Rank 0's folder of a run: config.json, steps.jsonl (a line a step), summary.json; with `folder` None, nothing.
+
+    Args:
+        start_step: steps from here on are this run's; earlier lines of an interrupted run are kept.
+    """
+
+    def __init__(self, folder: Path | None, config: dict[str, Any], start_step: int = 0) -> None:
+        self._folder = folder
+        self._lines: JsonLines | None = None
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "config.json", config)
+        (folder / "summary.json").unlink(missing_ok=True)  # of an earlier run: this one is not done yet
+        steps = folder / "steps.jsonl"
+        if start_step and steps.exists():
+            kept = [line for line in steps.read_text().splitlines() if _step_of(line) < start_step]
+            write_text(steps, "".join(line + "\n" for line in kept))
+            self._lines = JsonLines(steps, append=True)
+        else:
+            self._lines = JsonLines(steps)
+
+    def add_step(self, record: dict[str, Any]) -> None:
+        """Append one step's record."""
+        if self._lines is not None:
+            self._lines.append(record)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write the summary; only a run that came to its end has one."""
+        if self._folder is not None and self._lines is not None:
+            self._lines.close()
+            write_json(self._folder / "summary.json", summary)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # a line cut short by a crash is dropped
 
 
 def _choose_device(name: str) -> torch.device:
-    if name == "cuda":
-        if not torch.cuda.is_available():
-            raise Unsupported("device='cuda': this torch sees no GPU; use --device cpu")
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise Unsupported("device='cuda': this torch sees no GPU; use --device cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 def _init_process_group(device: torch.device) -> None:
@@ -230,10 +273,3 @@ def _init_process_group(device: torch.device) -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-
-
-def _rate_bps() -> float | None:
-    """The links' rate if the test network says one; None for links that are not shaped."""
-    from gradwire_lab.ranks.network import current_network
-
-    return current_network().rate_bps

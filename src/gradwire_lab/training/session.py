@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import gradwire
+from gradwire import LocalSgd, schemes
+from gradwire.doors.local_sgd import OUTER
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire_lab.training.config import TrainConfig
 from gradwire_lab.training.torch_hooks import HOOKS, TorchHook
@@ -49,18 +52,12 @@ class TrainingSession:
             self._torch_hook.register(self.ddp)
             self._hooks = [p.register_post_accumulate_grad_hook(self._note_gradient) for p in self.model.parameters()]
             return
-        import gradwire
-        from gradwire import schemes
-
         self._scheme = schemes.by_name(self._config.scheme, **self._config.scheme_options)
         self.attachment = gradwire.attach(self.ddp, self.optimizers, self._scheme)
         if scheme_state is not None:
             self.attachment.load_state_dict(scheme_state)
 
     def _begin_local_sgd(self) -> None:
-        from gradwire import LocalSgd, schemes
-        from gradwire.doors.local_sgd import OUTER
-
         name, options = self._config.scheme, self._config.scheme_options
         # Only a bare name may be made without error feedback, where momentum forbids it.
         scheme = schemes.by_name(name, **options) if options else name

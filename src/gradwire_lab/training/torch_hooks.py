@@ -79,11 +79,7 @@ def check_options(name: str, options: dict[str, Any]) -> None:
 
 
 class TorchHook:
-    """One of them on a model in DDP, and what it sends.
-
-    Args:
-        options: those of `HOOKS`, checked; a `start` below 2 compresses from the first steps on.
-    """
+    """One of them on a model in DDP, and what it sends; `options` are checked, and a `start` below 2 begins at once."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self._name, self._options = name, {**HOOKS[name], **options}

@@ -27,6 +27,7 @@ _REGISTRY: dict[str, tuple[str, dict[str, Any]]] = {
     "lstm": ("gradwire_lab.workloads.extremes:LstmWorkload", {}),
     "ncf": ("gradwire_lab.workloads.extremes:NcfWorkload", {}),
     "many-tensors": ("gradwire_lab.workloads.extremes:ManyTensorsWorkload", {}),
+    "huge-embedding": ("gradwire_lab.workloads.extremes:HugeEmbeddingWorkload", {}),
 }
 
 
@@ -48,7 +49,7 @@ def by_name(name: str, *, compute: str = "real", **options: Any) -> Workload:
         name: one of `names()`.
         compute: "real" runs the model; "emulate" replays captured gradients of its shape behind calibrated waits
             (workloads/replay.py), with `options` then also those of `ReplayWorkload`.
-        options: those of the workload's class, such as `optimizer`, `learning_rate`, `batch_size`, `data_dir`.
+        options: those of the workload's class, such as `optimizer`, `learning_rate`, `batch_size`.
     Raises: InvalidArgument (unknown name, or an option that the workload does not take).
     """
     if compute == "emulate":

@@ -6,20 +6,39 @@ import contextlib
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from gradwire import checks
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire_lab.workloads import optimizers
 
 Batch = tuple[Tensor, Tensor]  # (inputs, targets) of one rank at one step
+
+
+# name: (class, options, default learning rate, default weight decay)
+_OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any], float, float]] = {
+    "sgd": (torch.optim.SGD, {}, 0.1, 0.0),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}, 0.05, 5e-4),
+    "nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, 0.05, 5e-4),
+    "adagrad": (torch.optim.Adagrad, {}, 1e-2, 0.0),
+    "rmsprop": (torch.optim.RMSprop, {}, 1e-3, 0.0),
+    "adam": (torch.optim.Adam, {}, 1e-3, 0.0),
+    "adamw": (torch.optim.AdamW, {}, 1e-3, 1e-2),
+    "amsgrad": (torch.optim.Adam, {"amsgrad": True}, 1e-3, 0.0),
+}
+if hasattr(torch.optim, "Muon"):  # from torch 2.9 on; of hidden matrices, with AdamW for the rest
+    _OPTIMIZERS["muon"] = (torch.optim.Muon, {}, 0.02, 0.0)
+
+# How a learning rate follows the batch: not at all; so that an epoch moves the weights as far; or so that a step's variance
+# stays (SlimGC, section 4.3.1).
+_SCALINGS: dict[str, Callable[[float], float]] = {"none": lambda factor: 1.0, "linear": float, "square-root": math.sqrt}
 
 
 class Workload(ABC):
@@ -30,17 +49,17 @@ class Workload(ABC):
     train on the same samples as 1 rank of 32.
 
     Args:
-        optimizer: a name in `optimizers.names()`; default: the workload's own.
+        optimizer: one of the seven of the GComp paper, "amsgrad", or "muon" with AdamW beside it; default: the workload's own.
         learning_rate, weight_decay: default: the optimizer's for this workload.
         schedule: "constant" or "cosine" (with `warmup_steps`, down to 0 at `schedule_steps`).
         batch_size: samples per rank and step.
         rate_scaling: "none", "linear" or "square-root": how the learning rate, which is meant for one rank with the
-            workload's own batch, follows the global batch (`optimizers.scale_learning_rate`).
+            workload's own batch, follows the global batch.
     """
 
     default_optimizer: ClassVar[str] = "adamw"
     default_batch_size: ClassVar[int] = 8
-    # Learning rates that differ from optimizers.py for this workload.
+    # Learning rates that are others for this workload.
     learning_rates: ClassVar[dict[str, float]] = {}
     # The papers' model that the workload stands for.
     stands_for: str = ""
@@ -65,10 +84,14 @@ class Workload(ABC):
         rate_scaling: str = "none",
     ) -> None:
         self.name = name
-        optimizers.check_scaling(rate_scaling)
+        if rate_scaling not in _SCALINGS:
+            raise InvalidArgument(f"rate_scaling={rate_scaling!r}: expected one of {', '.join(_SCALINGS)}")
         self.rate_scaling = rate_scaling
         self.optimizer = optimizer or self.default_optimizer
-        optimizers.check_name(self.optimizer)
+        if self.optimizer not in _OPTIMIZERS:
+            raise InvalidArgument(
+                f"no optimizer is called {self.optimizer!r}; there are: {', '.join(sorted(_OPTIMIZERS))}"
+            )
         self.learning_rate = learning_rate if learning_rate is not None else self.learning_rates.get(self.optimizer)
         self.weight_decay = weight_decay
         if schedule not in ("constant", "cosine"):
@@ -113,28 +136,26 @@ class Workload(ABC):
         """The optimizers over all of the model's parameters: one, or Muon and AdamW, each with a rate of its own."""
         if self.optimizer != "muon":
             return [self.build_optimizer(model)]
-        matrices = optimizers.hidden_matrices(model)
+        matrices = hidden_matrices(model)
         rest = [parameter for parameter in model.parameters() if not any(parameter is one for one in matrices)]
-        rates = {"muon": self._scaled_rate(), "adamw": self._scale(self.learning_rates.get("adamw"), "adamw")}
-        return [
-            optimizers.build(name, parameters, rates[name], self.weight_decay)
-            for name, parameters in (("muon", matrices), ("adamw", rest))
-        ]
+        return [self._build("muon", matrices), self._build("adamw", rest)]
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         """The optimizer over all of the model's parameters. Raises: Unsupported (there are two: `build_optimizers`)."""
         if self.optimizer == "muon":
             raise Unsupported("Muon has AdamW beside it, and this works with one optimizer: take another one")
-        return optimizers.build(self.optimizer, model.parameters(), self._scaled_rate(), self.weight_decay)
+        return self._build(self.optimizer, model.parameters())
 
-    def _scaled_rate(self) -> float:
-        return self._scale(self.learning_rate, self.optimizer)
+    def _build(self, name: str, parameters: Iterable[Tensor]) -> Optimizer:
+        cls, options, _, decay = _OPTIMIZERS[name]
+        decay = decay if self.weight_decay is None else self.weight_decay
+        return cls(parameters, lr=self._rate_of(name), weight_decay=decay, **options)
 
-    def _scale(self, given: float | None, optimizer: str) -> float:
-        rate = optimizers.default_learning_rate(optimizer) if given is None else given
+    def _rate_of(self, name: str) -> float:
+        given = self.learning_rate if name == self.optimizer else self.learning_rates.get(name)
         n_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        factor = n_ranks * self.batch_size / self.default_batch_size
-        return optimizers.scale_learning_rate(rate, self.rate_scaling, factor)
+        factor = _SCALINGS[self.rate_scaling](n_ranks * self.batch_size / self.default_batch_size)
+        return factor * (_OPTIMIZERS[name][2] if given is None else given)
 
     def build_schedulers(self, several: Iterable[Optimizer]) -> list[LRScheduler]:
         """The learning-rate schedule of each, or none for a constant rate."""
@@ -173,7 +194,7 @@ class Workload(ABC):
             "compute": self.compute,
             "emulated": self.compute == "emulate",
             "optimizer": self.optimizer,
-            "learning_rate": self._scaled_rate(),
+            "learning_rate": self._rate_of(self.optimizer),
             "batch_size": self.batch_size,
             "stands_for": self.stands_for,
         }
@@ -214,3 +235,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def hidden_matrices(model: nn.Module) -> list[torch.Tensor]:
+    """What Muon is for: matrices of linear layers, but for a head, the last linear layer of the model's own children."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    heads = [child for child in inner.children() if isinstance(child, nn.Linear)][-1:]
+    linears = [one for one in inner.modules() if isinstance(one, nn.Linear) and one not in heads]
+    embedded = {one.weight for one in inner.modules() if isinstance(one, nn.Embedding)}  # a tied head is one of these
+    found = list(dict.fromkeys(one.weight for one in linears if one.weight not in embedded))
+    if not found:
+        raise Unsupported("Muon is for hidden matrices, and this model has none: take another optimizer")
+    return found

@@ -15,12 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Calibration:
-    """Forward and backward of one batch on one accelerator.
-
-    Attributes:
-        step_s: seconds for forward and backward of `batch_size` samples.
-        origin: where the figure comes from, for the records.
-    """
+    """Seconds of forward and backward of one batch on one accelerator, and where the figure comes from."""
 
     step_s: float
     batch_size: int

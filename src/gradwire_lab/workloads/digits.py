@@ -31,11 +31,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
 
 
 class DigitsWorkload(Workload):
-    """A classifier of digits; the model is the subclass's.
-
-    Args:
-        folds, fold: held out is the `fold`-th of `folds` equal parts of a fixed shuffle; the rest is for training.
-    """
+    """A classifier of digits; held out is the `fold`-th of `folds` equal parts of a fixed shuffle."""
 
     default_optimizer = "momentum"
     default_batch_size = 32
@@ -76,10 +72,8 @@ class ResNetWorkload(DigitsWorkload):
     """The small ResNet: 1.2 M parameters by default, with batch normalisation.
 
     Args:
-        width: channels of the first block.
         activation: "relu" or "silu". Under ReLU one unit in the last place of one gradient can switch a unit on or off, and
             has grown to 1e-3 of loss 40 steps later; under SiLU it stays at 1e-7, which is what comparing losses needs.
-        **options: those of `DigitsWorkload`.
     """
 
     stands_for = "convolutional networks (ResNet), at a size that trains on a laptop"
@@ -98,12 +92,7 @@ class ResNetWorkload(DigitsWorkload):
 
 
 class VggWorkload(DigitsWorkload):
-    """The small VGG: 0.9 M parameters by default, 0.8 M of them in the dense layers.
-
-    Args:
-        width: channels of the first stage. dense: outputs of the first two dense layers.
-        **options: those of `DigitsWorkload`.
-    """
+    """The small VGG: 0.9 M parameters by default, 0.8 M of them in the dense layers, the first two of which give `dense`."""
 
     stands_for = "VGG, at a size that trains on a laptop"
     learning_rates: ClassVar[dict[str, float]] = {"momentum": 0.01, "nesterov": 0.01}

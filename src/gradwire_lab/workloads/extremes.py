@@ -1,4 +1,4 @@
-"""Models that are hard on a scheme: two whose gradients are mostly zero rows, and one of many tiny tensors."""
+"""Models that are hard on a scheme: three whose gradients are mostly zero rows, and one of many tiny tensors."""
 
 from __future__ import annotations
 
@@ -37,9 +37,6 @@ class LstmWorkload(Workload):
     """The LSTM language model on the words of Python's standard library: 32,000 x 256, hidden 1,024, 10.6 M parameters.
 
     The published shape (426 M, Google Billion Words) is `vocabulary_size=793470, width=512, hidden=2048, n_layers=2`.
-
-    Args:
-        length: words of context.
     """
 
     stands_for = "LSTM language models with large embeddings: homomorphic compression (426 M parameters, 94.5 % zero)"
@@ -159,11 +156,21 @@ def _zipf(n_values: int, n_draws: int, generator: torch.Generator) -> Tensor:
     return (torch.pow(float(n_values + 1), uniform) - 1).long().clamp_(0, n_values - 1)
 
 
-class ManyTensorsWorkload(Workload):
-    """`depth` residual layers of `width` values, hundreds of parameters. Targets are a fixed function of random inputs."""
+class _Teacher(Workload):
+    """Inputs are random, targets a fixed function of them."""
+
+    default_optimizer = "sgd"
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """The loss of a batch that no rank trains on."""
+        with evaluating(model):
+            return {"held_out_loss": float(self.loss(model, self.batch_at(1 << 20, 0, 1, 64, 1)))}
+
+
+class ManyTensorsWorkload(_Teacher):
+    """`depth` residual layers of `width` values: hundreds of parameters of a few hundred values each."""
 
     stands_for = "models of many small tensors: what is paid per tensor decides"
-    default_optimizer = "sgd"
 
     def __init__(self, *, depth: int = 150, width: int = 24, **options: Any) -> None:
         super().__init__(**options)
@@ -183,11 +190,6 @@ class ManyTensorsWorkload(Workload):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.mse_loss(model(batch[0]), batch[1])
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """The loss of a batch that no rank trains on."""
-        with evaluating(model):
-            return {"held_out_loss": float(self.loss(model, self.batch_at(1 << 20, 0, 1, 64, 1)))}
-
 
 class _Residuals(nn.Module):
     def __init__(self, depth: int, width: int) -> None:
@@ -200,3 +202,30 @@ class _Residuals(nn.Module):
         for layer, norm in zip(self.layers, self.norms, strict=True):
             values = values + torch.tanh(layer(norm(values))) / len(self.layers) ** 0.5
         return values
+
+
+class HugeEmbeddingWorkload(_Teacher):
+    """One embedding with nearly all of the parameters, ready last of all: nothing hides its transfer."""
+
+    stands_for = "recommenders and large vocabularies: one tensor is the model"
+
+    def __init__(self, *, n_rows: int = 50_000, width: int = 64, n_words: int = 16, **options: Any) -> None:
+        super().__init__(**options)
+        if min(n_rows, width, n_words) < 1:
+            raise InvalidArgument(f"n_rows={n_rows}, width={width}, n_words={n_words}: all are positive")
+        self.n_rows, self.width, self.n_words = n_rows, width, n_words
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.EmbeddingBag(self.n_rows, self.width), nn.Linear(self.width, 32), nn.Tanh(), nn.Linear(32, 2)
+        )
+
+    def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
+        generator = step_generator(seed, step)
+        shape = (world_size * batch_size, self.n_words)
+        words = (torch.rand(shape, generator=generator) ** 3 * self.n_rows).long()  # few words are frequent
+        mine = words[rank * batch_size : (rank + 1) * batch_size]
+        return mine, (mine % 2).sum(1) % 2
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])

@@ -78,11 +78,7 @@ class Transformer(nn.Module):
 
 
 class GptWorkload(Workload):
-    """The small GPT: 1.4 M parameters by default, 0.1 to 0.25 s a step for 4 ranks on 2 cores.
-
-    Args:
-        n_layers, width, n_heads: the model. length: bytes of context.
-    """
+    """The small GPT: 1.4 M parameters by default, 0.1 to 0.25 s a step for 4 ranks on 2 cores. `length`: bytes of context."""
 
     stands_for = "GPT language models, at a size that trains on a laptop"
     default_batch_size = 8
@@ -121,11 +117,7 @@ class GptWorkload(Workload):
 
 
 class SmallBertWorkload(GptWorkload):
-    """The small BERT: 1.4 M parameters by default; attention in both directions.
-
-    Args:
-        length: bytes of context. **options: those of `GptWorkload`.
-    """
+    """The small BERT: 1.4 M parameters by default; attention in both directions. `options`: the small GPT's."""
 
     stands_for = "BERT, at a size that trains on a laptop"
     # Few bytes of context and many crops: with 64 bytes it takes thousands of steps to find more than the commonest byte.
@@ -161,10 +153,7 @@ class SmallBertWorkload(GptWorkload):
                 losses.append(F.cross_entropy(logits[hidden], y[hidden], reduction="sum"))
                 n_found += int((logits[hidden].argmax(1) == y[hidden]).sum())
                 n_hidden += int(hidden.sum())
-        return {
-            "held_out_loss": float(torch.stack(losses).double().sum()) / n_hidden,
-            "accuracy": n_found / n_hidden,
-        }
+        return {"held_out_loss": float(torch.stack(losses).double().sum()) / n_hidden, "accuracy": n_found / n_hidden}
 
 
 def _mask(crops: Tensor, drawn: Tensor) -> Batch:

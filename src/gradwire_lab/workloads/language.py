@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -9,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire_lab.workloads.base import Batch, Workload, step_generator
+from gradwire_lab.workloads.base import Batch, Workload, draw_from_epochs, evaluating, step_generator
+from gradwire_lab.workloads.squad import Squad, find_squad
 from gradwire_lab.workloads.text import byte_tokens, crop_batch, spread_crops
 
 
@@ -25,23 +27,23 @@ class Gpt2Workload(Workload):
     """GPT-2 (124 M parameters, output tied to the embedding) on the bytes of Python's standard library.
 
     Args:
-        length: tokens of context (GPT-2: up to 1,024).
+        length: tokens of context (GPT-2: up to 1,024). dropout: 0 keeps replicas reproducible.
     """
 
     stands_for = "GPT-2, 124 M parameters"
     default_batch_size = 1
     learning_rates: ClassVar[dict[str, float]] = {"adamw": 3e-4, "adam": 3e-4}
 
-    def __init__(self, *, length: int = 64, **options: Any) -> None:
+    def __init__(self, *, length: int = 64, dropout: float = 0.0, **options: Any) -> None:
         super().__init__(**options)
         if not 1 <= length <= 1024:
             raise InvalidArgument(f"length={length}: GPT-2 takes 1 to 1024 tokens")
-        self.length = length
+        self.length, self.dropout = length, dropout
 
     def make_model(self) -> nn.Module:
         transformers = _transformers()
-        # Without dropout, so that replicas are reproducible.
-        config = transformers.GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+        drop = self.dropout
+        config = transformers.GPT2Config(resid_pdrop=drop, embd_pdrop=drop, attn_pdrop=drop, use_cache=False)
         model: nn.Module = transformers.GPT2LMHeadModel(config)
         return model
 
@@ -59,38 +61,60 @@ class Gpt2Workload(Workload):
 
 
 class BertWorkload(Workload):
-    """BERT with a question-answering head, on random tokens (shape-only).
+    """BERT with a question-answering head.
 
     Args:
         size: "base" (109 M parameters) or "large" (334 M), set by the workload's name.
-        length: tokens of question and paragraph (the papers: 64 to 384).
+        data_dir: a folder with SQuAD v1.1 (train-v1.1.json, dev-v1.1.json); without it tokens are random, shape-only.
+        length: tokens of question and paragraph (the papers: 64 to 384). dropout: 0 keeps replicas reproducible.
     """
 
-    data = "shape-only"
     learning_rates: ClassVar[dict[str, float]] = {"adamw": 5e-5, "adam": 5e-5}
     _vocabulary_size: ClassVar[int] = 30522
 
-    def __init__(self, *, size: str, length: int = 64, batch_size: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        size: str,
+        data_dir: str | None = None,
+        length: int = 64,
+        dropout: float = 0.0,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(batch_size=batch_size or {"base": 2, "large": 1}[size], **options)
         if not 8 <= length <= 512:
             raise InvalidArgument(f"length={length}: BERT takes 8 to 512 tokens here")
-        self.size, self.length = size, length
+        self.size, self.data_dir, self.length, self.dropout = size, data_dir, length, dropout
+        self.data = "shape-only" if data_dir is None else "real"
         self.stands_for = {
             "base": "BERT-base, 109 M parameters: GComp, ACP-SGD (batch 32), homomorphic compression (SQuAD, batch 8)",
             "large": "BERT-large, 334 M parameters: ACP-SGD (batch 8)",
         }[size]
 
+    @functools.cached_property
+    def _squad(self) -> tuple[Squad, Squad | None] | None:
+        if self.data_dir is None:
+            return None
+        training, held_out = find_squad(self.data_dir)
+        held_out_squad = Squad(held_out, self.length, self._vocabulary_size) if held_out else None
+        return Squad(training, self.length, self._vocabulary_size), held_out_squad
+
     def make_model(self) -> nn.Module:
         transformers = _transformers()
         shape = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
-        # Without dropout, so that replicas are reproducible.
         config = transformers.BertConfig(
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **(shape if self.size == "large" else {})
+            hidden_dropout_prob=self.dropout,
+            attention_probs_dropout_prob=self.dropout,
+            **(shape if self.size == "large" else {}),
         )
         model: nn.Module = transformers.BertForQuestionAnswering(config)
         return model
 
     def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
+        if self._squad is not None:
+            squad = self._squad[0]
+            return squad.rows(draw_from_epochs(len(squad.targets), step, rank, world_size, batch_size, seed))
         generator = step_generator(seed, "random tokens", step, rank, world_size)
         ids = torch.randint(1000, self._vocabulary_size, (batch_size, self.length), generator=generator)
         types = (torch.arange(self.length) >= self.length // 4).long().expand(batch_size, -1)
@@ -102,3 +126,23 @@ class BertWorkload(Workload):
         ids, types = inputs.unbind(1)
         out = model(input_ids=ids, token_type_ids=types, attention_mask=(ids != 0).long())
         return (F.cross_entropy(out.start_logits, targets[:, 0]) + F.cross_entropy(out.end_logits, targets[:, 1])) / 2
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Loss and share of exactly found spans over 64 held-out questions of SQuAD's development file."""
+        if self._squad is None or self._squad[1] is None:
+            return {}
+        squad = self._squad[1]
+        device = next(model.parameters()).device
+        chosen = torch.linspace(0, len(squad.targets) - 1, 64).long().unique()
+        loss_sum, n_exact = 0.0, 0
+        with evaluating(model):
+            for indices in chosen.split(8):
+                inputs, targets = (values.to(device) for values in squad.rows(indices))
+                ids, types = inputs.unbind(1)
+                out = model(input_ids=ids, token_type_ids=types, attention_mask=(ids != 0).long())
+                found = torch.stack((out.start_logits.argmax(1), out.end_logits.argmax(1)), 1)
+                n_exact += int((found == targets).all(1).sum())
+                loss_sum += len(indices) * float(
+                    F.cross_entropy(out.start_logits, targets[:, 0]) + F.cross_entropy(out.end_logits, targets[:, 1])
+                ) / 2  # fmt: skip
+        return {"held_out_loss": loss_sum / len(chosen), "exact": n_exact / len(chosen)}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradwire_lab.workloads.base import Batch, Workload, step_generator
+from gradwire_lab.workloads.base import Batch, Workload, evaluating
+from gradwire_lab.workloads.images import ImageSource, open_images
 
 Convolution = tuple[int, int, int]  # outputs, pixels a side of the kernel, stride
 
@@ -102,7 +103,6 @@ class Vgg(nn.Module):
 _RESNET_STAGES = {"resnet50": (3, 4, 6, 3), "resnet152": (3, 8, 36, 3)}
 # Convolutions per stage, each stage followed by a 2x2 pooling (Simonyan and Zisserman, 2014, columns D and E).
 _VGG_STAGES = {"vgg16": (2, 2, 3, 3, 3), "vgg19": (2, 2, 4, 4, 4)}
-_N_CLASSES = 1000
 
 _BATCH_SIZES = {"resnet50": 4, "resnet152": 2, "vgg16": 2, "vgg19": 2}  # a few seconds a step on one core
 _STANDS_FOR = {
@@ -114,25 +114,41 @@ _STANDS_FOR = {
 
 
 class VisionWorkload(Workload):
-    """One of the papers' image classifiers, on images of noise with random labels (shape-only).
+    """One of the papers' image classifiers.
 
     Args:
         shape: "resnet50", "resnet152", "vgg16" or "vgg19" (set by the workload's name).
-        image_size: pixels a side, from 32 on (the papers: 224; 64 keeps a step to seconds on one core).
+        data_dir: CIFAR-10 or an ImageNet-like folder; without it the images are random and the run is shape-only.
+        image_size: pixels a side; default 64 for random images and folders, 32 for CIFAR-10 (the papers: 224).
+        n_classes: outputs of the last layer; 1,000 keeps the published parameter counts with any data.
     """
 
     default_optimizer = "momentum"
-    data = "shape-only"
 
-    def __init__(self, *, shape: str, image_size: int = 64, batch_size: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        shape: str,
+        data_dir: str | None = None,
+        image_size: int | None = None,
+        n_classes: int = 1000,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(batch_size=batch_size or _BATCH_SIZES[shape], **options)
-        self.shape, self.image_size, self.stands_for = shape, image_size, _STANDS_FOR[shape]
+        self.shape, self.data_dir, self.image_size, self.n_classes = shape, data_dir, image_size, n_classes
+        self.stands_for = _STANDS_FOR[shape]
+        self.data = "shape-only" if data_dir is None else "real"
+
+    @functools.cached_property
+    def _images(self) -> ImageSource:
+        return open_images(self.data_dir, self.image_size, self.n_classes)
 
     def make_model(self) -> nn.Module:
         if self.shape in _VGG_STAGES:
             # Without batch normalisation, and pooled to 7x7, so that any image size from 32 on will do.
             stages = [(min(64 << stage, 512), n_layers) for stage, n_layers in enumerate(_VGG_STAGES[self.shape])]
-            return Vgg(3, stages, 7, 4096, _N_CLASSES, nn.Conv2d)
+            return Vgg(3, stages, 7, 4096, self.n_classes, nn.Conv2d)
         stem = nn.Sequential(
             nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
         )
@@ -141,12 +157,25 @@ class VisionWorkload(Workload):
             for stage, n_blocks in enumerate(_RESNET_STAGES[self.shape])
             for block in range(n_blocks)
         ]
-        return ResNet(stem, 64, blocks, _N_CLASSES, nn.ReLU())
+        return ResNet(stem, 64, blocks, self.n_classes, nn.ReLU())
 
     def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
-        generator = step_generator(seed, "random images", step, rank, world_size)
-        images = torch.randn(batch_size, 3, self.image_size, self.image_size, generator=generator)
-        return images, torch.randint(_N_CLASSES, (batch_size,), generator=generator)
+        return self._images.training_batch(step, rank, world_size, batch_size, seed)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Accuracy and loss on up to 512 held-out images of the user's folder."""
+        held_out = self._images.held_out(512)
+        if held_out is None:
+            return {}
+        device = next(model.parameters()).device
+        images, labels = held_out
+        n_correct, loss_sum = 0, 0.0
+        with evaluating(model):
+            for x, y in zip(images.split(32), labels.to(device).split(32), strict=True):
+                logits = model(x.to(device))
+                n_correct += int((logits.argmax(1) == y).sum())
+                loss_sum += float(F.cross_entropy(logits, y, reduction="sum"))
+        return {"accuracy": n_correct / len(labels), "held_out_loss": loss_sum / len(labels)}

@@ -18,9 +18,8 @@ from gradwire_lab.bench.level_rule import allowed_scale, dropped_bits, entropy_b
 from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.bench.timing import Task, threads, time_interleaved
 from gradwire_lab.results.records import Record
-from gradwire_lab.training.snapshot import write_snapshot
 from gradwire_lab.workloads import Workload
-from gradwire_lab.workloads.gradients import GradientFile, load_gradients
+from gradwire_lab.workloads.gradients import GradientFile, load_gradients, write_snapshot
 
 Lengths = npt.NDArray[np.int64]  # bits of each symbol's code, (256,)
 MANTISSA_BITS = 24  # the sign travels with the mantissa

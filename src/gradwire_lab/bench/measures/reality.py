@@ -10,7 +10,7 @@ from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.bench.measures.commands import run_command, train
 from gradwire_lab.results.records import Record, write_text
 from gradwire_lab.simulator.predictions import predict
-from gradwire_lab.simulator.schemes.measured import FORMAT, TABLE, MeasuredTable, to_text
+from gradwire_lab.simulator.schemes.registry import FORMAT, TABLE, MeasuredTable, to_text
 
 # A reduction of so few bytes takes its hops' latency and nothing else; by a scheme of each kind of lane.
 _LATENCY_BYTES = 1024

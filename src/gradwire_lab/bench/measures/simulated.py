@@ -11,9 +11,8 @@ from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.records import Record
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.inputs import make_trace
-from gradwire_lab.simulator.jitter import Stragglers, jitter_by_name
 from gradwire_lab.simulator.search import SimulatedRun
-from gradwire_lab.simulator.stage import Setting
+from gradwire_lab.simulator.stage import Setting, Stragglers, jitter_by_name
 from gradwire_lab.workloads.calibration import reference_calibration
 
 

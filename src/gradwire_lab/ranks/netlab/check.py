@@ -90,16 +90,13 @@ def measure_rate(ranks: int, rate: str | float, seconds: float = 1.0, repeats: i
 
 
 def probe(seconds: float, repeats: int, rate_bps: int) -> None:
-    """In a rank: time all-reduces of a tensor that should take `seconds` at the rate; rank 0 prints one JSON line.
-
-    Each rank sends and receives 2 (N - 1) / N of the tensor (ring all-reduce).
-    """
+    """In a rank: time all-reduces of a tensor that should take `seconds` at the rate; rank 0 prints one JSON line."""
     import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60 + 20 * seconds))
     world_size = dist.get_world_size()
-    crossing = 2 * (world_size - 1) / world_size
+    crossing = 2 * (world_size - 1) / world_size  # of the tensor, sent and received by each rank of a ring
     n_elements = max(1 << 16, int(rate_bps / 8 * seconds / crossing / 4))
     round_trip_s, loss = _echoes(dist.get_rank())
     dist.barrier()
@@ -114,13 +111,9 @@ def probe(seconds: float, repeats: int, rate_bps: int) -> None:
         rates.append(4 * n_elements * crossing * 8 / (time.perf_counter() - start))
         assert tensor[0] == world_size
         assert tensor[-1] == world_size
+    found = {"payload_bytes": 4 * n_elements, "rates_bps": rates, "round_trip_s": round_trip_s, "loss": loss}
     if dist.get_rank() == 0:
-        print(
-            json.dumps(
-                {"payload_bytes": 4 * n_elements, "rates_bps": rates, "round_trip_s": round_trip_s, "loss": loss}
-            ),
-            flush=True,
-        )
+        print(json.dumps(found), flush=True)
     dist.destroy_process_group()
 
 

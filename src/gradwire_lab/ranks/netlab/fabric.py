@@ -1,9 +1,8 @@
 """The lab's own process: makes the namespaces, links and token buckets, changes them on request, ends with its owner.
 
-Run as a script by `Netlab`, never imported by it, for three reasons. A user namespace can only be entered by a process
-of one thread, and a process that has loaded torch has many. Namespaces are held by descriptors alone and have no name
-on the host: when this process, its owner and the ranks are gone the kernel takes them down, links and all, whatever way
-they ended. And this process outlives an owner that is killed, for as long as it takes to kill the ranks left behind.
+Run as a script by `Netlab`, never imported by it. A user namespace can only be entered by a process of one thread, and one
+that has loaded torch has many. Namespaces are held by descriptors alone: when this process, its owner and the ranks are gone,
+the kernel takes them down. And this process outlives an owner that is killed, until it has killed the ranks left behind.
 
 It speaks over a sequenced-packet socket: one JSON object a packet, request and answer in turns; the answer to the
 construction carries the namespaces' descriptors.
@@ -179,7 +178,7 @@ class Fabric:
         return [basic["bytes"], basic["packets"], queue["drops"]]
 
     def close(self) -> None:
-        """Links go with their namespaces."""
+        """Nothing: links go with their namespaces."""
 
 
 # Fields of native/netlab/relay.hpp's Line, eight bytes each.

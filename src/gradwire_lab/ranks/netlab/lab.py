@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from gradwire import _native, checks
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire_lab.ranks.netlab.rate import MAX_RATE_BPS, LabLink, format_rate, parse_link, parse_rate
 from gradwire_lab.ranks.netlab.stale import LAB_VARIABLE, lab_identity
-from gradwire_lab.ranks.network import Network, find_free_port, rank_environment
+from gradwire_lab.ranks.network import Network, find_free_port
 from gradwire_lab.ranks.supervisor import LaunchResult, RankSet
 
 _logger = logging.getLogger("gradwire_lab.ranks.netlab")
@@ -40,10 +42,8 @@ _ANSWER_S = 20.0  # construction takes 0.1 s, a request under 1 ms; a loaded mac
 class LinkCounters:
     """What one rank's link has carried, as the kernel's token buckets counted it, sent by and delivered to the rank.
 
-    Bytes are whole frames: payload with TCP, IP and Ethernet headers (66 B a frame), acknowledgements, connection
-    set-up, ARP and retransmissions. TCP hands over segments of up to 64 KiB (TSO); they count as the frames of the MTU
-    that they stand for, headers included, as a real card would send them (an interface's own counters, /proc/net/dev,
-    count such a segment as one packet with one header). Frames dropped at a full queue are in drops, not in bytes.
+    Bytes are whole frames, headers and what TCP sends for itself included (docs/netlab.md). Frames dropped at a full queue
+    are in drops, not in bytes.
     """
 
     sent_bytes: int
@@ -274,7 +274,6 @@ class Netlab:
             grace_s, on_line: see `RankSet`.
         Raises: InvalidArgument (no command, or the lab's last run has not ended).
         """
-
         if not command:
             raise InvalidArgument("no command to run in the ranks; give one after --")
         if self._ranks is not None and self._ranks.running:
@@ -289,25 +288,28 @@ class Netlab:
             lab["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # addresses without names make c10d warn once a rank and connection
         if self._has_switch:
             lab[_SWITCH_VARIABLE] = self._start_switch(lab)
+        local = self._ranks_per_node if self._ranks_per_node > 1 else self._n_ranks
         for rank in range(self._n_ranks):
-            variables = rank_environment(
-                rank,
-                self._n_ranks,
-                self.network,
-                address=address,
-                port=port,
-                interface=interface,
-                ranks_per_node=self._ranks_per_node if self._ranks_per_node > 1 else None,
-            )
-            variables |= {**lab, **(env or {})}
+            variables = {
+                "OMP_NUM_THREADS": "1",  # as with torchrun: ranks on one machine share its cores
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self._n_ranks),
+                "LOCAL_RANK": str(rank % local),
+                "LOCAL_WORLD_SIZE": str(local),
+                "GROUP_RANK": str(rank // local),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": interface,
+                **self.network.to_variables(),
+                **lab,
+                **(env or {}),
+            }
             self._ranks.start(command, variables, self._enter[rank // self._ranks_per_node] if self.shaped else ())
         return self._ranks
 
     def _start_switch(self, variables: Mapping[str, str]) -> str:
-        """The address of the lab's switch, started unless it is there from an earlier run.
-
-        It may come after the ranks: they ask again.
-        """
+        """The address of the lab's switch, started unless it is there. It may come after the ranks: they ask again."""
         if self._switch is None:
             number = self._n_nodes + 1  # the host after the last node's
             host, port = (
@@ -315,10 +317,8 @@ class Netlab:
                 if self.shaped
                 else ("127.0.0.1", find_free_port())
             )
-            self._switch, self._switch_address = (
-                RankSet(on_line=lambda _, line: self.switch_lines.append(line)),
-                f"{host}:{port}",
-            )
+            self._switch = RankSet(on_line=lambda _, line: self.switch_lines.append(line))
+            self._switch_address = f"{host}:{port}"
             command = [sys.executable, "-m", "gradwire", "switch", "--address", host, "--port", str(port)]
             self._switch.start(command, {**os.environ, **variables}, self._enter[-1] if self.shaped else ())
         return self._switch_address
@@ -417,3 +417,74 @@ def switch_rate_bps(rates_bps: Sequence[int | None]) -> int | None:
         return None
     total = sum(rate for rate in rates_bps if rate is not None)
     return total if total <= MAX_RATE_BPS else None
+
+
+# ---- what happens at set times after the start of the ranks: `SECONDS:EVENT`, for the command line
+
+_CHANGES = ("rate", "delay", "jitter", "loss")  # to a value
+_ACTIONS = {"down": "link_down", "up": "link_up", "kill": "kill_rank", "stop": "stop_rank", "continue": "continue_rank"}
+_FORM = "write SECONDS:ACTION:RANK, such as 10:rate:2=100mbit, 10:delay:2=40ms, 10:down:2, and up, kill, stop, continue"
+
+
+@dataclass(frozen=True, order=True)
+class Event:
+    """`action` on `rank`, `at_s` seconds after the ranks were started."""
+
+    at_s: float
+    action: str
+    rank: int
+    rate: str | None = None
+
+    def apply(self, lab: Netlab) -> None:
+        """Do it now."""
+        if self.rate is None:
+            getattr(lab, _ACTIONS[self.action])(self.rank)
+        elif self.action == "rate":
+            lab.set_rate(self.rank, self.rate)
+        else:
+            lab.set_line(self.rank, **{self.action: self.rate})
+
+    def __str__(self) -> str:
+        return f"{self.at_s:g} s: {self.action} rank {self.rank}" + ("" if self.rate is None else f" {self.rate}")
+
+
+def parse_event(text: str, n_ranks: int) -> Event:
+    """Read "10:rate:2=100mbit" or "10:down:2". Raises: InvalidArgument."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?):([a-z]+):(\d+)(?:=(.+))?", text)
+    if match is None or match[2] not in (_ACTIONS if match[4] is None else _CHANGES):
+        raise InvalidArgument(f"{text!r} is no event: {_FORM}")
+    if int(match[3]) >= n_ranks:
+        raise InvalidArgument(f"event {text!r}: there is no rank {match[3]}; there are ranks 0 to {n_ranks - 1}")
+    if match[4] is not None:
+        parse_link(match[4] if match[2] == "rate" else f"none/{match[2]}={match[4]}")
+    return Event(float(match[1]), match[2], int(match[3]), match[4])
+
+
+class Schedule:
+    """Applies events to a lab from a thread, within a with statement; `done` lists (event, what went wrong)."""
+
+    def __init__(self, lab: Netlab, events: Iterable[Event]) -> None:
+        self._lab = lab
+        self._events = sorted(events, key=lambda event: event.at_s)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gradwire-netlab-schedule", daemon=True)
+        self.done: list[tuple[Event, str | None]] = []
+
+    def _run(self) -> None:
+        start = time.monotonic()
+        for event in self._events:
+            if self._over.wait(max(0.0, start + event.at_s - time.monotonic())):
+                return
+            try:
+                event.apply(self._lab)
+                self.done.append((event, None))
+            except GradwireError as error:
+                self.done.append((event, str(error)))
+
+    def __enter__(self) -> Schedule:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()

@@ -14,8 +14,6 @@ from typing import Any
 
 from gradwire.errors import InvalidArgument
 
-__all__ = ["MAX_RATE_BPS", "MIN_RATE_BPS", "LabLink", "format_rate", "parse_link", "parse_rate", "with_way"]
-
 # tc's units for bits. Its "bps" means bytes per second, everyone else's means bits: neither is taken.
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 
@@ -36,12 +34,10 @@ def parse_rate(rate: str | int | float | None, most_bps: int = MAX_RATE_BPS) -> 
         rate = head if "=" in way else rate  # of a link
     if rate is None or (isinstance(rate, str) and rate.strip().lower() == "none"):
         return None
-    if isinstance(rate, str):
-        match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", rate.strip().lower())
-        if match is None or (match[2] or "bit") not in _UNITS:
-            raise InvalidArgument(f"{rate!r} is no rate: write 100mbit, 2.5gbit, none, or a number of bits per second")
+    match = isinstance(rate, str) and re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", rate.strip().lower())
+    if match and (match[2] or "bit") in _UNITS:
         rate_bps = float(match[1]) * _UNITS[match[2] or "bit"]
-    elif isinstance(rate, bool) or not isinstance(rate, int | float):
+    elif isinstance(rate, bool | str) or not isinstance(rate, int | float):
         raise InvalidArgument(f"{rate!r} is no rate: write 100mbit, 2.5gbit, none, or a number of bits per second")
     else:
         rate_bps = float(rate)

@@ -36,13 +36,9 @@ _TABLE_BYTES = tuple(1 << power for power in range(12, 29, 2))
 
 
 class Lanes(SchemeModel):
-    """One lane for all workers: a collective begins when every one of them has come to it, for no hop can do without one.
+    """One lane for all workers: a collective begins when every one of them has come to it, for no hop can do without one."""
 
-    Attributes:
-        patterns: collectives that it may be told to use.
-    """
-
-    patterns: tuple[str, ...] = ALL_REDUCES
+    patterns: tuple[str, ...] = ALL_REDUCES  # collectives that it may be told to use
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation)
@@ -191,12 +187,9 @@ class Collective(Lanes):
 class SlimGc(Collective):
     """SlimGC: blocks from the threshold on are compressed, the others sent as they are; owners sum and answer.
 
-    The live scheme measures its table in its first steps; here the same table is filled with what the same sizes take on
-    the simulated links, by the measured sizes and codec times of the compressed exchange.
-
     Args:
         compressed: what the compressed exchange takes.
-        threshold_bytes: None to derive it from the simulated links.
+        threshold_bytes: None: by the live scheme's table, filled with what its sizes take on the simulated links.
     """
 
     def __init__(self, simulation: Simulation, compressed: CodecCost, threshold_bytes: int | None = None) -> None:
@@ -228,26 +221,21 @@ class SlimGc(Collective):
 
 
 class ParameterServer(Collective):
-    """Every worker pushes its gradient to servers, which sum, and pulls the mean; in float32.
-
-    Args:
-        n_servers: they share the parameters, and have links of `rate_bps` of their own.
-    """
+    """Every worker pushes its gradient to a server, which sums, and pulls the mean; in float32, all links alike."""
 
     patterns = ("parameter-server",)
 
-    def __init__(self, simulation: Simulation, n_servers: int = 1, rate_bps: float | None = None) -> None:
+    def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation, collective="parameter-server")
-        rate_bps = rate_bps if rate_bps is not None else self.setting.rate_bps
-        push, pull = simulation.topology.parameter_server(n_servers, rate_bps)
-        self._flows = {"push": push, "pull": pull}
+        topology, rate_bps = simulation.topology, self.setting.rate_bps
+        self._flows = {direction: topology.parameter_server(direction, rate_bps) for direction in ("push", "pull")}
 
 
 class LocalSteps(Lanes):
     """Workers step alone; parts of the model are exchanged in turn, each every `every` rounds (gradwire.doors.local_sgd).
 
     Args:
-        bits: a value, in the exchange of pseudo-gradients. codec: seconds that it takes.
+        bits: a value, in the exchange of pseudo-gradients.
         fragments: parts; their exchanges end evenly spread over the rounds.
         delay: rounds that an exchange may take beside them.
         collective: how they are exchanged.
@@ -260,7 +248,6 @@ class LocalSteps(Lanes):
         fragments: int = 1,
         delay: int = 0,
         bits: float = 32.0,
-        codec: CodecCost = PLAIN,
         collective: str | None = None,
     ) -> None:
         super().__init__(simulation)
@@ -273,8 +260,7 @@ class LocalSteps(Lanes):
         self.period = every
         self._ends = [every * (number + 1) // fragments for number in range(fragments)]
         n_values = -(-self.setting.workload.n_values // fragments)
-        codec = CodecCost(codec.encode_s, codec.decode_s, checks.finite("bits", bits, 0))
-        self._load = self.load(n_values, "sum", codec, collective)
+        self._load = self.load(n_values, "sum", CodecCost(bits=checks.finite("bits", bits, 0)), collective)
         self._n_open = 0  # rounds after which everybody may go on
 
     def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:

@@ -130,7 +130,7 @@ def test_what_is_shown_is_of_axes_that_there_are(experiment: Experiment) -> None
         assert value in experiment.values(axis)
     for control in experiment.controls:
         assert control in experiment.values("scheme")
-    for shown in (*experiment.show, *experiment.goals, *experiment.claims):
+    for shown in (*experiment.show, *experiment.goals):
         for name, wanted in shown.where.items():
             if name in experiment.axes and not callable(wanted):
                 values = wanted if isinstance(wanted, list | tuple) else [wanted]

@@ -18,7 +18,7 @@ WORKLOAD = "resnet:width=4,batch_size=8"
 def test_without_quantisation_workers_train_as_one_with_their_mean(tmp_path: Path) -> None:
     """Two seeds differ, one seed repeats, and 32 bits through a codec are the same as none."""
     runs = [
-        float_methods.train(WORKLOAD, spec, 2, 3, seed, 0)
+        float_methods.train(WORKLOAD, spec, 2, 3, seed)
         for spec, seed in (("none", 0), ("none", 0), ("embedded-float:bits=32", 0), ("none", 1))
     ]
     losses = [losses for losses, _ in runs]
@@ -72,7 +72,7 @@ def test_training_has_a_record_a_method_and_seed(tmp_path: Path) -> None:
     fixed = {"workload": WORKLOAD, "workers": 2, "steps": 3}
     found = float_methods.measure_training(Call("k", cells, {}, fixed, tmp_path))
     assert [cell for cell, _ in found] == cells
-    losses, end = float_methods.train(WORKLOAD, "none", 2, 3, 0, 0)
+    losses, end = float_methods.train(WORKLOAD, "none", 2, 3, 0)
     assert found[0][1]["end_loss"] == losses[-1]
     assert found[0][1]["accuracy"] == end["accuracy"]
 

@@ -33,7 +33,6 @@ _MEASURES: dict[str, str] = {
     "float-training": "float_methods:measure_training",
     "sketch-formulas": "sketches:measure_formulas",
     "sketch-recovery": "sketches:measure_recovery",
-    "ranks": "float_methods:measure_ranks",
     "shapes": "shapes:measure",
     "simulate": "simulated:measure",
     "simulate-rates": "simulated:measure_rates",

@@ -1,4 +1,4 @@
-"""Ranks that this process plays: quantisers at equal bits on files and in training (AQGB's Fig. 2), schemes at many ranks."""
+"""Quantisers at equal bits on files, and in training with ranks that this process plays (AQGB's Fig. 2)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,8 @@ from gradwire_lab import workloads
 from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.bench.measures.gradients import load
 from gradwire_lab.results.records import Record
-from gradwire_lab.training import simulated
 from gradwire_lab.workloads.base import step_generator
 from gradwire_lab.workloads.gradients import GradientFile
-
-CONTROL = "control"  # plain, with gradients as far off as one rounding of float32
-_ROUNDING = 2.0**-24
 
 
 def measure_errors(call: Call) -> Measured:
@@ -32,28 +28,9 @@ def measure_errors(call: Call) -> Measured:
 
 
 def measure_training(call: Call) -> Measured:
-    """Where training with each `method` and `seed` ends: `workload`, `workers`, `steps`, `decay_every`."""
-    workers, steps, decay = int(call.get("workers", 4)), int(call.get("steps")), int(call.get("decay_every", 0))
-    workload = str(call.get("workload"))
-    return [
-        (cell, train(workload, str(cell["method"]), workers, steps, int(cell["seed"]), decay)[1]) for cell in call.cells
-    ]
-
-
-def measure_ranks(call: Call) -> Measured:
-    """Losses by the number of ranks, which this process plays: real codecs at every hop, no network.
-
-    Axes `scheme`, `seed`, `ranks`; the batch of a step is the same at any number of ranks.
-    """
-    name, options = parse_spec(str(call.get("workload")))
-    found: Measured = []
-    for cell in call.cells:
-        n_ranks, spec = int(cell["ranks"]), str(cell["scheme"])
-        workload = workloads.by_name(name, **options, batch_size=int(call.get("global_batch")) // n_ranks)
-        scheme, disturb = ("plain", _ROUNDING) if spec == CONTROL else (spec, 0.0)
-        record = simulated.train(workload, scheme, n_ranks, int(call.get("steps")), int(cell["seed"]), disturb)
-        found.append((cell, {**record, "losses": None, "loss": record["losses"][-1]}))
-    return found
+    """Where training with each `method` and `seed` ends: `workload`, `workers`, `steps`."""
+    given = str(call.get("workload")), int(call.get("workers", 4)), int(call.get("steps"))
+    return [(cell, train(given[0], str(cell["method"]), *given[1:], int(cell["seed"]))[1]) for cell in call.cells]
 
 
 class Method:
@@ -115,41 +92,41 @@ def describe_errors(file: GradientFile, spec: str) -> Record:
     }
 
 
-def train(
-    workload: str, spec: str, n_workers: int, n_steps: int, seed: int, decay_every: int
-) -> tuple[list[float], Record]:
+def train(workload: str, spec: str, n_workers: int, n_steps: int, seed: int) -> tuple[list[float], Record]:
     """Train with `n_workers` workers played by this process, as AQGB's sum: every worker's gradient is quantised once, on
     its whole, and the mean of the quantised copies, in worker order, is what the optimizer gets.
-
-    The learning rate is divided by 10 every `decay_every` steps (0: never), as in the paper.
 
     Returns: each step's loss, the mean over the workers before it; and the record of the end: the mean loss over the last tenth
         of the steps, and what the workload's evaluation gives.
     """
     name, options = parse_spec(workload)
-    task, method, n_bits = workloads.by_name(name, **options), Method(spec), 0.0
-
-    def make(named: dict[str, torch.Tensor], several: list[torch.optim.Optimizer]) -> simulated.MeanOf:
-        residuals = torch.zeros(n_workers, sum(one.numel() for one in named.values()))
-
-        def mean_of(step: int, gradients: list[torch.Tensor]) -> torch.Tensor:
-            nonlocal n_bits
-            if decay_every and step and step % decay_every == 0:
-                for group in (group for optimizer in several for group in optimizer.param_groups):
-                    group["lr"] /= 10
-            total = torch.zeros_like(residuals[0])
-            for worker, (gradient, residual) in enumerate(zip(gradients, residuals, strict=True)):
-                if method.has_error_feedback:
-                    gradient += residual
-                received, n_bits = method.quantise(gradient, step, worker)
-                if method.has_error_feedback:
-                    torch.sub(gradient, received, out=residual)
-                total += received
-            return total.div_(n_workers)
-
-        return mean_of
-
-    losses, evaluated = simulated.play(task, n_workers, n_steps, seed, make)
+    task, method, n_bits, losses = workloads.by_name(name, **options), Method(spec), 0.0, []
+    model = task.build_model(seed)
+    optimizers = task.build_optimizers(model)
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    sizes = [one.numel() for one in parameters]
+    residuals = torch.zeros(n_workers, sum(sizes))
+    batches = [task.batches(worker, n_workers, seed=seed) for worker in range(n_workers)]
+    for step in range(n_steps):
+        total, loss_sum = torch.zeros_like(residuals[0]), 0.0
+        for worker, (batch, residual) in enumerate(zip(batches, residuals, strict=True)):
+            model.zero_grad(set_to_none=True)
+            loss = task.loss(model, next(batch))
+            loss.backward()
+            loss_sum += task.reported_loss(loss)
+            parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+            gradient = torch.cat([part.reshape(-1) for part in parts])
+            if method.has_error_feedback:
+                gradient += residual
+            received, n_bits = method.quantise(gradient, step, worker)
+            if method.has_error_feedback:
+                torch.sub(gradient, received, out=residual)
+            total += received
+        losses.append(loss_sum / n_workers)
+        for parameter, part in zip(parameters, total.div_(n_workers).split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+        for optimizer in optimizers:
+            optimizer.step()
     end = {"workload": workload, "method": spec, "seed": seed, "workers": n_workers, "step": n_steps - 1}
-    end |= {"loss": losses[-1], "bits_a_value": n_bits, **evaluated}
+    end |= {"loss": losses[-1], "bits_a_value": n_bits, **task.evaluate(model)}
     return losses, {**end, "end_loss": float(np.mean(losses[-max(1, n_steps // 10) :]))}

@@ -1,92 +1,29 @@
-"""What a record depends on: the sources of what measured it, as one digest that needs no git."""
+"""What a record depends on: the sources that can change a measured number, as one digest that needs no git."""
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[2]
-PACKAGES = ("gradwire", "gradwire_lab")
 # What cannot change a measured number: what is shown of it, and what is asked.
 _NOT_MEASURING = tuple(f"gradwire_lab/{room}/" for room in ("results", "report", "cli", "bench/catalogue"))
-_CORE = SOURCES / "gradwire" / "_native.pyi"
-_DATA = {".json", ".npz", ".hpp", ".cu"}
-_DOTTED = re.compile(r"gradwire(?:_lab)?(?:\.\w+)+")
+_SUFFIXES = {".py", ".pyi", ".json", ".npz", ".hpp", ".cu"}
 
 
 @functools.cache
-def source_hash(module: str, without: str = "") -> str:
-    """A digest of every file that `module` depends on, `without` the one of this name, which it writes itself.
+def source_hash(without: str = "") -> str:
+    """A digest of both packages and the C++ core's sources, `without` the file of this name.
 
-    These are the modules that it imports, directly or not, or names in a registry, the data files beside them, and the
-    sources of the C++ core where one of them uses it. What starts a process of its own depends on everything.
+    The core by its sources where they are there, since the same sources do not give the same binary everywhere.
     """
+    found = [one for package in ("gradwire", "gradwire_lab") for one in (SOURCES / package).rglob("*")]
+    found = [one for one in found if one.suffix in _SUFFIXES and one.name != without]
+    found = [one for one in found if not one.relative_to(SOURCES).as_posix().startswith(_NOT_MEASURING)]
+    native = SOURCES.parent / "native"
+    found += [*native.rglob("*.cpp"), *native.rglob("*.hpp")] or SOURCES.glob("gradwire/_native*.so")
     digest = hashlib.sha256()
-    for path in files_of(module):
-        name = path.relative_to(SOURCES.parent).as_posix()
-        if path.name != without:
-            digest.update(name.encode() + b"\0" + path.read_bytes())
+    for path in sorted(found):
+        digest.update(path.relative_to(SOURCES.parent).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-@functools.cache
-def files_of(module: str) -> list[Path]:
-    """The files that `module` depends on, those of rooms that only show results left out."""
-    found: set[Path] = set()
-    waiting = [path for path in [_file(module)] if path]
-    while waiting:
-        path = waiting.pop()
-        if path not in found and not _only_shows(path):
-            found.add(path)
-            used, starts_a_process = _used(path)
-            if starts_a_process:
-                found |= {one for package in PACKAGES for one in (SOURCES / package).rglob("*.py")} | {_CORE}
-                break
-            waiting += [one for name in used if (one := _file(name))]
-    if _CORE in found:
-        # The core by its sources where they are there, since the same sources do not give the same binary everywhere.
-        native = SOURCES.parent / "native"
-        found |= {*native.rglob("*.cpp"), *native.rglob("*.hpp")} or set(SOURCES.glob("gradwire/_native*.so"))
-    found |= {one for path in list(found) for one in path.parent.iterdir() if one.suffix in _DATA}
-    return sorted(path for path in found if not _only_shows(path))
-
-
-def _only_shows(path: Path) -> bool:
-    return path.is_relative_to(SOURCES) and path.relative_to(SOURCES).as_posix().startswith(_NOT_MEASURING)
-
-
-def _used(path: Path) -> tuple[list[str], bool]:
-    """The dotted names that a module imports or holds as strings, and whether it starts `python -m` something."""
-    names, starts_a_process = [], False
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            starts_a_process |= node.value == "-m"
-            names += _named(node.value)
-    return names, starts_a_process
-
-
-def _named(text: str) -> Iterator[str]:
-    """`gradwire.schemes.thc` of `gradwire.schemes.thc:ThcScheme`, as registries name what they import when asked."""
-    if found := _DOTTED.match(text):
-        yield found.group()
-
-
-def _file(name: str) -> Path | None:
-    """The file of a dotted name: of the module, or of the one that has it; None outside both packages."""
-    parts = name.split(".")
-    if parts[0] not in PACKAGES:
-        return None
-    for length in (len(parts), len(parts) - 1):
-        base = SOURCES.joinpath(*parts[:length])
-        for path in (base.with_suffix(".py"), base.with_suffix(".pyi"), base / "__init__.py"):
-            if path.is_file():
-                return path
-    return None

@@ -91,5 +91,4 @@ def by_name(name: str) -> Measure:
 
 def code_of(name: str) -> str:
     """The digest of the sources that a measure's records depend on."""
-    module = _MEASURES[name].partition(":")[0]
-    return source_hash(f"gradwire_lab.bench.measures.{module}", WRITES.get(name, ""))
+    return source_hash(WRITES.get(name, ""))

@@ -103,7 +103,6 @@ _CHECKS: dict[str, Any] = {
     "training": lambda call: [configure(call, cell, str(cell["scheme"])) for cell in call.cells],
     "simulate": check_simulated,
     "simulate-rates": check_simulated,
-    "float-errors": lambda call: [Method(cell["method"]) for cell in call.cells],
     "float-training": lambda call: [Method(cell["method"]) for cell in call.cells],
 }
 

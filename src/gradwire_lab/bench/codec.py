@@ -23,10 +23,9 @@ from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
 from gradwire.registry import parse_spec
 from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 from gradwire.telemetry.environment import describe_environment
-from gradwire_lab.bench.launching import write_results
+from gradwire_lab.bench.driver import Task, threads, time_interleaved, write_results
 from gradwire_lab.bench.level_rule import allowed_scale, entropy_bits, exponent_histogram, make_optimizer
 from gradwire_lab.bench.measures.gradients import gradient_file
-from gradwire_lab.bench.timing import Task, threads, time_interleaved
 from gradwire_lab.results.experiment import Column, Table
 from gradwire_lab.results.tables import Grid, print_grid, tabulate
 from gradwire_lab.workloads.gradients import FloatArray, GradientFile, load_gradients

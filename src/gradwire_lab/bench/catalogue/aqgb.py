@@ -11,7 +11,6 @@ from gradwire_lab.bench.catalogue.schemes import (
     COMPUTE,
     DDP,
     EXPOSED,
-    GRADIENTS,
     HELD_OUT,
     ITERATION,
     LOSS,
@@ -107,14 +106,6 @@ EXPERIMENTS = [
               "scheme": {name: _LIVE[name] for name in ("ddp", "broadcast, 32 bits", "broadcast, 4 bits", "aqgb")}},
         show=[Table([ITERATION, TO_LOSS, HELD_OUT], across="rate")],
         goals=[Goal("never slower than DDP beyond 5 %", X_DDP, "<=", 1.05, {"scheme": _LIVE_AQGB})],
-    ),
-    Experiment(
-        key="aqgb-errors", system="aqgb", measure="float-errors", seconds=20, together=("method",),
-        question="How far from one gradient is what is received of it, at equal bits?",
-        axes={"gradients": GRADIENTS, "method": _METHODS},
-        show=[Table([Column("bits_a_value", "bits", form=".2f"), Column("relative_error", "error", form=".3f"),
-                     Column("shrinkage", form=".3f"), Column("zeros_share", "made 0, %", 100, ".1f")],
-                     rows=("method",))],
     ),
     Experiment(
         key="aqgb-float-training", system="aqgb", measure="float-training", seconds=450, together=("method",),

@@ -1,8 +1,7 @@
-"""Quantisers at equal bits on files, and in training with ranks that this process plays (AQGB's Fig. 2)."""
+"""Quantisers at equal bits in training, with workers that this process plays: AQGB's Fig. 2."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,8 @@ from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire_lab import workloads
 from gradwire_lab.bench.measures import Call, Measured
-from gradwire_lab.bench.measures.gradients import load
 from gradwire_lab.results.records import Record
 from gradwire_lab.workloads.base import step_generator
-from gradwire_lab.workloads.gradients import GradientFile
-
-
-def measure_errors(call: Call) -> Measured:
-    """What is received of a gradient, on files: axes `gradients`, `method`."""
-    files = zip(call.cells, load(call), strict=True)
-    return [(cell, describe_errors(file, str(cell["method"]))) for cell, file in files]
 
 
 def measure_training(call: Call) -> Measured:
@@ -70,26 +61,6 @@ class Method:
         generator = step_generator("which codec", step, worker)
         is_first = torch.rand(gradient.numel(), generator=generator) < 0.5
         return torch.where(is_first, results[0], results[1]), n_bits
-
-
-def describe_errors(file: GradientFile, spec: str) -> Record:
-    """How far what is received lies from the gradient, in float64.
-
-    relative_error: |received - gradient| / |gradient|, Euclidean; shrinkage: 1 - <received, gradient> / |gradient|^2, 0
-    for unbiased ones; zeros_share: of the values that were not 0 and are received as 0.
-    """
-    gradient = torch.from_numpy(np.ascontiguousarray(file.gradient))
-    received, n_bits = Method(spec).quantise(gradient, 0, 0)
-    exact, found = gradient.double(), received.double()
-    square = float(exact @ exact)
-    return {
-        "gradients": file.name,
-        "method": spec,
-        "bits_a_value": n_bits,
-        "relative_error": math.sqrt(float((found - exact) @ (found - exact)) / square),
-        "shrinkage": 1 - float(found @ exact) / square,
-        "zeros_share": float(((found == 0) & (exact != 0)).sum()) / max(1, int((exact != 0).sum())),
-    }
 
 
 def train(workload: str, spec: str, n_workers: int, n_steps: int, seed: int) -> tuple[list[float], Record]:

@@ -25,10 +25,9 @@ import torch
 from gradwire import schemes
 from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
 from gradwire.registry import parse_spec
-from gradwire_lab.bench.driver import as_rank
+from gradwire_lab.bench.driver import Timing, as_rank
 from gradwire_lab.bench.level_rule import entropy_bits, exponent_histogram
 from gradwire_lab.bench.measures import Call, Measured
-from gradwire_lab.bench.timing import Timing
 from gradwire_lab.ranks.launch import run_gradwire
 from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.records import Record, write_text

@@ -103,7 +103,6 @@ _CHECKS: dict[str, Any] = {
     "training": lambda call: [configure(call, cell, str(cell["scheme"])) for cell in call.cells],
     "simulate": check_simulated,
     "simulate-rates": check_simulated,
-    "float-errors": lambda call: [Method(cell["method"]) for cell in call.cells],
     "float-training": lambda call: [Method(cell["method"]) for cell in call.cells],
 }
 
@@ -130,7 +129,7 @@ def test_what_is_shown_is_of_axes_that_there_are(experiment: Experiment) -> None
         assert value in experiment.values(axis)
     for control in experiment.controls:
         assert control in experiment.values("scheme")
-    for shown in (*experiment.show, *experiment.goals, *experiment.claims):
+    for shown in (*experiment.show, *experiment.goals):
         for name, wanted in shown.where.items():
             if name in experiment.axes and not callable(wanted):
                 values = wanted if isinstance(wanted, list | tuple) else [wanted]

@@ -191,7 +191,7 @@ def test_bound_is_the_exponents_entropy_and_the_other_bits(tmp_path: Path, forma
     share = np.append(counts, (gradient == 0).sum()) / gradient.size
     share = share[share > 0]
     exponents = -(share * np.log2(share)).sum() * gradient.size
-    bound = method.bound_bytes()
+    bound = method.parts()["bound_bytes"]
     n_open = 64 if format == 2 else 1  # format 2: sixteen lanes end in a word each
     assert 0 <= bound - (exponents + 24 * (gradient != 0).sum()) / 8 <= n_open
     assert bound < method.encoded_bytes

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire_lab.bench.launching import needs_switch
+from gradwire_lab.bench.driver import needs_switch
 from gradwire_lab.cli import main
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")

@@ -13,8 +13,7 @@ from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire_lab import workloads
 from gradwire_lab.bench.measures.commands import add_bounds
 from gradwire_lab.bench.train_methods import Timeline
-from gradwire_lab.report.inputs import LoggedRun
-from gradwire_lab.report.sections import _threshold_table
+from gradwire_lab.report import LoggedRun, _threshold_table
 
 
 def test_speed_up_is_told_beside_what_overlap_could_gain_at_most() -> None:

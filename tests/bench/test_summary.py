@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gradwire_lab.results.experiment import Claim, Column, Experiment, Goal, Table, ms
+from gradwire_lab.results.experiment import Column, Experiment, Goal, Table, ms
 from gradwire_lab.results.tables import Grid, Summary, answer_of, make_grid, show_value, to_markdown, to_text
 
 SCHEMES = ["ddp", "plain", "gcomp"]
@@ -145,7 +145,7 @@ def test_an_answer_says_how_far_the_cells_of_a_goal_reach() -> None:
     answer = answer_of(SPEED, goal, records)
     assert (answer.here, answer.goal, answer.verdict) == ("0.25 to ~0.50 (2 cells)", "<= 0.4", "missed, 1 of 2 reached")
     assert answer_of(SPEED, goal, []).here == "not measured"
-    claim = Claim("as fast", X_DDP, {"scheme": "gcomp"}, "0.3")
+    claim = Goal("as fast", X_DDP, "", 0, {"scheme": "gcomp"}, (), "0.3")
     assert (answer_of(SPEED, claim, records).here, answer_of(SPEED, claim, records).verdict) == ("0.25", "")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire_lab.bench.timing import Task, Timing, time_interleaved
+from gradwire_lab.bench.driver import Task, Timing, time_interleaved
 
 
 class _Clock:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import GradwireError
-from gradwire_lab.bench.launching import change_links
+from gradwire_lab.bench.driver import change_links
 from gradwire_lab.cli import main
 from ranks import patience
 

@@ -25,10 +25,9 @@ from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.wire import HostWire
 from gradwire_lab.bench import driver
-from gradwire_lab.bench.launching import check_ranks, is_rank, run_in_ranks
+from gradwire_lab.bench.driver import MIN_SAMPLE_S, Progress, Timing, check_ranks, is_rank, run_in_ranks
 from gradwire_lab.bench.level_rule import Float64Array, allowed_scale, make_optimizer
 from gradwire_lab.bench.sources import GradientSource
-from gradwire_lab.bench.timing import MIN_SAMPLE_S, Progress, Timing
 from gradwire_lab.ranks.network import current_network
 from gradwire_lab.results.captions import format_bytes
 from gradwire_lab.results.experiment import Column, Table

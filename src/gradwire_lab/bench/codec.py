@@ -8,9 +8,9 @@ import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,9 @@ from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
 from gradwire.registry import parse_spec
 from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 from gradwire.telemetry.environment import describe_environment
-from gradwire_lab.bench.launching import write_results
+from gradwire_lab.bench.driver import Task, threads, time_interleaved, write_results
 from gradwire_lab.bench.level_rule import allowed_scale, entropy_bits, exponent_histogram, make_optimizer
 from gradwire_lab.bench.measures.gradients import gradient_file
-from gradwire_lab.bench.timing import Task, threads, time_interleaved
 from gradwire_lab.results.experiment import Column, Table
 from gradwire_lab.results.tables import Grid, print_grid, tabulate
 from gradwire_lab.workloads.gradients import FloatArray, GradientFile, load_gradients
@@ -89,9 +88,8 @@ def measure(file: GradientFile, names: Sequence[str], n_threads: int, n_rounds: 
             "n_bytes": n_bytes,
             "encoded_bytes": method.encoded_bytes,
             "ratio": method.encoded_bytes / n_bytes,
-            "exponent_bits": method.exponent_bits(),
             "exponent_entropy_bits": entropy,
-            "bound_bytes": method.bound_bytes(),
+            **{"exponent_bits": None, "bound_bytes": None, **method.parts()},
             "verified": method.guarantee,
         }
         for way in ("encode", "decode"):
@@ -147,17 +145,9 @@ Floats = npt.NDArray[np.float32]
 Both = tuple[Callable[[Floats], bytes], Callable[[bytes], Any]]
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """A compressor of float arrays.
+class Baseline(NamedTuple):
+    """A compressor: of an array (n,) float32, which stays as it is, one message; the array, which may be read-only."""
 
-    Attributes:
-        encode: one message that holds an array (n,) float32, which stays as it is. decode: the array; may be read-only.
-        is_threaded: whether `n_threads` above 1 changes anything.
-    """
-
-    setting: str
-    is_threaded: bool
     encode: Callable[[Floats], bytes]
     decode: Callable[[bytes], Floats]
 
@@ -225,12 +215,11 @@ def baseline_by_name(name: str, n_threads: int = 1) -> Baseline:
     """A new baseline. Raises: InvalidArgument (unknown name), Unsupported (its package is not installed)."""
     if name not in _BASELINES:
         raise InvalidArgument(f"no baseline is called {name!r}; there are: {', '.join(baseline_names())}")
-    setting, is_threaded, make = _BASELINES[name]
     try:
-        encode, decode = make(n_threads)
+        encode, decode = _BASELINES[name][2](n_threads)
     except ImportError as error:
         raise Unsupported(f"baseline {name!r}: {error}; pip install 'gradwire[bench]'") from error
-    return Baseline(setting, is_threaded, encode, lambda message: np.frombuffer(decode(message), np.float32))
+    return Baseline(encode, lambda message: np.frombuffer(decode(message), np.float32))
 
 
 # ---- what is timed, each judging its own round trips
@@ -240,20 +229,17 @@ class TimedMethod(ABC):
     """One codec with one gradient and one thread count, ready to run; buffers are kept, as a scheme would keep them.
 
     Attributes:
-        spec: name and options, as given.
-        importance: GComp's mode; empty where a codec has none.
+        name, spec: without and with options. importance: GComp's mode; empty where a codec has none.
         guarantee: what `verify` holds the result to.
         n_bytes: of what is encoded.
     """
 
-    name: str
     spec: str
-    setting: str
     importance: str = ""
     guarantee: str = "bits"
 
-    def __init__(self, file: GradientFile) -> None:
-        self.file = file
+    def __init__(self, name: str, setting: str, file: GradientFile) -> None:
+        self.name, self.setting, self.file = name, setting, file
         self.n_bytes, self.encoded_bytes = file.gradient.nbytes, 0
 
     @abstractmethod
@@ -272,13 +258,9 @@ class TimedMethod(ABC):
     def poison(self) -> None:
         """Make the output hold nothing that could pass for a result."""
 
-    def exponent_bits(self) -> float | None:
-        """Bits a value of the message's exponent part, or None where a message has no such part."""
-        return None
-
-    def bound_bytes(self) -> float | None:
-        """The sum of the bounds of the message's parts, or None where a message has no such parts."""
-        return None
+    def parts(self) -> dict[str, float]:
+        """What a message with parts tells: `exponent_bits` a value, and `bound_bytes`, the sum of the parts' bounds."""
+        return {}
 
     def verify(self) -> None:
         """Judge the last round trip. Raises: CorruptMessage, with the first value that is wrong."""
@@ -301,11 +283,10 @@ class TimedMethod(ABC):
 class BaselineMethod(TimedMethod):
     """A baseline: bytes in, bytes out, allocated by the package as for any of its users."""
 
-    def __init__(self, name: str, baseline: Baseline, file: GradientFile) -> None:
-        super().__init__(file)
-        self.name, self.setting, self._baseline = name, baseline.setting, baseline
-        self._message = b""
-        self._values = np.zeros(0, np.float32)
+    def __init__(self, name: str, n_threads: int, file: GradientFile) -> None:
+        super().__init__(name, _BASELINES[name][0], file)
+        self._baseline, self._message = baseline_by_name(name, n_threads), b""
+        self.poison()
 
     def encode(self) -> None:
         self._message = self._baseline.encode(self.file.gradient)
@@ -327,10 +308,8 @@ class CodecMethod(TimedMethod):
     def __init__(
         self, name: str, options: dict[str, Any], file: GradientFile, dtype: torch.dtype = torch.float32
     ) -> None:
-        super().__init__(file)
-        self.name = name
+        super().__init__(name, ", ".join(f"{key} {value}" for key, value in options.items()) or "default", file)
         self.codec = codecs.by_name(name.removeprefix("gradwire:"), **options)
-        self.setting = ", ".join(f"{key} {value}" for key, value in options.items()) or "default"
         self.gradient = torch.from_numpy(file.gradient).to(dtype)
         self.n_bytes = self.gradient.nbytes
         self._message = torch.empty(self.codec.max_encoded_bytes(file.gradient.size, dtype), dtype=torch.uint8)
@@ -425,14 +404,12 @@ class GCompMethod(CodecMethod):
     def decode(self) -> None:
         self.codec.decode(self.message(), self._values, self._importance_bytes)
 
-    def exponent_bits(self) -> float | None:
-        return float(describe(self.message())["exponent_bits"])
-
-    def bound_bytes(self) -> float:
-        """Exponents at their entropy over the whole gradient; levels, signs and mantissas at the bits chosen for them."""
+    def parts(self) -> dict[str, float]:
+        """The bound: exponents at their entropy over the gradient; levels, signs, mantissas at the bits chosen for them."""
         parts = describe(self.message())
-        exponent_bits = entropy_bits(exponent_histogram(self.file.gradient)) * self.file.gradient.size
-        return exponent_bits / 8 + float(parts["level_bytes"] + parts["mantissa_bytes"])
+        exponents = entropy_bits(exponent_histogram(self.file.gradient)) * self.file.gradient.size / 8
+        bound_bytes = exponents + float(parts["level_bytes"] + parts["mantissa_bytes"])
+        return {"exponent_bits": float(parts["exponent_bits"]), "bound_bytes": bound_bytes}
 
     def _make_bound(self) -> np.ndarray:
         """How far each decoded value (n,) may lie from the original one, zeros, subnormals, Inf and NaN aside."""
@@ -499,15 +476,14 @@ def by_spec(spec: str, file: GradientFile, n_threads: int) -> TimedMethod | None
     """A method, or None where it cannot use `n_threads` threads. Raises: InvalidArgument (unknown name, option)."""
     name, options = _split(spec)
     method: TimedMethod
-    if name not in baseline_names():
+    if name not in _BASELINES:
         method = (GCompMethod if name in ("gcomp", "truncate") else CodecMethod)(name, options, file)
     elif options:
         raise InvalidArgument(f"{spec}: baselines take no options")
+    elif n_threads > 1 and not _BASELINES[name][1]:
+        return None
     else:
-        baseline = baseline_by_name(name, n_threads)
-        if n_threads > 1 and not baseline.is_threaded:
-            return None
-        method = BaselineMethod(name, baseline, file)
+        method = BaselineMethod(name, n_threads, file)
     method.spec = spec
     return method
 

@@ -1,7 +1,9 @@
-"""The one driver of `bench allreduce`, `train` and `regret`, on a rank: warm up, take turns, time, count, gather, record.
+"""The one driver of `bench allreduce`, `train` and `regret`: the launcher's side, then a rank's.
 
 A benchmark makes `RankMethod`s and says what a record of them holds; whose turn it is, what is counted in a turn, which links
-it runs on, and where records go is done here. The launcher's side is `launching.py`.
+it runs on, and where records go is done here. Ranks may ask the launcher, which owns the links, to change them in the middle
+of a run: rank 0 asks on standard output, where the launcher reads each line, and waits for the answer, a file beside the
+records' log.
 """
 
 from __future__ import annotations
@@ -11,20 +13,145 @@ import contextlib
 import dataclasses
 import math
 import os
+import statistics
+import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradwire import schemes
-from gradwire_lab.bench.launching import change_links, write_results
-from gradwire_lab.ranks.netlab.rate import format_rate, parse_rate
+from gradwire import _native, schemes
+from gradwire.errors import GradwireError, InvalidArgument
+from gradwire.registry import parse_spec
+from gradwire_lab.ranks.launch import run_gradwire
+from gradwire_lab.ranks.netlab import Netlab
+from gradwire_lab.ranks.netlab.rate import format_rate, parse_rate, with_way
 from gradwire_lab.ranks.network import Network, current_network
-from gradwire_lab.results.records import RecordLog
+from gradwire_lab.results.captions import duration
+from gradwire_lab.results.records import RecordLog, write_csv, write_json
+
+DEFAULT_RANKS = 4
+_QUESTION = "gradwire bench: change links to "
+
+
+def is_rank() -> bool:
+    """Whether this process was started as a rank, by the launcher below or by torchrun."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check_ranks(args: argparse.Namespace) -> None:
+    """Raises: InvalidArgument, before any rank is started (ranks, nodes, rates, links that `--then` cannot change)."""
+    n_ranks, per_node = args.ranks if args.ranks is not None else DEFAULT_RANKS, args.ranks_per_node
+    if n_ranks < 1:
+        raise InvalidArgument(f"--ranks must be at least 1, got {n_ranks}")
+    if per_node < 1 or n_ranks % per_node:
+        raise InvalidArgument(f"{n_ranks} ranks do not make whole nodes of {per_node}")
+    n_links = n_ranks // per_node
+    for rate in args.rate or ():
+        n_rates = len([parse_rate(word) for word in rate.split(",")])
+        if n_rates not in (1, n_links):
+            raise InvalidArgument(
+                f"--rate {rate}: {n_rates} rates for {n_links} {'ranks' if per_node == 1 else 'nodes'}"
+            )
+    then = getattr(args, "then", ())  # not every benchmark has it
+    if then and args.log is None and (is_rank() or not args.rate or "none" in args.rate):
+        raise InvalidArgument("--then changes the links of the test network: give the rate to begin with, --rate RATE")
+    for rates in then:
+        each = [parse_rate(word) for word in rates.split(",")]
+        if None in each or len(each) not in (1, n_links):
+            raise InvalidArgument(
+                f"--then {rates}: expected one rate such as 100mbit, or {n_links} with commas between"
+            )
+
+
+def run_in_ranks(bench: str, args: argparse.Namespace, specs: Sequence[str] = ()) -> int:
+    """Run `gradwire bench BENCH` in `--ranks` processes, once for each `--rate`; results so far outlive a failure.
+
+    If one of `specs` sums in the network, the emulation of an aggregating switch runs beside them.
+
+    Raises: PeerLost (a rank failed; the message names it), GradwireError (results could not be written).
+    """
+    with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
+        log = RecordLog(args.log or Path(folder) / "records.jsonl")
+        command = ["bench", bench, *args.arguments, "--log", str(log.path)]
+        started: list[Netlab] = []
+
+        def take_line(rank: int, line: str) -> None:
+            if line.startswith(_QUESTION):
+                _answer(log.path, started[-1], line)
+            else:
+                print(line, flush=True)  # only rank 0 writes on standard output, so lines need no rank before them
+
+        how: dict[str, Any] = {"switch": needs_switch(specs), "ranks_per_node": args.ranks_per_node}
+        for rate in [with_way(args, one) for one in args.rate or ["none"]]:
+            each = rate.split(",") if "," in rate else rate
+            try:
+                run_gradwire(command, args.ranks or DEFAULT_RANKS, each, take_line, on_start=started.append, **how)
+            finally:
+                write_results(args, log.read())
+    return 0
+
+
+def change_links(log: Path, number: int, rates: str, patience_s: float = 20.0) -> None:
+    """Rank 0's side: have every link changed to `rates` ("100mbit", or one a rank with commas), the run's `number`th change.
+
+    Raises: GradwireError (the launcher could not, or did not answer in `patience_s`).
+    """
+    path = _answer_path(log, number)
+    print(f"{_QUESTION}{number} {rates}", flush=True)
+    deadline = time.monotonic() + patience_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise GradwireError(f"the launcher did not change the links to {rates} within {patience_s:.0f} s")
+        time.sleep(0.01)
+    answer = path.read_text(encoding="utf-8")
+    path.unlink()
+    if answer:
+        raise GradwireError(f"links were not changed to {rates}: {answer}")
+
+
+def _answer(log: Path, lab: Netlab, question: str) -> None:
+    """Change the lab's links as asked, and say so, or why not."""
+    number, rates = question.removeprefix(_QUESTION).split(" ")
+    answer, each = "", rates.split(",")
+    try:
+        if not lab.shaped:
+            raise GradwireError("the ranks have no shaped links")
+        for rank in range(lab.network.n_ranks_on_machine or 0):
+            lab.set_rate(rank, each[rank % len(each)])
+    except GradwireError as error:
+        answer = str(error)
+    _answer_path(log, int(number)).write_text(answer, encoding="utf-8")
+
+
+def _answer_path(log: Path, number: int) -> Path:
+    return log.with_name(f"{log.name}.links-{number}")
+
+
+def write_results(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+    """Write `--json` and `--csv`, where given and if there are records: an interrupted run leaves earlier results be.
+
+    Raises: GradwireError.
+    """
+    if records and args.json:
+        write_json(args.json, records)
+    if records and args.csv:
+        write_csv(args.csv, records)
+
+
+def needs_switch(specs: Sequence[str]) -> bool:
+    """Whether one of them sums in the network: `dense-switch`, or any scheme with `aggregator=switch`."""
+    parsed = [parse_spec(spec) for spec in specs]
+    return any(name == "dense-switch" or options.get("aggregator") == "switch" for name, options in parsed)
+
+
+# ---- a rank: warm up, take turns, time, count, gather, record
+
 
 Turn = dict[str, float]
 
@@ -169,3 +296,120 @@ class Records:
             RecordLog(self._args.log).append(records)
         elif dist.get_rank() == 0:
             write_results(self._args, self.all)
+
+
+# ---- timing against noise: methods take turns (A B C A B C), warm-up rounds are dropped, a sample lasts long enough
+
+
+# Below some 50 ms a sample is at the mercy of one scheduler tick (4 ms) or one page-fault storm.
+MIN_SAMPLE_S = 0.05
+_SAID_EVERY_S = 5.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """One method: `call` is timed; `before` and `after` run outside the clock, once a sample (poison, verify)."""
+
+    call: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+    after: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call: the median of the samples and their quartiles."""
+
+    median_s: float
+    low_s: float
+    high_s: float
+    n_samples: int
+    n_repeats: int  # calls in one sample
+
+    @staticmethod
+    def of(samples_s: list[float], n_repeats: int = 1) -> Timing:
+        """Summarise samples; with fewer than four the spread is the whole range."""
+        if len(samples_s) < 4:
+            low, high = min(samples_s), max(samples_s)
+        else:
+            low, _, high = statistics.quantiles(samples_s, n=4, method="inclusive")
+        return Timing(statistics.median(samples_s), low, high, len(samples_s), n_repeats)
+
+    def fields(self, name: str, scale: float = 1.0) -> dict[str, float]:
+        """For a record: `name`, and its quartiles as `name_low` and `name_high`."""
+        return {name: self.median_s * scale, f"{name}_low": self.low_s * scale, f"{name}_high": self.high_s * scale}
+
+
+def time_interleaved(
+    tasks: Mapping[str, Task],
+    n_rounds: int,
+    n_warmup: int = 1,
+    min_sample_s: float = MIN_SAMPLE_S,
+    clock: Callable[[], float] = time.perf_counter,
+    what: str = "samples",
+) -> dict[str, Timing]:
+    """Time every task once a round, in the mapping's order, for `n_warmup` dropped and `n_rounds` counted rounds."""
+    progress = Progress(what, len(tasks) * (n_warmup + n_rounds))
+    repeats = {name: _calibrate(task, min_sample_s, clock) for name, task in tasks.items()}
+    samples: dict[str, list[float]] = {name: [] for name in tasks}
+    for round_index in range(n_warmup + n_rounds):
+        for name, task in tasks.items():
+            elapsed_s = _sample(task, repeats[name], clock)
+            if round_index >= n_warmup:
+                samples[name].append(elapsed_s / repeats[name])
+            progress.advance()
+    return {name: Timing.of(samples[name], repeats[name]) for name in tasks}
+
+
+def _sample(task: Task, n_repeats: int, clock: Callable[[], float]) -> float:
+    task.before()
+    start = clock()
+    for _ in range(n_repeats):
+        task.call()
+    elapsed_s = clock() - start
+    task.after()
+    return elapsed_s
+
+
+def _calibrate(task: Task, min_sample_s: float, clock: Callable[[], float]) -> int:
+    """How many calls make a sample of at least `min_sample_s`; the first, cold call does not count."""
+    _sample(task, 1, clock)
+    once_s = max(_sample(task, 1, clock), 1e-7)
+    return max(1, -int(-min_sample_s // once_s))
+
+
+class Progress:
+    """Says how far a measurement of `n` pieces is, and about how long the rest takes: every five seconds, on standard output.
+
+    Args: is_silent: says nothing, as on all ranks but the first.
+    """
+
+    def __init__(self, what: str, n: int, is_silent: bool = False) -> None:
+        self._what, self._n, self._done, self._is_silent = what, n, 0, is_silent
+        self._began_s = self._said_s = time.monotonic()
+
+    def advance(self, n_pieces: int = 1) -> None:
+        """So many pieces more are done."""
+        self.reach(self._done + n_pieces)
+
+    def reach(self, done: int) -> None:
+        """So many pieces are done in all."""
+        self._done, now_s = done, time.monotonic()
+        if not self._is_silent and now_s - self._said_s >= _SAID_EVERY_S and 0 < done < self._n:
+            self._said_s = now_s
+            left_s = (now_s - self._began_s) / done * (self._n - done)
+            print(f"  {self._what}: {done} of {self._n}, about {duration(left_s)} left", flush=True)
+
+
+@contextlib.contextmanager
+def threads(n_threads: int) -> Iterator[None]:
+    """Inside, gradwire's codecs and torch's own operations use so many threads. Raises: InvalidArgument (below 1)."""
+    if n_threads < 1:
+        raise InvalidArgument(f"{n_threads} threads: they count from 1")
+    before = _native.thread_count(), torch.get_num_threads()
+    _native.set_thread_count(n_threads)
+    torch.set_num_threads(n_threads)
+    try:
+        yield
+    finally:
+        _native.set_thread_count(before[0])
+        torch.set_num_threads(before[1])

@@ -26,8 +26,7 @@ from gradwire.registry import parse_spec, spec_of
 from gradwire.telemetry.environment import describe_environment
 from gradwire_lab import workloads
 from gradwire_lab.bench import driver
-from gradwire_lab.bench.launching import check_ranks, is_rank, run_in_ranks
-from gradwire_lab.bench.timing import Progress, Timing
+from gradwire_lab.bench.driver import Progress, Timing, check_ranks, is_rank, run_in_ranks
 from gradwire_lab.bench.train_methods import TrainMethod, describe
 from gradwire_lab.ranks.network import Network
 from gradwire_lab.results.experiment import Column, Table

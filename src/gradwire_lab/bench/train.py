@@ -20,8 +20,7 @@ from gradwire.telemetry.environment import describe_environment
 from gradwire.wire.communicator import ring_bytes
 from gradwire_lab import workloads
 from gradwire_lab.bench import driver, train_methods
-from gradwire_lab.bench.launching import check_ranks, is_rank, run_in_ranks
-from gradwire_lab.bench.timing import Progress, Timing
+from gradwire_lab.bench.driver import Progress, Timing, check_ranks, is_rank, run_in_ranks
 from gradwire_lab.bench.train_methods import BASELINES, SHARDED, StepTimes, TrainMethod, describe
 from gradwire_lab.results.experiment import Column, Table
 from gradwire_lab.results.tables import Grid, print_grid, tabulate

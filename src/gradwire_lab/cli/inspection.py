@@ -99,7 +99,7 @@ def _inspect_run(folder: Path) -> dict[str, Any]:
 
 
 def _inspect_json(path: Path) -> dict[str, Any]:
-    from gradwire_lab.report.inputs import BENCH_FIELDS
+    from gradwire_lab.report import BENCH_FIELDS
 
     content = _read_json(path)
     if isinstance(content, dict):

@@ -12,7 +12,7 @@ from typing import Any
 
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec, spec_of
-from gradwire_lab.bench.timing import Progress
+from gradwire_lab.bench.driver import Progress
 from gradwire_lab.cli.options import add_json, option, switch
 from gradwire_lab.results.experiment import Column, Experiment, Plot, Table
 from gradwire_lab.results.plots import draw_panels, series_of

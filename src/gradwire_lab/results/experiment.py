@@ -95,30 +95,18 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What a paper says, and the `column` of the records of `where` that stands beside it. `says`: in words.
+class Goal:
+    """A bound that the `column` of the records of `where` is held to; without a `sign` only what a paper says of it.
 
     Attributes:
-        paper: the paper's number; "" of a goal that no paper has.
-        of: the figure or table that it stands in.
+        says: in words.
         by: fields that a cell's records differ in, such as a phase: each is shown, not their mean.
+        paper: the paper's number, in the figure or table `of`; "" of a goal that no paper has.
     """
 
     says: str
     column: Column
-    where: Mapping[str, Any] = field(default_factory=dict)
-    paper: str = ""
-    of: Ref | None = None
-    by: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A bound that the records of `where` are held to: `column` is at most, or at least, `bound`. Else as a `Claim`."""
-
-    says: str
-    column: Column
-    sign: Literal["<=", ">="]
+    sign: Literal["<=", ">=", ""]
     bound: float
     where: Mapping[str, Any] = field(default_factory=dict)
     by: Sequence[str] = ()
@@ -143,8 +131,7 @@ class Experiment:
         controls: values of the baseline's axis that do the very same as it; what lies between them is noise.
         of: the papers' figures and tables that it gives, in kind.
         show: tables and plots, in order.
-        goals: what was promised.
-        claims: what the papers say beyond that.
+        goals: what the papers say, and what was promised.
         differs: from the papers' conditions; "" where nothing that matters does.
         seconds: about how long one run of the `together` cells takes on two cores; the store knows better once it has.
         quick: part of `make bench`.
@@ -164,7 +151,6 @@ class Experiment:
     of: Sequence[Ref] = ()
     show: Sequence[Table | Plot] = ()
     goals: Sequence[Goal] = ()
-    claims: Sequence[Claim] = ()
     differs: str = ""
     seconds: float = 60.0
     quick: bool = False

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from gradwire.errors import InvalidArgument
-from gradwire_lab.results.experiment import Claim, Coverage, Experiment, Goal, Plot, Table
+from gradwire_lab.results.experiment import Coverage, Experiment, Plot, Table
 from gradwire_lab.results.plots import Series, digest_in, digest_of, series_of, to_svg
 from gradwire_lab.results.records import Record, Store, machines, name_of, write_text
 from gradwire_lab.results.tables import VERDICTS, Answer, Grid, Summary, answer_of, chosen, make_grid, to_markdown
@@ -247,10 +247,9 @@ class Book:
         return shown is not None and shown.is_current and names >= {name_of(experiment, c) for c in experiment.cells()}
 
     def _answers(self, experiment: Experiment) -> list[Answer]:
-        """A row for each goal, and for each number of the papers."""
+        """A row for each goal and number of the papers."""
         answers = []
-        asked: list[Goal | Claim] = [*experiment.claims, *experiment.goals]
-        for one in asked:
+        for one in experiment.goals:
             shown = self.shown(experiment, one.where if one.column.kind == "value" else {})
             answers.append(answer_of(experiment, one, shown.records if shown else []))
         return answers

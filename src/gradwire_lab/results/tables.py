@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradwire_lab.results.experiment import Claim, Column, Experiment, Goal, Table
+from gradwire_lab.results.experiment import Column, Experiment, Goal, Table
 
 Record = dict[str, Any]
 
@@ -238,14 +238,14 @@ class Answer:
     verdict: str
 
 
-def answer_of(experiment: Experiment, asked: Goal | Claim, records: Sequence[Record]) -> Answer:
+def answer_of(experiment: Experiment, asked: Goal, records: Sequence[Record]) -> Answer:
     """All cells that it speaks of as one row: the value, or how far they reach; undecided where the noise decides."""
     summary = Summary(experiment, records, asked.by)
     found = [summary.value(row, asked.column) for row in summary.rows if chosen(row, asked.where)]
     column = replace(asked.column, spread=False)
     known = [(value.middle, show_value(value, column), value) for value in found if isinstance(value.middle, float)]
     verdict, goal = "", ""
-    if isinstance(asked, Goal):
+    if asked.sign:
         verdicts = [_judge(asked, middle, value) for middle, _, value in known]
         verdict = next((word for word in VERDICTS[::-1] if word in verdicts), "")
         if verdict and (n_reached := verdicts.count("reached")) not in (0, len(verdicts)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from gradwire_lab.results.experiment import Claim, Column, Coverage, Experiment, Ref
+from gradwire_lab.results.experiment import Column, Coverage, Experiment, Goal, Ref
 
 _SMALL = "small models, 4 ranks on 2 cores"
 _EMULATED = "4 ranks on 2 cores, computation emulated, links of 0.1 to 1 Gb/s"
@@ -77,33 +77,37 @@ LEFT_OUT = {
 }
 
 
-def _faster(says: str, paper: str, figure: Ref, where: dict[str, Any], against: str | None = None) -> Claim:
-    return Claim(says, Column("iteration_s", kind="speed-up", against=against, form=".2f"), where, paper, figure)
+def _claim(says: str, column: Column, where: dict[str, Any], paper: str, figure: Ref) -> Goal:
+    return Goal(says, column, "", 0, where, (), paper, figure)
 
 
-def _ratio(method: str, workload: str, paper: str) -> Claim:
+def _faster(says: str, paper: str, figure: Ref, where: dict[str, Any], against: str | None = None) -> Goal:
+    return _claim(says, Column("iteration_s", kind="speed-up", against=against, form=".2f"), where, paper, figure)
+
+
+def _ratio(method: str, workload: str, paper: str) -> Goal:
     name = {"power_sgd": "Power-SGD", "acp_sgd": "ACP-SGD, a step"}[method]
     column = Column(method, form=".1f")
     where = {"of": "ratios", "workload": workload}
-    return Claim(f"{name}: times fewer bytes, {workload}", column, where, paper, Ref("ACP-SGD", "Table I"))
+    return _claim(f"{name}: times fewer bytes, {workload}", column, where, paper, Ref("ACP-SGD", "Table I"))
 
 
 _ROUNDS, _MORE = Column("rounds", form=".0f"), Column("more_rounds", "", 100, ".0f")
 _RIVALS = {"terngrad": "1.17", "thc": "1.56", "top-k:share=0.1": "2.07", "dgc:share=0.1": "2.89"}
 _FIG_10 = Ref("AQGB", "Fig. 10")
 # By experiment: numbers of the paper, and the column that stands beside them here.
-CLAIMS: dict[str, list[Claim]] = {
+CLAIMS: dict[str, list[Goal]] = {
     "gcomp-fidelity": [
-        Claim("bytes / a ring's, mean over training", Column("ratio_mean", form=".2f"), {"scheme": "gcomp:importance=paper"},
+        _claim("bytes / a ring's, mean over training", Column("ratio_mean", form=".2f"), {"scheme": "gcomp:importance=paper"},
               "0.33 to 0.37", Ref("GComp", "Fig. 9"))],
     "allreduce-gradient": [
-        Claim("time of an all-reduce, x Gloo's", Column("time_s", kind="ratio"), {"scheme": "gcomp"}, "0.47 to 0.62",
+        _claim("time of an all-reduce, x Gloo's", Column("time_s", kind="ratio"), {"scheme": "gcomp"}, "0.47 to 0.62",
               Ref("GComp", "Fig. 10"))],
     "gcomp-load": [
-        Claim("cores busy, %", Column("machine_load", "", 100, ".0f"), {"scheme": "gcomp:importance=paper"}, "below 21.6",
+        _claim("cores busy, %", Column("machine_load", "", 100, ".0f"), {"scheme": "gcomp:importance=paper"}, "below 21.6",
               Ref("GComp", "Fig. 11"))],
     "gcomp-scaling": [
-        Claim("throughput of 128 workers, x a ring's", Column("round_s", kind="speed-up"),
+        _claim("throughput of 128 workers, x a ring's", Column("round_s", kind="speed-up"),
               {"scheme": "gcomp", "workers": 128, "codec": True}, "1.35 to 2.27", Ref("GComp", "Fig. 17"))],
     "train-resnet": [
         _faster("GComp's step at 100 Mb/s, times faster than DDP's", "1.5 to 1.9", Ref("GComp", "Fig. 15"),
@@ -119,18 +123,18 @@ CLAIMS: dict[str, list[Claim]] = {
         _faster(f"AQGB at {name}, times faster than DDP's ring", "-", _FIG_10, {"rate": rate, "scheme": "aqgb:bucket_mb=0.5"})
         for name, rate in (("100 Mb/s", "100mbit"), ("1 Gb/s", "1gbit"))],
     "aqgb-fig10": [
-        Claim(f"rounds in 200 s, {name}", _ROUNDS, {"scheme": scheme, "jitter": "common"}, paper, _FIG_10)
+        _claim(f"rounds in 200 s, {name}", _ROUNDS, {"scheme": scheme, "jitter": "common"}, paper, _FIG_10)
         for name, scheme, paper in (("32-bit broadcast", "broadcast-32", "39"), ("4-bit broadcast", "broadcast-4", "130"),
                                     ("an uncompressed ring", "plain", "-"))],
     "aqgb-fig13": [
-        Claim(f"more rounds than 32 bits, %, {name}", _MORE, {"scheme": scheme, "sigma": 1.5}, paper, Ref("AQGB", "Fig. 13"))
+        _claim(f"more rounds than 32 bits, %, {name}", _MORE, {"scheme": scheme, "sigma": 1.5}, paper, Ref("AQGB", "Fig. 13"))
         for name, scheme, paper in (("4 bits", "broadcast-4", "126"), ("AQGB", "aqgb", "118"))],
     "slimgc-speed-resnet50": [
-        Claim("a step, times faster than the bare quantiser's", Column("speed_up", form=".2f"),
+        _claim("a step, times faster than the bare quantiser's", Column("speed_up", form=".2f"),
               {"scheme": lambda spec: str(spec).startswith("slimgc") and "backup" in str(spec)}, "1.04 to 1.76",
               Ref("SlimGC", "Fig. 12"))],
     "slimgc-rivals": [
-        Claim(f"a step of {scheme.partition(':')[0]}, x that of slimgc", Column("iteration_s", kind="ratio"),
+        _claim(f"a step of {scheme.partition(':')[0]}, x that of slimgc", Column("iteration_s", kind="ratio"),
               {"scheme": scheme}, paper, Ref("SlimGC", "Table 3")) for scheme, paper in _RIVALS.items()],
     "homomorphic-time-ncf": [
         _faster("a step of NCF, times faster than DDP's", "2.01", Ref("Homomorphic", "Fig. 7"),
@@ -147,4 +151,6 @@ CLAIMS: dict[str, list[Claim]] = {
 
 def beside_the_papers(experiment: Experiment) -> Experiment:
     """The experiment with what the papers claim beyond its goals, and what differs from their conditions."""
-    return replace(experiment, claims=CLAIMS.get(experiment.key, []), differs=DIFFERS.get(experiment.key, ""))
+    return replace(
+        experiment, goals=[*CLAIMS.get(experiment.key, ()), *experiment.goals], differs=DIFFERS.get(experiment.key, "")
+    )

@@ -31,15 +31,15 @@ _MEASURES: dict[str, str] = {
     "decoders": "gradients:measure_decoders",
     "float-errors": "float_methods:measure_errors",
     "float-training": "float_methods:measure_training",
-    "sketch-formulas": "sketches:measure_formulas",
-    "sketch-recovery": "sketches:measure_recovery",
     "ranks": "float_methods:measure_ranks",
-    "shapes": "shapes:measure",
+    "sketch-formulas": "formulas:measure_formulas",
+    "sketch-recovery": "formulas:measure_recovery",
+    "shapes": "formulas:measure_shapes",
     "simulate": "simulated:measure",
     "simulate-rates": "simulated:measure_rates",
     "stragglers": "simulated:measure_stragglers",
-    "reality": "reality:measure",
-    "simulator-sizes": "reality:measure_sizes",
+    "reality": "simulated:measure_reality",
+    "simulator-sizes": "simulated:measure_sizes",
 }
 
 # What a measure writes into the sources themselves: others depend on it, so it comes first, and it does not itself.

@@ -25,40 +25,37 @@ _QUANTISERS = ("one-bit", "two-bit")
 _STEP_FIELDS = ("step", "elapsed_s", "iteration_s", "bits_per_value", "first_bits_per_value", "loss")
 
 
-def train(call: Call) -> Measured:
+def train(call: Call, bench: str = "train") -> Measured:
     """`bench train` with the cells' schemes in turns; with `then` a record for each phase."""
-    records = run_command("train", call.arguments("scheme"), call)
-    in_order = dict.fromkeys(
-        map(spec_of, records)
-    )  # as the schemes were given, though they may spell options otherwise
-    by_spec = dict(zip(in_order, call.values("scheme"), strict=True))
-    cells = {cell["scheme"]: cell for cell in call.cells}
-    return [(cells[by_spec[spec_of(record)]], record) for record in records]
+    records = run_command(bench, call.arguments("scheme"), call)
+    # As the schemes were given, though records may spell options otherwise.
+    cells = dict(zip(dict.fromkeys(map(spec_of, records)), call.cells, strict=True))
+    return [(cells[spec_of(record)], record) for record in records]
+
+
+def regret(call: Call) -> Measured:
+    """`bench regret` of the cells' schemes in turns; with `then` a record for each phase."""
+    return train(call, "regret")
 
 
 def allreduce(call: Call) -> Measured:
     """`bench allreduce` over the cells' schemes, and sizes if these are together too."""
     axes = [axis for axis in ("n_bytes", "scheme") if axis in call.cells[0] and axis not in call.shared]
-    arguments = call.arguments(*axes)
-    if "gradients" in arguments:
-        arguments["gradients"] = str(gradient_file(str(arguments["gradients"]), call.folder))
-    records = run_command("allreduce", arguments, call)
     cells = sorted(call.cells, key=lambda cell: [call.values(axis).index(cell[axis]) for axis in axes])
-    return list(zip(cells, records, strict=True))
+    return list(zip(cells, run_command("allreduce", _with_file(call, *axes), call), strict=True))
 
 
 def codec(call: Call) -> Measured:
     """`bench codec` of one gradient; a baseline whose package is missing has no record."""
-    arguments = call.arguments("codec")
-    arguments["gradients"] = str(gradient_file(str(call.get("gradients")), call.folder))
-    records = {record["codec"]: record for record in run_command("codec", arguments, call)}
+    records = {record["codec"]: record for record in run_command("codec", _with_file(call, "codec"), call)}
     return [(cell, records[cell["codec"]]) for cell in call.cells if cell["codec"] in records]
 
 
-def regret(call: Call) -> Measured:
-    """`bench regret` of the cells' schemes in turns; with `then` a record for each phase."""
-    cells = {cell["scheme"]: cell for cell in call.cells}
-    return [(cells[spec_of(record)], record) for record in run_command("regret", call.arguments("scheme"), call)]
+def _with_file(call: Call, *axes: str) -> dict[str, Any]:
+    arguments = call.arguments(*axes)
+    if "gradients" in arguments:
+        arguments["gradients"] = str(gradient_file(str(arguments["gradients"]), call.folder))
+    return arguments
 
 
 def overlap(call: Call) -> Measured:

@@ -14,9 +14,9 @@ from gradwire import _native
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire_lab import workloads
+from gradwire_lab.bench.driver import Task, threads, time_interleaved
 from gradwire_lab.bench.level_rule import allowed_scale, dropped_bits, entropy_bits, exponent_histogram
 from gradwire_lab.bench.measures import Call, Measured
-from gradwire_lab.bench.timing import Task, threads, time_interleaved
 from gradwire_lab.results.records import Record
 from gradwire_lab.workloads import Workload
 from gradwire_lab.workloads.gradients import GradientFile, load_gradients, write_snapshot

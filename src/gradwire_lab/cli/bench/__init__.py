@@ -7,7 +7,6 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 
-from gradwire_lab.bench.launching import DEFAULT_RANKS
 from gradwire_lab.cli.options import ShortHelp, add_json, add_way, add_workload, option, switch
 
 
@@ -147,7 +146,7 @@ def _add_training_arguments(parser: argparse.ArgumentParser, default_scheme: lis
 
 def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that say where the ranks run and where results go; the same in every benchmark with ranks."""
-    option(parser, "--ranks", "N", f"ranks to start here (default: {DEFAULT_RANKS})", type=int)
+    option(parser, "--ranks", "N", "ranks to start here (default: 4)", type=int)
     words = "link rates, one run each: 100mbit, none (default), or R,R,R,S: one a rank or node"
     option(parser, "--rate", "RATE", words, nargs="+")
     add_way(parser)

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
-from gradwire_lab.bench.measures import formulas
+from gradwire_lab.bench.measures import shapes
 from ranks import run_ranks
 
 RANK, STEPS = 4, 2  # of ACP-SGD a step for each factor
@@ -52,7 +52,7 @@ def sent_bytes(rank: int, world_size: int) -> dict[str, float]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_traffic_from_shapes_is_what_a_rank_sends(world_size: int) -> None:
     """ACP-SGD's Tables I and II: the same sums give both."""
-    reckoned = formulas.megabytes_of(formulas.sums_of(formulas.sizes_of_model(make_model(), RANK)), world_size)
+    reckoned = shapes.megabytes_of(shapes.sums_of(shapes.sizes_of_model(make_model(), RANK)), world_size)
     for live in run_ranks(sent_bytes, world_size):
         for method, n_bytes in live.items():
             # What is above: the headers of messages, and what ranks agree on beside the step.
@@ -61,9 +61,9 @@ def test_traffic_from_shapes_is_what_a_rank_sends(world_size: int) -> None:
 
 def test_ratios_are_those_of_the_traffic() -> None:
     for workload in ("resnet50", "resnet152"):
-        (ratios,), traffic = formulas.describe_ratios(workload), formulas.describe_traffic(workload)
+        (ratios,), traffic = shapes.describe_ratios(workload), shapes.describe_traffic(workload)
         for method in ("power_sgd", "acp_sgd"):
             for row in traffic:
                 assert row["s_sgd"] / row[method] == pytest.approx(ratios[method])
-    assert formulas.describe_ratios("resnet50")[0]["power_sgd"] == pytest.approx(66.5, abs=0.1), "the paper: 67"
-    assert formulas.describe_ratios("resnet152")[0]["power_sgd"] == pytest.approx(52.9, abs=0.1), "the paper: 53"
+    assert shapes.describe_ratios("resnet50")[0]["power_sgd"] == pytest.approx(66.5, abs=0.1), "the paper: 67"
+    assert shapes.describe_ratios("resnet152")[0]["power_sgd"] == pytest.approx(52.9, abs=0.1), "the paper: 53"

@@ -12,7 +12,7 @@ import torch
 from gradwire.codecs import bloom_filter
 from gradwire.codecs.bloom_filter import BloomShape
 from gradwire.codecs.count_sketch import MAX_CORE, CountSketch, index_words, write_index
-from gradwire_lab.bench.measures import Call, formulas
+from gradwire_lab.bench.measures import Call, sketches
 from gradwire_lab.bench.sources import GradientSource
 
 DENSITIES = [10 ** (exponent / 5) for exponent in range(-25, 0)] + [0.7, 0.9, 0.99]
@@ -23,28 +23,28 @@ DENSITIES = [10 ** (exponent / 5) for exponent in range(-25, 0)] + [0.7, 0.9, 0.
 def test_the_smaller_of_both_indices_is_within_1_6_times_the_bound_and_never_below_it(
     value_bits: int, density: float
 ) -> None:
-    bound = formulas.bound_bits(1e6, density, value_bits)
-    best = min(formulas.bitmap_bits(1e6, density, value_bits), formulas.bloom_bits(1e6, density, value_bits))
+    bound = sketches.bound_bits(1e6, density, value_bits)
+    best = min(sketches.bitmap_bits(1e6, density, value_bits), sketches.bloom_bits(1e6, density, value_bits))
     assert bound < best < 1.6 * bound
 
 
 def test_the_bound_is_that_of_counting_all_gradients() -> None:
     # log2 of how many gradients of 60 values of 3 bits have exactly 6 non-zeros, against the formula's limit for many.
     exact = math.log2(math.comb(60_000, 6_000)) + 6_000 * math.log2(7)
-    assert formulas.bound_bits(60_000, 0.1, 3) == pytest.approx(exact, rel=1e-3)
+    assert sketches.bound_bits(60_000, 0.1, 3) == pytest.approx(exact, rel=1e-3)
 
 
 def test_the_filters_rate_of_false_positives_is_where_filter_and_sketch_are_smallest() -> None:
     for density in (0.001, 0.01, 0.05):
-        share = formulas.false_positive_rate(density, 32)
+        share = sketches.false_positive_rate(density, 32)
 
         def size(share: float, density: float = density) -> float:
             return density / math.log(2) * math.log2(1 / share) + 1.23 * 32 * (density + share * (1 - density))
 
-        assert formulas.bloom_bits(1.0, density, 32) == pytest.approx(size(share))
+        assert sketches.bloom_bits(1.0, density, 32) == pytest.approx(size(share))
         assert size(share) < min(size(0.9 * share), size(1.1 * share))
-    assert formulas.false_positive_rate(0.99, 2) == 1.0
-    assert formulas.bloom_bits(1000, 0.0, 32) == 0
+    assert sketches.false_positive_rate(0.99, 2) == 1.0
+    assert sketches.bloom_bits(1000, 0.0, 32) == 0
 
 
 @pytest.mark.parametrize("pattern", ["element", "row", "batch"])
@@ -67,14 +67,14 @@ def test_built_sketches_and_indices_are_as_large_as_the_formulas_say(pattern: st
         )
         built[name] = 32 * (n_words + n_cells)
     share = n_nonzeros / n_elements
-    assert formulas.bound_bits(n_elements, share, 32) < built["bitmap"]
-    assert built["bitmap"] < 1.05 * formulas.bitmap_bits(n_elements, share, 32, sketch.gamma)
-    assert built["bloom"] < 1.1 * formulas.bloom_bits(n_elements, share, 32, sketch.gamma)
+    assert sketches.bound_bits(n_elements, share, 32) < built["bitmap"]
+    assert built["bitmap"] < 1.05 * sketches.bitmap_bits(n_elements, share, 32, sketch.gamma)
+    assert built["bloom"] < 1.1 * sketches.bloom_bits(n_elements, share, 32, sketch.gamma)
 
 
 def test_recovery_is_complete_from_gamma_on_and_only_partial_below() -> None:
     gradient = torch.from_numpy(GradientSource(None, 0.1, "element").gradient(0, 1 << 17))
-    below, above = (formulas.recovery(gradient, size) for size in (0.08, 0.15))
+    below, above = (sketches.recovery(gradient, size) for size in (0.08, 0.15))
     assert below["recovery_rate"] < 0.5
     assert below["relative_error"] > 0.5
     assert above["recovery_rate"] == 1.0
@@ -87,7 +87,9 @@ def call(axes: dict[str, list], **fixed: object) -> Call:
 
 
 def test_every_measure_has_a_record_a_cell() -> None:
-    sizes = formulas.measure_formulas(call({"value_bits": [4, 32], "density": [0.01, 0.1]}))
-    assert [(c["value_bits"], c["density"]) for c, _ in sizes] == [(r["value_bits"], r["density"]) for _, r in sizes]
-    recovery = formulas.measure_recovery(call({"sketch_size": [0.1, 2.0]}, n_elements=65536, density=0.5))
+    formulas = sketches.measure_formulas(call({"value_bits": [4, 32], "density": [0.01, 0.1]}))
+    assert [(c["value_bits"], c["density"]) for c, _ in formulas] == [
+        (r["value_bits"], r["density"]) for _, r in formulas
+    ]
+    recovery = sketches.measure_recovery(call({"sketch_size": [0.1, 2.0]}, n_elements=65536, density=0.5))
     assert [record["recovery_rate"] for _, record in recovery][1] == 1.0

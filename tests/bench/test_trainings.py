@@ -127,7 +127,7 @@ def test_finished_trainings_are_not_done_again_and_others_are(tmp_path: Path, mo
     assert started[2:] == ["truncate"], "one that was cut off is done again, and that one alone"
     trainings.measure(call([{"scheme": "truncate:bits=18", "seed": 1}], tmp_path, baseline=BASELINE))
     assert started[3:] == ["truncate", "gcomp"], "another seed is another training, of the baseline too"
-    monkeypatch.setattr(trainings, "source_hash", lambda: "other")
+    monkeypatch.setattr(trainings, "code_state", lambda: "other")
     trainings.measure(call([{"scheme": "truncate:bits=18"}], tmp_path))
     assert started[5:] == ["truncate"], "with other code it is another training"
 
@@ -184,4 +184,4 @@ def test_rates_and_ranks_have_folders_of_their_own(tmp_path: Path, monkeypatch: 
         with pytest.raises(AssertionError, match="without a word"):
             trainings.train_all({"one": config}, n_ranks, rate, tmp_path)
     assert len(set(placed)) == 3
-    assert all(trainings.source_hash() in str(path) for path in placed)
+    assert all(trainings.code_state() in str(path) for path in placed)

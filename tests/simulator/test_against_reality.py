@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import InvalidArgument
-from gradwire_lab.bench.measures import Call, simulated
+from gradwire_lab.bench.measures import Call, reality
 from gradwire_lab.simulator.predictions import block_workload, bucket_workload, predict, rate_with_cores
 from gradwire_lab.simulator.schemes.registry import MeasuredTable
 
@@ -86,11 +86,11 @@ def test_a_run_measures_the_hops_and_the_schemes_and_compares(tmp_path: Path, mo
             return [{"scheme": scheme, "ranks": 2, "time_s": 2e-3} for scheme in ("plain", "gcomp")]
         return [made_record(scheme, n_bytes) | {"network": "netlab"} for scheme in ("ddp", "plain")]
 
-    monkeypatch.setattr(simulated, "run_command", pretend)
+    monkeypatch.setattr(reality, "run_command", pretend)
     monkeypatch.setattr("gradwire_lab.bench.measures.commands.run_command", pretend)
     cells = [{"ranks": 2, "rate": "1mbit", "scheme": scheme} for scheme in ("ddp", "plain")]
     call = Call("k", cells, {"ranks": 2, "rate": "1mbit"}, {"workload": WORKLOAD}, tmp_path)
-    found = simulated.measure_reality(call)
+    found = reality.measure(call)
     assert calls == [("allreduce", ["plain", "gcomp"]), ("train", ["ddp", "plain"])]
     assert [(cell, record["scheme"]) for cell, record in found] == [(cell, cell["scheme"]) for cell in cells]
     assert all(record["error_size"] == abs(record["error"]) for _, record in found)
@@ -99,12 +99,12 @@ def test_a_run_measures_the_hops_and_the_schemes_and_compares(tmp_path: Path, mo
 
 def test_sizes_go_into_the_simulators_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "measured.json"
-    monkeypatch.setattr(simulated, "TABLE", table)
+    monkeypatch.setattr(reality, "TABLE", table)
     more = {"gradients": "g", "cpu": "c", "n_cores": 2, "torch": "t"}
     for ranks in (3, 2):
         measured = [({"scheme": "gcomp"}, made_record("gcomp", 8e6, 0.5) | {"ranks": ranks} | more)]
-        monkeypatch.setattr(simulated, "train", lambda call, measured=measured: measured)
-        simulated.measure_sizes(Call("k", [], {"workload": "gpt:step_ms=5"}, {}, tmp_path))
+        monkeypatch.setattr(reality, "train", lambda call, measured=measured: measured)
+        reality.measure_sizes(Call("k", [], {"workload": "gpt:step_ms=5"}, {}, tmp_path))
     content = json.loads(table.read_text())
     rows = content["workloads"]["gpt"]["schemes"]["gcomp"]
     assert [row["ranks"] for row in rows] == [2, 3]

@@ -32,14 +32,14 @@ _MEASURES: dict[str, str] = {
     "float-errors": "float_methods:measure_errors",
     "float-training": "float_methods:measure_training",
     "ranks": "float_methods:measure_ranks",
-    "sketch-formulas": "formulas:measure_formulas",
-    "sketch-recovery": "formulas:measure_recovery",
-    "shapes": "formulas:measure_shapes",
+    "sketch-formulas": "sketches:measure_formulas",
+    "sketch-recovery": "sketches:measure_recovery",
+    "shapes": "shapes:measure",
     "simulate": "simulated:measure",
     "simulate-rates": "simulated:measure_rates",
     "stragglers": "simulated:measure_stragglers",
-    "reality": "simulated:measure_reality",
-    "simulator-sizes": "simulated:measure_sizes",
+    "reality": "reality:measure",
+    "simulator-sizes": "reality:measure_sizes",
 }
 
 # What a measure writes into the sources themselves: others depend on it, so it comes first, and it does not itself.

@@ -177,15 +177,18 @@ def exponent_bits(run: FinishedRun) -> Record:
 # ---- trainings
 
 
+def code_state() -> str:
+    """A digest of everything that can change a measured number: the packages' Python and the sources of the core."""
+    return source_hash("gradwire_lab.bench.measures.trainings")
+
+
 def train_all(configs: dict[str, TrainConfig], n_ranks: int, rate: str, folder: Path) -> dict[str, FinishedRun]:
     """Train what is not finished; every run by its name. `out` of the configurations is replaced.
 
     Raises: PeerLost (a rank failed; trainings before it stay finished).
     """
     placed = {
-        name: dataclasses.replace(
-            config, out=folder / "trainings" / source_hash() / _folder_name(config, n_ranks, rate)
-        )
+        name: dataclasses.replace(config, out=folder / "trainings" / code_state() / _folder_name(config, n_ranks, rate))
         for name, config in configs.items()
     }
     left = {config.out: config for config in placed.values() if find_finished(config) is None}

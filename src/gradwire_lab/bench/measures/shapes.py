@@ -1,19 +1,16 @@
-"""What follows from shapes and formulas: ACP-SGD's Tables I and II and Fig. 5, SlimGC's Fig. 1; sketches by their sizes."""
+"""What low-rank compression makes of real models, from their shapes alone: ACP-SGD's Tables I and II, and Fig. 5."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from gradwire.codecs.count_sketch import CountSketch, index_words, write_index
 from gradwire.schemes.matrices import MatrixShape, matrix_shape
 from gradwire_lab import workloads
 from gradwire_lab.bench.measures import Call, Measured
-from gradwire_lab.bench.sources import GradientSource
 from gradwire_lab.results.records import Record
 
 WORLDS = (4, 8, 32, 64)
@@ -28,7 +25,7 @@ _SIZE_LIMITS = (15_000, 2_200_000)  # bytes
 Sizes = Sequence[tuple[int, MatrixShape | None]]
 
 
-def measure_shapes(call: Call) -> Measured:
+def measure(call: Call) -> Measured:
     """What `of` says, of each `workload`: "ratios", "traffic", "small-tensors", or "sizes"."""
     tables: dict[str, Callable[[str], list[Record]]] = {
         "ratios": describe_ratios,
@@ -123,91 +120,3 @@ def describe_sizes(workload: str) -> list[Record]:
         | {"bytes_share": float(n_bytes[small].sum() / n_bytes.sum())}
         for limit, small in shares
     ]
-
-
-# ---- numbers of the homomorphic paper's figures 2 and 3
-
-
-PAPER_GAMMA = 1.23  # cells a non-zero, for infinitely many of them (Jiang et al., 2017)
-_LN2 = math.log(2)
-
-
-def measure_formulas(call: Call) -> Measured:
-    """Fig. 2 in theory: bits of bitmap + sketch, Bloom filter + sketch and the bound, as shares of the plain values.
-
-    Axes `value_bits`, `density`.
-    """
-    found: Measured = []
-    for cell in call.cells:
-        n_bits, sizes = cell["value_bits"], (bound_bits, bitmap_bits, bloom_bits)
-        bound, bitmap, bloom = (size(1.0, cell["density"], n_bits) / n_bits for size in sizes)
-        record: Record = {"bound_share": bound, "bitmap_share": bitmap, "bloom_share": bloom}
-        record |= {"best_over_bound": min(bitmap, bloom) / bound, "best": "bitmap" if bitmap <= bloom else "bloom"}
-        found.append((cell, {**cell, **record}))
-    return found
-
-
-def measure_recovery(call: Call) -> Measured:
-    """Fig. 3: axis `sketch_size`, as a share of the gradient's."""
-    source = GradientSource(None, float(call.get("density")), str(call.get("pattern", "element")))
-    gradient = torch.from_numpy(source.gradient(0, int(call.get("n_elements"))))
-    return [(cell, {**recovery(gradient, cell["sketch_size"]), "size": cell["sketch_size"]}) for cell in call.cells]
-
-
-def recovery(gradient: torch.Tensor, size: float) -> Record:
-    """Fig. 3: share recovered, average relative error and rounds, by a sketch of `size` of the gradient's."""
-    n_elements = gradient.numel()
-    own = torch.empty(index_words(n_elements), dtype=torch.int32)
-    n_nonzeros = write_index(gradient, own).n_nonzeros
-    sketch = CountSketch()
-    # A sketch that may be as large as it likes is given gamma of the size asked for.
-    gamma = size * n_elements / n_nonzeros
-    if gamma >= sketch.gamma:
-        sketch = CountSketch(gamma=min(gamma, 10.0))
-        sketch.prepare(own, n_elements)
-    else:
-        sketch.prepare(own, n_elements, max_cells=max(1, int(size * n_elements)))
-    cells, out = torch.empty(sketch.n_cells), torch.empty(n_elements)
-    sketch.add(gradient, own, cells)
-    n_core = sketch.peel(own)
-    sketch.recover(cells, 1.0, out, estimate=True)
-    wanted, found = (values[gradient != 0].double() for values in (gradient, out))
-    return {
-        "density": n_nonzeros / n_elements,
-        "sketch_share": sketch.n_cells / n_elements,
-        "cells_a_nonzero": sketch.n_cells / n_nonzeros,
-        "recovery_rate": 1 - n_core / n_nonzeros,
-        "relative_error": float(((found - wanted).abs() / wanted.abs()).mean()),
-        "rounds": sketch.n_rounds,
-    }
-
-
-# ---- sizes by the paper's formulas (Li et al., ICML 2024, 3.3)
-# All in bits for a gradient of `n_elements` values of `value_bits` bits, of which a share `density` is not zero. Whole
-# numbers of hashes, rows and cells are not rounded here: a built sketch is larger by what docs/format.md#count-sketch says.
-
-
-def bound_bits(n_elements: float, density: float, value_bits: int) -> float:
-    """The least that any code needs: which values are not zero, n f(0, lambda) = N H(n/N), and what they are."""
-    entropy = -sum(p * math.log2(p) for p in (density, 1 - density) if p > 0)
-    log2_nonzeros = value_bits + math.log1p(-(2.0**-value_bits)) / _LN2  # of how many values there are beside zero
-    return n_elements * (entropy + density * log2_nonzeros)
-
-
-def bitmap_bits(n_elements: float, density: float, value_bits: int, gamma: float = PAPER_GAMMA) -> float:
-    """A bit a value, and gamma cells a non-zero."""
-    return n_elements * (1 + gamma * value_bits * density)
-
-
-def false_positive_rate(density: float, value_bits: int, gamma: float = PAPER_GAMMA) -> float:
-    """The share of zeros for which filter and sketch together are smallest; 1 where no filter is."""
-    zeros_a_nonzero = (1 - density) / density if density > 0 else math.inf
-    inverse = _LN2 * _LN2 * gamma * value_bits * zeros_a_nonzero
-    return 1.0 if inverse <= 1 else 1 / inverse
-
-
-def bloom_bits(n_elements: float, density: float, value_bits: int, gamma: float = PAPER_GAMMA) -> float:
-    """A Bloom filter of the non-zeros, and gamma cells for each of them and for each zero that the filter lets through."""
-    share = false_positive_rate(density, value_bits, gamma)
-    filter_bits = 0.0 if share in (0.0, 1.0) else density / _LN2 * -math.log2(share)
-    return n_elements * (filter_bits + gamma * value_bits * (density + share * (1 - density)))

@@ -87,37 +87,33 @@ def beside(rank: int, world_size: int, name: str, options: dict[str, Any], optim
     return chosen, texts, scheme.settling_steps
 
 
-@pytest.mark.parametrize("name", QUANTISERS)
+@pytest.mark.parametrize("name", OPTION)
 def test_the_optimizer_chooses_what_was_left_out_and_one_rank_says_so(name: str) -> None:
-    for_adam, published = {"warmup_steps": 50, "scale_values": 64}, {"warmup_steps": None, "scale_values": None}
+    """Plain steps, and scales by group where scales are by group."""
+    option, steps = OPTION[name], BESIDE_ADAM.get(name, 0)
+    is_by_group = name in QUANTISERS
+
+    def chosen(n_plain: int, scale_values: int | None = None) -> dict[str, Any]:
+        return {option: n_plain or (0 if option == "start_step" else None), "scale_values": scale_values}
+
+    for_adam = chosen(steps, 64 if is_by_group else None)
     first, other = run_ranks(beside, 2, name, {}, "AdamW")
     assert (first[0], other[0], other[1]) == (for_adam, for_adam, [])
-    (text,) = first[1]
-    assert f"{name} beside AdamW: warmup_steps=50, scale_values=64" in text
-    assert 'fidelity="close"' in text
-    assert first[2] == 0, "bound again beside SGD, it is as published"
-    assert run_ranks(beside, 1, name, {}, "SGD") == [(published, [], 0)]
-    asked = {"warmup_steps": 9, "scale_values": 64}
-    assert run_ranks(beside, 1, name, asked, "AdamW") == [(asked, [], 9)]
-    assert run_ranks(beside, 1, name, schemes.as_published(name, {}), "AdamW") == [(published, [], 0)]
-
-
-@pytest.mark.parametrize("name", sorted(set(OPTION) - set(QUANTISERS)))
-def test_only_the_plain_steps_are_chosen_where_scales_are_not_by_group(name: str) -> None:
-    option, steps = OPTION[name], BESIDE_ADAM.get(name, 0)
-
-    def chosen(n_plain: int) -> dict[str, Any]:
-        return {option: n_plain or (0 if option == "start_step" else None), "scale_values": None}
-
-    first, other = run_ranks(beside, 2, name, {}, "AdamW")
-    assert (first[0], other[0], other[1]) == (chosen(steps), chosen(steps), [])
-    said = [f"gradwire {name} beside AdamW: {option}={steps} (as published: {option}=0). Its loss"] if steps else []
-    assert [text[: len(said[0])] for text in first[1]] == said
+    if is_by_group:
+        (text,) = first[1]
+        assert f"{name} beside AdamW: warmup_steps=50, scale_values=64" in text
+        assert 'fidelity="close"' in text
+    else:
+        said = [f"gradwire {name} beside AdamW: {option}={steps} (as published: {option}=0). Its loss"] if steps else []
+        assert [text[: len(said[0])] for text in first[1]] == said
     assert first[2] == 0, "bound again beside SGD, it is as published"
     assert run_ranks(beside, 1, name, {}, "SGD") == [(chosen(0), [], 0)]
+    scales = {"scale_values": 64} if is_by_group else {}
     for told in (0, 9):
-        assert run_ranks(beside, 1, name, {option: told}, "AdamW") == [(chosen(told), [], told)]
-    assert run_ranks(beside, 1, name, schemes.as_published(name, {}), "RMSprop") == [(chosen(0), [], 0)]
+        given = {option: told, **scales}
+        assert run_ranks(beside, 1, name, given, "AdamW") == [({**chosen(told), **scales}, [], told)]
+    for adaptive in ("AdamW", "RMSprop"):
+        assert run_ranks(beside, 1, name, schemes.as_published(name, {}), adaptive) == [(chosen(0), [], 0)]
 
 
 def test_where_schemes_take_turns_none_is_plain_when_its_turn_may_come() -> None:

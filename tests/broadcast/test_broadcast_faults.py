@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismat
 from gradwire.schemes.aqgb.pacing import Pacing
 from gradwire.schemes.aqgb.scheme import Aqgb, Broadcast
 from gradwire.stepping.blocks import find_blocks
-from ranks import on_ranks, patience, run_ranks
+from ranks import on_ranks, patience
 
 # Of a peer's silence; longer where the machine is so busy that a healthy one is silent for that long.
 TIMEOUT_S = max(3.0, patience())
@@ -196,48 +197,35 @@ CASES: dict[str, tuple[Callable[[int], Any], tuple[type[GradwireError], ...]]] =
 }
 
 
-def fail_together(rank: int, world_size: int) -> dict[str, tuple[str, float]]:
-    seen = {}
-    for name, (scheme, _) in CASES.items():
+@on_ranks(2)
+def test_every_rank_gets_the_same_typed_error_in_time(rank: int, world_size: int) -> None:
+    for name, (scheme, expected) in CASES.items():
         started = time.monotonic()
-        try:
+
+        def take_steps(scheme: Callable[[int], Any] = scheme) -> None:
             ddp, optimizer, attachment = attach(scheme(rank))
             for _ in range(30):
                 step(ddp, optimizer)
             attachment.flush()
-            seen[name] = ("nothing", 0.0)
-        except GradwireError as error:
-            seen[name] = (type(error).__name__, time.monotonic() - started)
+
+        with pytest.raises(expected):
+            take_steps()
+        after_s = time.monotonic() - started
+        assert after_s < 3 * max(TIMEOUT_S, 3 * patience()) or (rank == 1 and "stops" in name), name  # it sleeps
         time.sleep(0.2)  # both have read the note
-    return seen
 
 
-def test_every_rank_gets_the_same_typed_error_in_time():
-    for rank, seen in enumerate(run_ranks(fail_together, 2)):
-        for name, (_, expected) in CASES.items():
-            got, after_s = seen[name]
-            assert got in {kind.__name__ for kind in expected}, (name, seen)
-            assert after_s < 3 * max(TIMEOUT_S, 3 * patience()) or (rank == 1 and "stops" in name)  # it sleeps
-
-
-def end_early(rank: int, world_size: int, scheme: str) -> str:
+@pytest.mark.parametrize("scheme", ["aqgb", "broadcast"])
+@on_ranks(2)
+def test_a_last_step_that_a_peer_does_not_take_is_not_lost_without_a_word(
+    rank: int, world_size: int, scheme: str
+) -> None:
     """Rank 1 ends one step before rank 0, whose last step is under way when it closes."""
     ddp, optimizer, attachment = attach(scheme)
     for _ in range(4 - rank):
         step(ddp, optimizer)
-    try:
+    with contextlib.nullcontext() if rank else pytest.raises(PeerLost, match="rank 1"):
         attachment.close()
-    except GradwireError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-@pytest.mark.parametrize("scheme", ["aqgb", "broadcast"])
-def test_a_last_step_that_a_peer_does_not_take_is_not_lost_without_a_word(scheme: str) -> None:
-    alone, early = run_ranks(end_early, 2, scheme)
-    assert alone.startswith("PeerLost")
-    assert "rank 1" in alone
-    assert early == "nothing"
 
 
 @on_ranks(2)

@@ -28,6 +28,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("one-bit", {"scale": "two-means", "pull": "raw"}),
     ("one-bit", {"scale": "fixed", "chunk_elements": 64}),
     ("one-bit", {"error_feedback": False}),
+    ("one-bit", {"exempt": "p0"}),  # which then travels plainly
     ("power-sgd", LOW_RANK),
     ("power-sgd-overlap", LOW_RANK),
     ("qsgd", {"seed": 5, "chunk_elements": 128}),

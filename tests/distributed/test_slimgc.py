@@ -5,32 +5,70 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from slimgc_cases import (
-    COARSE,
-    SHAPES,
-    by_clock,
-    driver_of,
-    flat,
-    gradients_of,
-    like_any_network,
-    mean_over_ranks,
-    residuals_of,
-)
 from torch import Tensor
 
+from buckets import Driver
 from gradwire import codecs, schemes
 from gradwire.errors import InvalidArgument, RankMismatch
 from gradwire.exchange.parts import Cut
-from gradwire.schemes.slimgc import SlimGC
+from gradwire.schemes.slimgc import SlimGC, exchange
 from gradwire.schemes.slimgc.exchange import FusedExchange
 from gradwire.schemes.slimgc.threshold import NEVER
-from gradwire.wire.wire import Wire
+from gradwire.wire.communicator import Communicator
+from gradwire.wire.wire import HostWire, Wire
 from ranks import agree, on_ranks
 from small_training import Training
+
+SHAPES = [(24, 18), (7,), (30, 11), (0, 5), (), (50,), (300,)]
+LAYOUT = [3, 4]
+COARSE = {"codec": "truncate", "bits": 22}  # one bit of mantissa: every value loses something
+
+
+def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def by_clock(took: Callable[[int, int], tuple[float, float]]) -> None:
+    """From now on the table is made by these times of (a tensor's size, a mode) instead of what the network takes."""
+    send_alone = SlimGC._send_alone
+
+    def timed(self: SlimGC, step: int, values: Tensor, mode: int) -> Callable[[], tuple[float, float]]:
+        send_alone(self, step, values, mode)()
+        return lambda: took(values.numel(), mode)
+
+    SlimGC._send_alone = timed  # type: ignore[method-assign,assignment]
+
+
+def like_any_network(n_values: int, mode: int) -> tuple[float, float]:
+    """For runs that are compared with each other."""
+    return (1e-3, 1e-4) if mode else (4e-6 * n_values, 0.0)
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+
+
+def driver_of(scheme: SlimGC, dtype: torch.dtype = torch.float32) -> Driver:
+    return Driver(scheme, [torch.zeros(shape, dtype=dtype) for shape in SHAPES], LAYOUT)
+
+
+def residuals_of(driver: Driver) -> Tensor:
+    state = driver.scheme.state_dict()["residuals"]
+    return flat([state.get(f"p{i}", torch.zeros(math.prod(shape))) for i, shape in enumerate(SHAPES)])
+
+
+def mean_over_ranks(values: Tensor) -> Tensor:
+    summed = values.double()
+    torch.distributed.all_reduce(summed)
+    return summed / torch.distributed.get_world_size()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -321,3 +359,81 @@ def test_values_are_encoded_where_they_lie_with_the_same_bits(rank: int, world_s
             finally:
                 FusedExchange.mean = mean  # type: ignore[method-assign]
         assert torch.equal(runs[0], runs[1]), options
+
+
+# ---- buckets on the lane: the next one may begin while the last one's results travel
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_buckets_that_overlap_give_the_bits_of_one_after_the_other(rank: int, world_size: int) -> None:
+    """Whichever ranks begin the next bucket while results travel: the same bits, and a step with a NaN changes nothing."""
+    submit, bytes_ahead = Communicator.submit, exchange._PULL_BYTES_AHEAD
+
+    def in_order(self: Communicator, task: Any, *args: Any, may_overtake: bool = False) -> Any:
+        return submit(self, task, *args)
+
+    def all_at_once(self: Communicator, task: Any, *args: Any, may_overtake: bool = False) -> Any:
+        if may_overtake and args[0].index == 0:
+            submit(self, time.sleep, 0.02)  # the other buckets are there before this one is begun
+        return submit(self, task, *args, may_overtake=may_overtake)
+
+    orders = (in_order, all_at_once, all_at_once if rank % 2 else in_order)
+    for n_bytes, options in (
+        (bytes_ahead, {"codec": "one-bit"}),
+        (1, {"codec": "one-bit", "group_elements": 20}),
+        (1, {"codec": "two-bit", "group_elements": 64, "pull": "raw"}),
+        (bytes_ahead, {**COARSE, "group_elements": 50}),
+        (bytes_ahead, {"codec": "one-bit", "topology": "all-reduce"}),
+        (bytes_ahead, {"codec": "two-bit", "threshold_bytes": 100}),
+    ):
+        runs = []
+        for order in orders:
+            exchange._PULL_BYTES_AHEAD, Communicator.submit = n_bytes, order  # type: ignore[method-assign]
+            try:
+                driver = Driver(
+                    SlimGC(**{"threshold_bytes": 0, **options}),
+                    [torch.zeros(shape) for shape in SHAPES],
+                    [1, 1, 1, 2, 2],
+                )
+                results = []
+                for step in range(5):
+                    gradients, before = gradients_of(rank, step), residuals_of(driver)
+                    if step == 3 and rank == world_size - 1:
+                        gradients[2].view(-1)[7] = math.inf
+                    reduced = flat(driver.reduce(gradients))
+                    assert agree(reduced)
+                    results += [reduced.view(torch.int32), residuals_of(driver).view(torch.int32)]
+                    assert torch.equal(residuals_of(driver), before) == (step == 3)
+                assert driver.scheme.stats()["n_steps_not_finite"] == 1
+                runs.append(torch.cat(results))
+                driver.close()
+            finally:
+                exchange._PULL_BYTES_AHEAD, Communicator.submit = bytes_ahead, submit  # type: ignore[method-assign]
+        assert torch.equal(runs[0], runs[1]), options
+        assert torch.equal(runs[0], runs[2]), options
+
+
+@on_ranks(2)
+def test_a_raw_bucket_that_is_finite_does_not_hide_a_nan_in_another(rank: int, world_size: int) -> None:
+    """The look at a raw bucket's mean, on a thread of the backend's, lasts until the lane has found a NaN in the next one."""
+    is_finite = HostWire.all_finite
+
+    def slow(self: HostWire, values: torch.Tensor) -> bool:
+        found = is_finite(self, values)
+        if threading.current_thread().name != "gradwire-lane":
+            time.sleep(0.2)
+        return found
+
+    HostWire.all_finite = slow  # type: ignore[method-assign]
+    shapes = (7, 300, 300)  # raw, compressed, compressed
+    driver = Driver(SlimGC("two-bit", threshold_bytes=100), [torch.zeros(n) for n in shapes], [1, 1, 1])
+    for step in range(3):
+        gradients, before = [torch.full((n,), 0.1 + step) for n in shapes], driver.scheme.state_dict()["residuals"]
+        if step == 1:
+            gradients[1][7] = math.inf
+        driver.reduce(gradients)
+        after = driver.scheme.state_dict()["residuals"]
+        is_unchanged = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        assert is_unchanged == (step == 1)
+    driver.close()

@@ -16,14 +16,28 @@ import gradwire
 from gradwire import schemes
 from gradwire.core.bucket import Slot
 from gradwire.schemes.two_level import TwoLevel, cut_rows
-from ranks import agree, on_ranks, patience, run_ranks, try_ranks
+from ranks import agree, on_ranks, patience, try_ranks
 
 SHAPES = {"a": (40, 30), "b": (31,), "empty": (0, 3), "scalar": (), "c": (1, 50), "d": (9, 5, 6)}
 N_ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 draw = functools.partial(cases.draw, SHAPES)
 
 
-def work(rank: int, world_size: int, size: int, names: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "size", "names"),
+    [
+        (4, 2, cases.STATEFUL),
+        (4, 4, ["plain", "one-bit"]),
+        (4, 1, ["plain", "one-bit"]),
+        (6, 3, ["plain", "acp-sgd", "qsgd"]),
+        (6, 2, ["plain"]),
+        (8, 4, ["plain", "gcomp", "one-bit", "acp-sgd", "qsgd", "top-k", "sign-sgd"]),
+    ],
+)
+@on_ranks()
+def test_every_inner_scheme_gives_all_ranks_the_same_bits_and_resumes(
+    rank: int, world_size: int, size: int, names: list[str]
+) -> None:
     for name in names:
         make = functools.partial(TwoLevel, name, size, **cases.OPTIONS.get(name, {}))
         residuals = cases.reduce_and_resume(rank, make, SHAPES)["state"].get("residuals", {})
@@ -41,26 +55,11 @@ def work(rank: int, world_size: int, size: int, names: list[str]) -> None:
             assert torch.allclose(tensor, exact[key] / world_size, atol=1e-6), key
 
 
-@pytest.mark.parametrize(
-    ("n_nodes", "size", "names"),
-    [
-        (2, 2, cases.STATEFUL),
-        (1, 4, ["plain", "one-bit"]),
-        (4, 1, ["plain", "one-bit"]),
-        (2, 3, ["plain", "acp-sgd", "qsgd"]),
-        (3, 2, ["plain"]),
-        (2, 4, ["plain", "gcomp", "one-bit", "acp-sgd", "qsgd", "top-k", "sign-sgd"]),
-    ],
-)
-def test_every_inner_scheme_gives_all_ranks_the_same_bits_and_resumes(
-    n_nodes: int, size: int, names: list[str]
-) -> None:
-    run_ranks(work, n_nodes * size, size, names)
-
-
-def conserve(rank: int, world_size: int, name: str, size: int) -> None:
+@pytest.mark.parametrize(("world_size", "size"), [(4, 2), (2, 1)])
+@on_ranks()
+def test_what_is_sent_and_what_is_left_is_what_was_given(rank: int, world_size: int, size: int) -> None:
     """sum of mean(sent) + mean over nodes of what is left = sum of mean(given), value by value."""
-    reducer = gradwire.Reducer(TwoLevel(name, size), bucket_mb=4 / 1024, timeout_s=100)
+    reducer = gradwire.Reducer(TwoLevel("one-bit", size), bucket_mb=4 / 1024, timeout_s=100)
     missing = {key: torch.zeros(shape, dtype=torch.float64) for key, shape in SHAPES.items()}
     for step in range(6):
         tensors = draw(rank, step)
@@ -89,11 +88,6 @@ def check_conserved(
                 left[start:end] += of_rank[key].double() / n_nodes
         assert torch.allclose(share.reshape(-1), left, atol=1e-5), key
         assert left.numel() < 2 or left.abs().max() > 1e-3, "nothing was left out, so nothing was shown"
-
-
-@pytest.mark.parametrize(("n_nodes", "size"), [(2, 2), (2, 1)])
-def test_what_is_sent_and_what_is_left_is_what_was_given(n_nodes: int, size: int) -> None:
-    run_ranks(conserve, n_nodes * size, "one-bit", size)
 
 
 @on_ranks(4)

@@ -32,26 +32,22 @@ def gradient_of(rank: int, step: int) -> torch.Tensor:
     return torch.randn(N, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def reduce_five(rank: int, world_size: int, name: str) -> list[tuple[torch.Tensor, int]]:
-    """The means of five steps, and what this rank sent for each."""
-    driver = Driver(schemes.by_name(name, **{OPTION[name]: 3}), [torch.zeros(SHAPE)])
-    means = []
-    for step in range(5):
-        mean = driver.reduce([gradient_of(rank, step).view(SHAPE)])[0].clone()
-        means.append((mean.flatten(), driver.last_buckets[0].record.bytes_sent))
-    driver.close()
-    return means
-
-
 @pytest.mark.parametrize("name", OPTION)
-def test_the_first_steps_are_the_mean_and_the_others_are_compressed(name: str) -> None:
-    of_ranks = run_ranks(reduce_five, 2, name)
-    for step, ((first, n_bytes), (other, _)) in enumerate(zip(*of_ranks, strict=True)):
-        assert torch.equal(first, other)
+@on_ranks(2)
+def test_the_first_steps_are_the_mean_and_the_others_are_compressed(
+    rank: int, world_size: int, name: str
+) -> list[torch.Tensor]:
+    driver = Driver(schemes.by_name(name, **{OPTION[name]: 3}), [torch.zeros(SHAPE)])
+    found = []
+    for step in range(5):
+        found.append(driver.reduce([gradient_of(rank, step).view(SHAPE)])[0].flatten())
         mean = (gradient_of(0, step).double() + gradient_of(1, step).double()) / 2
-        distance = float((first.double() - mean).norm() / mean.norm())
+        distance = float((found[-1].double() - mean).norm() / mean.norm())
         assert distance < 1e-6 if step < 3 else distance > 0.1, (step, distance)
+        n_bytes = driver.last_buckets[0].record.bytes_sent
         assert (n_bytes >= 4 * N) == (step < 3), (step, n_bytes)
+    driver.close()
+    return found
 
 
 @pytest.mark.parametrize(("name", "option"), OPTION.items())
@@ -62,24 +58,18 @@ def test_plain_steps_count_as_settling_and_without_an_optimizer_there_are_none(n
     assert told.configuration[option] == 7, "ranks must agree on it"
 
 
-def end_early(rank: int, world_size: int, name: str) -> list[str]:
-    texts = log_of("gradwire.schemes.plain_steps")
-    driver = Driver(schemes.by_name(name, **{OPTION.get(name, "warmup_steps"): 9}), [torch.zeros(SHAPE)])
+@pytest.mark.parametrize("name", ["one-bit", "top-k", "acp-sgd", "dgc"])
+@on_ranks(1)
+def test_the_log_names_the_warm_up_and_a_training_that_ended_within(rank: int, world_size: int, name: str) -> None:
+    """But dgc's, which compresses from its first step."""
+    option, texts = OPTION.get(name, "warmup_steps"), log_of("gradwire.schemes.plain_steps")
+    driver = Driver(schemes.by_name(name, **{option: 9}), [torch.zeros(SHAPE)])
     driver.reduce([gradient_of(rank, 0).view(SHAPE)])
     driver.close()
-    return texts
-
-
-@pytest.mark.parametrize("name", ["one-bit", "top-k", "acp-sgd"])
-def test_the_log_names_the_warm_up_and_a_training_that_ended_within(name: str) -> None:
-    (texts,) = run_ranks(end_early, 1, name)
-    assert f"{name}: steps before 9 are reduced plainly" in texts[0]
-    ended = f"nothing was compressed: the last step was 0, and those before 9 are plain; lower {OPTION[name]}"
-    assert ended in texts[1]
-
-
-def test_dgc_compresses_from_its_first_step_and_does_not_call_its_warm_up_plain() -> None:
-    assert run_ranks(end_early, 1, "dgc") == [[]]
+    ended = f"nothing was compressed: the last step was 0, and those before 9 are plain; lower {option}"
+    expected = [] if name == "dgc" else [f"{name}: steps before 9 are reduced plainly", ended]
+    assert len(texts) == len(expected)
+    assert all(words in text for words, text in zip(expected, texts, strict=True))
 
 
 Beside = tuple[dict[str, Any], list[str], int]
@@ -97,37 +87,33 @@ def beside(rank: int, world_size: int, name: str, options: dict[str, Any], optim
     return chosen, texts, scheme.settling_steps
 
 
-@pytest.mark.parametrize("name", QUANTISERS)
+@pytest.mark.parametrize("name", OPTION)
 def test_the_optimizer_chooses_what_was_left_out_and_one_rank_says_so(name: str) -> None:
-    for_adam, published = {"warmup_steps": 50, "scale_values": 64}, {"warmup_steps": None, "scale_values": None}
+    """Plain steps, and scales by group where scales are by group."""
+    option, steps = OPTION[name], BESIDE_ADAM.get(name, 0)
+    is_by_group = name in QUANTISERS
+
+    def chosen(n_plain: int, scale_values: int | None = None) -> dict[str, Any]:
+        return {option: n_plain or (0 if option == "start_step" else None), "scale_values": scale_values}
+
+    for_adam = chosen(steps, 64 if is_by_group else None)
     first, other = run_ranks(beside, 2, name, {}, "AdamW")
     assert (first[0], other[0], other[1]) == (for_adam, for_adam, [])
-    (text,) = first[1]
-    assert f"{name} beside AdamW: warmup_steps=50, scale_values=64" in text
-    assert 'fidelity="close"' in text
-    assert first[2] == 0, "bound again beside SGD, it is as published"
-    assert run_ranks(beside, 1, name, {}, "SGD") == [(published, [], 0)]
-    asked = {"warmup_steps": 9, "scale_values": 64}
-    assert run_ranks(beside, 1, name, asked, "AdamW") == [(asked, [], 9)]
-    assert run_ranks(beside, 1, name, schemes.as_published(name, {}), "AdamW") == [(published, [], 0)]
-
-
-@pytest.mark.parametrize("name", sorted(set(OPTION) - set(QUANTISERS)))
-def test_only_the_plain_steps_are_chosen_where_scales_are_not_by_group(name: str) -> None:
-    option, steps = OPTION[name], BESIDE_ADAM.get(name, 0)
-
-    def chosen(n_plain: int) -> dict[str, Any]:
-        return {option: n_plain or (0 if option == "start_step" else None), "scale_values": None}
-
-    first, other = run_ranks(beside, 2, name, {}, "AdamW")
-    assert (first[0], other[0], other[1]) == (chosen(steps), chosen(steps), [])
-    said = [f"gradwire {name} beside AdamW: {option}={steps} (as published: {option}=0). Its loss"] if steps else []
-    assert [text[: len(said[0])] for text in first[1]] == said
+    if is_by_group:
+        (text,) = first[1]
+        assert f"{name} beside AdamW: warmup_steps=50, scale_values=64" in text
+        assert 'fidelity="close"' in text
+    else:
+        said = [f"gradwire {name} beside AdamW: {option}={steps} (as published: {option}=0). Its loss"] if steps else []
+        assert [text[: len(said[0])] for text in first[1]] == said
     assert first[2] == 0, "bound again beside SGD, it is as published"
     assert run_ranks(beside, 1, name, {}, "SGD") == [(chosen(0), [], 0)]
+    scales = {"scale_values": 64} if is_by_group else {}
     for told in (0, 9):
-        assert run_ranks(beside, 1, name, {option: told}, "AdamW") == [(chosen(told), [], told)]
-    assert run_ranks(beside, 1, name, schemes.as_published(name, {}), "RMSprop") == [(chosen(0), [], 0)]
+        given = {option: told, **scales}
+        assert run_ranks(beside, 1, name, given, "AdamW") == [({**chosen(told), **scales}, [], told)]
+    for adaptive in ("AdamW", "RMSprop"):
+        assert run_ranks(beside, 1, name, schemes.as_published(name, {}), adaptive) == [(chosen(0), [], 0)]
 
 
 def test_where_schemes_take_turns_none_is_plain_when_its_turn_may_come() -> None:

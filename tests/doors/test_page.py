@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "doors.md").read_text().partition("## Which scheme works where")[0]
@@ -70,8 +70,10 @@ def make(is_sharded: bool = False) -> dict[str, Any]:
     return names
 
 
-def run_blocks(rank: int, world_size: int, blocks: list[str]) -> None:
-    for block in blocks:
+@on_ranks(4)
+def test_the_blocks_of_the_page_run(rank: int, world_size: int) -> None:
+    assert len(CODE) == 3
+    for block in CODE:
         names = make(is_sharded=True)
         for line in block.splitlines():
             if line.startswith("attachment") and "attachment" in names:  # another way to do it
@@ -87,11 +89,6 @@ def run_blocks(rank: int, world_size: int, blocks: list[str]) -> None:
             not torch.equal(p.to_local(), old) for p, old in zip(names["model"].parameters(), before, strict=True)
         )
         names["attachment"].close()
-
-
-def test_the_blocks_of_the_page_run() -> None:
-    assert len(CODE) == 3
-    run_ranks(run_blocks, 4, CODE)
 
 
 def run_spans(rank: int, world_size: int, spans: dict[str, str]) -> None:
@@ -124,7 +121,13 @@ def test_code_in_the_lines_of_the_page_runs() -> None:
             assert re.search(with_scheme, (ROOT / "examples" / example).read_text()), span
 
 
-def run_readme(rank: int, world_size: int, lines: list[str]) -> None:
+@on_ranks(4)
+def test_the_lines_of_readme_run(rank: int, world_size: int) -> None:
+    after = README.partition("attachment.close()")[2]
+    block = re.search(r"```python\n(.*?)```", after, re.DOTALL)
+    assert block is not None
+    lines = block[1].splitlines()
+    assert len(lines) == 4
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     for line in lines:
         is_sharded = "fsdp2_module" in line
@@ -137,12 +140,3 @@ def run_readme(rank: int, world_size: int, lines: list[str]) -> None:
         for door in ("attachment", "loop"):
             if door in names:
                 names[door].close()
-
-
-def test_the_lines_of_readme_run() -> None:
-    after = README.partition("attachment.close()")[2]
-    block = re.search(r"```python\n(.*?)```", after, re.DOTALL)
-    assert block is not None
-    lines = block[1].splitlines()
-    assert len(lines) == 4
-    run_ranks(run_readme, 4, lines)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import schemes
 from gradwire.errors import GradwireError
-from ranks import run_ranks, try_ranks
+from ranks import on_ranks, try_ranks
 
 HOWS = {
     "options": ("qsgd", "rank 3: "),
@@ -60,7 +60,8 @@ def test_in_a_group_of_some_ranks_errors_name_them_as_all_know_them(how: str) ->
     assert "rank 0" not in said
 
 
-def replace(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_a_rank_that_has_taken_anothers_place_attaches(rank: int, world_size: int) -> None:
     """Rank 0 makes its group anew, with a process in the place of rank 1 that has never attached."""
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
@@ -77,7 +78,8 @@ def replace(rank: int, world_size: int) -> None:
             dist.destroy_process_group()
 
 
-def fail_to_meet(rank: int, world_size: int) -> int:
+@on_ranks(2)
+def test_a_mesh_that_was_never_joined_leaves_no_descriptor(rank: int, world_size: int) -> None:
     def held() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -92,11 +94,7 @@ def fail_to_meet(rank: int, world_size: int) -> int:
         reducer.close()
         dist.barrier()
         os.environ.pop("GRADWIRE_SOCKET_IFNAME", None)
-    return counts[-1] - counts[1]
-
-
-def test_a_mesh_that_was_never_joined_leaves_no_descriptor() -> None:
-    assert run_ranks(fail_to_meet, 2) == [0, 0]
+    assert counts[-1] == counts[1]
 
 
 Poison = Callable[[dict[str, Any]], Any]
@@ -116,7 +114,8 @@ SPOILT: list[tuple[str, dict[str, Any], Poison]] = [
 ]
 
 
-def refuse_states(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_state_that_is_refused_changes_nothing(rank: int, world_size: int) -> None:
     torch.set_printoptions(threshold=10_000, precision=9)
     for name, options, poison in SPOILT:
         model: nn.Module = nn.Linear(20, 30)
@@ -142,11 +141,3 @@ def refuse_states(rank: int, world_size: int) -> None:
             loop.load_state_dict(saved)
         assert repr(loop.state_dict()) == before, (name, options)
         loop.close()
-
-
-def test_a_state_that_is_refused_changes_nothing() -> None:
-    run_ranks(refuse_states, 2)
-
-
-def test_a_rank_that_has_taken_anothers_place_attaches() -> None:
-    run_ranks(replace, 3)

@@ -53,6 +53,7 @@ AREAS = {
         ("core/feedback.py",),
         (
             "recovery/test_residuals.py",
+            "distributed/test_conservation.py",
             "distributed/test_not_finite.py",
             "distributed/test_quantised_schemes.py",
             "distributed/test_sign_and_sparse_schemes.py",
@@ -68,7 +69,7 @@ AREAS = {
             "distributed/test_attach.py",
             "distributed/test_auto_leaves_alone.py",
             "distributed/test_warm_up.py",
-            "distributed/test_low_rank_limits.py",
+            "distributed/test_low_rank_schemes.py",
             "faults/test_failures.py",
         ),
     ),

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from gradwire import checks, codecs
 from gradwire.errors import GradwireError, InvalidArgument
+from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS, QUANTISED_MIN_CHUNKS, count_chunks
 from gradwire.registry import describe_choices, parse_spec
 from gradwire.schemes.auto.fidelity import FidelityRow
 from gradwire.wire.communicator import Communicator, ring_bytes
@@ -37,10 +38,6 @@ from gradwire.wire.wire import Wire
 # sum: the backend's all-reduce of the codec's output. agreed-sum: a small maximum over the ranks before it. ring, direct:
 # frames, encoded and decoded while others travel. quantised: to the owners of the parts and back. gather: all to all.
 SHAPES = ("sum", "agreed-sum", "ring", "direct", "quantised", "gather")
-
-# As the collectives cut (exchange/parts.py); a test compares.
-_CHUNK, _QUANTISED_CHUNK, _MIN_CHUNK = 1 << 17, 1 << 20, 1 << 16
-_MIN_CHUNKS, _MIN_QUANTISED_CHUNKS = 5, 2
 
 _NOTHING = 1e-9  # seconds: what rounding may leave of a time
 # A TCP connection of Linux as it comes: half of tcp_rmem's 6 MiB is window; a segment fills a frame of 1,500 bytes.
@@ -251,22 +248,16 @@ def bucket_load(
             raise InvalidArgument("whole messages of all ranks are gathered by all: no other collective carries them")
         return BucketLoad(encode_s, message_bytes, legs, link.gather_s, 0, 1, decode_s, False)
     if shape == "quantised":
-        chunks = _count_chunks(part, _QUANTISED_CHUNK, _MIN_QUANTISED_CHUNKS)
+        chunks = count_chunks(part, QUANTISED_CHUNK_ELEMENTS, QUANTISED_MIN_CHUNKS)
         messages_s = (n - 1) * (2 * chunks + 2) * link.message_s
         legs = (Leg(legs[0].across, 0.0, 1), *legs)  # the owners' sums are agreed on
         after_s = encode_s / 2 + decode_s
         return BucketLoad(encode_s / 2, message_bytes, legs, link.frame_hop_s, messages_s, chunks, after_s, False)
-    chunks = _count_chunks(part, _CHUNK, _MIN_CHUNKS)
+    chunks = count_chunks(part)
     beside_s = encode_s + decode_s + 2 * (n - 1) * chunks * link.message_s
-    if (
-        machine.on_device
-    ):  # where the messages of a part, or of all, are made in the launches of one, then sent, then read
+    if machine.on_device:  # the messages of a part, or of all, are made in the launches of one, then sent, then read
         chunks, beside_s = 1, encode_s + decode_s + (n if shape == "ring" else 3) * link.message_s
     return BucketLoad(0, message_bytes, legs, link.frame_hop_s, beside_s, chunks, 0, False)
-
-
-def _count_chunks(part: int, chunk: int, at_least: int) -> int:
-    return max(1, -(-part // chunk), min(at_least, part // _MIN_CHUNK))
 
 
 @dataclass(eq=False)
@@ -466,13 +457,17 @@ class CostProfile:
             buckets.append((n_values, compute_s * (_FORWARD_SHARE + (1 - _FORWARD_SHARE) * done / total)))
         return StepCost(compute_s, tuple(buckets))
 
-    def predict_us(self, computing_us: int) -> dict[str, int]:
-        """Microseconds a step under every scheme, where one computes `computing_us`."""
-        step = self.step(computing_us / 1e6)
+    def predict_s(self, compute_s: float) -> dict[str, float]:
+        """Seconds a step under every scheme, where one computes `compute_s`."""
+        step = self.step(compute_s)
         return {
-            spec: int(1e6 * predict_s(self.shapes[spec], codec, step, self.link, self.machine))
+            spec: predict_s(self.shapes[spec], codec, step, self.link, self.machine)
             for spec, codec in self.costs.items()
         }
+
+    def predict_us(self, computing_us: int) -> dict[str, int]:
+        """The same in microseconds."""
+        return {spec: int(1e6 * took_s) for spec, took_s in self.predict_s(computing_us / 1e6).items()}
 
     def with_transfer(self, transfer_us: int) -> CostProfile:
         """The same, with the link as `probe_transfer_us` found it on the slowest rank."""

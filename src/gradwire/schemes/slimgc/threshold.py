@@ -102,17 +102,14 @@ class ThresholdTable:
     """The communication threshold table (Fig. 6) and what follows from it.
 
     Args:
-        measurements: in any order; several of one size are averaged (algorithm 1, line 11).
-    Raises: InvalidArgument (no measurements).
+        rows: one of each size, in any order.
+    Raises: InvalidArgument (no rows).
     """
 
-    def __init__(self, measurements: Iterable[SizeTimes]) -> None:
-        by_size: dict[int, list[SizeTimes]] = {}
-        for measurement in measurements:
-            by_size.setdefault(measurement.size_bytes, []).append(measurement)
-        if not by_size:
+    def __init__(self, rows: Iterable[SizeTimes]) -> None:
+        self.rows = tuple(sorted(rows, key=lambda row: row.size_bytes))
+        if not self.rows:
             raise InvalidArgument("a threshold table needs at least one measurement")
-        self.rows = tuple(_average(by_size[size]) for size in sorted(by_size))
 
     @property
     def raw(self) -> LinearCost:
@@ -213,9 +210,3 @@ def log_spaced(sizes_bytes: Iterable[int], n_at_most: int) -> list[int]:
         wanted = math.log(sizes[0]) + step * index
         chosen.add(min(sizes, key=lambda size: abs(math.log(size) - wanted)))
     return sorted(chosen)
-
-
-def _average(measurements: Sequence[SizeTimes]) -> SizeTimes:
-    n = len(measurements)
-    means = (math.fsum(getattr(m, name) for m in measurements) / n for name in ("raw_s", "compressed_s", "codec_s"))
-    return SizeTimes(measurements[0].size_bytes, *means)

@@ -138,12 +138,11 @@ class Plan:
             return []
         rates = sorted(rate for _, _, rate, _ in self.links)
         typical = rates[len(rates) // 2]
-        ranks = {rank for one, other, _, _ in self.links for rank in (one, other)}
-        return sorted(
-            rank
-            for rank in ranks
-            if len(ranks) > 2 and all(r < typical * 2 / 3 for a, b, r, _ in self.links if rank in (a, b))
-        )
+        rates_of: dict[int, list[float]] = {}
+        for one, other, rate, _ in self.links:
+            for rank in (one, other):
+                rates_of.setdefault(rank, []).append(rate)
+        return sorted(rank for rank in rates_of if len(rates_of) > 2 and max(rates_of[rank]) < typical * 2 / 3)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON: everything that was measured, and what follows."""

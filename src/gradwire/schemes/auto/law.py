@@ -517,15 +517,12 @@ class Law:
         race, n_steps = self._race, step - self._race.began
         is_out_of_time = n_steps > LONGEST_RACE or (n_steps > LONGEST_TIE and self._next_candidate(step) is not None)
         if not race.base or not race.mine:  # nothing but steps that say nothing
-            if is_out_of_time:
-                self._give_up(step, "no step of its race could be counted")
-            else:
-                self._add_pair()
-            return
+            if not is_out_of_time:
+                return self._add_pair()
+            return self._give_up(step, "no step of its race could be counted")
         moved_to_us = race.base_has_moved()
         if moved_to_us:
-            self._start_again(step, moved_to_us, race.reference_us, False)
-            return
+            return self._start_again(step, moved_to_us, race.reference_us, False)
         verdict = race.verdict()
         if verdict is not None:
             self._conclude(step, verdict)
@@ -578,7 +575,7 @@ class Law:
 
     def _predict(self) -> None:
         if self._predict_again is not None and self._computing:
-            for name, predicted_us in self._predict_again(median(self._computing)).items():
+            for name, predicted_us in self._predict_again(self.computing_us).items():
                 self.candidates[name].predicted_us = predicted_us
 
     # ---- a scheme at work

@@ -7,6 +7,7 @@ which the paper takes, would not do. The live scheme and the simulator both call
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -132,12 +133,8 @@ class ThresholdTable:
                 size of the table, as the paper does.
         """
         if method == "measured" or len(self.rows) == 1:
-            threshold = NEVER
-            for row in reversed(self.rows):
-                if row.benefit <= 1:
-                    break
-                threshold = row.size_bytes
-            return threshold
+            winning = itertools.takewhile(lambda row: row.benefit > 1, reversed(self.rows))
+            return min((row.size_bytes for row in winning), default=NEVER)
         return crossing_bytes(self.raw, self.compressed)
 
     def as_rows(self) -> list[dict[str, float | int]]:
@@ -190,9 +187,7 @@ def has_drifted(reference_s: float, current_s: float, factor: float) -> bool:
     """Return whether a step's communication has become `factor` times slower or faster than when the table was measured.
 
     Args:
-        reference_s, current_s: typical communication of a step, then and now; both of the quickest rank, the one that
-            waits least for others.
-        factor: above 1.
+        reference_s, current_s: of a typical step, then and now, of the rank that waits least for others. factor: above 1.
     """
     if reference_s == 0 or current_s == 0:
         return False  # nothing was communicated: nothing can be said
@@ -205,8 +200,6 @@ def log_spaced(sizes_bytes: Iterable[int], n_at_most: int) -> list[int]:
     if len(sizes) <= n_at_most:
         return sizes
     step = math.log(sizes[-1] / sizes[0]) / (n_at_most - 1)
-    chosen = {sizes[0], sizes[-1]}
-    for index in range(1, n_at_most - 1):
-        wanted = math.log(sizes[0]) + step * index
-        chosen.add(min(sizes, key=lambda size: abs(math.log(size) - wanted)))
-    return sorted(chosen)
+    wanted = [math.log(sizes[0]) + step * index for index in range(1, n_at_most - 1)]
+    nearest = {min(sizes, key=lambda size: abs(math.log(size) - at)) for at in wanted}
+    return sorted(nearest | {sizes[0], sizes[-1]})

@@ -78,32 +78,25 @@ class SharedCores:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """The cost of messages.
+    """The cost of messages."""
 
-    Attributes:
-        rate: bytes/s that a rank sends, and receives, while all do.
-        backend_hop_s: one of the 2 (N-1) hops of the backend's all-reduce, without its bytes.
-        frame_hop_s: a message of frames that somebody waits for.
-        message_s: processor time of each message of frames, both ends.
-        gather_s: an all-gather of next to nothing.
-        byte_s: processor time of a byte moved.
-        at_once: asynchronous collectives that are under way at a time; the others wait for them, in order.
-    """
-
-    rate: float
-    backend_hop_s: float
-    frame_hop_s: float
-    message_s: float
-    gather_s: float
-    byte_s: float = 0.0
-    at_once: int = 1
+    rate: float  # bytes/s that a rank sends, and receives, while all do
+    backend_hop_s: float  # one of the 2 (N-1) hops of the backend's all-reduce, without its bytes
+    frame_hop_s: float  # a message of frames that somebody waits for
+    message_s: float  # processor time of each message of frames, both ends
+    gather_s: float  # an all-gather of next to nothing
+    byte_s: float = 0.0  # processor time of a byte moved
+    at_once: int = 1  # asynchronous collectives that are under way at a time; the others wait for them, in order
 
     def over(self, rtt_s: float, loss: float = 0.0, streams: int = 1) -> LinkCost:
         """The same over a path with this round trip: half of it a hop, and no faster than its TCP connections."""
-        backend_hop_s, frame_hop_s = self.backend_hop_s + rtt_s / 2, self.frame_hop_s + rtt_s / 2
-        rate = min(self.rate, connection_rate(rtt_s, loss, streams))
+        way_s = rtt_s / 2
         return replace(
-            self, rate=rate, backend_hop_s=backend_hop_s, frame_hop_s=frame_hop_s, gather_s=self.gather_s + rtt_s / 2
+            self,
+            rate=min(self.rate, connection_rate(rtt_s, loss, streams)),
+            backend_hop_s=self.backend_hop_s + way_s,
+            frame_hop_s=self.frame_hop_s + way_s,
+            gather_s=self.gather_s + way_s,
         )
 
 
@@ -130,18 +123,14 @@ class StepCost:
 
 @dataclass(frozen=True)
 class CodecCost:
-    """Seconds a value to encode and to decode, bits a value on the wire, seconds a bucket whatever its size.
-
-    `zero_bits`: of a value that is zero; None: as many as of any other. `densest`: the largest share of other values at which
-    it is thought of.
-    """
+    """What a value costs under one codec."""
 
     encode_s: float = 0.0
     decode_s: float = 0.0
-    bits: float = 32.0
-    fixed_s: float = 0.0
-    zero_bits: float | None = None
-    densest: float = 1.0
+    bits: float = 32.0  # on the wire
+    fixed_s: float = 0.0  # of a bucket whatever its size
+    zero_bits: float | None = None  # of a value that is zero; None: as many as of any other
+    densest: float = 1.0  # the largest share of other values at which it is thought of
 
     def at(self, density: float) -> CodecCost:
         """The cost where a share `density` of the values is not zero; where that is too much, one that nothing can bear."""
@@ -424,20 +413,14 @@ def last_rate(holds: Callable[[float], bool], low: float, high: float, within: f
 
 @dataclass(frozen=True)
 class CostProfile:
-    """Everything that predictions rest on, but for what a step computes. The same on all ranks.
-
-    Attributes:
-        codecs: spec -> seconds a value to encode and to decode, bits a value.
-        buckets: values of each of DDP's buckets, the first ready first.
-        density: the share of a gradient's values that is not zero.
-    """
+    """Everything that predictions rest on, but for what a step computes. The same on all ranks."""
 
     machine: SharedCores
     link: LinkCost
-    codecs: Mapping[str, CodecCost]
+    codecs: Mapping[str, CodecCost]  # by spec, as `shapes`
     shapes: Mapping[str, str]
-    buckets: tuple[int, ...]
-    density: float = 1.0
+    buckets: tuple[int, ...]  # values of each of DDP's buckets, the first ready first
+    density: float = 1.0  # the share of a gradient's values that is not zero
 
     def family_of(self, spec: str) -> str:
         """Schemes whose predictions err alike. Of sparse gradients what is shortened by zeros errs by itself."""

@@ -166,7 +166,7 @@ def rows_for(
 def needed(rows: Sequence[FidelityRow]) -> list[FidelityRow]:
     """The rows without those that stand in for one that holds."""
     held = {(row.level, parse_spec(row.spec)[0]) for row in rows if not row.stands_in}
-    return [row for row in rows if not (row.stands_in and (row.level, parse_spec(row.spec)[0]) in held)]
+    return [row for row in rows if not row.stands_in or (row.level, parse_spec(row.spec)[0]) not in held]
 
 
 def row_of(spec: str) -> FidelityRow:
@@ -181,11 +181,9 @@ def row_of(spec: str) -> FidelityRow:
     name, _ = parse_spec(spec)
     if name in NEVER:
         raise InvalidArgument(f"scheme {name!r} takes no turns with others; attach it by itself")
-    for row in TABLE:
-        if row.spec == spec:
-            return row
-    for row in TABLE:
-        if parse_spec(row.spec)[0] == name:
-            return replace(row, spec=spec, level="any", families=_ALL, by_name_only=True)
-    known = sorted({parse_spec(row.spec)[0] for row in TABLE})
-    raise InvalidArgument(f"no scheme that takes turns is called {name!r}; {describe_choices(name, known)}")
+    of_scheme = [row for row in TABLE if parse_spec(row.spec)[0] == name]
+    if not of_scheme:
+        known = sorted({parse_spec(row.spec)[0] for row in TABLE})
+        raise InvalidArgument(f"no scheme that takes turns is called {name!r}; {describe_choices(name, known)}")
+    other = replace(of_scheme[0], spec=spec, level="any", families=_ALL, by_name_only=True)
+    return next((row for row in of_scheme if row.spec == spec), other)

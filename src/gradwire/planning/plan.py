@@ -32,25 +32,16 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Plan:
-    """The measurements of a run, and what follows.
+    """The measurements of a run, and what follows."""
 
-    Attributes:
-        profile: the cost model's inputs; scheme "auto" takes it: `by_name("auto", profile=plan.profile.as_dict())`.
-        compute_s: what a step computes, without waiting; `plain_s`: what it takes under DDP, the slowest rank's.
-        measured_s: seconds a step of the schemes that were tried.
-        adam: whether the optimizer is one of Adam's kin.
-        links: of pairs of ranks: (one, other, bytes/s, seconds there and back).
-        is_here: whether this is the network that was measured, or another.
-    """
-
-    profile: CostProfile
-    compute_s: float
-    plain_s: float
-    measured_s: Mapping[str, float]
+    profile: CostProfile  # scheme "auto" takes it: `by_name("auto", profile=plan.profile.as_dict())`
+    compute_s: float  # what a step computes, without waiting
+    plain_s: float  # what it takes under DDP, the slowest rank's
+    measured_s: Mapping[str, float]  # seconds a step of the schemes that were tried
     fidelity: str
-    adam: bool
-    links: tuple[tuple[int, int, float, float], ...] = ()
-    is_here: bool = True
+    adam: bool  # the optimizer is one of Adam's kin
+    links: tuple[tuple[int, int, float, float], ...] = ()  # (one rank, other, bytes/s, seconds there and back)
+    is_here: bool = True  # this is the network that was measured, not another
 
     def forecasts(self) -> list[Forecast]:
         """Every scheme that the profile knows, the fastest first, plain among them."""

@@ -238,7 +238,7 @@ class Measuring:
             [statistics.median(self._communicate_s), -float(self.is_requested)], dtype=torch.float64, device="cpu"
         )
         communicator.all_reduce(facts, dist.ReduceOp.MIN)
-        current_s, is_requested = float(facts[0]), facts[1] < 0
+        current_s, is_requested = float(facts[0]), bool(facts[1] < 0)
         self._communicate_s.clear()
         if self._reference_s is None:
             self._reference_s = current_s

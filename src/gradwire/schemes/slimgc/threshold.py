@@ -26,18 +26,13 @@ METHODS = ("fit", "measured")
 class SizeTimes:
     """The costs of one size, in seconds.
 
-    Attributes:
-        size_bytes: of the tensor, uncompressed.
-        raw_s: t_c, its communication in full precision.
-        compressed_s: t_c^q, its communication compressed, without the codec.
-        codec_s: t_p^q, encoding and decoding, both ends, as far as communication does not hide it.
     Raises: InvalidArgument (a size that is not positive, a time that is negative, not finite or, raw, zero).
     """
 
-    size_bytes: int
-    raw_s: float
-    compressed_s: float
-    codec_s: float
+    size_bytes: int  # of the tensor, uncompressed
+    raw_s: float  # t_c, its communication in full precision
+    compressed_s: float  # t_c^q, its communication compressed, without the codec
+    codec_s: float  # t_p^q, encoding and decoding, both ends, as far as communication does not hide it
 
     def __post_init__(self) -> None:
         if isinstance(self.size_bytes, bool) or not isinstance(self.size_bytes, int) or self.size_bytes < 1:

@@ -176,7 +176,7 @@ class Auto(Turns):
         self._rows = [rows[0], *(row for row in rows if row.spec in self._subs)]
         self._compare_offers([row.spec for row in self._rows])
         self._profiles = [self._given] if self._given is not None else self._measure(parameters)
-        predicted = self._predict(1)
+        predicted = self._predict_all(1)
         self.law = Law(
             {row.spec: predicted.get(row.spec, predicted[PLAIN]) for row in self._rows},
             math.ceil(1000 * self._budget),
@@ -238,8 +238,11 @@ class Auto(Turns):
         return bool(self._stays_plain)
 
     def _predict(self, computing_us: int) -> Mapping[str, int]:
-        predicted = {spec: us for one in self._profiles for spec, us in one.predict_us(computing_us).items()}
+        predicted = self._predict_all(computing_us)
         return {row.spec: predicted[row.spec] for row in self._rows if row.spec in predicted}
+
+    def _predict_all(self, computing_us: int) -> dict[str, int]:
+        return {spec: us for profile in self._profiles for spec, us in profile.predict_us(computing_us).items()}
 
     # ---- a step
 

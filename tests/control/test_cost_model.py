@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradwire.errors import InvalidArgument
-from gradwire.exchange.parts import CHUNK_ELEMENTS, count_chunks
 from gradwire.schemes.auto.costs import (
     SHAPES,
     CodecCost,
@@ -21,7 +20,6 @@ from gradwire.schemes.auto.costs import (
     LinkCost,
     SharedCores,
     StepCost,
-    _count_chunks,
     break_even_rate,
     bucket_load,
     density_of,
@@ -87,11 +85,6 @@ def test_one_rank_communicates_nothing():
 def test_no_such_shape():
     with pytest.raises(InvalidArgument, match="agreed-sum"):
         bucket_load("tree", 1, CodecCost(), FREE, FOUR)
-
-
-@given(st.integers(1, 10_000_000))
-def test_chunks_are_cut_as_the_ring_cuts_them(part: int):
-    assert _count_chunks(part, CHUNK_ELEMENTS, 5) == count_chunks(part)
 
 
 steps = st.builds(

@@ -114,9 +114,9 @@ def test_noise_at_the_largest_size_does_not_move_the_start_up_cost() -> None:
     assert noisy.alpha_s == pytest.approx(1e-3, rel=0.1)
 
 
-def test_measurements_of_one_size_are_averaged_and_sorted() -> None:
-    table = ThresholdTable([SizeTimes(8, 4.0, 1.0, 1.0), SizeTimes(4, 1.0, 1.0, 1.0), SizeTimes(8, 2.0, 3.0, 2.0)])
-    assert table.rows == (SizeTimes(4, 1.0, 1.0, 1.0), SizeTimes(8, 3.0, 2.0, 1.5))
+def test_rows_are_sorted_by_their_size() -> None:
+    rows = SizeTimes(8, 3.0, 2.0, 1.5), SizeTimes(4, 1.0, 1.0, 1.0)
+    assert ThresholdTable(rows).rows == (rows[1], rows[0])
 
 
 def test_table_survives_its_plain_values() -> None:

@@ -41,15 +41,11 @@ _KNOWN = ("bf16", "embedded-float")
 
 @dataclass(frozen=True)
 class GpuLinks:
-    """What joins the GPUs of a machine.
+    """What joins the GPUs of a machine."""
 
-    Attributes:
-        links: of each pair (one, other): "NV4" (NVLink, by its number of lanes), or PIX, PXB, PHB, NODE, SYS.
-        pcie: (generation, lanes) of each GPU's slot; empty where it is not known.
-    """
-
+    # Of each pair (one, other): "NV4" (NVLink, by its number of lanes), or PIX, PXB, PHB, NODE, SYS.
     links: dict[tuple[int, int], str]
-    pcie: tuple[tuple[int, int], ...] = ()
+    pcie: tuple[tuple[int, int], ...] = ()  # (generation, lanes) of each GPU's slot; empty where it is not known
 
     @classmethod
     def from_text(cls, matrix: str, pcie: str = "") -> GpuLinks:
@@ -86,17 +82,15 @@ class GpuLinks:
     @property
     def pcie_rate(self) -> float:
         """Bytes/s each way of the slowest slot, which no bus bandwidth exceeds where there is no NVLink; inf if not known."""
-        return min(
-            (1e9 * _LANE_GB.get(generation, math.inf) * lanes for generation, lanes in self.pcie), default=math.inf
-        )
+        rates = (1e9 * _LANE_GB.get(generation, math.inf) * lanes for generation, lanes in self.pcie)
+        return min(rates, default=math.inf)
 
     def sentence(self) -> str:
         """What there is, in words."""
         if self.has_nvlink:
             return "NVLink joins all GPUs: leave gradwire out."
-        joined = (
-            f"No NVLink between all GPUs; the farthest pair is joined by {_LINKS.get(self.farthest, 'nothing known')}"
-        )
+        farthest = _LINKS.get(self.farthest, "nothing known")
+        joined = f"No NVLink between all GPUs; the farthest pair is joined by {farthest}"
         if not math.isinf(self.pcie_rate):
             joined += f", at {self.pcie_rate / 1e9:.3g} GB/s at most (PCIe)"
         return joined + "."

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.auto.costs import CodecCost, CostProfile, break_even_rate, predict_s
+from gradwire.schemes.auto.costs import CostProfile, break_even_rate, predict_s
 from gradwire.schemes.auto.fidelity import LEVELS, row_of
 from gradwire.wire.communicator import ring_bytes
 
@@ -32,62 +32,34 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Plan:
-    """The measurements of a run, and what follows.
+    """The measurements of a run, and what follows."""
 
-    Attributes:
-        profile: the cost model's inputs; scheme "auto" takes it: `by_name("auto", profile=plan.profile.as_dict())`.
-        compute_s: what a step computes, without waiting; `plain_s`: what it takes under DDP, the slowest rank's.
-        measured_s: seconds a step of the schemes that were tried.
-        adam: whether the optimizer is one of Adam's kin.
-        links: of pairs of ranks: (one, other, bytes/s, seconds there and back).
-        is_here: whether this is the network that was measured, or another.
-    """
-
-    profile: CostProfile
-    compute_s: float
-    plain_s: float
-    measured_s: Mapping[str, float]
+    profile: CostProfile  # scheme "auto" takes it: `by_name("auto", profile=plan.profile.as_dict())`
+    compute_s: float  # what a step computes, without waiting
+    plain_s: float  # what it takes under DDP, the slowest rank's
+    measured_s: Mapping[str, float]  # seconds a step of the schemes that were tried
     fidelity: str
-    adam: bool
-    links: tuple[tuple[int, int, float, float], ...] = ()
-    is_here: bool = True
+    adam: bool  # the optimizer is one of Adam's kin
+    links: tuple[tuple[int, int, float, float], ...] = ()  # (one rank, other, bytes/s, seconds there and back)
+    is_here: bool = True  # this is the network that was measured, not another
 
     def forecasts(self) -> list[Forecast]:
         """Every scheme that the profile knows, the fastest first, plain among them."""
         profile, step = self.profile, self.profile.step(self.compute_s)
-        predicted = {
-            spec: predict_s(profile.shapes[spec], codec, step, profile.link, profile.machine)
-            for spec, codec in profile.costs.items()
-        }
+        n_ranks, n_values, predicted = profile.machine.n_ranks, sum(profile.buckets), profile.predict_s(self.compute_s)
         # What the model misjudges in DDP itself it misjudges in all.
         bias = self.plain_s / predicted[_PLAIN] if self.is_here and predicted[_PLAIN] else 1.0
         found = []
         for spec, codec in profile.costs.items():
-            row = row_of(spec)
-            step_s = self.measured_s.get(spec, predicted[spec] * bias)
-            found.append(
-                Forecast(
-                    spec,
-                    row.level,
-                    max(step_s, 0.0),
-                    spec in self.measured_s,
-                    self._sent_bytes(spec, codec),
-                    None if spec == _PLAIN else self._pays_below(spec, codec),
-                    row.by_name_only,
-                )
-            )
+            row, shape, message = row_of(spec), profile.shapes[spec], n_values * codec.bits / 8
+            step_s = max(self.measured_s.get(spec, predicted[spec] * bias), 0.0)
+            sent = (n_ranks - 1) * message if shape == "gather" else ring_bytes(int(message), n_ranks)
+            rate = None
+            if spec != _PLAIN:
+                rate = break_even_rate(shape, codec, step, profile.link, profile.machine, _MARGIN)
+            below_bps, is_measured = None if rate is None else 8 * rate, spec in self.measured_s
+            found.append(Forecast(spec, row.level, step_s, is_measured, sent, below_bps, row.by_name_only))
         return sorted(found, key=lambda forecast: (forecast.step_s, forecast.spec))
-
-    def _sent_bytes(self, spec: str, codec: CodecCost) -> float:
-        n_ranks, n_values = self.profile.machine.n_ranks, sum(self.profile.buckets)
-        message = n_values * codec.bits / 8
-        return (n_ranks - 1) * message if self.profile.shapes[spec] == "gather" else ring_bytes(int(message), n_ranks)
-
-    def _pays_below(self, spec: str, codec: CodecCost) -> float | None:
-        profile = self.profile
-        step = profile.step(self.compute_s)
-        rate = break_even_rate(profile.shapes[spec], codec, step, profile.link, profile.machine, _MARGIN)
-        return None if rate is None else 8 * rate
 
     @property
     def plain(self) -> Forecast:
@@ -157,12 +129,11 @@ class Plan:
             return []
         rates = sorted(rate for _, _, rate, _ in self.links)
         typical = rates[len(rates) // 2]
-        ranks = {rank for one, other, _, _ in self.links for rank in (one, other)}
-        return sorted(
-            rank
-            for rank in ranks
-            if len(ranks) > 2 and all(r < typical * 2 / 3 for a, b, r, _ in self.links if rank in (a, b))
-        )
+        rates_of: dict[int, list[float]] = {}
+        for one, other, rate, _ in self.links:
+            for rank in (one, other):
+                rates_of.setdefault(rank, []).append(rate)
+        return sorted(rank for rank in rates_of if len(rates_of) > 2 and max(rates_of[rank]) < typical * 2 / 3)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON: everything that was measured, and what follows."""

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from gradwire import checks, codecs
 from gradwire.errors import GradwireError, InvalidArgument
+from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS, QUANTISED_MIN_CHUNKS, count_chunks
 from gradwire.registry import describe_choices, parse_spec
 from gradwire.schemes.auto.fidelity import FidelityRow
 from gradwire.wire.communicator import Communicator, ring_bytes
@@ -37,10 +38,6 @@ from gradwire.wire.wire import Wire
 # sum: the backend's all-reduce of the codec's output. agreed-sum: a small maximum over the ranks before it. ring, direct:
 # frames, encoded and decoded while others travel. quantised: to the owners of the parts and back. gather: all to all.
 SHAPES = ("sum", "agreed-sum", "ring", "direct", "quantised", "gather")
-
-# As the collectives cut (exchange/parts.py); a test compares.
-_CHUNK, _QUANTISED_CHUNK, _MIN_CHUNK = 1 << 17, 1 << 20, 1 << 16
-_MIN_CHUNKS, _MIN_QUANTISED_CHUNKS = 5, 2
 
 _NOTHING = 1e-9  # seconds: what rounding may leave of a time
 # A TCP connection of Linux as it comes: half of tcp_rmem's 6 MiB is window; a segment fills a frame of 1,500 bytes.
@@ -81,32 +78,25 @@ class SharedCores:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """The cost of messages.
+    """The cost of messages."""
 
-    Attributes:
-        rate: bytes/s that a rank sends, and receives, while all do.
-        backend_hop_s: one of the 2 (N-1) hops of the backend's all-reduce, without its bytes.
-        frame_hop_s: a message of frames that somebody waits for.
-        message_s: processor time of each message of frames, both ends.
-        gather_s: an all-gather of next to nothing.
-        byte_s: processor time of a byte moved.
-        at_once: asynchronous collectives that are under way at a time; the others wait for them, in order.
-    """
-
-    rate: float
-    backend_hop_s: float
-    frame_hop_s: float
-    message_s: float
-    gather_s: float
-    byte_s: float = 0.0
-    at_once: int = 1
+    rate: float  # bytes/s that a rank sends, and receives, while all do
+    backend_hop_s: float  # one of the 2 (N-1) hops of the backend's all-reduce, without its bytes
+    frame_hop_s: float  # a message of frames that somebody waits for
+    message_s: float  # processor time of each message of frames, both ends
+    gather_s: float  # an all-gather of next to nothing
+    byte_s: float = 0.0  # processor time of a byte moved
+    at_once: int = 1  # asynchronous collectives that are under way at a time; the others wait for them, in order
 
     def over(self, rtt_s: float, loss: float = 0.0, streams: int = 1) -> LinkCost:
         """The same over a path with this round trip: half of it a hop, and no faster than its TCP connections."""
-        backend_hop_s, frame_hop_s = self.backend_hop_s + rtt_s / 2, self.frame_hop_s + rtt_s / 2
-        rate = min(self.rate, connection_rate(rtt_s, loss, streams))
+        way_s = rtt_s / 2
         return replace(
-            self, rate=rate, backend_hop_s=backend_hop_s, frame_hop_s=frame_hop_s, gather_s=self.gather_s + rtt_s / 2
+            self,
+            rate=min(self.rate, connection_rate(rtt_s, loss, streams)),
+            backend_hop_s=self.backend_hop_s + way_s,
+            frame_hop_s=self.frame_hop_s + way_s,
+            gather_s=self.gather_s + way_s,
         )
 
 
@@ -133,18 +123,14 @@ class StepCost:
 
 @dataclass(frozen=True)
 class CodecCost:
-    """Seconds a value to encode and to decode, bits a value on the wire, seconds a bucket whatever its size.
-
-    `zero_bits`: of a value that is zero; None: as many as of any other. `densest`: the largest share of other values at which
-    it is thought of.
-    """
+    """What a value costs under one codec."""
 
     encode_s: float = 0.0
     decode_s: float = 0.0
-    bits: float = 32.0
-    fixed_s: float = 0.0
-    zero_bits: float | None = None
-    densest: float = 1.0
+    bits: float = 32.0  # on the wire
+    fixed_s: float = 0.0  # of a bucket whatever its size
+    zero_bits: float | None = None  # of a value that is zero; None: as many as of any other
+    densest: float = 1.0  # the largest share of other values at which it is thought of
 
     def at(self, density: float) -> CodecCost:
         """The cost where a share `density` of the values is not zero; where that is too much, one that nothing can bear."""
@@ -251,22 +237,16 @@ def bucket_load(
             raise InvalidArgument("whole messages of all ranks are gathered by all: no other collective carries them")
         return BucketLoad(encode_s, message_bytes, legs, link.gather_s, 0, 1, decode_s, False)
     if shape == "quantised":
-        chunks = _count_chunks(part, _QUANTISED_CHUNK, _MIN_QUANTISED_CHUNKS)
+        chunks = count_chunks(part, QUANTISED_CHUNK_ELEMENTS, QUANTISED_MIN_CHUNKS)
         messages_s = (n - 1) * (2 * chunks + 2) * link.message_s
         legs = (Leg(legs[0].across, 0.0, 1), *legs)  # the owners' sums are agreed on
         after_s = encode_s / 2 + decode_s
         return BucketLoad(encode_s / 2, message_bytes, legs, link.frame_hop_s, messages_s, chunks, after_s, False)
-    chunks = _count_chunks(part, _CHUNK, _MIN_CHUNKS)
+    chunks = count_chunks(part)
     beside_s = encode_s + decode_s + 2 * (n - 1) * chunks * link.message_s
-    if (
-        machine.on_device
-    ):  # where the messages of a part, or of all, are made in the launches of one, then sent, then read
+    if machine.on_device:  # the messages of a part, or of all, are made in the launches of one, then sent, then read
         chunks, beside_s = 1, encode_s + decode_s + (n if shape == "ring" else 3) * link.message_s
     return BucketLoad(0, message_bytes, legs, link.frame_hop_s, beside_s, chunks, 0, False)
-
-
-def _count_chunks(part: int, chunk: int, at_least: int) -> int:
-    return max(1, -(-part // chunk), min(at_least, part // _MIN_CHUNK))
 
 
 @dataclass(eq=False)
@@ -433,20 +413,14 @@ def last_rate(holds: Callable[[float], bool], low: float, high: float, within: f
 
 @dataclass(frozen=True)
 class CostProfile:
-    """Everything that predictions rest on, but for what a step computes. The same on all ranks.
-
-    Attributes:
-        codecs: spec -> seconds a value to encode and to decode, bits a value.
-        buckets: values of each of DDP's buckets, the first ready first.
-        density: the share of a gradient's values that is not zero.
-    """
+    """Everything that predictions rest on, but for what a step computes. The same on all ranks."""
 
     machine: SharedCores
     link: LinkCost
-    codecs: Mapping[str, CodecCost]
+    codecs: Mapping[str, CodecCost]  # by spec, as `shapes`
     shapes: Mapping[str, str]
-    buckets: tuple[int, ...]
-    density: float = 1.0
+    buckets: tuple[int, ...]  # values of each of DDP's buckets, the first ready first
+    density: float = 1.0  # the share of a gradient's values that is not zero
 
     def family_of(self, spec: str) -> str:
         """Schemes whose predictions err alike. Of sparse gradients what is shortened by zeros errs by itself."""
@@ -466,13 +440,17 @@ class CostProfile:
             buckets.append((n_values, compute_s * (_FORWARD_SHARE + (1 - _FORWARD_SHARE) * done / total)))
         return StepCost(compute_s, tuple(buckets))
 
-    def predict_us(self, computing_us: int) -> dict[str, int]:
-        """Microseconds a step under every scheme, where one computes `computing_us`."""
-        step = self.step(computing_us / 1e6)
+    def predict_s(self, compute_s: float) -> dict[str, float]:
+        """Seconds a step under every scheme, where one computes `compute_s`."""
+        step = self.step(compute_s)
         return {
-            spec: int(1e6 * predict_s(self.shapes[spec], codec, step, self.link, self.machine))
+            spec: predict_s(self.shapes[spec], codec, step, self.link, self.machine)
             for spec, codec in self.costs.items()
         }
+
+    def predict_us(self, computing_us: int) -> dict[str, int]:
+        """The same in microseconds."""
+        return {spec: int(1e6 * took_s) for spec, took_s in self.predict_s(computing_us / 1e6).items()}
 
     def with_transfer(self, transfer_us: int) -> CostProfile:
         """The same, with the link as `probe_transfer_us` found it on the slowest rank."""

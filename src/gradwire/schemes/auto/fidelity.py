@@ -23,33 +23,19 @@ FIRST_ADAM_STEP = 100
 
 @dataclass(frozen=True)
 class FidelityRow:
-    """One scheme with its options, at one level, under some optimizers.
+    """One scheme with its options, at one level, under some optimizers."""
 
-    Attributes:
-        spec: NAME:option=value,...
-        level: the least faithful level that takes it is any, the most faithful exact.
-        families: of the optimizers under which it holds its level (core/optimizers.py).
-        shape: how it communicates (costs.py).
-        bits: a value on the wire, of a dense gradient.
-        codec: whose speed stands for its own (`codecs.by_name`); "" where it has none to speak of.
-        by_name_only: never unless it is asked for.
-        not_before: under Adam-like optimizers, the first step.
-        zero_bits: bits of a value that is zero, where that is less.
-        densest: the largest share of values that are not zero at which it is tried.
-        stands_in: only where no row before it, of its level and scheme, holds.
-    """
-
-    spec: str
-    level: str
-    families: frozenset[str]
-    shape: str
-    bits: float
-    codec: str = ""
-    by_name_only: bool = False
-    not_before: int = 0
-    zero_bits: float | None = None
-    densest: float = 1.0
-    stands_in: bool = False
+    spec: str  # NAME:option=value,...
+    level: str  # the most faithful that takes it
+    families: frozenset[str]  # of the optimizers under which it holds its level (core/optimizers.py)
+    shape: str  # how it communicates (costs.py)
+    bits: float  # a value on the wire, of a dense gradient
+    codec: str = ""  # whose speed stands for its own (`codecs.by_name`); "" where it has none to speak of
+    by_name_only: bool = False  # never unless it is asked for
+    not_before: int = 0  # under Adam-like optimizers, the first step
+    zero_bits: float | None = None  # of a value that is zero, where that is less
+    densest: float = 1.0  # the largest share of values that are not zero at which it is tried
+    stands_in: bool = False  # only where no row before it, of its level and scheme, holds
 
     @property
     def is_on_device(self) -> bool:
@@ -166,7 +152,7 @@ def rows_for(
 def needed(rows: Sequence[FidelityRow]) -> list[FidelityRow]:
     """The rows without those that stand in for one that holds."""
     held = {(row.level, parse_spec(row.spec)[0]) for row in rows if not row.stands_in}
-    return [row for row in rows if not (row.stands_in and (row.level, parse_spec(row.spec)[0]) in held)]
+    return [row for row in rows if not row.stands_in or (row.level, parse_spec(row.spec)[0]) not in held]
 
 
 def row_of(spec: str) -> FidelityRow:
@@ -181,11 +167,9 @@ def row_of(spec: str) -> FidelityRow:
     name, _ = parse_spec(spec)
     if name in NEVER:
         raise InvalidArgument(f"scheme {name!r} takes no turns with others; attach it by itself")
-    for row in TABLE:
-        if row.spec == spec:
-            return row
-    for row in TABLE:
-        if parse_spec(row.spec)[0] == name:
-            return replace(row, spec=spec, level="any", families=_ALL, by_name_only=True)
-    known = sorted({parse_spec(row.spec)[0] for row in TABLE})
-    raise InvalidArgument(f"no scheme that takes turns is called {name!r}; {describe_choices(name, known)}")
+    of_scheme = [row for row in TABLE if parse_spec(row.spec)[0] == name]
+    if not of_scheme:
+        known = sorted({parse_spec(row.spec)[0] for row in TABLE})
+        raise InvalidArgument(f"no scheme that takes turns is called {name!r}; {describe_choices(name, known)}")
+    other = replace(of_scheme[0], spec=spec, level="any", families=_ALL, by_name_only=True)
+    return next((row for row in of_scheme if row.spec == spec), other)

@@ -88,26 +88,17 @@ def _is_off(now_us: int, was_us: int, samples: Sequence[int]) -> bool:
 
 @dataclass
 class Candidate:
-    """One scheme, as far as it is known.
-
-    Attributes:
-        predicted_us: by the model, for the link as last measured; `first_predicted_us`: as it was before any race.
-        bias: measured / predicted in permille; its family's until it has raced itself.
-        is_tried: whether it ever ran; `is_familiar`: it, or one of its family.
-        measured_us: under this link; 0 if it has not run under it.
-        not_before: the first step at which it may race.
-        n_losses: races lost under this link.
-    """
+    """One scheme, as far as it is known."""
 
     name: str
-    predicted_us: int
-    bias: int = 1000
-    is_tried: bool = False
-    is_familiar: bool = False
-    measured_us: int = 0
-    not_before: int = 0
-    n_losses: int = 0
-    first_predicted_us: int = 0
+    predicted_us: int  # by the model, for the link as last measured
+    bias: int = 1000  # measured / predicted in permille; its family's until it has raced itself
+    is_tried: bool = False  # it has run
+    is_familiar: bool = False  # it, or one of its family
+    measured_us: int = 0  # under this link; 0 if it has not run under it
+    not_before: int = 0  # the first step at which it may race
+    n_losses: int = 0  # races lost under this link
+    first_predicted_us: int = 0  # as it was before any race
 
     @property
     def expected_us(self) -> int:
@@ -169,27 +160,19 @@ class PlannedStep(NamedTuple):
 
 @dataclass
 class Race:
-    """The race under way, or the last one: two schemes in turns.
-
-    Attributes:
-        reference_us: what the incumbent took before.
-        may_cost_us: beyond the incumbent's time; a race that has cost more is broken off at once.
-        is_sure: whether `reference_us` is good enough to lose a race by; else the incumbent has a turn first.
-        took_us, n_taken: of all of the challenger's steps.
-        base, mine: microseconds a step of the incumbent and of the challenger, of steps that count.
-    """
+    """The race under way, or the last one: two schemes in turns."""
 
     number: int = 0
     challenger: str = ""
     began: int = 0
-    reference_us: int = 0
-    may_cost_us: int = 0
-    is_sure: bool = True
+    reference_us: int = 0  # what the incumbent took before
+    may_cost_us: int = 0  # beyond the incumbent's time; a race that has cost more is broken off at once
+    is_sure: bool = True  # `reference_us` is good enough to lose a race by; else the incumbent has a turn first
     n_pairs: int = 0
-    took_us: int = 0
+    took_us: int = 0  # of all of the challenger's steps
     n_taken: int = 0
-    base: list[int] = field(default_factory=list)
-    mine: list[int] = field(default_factory=list)
+    base: list[int] = field(default_factory=list)  # microseconds a step of the incumbent, of steps that count
+    mine: list[int] = field(default_factory=list)  # and of the challenger
     _turn_began: int = 0  # index of the first sample of the incumbent's turn
     _n_off: int = 0
 
@@ -204,7 +187,7 @@ class Race:
         return self.took_us - self.n_taken * self.base_us
 
     def is_hopeless(self) -> bool:
-        """Return whether one turn is enough to see that the challenger loses."""
+        """One turn is enough to see that the challenger loses."""
         return bool(self.mine) and median(self.mine) * 1000 > self.base_us * HOPELESS
 
     def is_overwhelming(self) -> bool:
@@ -252,17 +235,13 @@ class Look(NamedTuple):
 
 
 class Drift:
-    """Compares windows of one scheme's steps with what it took before.
-
-    Attributes:
-        reference_us: what a step takes, as far as known; 0 if it is not.
-    """
+    """Compares windows of one scheme's steps with what it took before."""
 
     def __init__(self) -> None:
         self.begin(0)
 
     def begin(self, reference_us: int) -> None:
-        """Another scheme is at work, or another network."""
+        """Another scheme is at work, or another network. `reference_us`: what a step takes; 0 if it is not known."""
         self.reference_us = reference_us
         self._window: list[int] = []
         self._last_window: list[int] = []
@@ -517,15 +496,12 @@ class Law:
         race, n_steps = self._race, step - self._race.began
         is_out_of_time = n_steps > LONGEST_RACE or (n_steps > LONGEST_TIE and self._next_candidate(step) is not None)
         if not race.base or not race.mine:  # nothing but steps that say nothing
-            if is_out_of_time:
-                self._give_up(step, "no step of its race could be counted")
-            else:
-                self._add_pair()
-            return
+            if not is_out_of_time:
+                return self._add_pair()
+            return self._give_up(step, "no step of its race could be counted")
         moved_to_us = race.base_has_moved()
         if moved_to_us:
-            self._start_again(step, moved_to_us, race.reference_us, False)
-            return
+            return self._start_again(step, moved_to_us, race.reference_us, False)
         verdict = race.verdict()
         if verdict is not None:
             self._conclude(step, verdict)
@@ -578,7 +554,7 @@ class Law:
 
     def _predict(self) -> None:
         if self._predict_again is not None and self._computing:
-            for name, predicted_us in self._predict_again(median(self._computing)).items():
+            for name, predicted_us in self._predict_again(self.computing_us).items():
                 self.candidates[name].predicted_us = predicted_us
 
     # ---- a scheme at work

@@ -261,10 +261,9 @@ class Auto(Turns):
         name = self._replayed(step) if self._replay is not None else self.law.scheme_of(step)
         if self._stays_plain:
             name = PLAIN
-        if name != self._active:
-            if self._active != PLAIN:
-                self._take_over_from(self._subs[self._active])
-            self._active = name
+        if name != self._active and self._active != PLAIN:
+            self._take_over_from(self._subs[self._active])
+        self._active = name
         self._enter(step, name)
         self._asked = None
         if name != PLAIN and self._subs[name].may_object:
@@ -290,13 +289,10 @@ class Auto(Turns):
     def _replayed(self, step: int) -> str:
         assert self._replay is not None
         name = next((spec for since, spec in reversed(self._replay) if since <= step), PLAIN)
-        if name != PLAIN and name not in self._subs:  # it may be of a run in host memory
-            name += ON_DEVICE
-            if name not in self._subs:
-                raise InvalidArgument(
-                    f"the schedule to replay names {name.removesuffix(ON_DEVICE)!r}, which is not allowed here"
-                )
-        return name
+        for spec in (name, name + ON_DEVICE):  # it may be of a run in host memory
+            if spec == PLAIN or spec in self._subs:
+                return spec
+        raise InvalidArgument(f"the schedule to replay names {name!r}, which is not allowed here")
 
     def _end_handover_step(self) -> None:
         if not self._handover:

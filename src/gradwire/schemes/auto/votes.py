@@ -26,21 +26,13 @@ _CHANGED = 250  # permille
 
 
 class Vote(NamedTuple):
-    """The largest numbers of all ranks, of some steps.
+    """The largest numbers of all ranks, of some steps."""
 
-    Attributes:
-        last_step: of those voted on.
-        reconsider: whether any rank asks to think again.
-        transfer_us: the slowest rank's probe; 0 if there was none.
-        density: the largest share of values that are not zero; None: nobody looked.
-        steps: (step, took_us, waited_us, fell_back), in order.
-    """
-
-    last_step: int
-    reconsider: bool
-    transfer_us: int
-    density: float | None
-    steps: list[tuple[int, int, int, bool]]
+    last_step: int  # of those voted on
+    reconsider: bool  # any rank asks to think again
+    transfer_us: int  # the slowest rank's probe; 0 if there was none
+    density: float | None  # the largest share of values that are not zero; None: nobody looked
+    steps: list[tuple[int, int, int, bool]]  # (step, took_us, waited_us, fell_back), in order
 
 
 class Polls:

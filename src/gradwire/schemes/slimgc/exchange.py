@@ -35,13 +35,10 @@ class ChosenCodecs(Selection):
     """The decision for one bucket layout.
 
     Args:
-        sizes: bytes of each tensor.
-        choice: by tensor, 0 for raw, else its codec.
-        cut: makes the selection of the tensors of one codec.
+        sizes: bytes of each tensor. choice: by tensor, 0 for raw, else its codec.
+        cut: makes the selection of the tensors of one codec; `parts` are those that are used.
 
     Attributes:
-        parts: of each codec that is used.
-        dtype: the bucket's.
         is_flushed: nothing that was left out of the raw tensors waits any more.
     """
 
@@ -61,9 +58,7 @@ class CutSelection(Selection):
         keeps_places: bit_buf is laid out as the bucket, with gaps where raw tensors lie, so that it can be the bucket.
 
     Attributes:
-        dtype: the bucket's.
         part_layout: of the compressed tensors as a bucket of their own; None: not made yet.
-        codec: which.
         n_bit_buf: values that bit_buf extends over: the compressed ones, and the gaps.
     """
 

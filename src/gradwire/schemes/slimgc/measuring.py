@@ -209,8 +209,7 @@ class Measuring:
             communicate_s: how long the buckets of that step communicated.
         Returns: the threshold, if there is a new table.
         """
-        step, self._ended = self._ended, None
-        under_way, self._under_way = self._under_way, []
+        step, under_way, self._ended, self._under_way = self._ended, self._under_way, None, []
         for n, mode, times in under_way:
             self._note(n, mode, [read() for read in times])
         if step is None:  # none has ended since, or it was given up half-way
@@ -239,15 +238,14 @@ class Measuring:
             [statistics.median(self._communicate_s), -float(self.is_requested)], dtype=torch.float64, device="cpu"
         )
         communicator.all_reduce(facts, dist.ReduceOp.MIN)
-        current_s, is_requested = float(facts[0]), facts[1] < 0
+        current_s, is_requested = float(facts[0]), bool(facts[1] < 0)
         self._communicate_s.clear()
         if self._reference_s is None:
             self._reference_s = current_s
-        if not is_requested and not has_drifted(self._reference_s, current_s, self.drift_factor):
-            return False
-        self.is_requested = False
-        self._reference_s = None  # the next look begins anew: what is compressed may change now
-        return True
+        is_outdated = is_requested or has_drifted(self._reference_s, current_s, self.drift_factor)
+        if is_outdated:  # the next look begins anew: what is compressed may change now
+            self.is_requested, self._reference_s = False, None
+        return is_outdated
 
     def _probes(self) -> list[tuple[int, int]]:
         """Choose how many values are sent by themselves, and how often, for each size that gets a row."""
@@ -260,10 +258,7 @@ class Measuring:
         total_s, codec_s = sorted(timed)[(len(timed) - 1) // 2]  # of three the middle one, of two the quicker
         codec_s = min(total_s, codec_s)
         times: list[float | None] = [None] * (1 + 2 * self.n_codecs)
-        if mode:
-            times[2 * mode - 1 : 2 * mode + 1] = total_s - codec_s, codec_s
-        else:
-            times[0] = total_s
+        times[max(0, 2 * mode - 1) : 2 * mode + 1] = [total_s - codec_s, codec_s] if mode else [total_s]
         self._times.setdefault(n * self._sample.element_size(), []).append(tuple(times))
 
     def _agree(self, communicator: Communicator) -> int | None:
@@ -318,7 +313,10 @@ class Measuring:
         try:
             all_rows = [] if state["table"] is None else [state["table"], *state.get("other_tables", [])]
             tables = [ThresholdTable.from_rows(rows) for rows in all_rows]
-            times = {int(size): [_as_times(row) for row in rows] for size, rows in state["times"].items()}
+            times = {
+                int(size): [tuple(None if s is None else float(s) for s in row) for row in rows]
+                for size, rows in state["times"].items()
+            }
             sample, sizes = state["sample"], {int(size) for size in state["sizes"]}
             n_measured, first_step, reference_s = state["n_measured"], state["first_step"], state["reference_s"]
             communicate_s, is_requested = [float(s) for s in state["communicate_s"]], bool(state["is_requested"])
@@ -339,7 +337,3 @@ def _mean(rows: list[_Times], index: int) -> float:
     values = [value for row in rows if (value := row[index]) is not None]
     # A clock that does not resolve a transfer still says that it took some time.
     return max(statistics.fmean(values), 1e-9) if values else 0.0
-
-
-def _as_times(row: Any) -> _Times:
-    return tuple(None if value is None else float(value) for value in row)

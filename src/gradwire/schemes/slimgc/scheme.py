@@ -122,15 +122,14 @@ class SlimGC(Compressed):
         self._options, self.update = mine, mine["update"]
         self.owns_step = self.update == "owner"
         self.state_is_per_world = True
-        if self.update == "owner":
+        if self.owns_step:
             self.per_rank_state = None  # its shards of the optimizer's state are cut for so many ranks
         self._stepper: OwnerStep | None = None
         self._clock: HostClock | DeviceClock | None = None  # None: no table is measured
         self._reset()
 
     def _reset(self) -> None:
-        how = {name: self._options[name] for name in _MEASURED}
-        self._measuring = Measuring(**how, n_codecs=len(self.codecs))
+        self._measuring = Measuring(**{name: self._options[name] for name in _MEASURED}, n_codecs=len(self.codecs))
         self._last_stats: dict[str, Any] | None = None
         self._threshold = NEVER if self.threshold_bytes is None else self.threshold_bytes
         self._plans: dict[int, tuple[int, int, ChosenCodecs]] = {}  # by bucket: layout, decision, plan
@@ -151,9 +150,7 @@ class SlimGC(Compressed):
     def is_settled(self) -> bool:
         """True once there is a threshold: given, or from a table. One rank has nothing to measure."""
         is_alone = self.is_bound and self.session.communicator.world_size == 1
-        if not super().is_settled:
-            return False
-        return self.threshold_bytes is not None or bool(self._measuring.tables) or is_alone
+        return super().is_settled and (self.threshold_bytes is not None or bool(self._measuring.tables) or is_alone)
 
     @property
     def codec(self) -> Codec:
@@ -298,8 +295,11 @@ class SlimGC(Compressed):
         since_s = (started_ns - self._buckets.get(0, (0, (), started_ns))[2]) / 1e9
         self._ready_s.setdefault(bucket.layout_hash, deque(maxlen=_READY_STEPS)).append(max(0.0, since_s))
 
-    def _choose(self) -> None:
-        """Choose a codec for every tensor of the last step's buckets, by the new tables and by when all ranks are ready."""
+    def _choose(self) -> int:
+        """Choose a codec for every tensor of the last step's buckets, by the new tables and by when all ranks are ready.
+
+        Returns: what stands for the choice in place of a threshold.
+        """
         layouts = [self._buckets[index] for index in sorted(self._buckets)]
         ready = [statistics.median(self._ready_s[layout]) for layout, _, _ in layouts]
         ready_s = torch.tensor(ready, dtype=torch.float64, device="cpu")
@@ -310,8 +310,8 @@ class SlimGC(Compressed):
         is_known = all(len(one) == len(bucket.tensor_bytes) for one, bucket in zip(before, buckets, strict=True))
         chosen = choose(buckets, [tables[0].raw, *(table.compressed for table in tables)], before if is_known else None)
         self._choices = {layout: choice for (layout, _, _), choice in zip(layouts, chosen, strict=True)}
-        self._threshold = zlib.crc32(repr(sorted(self._choices.items())).encode())
         self._plans.clear()
+        return zlib.crc32(repr(sorted(self._choices.items())).encode())
 
     def _reduce_by_plan(self, bucket: Bucket, plan: ChosenCodecs, wire: Wire) -> torch.futures.Future | None:
         if not plan.parts:
@@ -337,9 +337,8 @@ class SlimGC(Compressed):
         wire.note(wire.all_finite(fp_buf))
         for run in plan.raw_runs:
             run.in_bucket(bucket.buffer).copy_(run.in_fused(fp_buf))
-        if wire.on_device:
-            for cut in plan.parts:
-                self._take_mean(bucket, cut, part, wire)
+        for cut in plan.parts if wire.on_device else ():
+            self._take_mean(bucket, cut, part, wire)
         return None
 
     def _mean_raw(self, bucket: Bucket, plan: ChosenCodecs, wire: Wire) -> torch.futures.Future | None:
@@ -481,10 +480,8 @@ class SlimGC(Compressed):
         """Take the threshold of a new table, if what was measured makes one."""
         assert self._clock is not None
         threshold = self._measuring.conclude(self._clock.take_communicate_s(), self.session.communicator)
-        if threshold is not None and self._chooses:
-            self._choose()
-        elif threshold is not None:
-            self._threshold = threshold
+        if threshold is not None:
+            self._threshold = self._choose() if self._chooses else threshold
 
     def end_backward(self, step: int) -> int:
         """Wait for the probes of a step that measures, which are part of it; after other steps for nothing."""
@@ -574,10 +571,9 @@ class SlimGC(Compressed):
 
     def close(self) -> None:
         """The model is let go; the table stays, to be read. What is bound again begins anew, without both."""
-        stepper, clock = self._stepper, self._clock
-        self._last_stats, self._stepper, self._clock = self.stats(), None, None
+        stepper, clock, self._last_stats = self._stepper, self._clock, self.stats()
+        self._stepper = self._clock = self._metric = None  # of these the metric holds the optimizer
         self._plans.clear()
-        self._metric = None  # which holds the optimizer
         try:
             if stepper is not None:
                 stepper.close()
@@ -649,8 +645,7 @@ def _refuse_on_device(codec: Codec, options: dict[str, Any]) -> None:
     """Raises: Unsupported (what needs the host)."""
     for name, wanted in (("update", "worker"), ("topology", "server"), ("pull", "compressed")):
         if options[name] != wanted:
-            value = f'"{options[name]}"' if isinstance(options[name], str) else options[name]
-            raise Unsupported(f"slimgc with {name}={value} works on host memory: leave that or placement out")
+            raise Unsupported(f'slimgc with {name}="{options[name]}" works on host memory: leave that or placement out')
     if not isinstance(codec, Quantised):
         raise Unsupported(
             f"slimgc works on devices with one-bit, two-bit and qsgd, not with {codec.name}: take one of these, or leave "

@@ -7,6 +7,7 @@ which the paper takes, would not do. The live scheme and the simulator both call
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,18 +26,13 @@ METHODS = ("fit", "measured")
 class SizeTimes:
     """The costs of one size, in seconds.
 
-    Attributes:
-        size_bytes: of the tensor, uncompressed.
-        raw_s: t_c, its communication in full precision.
-        compressed_s: t_c^q, its communication compressed, without the codec.
-        codec_s: t_p^q, encoding and decoding, both ends, as far as communication does not hide it.
     Raises: InvalidArgument (a size that is not positive, a time that is negative, not finite or, raw, zero).
     """
 
-    size_bytes: int
-    raw_s: float
-    compressed_s: float
-    codec_s: float
+    size_bytes: int  # of the tensor, uncompressed
+    raw_s: float  # t_c, its communication in full precision
+    compressed_s: float  # t_c^q, its communication compressed, without the codec
+    codec_s: float  # t_p^q, encoding and decoding, both ends, as far as communication does not hide it
 
     def __post_init__(self) -> None:
         if isinstance(self.size_bytes, bool) or not isinstance(self.size_bytes, int) or self.size_bytes < 1:
@@ -102,17 +98,14 @@ class ThresholdTable:
     """The communication threshold table (Fig. 6) and what follows from it.
 
     Args:
-        measurements: in any order; several of one size are averaged (algorithm 1, line 11).
-    Raises: InvalidArgument (no measurements).
+        rows: one of each size, in any order.
+    Raises: InvalidArgument (no rows).
     """
 
-    def __init__(self, measurements: Iterable[SizeTimes]) -> None:
-        by_size: dict[int, list[SizeTimes]] = {}
-        for measurement in measurements:
-            by_size.setdefault(measurement.size_bytes, []).append(measurement)
-        if not by_size:
+    def __init__(self, rows: Iterable[SizeTimes]) -> None:
+        self.rows = tuple(sorted(rows, key=lambda row: row.size_bytes))
+        if not self.rows:
             raise InvalidArgument("a threshold table needs at least one measurement")
-        self.rows = tuple(_average(by_size[size]) for size in sorted(by_size))
 
     @property
     def raw(self) -> LinearCost:
@@ -135,12 +128,8 @@ class ThresholdTable:
                 size of the table, as the paper does.
         """
         if method == "measured" or len(self.rows) == 1:
-            threshold = NEVER
-            for row in reversed(self.rows):
-                if row.benefit <= 1:
-                    break
-                threshold = row.size_bytes
-            return threshold
+            winning = itertools.takewhile(lambda row: row.benefit > 1, reversed(self.rows))
+            return min((row.size_bytes for row in winning), default=NEVER)
         return crossing_bytes(self.raw, self.compressed)
 
     def as_rows(self) -> list[dict[str, float | int]]:
@@ -193,9 +182,7 @@ def has_drifted(reference_s: float, current_s: float, factor: float) -> bool:
     """Return whether a step's communication has become `factor` times slower or faster than when the table was measured.
 
     Args:
-        reference_s, current_s: typical communication of a step, then and now; both of the quickest rank, the one that
-            waits least for others.
-        factor: above 1.
+        reference_s, current_s: of a typical step, then and now, of the rank that waits least for others. factor: above 1.
     """
     if reference_s == 0 or current_s == 0:
         return False  # nothing was communicated: nothing can be said
@@ -208,14 +195,6 @@ def log_spaced(sizes_bytes: Iterable[int], n_at_most: int) -> list[int]:
     if len(sizes) <= n_at_most:
         return sizes
     step = math.log(sizes[-1] / sizes[0]) / (n_at_most - 1)
-    chosen = {sizes[0], sizes[-1]}
-    for index in range(1, n_at_most - 1):
-        wanted = math.log(sizes[0]) + step * index
-        chosen.add(min(sizes, key=lambda size: abs(math.log(size) - wanted)))
-    return sorted(chosen)
-
-
-def _average(measurements: Sequence[SizeTimes]) -> SizeTimes:
-    n = len(measurements)
-    means = (math.fsum(getattr(m, name) for m in measurements) / n for name in ("raw_s", "compressed_s", "codec_s"))
-    return SizeTimes(measurements[0].size_bytes, *means)
+    wanted = [math.log(sizes[0]) + step * index for index in range(1, n_at_most - 1)]
+    nearest = {min(sizes, key=lambda size: abs(math.log(size) - at)) for at in wanted}
+    return sorted(nearest | {sizes[0], sizes[-1]})

@@ -68,7 +68,19 @@ def check_ranks(args: argparse.Namespace) -> None:
             )
 
 
-def run_in_ranks(bench: str, args: argparse.Namespace, specs: Sequence[str] = ()) -> int:
+def measure_in_ranks(
+    bench: str, args: argparse.Namespace, measure: Callable[[], None], specs: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """As a rank `measure`; else start ranks that do, and return their records. Raises: as `check_ranks`, `run_in_ranks`."""
+    check_ranks(args)
+    if not is_rank():
+        return run_in_ranks(bench, args, specs)
+    with as_rank():
+        measure()
+    return []
+
+
+def run_in_ranks(bench: str, args: argparse.Namespace, specs: Sequence[str]) -> list[dict[str, Any]]:
     """Run `gradwire bench BENCH` in `--ranks` processes, once for each `--rate`; results so far outlive a failure.
 
     If one of `specs` sums in the network, the emulation of an aggregating switch runs beside them.
@@ -93,7 +105,7 @@ def run_in_ranks(bench: str, args: argparse.Namespace, specs: Sequence[str] = ()
                 run_gradwire(command, args.ranks or DEFAULT_RANKS, each, take_line, on_start=started.append, **how)
             finally:
                 write_results(args, log.read())
-    return 0
+        return log.read()
 
 
 def change_links(log: Path, number: int, rates: str, patience_s: float = 20.0) -> None:

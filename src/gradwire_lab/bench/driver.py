@@ -413,9 +413,7 @@ class Progress:
 
 @contextlib.contextmanager
 def threads(n_threads: int) -> Iterator[None]:
-    """Inside, gradwire's codecs and torch's own operations use so many threads. Raises: InvalidArgument (below 1)."""
-    if n_threads < 1:
-        raise InvalidArgument(f"{n_threads} threads: they count from 1")
+    """Inside, gradwire's codecs and torch's own operations use so many threads."""
     before = _native.thread_count(), torch.get_num_threads()
     _native.set_thread_count(n_threads)
     torch.set_num_threads(n_threads)

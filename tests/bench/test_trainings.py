@@ -43,7 +43,7 @@ def call(cells: list[dict[str, Any]], folder: Path, **fixed: Any) -> Call:
 
 
 # Ranks of the tests' own server stand in for the launcher's, which import torch anew for every run.
-def train_in_ranks(configs: Sequence[TrainConfig], n_ranks: int, rate: str, folder: Path) -> None:
+def train_in_ranks(configs: Sequence[TrainConfig], n_ranks: int, rate: str) -> None:
     for config in configs:
         ranks.run_ranks(_train, n_ranks, config, timeout_s=150)
 

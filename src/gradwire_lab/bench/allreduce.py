@@ -25,7 +25,7 @@ from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.wire import HostWire
 from gradwire_lab.bench import driver
-from gradwire_lab.bench.driver import MIN_SAMPLE_S, Progress, Timing, check_ranks, is_rank, run_in_ranks
+from gradwire_lab.bench.driver import MIN_SAMPLE_S, Progress, Timing
 from gradwire_lab.bench.level_rule import Float64Array, allowed_scale, make_optimizer
 from gradwire_lab.bench.sources import GradientSource
 from gradwire_lab.ranks.network import current_network
@@ -70,19 +70,19 @@ def run(args: argparse.Namespace) -> int:
     specs = choose_specs(args.scheme, reducing(), BY_NAME_ONLY)
     file = load_gradients(args.gradients) if args.gradients else None
     source = GradientSource(file, args.density, args.pattern)
-    check_ranks(args)
-    if not is_rank():
-        return run_in_ranks("allreduce", args, specs)
     sizes = args.n_bytes or (QUICK_SIZES if args.quick else FULL_SIZES)
     if source.file is not None and not args.n_bytes:
         sizes = (source.file.gradient.nbytes,)
-    with driver.as_rank():
+
+    def measure() -> None:
         use_fair_share_of_cores()
         bench = AllReduceBench(args, source, specs)
         for n_bytes in sizes:
             records = bench.run_size(n_bytes)
             if bench.rank == 0:
                 print_grid(make_grid(records), args.wide)
+
+    driver.measure_in_ranks("allreduce", args, measure, specs)
     return 0
 
 

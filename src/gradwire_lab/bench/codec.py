@@ -7,7 +7,7 @@ import os
 import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,7 +67,15 @@ def measure(file: GradientFile, names: Sequence[str], n_threads: int, n_rounds: 
     The reference (zstd -1) runs along even if it is not among `names`: a ratio to it is only fair within one run.
     """
     with threads(n_threads):
-        running = _start(file, dict.fromkeys([*names, REFERENCE]), n_threads)
+        running: dict[str, TimedMethod] = {}
+        for name in dict.fromkeys([*names, REFERENCE]):
+            try:
+                if method := by_spec(name, file, n_threads):
+                    running[name] = method
+            except Unsupported as error:
+                if name == REFERENCE:
+                    raise
+                print(f"left out: {error}", file=sys.stderr)
         tasks: dict[str, Task] = {}
         for name, method in running.items():
             method.encode()
@@ -101,19 +109,6 @@ def measure(file: GradientFile, names: Sequence[str], n_threads: int, n_rounds: 
             record["n_samples"] = timing.n_samples
         records.append(record)
     return records
-
-
-def _start(file: GradientFile, names: Iterable[str], n_threads: int) -> dict[str, TimedMethod]:
-    running: dict[str, TimedMethod] = {}
-    for name in names:
-        try:
-            if method := by_spec(name, file, n_threads):
-                running[name] = method
-        except Unsupported as error:
-            if name == REFERENCE:
-                raise
-            print(f"left out: {error}", file=sys.stderr)
-    return running
 
 
 def make_grid(file: GradientFile, n_threads: int, records: Sequence[dict[str, Any]]) -> Grid:

@@ -69,7 +69,19 @@ def check_ranks(args: argparse.Namespace) -> None:
             )
 
 
-def run_in_ranks(bench: str, args: argparse.Namespace, specs: Sequence[str] = ()) -> int:
+def measure_in_ranks(
+    bench: str, args: argparse.Namespace, measure: Callable[[], None], specs: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """As a rank `measure`; else start ranks that do, and return their records. Raises: as `check_ranks`, `run_in_ranks`."""
+    check_ranks(args)
+    if not is_rank():
+        return run_in_ranks(bench, args, specs)
+    with as_rank():
+        measure()
+    return []
+
+
+def run_in_ranks(bench: str, args: argparse.Namespace, specs: Sequence[str]) -> list[dict[str, Any]]:
     """Run `gradwire bench BENCH` in `--ranks` processes, once for each `--rate`; results so far outlive a failure.
 
     If one of `specs` sums in the network, the emulation of an aggregating switch runs beside them.
@@ -94,7 +106,7 @@ def run_in_ranks(bench: str, args: argparse.Namespace, specs: Sequence[str] = ()
                 run_gradwire(command, args.ranks or DEFAULT_RANKS, each, take_line, on_start=started.append, **how)
             finally:
                 write_results(args, log.read())
-    return 0
+        return log.read()
 
 
 def change_links(log: Path, number: int, rates: str, patience_s: float = 20.0) -> None:
@@ -402,9 +414,7 @@ class Progress:
 
 @contextlib.contextmanager
 def threads(n_threads: int) -> Iterator[None]:
-    """Inside, gradwire's codecs and torch's own operations use so many threads. Raises: InvalidArgument (below 1)."""
-    if n_threads < 1:
-        raise InvalidArgument(f"{n_threads} threads: they count from 1")
+    """Inside, gradwire's codecs and torch's own operations use so many threads."""
     before = _native.thread_count(), torch.get_num_threads()
     _native.set_thread_count(n_threads)
     torch.set_num_threads(n_threads)

@@ -12,10 +12,8 @@ import itertools
 import json
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -26,11 +24,10 @@ from gradwire.registry import parse_spec, spec_of
 from gradwire.telemetry.environment import describe_environment
 from gradwire_lab import workloads
 from gradwire_lab.bench import driver
-from gradwire_lab.bench.driver import Progress, Timing, check_ranks, is_rank, run_in_ranks
+from gradwire_lab.bench.driver import Progress, Timing
 from gradwire_lab.bench.train_methods import TrainMethod, describe
 from gradwire_lab.ranks.network import Network
 from gradwire_lab.results.experiment import Column, Table
-from gradwire_lab.results.records import RecordLog
 from gradwire_lab.results.tables import Grid, print_grid, tabulate
 
 # The bars: against DDP over the whole run, and in its second half against the best fixed scheme allowed.
@@ -49,20 +46,18 @@ def run(args: argparse.Namespace) -> int:
     """Measure as a rank, or start the ranks that do; with `--check` status 1 where a bar is missed."""
     if args.steps < 20:
         raise InvalidArgument(f"--steps {args.steps}: auto needs 20 or more to try anything")
-    workloads.check_name(parse_spec(args.workload)[0])
     if "ddp" not in args.scheme:
         raise InvalidArgument("--scheme has to name ddp: what auto loses is counted against it")
-    check_ranks(args)
-    if is_rank():
-        name, options = parse_spec(args.workload)
-        with driver.as_rank():
-            use_fair_share_of_cores()
-            _Regret(args, workloads.by_name(name, **options)).run()
+    name, options = parse_spec(args.workload)
+    workloads.check_name(name)
+
+    def measure() -> None:
+        use_fair_share_of_cores()
+        _Regret(args, workloads.by_name(name, **options)).run()
+
+    records = driver.measure_in_ranks("regret", args, measure)
+    if not records:  # a rank
         return 0
-    with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
-        args.log = args.log or Path(folder) / "records.jsonl"
-        run_in_ranks("regret", args)
-        records = RecordLog(args.log).read()
     print_grid(make_grid(records), wide=True)
     missed = below_the_bars(records)
     for line in missed:

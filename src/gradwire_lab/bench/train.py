@@ -20,7 +20,7 @@ from gradwire.telemetry.environment import describe_environment
 from gradwire.wire.communicator import ring_bytes
 from gradwire_lab import workloads
 from gradwire_lab.bench import driver, train_methods
-from gradwire_lab.bench.driver import Progress, Timing, check_ranks, is_rank, run_in_ranks
+from gradwire_lab.bench.driver import Progress, Timing
 from gradwire_lab.bench.train_methods import BASELINES, SHARDED, StepTimes, TrainMethod, describe
 from gradwire_lab.results.experiment import Column, Table
 from gradwire_lab.results.tables import Grid, print_grid, tabulate
@@ -47,18 +47,18 @@ def run(args: argparse.Namespace) -> int:
     specs = choose_specs(args.scheme, train_methods.names(), train_methods.more())
     for spec in specs:
         train_methods.check_baseline_options(*parse_spec(spec))
-    check_ranks(args)
-    if not is_rank():
-        return run_in_ranks("train", args, specs)
     given = {"batch_size": args.batch_size, "optimizer": args.optimizer}
     name, options = parse_spec(args.workload)
     options |= {key: value for key, value in given.items() if value is not None}
-    with driver.as_rank():
+
+    def measure() -> None:
         bench = TrainBench(args, workloads.by_name(name, compute=args.compute, **options), specs)
         records = bench.run()
         if bench.rank == 0:
             for phase in range(1 + len(args.then)):
                 print_grid(make_grid([record for record in records if record["phase"] == phase]), args.wide)
+
+    driver.measure_in_ranks("train", args, measure, specs)
     return 0
 
 

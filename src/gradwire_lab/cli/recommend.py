@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from gradwire.planning.box import GpuLinks, advise, plan_box, read_topology
 from gradwire.planning.plan import Plan, describe_rate
 from gradwire.registry import describe_choices, parse_spec
 from gradwire_lab.cli.options import add_json, add_ranks, add_way, option
+from gradwire_lab.ranks.netlab.rate import parse_rate, with_way
 from gradwire_lab.results.records import write_text
 from gradwire_lab.results.tables import Grid, print_grid
 
@@ -45,12 +45,17 @@ def run(args: argparse.Namespace) -> int:
     if args.profile is not None:
         plan = _read(args.profile)
         if args.for_ranks is not None or args.rate != "none" or args.path is not None:
-            plan = plan.elsewhere(args.for_ranks, _rate_bps(args.rate), **_path(args.path or ""))
+            rate_bps = None if args.rate == "none" else float(parse_rate(args.rate) or 0)
+            plan = plan.elsewhere(args.for_ranks, rate_bps, **_path(args.path or ""))
         _show(plan, args)
         return 0
     if args.box is not None:
         _, described = parse_spec(f"box:{args.box}")
-        _show(_make(lambda: plan_box(**described)), args)
+        try:
+            plan = plan_box(**described)
+        except TypeError as error:
+            raise InvalidArgument(f"--box takes what gradwire.planning.box.plan_box does: {error}") from error
+        _show(plan, args)
         return 0
     if args.for_ranks is not None or args.path is not None:
         raise InvalidArgument("--for-ranks and --path predict from a plan: give it with --profile FILE")
@@ -66,7 +71,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _start_ranks(args: argparse.Namespace) -> int:
     from gradwire_lab.ranks.launch import run_gradwire
-    from gradwire_lab.ranks.netlab.rate import with_way
 
     command = ["recommend", "--fidelity", args.fidelity, "--seconds", str(args.seconds)]
     for flag, value in (("--workload", args.workload), ("--entry", args.entry), ("--json", args.json)):
@@ -135,12 +139,6 @@ def _load_workload(spec: str) -> Any:
     return ddp, several, lambda: workload.loss(ddp, batch).backward()
 
 
-def _rate_bps(rate: str) -> float | None:
-    from gradwire_lab.ranks.netlab.rate import parse_rate
-
-    return None if rate == "none" else float(parse_rate(rate) or 0)
-
-
 def _read(path: Path) -> Plan:
     try:
         return Plan.from_dict(json.loads(path.read_text()))
@@ -148,13 +146,6 @@ def _read(path: Path) -> Plan:
         raise Unsupported(f"cannot read {path}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{path} is not JSON that gradwire writes: {error}") from error
-
-
-def _make(plan: Callable[[], Plan]) -> Plan:
-    try:
-        return plan()
-    except TypeError as error:
-        raise InvalidArgument(f"--box takes what gradwire.planning.box.plan_box does: {error}") from error
 
 
 def _path(text: str) -> dict[str, Any]:

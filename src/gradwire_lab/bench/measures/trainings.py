@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from gradwire_lab.bench.level_rule import entropy_bits, exponent_histogram
 from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.ranks.launch import run_gradwire
 from gradwire_lab.results.experiment import Cell
-from gradwire_lab.results.records import Record, write_text
+from gradwire_lab.results.records import Record
 from gradwire_lab.results.sources import source_hash
 from gradwire_lab.training import TrainConfig, launching, train_rank
 from gradwire_lab.workloads.gradients import load_gradients
@@ -193,7 +192,7 @@ def train_all(configs: dict[str, TrainConfig], n_ranks: int, rate: str, folder: 
     }
     left = {config.out: config for config in placed.values() if find_finished(config) is None}
     if left:
-        run_in_ranks(list(left.values()), n_ranks, rate, folder)
+        run_in_ranks(list(left.values()), n_ranks, rate)
     found = {name: run for name, config in placed.items() if (run := find_finished(config)) is not None}
     assert found.keys() == placed.keys(), f"trainings ended without a word: {placed.keys() - found.keys()}"
     return found
@@ -215,17 +214,16 @@ def find_finished(config: TrainConfig) -> FinishedRun | None:
     return FinishedRun(summary, steps, folder)
 
 
-def run_in_ranks(configs: Sequence[TrainConfig], n_ranks: int, rate: str, folder: Path) -> None:
+def run_in_ranks(configs: Sequence[TrainConfig], n_ranks: int, rate: str) -> None:
     """Train one after another in one set of ranks. Raises: PeerLost (a rank failed)."""
-    plan = (folder / f"trainings-{n_ranks}-{re.sub('[^a-z0-9]', '-', rate)}.txt").resolve()
     absolute = [dataclasses.replace(config, out=config.out.resolve()) for config in configs if config.out is not None]
-    write_text(plan, "".join(f"{launching.to_text(config)}\n" for config in absolute))
-    run_gradwire([str(plan)], n_ranks, rate.split(",") if "," in rate else rate, module=__name__)
+    each = rate.split(",") if "," in rate else rate
+    run_gradwire([launching.to_text(config) for config in absolute], n_ranks, each, module=__name__)
 
 
-def train_plan(plan: Path) -> None:
-    """A rank's side: train every configuration of the plan, in one process group."""
-    configs = [launching.from_text(line) for line in plan.read_text(encoding="utf-8").splitlines()]
+def train_as_rank(texts: Sequence[str]) -> None:
+    """A rank's side: train every configuration, in one process group."""
+    configs = [launching.from_text(text) for text in texts]
     with as_rank():
         for number, config in enumerate(configs, start=1):
             started = time.monotonic()
@@ -249,4 +247,4 @@ def _folder_name(config: TrainConfig, n_ranks: int, rate: str) -> str:
 
 
 if __name__ == "__main__":
-    train_plan(Path(sys.argv[1]))
+    train_as_rank(sys.argv[1:])

@@ -64,26 +64,26 @@ BUDGETS = {
         "gradwire/core": 1_380,
         "gradwire/exchange": 1_140,
         "gradwire/stepping": 1_570,
-        "gradwire/schemes": 11_800,
+        "gradwire/schemes": 11_650,
         "gradwire/doors": 2_260,
-        "gradwire/planning": 630,
+        "gradwire/planning": 590,
         "gradwire/integrations": 180,
         "gradwire_lab/loose": 320,
-        "gradwire_lab/ranks": 2_090,
-        "gradwire_lab/results": 1_660,
-        "gradwire_lab/workloads": 1_910,
-        "gradwire_lab/training": 1_490,
-        "gradwire_lab/report": 700,
-        "gradwire_lab/simulator": 3_390,
-        "gradwire_lab/bench": 5_790,
-        "gradwire_lab/cli": 1_930,
+        "gradwire_lab/ranks": 2_020,
+        "gradwire_lab/results": 1_640,
+        "gradwire_lab/workloads": 2_270,
+        "gradwire_lab/training": 1_370,
+        "gradwire_lab/report": 680,
+        "gradwire_lab/simulator": 3_250,
+        "gradwire_lab/bench": 5_740,
+        "gradwire_lab/cli": 1_920,
         "gradwire_lab/schemes": 180,
     },
     "native": {"native": 15_470, "gradwire/gpu/source": 3_680},
-    "tests": {"tests": 40_210},
+    "tests": {"tests": 39_890},
 }
 RESERVES = {"Python": 40, "native": 20, "tests": 40}
-TOTALS = {"Python": 46_400, "native": 19_170, "tests": 40_250}
+TOTALS = {"Python": 46_140, "native": 19_170, "tests": 39_930}
 
 UPWARD_ARROWS: set[tuple[str, str]] = set()
 

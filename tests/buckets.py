@@ -13,7 +13,7 @@ from gradwire.core.optimizers import Optimizers
 from gradwire.schemes import Scheme, Session
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
-from gradwire.wire.wire import HostWire
+from gradwire.wire.wire import Wire
 
 
 class Driver:
@@ -31,7 +31,7 @@ class Driver:
         self.bucket_sizes = list(bucket_sizes or [len(self.parameters)])
         slots = slots_by_name({f"p{i}": parameter for i, parameter in enumerate(self.parameters)})
         self.slots = list(slots.values())
-        wire = HostWire(self.communicator)
+        wire = Wire(self.communicator)
         scheme.bind(
             Session(
                 self.communicator, wire, self.recorder, Optimizers(), slots, lambda: self.loss_scale, has_scaler=True

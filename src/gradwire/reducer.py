@@ -34,7 +34,7 @@ from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire, ResidentBucket, check_not_captured
 from gradwire.wire.preamble import compare_preambles
-from gradwire.wire.wire import HostWire, Wire
+from gradwire.wire.wire import Wire
 
 _log = logging.getLogger("gradwire")
 
@@ -140,10 +140,6 @@ class Reducer:
         futures = [self.reduce(*bucket, i, i == len(buckets) - 1) for i, bucket in enumerate(buckets)]
         finish = functools.partial(self.close_pass, self.step - 1)
         return AllReduceWork(futures, buckets, tensors, finish, self._flattener.give_back)
-
-    def slot(self, name: str, tensor: torch.Tensor) -> Slot:
-        """The slot called `name`, made at first sight. Raises: InvalidArgument (another shape than before)."""
-        return self._flattener.slot(name, tensor)
 
     def _speaks(self) -> bool:
         """Return whether what concerns the whole model is logged here: on one rank, once."""
@@ -256,7 +252,7 @@ class Reducer:
     def _make_wires(self, communicator: Communicator) -> tuple[Wire, DeviceWire | None]:
         """Make the wire, and one of the device beside it for a scheme that may choose: here in host memory, to which buckets
         of a device come."""
-        return HostWire(communicator), None
+        return Wire(communicator), None
 
     def fail(self, error: BaseException) -> GradwireError:
         """Note an error for `close_pass`, tell the peers, and return what to raise."""

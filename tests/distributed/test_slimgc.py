@@ -22,7 +22,7 @@ from gradwire.schemes.slimgc import SlimGC, exchange
 from gradwire.schemes.slimgc.exchange import FusedExchange
 from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire.wire.communicator import Communicator
-from gradwire.wire.wire import HostWire, Wire
+from gradwire.wire.wire import Wire
 from ranks import agree, on_ranks
 from small_training import Training
 
@@ -417,15 +417,15 @@ def test_buckets_that_overlap_give_the_bits_of_one_after_the_other(rank: int, wo
 @on_ranks(2)
 def test_a_raw_bucket_that_is_finite_does_not_hide_a_nan_in_another(rank: int, world_size: int) -> None:
     """The look at a raw bucket's mean, on a thread of the backend's, lasts until the lane has found a NaN in the next one."""
-    is_finite = HostWire.all_finite
+    is_finite = Wire.all_finite
 
-    def slow(self: HostWire, values: torch.Tensor) -> bool:
+    def slow(self: Wire, values: torch.Tensor) -> bool:
         found = is_finite(self, values)
         if threading.current_thread().name != "gradwire-lane":
             time.sleep(0.2)
         return found
 
-    HostWire.all_finite = slow  # type: ignore[method-assign]
+    Wire.all_finite = slow  # type: ignore[method-assign]
     shapes = (7, 300, 300)  # raw, compressed, compressed
     driver = Driver(SlimGC("two-bit", threshold_bytes=100), [torch.zeros(n) for n in shapes], [1, 1, 1])
     for step in range(3):

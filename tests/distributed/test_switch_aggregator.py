@@ -12,7 +12,7 @@ from gradwire.errors import CorruptMessage, InvalidArgument, PeerLost, Unsupport
 from gradwire.exchange import aggregators
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
-from gradwire.wire.wire import HostWire
+from gradwire.wire.wire import Wire
 from ranks import run_ranks, try_ranks
 from switch_cases import Serving, clients
 
@@ -24,9 +24,9 @@ def values_of(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(limits.min, limits.max, (n,), dtype=dtype, generator=generator)
 
 
-def wire_for(communicator: Communicator, recorder: Recorder, step: int = 0) -> HostWire:
+def wire_for(communicator: Communicator, recorder: Recorder, step: int = 0) -> Wire:
     """As an aggregator wants it: with a record."""
-    wire = HostWire(communicator)
+    wire = Wire(communicator)
     wire.record = recorder.open_bucket(step, 0, 4)
     return wire
 

@@ -22,7 +22,7 @@ from gradwire.telemetry.stopwatch import Lap, StepClock, Stopwatch
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire, serves
 from gradwire.wire.link_probe import probe_pairs
-from gradwire.wire.wire import HostWire, Wire
+from gradwire.wire.wire import Wire
 
 _WARMUP, _FEWEST, _MOST = 2, 3, 10
 _PLAIN_SHARE, _TRIAL_SHARE = 0.2, 0.7  # of the time
@@ -94,7 +94,7 @@ def _wire_of(
     """The wire to measure: between the devices that DDP's own group joins, else in host memory."""
     devices = {parameter.device for parameter in parameters}
     if communicator.world_size == 1 or len(devices) > 1 or not serves(ddp.process_group, *devices):
-        yield HostWire(communicator)
+        yield Wire(communicator)
         return
     wire = DeviceWire(communicator, list(devices))
     try:

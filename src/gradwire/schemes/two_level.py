@@ -24,7 +24,7 @@ from gradwire.core.bucket import Bucket, Layout, Slot
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
-from gradwire.wire.wire import HostWire
+from gradwire.wire.wire import Wire
 
 
 class _Piece(NamedTuple):
@@ -126,7 +126,7 @@ class TwoLevel(Scheme):
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_groups)
             self.inner.bind(
-                replace(session, communicator=self._between, wire=HostWire(self._between), slots=self._inner_slots)
+                replace(session, communicator=self._between, wire=Wire(self._between), slots=self._inner_slots)
             )
             undo.pop_all()
         self._inner_slots.clear()

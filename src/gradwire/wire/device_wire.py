@@ -181,13 +181,6 @@ class DeviceWire(Wire):
         self.group.all_gather(received, values)
         return received
 
-    def gather(self, payload: Tensor, is_finite: Flag) -> Tensor:
-        message = self._seal(payload[None], is_finite)[0]
-        return self._open(self._all_gather(message))
-
-    def to_owners(self, rows: Tensor, is_finite: Flag) -> Tensor:
-        return self._open(self._all_to_all(self._seal(rows, is_finite)))
-
     def _seal(self, rows: Tensor, is_finite: Flag) -> Tensor:
         """(k, head + n) int32: each row as a message."""
         messages = torch.cat([rows.new_zeros(len(rows), _HEAD_WORDS), rows], 1)

@@ -56,10 +56,10 @@ def _time_of(wire: Wire, n_elements: int) -> float:
     return time.perf_counter() - started
 
 
-def processor_s(action: Callable[[], object], repeats: int = 3) -> float:
-    """Processor time of this thread in `action`, the best of some; what others take meanwhile does not count."""
+def processor_s(action: Callable[[], object]) -> float:
+    """Processor time of this thread in `action`, the best of three; what others take meanwhile does not count."""
     best = float("inf")
-    for _ in range(repeats):
+    for _ in range(_REPEATS):
         started = time.thread_time()
         action()
         best = min(best, time.thread_time() - started)

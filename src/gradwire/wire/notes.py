@@ -122,8 +122,8 @@ class Notes:
         return f"{self._name}/closed/{rank}"
 
 
-def try_for(action: Callable[[], None], limit_s: float = _WAIT_S) -> None:
-    """Run `action` on a thread of its own and leave it behind at the limit: a store whose host hangs holds up nothing.
+def try_for(action: Callable[[], None]) -> None:
+    """Run `action` on a thread of its own and leave it behind after a while: a store whose host hangs holds up nothing.
 
     Where the host has died there is nobody to tell: the broken connections say enough.
     """
@@ -134,7 +134,7 @@ def try_for(action: Callable[[], None], limit_s: float = _WAIT_S) -> None:
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
-    thread.join(limit_s)
+    thread.join(_WAIT_S)
 
 
 def _read(note: str | bytes, world_size: int) -> Note:

@@ -47,22 +47,13 @@ class Preamble(NamedTuple):
     n_elements: int
 
     def pack(self) -> bytes:
-        return _LAYOUT.pack(
-            self.format_version,
-            self.bucket,
-            self.scheme.encode()[:16],
-            self.configuration,
-            self.layout,
-            self.step & 0xFFFFFFFF,
-            self.n_elements,
-        )
+        scheme, step = self.scheme.encode()[:16], self.step & 0xFFFFFFFF
+        return _LAYOUT.pack(*self[:2], scheme, *self[3:5], step, self.n_elements)
 
     @classmethod
     def unpack(cls, raw: bytes) -> Preamble:
-        version, bucket, scheme, configuration, layout, step, n_elements = _LAYOUT.unpack(raw)
-        return cls(
-            version, bucket, scheme.rstrip(b"\0").decode(errors="replace"), configuration, layout, step, n_elements
-        )
+        version, bucket, scheme, *others = _LAYOUT.unpack(raw)
+        return cls(version, bucket, scheme.rstrip(b"\0").decode(errors="replace"), *others)
 
 
 _ADVICE = {

@@ -1,7 +1,7 @@
 """One end of the group for a scheme: its collectives, counted and checked, over tensors that lie where the bucket lies.
 
-`HostWire` works in host memory through Gloo and the native engine, `DeviceWire` (`device_wire.py`) on a device through NCCL
-and kernels. Both carry what ranks must agree on (scheme, options, layout, step) and follow one rule for what is not finite:
+`Wire` works in host memory through Gloo and the native engine, `DeviceWire` (`device_wire.py`) on a device through NCCL and
+kernels. Both carry what ranks must agree on (scheme, options, layout, step) and follow one rule for what is not finite:
 if a message of any rank held Inf or NaN, all ranks get NaN for it, and the step counts for no state. In host memory that is
 known at once, on a device when the step is over: `begin_step`, `end_step` and `outcome` are for both.
 """
@@ -12,9 +12,8 @@ import contextlib
 import copy
 import math
 import zlib
-from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
@@ -29,7 +28,7 @@ from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.preamble import Facts, Preamble, compare_preambles
 
 _HEAD_WORDS = 3  # int32: checksum of the facts, 1 if the gradient is not finite, CRC32C of the rest
-CHECKSUM_ERROR = 3  # as an error word, by gpu/source/device.hpp
+_CHECKSUM_ERROR = 3  # as an error word, by gpu/source/device.hpp
 _INFINITY = 0x7F80_0000  # float32: patterns from here on are not finite
 
 # A yes or no: a bool in host memory, a bool tensor of one element on a device, whose host does not know it yet.
@@ -51,8 +50,8 @@ class StepOutcome(NamedTuple):
 AnyWire = TypeVar("AnyWire", bound="Wire")
 
 
-class Wire(ABC):
-    """One rank's end of the group; `for_bucket` gives the end of one bucket in one step. Used on the lane.
+class Wire:
+    """One rank's end of the group, in host memory; `for_bucket` gives the end of one bucket in one step. Used on the lane.
 
     Attributes:
         device: where the tensors lie.
@@ -61,8 +60,8 @@ class Wire(ABC):
         facts: what ranks must share, for streams whose frames compare it.
     """
 
-    device: torch.device
-    on_device: ClassVar[bool]
+    device = torch.device("cpu")
+    on_device: ClassVar[bool] = False
     record: BucketRecord
     facts: Facts
     _preamble: Preamble
@@ -70,6 +69,9 @@ class Wire(ABC):
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.rank, self.world_size = communicator.rank, communicator.world_size
+        self._outcome = _HostOutcome()
+        self._is_bucket_finite = True
+        self._error: Tensor | None = None
 
     def for_bucket(self: AnyWire, preamble: Preamble, record: BucketRecord) -> AnyWire:
         """The end of one bucket in one step; it shares the memory and the outcome of the step with all others."""
@@ -85,94 +87,117 @@ class Wire(ABC):
 
     # ---- a step
 
-    @abstractmethod
     def begin_step(self) -> None:
         """Forget what was noted of another step."""
+        self._outcome.is_over, self._outcome.is_finite = False, True
 
-    @abstractmethod
     def end_step(self) -> None:
         """All messages of the step are sent."""
+        self._outcome.is_over = True
 
-    @abstractmethod
     def outcome(self) -> StepOutcome | None:
         """The outcome of the step that ended last, once; None: none has ended since. On a device, waits for its end."""
+        if not self._outcome.is_over:
+            return None
+        self._outcome.is_over = False
+        return StepOutcome(self._outcome.is_finite)
 
-    @abstractmethod
     def at_work(self) -> AbstractContextManager[None]:
         """`with wire.at_work():` enqueues what is inside on the stream that all of it runs on."""
+        return contextlib.nullcontext()
 
-    @abstractmethod
     def lend(self, values: Iterable[Tensor]) -> None:
         """Have the calling thread use `values`, which work on this wire makes."""
 
     # ---- values
 
-    @abstractmethod
     def timing(self, kind: str) -> AbstractContextManager[None]:
         """`with wire.timing("encode"):` counts the time inside."""
+        return self.record.timing(kind)
 
-    @abstractmethod
     def scratch(self, name: str, n_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """(n_elements,) of work space that lives until the next call with this name."""
+        return self.communicator.scratch(name, n_elements * dtype.itemsize).view(dtype)
 
-    @abstractmethod
     def place(self, values: Tensor) -> Tensor:
         """The host's `values` where the bucket lies."""
+        return values
 
-    @abstractmethod
     def divide(self, values: Tensor, divisor: float) -> Tensor:
         """Divide `values` in place, rounding once."""
+        return values.div_(divisor)
 
-    @abstractmethod
     def read(self, *values: Tensor) -> list[int]:
         """Integers on the host, one tensor after the other; the lane waits for them. Raises: PeerLost and its kin."""
+        return [number for one in values for number in one.tolist()]
 
-    @abstractmethod
     def all_finite(self, values: Tensor) -> Flag:
         """True if all `values` are finite: one pass without a copy."""
+        # NaN is the least and the largest of values among which it is. Sixty times as fast as the norm of most.
+        return not values.numel() or all(math.isfinite(float(extreme)) for extreme in values.aminmax())
 
-    @abstractmethod
     def used(self, gradient: Tensor, spans: Sequence[tuple[int, int]]) -> list[bool]:
         """For each span, whether this rank has a gradient of it. On a device, which would have to be asked, all count."""
+        return [holds_nonzero(gradient[start:end]) for start, end in spans]
 
     # ---- what is not finite
 
-    @abstractmethod
     def note(self, is_finite: Flag) -> None:
         """The step counts only if this is so; it must be the same on all ranks."""
+        # Also on threads of the backend's: True is never written, which would undo what another one has found.
+        if not is_finite:
+            self._outcome.is_finite = False
 
-    @abstractmethod
     def note_message(self, is_finite: Flag) -> None:
         """As `note`; if not, the bucket becomes NaN when it is concluded."""
+        self.note(is_finite)
+        self._is_bucket_finite &= bool(is_finite)
 
-    @abstractmethod
     def conclude(self, values: Tensor) -> None:
         """Have `values`, the bucket's mean, be NaN altogether if a message was not finite."""
+        if not self._is_bucket_finite:
+            values.fill_(math.nan)
 
     # ---- what is not whole
 
     @property
-    @abstractmethod
     def error(self) -> Tensor:
         """(1,) int32: the error word of this bucket's messages, for codecs that read them."""
+        if self._error is None:
+            self._error = torch.zeros(1, dtype=torch.int32, device="cpu")
+        return self._error
 
-    def note_error(self, is_wrong: Tensor, error: int = CHECKSUM_ERROR) -> None:
+    def note_error(self, is_wrong: Tensor) -> None:
         """A message of this bucket is not what its rank sent, if so: () or (1,) bool."""
-        torch.maximum(self.error, is_wrong.to(torch.int32).mul_(error).view(1), out=self.error)
+        torch.maximum(self.error, is_wrong.to(torch.int32).mul_(_CHECKSUM_ERROR).view(1), out=self.error)
 
-    @abstractmethod
     def check(self, rank: int) -> None:
         """The message of `rank` has been read. Raises: CorruptMessage (it was not whole); on a device a step later."""
+        if self._error is not None and bool(self._error):
+            raise CorruptMessage(
+                f"rank {rank} sent a message for bucket {self.facts.bucket} of step {self.facts.step} that cannot be read, "
+                "such as an index outside of the bucket; restart from the last checkpoint"
+            )
 
     # ---- collectives
 
-    @abstractmethod
     def sum(self, values: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
         """Reduce `values` over all ranks, in place. Nothing is checked: what travels with it must tell."""
+        with self.timing("communicate"):
+            self.communicator.all_reduce(values, op)
+        self.record.count_exchanged(self._ring_bytes(values))
+        return values
 
-    @abstractmethod
     def start_sum(self, values: Tensor, op: Any = ReduceOp.SUM) -> Callable[[], None]:
         """As `sum`, beside what comes next until the result is called."""
+        started = self.communicator.start_all_reduce(values, op)
+
+        def wait() -> None:
+            with self.timing("communicate"):
+                self.communicator.finish(started)
+            self.record.count_exchanged(self._ring_bytes(values))
+
+        return wait
 
     def or_words(self, words: Tensor) -> None:
         """Replace `words` (n,) int32 by their bitwise OR over the ranks: each rank ORs a shard of all ranks' words, and all
@@ -201,165 +226,23 @@ class Wire(ABC):
         else:
             values.copy_(self.sum(self.scratch("rounded", values.numel(), wire_dtype).copy_(values)))
 
-    @abstractmethod
     def gather(self, payload: Tensor, is_finite: Flag) -> Tensor:
         """Every rank's `payload` (n,) int32: (world, n), by rank. `is_finite`: of what this rank's was made of.
 
         Raises: RankMismatch (scheme, options, model or step), CorruptMessage (a payload is not what its rank sent); on a
             device either is noticed a step later.
         """
-
-    @abstractmethod
-    def to_owners(self, rows: Tensor, is_finite: Flag) -> Tensor:
-        """As `gather`, where row i of every rank's `rows` (world, n) int32 goes to rank i alone: (world, n), by sender."""
-
-    @abstractmethod
-    def largest(
-        self, is_used: Sequence[bool], n_scales: int, write_scales: Callable[[Tensor], None]
-    ) -> tuple[list[bool], Tensor]:
-        """Find the flags that any rank has set, and the largest of every scale over the ranks.
-
-        Args:
-            write_scales: fills (n_scales,) float32, not negative; not finite if this rank's gradient is not.
-        Raises: RankMismatch.
-        """
-
-    def name_mismatch(self) -> NoReturn:
-        """The full exchange, which every rank comes to. Raises: RankMismatch."""
-        compare_preambles(self.communicator, self._preamble, self.record)
-        raise RankMismatch(
-            f"ranks sent different checksums for bucket {self.facts.bucket} of step {self.facts.step}, but agree on "
-            "scheme, options, model and step: a message was altered on its way; restart from the last checkpoint"
-        )
-
-    @abstractmethod
-    def _all_to_all(self, rows: Tensor) -> Tensor:
-        """Row i of every rank's `rows` (world, n) goes to rank i: (world, n), by sender. Uncounted."""
-
-    @abstractmethod
-    def _all_gather(self, values: Tensor) -> Tensor:
-        """Every rank's `values` (n,): (world, n), by rank. Uncounted."""
-
-    def _ring_bytes(self, values: Tensor) -> int:
-        return ring_bytes(values.numel() * values.element_size(), self.world_size)
-
-
-class HostWire(Wire):
-    """Collectives in host memory: Gloo here, the native engine in `gradwire.exchange`."""
-
-    device = torch.device("cpu")
-    on_device = False
-
-    def __init__(self, communicator: Communicator) -> None:
-        super().__init__(communicator)
-        self._step = _HostStep()
-        self._is_bucket_finite = True
-        self._error: Tensor | None = None
-
-    def begin_step(self) -> None:
-        self._step.is_over, self._step.is_finite = False, True
-
-    def end_step(self) -> None:
-        self._step.is_over = True
-
-    def outcome(self) -> StepOutcome | None:
-        if not self._step.is_over:
-            return None
-        self._step.is_over = False
-        return StepOutcome(self._step.is_finite)
-
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        yield
-
-    def lend(self, values: Iterable[Tensor]) -> None:
-        pass
-
-    # ---- values
-
-    def timing(self, kind: str) -> AbstractContextManager[None]:
-        return self.record.timing(kind)
-
-    def scratch(self, name: str, n_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.communicator.scratch(name, n_elements * dtype.itemsize).view(dtype)
-
-    def place(self, values: Tensor) -> Tensor:
-        return values
-
-    def read(self, *values: Tensor) -> list[int]:
-        return [number for one in values for number in one.tolist()]
-
-    def divide(self, values: Tensor, divisor: float) -> Tensor:
-        return values.div_(divisor)
-
-    def all_finite(self, values: Tensor) -> bool:
-        # NaN is the least and the largest of values among which it is. Sixty times as fast as the norm of most.
-        return not values.numel() or all(math.isfinite(float(extreme)) for extreme in values.aminmax())
-
-    def used(self, gradient: Tensor, spans: Sequence[tuple[int, int]]) -> list[bool]:
-        return [holds_nonzero(gradient[start:end]) for start, end in spans]
-
-    def note(self, is_finite: Flag) -> None:
-        # Also on threads of the backend's: True is never written, which would undo what another one has found.
-        if not is_finite:
-            self._step.is_finite = False
-
-    def note_message(self, is_finite: Flag) -> None:
-        self.note(is_finite)
-        self._is_bucket_finite &= bool(is_finite)
-
-    def conclude(self, values: Tensor) -> None:
-        if not self._is_bucket_finite:
-            values.fill_(math.nan)
-
-    @property
-    def error(self) -> Tensor:
-        if self._error is None:
-            self._error = torch.zeros(1, dtype=torch.int32, device="cpu")
-        return self._error
-
-    def check(self, rank: int) -> None:
-        if self._error is not None and bool(self._error):
-            raise CorruptMessage(
-                f"rank {rank} sent a message for bucket {self.facts.bucket} of step {self.facts.step} that cannot be read, "
-                "such as an index outside of the bucket; restart from the last checkpoint"
-            )
-
-    # ---- collectives
-
-    def sum(self, values: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
-        with self.timing("communicate"):
-            self.communicator.all_reduce(values, op)
-        self.record.count_exchanged(self._ring_bytes(values))
-        return values
-
-    def start_sum(self, values: Tensor, op: Any = ReduceOp.SUM) -> Callable[[], None]:
-        started = self.communicator.start_all_reduce(values, op)
-
-        def wait() -> None:
-            with self.timing("communicate"):
-                self.communicator.finish(started)
-            self.record.count_exchanged(self._ring_bytes(values))
-
-        return wait
-
-    def _all_to_all(self, rows: Tensor) -> Tensor:
-        return self.communicator.all_to_all(rows)
-
-    def _all_gather(self, values: Tensor) -> Tensor:
-        return self.communicator.all_gather(values)
-
-    def gather(self, payload: Tensor, is_finite: Flag) -> Tensor:
         message = self._seal(payload[None], is_finite)[0]
         with self.timing("communicate"):
-            messages = self.communicator.all_gather(message)
-        return self._open(messages, message.numel())
+            messages = self._all_gather(message)
+        return self._open(messages)
 
     def to_owners(self, rows: Tensor, is_finite: Flag) -> Tensor:
+        """As `gather`, where row i of every rank's `rows` (world, n) int32 goes to rank i alone: (world, n), by sender."""
         messages = self._seal(rows, is_finite)
         with self.timing("communicate"):
-            received = self.communicator.all_to_all(messages)
-        return self._open(received, messages.shape[1])
+            received = self._all_to_all(messages)
+        return self._open(received)
 
     def _seal(self, rows: Tensor, is_finite: Flag) -> Tensor:
         """(k, head + n) int32: each row as a message."""
@@ -372,9 +255,9 @@ class HostWire(Wire):
             )
         return messages
 
-    def _open(self, messages: Tensor, n_words: int) -> Tensor:
-        """(world, n): what the ranks' messages of `n_words` hold."""
-        self.record.count_exchanged((self.world_size - 1) * 4 * n_words)
+    def _open(self, messages: Tensor) -> Tensor:
+        """(world, n): what the ranks' messages hold."""
+        self.record.count_exchanged((self.world_size - 1) * 4 * messages.shape[1])
         if bool((messages[:, 0] != messages[0, 0]).any()):
             self.name_mismatch()
         for rank, received in enumerate(messages):
@@ -389,6 +272,12 @@ class HostWire(Wire):
     def largest(
         self, is_used: Sequence[bool], n_scales: int, write_scales: Callable[[Tensor], None]
     ) -> tuple[list[bool], Tensor]:
+        """Find the flags that any rank has set, and the largest of every scale over the ranks.
+
+        Args:
+            write_scales: fills (n_scales,) float32, not negative; not finite if this rank's gradient is not.
+        Raises: RankMismatch.
+        """
         # Floats that are not negative are ordered as their bits are, so one maximum of integers carries everything.
         checksum = self.checksum
         head = array("i", [checksum, -checksum, *is_used])  # the two maxima cancel if all are alike
@@ -403,8 +292,27 @@ class HostWire(Wire):
         self.note(not n_scales or int(words[len(head) :].max()) < _INFINITY)
         return [flag != 0 for flag in words[2 : len(head)].tolist()], scales
 
+    def name_mismatch(self) -> NoReturn:
+        """The full exchange, which every rank comes to. Raises: RankMismatch."""
+        compare_preambles(self.communicator, self._preamble, self.record)
+        raise RankMismatch(
+            f"ranks sent different checksums for bucket {self.facts.bucket} of step {self.facts.step}, but agree on "
+            "scheme, options, model and step: a message was altered on its way; restart from the last checkpoint"
+        )
 
-class _HostStep:
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        """Row i of every rank's `rows` (world, n) goes to rank i: (world, n), by sender. Uncounted."""
+        return self.communicator.all_to_all(rows)
+
+    def _all_gather(self, values: Tensor) -> Tensor:
+        """Every rank's `values` (n,): (world, n), by rank. Uncounted."""
+        return self.communicator.all_gather(values)
+
+    def _ring_bytes(self, values: Tensor) -> int:
+        return ring_bytes(values.numel() * values.element_size(), self.world_size)
+
+
+class _HostOutcome:
     """Shared by the ends of all buckets of a step."""
 
     is_over = False

@@ -23,7 +23,7 @@ from gradwire.registry import choose_specs, parse_spec, spec_of
 from gradwire.telemetry.environment import describe_environment
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator, ring_bytes
-from gradwire.wire.wire import HostWire
+from gradwire.wire.wire import Wire
 from gradwire_lab.bench import driver
 from gradwire_lab.bench.driver import MIN_SAMPLE_S, Progress, Timing
 from gradwire_lab.bench.level_rule import Float64Array, allowed_scale, make_optimizer
@@ -178,7 +178,7 @@ class DenseSwitchReducer(TimedReducer):
     def __init__(self) -> None:
         super().__init__("dense-switch")
         self._communicator = Communicator()
-        self._wire = HostWire(self._communicator)
+        self._wire = Wire(self._communicator)
         self._recorder = Recorder(self._communicator.rank, self._communicator.world_size)
         self._aggregator = Switch()
         self._aggregator.bind(self._communicator, self._recorder)

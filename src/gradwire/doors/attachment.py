@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,16 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import schemes
 from gradwire.core.optimizers import Optimizers
 from gradwire.doors import fsdp2
-from gradwire.doors.alone import Alone, is_alone
 from gradwire.doors.gradients import GradientState
 from gradwire.doors.hook import Copied, HookState, ddp_hook
 from gradwire.doors.shards import ShardState
-from gradwire.doors.watching import Watch
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.registry import parse_spec
 from gradwire.schemes import Scheme
 from gradwire.schemes.auto.scheme import Auto
+
+_log = logging.getLogger("gradwire")
 
 
 class _Door:
@@ -63,37 +66,50 @@ _doors: weakref.WeakKeyDictionary[DistributedDataParallel, _Door] = weakref.Weak
 _DOORS_OWN = ("bucket_mb", "bucket_dtype", "op")
 
 
-# What `attach` returns: the door itself.
 Attachment = Reducer
 
 
-class _Attached(HookState):
-    """A HookState that puts its own hook in, when it is needed: from the start, or late under `auto`."""
+class Alone(Reducer):
+    """An attachment that does nothing, so that a script for several ranks runs unchanged on one.
 
-    _door: _Door
-    _called: weakref.ref[torch.nn.Module] | None = None  # the model as its user calls it
+    `state_dict` is empty, and `load_state_dict` takes whatever other runs have saved, of which one rank needs nothing.
+    """
 
-    def connect(self, door: _Door, model: DistributedDataParallel, called: torch.nn.Module) -> None:
-        """Take the model's door. Raises: Unsupported (it has another hook)."""
-        self._door, self._called = door, weakref.ref(called)
-        if not self.scheme.is_transparent:
-            door.register()
-        self._watch_steps()
+    def __init__(self, scheme: Scheme) -> None:
+        self.scheme, self.step, self.closed = scheme, 0, False
+        _log.warning("attach: one rank has nothing to exchange, so scheme %r does nothing here", scheme.name)
 
-    def _watch_steps(self) -> None:
-        """`auto` sees steps from outside; no other scheme does."""
-        model, called = self.session.module, None if self._called is None else self._called()
-        if self._watch is None and isinstance(model, DistributedDataParallel) and isinstance(self.scheme, Auto):
-            self._watch = Watch(self, model, model if called is None else called, self._door.register)
+    def stats(self) -> dict[str, Any]:
+        return {"scheme": self.scheme.name, "world_size": 1}
+
+    def wait_until_idle(self) -> None:
+        """There is nothing to wait for."""
+
+    flush = wait_until_idle
+
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        """Nothing of it concerns one rank."""
 
     def switch(self, scheme: Scheme | str) -> None:
-        """As any Reducer; a scheme by name ends `auto`, "auto" takes it up again."""
-        if isinstance(self.scheme, Auto) and not self.closed:
-            self.step = self.scheme.agree_on_step(self.step)
-        super().switch(scheme)
-        self._watch_steps()
-        if not self.scheme.is_transparent:
-            self._door.register()
+        """Nor does any scheme."""
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As the doors of modules have it."""
+        yield
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def is_alone() -> bool:
+    """Whether this process is the only one of its training: without process groups as long as no launcher says otherwise."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() == 1
+    return int(os.environ.get("WORLD_SIZE") or 1) == 1
 
 
 def attach(
@@ -197,11 +213,11 @@ def attach(
         )
     if door is None and not all(isinstance(state, Copied) for _, state in getattr(model, "_comm_hooks", [])):
         raise Unsupported(_TAKEN)
-    state = _Attached(scheme, model, optimizers, scaler, model.process_group, timeout_s, trace, placement)
+    state = HookState(scheme, model, optimizers, scaler, model.process_group, timeout_s, trace, placement)
     door = door or _Door(state, model)
     try:
         door.take(state)
-        state.connect(door, model, module)
+        state.connect(door.register, module)
     except Unsupported:
         state.close()
         raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,9 +66,9 @@ def all_reduce(
     key = scheme, name
     if key not in made:
         # By its ranks: what is kept must not hold the group.
-        made[key] = _AllReduces(_stateless(scheme), name, ranks_of(home), timeout_of(home))
-        weakref.finalize(home, made[key].close).atexit = False
-    work = made[key].start(tensor)
+        made[key] = Reducer(_stateless(scheme), ranks_of(home), op=name, timeout_s=timeout_of(home))
+        weakref.finalize(home, _close, made[key]).atexit = False
+    work = SchemeWork(made[key], tensor)
     if async_op:
         return work
     work.wait()
@@ -125,12 +125,10 @@ class GradwireGroup(dist.ProcessGroup):
             for device in ("cpu", "cuda"):
                 group._register_backend(torch.device(device), kind, self._gloo)
             group._set_default_backend(kind)
-        members = list(options.global_ranks_in_group) or list(range(size))
-        timeout_s = options.timeout.total_seconds()
-        # Connections are made when the first tensor comes: here torch.distributed has yet to be initialised.
-        self._reductions = {
-            op: _AllReduces(_stateless(scheme), op, members, timeout_s) for op in ("sum", "mean") if size > 1
-        }
+        self._scheme, self._timeout_s = scheme, options.timeout.total_seconds()
+        self._members = list(options.global_ranks_in_group) or list(range(size))
+        # By operation; made when the first tensor comes: here torch.distributed has yet to be initialised.
+        self._reducers: dict[str, Reducer] = {}
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's own name
         """Torch asks for it."""
@@ -139,31 +137,35 @@ class GradwireGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]  # one for torch's three
         """Torch's own signature: one tensor in a list, and its options or the operation itself."""
         op = getattr(opts, "reduceOp", opts)
-        reduction = self._reductions.get("sum" if op is None else _name_of(op))
+        name = "sum" if op is None else _name_of(op)
         (tensor, *others) = tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if (
-            reduction is None
+            not name
+            or len(self._members) == 1
             or others
             or tensor.layout is not torch.strided
             or tensor.dtype not in SUPPORTED_DTYPES
             or tensor.numel() * tensor.element_size() < LEAST_BYTES
         ):
             return self._plain.allreduce(tensors, *([] if opts is None else [opts]))
-        return reduction.start(tensor)
+        if name not in self._reducers:
+            scheme = _stateless(self._scheme)
+            self._reducers[name] = Reducer(scheme, self._members, op=name, timeout_s=self._timeout_s)
+        return SchemeWork(self._reducers[name], tensor)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """`Reducer.stats` of the sums, and of the means, that have gone through the scheme."""
-        return {op: one.reducer.stats() for op, one in self._reductions.items() if one.reducer is not None}
+        return {op: reducer.stats() for op, reducer in self._reducers.items()}
 
     def shutdown(self) -> None:
         """Finish what is under way; `destroy_process_group` calls it."""
-        for reduction in self._reductions.values():
-            reduction.close()
+        for reducer in self._reducers.values():
+            _close(reducer)
 
     def abort(self) -> None:
         """End what is under way: every rank raises PeerLost."""
-        for reduction in self._reductions.values():
-            reduction.fail(PeerLost(f"rank {dist.get_rank()} has aborted its process group"))
+        for reducer in self._reducers.values():
+            reducer.fail(PeerLost(f"rank {dist.get_rank()} has aborted its process group"))
         self._gloo.abort()
 
 
@@ -183,48 +185,25 @@ for _method in (
     setattr(GradwireGroup, _method, _left_to_gloo(_method))
 
 
-class _AllReduces:
-    """All-reduces over one group by one scheme, each a step of it. Ranks begin them in one order.
-
-    Args:
-        op: "sum" or "mean".
-        members: the group's global ranks.
-        timeout_s: as a Reducer takes it.
-    """
-
-    def __init__(self, scheme: Scheme, op: str, members: Sequence[int], timeout_s: float) -> None:
-        self._make: Callable[[], Reducer] = functools.partial(Reducer, scheme, members, op=op, timeout_s=timeout_s)
-        self.reducer: Reducer | None = None  # once there was something to reduce
-
-    def start(self, tensor: torch.Tensor) -> SchemeWork:
-        """Begin to replace `tensor`, of any shape, by its sum or mean."""
-        if self.reducer is None:
-            self.reducer = self._make()
-        flat = tensor.detach().contiguous().view(-1)
-        return SchemeWork(self.reducer, tensor.detach(), flat)
-
-    def fail(self, error: BaseException) -> None:
-        if self.reducer is not None:
-            self.reducer.fail(error)
-
-    def close(self) -> None:
-        if self.reducer is not None:
-            with contextlib.suppress(GradwireError):  # whoever waited for it has it
-                self.reducer.close()
+def _close(reducer: Reducer) -> None:
+    with contextlib.suppress(GradwireError):  # whoever waited for it has it
+        reducer.close()
 
 
-_by_group: weakref.WeakKeyDictionary[Any, dict[tuple[Scheme | str, str], _AllReduces]] = weakref.WeakKeyDictionary()
+_by_group: weakref.WeakKeyDictionary[Any, dict[tuple[Scheme | str, str], Reducer]] = weakref.WeakKeyDictionary()
 
 
 class SchemeWork(dist.distributed_c10d.Work):
-    """An all-reduce under way.
+    """An all-reduce of a tensor of any shape under way, in place: a step of the reducer. Ranks begin them in one order.
 
     DDP takes its future alone, and would turn an error in it into a RuntimeError: of one that begins in a backward pass the
     error is raised at the end of that pass, with its own type.
     """
 
-    def __init__(self, reducer: Reducer, tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    def __init__(self, reducer: Reducer, tensor: torch.Tensor) -> None:
         super().__init__()
+        tensor = tensor.detach()
+        flat = tensor.contiguous().view(-1)
         self._reducer, self._step, self._is_closed = reducer, reducer.step, False
         is_in_backward = torch._C._current_graph_task_id() != -1
         if is_in_backward:

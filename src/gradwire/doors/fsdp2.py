@@ -115,22 +115,13 @@ def units(module: nn.Module) -> Iterator[Unit]:
         yield Unit(name, part, group, shard_group)
 
 
-def reduce_dtypes(module: nn.Module) -> set[torch.dtype]:
-    """The dtypes in which gradients are reduced between shards."""
-    return {
-        group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or parameter.sharded_param.dtype
-        for group in param_groups(module)
-        for parameter in group.fsdp_params
-    }
-
-
-def gathered_dtypes(module: nn.Module) -> set[torch.dtype]:
-    """The dtypes in which weights are gathered."""
-    return {
-        group.mp_policy.param_dtype or parameter.sharded_param.dtype
-        for group in param_groups(module)
-        for parameter in group.fsdp_params
-    }
+def exchanged_dtypes(module: nn.Module) -> tuple[set[torch.dtype], set[torch.dtype]]:
+    """The dtypes in which weights are gathered, and those in which gradients are reduced between shards."""
+    policies = [(group.mp_policy, one.sharded_param) for group in param_groups(module) for one in group.fsdp_params]
+    return (
+        {policy.param_dtype or parameter.dtype for policy, parameter in policies},
+        {policy.reduce_dtype or policy.param_dtype or parameter.dtype for policy, parameter in policies},
+    )
 
 
 def is_sharded_over_all(module: nn.Module) -> bool:

@@ -8,23 +8,25 @@ at the very end of the same backward pass, so no optimizer step can follow.
 # No `from __future__ import annotations` here: DDP compares the hook's annotations as objects, not as strings.
 import logging
 import operator
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.checks import choice as check_choice
 from gradwire.core.bucket import Slot, check_trained, slot_of
-from gradwire.doors.watching import Watch
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
 from gradwire.schemes.auto.scheme import Auto
-from gradwire.telemetry.stopwatch import now_ns
-from gradwire.wire.communicator import Communicator, completed
+from gradwire.telemetry.stopwatch import Lap, StepClock, now_ns
+from gradwire.wire.communicator import Communicator, completed, ring_bytes
 from gradwire.wire.device_wire import DeviceWire, serves
-from gradwire.wire.wire import HostWire, Wire
+from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +51,69 @@ class _Places(NamedTuple):
 
 def _are_same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+class Watch:
+    """Tells the scheme `auto` of a state about the steps of its model, and does the book-keeping of those that DDP does.
+
+    Until a scheme needs a hook, and wherever plain is best, DDP runs as it does without gradwire: the same code, bits and time.
+
+    Args:
+        state: whose scheme may be `auto`, now or after a `switch`; with another one this does nothing.
+        called: the model as the user calls it.
+        register: puts the hook in; called at most once. Raises: Unsupported where DDP takes none.
+    """
+
+    def __init__(
+        self, state: Reducer, model: DistributedDataParallel, called: torch.nn.Module, register: Callable[[], None]
+    ) -> None:
+        self._state, self._model, self._register = state, weakref.ref(model), register
+        self._n_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        self._clock = StepClock(model, called, self._begin, self._end)
+
+    @property
+    def _auto(self) -> Auto | None:
+        return self._state.scheme if isinstance(self._state.scheme, Auto) and not self._state.closed else None
+
+    @property
+    def _is_joining(self) -> bool:
+        """True if some ranks may run out of input and see no steps of their own: from the first `ddp.join()` on, for good."""
+        return bool(getattr(getattr(self._model(), "_join_config", None), "enable", False))
+
+    def _begin(self) -> None:
+        auto, state = self._auto, self._state
+        if auto is None or self._is_joining:  # all ranks go on with what they have: some of them cannot vote
+            return
+        state.note_loss_scale()
+        auto.choose(state.step)
+        if not auto.is_transparent:
+            try:
+                self._register()
+            except Unsupported as error:
+                auto.stay_plain(str(error))
+
+    def _end(self, lap: Lap) -> None:
+        auto, state = self._auto, self._state
+        if auto is None:
+            return
+        if auto.is_transparent:
+            self._count_plain_step(lap.waited_ns)
+        if not self._is_joining:
+            # A scheme that steps on the CPU alone need not know of devices' events.
+            auto.end_watched_step(state.step - 1, *(lap if lap.on_device else lap[:2]))
+
+    def _count_plain_step(self, waited_ns: int) -> None:
+        """Note what the reducer's hook would: DDP has done it. Bytes are those of its ring."""
+        state = self._state
+        record = state.recorder.open_bucket(state.step, 0, self._n_bytes)
+        record.count_exchanged(ring_bytes(self._n_bytes, state.communicator.world_size))
+        state.recorder.close_bucket(record)
+        state.recorder.close_step(state.step, waited_ns)
+        state.step += 1
+
+    def close(self) -> None:
+        """Look no more."""
+        self._clock.close()
 
 
 class HookState(Reducer):
@@ -83,6 +148,10 @@ class HookState(Reducer):
         self._group = group
         self._placement = None if placement is None else check_choice("placement", placement, PLACEMENTS)
         self._watch: Watch | None = None
+        self._register: Callable[[], None] = _do_nothing  # puts the hook in, where the user does not
+        self._called: Callable[[], torch.nn.Module | None] = (
+            _do_nothing  # the model as its user calls it, if that is another
+        )
         self._shadows: list[torch.futures.Future[torch.Tensor]] = []
         self._closed_by_all = False
         self._waits_from_ns = 0
@@ -101,7 +170,7 @@ class HookState(Reducer):
         """Start the reduction of one DDP bucket; called by DDP during the backward pass."""
         if self.closed or self.scheme.is_transparent:
             if not self.closed:
-                self._look_from_outside()
+                self._watch_steps()
                 slots = [slot_of(parameter) for parameter in bucket.parameters()]
                 self.scheme.add_residuals(slots, bucket.gradients())
                 return self._start_ddp_mean(bucket)
@@ -137,11 +206,28 @@ class HookState(Reducer):
         offsets = [int(g.storage_offset() - start) for g in bucket.gradients()]
         return _Places(parameters, slots, offsets)
 
-    def _look_from_outside(self) -> None:
-        """Let `auto` see its first step here, if a framework has put the hook in by itself."""
+    def connect(self, register: Callable[[], None], called: torch.nn.Module) -> None:
+        """Put the hook in when it is needed: now, or late under `auto`. Raises: Unsupported (the model has another)."""
+        self._register, self._called = register, weakref.ref(called)
+        self._take_up_scheme()
+
+    def _take_up_scheme(self) -> None:
+        if not self.scheme.is_transparent:
+            self._register()
+        self._watch_steps()
+
+    def _watch_steps(self) -> None:
+        """`auto` sees steps from outside; no other scheme does."""
         model = self.session.module
-        if self._watch is None and isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            self._watch = Watch(self, model, model, lambda: None)
+        if self._watch is None and isinstance(model, DistributedDataParallel) and isinstance(self.scheme, Auto):
+            self._watch = Watch(self, model, self._called() or model, self._register)
+
+    def switch(self, scheme: Scheme | str) -> None:
+        """As any Reducer; a scheme by name ends `auto`, "auto" takes it up again."""
+        if isinstance(self.scheme, Auto) and not self.closed:
+            self.step = self.scheme.agree_on_step(self.step)
+        super().switch(scheme)
+        self._take_up_scheme()
 
     def _parameters_of_buckets(self) -> list[torch.Tensor]:
         known = [slot.parameter for slot in self.slots.values() if slot.parameter is not None]
@@ -159,7 +245,7 @@ class HookState(Reducer):
         devices = [parameter.device for parameter in self._parameters_of_buckets()]
         if self._placement == "device":
             return DeviceWire(communicator, devices), None
-        host = HostWire(communicator)
+        host = Wire(communicator)
         # DDP's own group shows that its backend works here; it may refuse what others serve, as two ranks on one GPU.
         is_free = self._placement is None and isinstance(self.scheme, Auto) and communicator.world_size > 1
         if not is_free or not devices or not serves(self._group, devices[0]):
@@ -174,7 +260,7 @@ class HookState(Reducer):
         """A hook is not told by how many ranks DDP divides once some have left `join`: all of them is the default."""
         module = self.session.module
         if (
-            isinstance(module, torch.nn.parallel.DistributedDataParallel)
+            isinstance(module, DistributedDataParallel)
             and module._join_config.enable
             and not getattr(module, "_divide_by_initial_world_size", True)
         ):
@@ -229,6 +315,10 @@ class HookState(Reducer):
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(raise_it))  # after DDP's own callback
         return completed(buffer)
+
+
+def _do_nothing() -> None:
+    return None
 
 
 def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

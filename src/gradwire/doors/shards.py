@@ -108,15 +108,16 @@ class ShardState(Reducer):
         if isinstance(scheme, str):
             name, options = parse_spec(scheme)
             if name == ShardsAuto.name:
-                widths = fsdp2.gathered_dtypes(module), fsdp2.reduce_dtypes(module)
-                weight_bytes, gradient_bytes = (max(dtype.itemsize for dtype in dtypes) for dtypes in widths)
+                weight_bytes, gradient_bytes = (
+                    max(dtype.itemsize for dtype in dtypes) for dtypes in fsdp2.exchanged_dtypes(module)
+                )
                 return ShardsAuto(
                     lambda spec: self._inside(spec, module), (weight_bytes, gradient_bytes), self._asked,
                     **{"fidelity": self._fidelity, **options},
                 )  # fmt: skip
             if name == "gcomp" and "importance" not in options:
                 # Of the optimizer's state a rank has only its shard's, so importance="paper" cannot be had.
-                is_wide = fsdp2.reduce_dtypes(module) == {torch.float32}
+                is_wide = fsdp2.exchanged_dtypes(module)[1] == {torch.float32}
                 careful = {"importance": "uniform", "bits": _GCOMP_BITS}
                 options = {**(careful if is_wide or "bits" in options else {"importance": "none"}), **options}
             scheme = schemes.by_name(name, **options)
@@ -202,14 +203,11 @@ class ShardState(Reducer):
         self._count("weights", record.bytes_sent - before, n_own * output.element_size())
         self.recorder.close_bucket(record)
 
-    def gather_as_fsdp2(self, start: Callable[[], Any], own: torch.Tensor) -> _Own:
+    def gather_as_fsdp2(self, start: Callable[[], Any], own: torch.Tensor) -> _Work:
         """Start FSDP2's own gather of `own` and others', in a step that `auto` leaves alone."""
         n_bytes = own.numel() * own.element_size()
         self._count("weights", (self.communicator.world_size - 1) * n_bytes, n_bytes)
-        waiting = Stopwatch()
-        work = start()
-        self._exposed_ns += waiting.elapsed_ns
-        return _Own(self, work)
+        return _Work(self, self.expose(start))
 
     def _count(self, kind: str, n_sent: int, n_bytes: int) -> None:
         """Bytes sent, where torch's own collective sends `n_bytes` to each of the others."""
@@ -217,11 +215,12 @@ class ShardState(Reducer):
         counts[0] += n_sent
         counts[1] += (self.communicator.world_size - 1) * n_bytes
 
-    def wait(self, work: torch.futures.Future | dist.Work) -> None:
-        """Wait on the training thread, which counts as exposed. Raises: what the exchange failed of."""
+    def expose(self, call: Callable[[], Any]) -> Any:
+        """The result of `call`, whose time on the training thread counts as exposed. Raises: what it raises."""
         waiting = Stopwatch()
-        work.wait()
+        result = call()
         self._exposed_ns += waiting.elapsed_ns
+        return result
 
     # ---- gradients
 
@@ -247,16 +246,14 @@ class ShardState(Reducer):
         self._next += 1
         record.count_exchanged((self.communicator.world_size - 1) * n_bytes)
         self._count("gradients", record.bytes_sent, n_bytes)
-        waiting = Stopwatch()
-        work = start()
-        self._exposed_ns += waiting.elapsed_ns
+        work = self.expose(start)
         self.recorder.close_bucket(record)
         return work
 
     def _finish_pending(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
-            self.wait(pending.reduced)
+            self.expose(pending.reduced.wait)
             if self._error is not None:
                 raise self._error
             pending.hand_over(self.communicator.rank)
@@ -373,23 +370,8 @@ class _Reduction(NamedTuple):
                 own.copy_(self.output.as_strided(own.size(), own.stride(), own.storage_offset()))
 
 
-class _Gathering(dist.Work):
-    """The work that FSDP2 waits for before it takes the weights out."""
-
-    def __init__(self, state: ShardState, gathered: torch.futures.Future) -> None:
-        super().__init__()
-        self._state, self._gathered = state, gathered
-
-    def wait(self, timeout: Any = None) -> bool:
-        self._state.wait(self._gathered)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._gathered.done()
-
-
-class _Own(dist.Work):
-    """The work of FSDP2's own collective; what is waited for counts as exposed."""
+class _Work(dist.Work):
+    """What FSDP2 waits for; the time counts as exposed. Without `work` nothing is left to wait for."""
 
     def __init__(self, state: ShardState, work: Any) -> None:
         super().__init__()
@@ -397,11 +379,12 @@ class _Own(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         if self._work is not None:
-            self._state.wait(self._work)
+            self._state.expose(self._work.wait)
         return True
 
     def is_completed(self) -> bool:
-        return self._work is None or self._work.is_completed()
+        work = self._work
+        return work is None or (work.done() if isinstance(work, torch.futures.Future) else work.is_completed())
 
 
 class _Collective:
@@ -425,7 +408,7 @@ class _AllGather(_Collective):
         if not serves or state.scheme.is_transparent:
             start = functools.partial(self._own, output_tensor, input_tensor, group, async_op)
             return state.gather_as_fsdp2(start, input_tensor) if serves else start()
-        return _Gathering(state, state.gather_weights(self._unit, output_tensor))
+        return _Work(state, state.gather_weights(self._unit, output_tensor))
 
 
 class _ReduceScatter(_Collective):

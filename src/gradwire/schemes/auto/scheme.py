@@ -3,7 +3,7 @@
 It holds the schemes that `fidelity` allows, all bound to one session, and hands each step to one of them. Which one the
 control law says (law.py), from numbers that all ranks share: every rank's time and waiting of a step ride on a background
 all-reduce that is read two steps later (votes.py). Steps begin plain and without a communication hook, so that where
-nothing is to be won DDP runs as it does without gradwire (doors/watching.py).
+nothing is to be won DDP runs as it does without gradwire (doors/hook.py).
 
 On a GPU steps are timed by the device, and candidates run between devices, in host memory, or both, as the attachment's
 `placement` says; the law is the same.
@@ -477,7 +477,7 @@ class Auto(Turns):
         self._end_handover_step()
         for slot, left in self._handover.left().items():
             kept = feedback.of(slot)
-            feedback.stage(slot, left if kept is None else left + (kept.values.view(-1) / kept.scale).to(left.device))
+            feedback.stage(slot, left if kept is None else left + kept.view(-1).to(left.device))
         feedback.commit()
         if self._is_on_device:  # the successor has streams of its own
             torch.accelerator.synchronize()

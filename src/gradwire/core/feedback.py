@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +18,6 @@ from gradwire.errors import InvalidArgument
 from gradwire.wire.wire import Wire
 
 _CPU = torch.device("cpu")
-
-
-class Kept(NamedTuple):
-    """The residual of one parameter, flat or in the parameter's shape as a matrix: `values` / `scale`."""
-
-    values: Tensor
-    scale: float = 1.0
 
 
 class Feedback:
@@ -45,33 +37,23 @@ class Feedback:
 
     def clear(self) -> None:
         """Forget everything: the model is let go."""
-        self._current: dict[Slot, Kept] = {}  # of slots that are in no whole room
+        self._current: dict[
+            Slot, Tensor
+        ] = {}  # of slots that are in no whole room; flat, or a matrix in the slot's shape
         self._whole: dict[Layout, Tensor] = {}
-        self._staged: dict[Slot, Kept | None] = {}  # None: the residual went out, nothing is left
+        self._staged: dict[Slot, Tensor | None] = {}  # None: the residual went out, nothing is left
         self._staged_whole: dict[Layout, Tensor] = {}
         self._rooms: dict[Hashable, list[Tensor]] = {}
 
     # ---- what counts
 
-    def of(self, slot: Slot | None) -> Kept | None:
+    def of(self, slot: Slot | None) -> Tensor | None:
         """The residual of `slot`, if it has one."""
         if slot is None:
             return None
         for layout in [layout for layout in self._whole if slot in layout.slots]:
             self._part(layout)
         return self._current.get(slot)
-
-    def lying_at(self, slots: Sequence[Slot], offsets: Sequence[int], n_elements: int) -> Tensor | None:
-        """(n_elements,) the room in which the residuals of all `slots` lie at `offsets`, if they do."""
-        room: Tensor | None = None
-        for slot, offset in zip(slots, offsets, strict=True):
-            kept = self.of(slot)
-            if kept is None or kept.scale != 1.0 or kept.values.storage_offset() != offset:
-                return None
-            room = kept.values._base if room is None else room
-            if room is None or kept.values._base is not room or room.numel() != n_elements:
-                return None
-        return room
 
     def pair(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """(residual, unsent), each (n,) float32 and aligned with the bucket, to read and to write in one sweep.
@@ -92,26 +74,38 @@ class Feedback:
 
     def _join(self, layout: Layout, device: torch.device) -> Tensor:
         """The residuals of all slots of a layout, zeros where there are none, as one room; it counts from now on."""
-        residual = self.lying_at(layout.slots, layout.offsets, layout.n_elements)
+        residual = self._room_of(layout)
         if residual is None or residual.device != device:
             residual = self.room(layout, layout.n_elements, device=device).zero_()
             for slot, (start, end) in zip(layout.slots, layout.spans, strict=True):
                 old = self.of(slot)
                 if old is not None:
-                    residual[start:end].copy_(old.values.view(-1)).div_(old.scale)
+                    residual[start:end].copy_(old.view(-1))
         for slot in layout.slots:
             self._current.pop(slot, None)
         if layout.slots:
             self._whole[layout] = residual
         return residual
 
+    def _room_of(self, layout: Layout) -> Tensor | None:
+        """(n,) the room in which the residuals of all slots lie just as in the layout, if they do."""
+        residuals = [self.of(slot) for slot in layout.slots]
+        room = residuals[0]._base if residuals and residuals[0] is not None else None
+        if room is None or room.numel() != layout.n_elements:
+            return None
+        lie_so = (
+            one is not None and one._base is room and one.storage_offset() == offset
+            for one, offset in zip(residuals, layout.offsets, strict=True)
+        )
+        return room if all(lie_so) else None
+
     def _part(self, layout: Layout) -> None:
         """Keep the residuals of a whole room by their slots again."""
         residual = self._whole.pop(layout)
         for slot, (start, end) in zip(layout.slots, layout.spans, strict=True):
-            self._current[slot] = Kept(residual[start:end])
+            self._current[slot] = residual[start:end]
 
-    def _by_slot(self) -> dict[Slot, Kept]:
+    def _by_slot(self) -> dict[Slot, Tensor]:
         """All residuals that count, by slot."""
         for layout in list(self._whole):
             self._part(layout)
@@ -141,9 +135,9 @@ class Feedback:
         self._rooms[key] = [free, *(room for room in rooms if room is not free)][:2]
         return free
 
-    def stage(self, slot: Slot, unsent: Tensor | None, scale: float = 1.0) -> None:
-        """Keep `unsent` / `scale`, a view of a room, from the next `commit` on; None: nothing is left."""
-        self._staged[slot] = None if unsent is None else Kept(unsent, scale)
+    def stage(self, slot: Slot, unsent: Tensor | None) -> None:
+        """Keep `unsent`, a view of a room, from the next `commit` on; None: nothing is left."""
+        self._staged[slot] = unsent
 
     def stage_bucket(self, bucket: Bucket, unsent: Tensor) -> None:
         """Keep what `unsent` of `pair` holds, from the next `commit` on."""
@@ -165,9 +159,7 @@ class Feedback:
                 if staged is None:
                     self._current.pop(slot, None)
                 else:
-                    if self.decay != 1:
-                        staged.values.mul_(self.decay)
-                    self._current[slot] = staged
+                    self._current[slot] = staged if self.decay == 1 else staged.mul_(self.decay)
 
     def discard(self, slots: Iterable[Slot] | None = None) -> None:
         """Forget what was staged in this step (for `slots`, one by one, or for all)."""
@@ -180,30 +172,30 @@ class Feedback:
     def forget_nonfinite(self) -> None:
         """Forget residuals that have grown beyond float32: no gradient could be sent with them any more."""
         for slot, kept in list(self._by_slot().items()):
-            if not kept.values.isfinite().all():
+            if not kept.isfinite().all():
                 del self._current[slot]
 
     def take(self) -> dict[Slot, Tensor]:
         """Give all residuals away, flat, as copies: this begins anew without."""
-        taken = {slot: (kept.values.reshape(-1) / kept.scale).clone() for slot, kept in self._by_slot().items()}
+        taken = {slot: kept.reshape(-1).clone() for slot, kept in self._by_slot().items()}
         self.clear()
         return taken
 
     def divide(self, by: float) -> None:
         """Divide all residuals: they were kept without a loss scale that there was."""
         for kept in self._by_slot().values():
-            kept.values.div_(by)
+            kept.div_(by)
 
     # ---- between steps
 
     def state_by_name(self, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
         """Copies of the residuals, by name, on the CPU."""
         names = {slot: name for name, slot in slots.items()}
-        return {names[slot]: kept.values.to(_CPU, copy=True).div_(kept.scale) for slot, kept in self._by_slot().items()}
+        return {names[slot]: kept.to(_CPU, copy=True) for slot, kept in self._by_slot().items()}
 
     def load_by_name(self, state: Mapping[str, Tensor], slots: Mapping[str, Slot]) -> None:
         """Take residuals back. Raises: InvalidArgument (a name that the model lacks, another size)."""
-        loaded: dict[Slot, Kept] = {}
+        loaded: dict[Slot, Tensor] = {}
         for name, residual in state.items():
             slot = slots.get(name)
             if not isinstance(residual, Tensor) or not residual.is_floating_point():
@@ -214,14 +206,14 @@ class Feedback:
                     f"the checkpoint holds a residual of {residual.numel()} elements for {name!r}; it has {has}. "
                     "Load the checkpoint into the model that wrote it."
                 )
-            loaded[slot] = Kept(residual.detach().reshape(-1).clone())
+            loaded[slot] = residual.detach().reshape(-1).clone()
         self.clear()
         self._current = loaded
 
 
-def _is_used(room: Tensor, whole: Mapping[Layout, Tensor], by_slot: Mapping[Slot, Kept | None]) -> bool:
+def _is_used(room: Tensor, whole: Mapping[Layout, Tensor], by_slot: Mapping[Slot, Tensor | None]) -> bool:
     """True if any of these residuals lies in `room`."""
-    lying = [*whole.values(), *(kept.values._base for kept in by_slot.values() if kept is not None)]
+    lying = [*whole.values(), *(kept._base for kept in by_slot.values() if kept is not None)]
     return any(one is room for one in lying)
 
 

@@ -33,8 +33,7 @@ from gradwire.core.feedback import Unused
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.gpu.kernels import Kernels, kernels_for
-from gradwire.gpu.launching import THREADS, grid
-from gradwire.gpu.structs import fill_struct
+from gradwire.gpu.launching import THREADS, fill_struct, grid
 from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.matrices import MatrixShape, highest_rank, matrix_shape
 from gradwire.schemes.momenta import Momenta, Momentum

@@ -64,7 +64,7 @@ class OpenBlock:
             feedback.discard([slot])
             kept = feedback.of(slot)
             if kept is not None:
-                part.add_(kept.values, alpha=loss_scale)
+                part.add_(kept, alpha=loss_scale)
 
     def stage_residual(self, feedback: Feedback, unsent: torch.Tensor) -> None:
         """Keep `unsent` (n,), in units of the scaled loss, once the block's step is taken; nothing if it is not finite."""

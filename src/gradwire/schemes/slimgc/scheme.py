@@ -395,7 +395,7 @@ class SlimGC(Compressed):
             plan.is_flushed = False  # it counts at the end of the step, or not at all
             gradient = span.in_bucket(bucket.buffer)
             if all(wire.used(gradient, [(0, span.n_elements)])):
-                gradient.add_(kept.values.to(gradient.device).view(-1), alpha=self.session.loss_scale())
+                gradient.add_(kept.to(gradient.device).view(-1), alpha=self.session.loss_scale())
                 feedback.stage(span.slot, None)
 
     def step(self, part: Part, wire: Wire) -> None:

@@ -14,6 +14,7 @@ from late_cases import CPU, N_STEPS, SCHEMES, Place, adamw, attach, batch, begin
 from torch import Tensor, nn
 
 import gradwire
+from gradwire.core.bucket import Slot
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
 from ranks import on_ranks, try_ranks
@@ -252,7 +253,7 @@ def test_a_bucket_that_moves_and_ranks_that_count_devices_differently(
     means = []
     for devices in ([CPU, CPU], [torch.device("late", 0), torch.device("late", 1)]):
         reducer = Reducer("one-bit", timeout_s=30)
-        slot = reducer.slot("weight", torch.empty(5_000))
+        slot = Slot("weight", (5_000,))
         for step in range(4):
             generator = torch.Generator().manual_seed(10 * rank + step)
             gradient = torch.randn(5_000, generator=generator).to(devices[(rank + step) % 2])

@@ -222,4 +222,4 @@ def test_importance_computed_on_the_device_is_the_kernels(rank: int, world_size:
 
 def test_a_plain_tensor_of_a_device_is_refused() -> None:
     with pytest.raises(gradwire.Unsupported, match=r"gradient\.cpu"):
-        Bucket.from_tensor(torch.empty(3, device="meta"))
+        Bucket(torch.empty(3, device="meta"))

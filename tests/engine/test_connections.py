@@ -387,12 +387,12 @@ def test_interfaces_are_asked_for_by_name() -> None:
 
 def exchange_then(rank: int, world_size: int, ending: str) -> None:
     state = gradwire.HookState("truncate", timeout_s=100)
-    state.scheme.reduce(Bucket.from_tensor(torch.ones(1_000))).wait()
+    state.scheme.reduce(Bucket(torch.ones(1_000))).wait()
     if rank == 1:
         if ending == "fork" and os.fork() == 0:
             time.sleep(30)  # a data loader's worker, say, which outlives its parent
         os._exit(9)
-    state.scheme.reduce(Bucket.from_tensor(torch.ones(1_000), step=1)).wait()
+    state.scheme.reduce(Bucket(torch.ones(1_000), step=1)).wait()
 
 
 @pytest.mark.parametrize("ending", ["exit", "fork"])
@@ -407,4 +407,4 @@ def test_death_of_a_rank_is_seen_at_once_though_a_child_of_it_lives_on(ending: s
 def test_interface_that_one_rank_does_not_have_is_told_on_all(rank: int, world_size: int) -> None:
     os.environ["GRADWIRE_SOCKET_IFNAME"] = "nosuch" if rank == 1 else "lo"
     state = gradwire.HookState("truncate", timeout_s=10)
-    state.scheme.reduce(Bucket.from_tensor(torch.ones(10))).wait()
+    state.scheme.reduce(Bucket(torch.ones(10))).wait()

@@ -48,7 +48,7 @@ def reduce_all(rank: int, world_size: int) -> list[tuple[str, float, tuple[int, 
         gradient = gradient_of(rank)
         for step in range(3):
             gradient.copy_(gradient_of(rank))
-            state.scheme.reduce(Bucket.from_tensor(gradient, step=step)).wait()
+            state.scheme.reduce(Bucket(gradient, step=step)).wait()
         own = held() - before
         threads = {name for name in own if name.startswith("thread")}
         made = len(own - threads), len(threads)

@@ -231,7 +231,7 @@ def test_ranks_in_other_steps_are_named_on_all_of_them(rank: int, world_size: in
 def test_models_that_differ_are_named_on_all_ranks(rank: int, world_size: int) -> None:
     """DDP itself compares shapes when it is built, so a layout mismatch needs a group per rank to get past it."""
     state = gradwire.HookState(schemes.by_name("gcomp", importance="none"), timeout_s=10)
-    bucket = Bucket.from_tensor(torch.ones(100 + rank))
+    bucket = Bucket(torch.ones(100 + rank))
     state.communicator.submit(state._compare_layout, bucket).wait()
 
 

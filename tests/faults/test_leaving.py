@@ -134,7 +134,7 @@ def test_interrupt_ends_a_rank_though_its_lane_waits_for_a_peer() -> None:
         sys.stdin.read()  # until rank 0 has ended
         os._exit(7)
     from gradwire.core.bucket import Bucket
-    attachment.scheme.reduce(Bucket.from_tensor(torch.ones(1000), step=9))
+    attachment.scheme.reduce(Bucket(torch.ones(1000), step=9))
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     while True:

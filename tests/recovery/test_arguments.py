@@ -194,7 +194,7 @@ CALLS: list[tuple[Call, type[Exception], str | None]] = [
     (lambda: GCompCodec("uniform", 8).encode(GRADIENT.bfloat16(), OUT), InvalidArgument, "bfloat16 has 7 bits"),
     (lambda: of_paper(None), InvalidArgument, "importance"),
     (lambda: of_paper(IMPORTANCE[:63]), InvalidArgument, "importance"),
-    (lambda: of_paper(IMPORTANCE, addend=GRADIENT, divisor=2), InvalidArgument, "addend"),
+    (lambda: of_paper(IMPORTANCE, adds=True, divisor=2), InvalidArgument, "without a divisor"),
     (lambda: of_paper(IMPORTANCE, divisor=0), InvalidArgument, "divisor"),
     (
         lambda: GCompCodec(format=1).histogram(GRADIENT.half(), torch.zeros(256, dtype=torch.int64)),

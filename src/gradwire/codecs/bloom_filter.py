@@ -14,8 +14,6 @@ import torch
 from gradwire import _native
 from gradwire.errors import InvalidArgument
 
-__all__ = ["BloomShape", "Found", "bits_of", "insert", "keep", "query"]
-
 _ROW_WORDS = _native.SKETCH_BLOOM_ROW_WORDS
 _MAX_HASHES = 64
 _LN2 = 0.6931471805599453

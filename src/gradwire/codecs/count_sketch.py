@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import math
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,17 +26,6 @@ import torch
 
 from gradwire import _native
 from gradwire.errors import InvalidArgument
-
-__all__ = [
-    "MAX_CORE",
-    "CountSketch",
-    "FixedPoint",
-    "IndexFacts",
-    "NarrowCells",
-    "Outcome",
-    "index_words",
-    "write_index",
-]
 
 MIN_GAMMA = 1.3
 # A core of up to this many values is sent beside the sketch; a larger one is given another salt.
@@ -53,7 +43,6 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _CELLS = {torch.float32: 0, torch.int32: 1, torch.int64: 2}
 # Bits beside the sign; of int64 as many as let a float64 hold every limit exactly.
 _FIXED_BITS = {torch.int8: 7, torch.int16: 15, torch.int32: 31, torch.int64: 62}
-_INFINITY_BITS = 0x7F800000
 
 
 class Outcome(enum.IntEnum):
@@ -181,10 +170,9 @@ def write_index(gradient: torch.Tensor, words: torch.Tensor) -> IndexFacts:
     is_half = gradient.dtype == torch.float16  # sorted and zero where the same bits as bfloat16 are
     code = _DTYPES[torch.bfloat16] if is_half else _dtype_code(gradient)
     n_nonzeros, bits = _native.sketch_write_index(gradient.view(torch.uint8), code, words.view(torch.uint32))
-    if is_half:
-        largest = float(torch.tensor([bits >> 16], dtype=torch.int16, device="cpu").view(torch.float16))
-        return IndexFacts(n_nonzeros, largest if math.isfinite(largest) else math.inf)
-    return IndexFacts(n_nonzeros, _float_of(bits) if bits < _INFINITY_BITS else math.inf)
+    packed = ("<e", struct.pack("<H", bits >> 16)) if is_half else ("<f", struct.pack("<I", bits))
+    (largest,) = struct.unpack(*packed)
+    return IndexFacts(n_nonzeros, largest if math.isfinite(largest) else math.inf)
 
 
 class CountSketch:
@@ -213,7 +201,6 @@ class CountSketch:
             raise InvalidArgument(f"seed must be 0 to 2^64 - 1, got {seed}")
         self.batch_values, self.gamma, self.seed = batch_values, float(gamma), int(seed)
         self._plan = _native.SketchPlan()
-        self._n_elements = 0
         self._n_core = 0
 
     def prepare(self, index: torch.Tensor, n_elements: int, attempt: int = 0, max_cells: int = 0, step: int = 0) -> int:
@@ -233,7 +220,6 @@ class CountSketch:
         gamma = self.gamma * (1 + _GAMMA_STEP * (attempt // _SALTS_PER_GAMMA))
         salt = attempt + _SALTS_PER_STEP * step
         self._plan.prepare(index.view(torch.uint32), n_elements, self.batch_values, gamma, self.seed, salt, max_cells)
-        self._n_elements = n_elements
         return self.n_cells
 
     def assume(self, n_elements: int, batch_values: int, rows: Sequence[int], attempt: int = 0) -> int:
@@ -246,7 +232,6 @@ class CountSketch:
         """
         rows_of_blocks = torch.tensor(rows, dtype=torch.int32, device="cpu").view(torch.uint32)
         self._plan.assume(n_elements, batch_values, rows_of_blocks, self.seed, attempt)
-        self._n_elements = n_elements
         return self.n_cells
 
     def adopt(self, index: torch.Tensor) -> None:
@@ -285,11 +270,6 @@ class CountSketch:
     def n_rounds(self) -> int:
         """Rounds of peeling, of the block that took most."""
         return int(self._plan.n_rounds)
-
-    @property
-    def n_blocks(self) -> int:
-        """Tables with batches of their own; one thread peels one."""
-        return int(self._plan.n_blocks)
 
     def add(
         self, gradient: torch.Tensor, own_index: torch.Tensor, cells: torch.Tensor, fixed: FixedPoint | None = None
@@ -368,7 +348,3 @@ def _dtype_code(tensor: torch.Tensor) -> int:
     if tensor.dtype not in _DTYPES:
         raise InvalidArgument(f"a count sketch takes float32 and bfloat16, not {tensor.dtype}; convert it first")
     return _DTYPES[tensor.dtype]
-
-
-def _float_of(bits: int) -> float:
-    return float(torch.tensor([bits], dtype=torch.int32, device="cpu").view(torch.float32))

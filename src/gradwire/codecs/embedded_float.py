@@ -13,8 +13,6 @@ from gradwire.codecs.tensors import bytes_in, check_partition, check_room, check
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.gpu.kernels import Kernels
 
-__all__ = ["EmbeddedFloat", "EmbeddedValues", "describe"]
-
 N_BITS = 32
 DEFAULT_PARTITION = 256
 FORMAT = 2

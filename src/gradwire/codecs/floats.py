@@ -12,8 +12,7 @@ from torch import Tensor
 from gradwire.codecs.tensors import bytes_in, bytes_of, check_step, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument
 from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on, table_of, upload, zeros_between_launches
-from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, parts
-from gradwire.gpu.structs import fill_struct
+from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, fill_struct, parts
 
 _CHUNK_VALUES = 16_384
 _SHARED = SHARED_OF_CHECKSUM + 8
@@ -73,7 +72,7 @@ class Floats(ABC):
         """As `DeviceCodec.encode`. Cost: one or two passes, no allocation below bit 31."""
         if kernels_for(gradient.device) is None:
             return self._encode_natively(gradient, out, step)
-        return self._write(gradient, out, step, None)
+        return self.encode_messages(gradient, out, None, step=step)
 
     def lay_out(self, messages: Sequence[tuple[int, int, int, int]], device: torch.device) -> Messages:
         """Messages by their first value, their place among the bytes, their values, and what is added to the step by which the
@@ -84,11 +83,11 @@ class Floats(ABC):
             scale += parts(n, self.partition)
         return Messages(upload(table_of(*rows), device), max(n for _, _, n, _ in messages), scale)
 
-    def encode_messages(self, values: Tensor, room: Tensor, messages: Messages, *, step: int = 0) -> None:
-        """As `encode`, of several messages in as many launches as one: their values are of `values`, their bytes of `room`."""
-        self._write(values, room, step, messages)
+    def encode_messages(self, values: Tensor, room: Tensor, messages: Messages | None, *, step: int = 0) -> Tensor:
+        """As `encode`, of several messages in as many launches as one: their values are of `values`, their bytes of `room`.
 
-    def _write(self, values: Tensor, room: Tensor, step: int, messages: Messages | None) -> Tensor:
+        `messages`: None: one of all values.
+        """
         n, device = values.numel() if messages is None else messages.n_most, values.device
         launch = self.check_device(device).launch
         n_scales = parts(n, self.partition) if messages is None else messages.n_scales
@@ -130,19 +129,19 @@ class Floats(ABC):
             elif divisor != 1:
                 out /= divisor
             return
-        self._read(message, out, None, 1, 0, divisor, adds, error)
+        self.decode_messages(message, out, None, divisor=divisor, adds=adds, error=error)
 
     def decode_messages(
         self,
         room: Tensor,
         out: Tensor,
-        messages: Messages,
+        messages: Messages | None,
         *,
         n_sources: int = 1,
         source_bytes: int = 0,
         divisor: float = 1.0,
         adds: bool = False,
-        error: Tensor,
+        error: Tensor | None,
     ) -> None:
         """As `decode`, of several messages in as many launches as one.
 
@@ -150,12 +149,6 @@ class Floats(ABC):
             n_sources, source_bytes: with `adds`, so many have sent messages of the same values, in rooms so far apart: they
                 are added in their order.
         """
-        self._read(room, out, messages, n_sources, source_bytes, divisor, adds, error)
-
-    def _read(
-        self, room: Tensor, out: Tensor, messages: Messages | None, n_sources: int, source_bytes: int,
-        divisor: float, adds: bool, error: Tensor | None,
-    ) -> None:  # fmt: skip
         n, launch = out.numel() if messages is None else messages.n_most, self.check_device(out.device).launch
         error = torch.zeros(1, dtype=torch.int32, device=out.device) if error is None else error
         n_rows, per_row = 1 if messages is None else messages.n, parts(n, _CHUNK_VALUES)

@@ -19,8 +19,7 @@ from gradwire.codecs.huffman import LOOK_UP_BITS, HuffmanTable, exponent_bits_of
 from gradwire.codecs.tensors import DTYPE_CODES, bytes_in, check_room, check_size, check_tensor
 from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
 from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on
-from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, WARP, grid, parts
-from gradwire.gpu.structs import fill_struct
+from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, WARP, fill_struct, grid, parts
 
 __all__ = ["GCompCodec", "HuffmanTable", "describe"]
 
@@ -175,7 +174,6 @@ class GCompCodec:
         out: Tensor,
         importance: Tensor | None = None,
         *,
-        addend: Tensor | None = None,
         divisor: float = 1.0,
         adds: bool = False,
         error: Tensor | None = None,
@@ -185,27 +183,22 @@ class GCompCodec:
         Args:
             importance: the bytes that the sender encoded by. Needed for messages of format 2 with importance="paper",
                 otherwise not looked at.
-            addend: like `out`, which becomes addend + value in the same pass; with `adds` it is `out` itself.
         Raises: also CorruptMessage (a table that is not known: see `add_table`), RankMismatch (the sender's importance
             bytes are others than these).
         Cost: about two passes.
         """
         code, n, device = _dtype_code(out.dtype), out.numel(), out.device
-        addend = out if adds else addend
-        if addend is not None and (addend.numel() != n or divisor != 1):
-            raise InvalidArgument("addend is as long as out, and goes without a divisor")
+        if adds and divisor != 1:
+            raise InvalidArgument("values are added without a divisor")
         if divisor < 1:
             raise InvalidArgument(f"divisor is at least 1, got {divisor}")
         if kernels_for(device) is None:
             encoded, values = bytes_in("message", message, torch.uint8), bytes_in("out", out)
             weights = None if importance is None else _bytes_of_importance(importance, out)
-            added = None if addend is None else bytes_in("addend", addend, out.dtype)
             table_id, _, _, _, exponent_bits = _native.gcomp_read_header(encoded)
             known = self._table_by_id(table_id, exponent_bits).native
-            _native.gcomp_decode(encoded, code, known, weights, added, float(divisor), values)
+            _native.gcomp_decode(encoded, code, known, weights, values if adds else None, float(divisor), values)
             return
-        if addend is not None and not adds:
-            out.copy_(addend)
         launch, table, n_chunks = self.check_device(device).launch, self.table_of_width(8), parts(n, _CHUNK_VALUES)
         error = torch.zeros(1, dtype=torch.int32, device=device) if error is None else error
         exponents = torch.empty(n_chunks * _CHUNK_VALUES, dtype=torch.uint8, device=device)
@@ -216,7 +209,7 @@ class GCompCodec:
             exponents=exponents, stream_is_bad=is_bad, are_headers_right=is_right, error=error, n=n,
             n_bytes=message.numel(), table_id=table.id, divisor=divisor, dtype=code, mode=_MODE_CODES[self.importance],
             kept_bits=self._kept_bits(out.dtype) | self._least_bits() << _KEPT_BITS,
-            adds=addend is not None, placeholder=table.placeholder,
+            adds=adds, placeholder=table.placeholder,
         )  # fmt: skip
         launch("gw_gcomp_check", 1, THREADS, SHARED_OF_CHECKSUM + 4, parameters)
         launch("gw_gcomp_checksums", n_chunks, THREADS, SHARED_OF_CHECKSUM, parameters)

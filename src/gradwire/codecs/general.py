@@ -13,8 +13,6 @@ from gradwire import _native
 from gradwire.codecs.tensors import DTYPE_CODES, bytes_of, check_room, check_size, check_tensor, dtype_code
 from gradwire.errors import BufferTooSmall, CorruptMessage, IncompatibleVersion
 
-__all__ = ["RawCodec", "describe"]
-
 MAGIC = b"GWGE"
 VERSION = 1
 
@@ -44,15 +42,7 @@ class RawCodec:
         return _HEADER.size + n_elements * dtype.itemsize
 
     def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None) -> int:
-        """Write `gradient` as one message.
-
-        Args:
-            gradient: (n,) float32, bfloat16 or float16, contiguous, CPU. All bits are kept.
-            out: (>= max_encoded_bytes(n),) uint8, contiguous, CPU.
-            importance: not used; lossless.
-        Returns: bytes written.
-        Raises: InvalidArgument (shape, dtype, device), BufferTooSmall.
-        """
+        """As `Codec.encode`; all bits are kept."""
         check_tensor("gradient", gradient)
         check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
         values = bytes_of(gradient).numpy()
@@ -72,13 +62,7 @@ class RawCodec:
         return end
 
     def decode(self, message: Tensor, out: Tensor) -> None:
-        """Read exactly one message into `out`.
-
-        Args:
-            message: (n_bytes,) uint8, contiguous, CPU.
-            out: (n,) of the dtype that was encoded, contiguous, CPU; its contents are undefined after an error.
-        Raises: InvalidArgument, CorruptMessage, IncompatibleVersion, BufferTooSmall (the message holds more).
-        """
+        """As `Codec.decode`. Raises: also BufferTooSmall (the message holds more)."""
         check_tensor("message", message, torch.uint8)
         check_tensor("out", out)
         dtype_code(out.dtype, "out")

@@ -13,8 +13,7 @@ from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, check_tensor, dtype_code
 from gradwire.errors import Unsupported
 from gradwire.gpu.kernels import kernels_for
-from gradwire.gpu.launching import THREADS, parts
-from gradwire.gpu.structs import fill_struct
+from gradwire.gpu.launching import THREADS, fill_struct, parts
 
 TRANSFORM_ELEMENTS = 1_024
 _SHARED_BYTES = 4 * (TRANSFORM_ELEMENTS + 32)  # values and signs of a block

@@ -8,8 +8,6 @@ from gradwire import _native
 from gradwire.errors import InvalidArgument
 from gradwire.gpu.kernels import upload_once
 
-__all__ = ["LOOK_UP_BITS", "HuffmanTable", "exponent_bits_of"]
-
 LOOK_UP_BITS = 11  # of the longest code
 _NO_PLACEHOLDER = 256
 _EXPONENT_BITS = {torch.float32: 8, torch.bfloat16: 8, torch.float16: 5}
@@ -28,14 +26,14 @@ def exponent_bits_of(dtype: torch.dtype) -> int:
 class HuffmanTable:
     """A canonical Huffman code of exponents, at most 11 bits long, with an escape for those that have no code.
 
-    Immutable. Equal histograms give equal tables, ids and bytes on every machine.
+    Immutable. Equal histograms give equal tables, ids and bytes on every machine. `native`: as native functions take it.
     """
 
-    __slots__ = ("_native",)
+    __slots__ = ("native",)
 
     def __init__(self, native: _native.HuffmanTable) -> None:
         """Wraps a native table; use `from_histogram`, `prior` or `from_bytes` instead."""
-        self._native = native
+        self.native = native
 
     @classmethod
     def from_histogram(cls, histogram: torch.Tensor) -> HuffmanTable:
@@ -69,27 +67,22 @@ class HuffmanTable:
 
     def to_bytes(self) -> bytes:
         """The code lengths with a header and a checksum: 141 bytes (8-bit exponents) or 29 (5-bit)."""
-        return self._native.to_bytes()
+        return self.native.to_bytes()
 
     @property
     def id(self) -> int:
         """64-bit hash of `to_bytes()`: what messages carry."""
-        return self._native.id
+        return self.native.id
 
     @property
     def exponent_bits(self) -> int:
         """8 (float32, bfloat16) or 5 (float16)."""
-        return self._native.exponent_bits
+        return self.native.exponent_bits
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Bits of the code of every exponent, the escape's last; 0: no code (an exponent is then escaped)."""
-        return tuple(self._native.lengths)
-
-    @property
-    def native(self) -> _native.HuffmanTable:
-        """The table as native functions take it."""
-        return self._native
+        return tuple(self.native.lengths)
 
     @property
     def placeholder(self) -> int:
@@ -101,7 +94,7 @@ class HuffmanTable:
         return upload_once(device, self._laid_out)
 
     def _laid_out(self) -> torch.Tensor:
-        return torch.frombuffer(bytearray(self._native.for_kernels()), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(self.native.for_kernels()), dtype=torch.uint8)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HuffmanTable) and self.to_bytes() == other.to_bytes()

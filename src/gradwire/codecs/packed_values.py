@@ -20,8 +20,7 @@ from gradwire.codecs import count_sketch
 from gradwire.codecs.count_sketch import IndexFacts, index_words
 from gradwire.codecs.tensors import dtype_code
 from gradwire.gpu.kernels import kernels_for
-from gradwire.gpu.launching import THREADS, grid, parts
-from gradwire.gpu.structs import fill_struct
+from gradwire.gpu.launching import THREADS, fill_struct, grid, parts
 
 HEAD_WORDS = 12
 FLAGS_AT = 2

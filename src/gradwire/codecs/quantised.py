@@ -27,8 +27,7 @@ from gradwire.codecs.tensors import (
 )
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on, table_of, upload_once, zeros_between_launches
-from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, parts
-from gradwire.gpu.structs import fill_struct
+from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, fill_struct, parts
 
 # A rule of native/quantisers/codec.hpp: two scales for the same values.
 TWO_SCALES = 2

@@ -16,8 +16,7 @@ from torch import Tensor
 from gradwire import _native
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire.gpu.kernels import Kernels, kernels_for, table_of, upload, upload_once
-from gradwire.gpu.launching import THREADS, grid, parts
-from gradwire.gpu.structs import fill_struct
+from gradwire.gpu.launching import THREADS, fill_struct, grid, parts
 
 CHECKSUM, OUTSIDE = 3, 2  # error words, by gpu/source/device.hpp
 _WRONG = {

@@ -8,8 +8,7 @@ from torch import Tensor
 from gradwire import _native
 from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.gpu.kernels import kernels_for
-from gradwire.gpu.launching import THREADS, grid, parts
-from gradwire.gpu.structs import fill_struct
+from gradwire.gpu.launching import THREADS, fill_struct, grid, parts
 
 
 class Signs:

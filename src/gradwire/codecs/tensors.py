@@ -21,10 +21,10 @@ def dtype_code(dtype: torch.dtype, what: str = "the gradient") -> int:
     return code
 
 
-def check_positive(what: str, value: float, *, zero_allowed: bool = False) -> float:
+def check_positive(what: str, value: float) -> float:
     """`value` as a finite float above zero. Raises: InvalidArgument."""
     number = float(value)
-    if not math.isfinite(number) or number < 0 or (number == 0 and not zero_allowed) or number > 3e38:
+    if not math.isfinite(number) or number <= 0 or number > 3e38:
         raise InvalidArgument(f"{what} must be a positive number, got {value!r}")
     return number
 
@@ -70,9 +70,9 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
 
 
-def bytes_in(what: str, tensor: Tensor, dtype: torch.dtype | None = None, n_elements: int | None = None) -> Tensor:
+def bytes_in(what: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The memory of a tensor that was given from outside. Raises: as `check_tensor`."""
-    check_tensor(what, tensor, dtype, n_elements)
+    check_tensor(what, tensor, dtype)
     return bytes_of(tensor)
 
 

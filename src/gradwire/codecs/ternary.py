@@ -15,8 +15,7 @@ from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, dtype_code
 from gradwire.errors import Unsupported
 from gradwire.gpu.kernels import kernels_for, table_of, upload_once
-from gradwire.gpu.launching import THREADS, grid, parts
-from gradwire.gpu.structs import fill_struct
+from gradwire.gpu.launching import THREADS, fill_struct, grid, parts
 
 _MAX_RANKS = 127  # counts of 2 n_ranks have to fit a byte
 _GROUP = 64

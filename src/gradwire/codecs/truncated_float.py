@@ -22,8 +22,6 @@ from gradwire.codecs.tensors import (
 )
 from gradwire.errors import InvalidArgument
 
-__all__ = ["TruncatedFloat", "describe"]
-
 _FORMATS = {"native": 0, "fp16": 1, "fp8-e4m3": 2, "fp8-e5m2": 3, "fp4-e2m1": 4, "fp6-e3m2": 5}
 _FORMAT_WIDTHS = {"fp16": 16, "fp8-e4m3": 8, "fp8-e5m2": 8, "fp4-e2m1": 4, "fp6-e3m2": 6}
 # The format that leaves the most mantissa bits among the first k: native float32 has k - 9, FP16 k - 6, E4M3 k - 5, E3M2

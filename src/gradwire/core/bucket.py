@@ -183,11 +183,6 @@ class Bucket:
             contextlib.nullcontext if resident is None else resident.at_work
         )
 
-    @classmethod
-    def from_tensor(cls, tensor: torch.Tensor, step: int = 0) -> Bucket:
-        """A bucket without slots, for benchmarks and for reducing a plain tensor."""
-        return cls(tensor, step=step)
-
     def wait_for(self, position: int) -> None:
         """Return when the gradient of slot number `position` may be read; at once, but for device gradients.
 

@@ -67,10 +67,12 @@ class StagedBucket:
     """
 
     def __init__(self, device: _Device, on_device: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> None:
-        self.on_device = on_device
-        self._device = device
+        self.on_device, self._device, self._stream = on_device, device, device.stream
         self.on_host = device.take(on_device.numel(), on_device.dtype)
-        self._arrivals = device.start_copies([(on_device[a:b], self.on_host[a:b]) for a, b in bounds])
+        device._follow_caller()
+        with self._stream:
+            self._arrivals = [Reading(on_device[a:b], self.on_host[a:b]) for a, b in bounds]
+            on_device.record_stream(self._stream)  # its memory must not be given away before
 
     def wait_for(self, position: int) -> None:
         """Return when piece number `position` has arrived; on the lane."""
@@ -90,11 +92,13 @@ class StagedBucket:
 
     def send_back(self) -> None:
         """Start copying the host's values into DDP's buffer; waits for nothing."""
-        self._device.send_back(self.on_host, self.on_device)
+        with self._stream:
+            self.on_device.copy_(self.on_host, non_blocking=True)
+            self.on_device.record_stream(self._stream)
 
     def complete(self, reduced: torch.futures.Future) -> None:
         """Complete DDP's future: whoever waits for it has his stream wait for what was sent back."""
-        with self._device.stream:
+        with self._stream:
             reduced.set_result(self.on_device)
 
 
@@ -141,16 +145,6 @@ class _Device:
 
     # ---- the stream
 
-    def start_copies(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Reading]:
-        """Copy (source on the device, target on the host) in order, behind what the calling thread's stream was given."""
-        self._follow_caller()
-        arrivals = []
-        with self.stream:
-            for source, target in pieces:
-                arrivals.append(Reading(source, target))
-                source.record_stream(self.stream)  # its memory must not be given away before
-        return arrivals
-
     def compute(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
         position, self._n_results = self._n_results, self._n_results + 1
         try:
@@ -166,11 +160,6 @@ class _Device:
                 f"close() the attachment and train without gradwire. Backend: {error}"
             ) from error
         return arrival.wait()
-
-    def send_back(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        with self.stream:
-            target.copy_(source, non_blocking=True)
-            target.record_stream(self.stream)
 
     def _follow_caller(self) -> None:
         self.stream.wait_stream(torch.accelerator.current_stream(self._name))

@@ -27,15 +27,14 @@ def thread_count() -> int:
 
 
 def use_fair_share_of_cores() -> None:
-    """Unless the user chose, give codecs this rank's share: usable cores / ranks on this machine, at least one."""
-    if not _chosen_by_user:
-        _native.set_thread_count(fair_share_of_cores())
+    """Unless the user chose, give codecs this rank's share: usable cores / ranks on this machine, at least one.
 
-
-def fair_share_of_cores() -> int:
-    """Usable cores of this machine / ranks on it (torchrun says how many; otherwise: all of them), at least one."""
+    torchrun says how many ranks these are; otherwise: all of them.
+    """
+    if _chosen_by_user:
+        return
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     n_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     if not n_local_ranks:
         n_local_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return max(1, n_cores // n_local_ranks)
+    _native.set_thread_count(max(1, n_cores // n_local_ranks))

@@ -191,7 +191,9 @@ class DeviceOwners:
                 for chunk in chunks:
                     message = row[chunk.room]
                     wire.flags[1:].bitwise_or_(message[_FLAGS_AT : _FLAGS_AT + 1])
-                    self._decode(self._answering, message, values[chunk.values], chunk.cuts, divisor=world)
+                    self._answering.decode(
+                        message, values[chunk.values], divisor=world, cuts=chunk.cuts, error=wire.flags[:1]
+                    )
         return (world - 1) * (received.shape[1] + row_bytes)
 
     def _push(self, values: Tensor, parts: _Parts, encode: _Encode) -> Tensor:
@@ -212,7 +214,8 @@ class DeviceOwners:
             if source == self._rank:
                 total.add_(own(chunk))
             else:
-                self._decode(self._codec, received[source][chunk.room], total, chunk.cuts, adds=True)
+                message = received[source][chunk.room]
+                self._codec.decode(message, total, adds=True, cuts=chunk.cuts, error=self._wire.flags[:1])
         return total
 
     def _pull_raw(self, part: Part, parts: _Parts, received: Tensor, own: Callable[[Chunk], Tensor]) -> int:
@@ -265,17 +268,6 @@ class DeviceOwners:
             values, None if residual is None else residual[chunk.values], room, draw,
             new_residual=unsent[chunk.values], residual_scale=scale, cuts=cuts,
         )  # fmt: skip
-
-    def _decode(
-        self,
-        codec: Quantised,
-        message: Tensor,
-        out: Tensor,
-        cuts: tuple[int, ...],
-        divisor: float = 1.0,
-        adds: bool = False,
-    ) -> None:
-        codec.decode(message, out, divisor=divisor, adds=adds, cuts=cuts, error=self._wire.flags[:1])
 
 
 def _row_bytes(parts: _Parts) -> int:

@@ -1,8 +1,12 @@
-"""Threads and blocks of launches, and error words."""
+"""Launches of kernels: threads and blocks, the structures that parameters are handed over in, and error words."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+
 import torch
+from torch import Tensor
 
 from gradwire.errors import CorruptMessage, GradwireError, IncompatibleVersion, RankMismatch
 
@@ -50,3 +54,72 @@ def raise_error(code: int, what: str, device: torch.device) -> None:
     if code:
         error, text = _WRONG[code]
         raise error(f"{what} on {device}: {text}")
+
+
+# ---- structures, in the words of the structs in `source/`
+
+# struct: "fields:kind ..." in their order; p: a pointer, Q: uint64, I: uint32, f: float. A struct within another is spelt
+# out; all of them are multiples of 8 bytes, so that nothing moves.
+_QUANTISE = (
+    "values residual left_out message sums pieces n_bytes turns:p n seed step:Q residual_scale parameter:f"
+    " kind dtype rule levels block pad:I"
+)
+_DEQUANTISE = "message out pieces error turns:p n payload:Q divisor:f kind dtype adds levels block:I"
+_GROUPING = "groups:p n_pieces:Q group_values per_group:I"
+_FORMAT = "n:Q kind dtype format n_bits partition version:I"
+
+STRUCTS = {
+    "Quantise": _QUANTISE,
+    "Dequantise": _DEQUANTISE,
+    "QuantiseGroups": f"{_QUANTISE} {_GROUPING}",
+    "DequantiseGroups": f"{_DEQUANTISE} {_GROUPING}",
+    "FloatEncode": f"values message scales turns n_bytes:p seed step:Q {_FORMAT} rounding per_row:I rows:p",
+    "FloatDecode": (
+        f"message error turns:p {_FORMAT} out:p divisor:f adds:I rows:p source_bytes:Q per_row n_rows n_sources pad:I"
+    ),
+    "GCompEncode": (
+        "values importance table message n_bytes exponents chunks:p n table_id:Q dtype mode kept_bits rounds:I"
+    ),
+    "GCompCount": "values counts:p n:Q dtype pad:I",
+    "GCompDecode": (
+        "message importance table out exponents stream_is_bad are_headers_right error:p n n_bytes table_id:Q divisor:f"
+        " dtype mode kept_bits adds placeholder:I"
+    ),
+    "Index": "values packed words head largest counts ends:p n n_blocks n_packed:Q dtype facts:I",
+    "MultiplyFactors": "left right matrix:p n_rows n_columns:Q rank dtype subtracts pad:I",
+    "OrthogonaliseFactors": "factors:p n:Q rank pad:I",
+    "Select": (
+        "values beside segments samples choices bins pieces n_taken indices taken:p n_segments n_tiles room:Q"
+        " shift n_bits round of_samples takes_zeros pad:I"
+    ),
+    "Scatter": "n_taken indices taken sums error:p n room:Q",
+    "Signs": "values words flags:p n:Q dtype n_ranks unit ties_are_positive:I",
+    "Ternary": (
+        "values sums scales counts spans:p n n_spans n_blocks seed step:Q clip:f dtype n_ranks are_nibbles is_single:I"
+    ),
+    "Rotated": (
+        "values residual left_out norms codes:p n sign_seed sign_step seed step:Q residual_scale clip:f"
+        " dtype n_ranks are_wide pad:I"
+    ),
+}
+_KINDS = {"p": ctypes.c_void_p, "Q": ctypes.c_uint64, "I": ctypes.c_uint32, "f": ctypes.c_float}
+
+
+@functools.cache
+def struct_called(name: str) -> type[ctypes.Structure]:
+    """The structure of that name in `source/`."""
+    fields: list[tuple[str, type]] = []
+    waiting: list[str] = []
+    for word in STRUCTS[name].split():
+        field, _, kind = word.partition(":")
+        waiting.append(field)
+        if kind:
+            fields += [(one, _KINDS[kind]) for one in waiting]
+            waiting = []
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+def fill_struct(name: str, **fields: Tensor | float | None) -> ctypes.Structure:
+    """A structure with these fields; of a tensor its address. What is not named is 0."""
+    values = {key: value.data_ptr() if isinstance(value, Tensor) else value for key, value in fields.items()}
+    return struct_called(name)(**values)

@@ -37,9 +37,8 @@ class Feedback:
 
     def clear(self) -> None:
         """Forget everything: the model is let go."""
-        self._current: dict[
-            Slot, Tensor
-        ] = {}  # of slots that are in no whole room; flat, or a matrix in the slot's shape
+        # Of slots that are in no whole room; flat, or a matrix in the slot's shape.
+        self._current: dict[Slot, Tensor] = {}
         self._whole: dict[Layout, Tensor] = {}
         self._staged: dict[Slot, Tensor | None] = {}  # None: the residual went out, nothing is left
         self._staged_whole: dict[Layout, Tensor] = {}

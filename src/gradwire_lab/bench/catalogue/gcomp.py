@@ -73,7 +73,7 @@ EXPERIMENTS = [
                        "workload": _FRONTIER_WORKLOADS["GPT, AdamW"],
                        "scheme": [_FRONTIER[name] for name in (
                            "DDP, bf16 hook", "gcomp, tolerance 1", "gcomp, tolerance 4", "gcomp, tolerance 32",
-                           "gcomp, tolerance 512", "uniform 10 bits", "uniform 7 bits")]})],  # fmt: skip
+                           "gcomp, tolerance 512", "uniform 10 bits", "uniform 7 bits")]})],
         goals=[Goal("a hundred times closer than bf16", _TO_BF16, "<=", 0.01, {"scheme": "gcomp:tolerance=1"}),
                Goal("fifty times closer than bf16, at its bytes", _TO_BF16, "<=", 0.02, {"scheme": "gcomp:tolerance=4"}),
                Goal("as close as bf16", _TO_BF16, "<=", 1, {"scheme": "gcomp:tolerance=512"}),

@@ -209,7 +209,7 @@ def sketches() -> Iterator[Tensor]:
             yield cells.clone()
             sketch.recover(cells, 0.3, mean, estimate=True)
             yield mean
-    assert sketch.n_blocks > 2, "nothing that threads could share"
+    assert sketch._plan.n_blocks > 2, "nothing that threads could share"
 
 
 @pytest.mark.parametrize("compute", [refinements, sums, exponent_counts, signs_votes_and_selections, sketches])

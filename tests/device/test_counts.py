@@ -110,7 +110,7 @@ class Counter(TorchDispatchMode):
 def sizes_noted(counter: Counter) -> Iterator[None]:
     """Codecs tell the counter how long their messages are."""
     laid_out: dict[int, tuple[int, int]] = {}
-    lay_out, write, read = Floats.lay_out, Floats._write, Floats._read
+    lay_out, write, read = Floats.lay_out, Floats.encode_messages, Floats.decode_messages
     quantise, dequantise = Quantised._encode, Quantised.decode
 
     def size_of(codec: Any, n: int, messages: Any, times: int = 1) -> tuple[int, int]:
@@ -125,17 +125,18 @@ def sizes_noted(counter: Counter) -> Iterator[None]:
 
     def noting(work: Any, size: Any) -> Any:
         def noted(codec: Any, *arguments: Any, **options: Any) -> Any:
-            counter.message = size(codec, *arguments)
+            n = {"n": options["n_sources"]} if "n_sources" in options else {}
+            counter.message = size(codec, *arguments, **n)
             return work(codec, *arguments, **options)
 
         return noted
 
-    noted_write = noting(write, lambda codec, values, room, step, messages: size_of(codec, values.numel(), messages))
-    noted_read = noting(read, lambda codec, room, out, messages, n, *_: size_of(codec, out.numel(), messages, n))
+    noted_write = noting(write, lambda codec, values, room, messages: size_of(codec, values.numel(), messages))
+    noted_read = noting(read, lambda codec, room, out, messages, n=1: size_of(codec, out.numel(), messages, n))
     noted_encode = noting(quantise, lambda codec, values, *_: size_of(codec, values.numel(), None))
     noted_decode = noting(dequantise, lambda codec, _, out: size_of(codec, out.numel(), None))
     with (
-        mock.patch.multiple(Floats, lay_out=lay, _write=noted_write, _read=noted_read),
+        mock.patch.multiple(Floats, lay_out=lay, encode_messages=noted_write, decode_messages=noted_read),
         mock.patch.multiple(Quantised, _encode=noted_encode, decode=noted_decode),
         mock.patch.object(floats, "upload", lambda values, device: torch.empty(values.shape, device=device)),
         mock.patch.object(floats, "zeros_between_launches", lambda device, n: torch.empty(n, device=device)),

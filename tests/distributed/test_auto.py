@@ -67,7 +67,7 @@ def test_a_hook_may_come_late(rank: int, world_size: int, static_graph: bool) ->
 @on_ranks(3)
 def test_plain_through_a_late_hook_has_the_bits_of_ddp(rank: int, world_size: int) -> None:
     training = trained(rank, 5, Auto(replay=[(0, "plain")]))
-    training.attachment._door.register()
+    training.attachment._register()
     training.take_steps(range(5, 12))
     training.close()
     assert torch.equal(training.flat(), trained(rank, 12).flat())

@@ -149,9 +149,8 @@ class HookState(Reducer):
         self._placement = None if placement is None else check_choice("placement", placement, PLACEMENTS)
         self._watch: Watch | None = None
         self._register: Callable[[], None] = _do_nothing  # puts the hook in, where the user does not
-        self._called: Callable[[], torch.nn.Module | None] = (
-            _do_nothing  # the model as its user calls it, if that is another
-        )
+        # The model as its user calls it, if that is another.
+        self._called: Callable[[], torch.nn.Module | None] = _do_nothing
         self._shadows: list[torch.futures.Future[torch.Tensor]] = []
         self._closed_by_all = False
         self._waits_from_ns = 0
@@ -218,9 +217,10 @@ class HookState(Reducer):
 
     def _watch_steps(self) -> None:
         """`auto` sees steps from outside; no other scheme does."""
-        model = self.session.module
+        model, called = self.session.module, self._called()
         if self._watch is None and isinstance(model, DistributedDataParallel) and isinstance(self.scheme, Auto):
-            self._watch = Watch(self, model, self._called() or model, self._register)
+            # Not `called or model`: a compiled model asks DDP for its length.
+            self._watch = Watch(self, model, model if called is None else called, self._register)
 
     def switch(self, scheme: Scheme | str) -> None:
         """As any Reducer; a scheme by name ends `auto`, "auto" takes it up again."""

@@ -43,12 +43,12 @@ def cell_bytes_of(options: dict[str, Any], dtype: torch.dtype) -> float:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "pattern"), [*((3, pattern) for pattern in PATTERNS), (2, "random"), (4, "random")]
+    ("world_size", "pattern"), [*((3, pattern) for pattern in PATTERNS), (1, "random"), (2, "random"), (4, "random")]
 )
 @on_ranks(timeout_s=200)
 def test_densities_from_none_to_all_and_back_in_one_run(rank: int, world_size: int, pattern: str) -> None:
     ring = 2 * (world_size - 1) / world_size
-    for options, dtype in itertools.product(MODES if world_size == 3 else MORE, DTYPES):
+    for options, dtype in itertools.product({1: (*MODES, *MORE), 3: MODES}.get(world_size, MORE), DTYPES):
         aggregator = ProcessGroup(options.get("aggregator", "all-reduce"))
         scheme = schemes.by_name("homomorphic", **{**options, "aggregator": aggregator})
         driver = Driver(scheme, [torch.zeros(N, dtype=dtype)])
@@ -78,9 +78,9 @@ def test_densities_from_none_to_all_and_back_in_one_run(rank: int, world_size: i
         most = 1.7 if options.get("mode") == "sketch" else 1.3
         assert record.bytes_sent <= ring * (N / 8 + most * cell_bytes * n_nonzeros + 1_000), (where, record.bytes_sent)
         stats = driver.scheme.stats()
-        assert was_dense
+        assert was_dense or world_size == 1  # alone nothing is ever sent
         assert stats["n_steps_not_finite"] == stats["n_buckets_too_large"] == 0
-        if options.get("index") == "bloom":
+        if options.get("index") == "bloom" and world_size > 1:
             assert stats["n_bloom_indices"] > 0
             assert stats["n_bloom_fallbacks"] > 0, "no filter was too small for the step after it"
         driver.close()

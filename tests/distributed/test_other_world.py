@@ -109,6 +109,33 @@ def test_steps_after_a_state_for_all_ranks_are_those_of_the_states_in_it(
             assert torch.allclose(means, expected, atol=1e-5)
 
 
+def live(rank: int, world_size: int, saved: dict[str, Any]) -> dict[str, Any]:
+    """{scheme: (state for all ranks, residuals as loaded, residuals after two steps)}."""
+    lived = {}
+    for name in SCHEMES:
+        reducer = make(name)
+        if saved:
+            reducer.load_state_dict(saved[name][0])
+        loaded = residual_of(reducer.state_dict())
+        take_steps(reducer, rank, range(2))
+        lived[name] = reducer.state_dict(all_ranks=True), loaded, residual_of(reducer.state_dict())
+        reducer.close()
+    return lived
+
+
+def test_a_state_goes_from_one_number_of_ranks_to_another_and_on() -> None:
+    saved: dict[str, Any] = {}
+    kept: dict[str, torch.Tensor] = {}
+    for world_size in (3, 2, 4):
+        lives = run_ranks(live, world_size, saved)
+        for name in SCHEMES:
+            loaded, left = (torch.stack([life[name][i] for life in lives]).mean(0) for i in (1, 2))
+            assert torch.allclose(loaded, kept.get(name, torch.zeros_like(loaded)), atol=1e-7), (name, world_size)
+            assert (float(left.abs().max()) > 0) == (name not in ("gcomp", "plain")), name
+            kept[name] = left
+        saved = lives[0]
+
+
 @on_ranks(2)
 def test_the_same_ranks_get_their_own_state_and_others_are_refused(rank: int, world_size: int) -> None:
     reducer = gradwire.Reducer("one-bit", names=draw(0, 0), timeout_s=100)

@@ -163,13 +163,13 @@ struct Peer {
 class Conversation {
  public:
   explicit Conversation(std::size_t n_peers, double timeout_s)
-      : mesh_(0, 1 + static_cast<int>(n_peers), "127.0.0.1", timeout_s), peers_(n_peers) {
+      : mesh_(0, 1 + static_cast<int>(n_peers), {"127.0.0.1"}, timeout_s, {}), peers_(n_peers) {
     wire::Secret secret{};
-    mesh_.join(std::vector<wire::Endpoint>(1 + n_peers, mesh_.endpoint()), secret);
+    mesh_.join(std::vector<wire::Endpoints>(1 + n_peers, mesh_.endpoints()), secret);
     const auto soon = wire::Clock::now() + std::chrono::seconds(15);
     for (std::size_t i = 0; i < n_peers; ++i) {
       ranks_.push_back(static_cast<int>(1 + i));
-      peers_[i].socket = wire::connect_to(mesh_.endpoint(), soon);
+      peers_[i].socket = wire::connect_to(mesh_.endpoints()[0], soon);
       const linger at_once{1, 0};  // no port is kept once it closes
       setsockopt(peers_[i].socket.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
       wire::introduce(peers_[i].socket, ranks_[i], 0, secret, soon);

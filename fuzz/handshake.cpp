@@ -84,8 +84,16 @@ void say(const wire::Descriptor& connection, Input bytes) {
 struct Door {
   wire::Endpoint endpoint{"127.0.0.1", 0};
   std::array<std::atomic<long>, kWorld> n_welcome{};
-  wire::Doorkeeper keeper{wire::listen_at(endpoint.host, endpoint.port), kDoor, kWorld, kSecret,
-                          [this](int peer, wire::Descriptor) { ++n_welcome[static_cast<std::size_t>(peer)]; }};
+  std::vector<wire::Descriptor> listeners = listen();
+  wire::Doorkeeper keeper{std::move(listeners), kDoor, kWorld, kSecret,
+                          [this](int peer, wire::Descriptor connection, ConstBytes answer) {
+                            if (wire::send_at_once(connection, answer)) ++n_welcome[static_cast<std::size_t>(peer)];
+                          }};
+  std::vector<wire::Descriptor> listen() {
+    std::vector<wire::Descriptor> made;
+    made.push_back(wire::listen_at(endpoint.host, endpoint.port));
+    return made;
+  }
 };
 
 void visit(std::uint8_t how, Input input) {

@@ -66,15 +66,29 @@ void bind_mesh(nb::module_& m) {
   m.attr("MESH_SECRET_BYTES") = wire::kSecretBytes;
   m.def("interface_address", &wire::interface_address);
   nb::class_<Mesh> connections(m, "Mesh");
-  connections.def(nb::init<int, int, const std::string&, double>())
-      .def_prop_ro("endpoint", [](const Mesh& mesh) { return Place(mesh.endpoint().host, mesh.endpoint().port); })
+  connections
+      .def("__init__",
+           [](Mesh* place, int rank, int world_size, const std::vector<std::string>& hosts, double timeout_s,
+              std::size_t n_lanes, const std::string& congestion) {
+             new (place) Mesh(rank, world_size, hosts, timeout_s, {n_lanes, congestion});
+           })
+      .def_prop_ro("endpoints",
+                   [](const Mesh& mesh) {
+                     std::vector<Place> places;
+                     for (const auto& [host, port] : mesh.endpoints()) places.emplace_back(host, port);
+                     return places;
+                   })
+      .def_prop_ro("n_lanes", &Mesh::n_lanes)
       .def("join",
-           [](Mesh& mesh, const std::vector<Place>& places, const nb::bytes& secret) {
+           [](Mesh& mesh, const std::vector<std::vector<Place>>& places, const nb::bytes& secret) {
              wire::Secret known;
              if (secret.size() != known.size()) throw InvalidArgument("the secret of a mesh has 16 bytes");
              std::memcpy(known.data(), secret.data(), known.size());
-             std::vector<wire::Endpoint> endpoints;
-             for (const auto& [host, port] : places) endpoints.push_back({host, port});
+             std::vector<wire::Endpoints> endpoints;
+             for (const auto& of_rank : places) {
+               auto& to = endpoints.emplace_back();
+               for (const auto& [host, port] : of_rank) to.push_back({host, port});
+             }
              mesh.join(std::move(endpoints), known);
            })
       .def("close", &Mesh::close, unlocked)

@@ -44,11 +44,11 @@ def flip_what_comes(place: int) -> None:
 
         def __init__(self, *args: Any) -> None:
             self.mesh = make(*args)
-            own = self.mesh.endpoint
+            (own,) = self.mesh.endpoints
             threading.Thread(target=relay, args=(listener, own, place), daemon=True).start()
             self.shut = self.mesh.shut
 
-        endpoint = ("127.0.0.1", listener.getsockname()[1])
+        endpoints = (("127.0.0.1", listener.getsockname()[1]),)
 
         def join(self, *args: Any) -> None:
             self.mesh.join(*args)

@@ -188,8 +188,9 @@ struct Doorkeeper::Visitor {
   std::size_t n_heard = 0;
 };
 
-Doorkeeper::Doorkeeper(Descriptor listener, int rank, int world_size, const Secret& secret, Welcome welcome)
-    : listener_(std::move(listener)),
+Doorkeeper::Doorkeeper(std::vector<Descriptor> listeners, int rank, int world_size, const Secret& secret,
+                       Welcome welcome)
+    : listeners_(std::move(listeners)),
       stop_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       rank_(rank),
       world_size_(world_size),
@@ -216,28 +217,28 @@ void Doorkeeper::abandon() {
 }
 
 void Doorkeeper::close_descriptors() {
-  listener_.close();
+  listeners_.clear();
   stop_.close();
 }
 
 void Doorkeeper::serve() {
-  std::array<pollfd, 2 + kMaxVisitors> entries;
+  std::vector<pollfd> entries;
   for (;;) {
-    std::size_t n_entries = 2;
-    entries[0] = {stop_.get(), POLLIN, 0};
-    entries[1] = {visitors_.size() < kMaxVisitors ? listener_.get() : -1, POLLIN, 0};
+    entries.assign(1, {stop_.get(), POLLIN, 0});
+    for (const Descriptor& listener : listeners_)
+      entries.push_back({visitors_.size() < kMaxVisitors ? listener.get() : -1, POLLIN, 0});
     auto deadline = Clock::time_point::max();
     for (const Visitor& visitor : visitors_) {
-      entries[n_entries++] = {visitor.connection.get(), POLLIN, 0};
+      entries.push_back({visitor.connection.get(), POLLIN, 0});
       deadline = std::min(deadline, visitor.deadline);
     }
-    const int n = poll(entries.data(), n_entries, visitors_.empty() ? -1 : milliseconds_until(deadline));
+    const int n = poll(entries.data(), entries.size(), visitors_.empty() ? -1 : milliseconds_until(deadline));
     if (entries[0].revents != 0) return;
     if (n < 0 && errno != EINTR) {  // more of them than the process may open by now, say
       visitors_.clear();
       continue;
     }
-    std::size_t index = 2;
+    std::size_t index = 1 + listeners_.size();
     const auto now = Clock::now();
     for (auto visitor = visitors_.begin(); visitor != visitors_.end(); ++index) {
       // Heard before the clock is asked: where this thread came late, what lies here did not.
@@ -245,15 +246,16 @@ void Doorkeeper::serve() {
       const bool stays = (!was_heard || hear(*visitor)) && now < visitor->deadline;
       visitor = stays ? std::next(visitor) : visitors_.erase(visitor);
     }
-    if (n > 0 && entries[1].revents != 0) try {
-        admit();
-      } catch (const std::exception&) {  // no memory, no random numbers: this one may come again
-      }
+    for (std::size_t i = 0; i < listeners_.size(); ++i)
+      if (n > 0 && entries[1 + i].revents != 0) try {
+          admit(listeners_[i]);
+        } catch (const std::exception&) {  // no memory, no random numbers: this one may come again
+        }
   }
 }
 
-void Doorkeeper::admit() {
-  Descriptor connection(accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+void Doorkeeper::admit(const Descriptor& listener) {
+  Descriptor connection(accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
   if (!connection) {
     // Out of descriptors, say: no reason to spin.
     if (errno != EAGAIN && errno != ECONNABORTED && errno != EINTR)
@@ -263,7 +265,7 @@ void Doorkeeper::admit() {
   Challenge challenge;
   fill_random(challenge.nonce);
   // It fits into what the kernel holds for a new connection; a visitor for whom it does not is none of ours.
-  if (send(connection.get(), &challenge, sizeof challenge, MSG_NOSIGNAL) != sizeof challenge) return;
+  if (!send_at_once(connection, {reinterpret_cast<const std::uint8_t*>(&challenge), sizeof challenge})) return;
   visitors_.push_back({std::move(connection), Clock::now() + kPatienceWithStrangers, challenge.nonce, {}, 0});
 }
 
@@ -282,11 +284,10 @@ bool Doorkeeper::hear(Visitor& visitor) {
       equal_digests(proof.digest, prove(secret_, 'c', proof.rank, proof.peer, visitor.nonce, proof.nonce));
   if (!is_peer) return false;
   const Digest answer = prove(secret_, 'a', proof.rank, proof.peer, visitor.nonce, proof.nonce);
-  if (send(visitor.connection.get(), answer.data(), answer.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(answer.size()))
-    try {
-      welcome_(static_cast<int>(proof.rank), std::move(visitor.connection));
-    } catch (const std::exception&) {  // no memory, say: the connection closes, which its other end sees
-    }
+  try {
+    welcome_(static_cast<int>(proof.rank), std::move(visitor.connection), answer);
+  } catch (const std::exception&) {  // no memory, say: the connection closes, which its other end sees
+  }
   return false;
 }
 

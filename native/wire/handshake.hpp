@@ -9,6 +9,7 @@
 #include <functional>
 #include <list>
 #include <thread>
+#include <vector>
 
 #include "wire/socket.hpp"
 
@@ -31,9 +32,10 @@ void introduce(const Descriptor& connection, int rank, int peer, const Secret& s
 // within a second. It sleeps while nobody comes.
 class Doorkeeper {
  public:
-  using Welcome = std::function<void(int peer, Descriptor connection)>;
+  // Sends the answer if it takes the connection, at once; else the connection closes.
+  using Welcome = std::function<void(int peer, Descriptor connection, ConstBytes answer)>;
 
-  Doorkeeper(Descriptor listener, int rank, int world_size, const Secret& secret, Welcome welcome);
+  Doorkeeper(std::vector<Descriptor> listeners, int rank, int world_size, const Secret& secret, Welcome welcome);
   ~Doorkeeper();
   Doorkeeper(const Doorkeeper&) = delete;
   Doorkeeper& operator=(const Doorkeeper&) = delete;
@@ -44,11 +46,12 @@ class Doorkeeper {
  private:
   struct Visitor;
   void serve();
-  void admit();
+  void admit(const Descriptor& listener);
   // Whether the visitor may stay for now.
   bool hear(Visitor& visitor);
 
-  Descriptor listener_, stop_;
+  std::vector<Descriptor> listeners_;
+  Descriptor stop_;
   const int rank_, world_size_;
   const Secret secret_;
   const Welcome welcome_;

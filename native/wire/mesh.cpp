@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <future>
+#include <iterator>
 #include <set>
 #include <system_error>
 
@@ -20,7 +22,14 @@ namespace gradwire::wire {
 namespace {
 
 constexpr std::size_t kMessagesPerCall = 8;
+// Of several lanes each takes so much at a time, and leaves the rest to whichever has room first.
+constexpr std::size_t kLaneBytes = 64 << 10;
+// A lost lane is made anew so often, and for so long, by the next exchange.
+constexpr std::chrono::seconds kRetryAfter{5}, kRetryFor{2};
 constexpr int kEventsPerCall = 64;
+
+// Of numbers that count up, and begin again at 0.
+bool is_before(std::uint32_t a, std::uint32_t b) { return static_cast<std::int32_t>(a - b) < 0; }
 
 std::string describe(int error) { return std::generic_category().message(error); }
 
@@ -40,13 +49,19 @@ void Mesh::open(std::uint32_t number, const Facts& facts, std::uint64_t max_byte
   stream.n_sent.assign(n, 0);
   stream.n_arrived.assign(n, 0);
   stream.inboxes.resize(n);
+  stream.early.resize(n);
   stream.waiting_since.resize(n);
-  for (auto& connection : connections_)
-    if (connection && connection->is_parked && connection->header.stream == number) {
-      connection->is_parked = false;
-      begin_body(*connection, stream);
-      watch(*connection);
-    }
+  if (is_before(newest_stream_, number)) newest_stream_ = number;
+  most_bytes_ = std::max(most_bytes_, max_bytes);
+  for (auto& link : links_) {
+    if (!link) continue;
+    for (auto& lane : link->lanes)
+      if (lane->is_parked && lane->header.stream == number) {
+        lane->is_parked = false;
+        begin_body(*lane, stream);
+        watch(*lane);
+      }
+  }
 }
 
 void Mesh::close(std::uint32_t number) {
@@ -66,20 +81,21 @@ void Mesh::send(int peer, std::uint32_t number, Message message) {
   const std::lock_guard lock(mutex_);
   throw_if_broken();
   Stream& stream = stream_of(number);
-  Connection& connection = *connections_[peer];
-  if (connection.has_ended) lose(peer, connection.end, Clock::now());
+  Link& link = *links_[peer];
+  if (link.has_ended) lose(peer, link.end, Clock::now());
   const Header header{number, stream.n_sent[peer]++, message.n_bytes, stream.facts, is_sealed, checksum};
-  connection.queue.push_back({pack_header(header), std::move(message)});
-  if (connection.queue.size() == 1) connection.out = {Clock::now()};
-  write(connection);
+  if (link.n_unsent() == 0) link.out = {Clock::now()};
+  link.queue.push_back({pack_header(header), std::move(message)});
+  send_queued(link);
 }
 
 Message Mesh::receive(int peer, std::uint32_t number) {
   Lock lock(mutex_);
   auto& inbox = stream_of(number).inboxes[peer];
-  if (inbox.empty()) read(*connections_[peer]);
+  if (inbox.empty())
+    for (auto& lane : links_[peer]->lanes) read(*lane);
   serve_until(lock, peer, [&] {
-    if (inbox.empty() && connections_[peer]->has_ended) lose(peer, connections_[peer]->end, Clock::now());
+    if (inbox.empty() && links_[peer]->has_ended) lose(peer, links_[peer]->end, Clock::now());
     return !inbox.empty();
   });
   Message message = std::move(inbox.front().message);
@@ -110,7 +126,7 @@ Arrival Mesh::receive_any(std::uint32_t number, std::span<const int> peers) {
             return true;
           }
         for (const int peer : peers)
-          if (connections_[peer]->has_ended) lose(peer, connections_[peer]->end, Clock::now());
+          if (links_[peer]->has_ended) lose(peer, links_[peer]->end, Clock::now());
         return false;
       });
   waiting_since[found] = {};
@@ -121,163 +137,277 @@ Arrival Mesh::receive_any(std::uint32_t number, std::span<const int> peers) {
 
 void Mesh::wait_until_sent(int peer, std::size_t n_left) {
   Lock lock(mutex_);
-  Connection& connection = *connections_[peer];
-  serve_until(lock, peer, [&] { return connection.queue.size() <= n_left; });
+  const Link& link = *links_[peer];
+  serve_until(lock, peer, [&] { return link.n_unsent() <= n_left; });
 }
 
 void Mesh::wait_until_all_sent() {
   for (int peer = 0; peer < world_size_; ++peer) {
     {
       const std::lock_guard lock(mutex_);
-      if (!connections_[peer]) continue;
+      if (!links_[peer]) continue;
     }
     wait_until_sent(peer, 0);
   }
 }
 
-// ---- connections
+// ---- links and lanes
+
+std::size_t Mesh::Link::n_unsent() const {
+  std::size_t n = queue.size();
+  for (const auto& lane : lanes) n += lane->queue.size();
+  return n;
+}
+
+std::size_t Mesh::Link::n_alive() const {
+  return static_cast<std::size_t>(
+      std::count_if(lanes.begin(), lanes.end(), [](const auto& lane) { return !lane->has_stopped; }));
+}
+
+std::size_t Mesh::n_lanes() {
+  const std::lock_guard lock(mutex_);
+  std::size_t n = 0;
+  for (const auto& link : links_)
+    if (link) n = std::max(n, link->n_alive());
+  return n;
+}
 
 void Mesh::meet(Lock& lock, int peer) {
   throw_if_broken();
-  if (connections_[peer]) return;
-  if (endpoints_.empty()) throw InvalidArgument("this mesh has not been told where the other ranks are");
   if (peer > rank_) {  // the higher rank connects
-    serve_until(lock, peer, [&] { return connections_[peer] != nullptr; });
+    if (!links_[peer] && endpoints_.empty())
+      throw InvalidArgument("this mesh has not been told where the other ranks are");
+    serve_until(lock, peer, [&] { return links_[peer] != nullptr; });
     return;
   }
-  const Endpoint endpoint = endpoints_[peer];
+  if (const auto& link = links_[peer]) {
+    if (link->has_ended || link->n_alive() >= link->n_wanted || Clock::now() < link->tried + kRetryAfter) return;
+    link->tried = Clock::now();
+    return add_lanes(lock, peer, link->n_wanted - link->n_alive());
+  }
+  if (endpoints_.empty()) throw InvalidArgument("this mesh has not been told where the other ranks are");
+  const Endpoints endpoints = endpoints_[peer];
   lock.unlock();
-  Descriptor socket = reach(peer, endpoint);
+  Descriptor socket = reach(peer, endpoints, 0, seconds(timeout_s_));
   lock.lock();
   throw_if_broken();
-  if (!connections_[peer]) add(peer, std::move(socket));
+  const bool is_long = round_trip(socket) >= kLongTrip;
+  add(peer, std::move(socket));
+  Link& link = *links_[peer];
+  link.n_wanted = std::max(lines_.n_lanes > 0 ? lines_.n_lanes
+                           : is_long          ? kLanes
+                                              : 1,
+                           std::max(own_.size(), endpoints.size()));
+  if (link.n_wanted > 1) add_lanes(lock, peer, link.n_wanted - 1);
+}
+
+// All at once, as each takes three round trips; the link does without those that fail.
+void Mesh::add_lanes(Lock& lock, int peer, std::size_t n) {
+  const Endpoints endpoints = endpoints_[peer];
+  const std::size_t first = links_[peer]->lanes.size();
+  lock.unlock();
+  std::vector<std::future<Descriptor>> sockets;
+  for (std::size_t i = 0; i < n; ++i)
+    sockets.push_back(std::async(std::launch::async, [&, i] { return reach(peer, endpoints, first + i, kRetryFor); }));
+  std::vector<Descriptor> made;
+  for (auto& socket : sockets) try {
+      made.push_back(socket.get());
+    } catch (const std::exception&) {  // an interface from which there is no way, a door that is full
+    }
+  lock.lock();
+  throw_if_broken();
+  for (Descriptor& socket : made) add(peer, std::move(socket));
 }
 
 void Mesh::add(int peer, Descriptor socket) {
-  tune(socket, timeout_s_);
-  auto connection = std::make_unique<Connection>();
-  connection->socket = std::move(socket);
-  connection->peer = peer;
-  connection->in.last = connection->out.last = connection->free_since = Clock::now();
-  connections_[peer] = std::move(connection);
-  watch(*connections_[peer]);
+  const bool is_long = round_trip(socket) >= kLongTrip;
+  // A lane that nobody answers ends early enough for others to take over.
+  tune(socket, lines_.n_lanes == 1 || !is_long ? timeout_s_ : timeout_s_ / 2);
+  if (!lines_.congestion.empty() || is_long)
+    set_congestion(socket, lines_.congestion.empty() ? "bbr" : lines_.congestion);
+  auto& link = links_[peer];
+  if (!link) {
+    link = std::make_unique<Link>();
+    link->peer = peer;
+    link->in.last = link->out.last = link->free_since = Clock::now();
+  }
+  auto lane = std::make_unique<Lane>();
+  lane->link = link.get();
+  lane->index = link->lanes.size();
+  lane->socket = std::move(socket);
+  link->lanes.push_back(std::move(lane));
+  watch(*link->lanes.back());
   wake();
 }
 
-void Mesh::watch(Connection& connection) {
+void Mesh::watch(Lane& lane) {
   std::uint32_t wanted = 0;
-  if (!connection.is_parked) wanted |= EPOLLIN;
-  if (!connection.queue.empty()) wanted |= EPOLLOUT;
-  if (connection.has_ended || (connection.is_parked && connection.is_hung)) wanted = 0;
-  if (wanted == connection.watched_for && (connection.is_watched || wanted == 0)) return;
+  if (!lane.is_parked) wanted |= EPOLLIN;
+  if (!lane.has_stopped && (!lane.queue.empty() || !lane.link->queue.empty())) wanted |= EPOLLOUT;
+  if (lane.has_ended || (lane.is_parked && lane.is_hung)) wanted = 0;
+  if (wanted == lane.watched_for && (lane.is_watched || wanted == 0)) return;
   epoll_event event{};
   event.events = wanted;
-  event.data.u64 = static_cast<std::uint64_t>(connection.peer);
+  event.data.u64 = lane.index << 32 | static_cast<std::uint64_t>(lane.link->peer);
   // Nothing wanted is not watched at all: an end would be reported again and again.
-  const int operation = wanted == 0 ? EPOLL_CTL_DEL : connection.is_watched ? EPOLL_CTL_MOD : EPOLL_CTL_ADD;
-  if (operation != EPOLL_CTL_DEL || connection.is_watched)
-    if (epoll_ctl(epoll_.get(), operation, connection.socket.get(), &event) != 0)
+  const int operation = wanted == 0 ? EPOLL_CTL_DEL : lane.is_watched ? EPOLL_CTL_MOD : EPOLL_CTL_ADD;
+  if (operation != EPOLL_CTL_DEL || lane.is_watched)
+    if (epoll_ctl(epoll_.get(), operation, lane.socket.get(), &event) != 0)
       throw std::system_error(errno, std::generic_category(), "epoll_ctl");
-  connection.is_watched = wanted != 0;
-  connection.watched_for = wanted;
+  lane.is_watched = wanted != 0;
+  lane.watched_for = wanted;
 }
 
-void Mesh::end(Connection& connection, const std::string& why) {
-  if (connection.has_ended) return;
-  connection.has_ended = true;
-  connection.end = why;
-  watch(connection);
-  if (!connection.queue.empty()) lose(connection.peer, why, Clock::now());
+// may_have_more: of what the peer has sent; a link of several lanes still reads it then.
+void Mesh::end(Lane& lane, const std::string& why, bool may_have_more) {
+  Link& link = *lane.link;
+  if (lane.has_ended || (lane.has_stopped && may_have_more)) return;
+  forget_acknowledged(lane);
+  lane.has_stopped = true;
+  lane.has_ended = !may_have_more || link.has_one_lane();
+  // Others take what the peer may not have got. What it has got, it drops the second time.
+  auto& rest = lane.unacknowledged;
+  std::move(lane.queue.begin(), lane.queue.end(), std::back_inserter(rest));
+  for (Outgoing& outgoing : rest) outgoing.n_sent = 0;
+  link.queue.insert(link.queue.begin(), std::move_iterator(rest.begin()), std::move_iterator(rest.end()));
+  lane.queue.clear();
+  rest.clear();
+  watch(lane);
+  if (lane.has_ended) lane.message.reset();  // it comes again
+  if (link.n_alive() > 0) {
+    if (lane.has_ended) lane.socket.close();
+    return send_queued(link);
+  }
+  link.has_ended = std::all_of(link.lanes.begin(), link.lanes.end(), [](const auto& one) { return one->has_ended; });
+  link.end = why;
+  if (!link.queue.empty()) lose(link.peer, why, Clock::now());
 }
 
-void Mesh::begin_message(Connection& connection) {
-  connection.n_header = 0;
-  connection.header = unpack_header(connection.raw_header, connection.peer);
-  const auto stream = streams_.find(connection.header.stream);
-  if (stream == streams_.end())
-    connection.is_parked = true;
-  else
-    begin_body(connection, stream->second);
+void Mesh::begin_message(Lane& lane) {
+  const Link& link = *lane.link;
+  lane.n_header = 0;
+  lane.header = unpack_header(lane.raw_header, link.peer);
+  const Header& header = lane.header;
+  const auto stream = streams_.find(header.stream);
+  lane.is_repeated = !link.has_one_lane() && header.n_bytes <= most_bytes_ &&
+                     (stream == streams_.end() ? is_before(header.stream, newest_stream_)
+                                               : stream->second.has(link.peer, header.number));
+  if (lane.is_repeated) {
+    lane.n_body = 0;
+    if (header.n_bytes > 0) lane.message = pool_.take(static_cast<std::size_t>(header.n_bytes));
+  } else if (stream == streams_.end()) {
+    lane.is_parked = true;
+  } else {
+    begin_body(lane, stream->second);
+  }
 }
 
-void Mesh::begin_body(Connection& connection, Stream& stream) {
-  const Header& header = connection.header;
-  compare_facts(stream.facts, header.facts, rank_, connection.peer);
-  if (header.number != stream.n_arrived[connection.peer] || header.n_bytes > stream.max_bytes)
-    throw CorruptMessage("rank ", connection.peer, " announced message ", header.number, " of ", header.n_bytes,
-                         " bytes, where message ", stream.n_arrived[connection.peer], " of at most ", stream.max_bytes,
-                         " was due (bucket ", stream.facts.bucket, ", step ", stream.facts.step,
+void Mesh::begin_body(Lane& lane, Stream& stream) {
+  const Header& header = lane.header;
+  const int peer = lane.link->peer;
+  compare_facts(stream.facts, header.facts, rank_, peer);
+  const std::uint32_t due = stream.n_arrived[peer];
+  const bool is_due = lane.link->has_one_lane() ? header.number == due : !stream.has(peer, header.number);
+  if (!is_due || header.n_bytes > stream.max_bytes)
+    throw CorruptMessage("rank ", peer, " announced message ", header.number, " of ", header.n_bytes,
+                         " bytes, where message ", due, " of at most ", stream.max_bytes, " was due (bucket ",
+                         stream.facts.bucket, ", step ", stream.facts.step,
                          "); check that all ranks run the same gradwire, and the host's memory and network");
   // Streams have few sizes of their own, so blocks of the largest one are used again whatever comes.
-  connection.message = pool_.take(static_cast<std::size_t>(header.n_bytes));
-  connection.n_body = 0;
-  if (header.n_bytes == 0) deliver(connection, stream);
+  lane.message = pool_.take(static_cast<std::size_t>(header.n_bytes));
+  lane.n_body = 0;
+  if (header.n_bytes == 0) deliver(lane, stream);
 }
 
-void Mesh::deliver(Connection& connection, Stream& stream) {
+void Mesh::deliver(Lane& lane, Stream& stream) {
   const auto now = Clock::now();
-  const Header& header = connection.header;
-  connection.message->is_sealed = header.is_sealed;
-  if (!header.is_sealed && crc32c(connection.message->bytes()) != header.checksum)
-    throw CorruptMessage("rank ", connection.peer, " sent message ", header.number, " (bucket ", stream.facts.bucket,
+  const Header& header = lane.header;
+  Link& link = *lane.link;
+  lane.message->is_sealed = header.is_sealed;
+  if (!header.is_sealed && crc32c(lane.message->bytes()) != header.checksum)
+    throw CorruptMessage("rank ", link.peer, " sent message ", header.number, " (bucket ", stream.facts.bucket,
                          ", step ", stream.facts.step,
                          "), whose checksum does not match: bytes were changed on the way; check the host's memory and "
                          "network");
-  const std::chrono::nanoseconds duration = now - connection.free_since;
-  connection.free_since = now;
-  ++stream.n_arrived[connection.peer];
-  stream.inboxes[connection.peer].push_back({connection.peer, std::move(*connection.message), duration.count()});
-  connection.message.reset();
+  const std::chrono::nanoseconds duration = now - link.free_since;
+  link.free_since = now;
+  auto& early = stream.early[link.peer];
+  if (!stream.has(link.peer, header.number))
+    early[header.number] = {link.peer, std::move(*lane.message), duration.count()};
+  lane.message.reset();
+  for (auto next = early.begin(); next != early.end() && next->first == stream.n_arrived[link.peer];
+       next = early.erase(next)) {
+    ++stream.n_arrived[link.peer];
+    stream.inboxes[link.peer].push_back(std::move(next->second));
+  }
 }
 
-void Mesh::read(Connection& connection) {
-  while (!connection.is_parked && !connection.has_ended) {
+void Mesh::read(Lane& lane) {
+  Link& link = *lane.link;
+  while (!lane.is_parked && !lane.has_ended) {
     // The rest of the body, and in the same call the header behind it.
     iovec parts[2];
     int n_parts = 0;
     std::size_t n_asked = 0, n_rest = 0;
-    if (connection.message) {
-      n_rest = connection.message->n_bytes - connection.n_body;
-      parts[n_parts++] = {connection.message->block->data() + connection.n_body, n_rest};
+    if (lane.message) {
+      n_rest = lane.message->n_bytes - lane.n_body;
+      parts[n_parts++] = {lane.message->block->data() + lane.n_body, n_rest};
       n_asked += n_rest;
     }
-    parts[n_parts++] = {connection.raw_header.data() + connection.n_header, kHeaderBytes - connection.n_header};
-    n_asked += kHeaderBytes - connection.n_header;
-    const ssize_t n = readv(connection.socket.get(), parts, n_parts);
+    parts[n_parts++] = {lane.raw_header.data() + lane.n_header, kHeaderBytes - lane.n_header};
+    n_asked += kHeaderBytes - lane.n_header;
+    const ssize_t n = readv(lane.socket.get(), parts, n_parts);
     if (n < 0) {
       if (errno == EINTR) continue;
-      if (errno != EAGAIN) end(connection, "closed the connection (" + describe(errno) + ")");
+      if (errno != EAGAIN) end(lane, "closed the connection (" + describe(errno) + ")");
       return;
     }
-    if (n == 0) return end(connection, "closed the connection");
+    if (n == 0) return end(lane, "closed the connection");
     const auto now = Clock::now();
     // Where nothing had come, the first bytes of a message are on their way since about now.
-    if (!connection.message && connection.n_header == 0 && static_cast<std::size_t>(n) <= kHeaderBytes)
-      connection.free_since = now;
+    const auto is_idle = [](const auto& other) { return !other->message && other->n_header == 0; };
+    if (static_cast<std::size_t>(n) <= kHeaderBytes && std::all_of(link.lanes.begin(), link.lanes.end(), is_idle))
+      link.free_since = now;
     const std::size_t n_of_body = std::min<std::size_t>(n, n_rest);
-    connection.n_body += n_of_body;
-    connection.n_header += static_cast<std::size_t>(n) - n_of_body;
-    connection.in.add(static_cast<std::size_t>(n),
-                      (n_of_body > 0 && n_of_body == n_rest) || connection.n_header == kHeaderBytes);
-    if (connection.message && connection.n_body == connection.message->n_bytes) {
-      const auto stream = streams_.find(connection.header.stream);
-      if (stream != streams_.end())
-        deliver(connection, stream->second);
+    lane.n_body += n_of_body;
+    lane.n_header += static_cast<std::size_t>(n) - n_of_body;
+    link.in.add(static_cast<std::size_t>(n), (n_of_body > 0 && n_of_body == n_rest) || lane.n_header == kHeaderBytes);
+    if (lane.message && lane.n_body == lane.message->n_bytes) {
+      const auto stream = streams_.find(lane.header.stream);
+      if (stream != streams_.end() && !lane.is_repeated)
+        deliver(lane, stream->second);
       else
-        connection.message.reset();  // its stream was closed meanwhile: an exchange that failed
+        lane.message.reset();  // its stream was closed meanwhile: an exchange that failed
     }
-    if (!connection.message && connection.n_header == kHeaderBytes) begin_message(connection);
+    if (!lane.message && lane.n_header == kHeaderBytes) begin_message(lane);
     if (static_cast<std::size_t>(n) < n_asked) break;
   }
-  watch(connection);
+  watch(lane);
 }
 
-void Mesh::write(Connection& connection) {
-  while (!connection.queue.empty()) {
+// Lanes take turns at being the first to be asked.
+void Mesh::send_queued(Link& link) {
+  for (std::size_t i = 0; i < link.lanes.size() && !link.queue.empty(); ++i) {
+    Lane& lane = *link.lanes[link.next_lane++ % link.lanes.size()];
+    if (!lane.has_stopped && !(lane.watched_for & EPOLLOUT)) write(lane);
+  }
+}
+
+void Mesh::write(Lane& lane) {
+  Link& link = *lane.link;
+  const bool is_alone = link.has_one_lane();
+  for (;;) {
+    std::size_t n_taken = 0;
+    for (const Outgoing& outgoing : lane.queue) n_taken += kHeaderBytes + outgoing.message.n_bytes - outgoing.n_sent;
+    while (!link.queue.empty() && lane.queue.size() < kMessagesPerCall && (is_alone || n_taken < kLaneBytes)) {
+      n_taken += kHeaderBytes + link.queue.front().message.n_bytes;
+      lane.queue.push_back(std::move(link.queue.front()));
+      link.queue.pop_front();
+    }
+    if (lane.queue.empty()) break;
     iovec parts[2 * kMessagesPerCall];
     std::size_t n_parts = 0, n_asked = 0;
-    for (std::size_t i = 0; i < std::min(kMessagesPerCall, connection.queue.size()); ++i) {
-      Outgoing& outgoing = connection.queue[i];
+    for (Outgoing& outgoing : lane.queue) {
       const auto part = [&](const std::uint8_t* data, std::size_t size, std::size_t n_done) {
         if (n_done >= size) return;
         parts[n_parts++] = {const_cast<std::uint8_t*>(data) + n_done, size - n_done};
@@ -291,26 +421,42 @@ void Mesh::write(Connection& connection) {
     msghdr call{};
     call.msg_iov = parts;
     call.msg_iovlen = n_parts;
-    const ssize_t n = sendmsg(connection.socket.get(), &call, MSG_NOSIGNAL);
+    const ssize_t n = sendmsg(lane.socket.get(), &call, MSG_NOSIGNAL);
     if (n < 0) {
       if (errno == EINTR) continue;
-      if (errno != EAGAIN) return end(connection, "closed the connection (" + describe(errno) + ")");
+      if (errno != EAGAIN) return end(lane, "closed the connection (" + describe(errno) + ")", true);
       break;
     }
     bool is_whole = false;
     for (std::size_t left = static_cast<std::size_t>(n); left > 0;) {
-      Outgoing& outgoing = connection.queue.front();
+      Outgoing& outgoing = lane.queue.front();
       const std::size_t rest = kHeaderBytes + outgoing.message.n_bytes - outgoing.n_sent;
       const std::size_t taken = std::min(left, rest);
       outgoing.n_sent += taken;
       left -= taken;
-      if (taken == rest) connection.queue.pop_front();
-      is_whole |= taken == rest;
+      if (taken < rest) continue;
+      is_whole = true;
+      if (!is_alone) lane.unacknowledged.push_back(std::move(outgoing));
+      lane.queue.pop_front();
     }
-    connection.out.add(static_cast<std::size_t>(n), is_whole);
+    link.out.add(static_cast<std::size_t>(n), is_whole);
     if (static_cast<std::size_t>(n) < n_asked) break;
   }
-  watch(connection);
+  if (!is_alone) forget_acknowledged(lane);
+  watch(lane);
+}
+
+// Lets go of what is with the peer's kernel, which hands it over whatever becomes of the connection.
+void Mesh::forget_acknowledged(Lane& lane) {
+  if (lane.unacknowledged.empty()) return;
+  std::size_t n_behind = lane.queue.empty() ? 0 : lane.queue.front().n_sent;
+  for (const Outgoing& outgoing : lane.unacknowledged) n_behind += outgoing.n_sent;
+  const std::size_t n_missing = n_unacknowledged(lane.socket);
+  while (!lane.unacknowledged.empty()) {
+    n_behind -= lane.unacknowledged.front().n_sent;  // what was written after it
+    if (n_missing > n_behind) break;
+    lane.unacknowledged.pop_front();
+  }
 }
 
 // ---- the loop
@@ -330,8 +476,8 @@ void Mesh::serve_until(Lock& lock, std::span<const int> peers, Since waiting_sin
     auto deadline = Clock::time_point::max();
     for (const int peer : peers) {
       auto since = waiting_since(peer);
-      if (const auto& connection = connections_[peer])
-        since = std::max({since, connection->in.last, connection->queue.empty() ? since : connection->out.last});
+      if (const auto& link = links_[peer])
+        since = std::max({since, link->in.last, link->n_unsent() == 0 ? since : link->out.last});
       if (Clock::now() >= since + seconds(timeout_s_)) lose(peer, "did not answer", waiting_since(peer));
       deadline = std::min(deadline, since + seconds(timeout_s_));
     }
@@ -374,15 +520,16 @@ void Mesh::serve_once(Lock& lock, Clock::time_point deadline) {
       [[maybe_unused]] const ssize_t drained = ::read(wake_.get(), &count, sizeof count);
       continue;
     }
-    const auto& connection = connections_[events[i].data.u64];
-    if (!connection) continue;
-    if (events[i].events & EPOLLOUT) write(*connection);
+    const auto& link = links_[events[i].data.u64 & UINT32_MAX];
+    if (!link) continue;
+    Lane& lane = *link->lanes[events[i].data.u64 >> 32];
+    if ((events[i].events & EPOLLOUT) && !lane.has_stopped) write(lane);
     if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
-      if (connection->is_parked) {
-        connection->is_hung = true;
-        watch(*connection);
+      if (lane.is_parked) {
+        lane.is_hung = true;
+        watch(lane);
       } else {
-        read(*connection);
+        read(lane);
       }
     }
   }
@@ -425,9 +572,10 @@ struct Mesh::Forked {
     for (Mesh* mesh : registry().meshes) {
       mesh->is_broken_ = true;
       static_cast<void>(mesh->changed_.release());
-      for (auto& connection : mesh->connections_)
-        if (connection) connection->socket.close();
-      mesh->listener_.close();
+      for (auto& link : mesh->links_)
+        if (link)
+          for (auto& lane : link->lanes) lane->socket.close();
+      mesh->listeners_.clear();
       mesh->epoll_.close();
       mesh->wake_.close();
       if (mesh->doorkeeper_) {
@@ -442,17 +590,26 @@ struct Mesh::Forked {
   }
 };
 
-Mesh::Mesh(int rank, int world_size, const std::string& host, double timeout_s)
+Mesh::Mesh(int rank, int world_size, const std::vector<std::string>& hosts, double timeout_s, const Lines& lines)
     : rank_(rank),
       world_size_(world_size),
       timeout_s_(timeout_s),
+      lines_(lines),
       changed_(std::make_unique<std::condition_variable>()),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-      connections_(static_cast<std::size_t>(world_size)) {
+      links_(static_cast<std::size_t>(world_size)) {
   if (!epoll_ || !wake_) throw std::system_error(errno, std::generic_category(), "epoll");
-  endpoint_.host = host;
-  listener_ = listen_at(host, endpoint_.port);
+  if (hosts.empty() || lines.n_lanes > kMostLanes)
+    throw InvalidArgument("a mesh needs a host, and at most ", kMostLanes, " lanes");
+  for (const std::string& host : hosts) {
+    own_.push_back({host});
+    listeners_.push_back(listen_at(host, own_.back().port));
+  }
+  if (!lines.congestion.empty() && !set_congestion(listeners_[0], lines.congestion))
+    throw InvalidArgument(
+        "this kernel lets no connection have the congestion control '", lines.congestion,
+        "': set GRADWIRE_CONGESTION to one of /proc/sys/net/ipv4/tcp_allowed_congestion_control, or to nothing");
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.u64 = kWakeUp;
@@ -471,27 +628,31 @@ Mesh::~Mesh() {
   shut();
 }
 
-void Mesh::join(std::vector<Endpoint> endpoints, const Secret& secret) {
+void Mesh::join(std::vector<Endpoints> endpoints, const Secret& secret) {
   if (endpoints.size() != static_cast<std::size_t>(world_size_))
     throw InvalidArgument("a mesh needs the endpoint of every rank");
   const std::lock_guard lock(mutex_);
   endpoints_ = std::move(endpoints);
   secret_ = secret;
-  doorkeeper_ = std::make_unique<Doorkeeper>(std::move(listener_), rank_, world_size_, secret,
-                                             [this](int peer, Descriptor socket) {
+  doorkeeper_ = std::make_unique<Doorkeeper>(std::move(listeners_), rank_, world_size_, secret,
+                                             [this](int peer, Descriptor socket, ConstBytes answer) {
+                                               // With the lock held: a peer that has its answer may use the lane.
                                                const std::lock_guard lock(mutex_);
-                                               // A second connection of a rank is none of ours: the first one stays.
-                                               if (!is_broken_ && !connections_[peer]) add(peer, std::move(socket));
+                                               const auto& link = links_[peer];
+                                               if (is_broken_ || (link && link->n_alive() >= kMostLanes)) return;
+                                               if (send_at_once(socket, answer)) add(peer, std::move(socket));
                                              });
 }
 
-Descriptor Mesh::reach(int peer, const Endpoint& endpoint) {
-  const auto started = Clock::now(), deadline = started + seconds(timeout_s_);
+Descriptor Mesh::reach(int peer, const Endpoints& endpoints, std::size_t index, Clock::duration patience) {
+  const auto started = Clock::now(), deadline = started + patience;
+  const Endpoint& endpoint = endpoints[index % endpoints.size()];
+  const std::string source = own_.size() > 1 ? own_[index % own_.size()].host : "";
   while (true) {
     const auto came = Clock::now();
     Descriptor socket;
     try {
-      socket = connect_to(endpoint, deadline);
+      socket = connect_to(endpoint, deadline, source);
     } catch (const std::system_error& error) {
       lose(peer, "did not take a connection at " + endpoint.host + " (" + error.code().message() + ")", started);
     }
@@ -523,8 +684,10 @@ void Mesh::lose(int peer, const std::string& what, Clock::time_point started) co
 void Mesh::break_off() {
   const std::lock_guard lock(mutex_);
   is_broken_ = true;
-  for (auto& connection : connections_)
-    if (connection && connection->socket) ::shutdown(connection->socket.get(), SHUT_RDWR);
+  for (auto& link : links_)
+    if (link)
+      for (auto& lane : link->lanes)
+        if (lane->socket) ::shutdown(lane->socket.get(), SHUT_RDWR);
   if (!changed_ || !wake_) return;  // in a forked child; shut before
   wake();
   changed_->notify_all();
@@ -539,10 +702,10 @@ void Mesh::shut() {
   }
   doorkeeper.reset();  // not under the lock, which its thread may be waiting for
   const std::lock_guard lock(mutex_);
-  listener_.close();
+  listeners_.clear();
   epoll_.close();
   wake_.close();
-  for (auto& connection : connections_) connection.reset();
+  for (auto& link : links_) link.reset();
   streams_.clear();
   pool_.clear();
 }

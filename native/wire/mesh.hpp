@@ -3,6 +3,10 @@
 // There is no thread for messages: whoever waits, for a message or until its own are gone, serves every connection
 // meanwhile, asleep in epoll while nothing can be done. Sending and receiving never wait for each other, so two ranks
 // that both send megabytes do not block. Connections are made when two ranks first need one.
+//
+// A link to a peer is one TCP connection on a LAN and several, its lanes, over a long line, which one connection does
+// not fill. Whichever lane has room takes the next message; the receiver puts a stream's messages in order by their
+// numbers. A lane that breaks while others live hands them what the peer's kernel had not acknowledged.
 #pragma once
 
 #include <condition_variable>
@@ -20,6 +24,15 @@
 
 namespace gradwire::wire {
 
+// How a rank uses the lines to its peers. By itself: one connection and the system's congestion control where a round
+// trip takes less than kLongTrip, else kLanes of them, with "bbr" where the kernel has it.
+struct Lines {
+  std::size_t n_lanes = 0;  // connections to a peer; 0: by its round trip
+  std::string congestion;   // the kernel's name of a congestion control; empty: by the round trip
+};
+inline constexpr std::chrono::milliseconds kLongTrip{3};
+inline constexpr std::size_t kLanes = 8, kMostLanes = 64;
+
 // What has come: the message, from whom, and how long its bytes took once the first of them could be on their way.
 struct Arrival {
   int peer;
@@ -31,19 +44,21 @@ struct Arrival {
 // than 16 KiB of a message within `timeout_s`, and when this rank breaks off.
 class Mesh {
  public:
-  // Listens on `host`, a numeric address, from now on. Throws InvalidArgument.
-  Mesh(int rank, int world_size, const std::string& host, double timeout_s);
+  // Listens on `hosts`, numeric addresses of its network interfaces, from now on. Throws InvalidArgument.
+  Mesh(int rank, int world_size, const std::vector<std::string>& hosts, double timeout_s, const Lines& lines);
   ~Mesh();
   Mesh(const Mesh&) = delete;
   Mesh& operator=(const Mesh&) = delete;
 
   // What to tell the other ranks.
-  const Endpoint& endpoint() const { return endpoint_; }
+  const Endpoints& endpoints() const { return own_; }
   // What they have told, by rank; connections are taken from now on.
-  void join(std::vector<Endpoint> endpoints, const Secret& secret);
+  void join(std::vector<Endpoints> endpoints, const Secret& secret);
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
+  // Of the link that has most.
+  std::size_t n_lanes();
   // All other ranks; each begins with its right neighbour, so that not all send to the same one at once.
   std::vector<int> others() const {
     std::vector<int> ranks;
@@ -97,45 +112,67 @@ class Mesh {
       n_bytes = 0;
     }
   };
-  struct Connection {
+  struct Link;
+  struct Lane {
+    Link* link;
+    std::size_t index;
     Descriptor socket;
-    int peer = -1;
-    std::deque<Outgoing> queue;
+    std::deque<Outgoing> queue;           // what it sends, the first one begun
+    std::deque<Outgoing> unacknowledged;  // in the kernel's hands; kept where another lane could send them again
     RawHeader raw_header{};
     std::size_t n_header = 0;  // bytes of it that are there
     Header header{};
     bool is_parked = false;          // its header is there, its stream not yet open
     std::optional<Message> message;  // whose body is being read
     std::size_t n_body = 0;
-    std::string end;  // why the connection is over, if it is
-    bool has_ended = false, is_watched = false;
-    bool is_hung = false;  // over, but for what has come and is not read yet
+    bool is_repeated = false;  // the message has come by another lane
+    bool has_stopped = false;  // nothing can be sent any more
+    bool has_ended = false;    // nothing comes any more either
+    bool is_hung = false;      // over, but for what has come and is not read yet
+    bool is_watched = false;
     std::uint32_t watched_for = 0;
+  };
+  struct Link {
+    int peer;
+    std::vector<std::unique_ptr<Lane>> lanes;
+    std::deque<Outgoing> queue;  // which no lane has taken yet
+    std::string end;             // why it is over, if it is
+    bool has_ended = false;
+    std::size_t next_lane = 0, n_wanted = 1;
     Progress in{}, out{};
     Clock::time_point free_since{};  // when what came before the present message was there
+    Clock::time_point tried{};       // when a lost lane was last made anew
+    std::size_t n_unsent() const;
+    std::size_t n_alive() const;
+    bool has_one_lane() const { return lanes.size() == 1 && n_wanted == 1; }
   };
   struct Stream {
     Facts facts;
     std::uint64_t max_bytes;
     std::vector<std::uint32_t> n_sent, n_arrived;
     std::vector<std::deque<Arrival>> inboxes;
+    std::vector<std::map<std::uint32_t, Arrival>> early;  // here before those that are due
+    bool has(int peer, std::uint32_t number) const { return number < n_arrived[peer] || early[peer].contains(number); }
     std::vector<Clock::time_point> waiting_since;  // by peer, of receive_any
   };
   using Lock = std::unique_lock<std::mutex>;
-  static constexpr std::uint64_t kWakeUp = UINT64_MAX;  // what epoll says of wake_; of a connection it says the peer
+  static constexpr std::uint64_t kWakeUp = UINT64_MAX;  // what epoll says of wake_; of a lane its peer and its number
 
   void add(int peer, Descriptor socket);
   void meet(Lock& lock, int peer);
-  // A connection whose two ends are sure of each other.
-  Descriptor reach(int peer, const Endpoint& endpoint);
+  void add_lanes(Lock& lock, int peer, std::size_t n);
+  // A connection whose two ends are sure of each other; the index-th pair of interfaces has it.
+  Descriptor reach(int peer, const Endpoints& endpoints, std::size_t index, Clock::duration patience);
   Stream& stream_of(std::uint32_t number);
-  void begin_message(Connection& connection);
-  void begin_body(Connection& connection, Stream& stream);
-  void deliver(Connection& connection, Stream& stream);
-  void read(Connection& connection);
-  void write(Connection& connection);
-  void end(Connection& connection, const std::string& why);
-  void watch(Connection& connection);
+  void begin_message(Lane& lane);
+  void begin_body(Lane& lane, Stream& stream);
+  void deliver(Lane& lane, Stream& stream);
+  void read(Lane& lane);
+  void send_queued(Link& link);
+  void write(Lane& lane);
+  void forget_acknowledged(Lane& lane);
+  void end(Lane& lane, const std::string& why, bool may_have_more = false);
+  void watch(Lane& lane);
   void wake();
   void throw_if_broken() const;
   [[noreturn]] void lose(int peer, const std::string& what, Clock::time_point started) const;
@@ -148,8 +185,9 @@ class Mesh {
 
   const int rank_, world_size_;
   const double timeout_s_;
-  Endpoint endpoint_;
-  std::vector<Endpoint> endpoints_;
+  const Lines lines_;
+  Endpoints own_;
+  std::vector<Endpoints> endpoints_;
   Secret secret_{};
   Pool pool_;
 
@@ -157,9 +195,12 @@ class Mesh {
   std::unique_ptr<std::condition_variable> changed_;  // left behind in a forked child: it may have waiters there
   int n_waiting_ = 0;                                 // threads that wait for another one to serve
   bool is_serving_ = false, is_broken_ = false;
-  Descriptor listener_, epoll_, wake_;
-  std::vector<std::unique_ptr<Connection>> connections_;  // by peer
+  std::vector<Descriptor> listeners_;
+  Descriptor epoll_, wake_;
+  std::vector<std::unique_ptr<Link>> links_;  // by peer
   std::map<std::uint32_t, Stream> streams_;
+  std::uint32_t newest_stream_ = 0;
+  std::uint64_t most_bytes_ = 0;  // of a message of any stream so far
   std::unique_ptr<Doorkeeper> doorkeeper_;
 };
 

@@ -2,11 +2,13 @@
 
 #include <arpa/inet.h>
 #include <ifaddrs.h>
+#include <linux/sockios.h>
+#include <linux/tcp.h>
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -94,9 +96,14 @@ Descriptor listen_at(const std::string& host, std::uint16_t& port) {
   return listener;
 }
 
-Descriptor connect_to(const Endpoint& endpoint, Clock::time_point deadline) {
+Descriptor connect_to(const Endpoint& endpoint, Clock::time_point deadline, const std::string& source) {
   const Addresses addresses = resolve(endpoint.host, endpoint.port, 0);
   Descriptor connection = open_socket(*addresses);
+  if (!source.empty()) {
+    const Addresses from = resolve(source, 0, AI_PASSIVE);
+    if (from->ai_family == addresses->ai_family && bind(connection.get(), from->ai_addr, from->ai_addrlen) != 0)
+      fail(errno, "bind");
+  }
   if (connect(connection.get(), addresses->ai_addr, addresses->ai_addrlen) == 0) return connection;
   if (errno != EINPROGRESS) fail(errno, "connect");
   wait_for(connection, POLLOUT, deadline);
@@ -114,6 +121,23 @@ void tune(const Descriptor& connection, double timeout_s) {
   setsockopt(connection.get(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof unsent);
   setsockopt(connection.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &unacknowledged_ms, sizeof unacknowledged_ms);
   setsockopt(connection.get(), SOL_SOCKET, SO_KEEPALIVE, &yes, sizeof yes);
+}
+
+bool set_congestion(const Descriptor& connection, const std::string& name) {
+  return setsockopt(connection.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(), static_cast<socklen_t>(name.size())) ==
+         0;
+}
+
+std::chrono::microseconds round_trip(const Descriptor& connection) {
+  tcp_info info{};
+  socklen_t length = sizeof info;
+  if (getsockopt(connection.get(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return {};
+  return std::chrono::microseconds(info.tcpi_min_rtt == UINT32_MAX ? 0 : info.tcpi_min_rtt);
+}
+
+std::size_t n_unacknowledged(const Descriptor& connection) {
+  int n = 0;
+  return ioctl(connection.get(), SIOCOUTQ, &n) == 0 && n > 0 ? static_cast<std::size_t>(n) : 0;
 }
 
 void send_all(const Descriptor& connection, const void* data, std::size_t n, Clock::time_point deadline) {
@@ -146,6 +170,10 @@ void receive_all(const Descriptor& connection, void* data, std::size_t n, Clock:
       fail(errno, "recv");
     }
   }
+}
+
+bool send_at_once(const Descriptor& connection, ConstBytes bytes) {
+  return send(connection.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size());
 }
 
 Clock::duration seconds(double n) {

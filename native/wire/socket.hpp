@@ -4,6 +4,7 @@
 #include <chrono>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "spans.hpp"
 
@@ -37,6 +38,7 @@ struct Endpoint {
   std::string host;
   std::uint16_t port = 0;
 };
+using Endpoints = std::vector<Endpoint>;  // of one rank, one for each network interface that it uses
 
 // The first address of a network interface, IPv4 before IPv6. Throws InvalidArgument, which lists the interfaces.
 std::string interface_address(const std::string& name);
@@ -45,17 +47,27 @@ std::string interface_address(const std::string& name);
 // InvalidArgument.
 Descriptor listen_at(const std::string& host, std::uint16_t& port);
 
-// A connection to `endpoint`, non-blocking, close-on-exec. Throws std::system_error.
-Descriptor connect_to(const Endpoint& endpoint, Clock::time_point deadline);
+// A connection to `endpoint`, non-blocking, close-on-exec; from the address `source` unless that is empty. Throws
+// std::system_error.
+Descriptor connect_to(const Endpoint& endpoint, Clock::time_point deadline, const std::string& source = "");
 
 // What every connection of ours is set to: no delay of small messages, little queued in the kernel, an end when the
 // other side no longer acknowledges.
 void tune(const Descriptor& connection, double timeout_s);
+// Whether the kernel has a congestion control of this name, and lets this process use it; the connection has it then.
+bool set_congestion(const Descriptor& connection, const std::string& name);
+// The shortest that TCP has seen, as others wait for processes that are busy; 0 before it has one.
+std::chrono::microseconds round_trip(const Descriptor& connection);
+// Written bytes that the peer's kernel has not acknowledged.
+std::size_t n_unacknowledged(const Descriptor& connection);
 
 // Sends or receives exactly n bytes on a non-blocking socket. Throws std::system_error; its code is timed_out at the
 // deadline, connection_reset where the other side closed.
 void send_all(const Descriptor& connection, const void* data, std::size_t n, Clock::time_point deadline);
 void receive_all(const Descriptor& connection, void* data, std::size_t n, Clock::time_point deadline);
+
+// Whether the kernel takes all of them now.
+bool send_at_once(const Descriptor& connection, ConstBytes bytes);
 
 // Milliseconds until `deadline` for poll and epoll: rounded up, never negative.
 int milliseconds_until(Clock::time_point deadline);

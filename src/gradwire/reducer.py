@@ -309,6 +309,7 @@ class Reducer:
         return {
             "scheme": self.scheme.name,
             "world_size": self.communicator.world_size,
+            "n_streams": self.communicator.n_streams,
             **self.recorder.totals(),
             **self.scheme.stats(),
         }

@@ -61,9 +61,9 @@ class Peer:
 @pytest.fixture
 def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
     topology = getattr(request, "param", 0)
-    made = [_native.Mesh(rank, WORLD, "127.0.0.1", 20) for rank in range(WORLD)]
+    made = [_native.Mesh(rank, WORLD, ["127.0.0.1"], 20, 0, "") for rank in range(WORLD)]
     for mesh in made:
-        mesh.join([mesh.endpoint for mesh in made], bytes(16))
+        mesh.join([mesh.endpoints for mesh in made], bytes(16))
     others = [[peer for peer in range(WORLD) if peer != rank] for rank in range(WORLD)]
 
     def broadcast_of(mesh: _native.Mesh) -> _native.Broadcast:

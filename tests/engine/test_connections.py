@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import hmac
+import itertools
 import multiprocessing
 import os
+import random
 import resource
 import signal
 import socket
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,11 +39,15 @@ HEADER = struct.Struct("<HBBIQIIIIII")
 
 @contextlib.contextmanager
 def meshes(
-    world_size: int = 2, timeout_s: float = 10, host: str = "127.0.0.1", secrets: tuple[bytes, ...] = ()
+    world_size: int = 2,
+    timeout_s: float = 10,
+    host: str = "127.0.0.1",
+    secrets: tuple[bytes, ...] = (),
+    n_lanes: int = 0,
 ) -> Iterator[list[_native.Mesh]]:
-    made = [_native.Mesh(rank, world_size, host, timeout_s) for rank in range(world_size)]
+    made = [_native.Mesh(rank, world_size, [host], timeout_s, n_lanes, "") for rank in range(world_size)]
     for mesh, secret in zip(made, secrets or (SECRET,) * world_size, strict=True):
-        mesh.join([mesh.endpoint for mesh in made], secret)
+        mesh.join([mesh.endpoints for mesh in made], secret)
     try:
         yield made
     finally:
@@ -116,23 +124,22 @@ def test_strangers_are_closed_within_a_second_and_do_no_harm() -> None:
         open_all(made)
 
         def say(words: bytes) -> bool:
-            connection = socket.create_connection(made[0].endpoint, timeout=5 * patience())
+            connection = socket.create_connection(made[0].endpoints[0], timeout=5 * patience())
             with contextlib.suppress(ConnectionError):
                 connection.sendall(words)
             return closes_within_a_second(connection)
 
         rubbish = [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(64), b"GWH1" + os.urandom(60), os.urandom(1_000_000)]
         assert at_once(*[lambda w=w: say(w) for w in rubbish * 4]) == [True] * 20
-        assert closes_within_a_second(introduce(made[0].endpoint, b"wrong" + SECRET[5:]))
-        # Who knows the secret but is nobody, or somebody who is there already.
-        for rank, peer in ((2, 0), (0, 0), (1, 1), (1, 0)):
-            assert closes_within_a_second(introduce(made[0].endpoint, SECRET, rank, peer))
+        assert closes_within_a_second(introduce(made[0].endpoints[0], b"wrong" + SECRET[5:]))
+        for rank, peer in ((2, 0), (0, 0), (1, 1)):  # who knows the secret but is nobody
+            assert closes_within_a_second(introduce(made[0].endpoints[0], SECRET, rank, peer))
         assert carries(made)
 
 
 def test_flood_of_strangers_does_not_keep_a_rank_out() -> None:
     with meshes() as made:
-        crowd = [socket.create_connection(made[0].endpoint, timeout=5 * patience()) for _ in range(400)]
+        crowd = [socket.create_connection(made[0].endpoints[0], timeout=5 * patience()) for _ in range(400)]
         open_all(made)
         assert carries(made)
         for stranger in crowd:
@@ -148,8 +155,8 @@ def test_rank_without_the_secret_is_refused() -> None:
 
 def test_rank_of_another_version_is_named() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    one = _native.Mesh(1, 2, "127.0.0.1", 5)
-    one.join([listener.getsockname()[:2], one.endpoint], SECRET)
+    one = _native.Mesh(1, 2, ["127.0.0.1"], 5, 0, "")
+    one.join([[listener.getsockname()[:2]], one.endpoints], SECRET)
 
     def answer() -> None:
         connection, _ = listener.accept()
@@ -164,9 +171,9 @@ def test_rank_of_another_version_is_named() -> None:
 
 
 def keep_a_door(pipe: Any) -> None:
-    zero = _native.Mesh(0, 2, "127.0.0.1", 60)
-    zero.join([zero.endpoint] * 2, SECRET)
-    pipe.send(zero.endpoint)
+    zero = _native.Mesh(0, 2, ["127.0.0.1"], 60, 0, "")
+    zero.join([zero.endpoints] * 2, SECRET)
+    pipe.send(zero.endpoints[0])
     pipe.recv()
     zero.shut()
 
@@ -195,8 +202,8 @@ def test_a_rank_that_was_held_up_and_taken_for_a_stranger_comes_again_and_one_th
 ) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(10 * patience())
-    one = _native.Mesh(1, 2, "127.0.0.1", 60)
-    one.join([listener.getsockname()[:2], one.endpoint], SECRET)
+    one = _native.Mesh(1, 2, ["127.0.0.1"], 60, 0, "")
+    one.join([[listener.getsockname()[:2]], one.endpoints], SECRET)
 
     def answer() -> socket.socket:
         connection, _ = listener.accept()
@@ -236,7 +243,7 @@ def header(**changes: int) -> bytes:
 def hear(raw: bytes, ends: bool = False) -> Any:
     """What rank 0 makes of these bytes from a rank 1 that has introduced itself."""
     with meshes(timeout_s=2) as made:
-        fake = introduce(made[0].endpoint, SECRET)
+        fake = introduce(made[0].endpoints[0], SECRET)
         made[0].open(STREAM, FACTS, MAX_BYTES, [1])
         fake.sendall(raw)
         if ends:
@@ -288,7 +295,7 @@ def test_flipped_bit_in_a_header_or_behind_it_is_found(place: int) -> None:
 
 def test_message_that_is_longer_than_announced_ends_with_an_error() -> None:
     with meshes(timeout_s=2) as made:
-        fake = introduce(made[0].endpoint, SECRET)
+        fake = introduce(made[0].endpoints[0], SECRET)
         made[0].open(STREAM, FACTS, MAX_BYTES, [1])
         fake.sendall(header() + b"hello" + bytes(_native.MESSAGE_HEADER_BYTES))
         heard = at_once(*[lambda: made[0].receive_any(STREAM, [1])] * 2)
@@ -312,7 +319,7 @@ def test_peer_that_says_nothing_more_is_lost_after_the_timeout() -> None:
 def test_peer_that_sends_a_byte_now_and_then_is_lost_after_the_timeout() -> None:
     started = time.monotonic()
     with meshes(timeout_s=2) as made:
-        fake = introduce(made[0].endpoint, SECRET)
+        fake = introduce(made[0].endpoints[0], SECRET)
         made[0].open(STREAM, FACTS, MAX_BYTES, [1])
         fake.sendall(header(n_bytes=500))
         stop = threading.Event()
@@ -331,7 +338,7 @@ def test_door_stays_open_when_fewer_descriptors_are_allowed_meanwhile() -> None:
     """The system then refuses to watch all who stand at the door."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with meshes() as made:
-        crowd = [socket.create_connection(made[0].endpoint, timeout=5 * patience()) for _ in range(200)]
+        crowd = [socket.create_connection(made[0].endpoints[0], timeout=5 * patience()) for _ in range(200)]
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
             crowd[0].sendall(b"GET")  # the door looks, and then waits again
@@ -377,6 +384,132 @@ def test_a_thousand_meshes_leave_nothing_behind() -> None:
                 list(pool.map(lambda r, made=made: made[r].open(STREAM, FACTS, MAX_BYTES, [1 - r]), range(2)))
                 assert carries(made)
         assert held() == before
+
+
+# ---- several lanes
+
+
+def sockets_between(made: list[_native.Mesh]) -> list[int]:
+    """Descriptors of rank 0's connections: those of this process from the port that it listens at."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(name))) as one:
+            if one.getsockname()[:2] == made[0].endpoints[0] and one.getpeername():
+                found.append(int(name))
+    return found
+
+
+def reset(descriptor: int) -> None:
+    """Both ends of a connection get a reset, as from a router on the way; without the right to it, one end closes."""
+    with socket.socket(fileno=os.dup(descriptor)) as one:
+        (host, port), (peer, peer_port) = one.getsockname(), one.getpeername()
+        query = ["ss", "-K", "src", host, "sport", "=", f":{port}", "dst", peer, "dport", "=", f":{peer_port}"]
+        with contextlib.suppress(OSError):
+            subprocess.run(query, check=False, capture_output=True)
+            one.send(b"")  # raises where it was reset
+            one.shutdown(socket.SHUT_WR)
+
+
+def exchange(made: list[_native.Mesh], n_messages: int, most_bytes: int, meanwhile: Callable[[int], None]) -> None:
+    """Messages of any length both ways arrive whole and in order; `meanwhile` is called before each that rank 0 sends."""
+    for mesh, other in zip(made, (1, 0), strict=True):
+        mesh.close(STREAM)
+        assert at_once(lambda mesh=mesh, other=other: mesh.open(STREAM + 2, FACTS, most_bytes, [other])) == [None]
+    draw = torch.Generator().manual_seed(7)
+    sizes = torch.randint(0, most_bytes + 1, (n_messages,), generator=draw).tolist()
+    messages = [torch.randint(0, 256, (size,), generator=draw, dtype=torch.uint8) for size in sizes]
+
+    def send(rank: int) -> None:
+        for number, message in enumerate(messages):
+            if rank == 0:
+                meanwhile(number)
+            made[rank].send([1 - rank], STREAM + 2, [message])
+        made[rank].wait_until_all_sent()
+
+    def receive(rank: int) -> None:
+        for message in messages:
+            source, found, _ = made[rank].receive_any(STREAM + 2, [1 - rank])
+            assert source == 1 - rank
+            assert torch.equal(found, message)
+
+    calls = [(call, rank) for call in (send, receive) for rank in range(2)]
+    assert at_once(*[lambda call=call, rank=rank: call(rank) for call, rank in calls]) == [None] * 4
+
+
+@pytest.mark.parametrize("n_lanes", [1, 2, 8])
+def test_messages_are_in_order_whatever_lane_brings_them(n_lanes: int) -> None:
+    with meshes(n_lanes=n_lanes, timeout_s=30) as made:
+        open_all(made)
+        assert [mesh.n_lanes for mesh in made] == [n_lanes] * 2
+        exchange(made, 300, 200_000, lambda number: None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lanes_that_break_lose_nothing_while_one_lives(seed: int) -> None:
+    draw = random.Random(seed)
+    with meshes(n_lanes=8, timeout_s=30) as made:
+        open_all(made)
+        breaks = dict(zip(sorted(draw.sample(range(200), 7)), draw.sample(sockets_between(made), 7), strict=True))
+
+        def break_one(number: int) -> None:
+            if number in breaks and draw.random() < 0.3:
+                with socket.socket(fileno=os.dup(breaks[number])) as one:
+                    one.shutdown(socket.SHUT_WR)
+            elif number in breaks:
+                reset(breaks[number])
+
+        exchange(made, 200, 300_000, break_one)
+        assert all(1 <= mesh.n_lanes < 8 for mesh in made)
+
+
+def test_broken_lanes_are_made_anew_and_a_peer_is_lost_with_its_last_one() -> None:
+    with meshes(n_lanes=4, timeout_s=30) as made:
+        open_all(made)
+        for descriptor in sockets_between(made)[:3]:
+            reset(descriptor)
+        exchange(made, 20, 100_000, lambda number: None)
+        deadline = time.monotonic() + 20 * patience()
+        streams = itertools.count(STREAM + 4, 2)
+        while made[0].n_lanes < 4 and time.monotonic() < deadline:
+            time.sleep(0.1)
+            stream = next(streams)
+            opens = [functools.partial(mesh.open, stream, FACTS, MAX_BYTES, [1 - r]) for r, mesh in enumerate(made)]
+            assert at_once(*opens) == [None] * 2
+        assert [mesh.n_lanes for mesh in made] == [4, 4]
+        made[1].shut()
+        (heard,) = at_once(lambda: made[0].receive_any(STREAM + 2, [1]))
+        assert_lost(heard, "closed the connection")
+
+
+@on_ranks(2)
+def test_streams_and_interfaces_are_what_the_environment_says(rank: int, world_size: int) -> None:
+    means = []
+    for streams, interfaces in (("", "lo"), ("5", "lo"), ("", "lo,lo,lo")):
+        os.environ |= {"GRADWIRE_STREAMS": streams, "GRADWIRE_SOCKET_IFNAME": interfaces, "GRADWIRE_CONGESTION": "reno"}
+        reducer = gradwire.Reducer("gcomp:importance=none", timeout_s=100)
+        tensors = {"w": torch.randn(300_000, generator=torch.Generator().manual_seed(rank))}
+        reducer.all_reduce(tensors).wait()
+        assert reducer.stats()["n_streams"] == {("", "lo"): 1, ("5", "lo"): 5, ("", "lo,lo,lo"): 3}[streams, interfaces]
+        reducer.close()
+        means.append(tensors["w"])
+    assert torch.equal(means[0], means[1])
+    assert torch.equal(means[0], means[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("GRADWIRE_STREAMS", "-1", "number of connections to each peer up to 64, got '-1'"),
+        ("GRADWIRE_STREAMS", "65", "up to 64"),
+        ("GRADWIRE_STREAMS", "many", "got 'many'"),
+        ("GRADWIRE_CONGESTION", "vega2", "congestion control 'vega2'.*tcp_allowed_congestion_control"),
+    ],
+)
+@on_ranks(2)
+def test_wrong_streams_are_refused(rank: int, world_size: int, name: str, value: str, words: str) -> None:
+    os.environ[name] = value
+    with pytest.raises(gradwire.InvalidArgument, match=words):
+        gradwire.Reducer("gcomp:importance=none", timeout_s=100).all_reduce({"w": torch.ones(300_000)}).wait()
 
 
 def test_interfaces_are_asked_for_by_name() -> None:

@@ -315,6 +315,11 @@ class Communicator:
         held = 0 if self._mesh is None else self._mesh.bytes_held
         return held + sum(buffer.numel() for buffer in self._scratch.values())
 
+    @property
+    def n_streams(self) -> int:
+        """TCP connections to the peer that has most; 0 before the first exchange and once closed."""
+        return 0 if self._mesh is None else self._mesh.n_lanes
+
     # ---- failure
 
     def raise_if_failed(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import secrets
 import socket
@@ -17,8 +18,11 @@ import torch.distributed as dist
 from gradwire import _native
 from gradwire.errors import InvalidArgument
 
-# The first that is set names the interface that this rank listens on. The second is Gloo's own.
+# The first that is set names the interfaces that this rank listens on. The second is Gloo's own.
 INTERFACE_VARIABLES = ("GRADWIRE_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+# Connections to each peer, and their congestion control; where they are not set, both follow the round trip.
+STREAMS, CONGESTION = "GRADWIRE_STREAMS", "GRADWIRE_CONGESTION"
+MOST_STREAMS = 64
 
 
 def name_group(store: Any, members: list[int]) -> str:
@@ -81,25 +85,35 @@ def meet(
         all_gather: what says that every rank has written to the store; it fails where one does not.
     Raises: InvalidArgument, and whatever `all_gather` raises.
     """
-    mesh = _native.Mesh(rank, world_size, own_address(store), timeout_s)
+    mesh = _native.Mesh(rank, world_size, own_addresses(store), timeout_s, _n_lanes(), os.environ.get(CONGESTION, ""))
     with contextlib.ExitStack() as undo:
         undo.callback(mesh.shut)
         if rank == 0:
             store.set("secret", secrets.token_hex(_native.MESH_SECRET_BYTES))
-        host, port = mesh.endpoint
-        store.set(str(rank), f"{port} {host}")
+        store.set(str(rank), json.dumps(mesh.endpoints))
         all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
-        places = [store.get(str(peer)).decode().split(" ", 1) for peer in range(world_size)]
-        mesh.join([(host, int(port)) for port, host in places], bytes.fromhex(store.get("secret").decode()))
+        endpoints = [json.loads(store.get(str(peer))) for peer in range(world_size)]
+        mesh.join(endpoints, bytes.fromhex(store.get("secret").decode()))
         undo.pop_all()
     return mesh
 
 
-def own_address(store: Any) -> str:
-    """The numeric address that peers reach this rank at. Raises: InvalidArgument (no such interface)."""
+def _n_lanes() -> int:
+    """Connections to each peer; 0: by its round trip. Raises: InvalidArgument."""
+    given = os.environ.get(STREAMS) or "0"
+    if not given.isdecimal() or not 0 <= int(given) <= MOST_STREAMS:
+        raise InvalidArgument(f"{STREAMS} is a number of connections to each peer up to {MOST_STREAMS}, got {given!r}")
+    return int(given)
+
+
+def own_addresses(store: Any) -> list[str]:
+    """The numeric addresses that peers reach this rank at. Raises: InvalidArgument (no such interface)."""
     for variable in INTERFACE_VARIABLES:
-        if name := os.environ.get(variable, "").split(",")[0].strip():
-            return _native.interface_address(name)
+        if names := [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]:
+            # Gloo takes the first of several.
+            return [
+                _native.interface_address(name) for name in (names if variable == INTERFACE_VARIABLES[0] else names[:1])
+            ]
     while hasattr(store, "underlying_store"):  # a PrefixStore around it
         store = store.underlying_store
     host, port = getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or socket.gethostname(), 1
@@ -107,7 +121,7 @@ def own_address(store: Any) -> str:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing: asks the system which way it would go
-            return socket.getnameinfo(probe.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
+            return [socket.getnameinfo(probe.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]]
     except OSError as error:
         raise InvalidArgument(
             f"no network interface reaches {host!r} ({error}): set {INTERFACE_VARIABLES[0]} to the one that peers reach"

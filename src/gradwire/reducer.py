@@ -386,11 +386,12 @@ class Reducer:
         self._layouts.clear()
         self._compared.clear()
 
-    def _close_with(self, module: nn.Module) -> None:
-        """Close when the module's user has let go of it, and nobody has closed; what is kept here must not hold it."""
-        weakref.finalize(module, self._close_quietly).atexit = False
+    def close_with(self, home: nn.Module | dist.ProcessGroup) -> None:
+        """Close when the user of a module or group has let go of it, and nobody has closed; nothing here may hold it."""
+        weakref.finalize(home, self.close_quietly).atexit = False
 
-    def _close_quietly(self) -> None:
+    def close_quietly(self) -> None:
+        """Close; an error is left to whoever waited for the step that it is of."""
         with contextlib.suppress(GradwireError):
             self.close()
 

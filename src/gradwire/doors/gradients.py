@@ -97,7 +97,7 @@ class GradientState(Reducer):
         self._home: dict[Slot, _Home] = {}
         self._take_up_trained()
         if not self._sharded:
-            self._close_with(module)
+            self.close_with(module)
         self._pass = BackwardPass(
             module, lambda: self._is_syncing and not self.closed, self._finish, self._give_up, self._after_forward
         )

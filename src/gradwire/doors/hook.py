@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.checks import choice as check_choice
 from gradwire.core.bucket import Slot, check_trained, slot_of
+from gradwire.doors.passes import call_last
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
@@ -53,69 +54,6 @@ def _are_same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
-class Watch:
-    """Tells the scheme `auto` of a state about the steps of its model, and does the book-keeping of those that DDP does.
-
-    Until a scheme needs a hook, and wherever plain is best, DDP runs as it does without gradwire: the same code, bits and time.
-
-    Args:
-        state: whose scheme may be `auto`, now or after a `switch`; with another one this does nothing.
-        called: the model as the user calls it.
-        register: puts the hook in; called at most once. Raises: Unsupported where DDP takes none.
-    """
-
-    def __init__(
-        self, state: Reducer, model: DistributedDataParallel, called: torch.nn.Module, register: Callable[[], None]
-    ) -> None:
-        self._state, self._model, self._register = state, weakref.ref(model), register
-        self._n_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        self._clock = StepClock(model, called, self._begin, self._end)
-
-    @property
-    def _auto(self) -> Auto | None:
-        return self._state.scheme if isinstance(self._state.scheme, Auto) and not self._state.closed else None
-
-    @property
-    def _is_joining(self) -> bool:
-        """True if some ranks may run out of input and see no steps of their own: from the first `ddp.join()` on, for good."""
-        return bool(getattr(getattr(self._model(), "_join_config", None), "enable", False))
-
-    def _begin(self) -> None:
-        auto, state = self._auto, self._state
-        if auto is None or self._is_joining:  # all ranks go on with what they have: some of them cannot vote
-            return
-        state.note_loss_scale()
-        auto.choose(state.step)
-        if not auto.is_transparent:
-            try:
-                self._register()
-            except Unsupported as error:
-                auto.stay_plain(str(error))
-
-    def _end(self, lap: Lap) -> None:
-        auto, state = self._auto, self._state
-        if auto is None:
-            return
-        if auto.is_transparent:
-            self._count_plain_step(lap.waited_ns)
-        if not self._is_joining:
-            # A scheme that steps on the CPU alone need not know of devices' events.
-            auto.end_watched_step(state.step - 1, *(lap if lap.on_device else lap[:2]))
-
-    def _count_plain_step(self, waited_ns: int) -> None:
-        """Note what the reducer's hook would: DDP has done it. Bytes are those of its ring."""
-        state = self._state
-        record = state.recorder.open_bucket(state.step, 0, self._n_bytes)
-        record.count_exchanged(ring_bytes(self._n_bytes, state.communicator.world_size))
-        state.recorder.close_bucket(record)
-        state.recorder.close_step(state.step, waited_ns)
-        state.step += 1
-
-    def close(self) -> None:
-        """Look no more."""
-        self._clock.close()
-
-
 class HookState(Reducer):
     """The state of `ddp_hook`: `ddp.register_comm_hook(HookState(...), gradwire.ddp_hook)`.
 
@@ -147,10 +85,11 @@ class HookState(Reducer):
     ) -> None:
         self._group = group
         self._placement = None if placement is None else check_choice("placement", placement, PLACEMENTS)
-        self._watch: Watch | None = None
-        self._register: Callable[[], None] = _do_nothing  # puts the hook in, where the user does not
+        self._clock: StepClock | None = None  # which holds the model
+        self._n_bytes = 0  # of a step that the clock sees
+        self._register: Callable[[], None] = lambda: None  # puts the hook in, where the user does not
         # The model as its user calls it, if that is another.
-        self._called: Callable[[], torch.nn.Module | None] = _do_nothing
+        self._called: Callable[[], torch.nn.Module | None] = lambda: None
         self._shadows: list[torch.futures.Future[torch.Tensor]] = []
         self._closed_by_all = False
         self._waits_from_ns = 0
@@ -160,20 +99,19 @@ class HookState(Reducer):
         }
         self._places: dict[int, _Places] = {}
         if module is not None and not self.scheme.owns_step:
-            self._close_with(module)
+            self.close_with(module)
 
     def __reduce__(self) -> Any:
         return (Copied, ())  # connections and threads stay with the model that they serve
 
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the reduction of one DDP bucket; called by DDP during the backward pass."""
-        if self.closed or self.scheme.is_transparent:
-            if not self.closed:
-                self._watch_steps()
-                slots = [slot_of(parameter) for parameter in bucket.parameters()]
-                self.scheme.add_residuals(slots, bucket.gradients())
-                return self._start_ddp_mean(bucket)
+        if self.closed:
             return self._all_reduce_as_ddp_does(bucket)
+        if self.scheme.is_transparent:
+            self._watch_steps()
+            self.scheme.add_residuals([slot_of(parameter) for parameter in bucket.parameters()], bucket.gradients())
+            return self._start_ddp_mean(bucket)
         in_backward = torch._C._current_graph_task_id() != -1
         # With the last bucket, not the first: a re-entrant checkpoint has backward passes of its own inside the pass, and
         # only the one in which DDP has all its buckets ends with DDP's waiting for them.
@@ -199,10 +137,9 @@ class HookState(Reducer):
     def _find_places(self, bucket: GradBucket, buffer: torch.Tensor, parameters: list[torch.Tensor]) -> "_Places":
         """Find where DDP has put these parameters' gradients: they stay there as long as it puts the same ones together."""
         slots = [self._slot_of.setdefault(parameter, slot_of(parameter)) for parameter in parameters]
-        if buffer.is_sparse:  # it has no storage, and is of one parameter
-            return _Places(parameters, slots, [0])
-        start = buffer.storage_offset()
-        offsets = [int(g.storage_offset() - start) for g in bucket.gradients()]
+        offsets = [0]
+        if not buffer.is_sparse:  # which has no storage, and is of one parameter
+            offsets = [int(g.storage_offset() - buffer.storage_offset()) for g in bucket.gradients()]
         return _Places(parameters, slots, offsets)
 
     def connect(self, register: Callable[[], None], called: torch.nn.Module) -> None:
@@ -214,13 +151,6 @@ class HookState(Reducer):
         if not self.scheme.is_transparent:
             self._register()
         self._watch_steps()
-
-    def _watch_steps(self) -> None:
-        """`auto` sees steps from outside; no other scheme does."""
-        model, called = self.session.module, self._called()
-        if self._watch is None and isinstance(model, DistributedDataParallel) and isinstance(self.scheme, Auto):
-            # Not `called or model`: a compiled model asks DDP for its length.
-            self._watch = Watch(self, model, model if called is None else called, self._register)
 
     def switch(self, scheme: Scheme | str) -> None:
         """As any Reducer; a scheme by name ends `auto`, "auto" takes it up again."""
@@ -280,14 +210,63 @@ class HookState(Reducer):
         """Runs when DDP has put all means into `.grad`: the one place where errors reach the training thread."""
         self.close_pass(self.step - 1, now_ns() - self._waits_from_ns)
 
+    # ---- steps under `auto`: until it needs a hook, DDP runs as without gradwire, with the same code, bits and time
+
+    def _watch_steps(self) -> None:
+        """`auto` sees steps from outside; no other scheme does."""
+        model, called = self.session.module, self._called()
+        if self._clock is None and isinstance(model, DistributedDataParallel) and isinstance(self.scheme, Auto):
+            self._n_bytes = sum(p.numel() * p.element_size() for p in self._parameters_of_buckets())
+            # Not `called or model`: a compiled model asks DDP for its length.
+            self._clock = StepClock(model, model if called is None else called, self._begin_watched, self._end_watched)
+
+    @property
+    def _auto(self) -> Auto | None:
+        return self.scheme if isinstance(self.scheme, Auto) and not self.closed else None
+
+    @property
+    def _is_joining(self) -> bool:
+        """True if some ranks may run out of input and see no steps of their own: from the first `ddp.join()` on, for good."""
+        return bool(getattr(getattr(self.session.module, "_join_config", None), "enable", False))
+
+    def _begin_watched(self) -> None:
+        auto = self._auto
+        if auto is None or self._is_joining:  # all ranks go on with what they have: some of them cannot vote
+            return
+        self.note_loss_scale()
+        auto.choose(self.step)
+        if not auto.is_transparent:
+            try:
+                self._register()
+            except Unsupported as error:
+                auto.stay_plain(str(error))
+
+    def _end_watched(self, lap: Lap) -> None:
+        auto = self._auto
+        if auto is None:
+            return
+        if auto.is_transparent:
+            self._count_plain_step(lap.waited_ns)
+        if not self._is_joining:
+            # A scheme that steps on the CPU alone need not know of devices' events.
+            auto.end_watched_step(self.step - 1, *(lap if lap.on_device else lap[:2]))
+
+    def _count_plain_step(self, waited_ns: int) -> None:
+        """Note of a step that DDP has done what `reduce` would. Bytes are those of its ring."""
+        record = self.recorder.open_bucket(self.step, 0, self._n_bytes)
+        record.count_exchanged(ring_bytes(self._n_bytes, self.communicator.world_size))
+        self.recorder.close_bucket(record)
+        self.recorder.close_step(self.step, waited_ns)
+        self.step += 1
+
     # ---- after close
 
     def close(self) -> None:
         """Stop compressing; a hook that stays registered then reduces as DDP does by itself. Every rank calls it."""
         self._slot_of, self._places = {}, {}
-        if self._watch is not None:  # which holds the model
-            self._watch.close()
-            self._watch = None
+        if self._clock is not None:
+            self._clock.close()
+            self._clock = None
         super().close()
 
     def _all_reduce_as_ddp_does(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -312,13 +291,8 @@ class HookState(Reducer):
         def raise_it() -> None:
             raise error
 
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: engine.queue_callback(raise_it))  # after DDP's own callback
+        call_last(raise_it)
         return completed(buffer)
-
-
-def _do_nothing() -> None:
-    return None
 
 
 def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -58,11 +58,7 @@ class BackwardPass:
         """A gradient has come: the pass has begun, if nobody has noticed before."""
         if self._task is None and self._is_watched():
             self._task = torch._C._current_graph_task_id()
-            torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
-
-    def _at_end(self) -> None:
-        # Queued once more, so that callbacks queued before this pass's first hook (FSDP2's) are certainly done.
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            call_last(self._finish)
 
     def _finish(self) -> None:
         try:
@@ -74,6 +70,12 @@ class BackwardPass:
     def remove(self) -> None:
         """Watch no more."""
         self._handle.remove()
+
+
+def call_last(callback: Callable[[], None]) -> None:
+    """Call it at the end of the backward pass under way, when what DDP or FSDP2 has queued there by then is done."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(callback))
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

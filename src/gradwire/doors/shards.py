@@ -92,7 +92,7 @@ class ShardState(Reducer):
         # Before FSDP2's own, which waits for the first weights.
         before = module.register_forward_pre_hook(self._begin_step, prepend=True)
         self._give_back.append(before.remove)
-        self._close_with(module)
+        self.close_with(module)
         for number, unit in enumerate(units):
             own = _Unit(unit, number, {parameter: name for name, parameter in module.named_parameters()})
             gather_all, reduce_all = unit.collectives

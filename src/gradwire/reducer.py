@@ -355,12 +355,12 @@ class Reducer:
                 takes it; one with residuals needs a state for all ranks.
         Raises: InvalidArgument, IncompatibleVersion, CorruptMessage (not such a state at all).
         """
-        if checkpoint.is_gathered(state):
-            scheme, communicator = self.scheme, self.communicator
-            state = checkpoint.state_for(state, scheme.per_rank_state, communicator.world_size, communicator.rank)
+        communicator = self.communicator
+        if isinstance(state, dict) and "ranks" in state:  # of all ranks
+            state = checkpoint.state_for(state, self.scheme.per_rank_state, communicator.world_size, communicator.rank)
         checkpoint.check(state)
         self.wait_until_idle()
-        self.step = checkpoint.load(self.scheme, self.communicator, state, strict)
+        self.step = checkpoint.load(self.scheme, communicator, state, strict)
         self.scheme.begin_at(self.step)
 
     def switch(self, scheme: Scheme | str) -> None:

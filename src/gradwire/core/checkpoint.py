@@ -136,11 +136,6 @@ def gather(state: dict[str, Any], communicator: Communicator) -> dict[str, Any]:
     return {"version": STATE_VERSION, "ranks": [] if communicator.rank else ranks}
 
 
-def is_gathered(state: Any) -> bool:
-    """True if `state` is one for all ranks."""
-    return isinstance(state, dict) and "ranks" in state
-
-
 def state_for(gathered: dict[str, Any], per_rank: Iterable[str] | None, world_size: int, rank: int) -> dict[str, Any]:
     """One new rank's state: its own; or with another number of ranks the mean of what differs, which is what counts.
 

@@ -19,10 +19,6 @@ class FlatBucket(NamedTuple):
     slots: list[Slot]
     offsets: list[int]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(slot.name for slot in self.slots)
-
 
 class Flattener:
     """Makes flat buckets of named tensors, and keeps their memory for the next step.
@@ -34,10 +30,12 @@ class Flattener:
 
     def __init__(self, slots: dict[str, Slot], bucket_bytes: float) -> None:
         self.slots, self._bucket_bytes = slots, bucket_bytes
-        self._spare: dict[tuple[str, ...], torch.Tensor] = {}
+        self._spare: dict[tuple[Slot, ...], torch.Tensor] = {}
 
-    def slot(self, name: str, tensor: torch.Tensor) -> Slot:
-        """The slot called `name`, made at first sight. Raises: InvalidArgument (another shape than before)."""
+    def _slot(self, name: str, tensor: torch.Tensor) -> Slot:
+        """The slot called `name`, made at first sight. Raises: InvalidArgument (a dtype, or another shape than before)."""
+        if tensor.dtype not in SUPPORTED_DTYPES:
+            raise InvalidArgument(f"{name!r} is {tensor.dtype}, not one of float32, bfloat16, float16; convert it")
         shape = local_of(tensor).shape
         slot = self.slots.setdefault(name, Slot(name, shape))
         if slot.shape != shape:
@@ -48,28 +46,23 @@ class Flattener:
         """Copies of the tensors, cut into buckets. Raises: InvalidArgument (none, another dtype or shape)."""
         if not tensors:
             raise InvalidArgument("all_reduce() got no tensors; give the same names on every rank")
-        slotted = []
-        for name, tensor in tensors.items():
-            if tensor.dtype not in SUPPORTED_DTYPES:
-                raise InvalidArgument(f"{name!r} is {tensor.dtype}, not one of float32, bfloat16, float16; convert it")
-            slotted.append((self.slot(name, tensor), tensor))
-        return [self._fill(group) for group in list(cut_into_buckets(slotted, self._bucket_bytes))]
+        slotted = [(self._slot(name, tensor), tensor) for name, tensor in tensors.items()]
+        return [self._fill(group) for group in cut_into_buckets(slotted, self._bucket_bytes)]
 
     def give_back(self, buckets: list[FlatBucket]) -> None:
         """The next step may write over what they hold."""
-        self._spare.update((bucket.names, bucket.values) for bucket in buckets)
+        self._spare.update((tuple(bucket.slots), bucket.values) for bucket in buckets)
 
     def _fill(self, group: list[tuple[Slot, torch.Tensor]]) -> FlatBucket:
-        *offsets, n = offsets_of([slot for slot, _ in group])
-        dtype = group[0][1].dtype
-        bucket = FlatBucket(torch.empty(0, dtype=torch.float32, device="cpu"), [slot for slot, _ in group], offsets)
+        slots, dtype = [slot for slot, _ in group], group[0][1].dtype
+        *offsets, n = offsets_of(slots)
         # Taken out while it travels, until it is given back: a second call meanwhile makes another.
-        flat = self._spare.pop(bucket.names, None)
+        flat = self._spare.pop(tuple(slots), None)
         if flat is None or flat.numel() != n or flat.dtype != dtype:
             flat = torch.empty(n, dtype=dtype, device="cpu")
         for (slot, tensor), offset in zip(group, offsets, strict=True):
             flat[offset : offset + slot.numel()].view(slot.shape).copy_(local_of(tensor.detach()))
-        return bucket._replace(values=flat)
+        return FlatBucket(flat, slots, offsets)
 
 
 class AllReduceWork:

@@ -113,26 +113,25 @@ class GradientState(Reducer):
         return super()._speaks() and not any(getattr(shard.mesh_info, "shard_mesh_rank", 0) for shard in shards)
 
     def _take_up_trained(self) -> None:
-        """Give a place to what trains and has none: at first, and when parameters are unfrozen, on all ranks alike."""
-        new = [slot for slot in self.slots.values() if slot not in self._home and _parameter(slot).requires_grad]
-        for home in self._build(new[::-1], self._bucket_dtype):
-            self._homes.append(home)
-            self._home.update(dict.fromkeys(home.places, home))
-        self._handles += [
-            _parameter(slot).register_post_accumulate_grad_hook(partial(self.arrive, slot)) for slot in new
-        ]
+        """Give a place to what trains and has none: at first, and when parameters are unfrozen, on all ranks alike.
 
-    def _build(self, slots: list[Slot], dtype: torch.dtype | None) -> Iterator[_Home]:
-        """Buckets in the order in which gradients usually come: last parameters first."""
-        for group in cut_into_buckets([(slot, _parameter(slot)) for slot in slots], self._bucket_mb * (1 << 20)):
+        Buckets are in the order in which gradients usually come: last parameters first.
+        """
+        new = [slot for slot in self.slots.values() if slot not in self._home and _parameter(slot).requires_grad]
+        for group in cut_into_buckets([(slot, _parameter(slot)) for slot in new[::-1]], self._bucket_mb * (1 << 20)):
             own, first = [slot for slot, _ in group], group[0][1]
-            offsets = offsets_of(own)
-            flat = torch.zeros(offsets.pop(), dtype=dtype or first.dtype, device=local_of(first).device)
+            *offsets, n = offsets_of(own)
+            flat = torch.zeros(n, dtype=self._bucket_dtype or first.dtype, device=local_of(first).device)
             places = {
                 slot: flat[offset : offset + slot.numel()].view(slot.shape)
                 for slot, offset in zip(own, offsets, strict=True)
             }
-            yield _Home(flat, places, offsets, set(own))
+            home = _Home(flat, places, offsets, set(own))
+            self._homes.append(home)
+            self._home.update(dict.fromkeys(own, home))
+        self._handles += [
+            _parameter(slot).register_post_accumulate_grad_hook(partial(self.arrive, slot)) for slot in new
+        ]
 
     # ---- the pass
 

@@ -46,9 +46,13 @@ class Preamble(NamedTuple):
     step: int
     n_elements: int
 
+    @property
+    def facts(self) -> Facts:
+        """What of it every message carries."""
+        return Facts(self.configuration, self.layout, self.step & 0xFFFFFFFF, self.bucket)
+
     def pack(self) -> bytes:
-        scheme, step = self.scheme.encode()[:16], self.step & 0xFFFFFFFF
-        return _LAYOUT.pack(*self[:2], scheme, *self[3:5], step, self.n_elements)
+        return _LAYOUT.pack(*self[:2], self.scheme.encode()[:16], *self.facts[:3], self.n_elements)
 
     @classmethod
     def unpack(cls, raw: bytes) -> Preamble:

@@ -20,7 +20,6 @@ from torch import nn
 
 from gradwire import schemes
 from gradwire.checks import choice as check_choice
-from gradwire.codecs import Codec
 from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.core.bucket import SUPPORTED_DTYPES, Slot, local_of, offsets_of
@@ -39,7 +38,7 @@ from gradwire.schemes.gcomp.table import TableRefresh
 from gradwire.schemes.plain import Plain
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.telemetry.stopwatch import Stopwatch
-from gradwire.wire.preamble import FORMAT_VERSION, Facts, Preamble, compare_preambles, hash_configuration
+from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
 
 WEIGHTS = ("plain", "exact", "close")
 SCHEMES = "plain, bf16, gcomp, embedded-float, truncated-float and qsgd"
@@ -76,7 +75,7 @@ class ShardState(Reducer):
         self._asked = None if weights is None else check_choice("weights", weights, WEIGHTS)
         self._fidelity = fidelity
         units = list(fsdp2.units(module))
-        ranks = {tuple(dist.get_process_group_ranks(unit.shard_group)) for unit in units}
+        ranks = {tuple(dist.get_process_group_ranks(group.mesh_info.shard_process_group)) for _, _, group in units}
         if len(ranks) != 1:
             raise Unsupported(f"this model is sharded over {len(ranks)} groups of ranks; attach each part by itself")
         self._served: dict[dist.ProcessGroup, bool] = {}
@@ -85,20 +84,18 @@ class ShardState(Reducer):
         self._next = 0  # the gradient of a unit that comes next in this pass
         self._exposed_ns = 0
         self._pending: _Reduction | None = None
-        self._give_back: list[Callable[[], None]] = []
         super().__init__(self._inside(scheme, module), list(*ranks), module, optimizer, scaler, **options)
         self._step_watch, self._in_step = Stopwatch(), False
         self._pass = BackwardPass(module, lambda: not self.closed, self._end_pass, self._give_up)
         # Before FSDP2's own, which waits for the first weights.
         before = module.register_forward_pre_hook(self._begin_step, prepend=True)
-        self._give_back.append(before.remove)
+        self._give_back = [self._pass.remove, before.remove]
         self.close_with(module)
-        for number, unit in enumerate(units):
-            own = _Unit(unit, number, {parameter: name for name, parameter in module.named_parameters()})
-            gather_all, reduce_all = unit.collectives
-            self._give_back.append(
-                unit.put_in(_AllGather(self, own, gather_all), _ReduceScatter(self, own, reduce_all))
-            )
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        for number, (name, part, group) in enumerate(units):
+            own = _Unit(name, number, group, names)
+            collectives = (functools.partial(made, self, own) for made in (_AllGather, _ReduceScatter))
+            self._give_back.append(fsdp2.put_in(part, group, *collectives))
 
     def _speaks(self) -> bool:
         return super()._speaks() and self.communicator.world_size == dist.get_world_size()  # else who is between does
@@ -122,7 +119,8 @@ class ShardState(Reducer):
                 options = {**(careful if is_wide or "bits" in options else {"importance": "none"}), **options}
             scheme = schemes.by_name(name, **options)
         if isinstance(scheme, Plain):
-            return _BySum(self._scatter(Bfloat16() if isinstance(scheme, Bf16) else None), scheme.name)
+            rounding = Bfloat16() if isinstance(scheme, Bf16) else None
+            return _BySum(Scatter(rounding, self._exchanged["gradients"]), scheme.name)
         codec = getattr(getattr(scheme, "collective", None), "codec", None)
         why = ""
         if not isinstance(scheme, Compressed) or codec is None:
@@ -138,11 +136,8 @@ class ShardState(Reducer):
                 f"scheme {scheme.name!r} cannot reduce FSDP2's shards: it {why}. What can: {SCHEMES} (gcomp with "
                 'importance="uniform" or "none")'
             )
-        scheme.collective = self._scatter(codec)
+        scheme.collective = Scatter(codec, self._exchanged["gradients"])
         return scheme
-
-    def _scatter(self, codec: Codec | Bfloat16 | None) -> Scatter:
-        return Scatter(codec, self._exchanged["gradients"])
 
     def switch(self, scheme: Scheme | str) -> None:
         """As any Reducer, for the gradients; the weights go on as they are."""
@@ -187,19 +182,18 @@ class ShardState(Reducer):
         if layout not in unit.compared:
             compare_preambles(communicator, preamble, record)
             unit.compared.add(layout)
-        facts = Facts(preamble.configuration, layout, number & 0xFFFFFFFF, unit.number)
+        wire = self.session.wire.for_bucket(preamble, record)
         before = record.bytes_sent
         if weights == "exact" and output.dtype in SUPPORTED_DTYPES:
             if not unit.has_tables:
                 unit.has_tables = True
                 unit.tables.begin_with(output[communicator.rank * n_own :][:n_own], communicator, record)
             unit.tables.begin_bucket(number, communicator, record)
-            gather(communicator, unit.codec, output, facts, record, unit.tables.counts_for(number, output.dtype))
+            gather(wire, unit.codec, output, unit.tables.counts_for(number, output.dtype))
             unit.tables.end_step(number, communicator)
         else:
             is_close = weights == "close" and output.dtype in SUPPORTED_DTYPES
-            codec: Codec | None = EmbeddedFloat(_CLOSE_BITS) if is_close else None
-            gather(communicator, codec, output, facts, record)
+            gather(wire, EmbeddedFloat(_CLOSE_BITS) if is_close else None, output)
         self._count("weights", record.bytes_sent - before, n_own * output.element_size())
         self.recorder.close_bucket(record)
 
@@ -298,16 +292,14 @@ class ShardState(Reducer):
         for give_back in self._give_back:
             give_back()
         self._give_back = []
-        if not self.closed and hasattr(self, "_pass"):
-            self._pass.remove()
         super().close()
 
 
 class _Unit:
     """The state of one of FSDP2's groups of parameters, which it does not keep alive."""
 
-    def __init__(self, unit: fsdp2.Unit, number: int, names: Mapping[torch.Tensor, str]) -> None:
-        self.name, self.number, self._group = unit.name, number, weakref.ref(unit.group)
+    def __init__(self, name: str, number: int, group: Any, names: Mapping[torch.Tensor, str]) -> None:
+        self.name, self.number, self._group = name, number, weakref.ref(group)
         self._names = [names.get(parameter, "") for parameter in self.parameters]
         self.n_gathered = 0
         self.has_tables = False

@@ -28,9 +28,7 @@ from gradwire.core.feedback import Part
 from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
 from gradwire.exchange.parts import CHUNK_ELEMENTS, MESSAGES_AHEAD, Chunk, count_chunks, cut_into_chunks
 from gradwire.telemetry.recorder import BucketRecord
-from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire
-from gradwire.wire.preamble import Facts
 from gradwire.wire.wire import Wire
 
 # Of the values of a bucket, how large each may be before its low bits matter: `write(first, out)` puts the importance
@@ -97,8 +95,8 @@ class Ring:
             self._on_device.mean(bucket, importance, counts, mean_room)
             return
         mean_through_codec(
-            wire.communicator, self.codec, bucket.buffer, wire.facts, wire.record, importance,
-            topology=self.topology, chunk_elements=self.chunk_elements, **options_for(self.codec, wire, bucket, counts),
+            wire, self.codec, bucket.buffer, importance, topology=self.topology, chunk_elements=self.chunk_elements,
+            **options_for(self.codec, wire, bucket, counts),
         )  # fmt: skip
 
 
@@ -110,11 +108,9 @@ def options_for(codec: Codec, wire: Wire, bucket: Bucket, counts: Tensor | None)
 
 
 def mean_through_codec(
-    communicator: Communicator,
+    wire: Wire,
     codec: Codec,
     buffer: Tensor,
-    facts: Facts,
-    record: BucketRecord,
     importance: Importance | None = None,
     *,
     topology: str = "ring",
@@ -131,20 +127,20 @@ def mean_through_codec(
         options: of the codec's own `exchange_codec`.
     Raises: PeerLost, RankMismatch, CorruptMessage, IncompatibleVersion, and whatever the codec raises.
     """
-    if communicator.world_size == 1 or buffer.numel() == 0:
+    if wire.world_size == 1 or buffer.numel() == 0:
         return
     run, ahead = _RUN[topology]
     account = run(
-        *communicator.open_exchange(),
-        facts,
+        *wire.communicator.open_exchange(),
+        wire.facts,
         engine_codec(codec, buffer.dtype, importance, **options),
         bytes_of(buffer),
         dtype_code(buffer.dtype),
         None if left_out is None else bytes_of(left_out),
-        count_chunks(-(-buffer.numel() // communicator.world_size), chunk_elements),
+        count_chunks(-(-buffer.numel() // wire.world_size), chunk_elements),
         *ahead,
     )
-    record.add_account(*account)
+    wire.record.add_account(*account)
 
 
 def engine_codec(

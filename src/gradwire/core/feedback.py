@@ -7,6 +7,7 @@ take effect only at `commit`, so that a step with a non-finite gradient changes 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,12 +64,9 @@ class Feedback:
         residual = self._whole.get(layout)
         if residual is None or residual.device != device:
             residual = self._join(layout, device)
-        rooms = self._rooms.get(layout, ())
-        if len(rooms) == 2 and layout in self._whole:  # the residuals lie in one of them: the other is free
-            if residual is rooms[0]:
-                return residual, rooms[1]
-            if residual is rooms[1]:
-                return residual, rooms[0]
+        for room, free in itertools.permutations(self._rooms.get(layout, ()), 2):
+            if residual is room:
+                return residual, free
         return residual, self.room(layout, layout.n_elements, other_than=residual, device=device)
 
     def _join(self, layout: Layout, device: torch.device) -> Tensor:

@@ -36,7 +36,6 @@ class _Home:
     places: dict[Slot, torch.Tensor]
     offsets: list[int]
     missing: set[Slot]
-    reduced: torch.futures.Future[torch.Tensor] | None = None
 
 
 class GradientState(Reducer):
@@ -80,20 +79,13 @@ class GradientState(Reducer):
         except BaseException:
             self._give_back()
             raise
-        if self.scheme.owns_step:
-            name = self.scheme.name
-            self.close()
-            raise Unsupported(
-                f"scheme {name!r} steps parameters itself, which only a DDP model lets it do; wrap the module in DDP, or "
-                "choose a scheme that leaves the step to the optimizer"
-            )
         if not fsdp2.is_fsdp2(module):
             check_equal(self, {name: _parameter(slot) for name, slot in self.slots.items()})
         self._is_syncing = True
-        self._next = 0  # the bucket that goes next
         self._sharded = {p.sharded_param: group for group in fsdp2.param_groups(module) for p in group.fsdp_params}
         self._bucket_mb = options.get("bucket_mb", BUCKET_MB)
         self._homes: list[_Home] = []
+        self._sent: list[torch.futures.Future[torch.Tensor]] = []  # of this pass, in the order of the homes
         self._home: dict[Slot, _Home] = {}
         self._take_up_trained()
         if not self._sharded:
@@ -104,6 +96,11 @@ class GradientState(Reducer):
         self._handles.append(self._pass)
 
     def _check_gradients(self, scheme: Scheme, module: nn.Module | None) -> None:
+        if scheme.owns_step:
+            raise Unsupported(
+                f"scheme {scheme.name!r} steps parameters itself, which only a DDP model lets it do; wrap the module in DDP, "
+                "or choose a scheme that leaves the step to the optimizer"
+            )
         if module is not None and self._bucket_dtype is None and not scheme.takes_any_gradient:
             check_trained(module)
 
@@ -150,7 +147,7 @@ class GradientState(Reducer):
 
     def _give_up(self) -> None:
         """The pass before never came to its end: an exception was raised in it."""
-        if self._next:
+        if self._sent:
             self.fail(PeerLost("a backward pass was given up half-way, with some of its gradients sent"))
         self._reset()
 
@@ -181,30 +178,24 @@ class GradientState(Reducer):
 
     def _send(self, only_full: bool) -> None:
         """Buckets go in one order on all ranks, whatever the order in which they fill."""
-        while self._next < len(self._homes):
-            home = self._homes[self._next]
+        for home in self._homes[len(self._sent) :]:
             if home.missing and only_full:
                 return
             for slot in home.missing:  # not used in this pass on this rank
                 home.places[slot].zero_()
-            is_last = self._next == len(self._homes) - 1
-            home.reduced = self.reduce(home.flat, list(home.places), home.offsets, self._next, is_last)
-            self._next += 1
+            index, is_last = len(self._sent), home is self._homes[-1]
+            self._sent.append(self.reduce(home.flat, list(home.places), home.offsets, index, is_last))
 
     def _finish(self) -> None:
         """Every gradient that will come has come."""
         waiting = Stopwatch()
         try:
-            if self._next == 0 and all(len(home.missing) == len(home.places) for home in self._homes):
+            if not self._sent and all(len(home.missing) == len(home.places) for home in self._homes):
                 return  # a pass that reached none of our parameters, or one without synchronisation
-            step = self.step
-            if self._next == len(self._homes):
-                step -= 1  # the last bucket has gone already
             self._send(only_full=False)
-            for home in self._homes:
-                assert home.reduced is not None
-                home.reduced.wait()
-            self.close_pass(step, waiting.elapsed_ns)
+            for reduced in self._sent:
+                reduced.wait()
+            self.close_pass(self.step - 1, waiting.elapsed_ns)
             for home in self._homes:
                 for slot, mean in home.places.items():
                     gradient = _parameter(slot).grad
@@ -216,9 +207,9 @@ class GradientState(Reducer):
             self._reset()
 
     def _reset(self) -> None:
-        self._next = 0
+        self._sent = []
         for home in self._homes:
-            home.missing, home.reduced = set(home.places), None
+            home.missing = set(home.places)
 
     def take_inside(self, make: Callable[[], Reducer]) -> None:
         """Have what `make` makes work inside the sharding group, for as long as this works between the replicas."""

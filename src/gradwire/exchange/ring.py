@@ -262,21 +262,12 @@ class DeviceRing:
                 else:
                     self._decode(came[source], parts[rank], total, adds=True)
         else:
-            self._add_sources(received[:rank], parts[rank], total)
+            self._decode(received[:rank], parts[rank], total, adds=True)
             total.add_(own)
-            self._add_sources(received[rank + 1 :], parts[rank], total)
+            self._decode(received[rank + 1 :], parts[rank], total, adds=True)
         result = self._row("result", parts)
         self._encode(total, parts[rank], result, 0, [number[rank] for number in numbers], True)
         return result, list(range(world))
-
-    def _add_sources(self, received: Tensor, part: list[Chunk], total: Tensor) -> None:
-        """Add what so many ranks have sent of a part, in their order."""
-        if self._floats is not None and len(received):
-            messages = self._laid_out([(chunk, 0, part[0].values.start, 0) for chunk in part])
-            self._floats.decode_messages(
-                received, total, messages, n_sources=len(received), source_bytes=received.shape[1], adds=True,
-                error=self._wire.flags[:1],
-            )  # fmt: skip
 
     def _laid_out(self, chunks: Sequence[tuple[Chunk, int, int, int]]) -> Messages:
         """Messages of one launch: the chunk, where its row begins, the value from which values are counted, its number."""
@@ -336,9 +327,15 @@ class DeviceRing:
         adds: bool = False,
         is_mean: bool = False,
     ) -> None:
+        """`row`: (bytes,); or (n, bytes) of so many ranks' floats, which are added in their order."""
         if self._floats is not None:
-            messages = self._laid_out([(chunk, 0, part[0].values.start, 0) for chunk in part])
-            self._floats.decode_messages(row, out, messages, divisor=divisor, adds=adds, error=self._wire.flags[:1])
+            if row.numel():
+                n_sources, source_bytes = row.view(-1, row.shape[-1]).shape
+                messages = self._laid_out([(chunk, 0, part[0].values.start, 0) for chunk in part])
+                self._floats.decode_messages(
+                    row, out, messages, n_sources=n_sources, source_bytes=source_bytes, divisor=divisor, adds=adds,
+                    error=self._wire.flags[:1],
+                )  # fmt: skip
             return
         for chunk in part:
             self._codec.decode(

@@ -106,7 +106,7 @@ class Reducer:
             wire, device_wire = self._make_wires(communicator)
             self.session = Session(
                 communicator, wire, self.recorder, optimizers, self.slots, self._loss_scale,
-                _no_module if module is None else weakref.ref(module),
+                None if module is None else weakref.ref(module),
                 scaler is not None, device_wire=device_wire,
             )  # fmt: skip
             # Where it is not sure that anything is staged, memory is pinned when it first is.
@@ -137,7 +137,10 @@ class Reducer:
             buckets = self._flattener.fill(tensors)
         except Exception as error:
             raise self.fail(error) from error
-        futures = [self.reduce(*bucket, i, i == len(buckets) - 1) for i, bucket in enumerate(buckets)]
+        futures = [
+            self.reduce(bucket.values, bucket.slots, bucket.offsets, i, bucket is buckets[-1])
+            for i, bucket in enumerate(buckets)
+        ]
         finish = functools.partial(self.close_pass, self.step - 1)
         return AllReduceWork(futures, buckets, tensors, finish, self._flattener.give_back)
 
@@ -420,12 +423,8 @@ class Reducer:
             self.slots, self._flattener, self._layouts = {}, Flattener({}, 0), {}
             self._loss_scale, self._staging = LossScale(), Staging()
             self.session = replace(
-                self.session, optimizers=Optimizers(), slots={}, loss_scale=self._loss_scale, module_ref=_no_module
+                self.session, optimizers=Optimizers(), slots={}, loss_scale=self._loss_scale, module_ref=None
             )
-
-
-def _no_module() -> None:
-    return None
 
 
 def _free_scheme(scheme: Scheme | str) -> Scheme:

@@ -56,15 +56,10 @@ def load(scheme: Saved, communicator: Communicator, saved: dict[str, Any], stric
             f"the checkpoint was written by scheme {saved['scheme']!r}, but {scheme.name!r} is attached; "
             f"attach {saved['scheme']!r}, load, then switch()"
         )
-    if saved["configuration"] != scheme.configuration:
-        keys = sorted(
-            key
-            for key in saved["configuration"].keys() | scheme.configuration.keys()
-            if saved["configuration"].get(key) != scheme.configuration.get(key)
-        )
-        listing = ", ".join(
-            f"{k}: {saved['configuration'].get(k)} saved, {scheme.configuration.get(k)} now" for k in keys
-        )
+    before, now = saved["configuration"], scheme.configuration
+    if before != now:
+        keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        listing = ", ".join(f"{key}: {before.get(key)} saved, {now.get(key)} now" for key in keys)
         raise InvalidArgument(
             f"the checkpoint of scheme {scheme.name!r} was written with other options ({listing}); "
             "attach the scheme with the saved options"
@@ -123,15 +118,14 @@ def gather(state: dict[str, Any], communicator: Communicator) -> dict[str, Any]:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     own = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    received: list[torch.Tensor] = []
 
-    def exchange() -> None:
+    def exchange() -> list[torch.Tensor]:
         sizes = communicator.all_gather(torch.tensor([own.numel()], dtype=torch.int64, device="cpu")).view(-1).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: own.numel()] = own
-        received.extend(theirs[:size] for theirs, size in zip(communicator.gather(padded), sizes, strict=False))
+        return [theirs[:size] for theirs, size in zip(communicator.gather(padded), sizes, strict=False)]
 
-    communicator.submit(exchange).wait()
+    received = communicator.submit(exchange).wait()
     ranks = [torch.load(io.BytesIO(bytes(one.numpy())), weights_only=True) for one in received]
     return {"version": STATE_VERSION, "ranks": [] if communicator.rank else ranks}
 

@@ -221,10 +221,8 @@ class SchemeWork(dist.distributed_c10d.Work):
         waited = Stopwatch()
         try:
             self._future.wait()
-        except RuntimeError:
-            self._close(waited.elapsed_ns)  # the error itself
-            raise
-        self._close(waited.elapsed_ns)
+        finally:
+            self._close(waited.elapsed_ns)  # raises the error itself
         return True
 
     def _close(self, exposed_ns: int = 0) -> None:

@@ -9,17 +9,17 @@ casting, accumulating and offloading: so none of that has rules here.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from gradwire import _native
-from gradwire.core.bucket import Slot, check_trained, cut_into_buckets, local_of, offsets_of
+from gradwire.core.bucket import Slot, check_trained, cut_into_buckets, local_of
+from gradwire.core.named_tensors import FlatBucket
 from gradwire.doors import fsdp2
 from gradwire.doors.passes import BackwardPass
 from gradwire.errors import InvalidArgument, PeerLost, Unsupported
@@ -28,13 +28,10 @@ from gradwire.schemes import Scheme
 from gradwire.telemetry.stopwatch import Stopwatch
 
 
-@dataclasses.dataclass
-class _Home:
-    """One flat bucket: its slots in order, the place of each, and which of them have not come in this pass."""
+class _Home(NamedTuple):
+    """A bucket, and which of its slots have not come in this pass."""
 
-    flat: torch.Tensor
-    places: dict[Slot, torch.Tensor]
-    offsets: list[int]
+    bucket: FlatBucket
     missing: set[Slot]
 
 
@@ -117,15 +114,9 @@ class GradientState(Reducer):
         new = [slot for slot in self.slots.values() if slot not in self._home and _parameter(slot).requires_grad]
         for group in cut_into_buckets([(slot, _parameter(slot)) for slot in new[::-1]], self._bucket_mb * (1 << 20)):
             own, first = [slot for slot, _ in group], group[0][1]
-            *offsets, n = offsets_of(own)
-            flat = torch.zeros(n, dtype=self._bucket_dtype or first.dtype, device=local_of(first).device)
-            places = {
-                slot: flat[offset : offset + slot.numel()].view(slot.shape)
-                for slot, offset in zip(own, offsets, strict=True)
-            }
-            home = _Home(flat, places, offsets, set(own))
-            self._homes.append(home)
-            self._home.update(dict.fromkeys(own, home))
+            bucket = FlatBucket(own, self._bucket_dtype or first.dtype, local_of(first).device)
+            self._homes.append(_Home(bucket, set(own)))
+            self._home.update(dict.fromkeys(own, self._homes[-1]))
         self._handles += [
             _parameter(slot).register_post_accumulate_grad_hook(partial(self.arrive, slot)) for slot in new
         ]
@@ -172,32 +163,32 @@ class GradientState(Reducer):
             return
         if gradient.device.type == "cpu" and torch.cuda.is_initialized():  # offloaded: before torch 2.13 not waited for
             torch.cuda.current_stream().synchronize()
-        home.places[slot].copy_(gradient)
+        home.bucket.places[slot.name].copy_(gradient)
         home.missing.discard(slot)
         self._send(only_full=True)
 
     def _send(self, only_full: bool) -> None:
         """Buckets go in one order on all ranks, whatever the order in which they fill."""
-        for home in self._homes[len(self._sent) :]:
-            if home.missing and only_full:
+        for bucket, missing in self._homes[len(self._sent) :]:
+            if missing and only_full:
                 return
-            for slot in home.missing:  # not used in this pass on this rank
-                home.places[slot].zero_()
-            index, is_last = len(self._sent), home is self._homes[-1]
-            self._sent.append(self.reduce(home.flat, list(home.places), home.offsets, index, is_last))
+            for slot in missing:  # not used in this pass on this rank
+                bucket.places[slot.name].zero_()
+            index, is_last = len(self._sent), bucket is self._homes[-1].bucket
+            self._sent.append(self.reduce(bucket.values, bucket.slots, bucket.offsets, index, is_last))
 
     def _finish(self) -> None:
         """Every gradient that will come has come."""
         waiting = Stopwatch()
         try:
-            if not self._sent and all(len(home.missing) == len(home.places) for home in self._homes):
+            if not self._sent and all(len(missing) == len(bucket.slots) for bucket, missing in self._homes):
                 return  # a pass that reached none of our parameters, or one without synchronisation
             self._send(only_full=False)
             for reduced in self._sent:
                 reduced.wait()
             self.close_pass(self.step - 1, waiting.elapsed_ns)
-            for home in self._homes:
-                for slot, mean in home.places.items():
+            for bucket, _ in self._homes:
+                for slot, mean in zip(bucket.slots, bucket.places.values(), strict=True):
                     gradient = _parameter(slot).grad
                     if gradient is not None:
                         local_of(gradient).copy_(mean)
@@ -208,8 +199,8 @@ class GradientState(Reducer):
 
     def _reset(self) -> None:
         self._sent = []
-        for home in self._homes:
-            home.missing = set(home.places)
+        for bucket, missing in self._homes:
+            missing.update(bucket.slots)
 
     def take_inside(self, make: Callable[[], Reducer]) -> None:
         """Have what `make` makes work inside the sharding group, for as long as this works between the replicas."""

@@ -60,13 +60,10 @@ class HookState(Reducer):
     `gradwire.attach` does the same and more in one call; use this with frameworks that only take a hook.
 
     Args:
-        scheme: a Scheme, or a registry name, with options as in "acp-sgd:rank=8".
+        scheme, scaler, timeout_s, trace: as for Reducer.
         module: the model; needed by `state_dict`, which names parameters as the module does.
         optimizer: the optimizer, or a list of all; needed by schemes that read its state (gcomp with importance="paper").
-        scaler: the GradScaler, if the loss is scaled.
         group: the process group that DDP uses (default: all ranks). Making a HookState is collective over it.
-        timeout_s: how long to wait for a peer before PeerLost is raised (default: the timeout of `group`).
-        trace: record the spans of a Chrome trace.
         placement: where device buckets are reduced: "staged", in host memory, or on the "device", between devices by the
             backend that torch has for them (docs/gpu.md). None: scheme "auto" chooses among both, others are staged.
     Raises: InvalidArgument, Unsupported.

@@ -250,10 +250,8 @@ class Wire:
         messages = torch.empty(len(rows), _HEAD_WORDS + rows.shape[1], dtype=torch.int32, device="cpu")
         messages[:, _HEAD_WORDS:] = rows
         for message in messages:
-            crc = _crc_of(message[_HEAD_WORDS:])
-            message[:_HEAD_WORDS] = torch.tensor(
-                [self.checksum, int(not is_finite), crc], dtype=torch.int32, device="cpu"
-            )
+            head = [self.checksum, int(not is_finite), _crc_of(message[_HEAD_WORDS:])]
+            message[:_HEAD_WORDS] = torch.tensor(head, dtype=torch.int32, device="cpu")
         return messages
 
     def _open(self, messages: Tensor) -> Tensor:

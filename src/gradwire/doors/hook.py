@@ -7,7 +7,6 @@ at the very end of the same backward pass, so no optimizer step can follow.
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations as objects, not as strings.
 import logging
-import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -48,10 +47,6 @@ class _Places(NamedTuple):
     parameters: list[torch.Tensor]
     slots: list[Slot]
     offsets: list[int]
-
-
-def _are_same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 class HookState(Reducer):
@@ -114,13 +109,10 @@ class HookState(Reducer):
         # only the one in which DDP has all its buckets ends with DDP's waiting for them.
         if in_backward and bucket.is_last():
             torch.autograd.Variable._execution_engine.queue_callback(self._before_ddp_waits)
-        try:
-            self._check_divisor()
-        except Unsupported as error:
-            self.fail(error)
+        self._check_divisor()
         step, buffer, index = self.step, bucket.buffer(), bucket.index()
         parameters, places = bucket.parameters(), self._places.get(index)
-        if places is None or not _are_same(parameters, places.parameters):
+        if places is None or list(map(id, parameters)) != list(map(id, places.parameters)):
             places = self._places[index] = self._find_places(bucket, buffer, parameters)
         reduced = self.reduce(buffer, places.slots, places.offsets, index, bucket.is_last())
         if not in_backward:  # the shadow of a rank that has left `ddp.join` early: nothing else would raise here
@@ -157,8 +149,8 @@ class HookState(Reducer):
         self._take_up_scheme()
 
     def _parameters_of_buckets(self) -> list[torch.Tensor]:
-        known = [slot.parameter for slot in self.slots.values() if slot.parameter is not None]
-        return [parameter for parameter in known if parameter.requires_grad]
+        stepped = (slot.parameter for slot in self.slots.values())
+        return [parameter for parameter in stepped if parameter is not None and parameter.requires_grad]
 
     def _check_gradients(self, scheme: Scheme, module: torch.nn.Module | None) -> None:
         if module is None or scheme.is_transparent:
@@ -175,26 +167,26 @@ class HookState(Reducer):
         host = Wire(communicator)
         # DDP's own group shows that its backend works here; it may refuse what others serve, as two ranks on one GPU.
         is_free = self._placement is None and isinstance(self.scheme, Auto) and communicator.world_size > 1
-        if not is_free or not devices or not serves(self._group, devices[0]):
-            return host, None
-        try:
-            return host, DeviceWire(communicator, devices)
-        except Unsupported as error:
-            _log.warning("auto chooses among schemes in host memory only: %s", error)
-            return host, None
+        if is_free and devices and serves(self._group, devices[0]):
+            try:
+                return host, DeviceWire(communicator, devices)
+            except Unsupported as error:
+                _log.warning("auto chooses among schemes in host memory only: %s", error)
+        return host, None
 
     def _check_divisor(self) -> None:
-        """A hook is not told by how many ranks DDP divides once some have left `join`: all of them is the default."""
+        """Fail where a hook is not told by how many ranks DDP divides once some have left `join`: by default by all."""
         module = self.session.module
         if (
             isinstance(module, DistributedDataParallel)
             and module._join_config.enable
             and not getattr(module, "_divide_by_initial_world_size", True)
         ):
-            raise Unsupported(
+            told = (
                 "ddp.join(divide_by_initial_world_size=False) changes the divisor as ranks run out of input, and DDP tells "
                 "no communication hook; use join() with its default, or close() the attachment first"
             )
+            self.fail(Unsupported(told))
 
     # ---- the end of a backward pass
 

@@ -92,10 +92,10 @@ class Owners:
         if self._on_device is not None:
             self._on_device.mean(part, pushed, pulled, self.pull == "raw")
             return
-        draws = [0] * (world * n_chunks)
-        if self.codec.draws:
-            numbers = itertools.product(range(world), range(n_chunks))
-            draws = [bucket.draw(rank, owner, chunk, owner == rank) for owner, chunk in numbers]
+        draws = [
+            bucket.draw(rank, owner, chunk, owner == rank) if self.codec.draws else 0
+            for owner, chunk in itertools.product(range(world), range(n_chunks))
+        ]
         part.used_by_any, is_finite, account = _native.quantised_mean(
             *wire.communicator.open_exchange(),
             wire.facts,

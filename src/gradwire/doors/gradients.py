@@ -189,11 +189,11 @@ class GradientState(Reducer):
             self.close_pass(self.step - 1, waiting.elapsed_ns)
             for bucket, _ in self._homes:
                 for slot, mean in zip(bucket.slots, bucket.places.values(), strict=True):
-                    gradient = _parameter(slot).grad
-                    if gradient is not None:
-                        local_of(gradient).copy_(mean)
-                    elif bool(mean.any()):  # used on another rank only
-                        _give(_parameter(slot), mean)
+                    parameter = _parameter(slot)
+                    if parameter.grad is None and bool(mean.any()):  # used on another rank only
+                        parameter.grad = torch.zeros_like(parameter)
+                    if parameter.grad is not None:
+                        local_of(parameter.grad).copy_(mean)
         finally:
             self._reset()
 
@@ -246,21 +246,3 @@ def check_equal(reducer: Reducer, tensors: Mapping[str, torch.Tensor]) -> None:
 def _parameter(slot: Slot) -> torch.Tensor:
     assert slot.parameter is not None
     return slot.parameter
-
-
-def _give(parameter: torch.Tensor, mean: torch.Tensor) -> None:
-    """A gradient, where this rank had none."""
-    if local_of(parameter) is parameter:
-        parameter.grad = mean.to(parameter.dtype, copy=True)
-        return
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(parameter, DTensor)
-    parameter.grad = DTensor.from_local(
-        mean.to(parameter.dtype, copy=True),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel.distributed import _find_tensors  # DDP's own, in whatever a module returns
 
 
 class BackwardPass:
@@ -43,7 +43,7 @@ class BackwardPass:
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             self._forward_is_over()
-            for tensor in _tensors(output):
+            for tensor in _find_tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._begin_at)
 
@@ -76,16 +76,3 @@ def call_last(callback: Callable[[], None]) -> None:
     """Call it at the end of the backward pass under way, when what DDP or FSDP2 has queued there by then is done."""
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(callback))
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returned."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        yield from _tensors(list(output.values()))
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(output):
-        yield from _tensors([getattr(output, field.name) for field in dataclasses.fields(output)])

@@ -233,7 +233,7 @@ class Reducer:
         if buffer.device.type == "cpu":
             return Bucket(buffer, layout, **place)
         if place["index"] == 0:
-            self.note_loss_scale()
+            self._loss_scale.note()
         wire = self.scheme.wire_at_work
         if isinstance(wire, DeviceWire):
             return Bucket(buffer, layout, resident=ResidentBucket(wire, buffer), **place)
@@ -247,10 +247,6 @@ class Reducer:
     def _parameters_of_buckets(self) -> list[torch.Tensor]:
         """Those whose gradients come as buckets: memory to stage them is pinned beforehand. None are known here."""
         return []
-
-    def note_loss_scale(self) -> None:
-        """Start to read the loss scale of the pass that begins, if it is on a device."""
-        self._loss_scale.note()
 
     def _make_wires(self, communicator: Communicator) -> tuple[Wire, DeviceWire | None]:
         """Make the wire, and one of the device beside it for a scheme that may choose: here in host memory, to which buckets

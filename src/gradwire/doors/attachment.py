@@ -186,12 +186,14 @@ def attach(
             )
         between = GradientState(scheme, model, optimizers, scaler, group, timeout_s=timeout_s, trace=trace, **doors_own)
         if shards:
-            between.take_inside(
-                lambda: ShardState(
-                    shards.get("inside", "plain"), model, optimizers, scaler, shards.get("weights", "plain"),
-                    timeout_s=timeout_s, trace=trace,
+            scheme, weights = shards.get("inside", "plain"), shards.get("weights", "plain")
+            try:
+                between.inside = ShardState(
+                    scheme, model, optimizers, scaler, weights, timeout_s=timeout_s, trace=trace
                 )
-            )  # fmt: skip
+            except BaseException:
+                between.close()
+                raise
         return between
     if doors_own or group is not None:
         raise InvalidArgument(f"DDP has its own {', '.join(doors_own) or 'group'}; give it to DistributedDataParallel")

@@ -159,13 +159,11 @@ def take_over(module: nn.Module) -> tuple[dist.ProcessGroup | None, Callable[[],
         if any(_is_replicated(parameter) for parameter in module.parameters()):
             raise Unsupported(f"this torch's HSDP cannot be taken over; {_PUBLIC_WAY}") from None
         return None, lambda: None
-    taken: list[tuple[Any, Any]] = []
-    for group in param_groups(module):
-        info = group.mesh_info
-        if isinstance(info, DDPMeshInfo):
-            if not isinstance(info, FSDPMeshInfo) or info.mesh.ndim != 2 or info.mesh.mesh_dim_names is None:
-                raise Unsupported(f"only HSDP over a named mesh of two dimensions is taken over; {_PUBLIC_WAY}")
-            taken.append((group, info))
+    replicated = [group for group in param_groups(module) if isinstance(group.mesh_info, DDPMeshInfo)]
+    taken = [(group, group.mesh_info) for group in replicated]
+    for _, info in taken:
+        if not isinstance(info, FSDPMeshInfo) or info.mesh.ndim != 2 or info.mesh.mesh_dim_names is None:
+            raise Unsupported(f"only HSDP over a named mesh of two dimensions is taken over; {_PUBLIC_WAY}")
     if not taken:
         if any(_is_replicated(parameter) for parameter in module.parameters()):
             raise Unsupported(f"this model replicates by itself, in a way that gradwire does not know; {_PUBLIC_WAY}")

@@ -9,7 +9,7 @@ casting, accumulating and offloading: so none of that has rules here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ class GradientState(Reducer):
     Raises: Unsupported, InvalidArgument.
 
     Attributes:
-        inside: what works between the shards of a node, if anything does.
+        inside: what works between the shards of a node, if anything does; closed with this.
     """
 
     inside: Reducer | None = None
@@ -201,14 +201,6 @@ class GradientState(Reducer):
         self._sent = []
         for bucket, missing in self._homes:
             missing.update(bucket.slots)
-
-    def take_inside(self, make: Callable[[], Reducer]) -> None:
-        """Have what `make` makes work inside the sharding group, for as long as this works between the replicas."""
-        try:
-            self.inside = make()
-        except BaseException:
-            self.close()
-            raise
 
     def stats(self) -> dict[str, Any]:
         """As any Reducer; and `inside`, the figures of the sharding group."""

@@ -222,7 +222,7 @@ class HookState(Reducer):
         auto = self._auto
         if auto is None or self._is_joining:  # all ranks go on with what they have: some of them cannot vote
             return
-        self.note_loss_scale()
+        self._loss_scale.note()
         auto.choose(self.step)
         if not auto.is_transparent:
             try:

@@ -78,9 +78,9 @@ class ShardState(Reducer):
         ranks = {tuple(dist.get_process_group_ranks(group.mesh_info.shard_process_group)) for _, _, group in units}
         if len(ranks) != 1:
             raise Unsupported(f"this model is sharded over {len(ranks)} groups of ranks; attach each part by itself")
-        self._served: dict[dist.ProcessGroup, bool] = {}
         self._weights_configuration = {one: hash_configuration("weights", {"weights": one}) for one in WEIGHTS}
-        self._exchanged = {"weights": [0, 0], "gradients": [0, 0]}  # bytes sent, and those of torch's collective
+        kinds, bytes_of = ("weights", "gradients"), ("bytes_sent", "original_bytes")
+        self._exchanged = {f"{kind}_{what}": 0 for kind in kinds for what in bytes_of}
         self._next = 0  # the gradient of a unit that comes next in this pass
         self._exposed_ns = 0
         self._pending: _Reduction | None = None
@@ -120,7 +120,7 @@ class ShardState(Reducer):
             scheme = schemes.by_name(name, **options)
         if isinstance(scheme, Plain):
             rounding = Bfloat16() if isinstance(scheme, Bf16) else None
-            return _BySum(Scatter(rounding, self._exchanged["gradients"]), scheme.name)
+            return _BySum(Scatter(rounding, functools.partial(self.count, "gradients")), scheme.name)
         codec = getattr(getattr(scheme, "collective", None), "codec", None)
         why = ""
         if not isinstance(scheme, Compressed) or codec is None:
@@ -136,7 +136,7 @@ class ShardState(Reducer):
                 f"scheme {scheme.name!r} cannot reduce FSDP2's shards: it {why}. What can: {SCHEMES} (gcomp with "
                 'importance="uniform" or "none")'
             )
-        scheme.collective = Scatter(codec, self._exchanged["gradients"])
+        scheme.collective = Scatter(codec, functools.partial(self.count, "gradients"))
         return scheme
 
     def switch(self, scheme: Scheme | str) -> None:
@@ -158,9 +158,7 @@ class ShardState(Reducer):
 
     def serves(self, group: dist.ProcessGroup) -> bool:
         """Return whether `group` has this attachment's ranks, not fewer, as where weights are resharded after the forward."""
-        if group not in self._served:
-            self._served[group] = dist.get_process_group_ranks(group) == list(self.communicator.members)
-        return self._served[group]
+        return dist.get_process_group_ranks(group) == self.communicator.members
 
     # ---- weights
 
@@ -194,20 +192,14 @@ class ShardState(Reducer):
         else:
             is_close = weights == "close" and output.dtype in SUPPORTED_DTYPES
             gather(wire, EmbeddedFloat(_CLOSE_BITS) if is_close else None, output)
-        self._count("weights", record.bytes_sent - before, n_own * output.element_size())
+        self.count("weights", record.bytes_sent - before, n_own * output.element_size())
         self.recorder.close_bucket(record)
 
-    def gather_as_fsdp2(self, start: Callable[[], Any], own: torch.Tensor) -> _Work:
-        """Start FSDP2's own gather of `own` and others', in a step that `auto` leaves alone."""
-        n_bytes = own.numel() * own.element_size()
-        self._count("weights", (self.communicator.world_size - 1) * n_bytes, n_bytes)
-        return _Work(self, self.expose(start))
-
-    def _count(self, kind: str, n_sent: int, n_bytes: int) -> None:
-        """Bytes sent, where torch's own collective sends `n_bytes` to each of the others."""
-        counts = self._exchanged[kind]
-        counts[0] += n_sent
-        counts[1] += (self.communicator.world_size - 1) * n_bytes
+    def count(self, kind: str, n_sent: int | None, n_bytes: int) -> None:
+        """Count bytes sent, where torch's own collective, which None stands for, sends `n_bytes` to each of the others."""
+        n_original = (self.communicator.world_size - 1) * n_bytes
+        self._exchanged[f"{kind}_bytes_sent"] += n_original if n_sent is None else n_sent
+        self._exchanged[f"{kind}_original_bytes"] += n_original
 
     def expose(self, call: Callable[[], Any]) -> Any:
         """The result of `call`, whose time on the training thread counts as exposed. Raises: what it raises."""
@@ -239,7 +231,7 @@ class ShardState(Reducer):
         record = self.recorder.open_bucket(self.step, self._next, n_bytes * self.communicator.world_size)
         self._next += 1
         record.count_exchanged((self.communicator.world_size - 1) * n_bytes)
-        self._count("gradients", record.bytes_sent, n_bytes)
+        self.count("gradients", None, n_bytes)
         work = self.expose(start)
         self.recorder.close_bucket(record)
         return work
@@ -280,12 +272,7 @@ class ShardState(Reducer):
 
     def stats(self) -> dict[str, Any]:
         """As any Reducer; and of weights and gradients, bytes sent and those that torch's own collective sends."""
-        own = {
-            f"{kind}_{what}": counts[i]
-            for kind, counts in self._exchanged.items()
-            for i, what in enumerate(("bytes_sent", "original_bytes"))
-        }
-        return {**super().stats(), "weights": self.weights, **own}
+        return {**super().stats(), "weights": self.weights, **self._exchanged}
 
     def close(self) -> None:
         """Leave weights and gradients to FSDP2's own collectives again. Every rank calls it."""
@@ -396,10 +383,12 @@ class _AllGather(_Collective):
     ) -> Any:
         """Fill `output_tensor` with the `input_tensor` of all ranks, which lies in it. Returns: what to wait for."""
         state = self._state
-        serves = state.serves(group)
-        if not serves or state.scheme.is_transparent:
-            start = functools.partial(self._own, output_tensor, input_tensor, group, async_op)
-            return state.gather_as_fsdp2(start, input_tensor) if serves else start()
+        start = functools.partial(self._own, output_tensor, input_tensor, group, async_op)
+        if not state.serves(group):
+            return start()
+        if state.scheme.is_transparent:
+            state.count("weights", None, input_tensor.numel() * input_tensor.element_size())
+            return _Work(state, state.expose(start))
         return _Work(state, state.gather_weights(self._unit, output_tensor))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.checks import choice as check_choice
+from gradwire.checks import count as check_count
 from gradwire.codecs import Codec, DeviceCodec
 from gradwire.codecs.floats import Floats, Messages
 from gradwire.codecs.gcomp import GCompCodec
@@ -25,7 +26,7 @@ from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.codecs.truncated_float import TruncatedFloat, draw_after, first_draw
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Part
-from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
+from gradwire.errors import CorruptMessage, Unsupported
 from gradwire.exchange.parts import CHUNK_ELEMENTS, MESSAGES_AHEAD, Chunk, count_chunks, cut_into_chunks
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.device_wire import DeviceWire
@@ -59,9 +60,7 @@ class Ring:
 
     def __init__(self, codec: Codec, topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS) -> None:
         self.codec, self.topology = codec, check_choice("topology", topology, tuple(_RUN))
-        if chunk_elements < 1:
-            raise InvalidArgument(f"chunk_elements must be at least 1, got {chunk_elements}")
-        self.chunk_elements = chunk_elements
+        self.chunk_elements = check_count("chunk_elements", chunk_elements)
         self._on_device: DeviceRing | None = None
 
     @property

@@ -6,6 +6,7 @@ rank, all equally long.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,12 +30,12 @@ class Scatter:
 
     Args:
         codec: what encodes a rank's values for the others; None: the backend sums, in the bucket's dtype.
-        counts: bytes sent, and bytes that go in the buckets' own dtype; added to.
+        count: called with the bytes sent, and those of a part in the bucket's own dtype.
     """
 
-    def __init__(self, codec: Codec | Bfloat16 | None, counts: list[int]) -> None:
+    def __init__(self, codec: Codec | Bfloat16 | None, count: Callable[[int, int], None]) -> None:
         self.codec: Any = codec
-        self._counts = counts
+        self._count = count
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -57,7 +58,7 @@ class Scatter:
         buffer, world = part.values, wire.world_size
         is_sum = isinstance(part.bucket.slots[0], Summed)
         n_own = buffer.numel() // world
-        n_bytes = (world - 1) * n_own * buffer.element_size()
+        n_bytes = n_own * buffer.element_size()
         before = wire.record.bytes_sent
         if self.codec is None:
             own = buffer[wire.rank * n_own : (wire.rank + 1) * n_own]
@@ -66,7 +67,7 @@ class Scatter:
                 op = dist.ReduceOp.SUM if is_sum else dist.ReduceOp.AVG
                 wire.communicator.reduce_scatter_into(share, buffer, op)
                 own.copy_(share)
-            wire.record.count_exchanged(n_bytes)
+            wire.record.count_exchanged((world - 1) * n_bytes)
         else:
             code, options = dtype_code(buffer.dtype), options_for(self.codec, wire, part.bucket, counts)
             native = engine_codec(self.codec, buffer.dtype, importance, **options)
@@ -77,8 +78,7 @@ class Scatter:
                 count_chunks(n_own),
             )  # fmt: skip
             wire.record.add_account(*account)
-        self._counts[0] += wire.record.bytes_sent - before
-        self._counts[1] += n_bytes
+        self._count(wire.record.bytes_sent - before, n_bytes)
 
 
 class Summed(Slot):

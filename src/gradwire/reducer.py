@@ -40,7 +40,6 @@ _log = logging.getLogger("gradwire")
 
 # As DDP's own buckets: large enough for the wire, small enough that the first is on its way early.
 BUCKET_MB = 25.0
-OPERATIONS = ("mean", "sum")
 
 
 class Reducer:
@@ -83,7 +82,7 @@ class Reducer:
         timeout_s: float | None = None,
         trace: bool = False,
     ) -> None:
-        check_choice("op", op, OPERATIONS)
+        check_choice("op", op, ("mean", "sum"))
         if not bucket_mb > 0:
             raise InvalidArgument(f"bucket_mb must be positive, got {bucket_mb}")
         self.scheme = _free_scheme(scheme)
@@ -155,17 +154,14 @@ class Reducer:
             return
         trained = [parameter for parameter in names if parameter.requires_grad]
         several = set(optimizers.shared())
-        for strays, what in (
-            (
-                [parameter for parameter in trained if optimizers.of(parameter) is None and parameter not in several],
-                "none of the optimizers given steps; give all that do, as attach(model, [muon, adamw]), or freeze what nothing "
-                "steps with requires_grad_(False) before DDP: its gradients are reduced too",
-            ),
-            (
-                [parameter for parameter in trained if parameter in several],
-                "two optimizers step: it counts as stepped by one that is unknown",
-            ),
-        ):
+        by_several = [parameter for parameter in trained if parameter in several]
+        by_none = [parameter for parameter in trained if optimizers.of(parameter) is None and parameter not in several]
+        none = (
+            "none of the optimizers given steps; give all that do, as attach(model, [muon, adamw]), or freeze what nothing "
+            "steps with requires_grad_(False) before DDP: its gradients are reduced too"
+        )
+        two = "two optimizers step: it counts as stepped by one that is unknown"
+        for strays, what in ((by_none, none), (by_several, two)):
             if strays:
                 _log.warning("attach: parameter %s (%d in all) is one that %s", names[strays[0]], len(strays), what)
 

@@ -10,6 +10,7 @@ import functools
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,13 +122,13 @@ class Feedback:
         """(n_elements,) to write into, in which no residual lies that counts; `key`: whose, to be found again."""
         rooms = [room for room in self._rooms.get(key, ()) if room.numel() == n_elements and room.device == device]
         counting = self._whole, self._current
-        free = next((room for room in rooms if room is not other_than and not _is_used(room, *counting)), None)
+        free = next((room for room in rooms if room is not other_than and not _is_used(room, counting)), None)
         if free is None:
             free = torch.zeros(n_elements, dtype=dtype, device=device)
             self._rooms = {  # those of earlier layouts go as soon as no slot lies in them
                 key: kept
                 for key, kept in self._rooms.items()
-                if any(_is_used(room, *counting) or _is_used(room, self._staged_whole, self._staged) for room in kept)
+                if any(_is_used(room, (*counting, self._staged_whole, self._staged)) for room in kept)
             }
         self._rooms[key] = [free, *(room for room in rooms if room is not free)][:2]
         return free
@@ -208,10 +209,11 @@ class Feedback:
         self._current = loaded
 
 
-def _is_used(room: Tensor, whole: Mapping[Layout, Tensor], by_slot: Mapping[Slot, Tensor | None]) -> bool:
-    """True if any of these residuals lies in `room`."""
-    lying = [*whole.values(), *(kept._base for kept in by_slot.values() if kept is not None)]
-    return any(one is room for one in lying)
+def _is_used(room: Tensor, residuals: Iterable[Mapping[Any, Tensor | None]]) -> bool:
+    """True if any of these is `room` or lies in it."""
+    return any(
+        room is kept or (kept is not None and room is kept._base) for some in residuals for kept in some.values()
+    )
 
 
 class Unused:

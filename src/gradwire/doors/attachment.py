@@ -60,11 +60,8 @@ _TAKEN = (
     "this DDP model has a communication hook already and takes only one: leave out its register_comm_hook(...), or make "
     "DistributedDataParallel(...) anew and attach to that"
 )
-_doors: weakref.WeakKeyDictionary[DistributedDataParallel, _Door] = weakref.WeakKeyDictionary()
-
-
 _DOORS_OWN = ("bucket_mb", "bucket_dtype", "op")
-
+_doors: weakref.WeakKeyDictionary[DistributedDataParallel, _Door] = weakref.WeakKeyDictionary()
 
 Attachment = Reducer
 

@@ -30,7 +30,6 @@ from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
 
-PLACEMENTS = ("staged", "device")
 _NO_BUCKETS = (
     'with torch._dynamo.config.optimize_ddp = "python_reducer" DDP makes no buckets, which a scheme reduces: leave it at True '
     'before DistributedDataParallel(...), or attach scheme "auto", which leaves such a model as it is'
@@ -76,7 +75,7 @@ class HookState(Reducer):
         placement: str | None = None,
     ) -> None:
         self._group = group
-        self._placement = None if placement is None else check_choice("placement", placement, PLACEMENTS)
+        self._placement = None if placement is None else check_choice("placement", placement, ("staged", "device"))
         self._clock: StepClock | None = None  # which holds the model
         self._n_bytes = 0  # of a step that the clock sees
         self._register: Callable[[], None] = lambda: None  # puts the hook in, where the user does not

@@ -105,11 +105,9 @@ class ShardState(Reducer):
         if isinstance(scheme, str):
             name, options = parse_spec(scheme)
             if name == ShardsAuto.name:
-                weight_bytes, gradient_bytes = (
-                    max(dtype.itemsize for dtype in dtypes) for dtypes in fsdp2.exchanged_dtypes(module)
-                )
+                widths = [max(dtype.itemsize for dtype in dtypes) for dtypes in fsdp2.exchanged_dtypes(module)]
                 return ShardsAuto(
-                    lambda spec: self._inside(spec, module), (weight_bytes, gradient_bytes), self._asked,
+                    lambda spec: self._inside(spec, module), (widths[0], widths[1]), self._asked,
                     **{"fidelity": self._fidelity, **options},
                 )  # fmt: skip
             if name == "gcomp" and "importance" not in options:

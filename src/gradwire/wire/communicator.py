@@ -52,12 +52,6 @@ class _Task:
     may_overtake: bool
 
 
-def _finish(deferred: list[Callable[[], None]], result: Any) -> Any:
-    for work in deferred:
-        work()
-    return result
-
-
 class Communicator:
     """One rank's end of a group of ranks.
 
@@ -206,7 +200,13 @@ class Communicator:
             return None
         if self._deferred:
             deferred, self._deferred = self._deferred, []
-            task.run = functools.partial(_finish, deferred, result)
+
+            def finish() -> Any:
+                for work in deferred:
+                    work()
+                return result
+
+            task.run = finish
             return task
         task.future.set_result(result)
         return None

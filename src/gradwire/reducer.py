@@ -40,7 +40,6 @@ _log = logging.getLogger("gradwire")
 
 # As DDP's own buckets: large enough for the wire, small enough that the first is on its way early.
 BUCKET_MB = 25.0
-OPERATIONS = ("mean", "sum")
 
 
 class Reducer:
@@ -83,7 +82,7 @@ class Reducer:
         timeout_s: float | None = None,
         trace: bool = False,
     ) -> None:
-        check_choice("op", op, OPERATIONS)
+        check_choice("op", op, ("mean", "sum"))
         if not bucket_mb > 0:
             raise InvalidArgument(f"bucket_mb must be positive, got {bucket_mb}")
         self.scheme = _free_scheme(scheme)
@@ -106,7 +105,7 @@ class Reducer:
             wire, device_wire = self._make_wires(communicator)
             self.session = Session(
                 communicator, wire, self.recorder, optimizers, self.slots, self._loss_scale,
-                _no_module if module is None else weakref.ref(module),
+                None if module is None else weakref.ref(module),
                 scaler is not None, device_wire=device_wire,
             )  # fmt: skip
             # Where it is not sure that anything is staged, memory is pinned when it first is.
@@ -137,7 +136,10 @@ class Reducer:
             buckets = self._flattener.fill(tensors)
         except Exception as error:
             raise self.fail(error) from error
-        futures = [self.reduce(*bucket, i, i == len(buckets) - 1) for i, bucket in enumerate(buckets)]
+        futures = [
+            self.reduce(bucket.values, bucket.slots, bucket.offsets, i, bucket is buckets[-1])
+            for i, bucket in enumerate(buckets)
+        ]
         finish = functools.partial(self.close_pass, self.step - 1)
         return AllReduceWork(futures, buckets, tensors, finish, self._flattener.give_back)
 
@@ -152,17 +154,14 @@ class Reducer:
             return
         trained = [parameter for parameter in names if parameter.requires_grad]
         several = set(optimizers.shared())
-        for strays, what in (
-            (
-                [parameter for parameter in trained if optimizers.of(parameter) is None and parameter not in several],
-                "none of the optimizers given steps; give all that do, as attach(model, [muon, adamw]), or freeze what nothing "
-                "steps with requires_grad_(False) before DDP: its gradients are reduced too",
-            ),
-            (
-                [parameter for parameter in trained if parameter in several],
-                "two optimizers step: it counts as stepped by one that is unknown",
-            ),
-        ):
+        by_several = [parameter for parameter in trained if parameter in several]
+        by_none = [parameter for parameter in trained if optimizers.of(parameter) is None and parameter not in several]
+        none = (
+            "none of the optimizers given steps; give all that do, as attach(model, [muon, adamw]), or freeze what nothing "
+            "steps with requires_grad_(False) before DDP: its gradients are reduced too"
+        )
+        two = "two optimizers step: it counts as stepped by one that is unknown"
+        for strays, what in ((by_none, none), (by_several, two)):
             if strays:
                 _log.warning("attach: parameter %s (%d in all) is one that %s", names[strays[0]], len(strays), what)
 
@@ -230,7 +229,7 @@ class Reducer:
         if buffer.device.type == "cpu":
             return Bucket(buffer, layout, **place)
         if place["index"] == 0:
-            self.note_loss_scale()
+            self._loss_scale.note()
         wire = self.scheme.wire_at_work
         if isinstance(wire, DeviceWire):
             return Bucket(buffer, layout, resident=ResidentBucket(wire, buffer), **place)
@@ -244,10 +243,6 @@ class Reducer:
     def _parameters_of_buckets(self) -> list[torch.Tensor]:
         """Those whose gradients come as buckets: memory to stage them is pinned beforehand. None are known here."""
         return []
-
-    def note_loss_scale(self) -> None:
-        """Start to read the loss scale of the pass that begins, if it is on a device."""
-        self._loss_scale.note()
 
     def _make_wires(self, communicator: Communicator) -> tuple[Wire, DeviceWire | None]:
         """Make the wire, and one of the device beside it for a scheme that may choose: here in host memory, to which buckets
@@ -356,12 +351,12 @@ class Reducer:
                 takes it; one with residuals needs a state for all ranks.
         Raises: InvalidArgument, IncompatibleVersion, CorruptMessage (not such a state at all).
         """
-        if checkpoint.is_gathered(state):
-            scheme, communicator = self.scheme, self.communicator
-            state = checkpoint.state_for(state, scheme.per_rank_state, communicator.world_size, communicator.rank)
+        communicator = self.communicator
+        if isinstance(state, dict) and "ranks" in state:  # of all ranks
+            state = checkpoint.state_for(state, self.scheme.per_rank_state, communicator.world_size, communicator.rank)
         checkpoint.check(state)
         self.wait_until_idle()
-        self.step = checkpoint.load(self.scheme, self.communicator, state, strict)
+        self.step = checkpoint.load(self.scheme, communicator, state, strict)
         self.scheme.begin_at(self.step)
 
     def switch(self, scheme: Scheme | str) -> None:
@@ -387,11 +382,12 @@ class Reducer:
         self._layouts.clear()
         self._compared.clear()
 
-    def _close_with(self, module: nn.Module) -> None:
-        """Close when the module's user has let go of it, and nobody has closed; what is kept here must not hold it."""
-        weakref.finalize(module, self._close_quietly).atexit = False
+    def close_with(self, home: nn.Module | dist.ProcessGroup) -> None:
+        """Close when the user of a module or group has let go of it, and nobody has closed; nothing here may hold it."""
+        weakref.finalize(home, self.close_quietly).atexit = False
 
-    def _close_quietly(self) -> None:
+    def close_quietly(self) -> None:
+        """Close; an error is left to whoever waited for the step that it is of."""
         with contextlib.suppress(GradwireError):
             self.close()
 
@@ -420,12 +416,8 @@ class Reducer:
             self.slots, self._flattener, self._layouts = {}, Flattener({}, 0), {}
             self._loss_scale, self._staging = LossScale(), Staging()
             self.session = replace(
-                self.session, optimizers=Optimizers(), slots={}, loss_scale=self._loss_scale, module_ref=_no_module
+                self.session, optimizers=Optimizers(), slots={}, loss_scale=self._loss_scale, module_ref=None
             )
-
-
-def _no_module() -> None:
-    return None
 
 
 def _free_scheme(scheme: Scheme | str) -> Scheme:

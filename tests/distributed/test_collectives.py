@@ -9,14 +9,19 @@ import torch
 
 from gradwire.errors import CorruptMessage
 from gradwire.exchange.ring import mean_through_codec
-from gradwire.telemetry.recorder import Recorder
+from gradwire.telemetry.recorder import BucketRecord, Recorder
 from gradwire.wire.communicator import Communicator
-from gradwire.wire.preamble import Facts
+from gradwire.wire.preamble import FORMAT_VERSION, Preamble
+from gradwire.wire.wire import Wire
 from ranks import on_ranks
 
 COLLECTIVES = {topology: functools.partial(mean_through_codec, topology=topology) for topology in ("ring", "direct")}
 LENGTHS = [0, 1, 2, 3, 5, 7, 64, 65, 1_000, 20_011]
-FACTS = Facts(1, 2, 3, 4)
+
+
+def wire_of(communicator: Communicator, record: BucketRecord) -> Wire:
+    """The wire of bucket 4 in step 3."""
+    return Wire(communicator).for_bucket(Preamble(FORMAT_VERSION, 4, "mean", 1, 2, 3, 0), record)
 
 
 class TrailingZeros:
@@ -83,14 +88,8 @@ def test_mean_is_exact_and_the_same_on_all_ranks(
         for n in LENGTHS:
             buffer = gradient_of(rank, n, dtype)
             record = recorder.open_bucket(0, 0, buffer.numel() * buffer.element_size())
-            communicator.submit(
-                functools.partial(COLLECTIVES[which], chunk_elements=chunk_elements),
-                communicator,
-                TrailingZeros(),
-                buffer,
-                FACTS,
-                record,
-            ).wait()
+            mean = functools.partial(COLLECTIVES[which], chunk_elements=chunk_elements)
+            communicator.submit(mean, wire_of(communicator, record), TrailingZeros(), buffer).wait()
             expected = expected_mean(which, world_size, n, dtype)
             assert torch.equal(buffer, expected), (which, world_size, n, dtype)
             assert record.bytes_sent == 0 if world_size == 1 or n == 0 else record.bytes_sent > 0
@@ -104,7 +103,7 @@ def test_mean_is_exact_and_the_same_on_all_ranks(
 def test_what_is_sent_is_received_and_close_to_the_bound(rank: int, world_size: int, which: str) -> None:
     n, communicator = 400_000, Communicator(timeout_s=100)
     record = Recorder(rank, world_size).open_bucket(0, 0, 4 * n)
-    communicator.submit(COLLECTIVES[which], communicator, TrailingZeros(), torch.ones(n), FACTS, record).wait()
+    communicator.submit(COLLECTIVES[which], wire_of(communicator, record), TrailingZeros(), torch.ones(n)).wait()
     communicator.close()
     bound = 2 * (world_size - 1) / world_size * 4 * n
     assert bound <= record.bytes_sent <= 1.002 * bound  # headers

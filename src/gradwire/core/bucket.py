@@ -80,10 +80,14 @@ def slots_by_name(named: Mapping[str, torch.Tensor]) -> dict[str, Slot]:
     return {name: slot_of(parameter, name) for name, parameter in named.items()}
 
 
+def inner_of(module: nn.Module) -> nn.Module:
+    """The model inside DDP, or the model itself."""
+    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+
+
 def named_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     """Each parameter as the model inside DDP names it; a tied one by the first of its names."""
-    inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-    return dict(inner.named_parameters())
+    return dict(inner_of(module).named_parameters())
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -172,9 +176,7 @@ class Bucket:
             layout = Layout(buffer, tuple(map(slot_of, slots)), offsets)
         self.buffer, self.layout, self.n_elements = buffer, layout, layout.n_elements
         self.slots, self.offsets, self.spans, self.layout_hash = layout.slots, layout.offsets, layout.spans, layout.hash
-        self.index = index
-        self.step = step
-        self.is_last = is_last
+        self.index, self.step, self.is_last = index, step, is_last
         self.record = record or BucketRecord(
             step, index, buffer.numel() * buffer.element_size(), trace=False, lock=threading.Lock()
         )
@@ -238,8 +240,7 @@ def check_trained(module: nn.Module) -> None:
     for name, parameter in named_parameters(module).items():
         if parameter.requires_grad and name not in ignored and parameter.dtype not in SUPPORTED_DTYPES:
             raise InvalidArgument(f"parameter {name}: {_WRONG_DTYPE.format(parameter.dtype)}")
-    inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-    for name, layer in inner.named_modules():
+    for name, layer in inner_of(module).named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad:
             raise Unsupported(f"layer {name}: {_SPARSE}")
 
@@ -276,20 +277,8 @@ def flatten_like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """
     if values.is_contiguous() and parameter.is_contiguous():
         return values.view(-1)
-    if not _is_dense(parameter):
+    if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return values.reshape(-1)
     if values.stride() != parameter.stride():
         values = torch.empty_like(parameter, dtype=values.dtype, device=values.device).copy_(values)
     return values.as_strided((values.numel(),), (1,))
-
-
-def _is_dense(values: torch.Tensor) -> bool:
-    """True if the elements fill one stretch of memory, each once, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(values.stride(), values.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True

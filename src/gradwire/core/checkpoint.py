@@ -13,6 +13,7 @@ from gradwire.errors import CorruptMessage, GradwireError, IncompatibleVersion, 
 from gradwire.wire.communicator import Communicator
 
 STATE_VERSION = 1
+_CURE = "pass what attachment.state_dict() returned"
 _FIELDS = {"version": int, "scheme": str, "configuration": dict, "world_size": int, "rank": int, "step": int}
 
 
@@ -43,7 +44,7 @@ def state_of(scheme: Saved, communicator: Communicator, step: int) -> dict[str, 
 
 def not_the_state(of: str, why: str) -> InvalidArgument:
     """The error of a part that cannot go on from what it was given as its saved state."""
-    return InvalidArgument(f"this is not the state of {of}: {why}; pass what attachment.state_dict() returned")
+    return InvalidArgument(f"this is not the state of {of}: {why}; {_CURE}")
 
 
 def load(scheme: Saved, communicator: Communicator, saved: dict[str, Any], strict: bool) -> int:
@@ -56,15 +57,10 @@ def load(scheme: Saved, communicator: Communicator, saved: dict[str, Any], stric
             f"the checkpoint was written by scheme {saved['scheme']!r}, but {scheme.name!r} is attached; "
             f"attach {saved['scheme']!r}, load, then switch()"
         )
-    if saved["configuration"] != scheme.configuration:
-        keys = sorted(
-            key
-            for key in saved["configuration"].keys() | scheme.configuration.keys()
-            if saved["configuration"].get(key) != scheme.configuration.get(key)
-        )
-        listing = ", ".join(
-            f"{k}: {saved['configuration'].get(k)} saved, {scheme.configuration.get(k)} now" for k in keys
-        )
+    before, now = saved["configuration"], scheme.configuration
+    if before != now:
+        keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        listing = ", ".join(f"{key}: {before.get(key)} saved, {now.get(key)} now" for key in keys)
         raise InvalidArgument(
             f"the checkpoint of scheme {scheme.name!r} was written with other options ({listing}); "
             "attach the scheme with the saved options"
@@ -101,16 +97,12 @@ def take(scheme: Saved, state: dict[str, Any]) -> None:
 def check(saved: Any) -> None:
     """Raises: CorruptMessage (not such a state at all), IncompatibleVersion."""
     if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict):
-        raise CorruptMessage("this is not a gradwire state_dict: pass what attachment.state_dict() returned")
+        raise CorruptMessage(f"this is not a gradwire state_dict: {_CURE}")
     for field, kind in _FIELDS.items():
         if not isinstance(saved.get(field), kind):
-            raise CorruptMessage(
-                f"the gradwire state_dict lacks {field!r} ({kind.__name__}): pass what attachment.state_dict() returned"
-            )
+            raise CorruptMessage(f"the gradwire state_dict lacks {field!r} ({kind.__name__}): {_CURE}")
     if not 0 <= saved["step"] < 1 << 62:
-        raise CorruptMessage(
-            f"the gradwire state_dict is of step {saved['step']}: pass what attachment.state_dict() returned"
-        )
+        raise CorruptMessage(f"the gradwire state_dict is of step {saved['step']}: {_CURE}")
     if saved["version"] != STATE_VERSION:
         raise IncompatibleVersion(
             f"the gradwire state_dict has version {saved['version']}, this build reads {STATE_VERSION}; "
@@ -123,22 +115,16 @@ def gather(state: dict[str, Any], communicator: Communicator) -> dict[str, Any]:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     own = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    received: list[torch.Tensor] = []
 
-    def exchange() -> None:
+    def exchange() -> list[torch.Tensor]:
         sizes = communicator.all_gather(torch.tensor([own.numel()], dtype=torch.int64, device="cpu")).view(-1).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: own.numel()] = own
-        received.extend(theirs[:size] for theirs, size in zip(communicator.gather(padded), sizes, strict=False))
+        return [theirs[:size] for theirs, size in zip(communicator.gather(padded), sizes, strict=False)]
 
-    communicator.submit(exchange).wait()
+    received = communicator.submit(exchange).wait()
     ranks = [torch.load(io.BytesIO(bytes(one.numpy())), weights_only=True) for one in received]
     return {"version": STATE_VERSION, "ranks": [] if communicator.rank else ranks}
-
-
-def is_gathered(state: Any) -> bool:
-    """True if `state` is one for all ranks."""
-    return isinstance(state, dict) and "ranks" in state
 
 
 def state_for(gathered: dict[str, Any], per_rank: Iterable[str] | None, world_size: int, rank: int) -> dict[str, Any]:
@@ -160,8 +146,7 @@ def state_for(gathered: dict[str, Any], per_rank: Iterable[str] | None, world_si
             "returned on rank 0, unchanged"
         )
     if len(states) == world_size:
-        own: dict[str, Any] = states[rank]
-        return own
+        return dict(states[rank])
     if per_rank is None:
         raise InvalidArgument(
             f"this state of scheme {states[0]['scheme']!r} was written by {len(states)} ranks and serves no other number; this "

@@ -7,8 +7,10 @@ take effect only at `commit`, so that a step with a non-finite gradient changes 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,12 +65,9 @@ class Feedback:
         residual = self._whole.get(layout)
         if residual is None or residual.device != device:
             residual = self._join(layout, device)
-        rooms = self._rooms.get(layout, ())
-        if len(rooms) == 2 and layout in self._whole:  # the residuals lie in one of them: the other is free
-            if residual is rooms[0]:
-                return residual, rooms[1]
-            if residual is rooms[1]:
-                return residual, rooms[0]
+        for room, free in itertools.permutations(self._rooms.get(layout, ()), 2):
+            if residual is room:
+                return residual, free
         return residual, self.room(layout, layout.n_elements, other_than=residual, device=device)
 
     def _join(self, layout: Layout, device: torch.device) -> Tensor:
@@ -123,13 +122,13 @@ class Feedback:
         """(n_elements,) to write into, in which no residual lies that counts; `key`: whose, to be found again."""
         rooms = [room for room in self._rooms.get(key, ()) if room.numel() == n_elements and room.device == device]
         counting = self._whole, self._current
-        free = next((room for room in rooms if room is not other_than and not _is_used(room, *counting)), None)
+        free = next((room for room in rooms if room is not other_than and not _is_used(room, counting)), None)
         if free is None:
             free = torch.zeros(n_elements, dtype=dtype, device=device)
             self._rooms = {  # those of earlier layouts go as soon as no slot lies in them
                 key: kept
                 for key, kept in self._rooms.items()
-                if any(_is_used(room, *counting) or _is_used(room, self._staged_whole, self._staged) for room in kept)
+                if any(_is_used(room, (*counting, self._staged_whole, self._staged)) for room in kept)
             }
         self._rooms[key] = [free, *(room for room in rooms if room is not free)][:2]
         return free
@@ -210,10 +209,11 @@ class Feedback:
         self._current = loaded
 
 
-def _is_used(room: Tensor, whole: Mapping[Layout, Tensor], by_slot: Mapping[Slot, Tensor | None]) -> bool:
-    """True if any of these residuals lies in `room`."""
-    lying = [*whole.values(), *(kept._base for kept in by_slot.values() if kept is not None)]
-    return any(one is room for one in lying)
+def _is_used(room: Tensor, residuals: Iterable[Mapping[Any, Tensor | None]]) -> bool:
+    """True if any of these is `room` or lies in it."""
+    return any(
+        room is kept or (kept is not None and room is kept._base) for some in residuals for kept in some.values()
+    )
 
 
 class Unused:

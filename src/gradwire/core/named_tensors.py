@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -12,16 +11,22 @@ from gradwire.errors import InvalidArgument
 from gradwire.telemetry.stopwatch import Stopwatch
 
 
-class FlatBucket(NamedTuple):
-    """Neighbouring tensors of one dtype: (n,) values, their slots, and where each lies."""
+class FlatBucket:
+    """Room for neighbouring tensors of one dtype.
 
-    values: torch.Tensor
-    slots: list[Slot]
-    offsets: list[int]
+    Attributes:
+        values: (n,), zeros at first. offsets: where the values of each of the `slots` begin.
+        places: by the slot's name, its part of the values, in its shape.
+    """
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(slot.name for slot in self.slots)
+    def __init__(self, slots: Sequence[Slot], dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        self.slots = slots
+        *self.offsets, n = offsets_of(slots)
+        self.values = torch.zeros(n, dtype=dtype, device=device)
+        self.places = {
+            slot.name: self.values[start : start + slot.numel()].view(slot.shape)
+            for slot, start in zip(slots, self.offsets, strict=True)
+        }
 
 
 class Flattener:
@@ -34,10 +39,12 @@ class Flattener:
 
     def __init__(self, slots: dict[str, Slot], bucket_bytes: float) -> None:
         self.slots, self._bucket_bytes = slots, bucket_bytes
-        self._spare: dict[tuple[str, ...], torch.Tensor] = {}
+        self._spare: dict[tuple[str, ...], FlatBucket] = {}
 
-    def slot(self, name: str, tensor: torch.Tensor) -> Slot:
-        """The slot called `name`, made at first sight. Raises: InvalidArgument (another shape than before)."""
+    def _slot(self, name: str, tensor: torch.Tensor) -> Slot:
+        """The slot called `name`, made at first sight. Raises: InvalidArgument (a dtype, or another shape than before)."""
+        if tensor.dtype not in SUPPORTED_DTYPES:
+            raise InvalidArgument(f"{name!r} is {tensor.dtype}, not one of float32, bfloat16, float16; convert it")
         shape = local_of(tensor).shape
         slot = self.slots.setdefault(name, Slot(name, shape))
         if slot.shape != shape:
@@ -48,28 +55,22 @@ class Flattener:
         """Copies of the tensors, cut into buckets. Raises: InvalidArgument (none, another dtype or shape)."""
         if not tensors:
             raise InvalidArgument("all_reduce() got no tensors; give the same names on every rank")
-        slotted = []
-        for name, tensor in tensors.items():
-            if tensor.dtype not in SUPPORTED_DTYPES:
-                raise InvalidArgument(f"{name!r} is {tensor.dtype}, not one of float32, bfloat16, float16; convert it")
-            slotted.append((self.slot(name, tensor), tensor))
-        return [self._fill(group) for group in list(cut_into_buckets(slotted, self._bucket_bytes))]
+        slotted = [(self._slot(name, tensor), tensor) for name, tensor in tensors.items()]
+        return [self._fill(group) for group in cut_into_buckets(slotted, self._bucket_bytes)]
 
     def give_back(self, buckets: list[FlatBucket]) -> None:
         """The next step may write over what they hold."""
-        self._spare.update((bucket.names, bucket.values) for bucket in buckets)
+        self._spare.update((tuple(bucket.places), bucket) for bucket in buckets)
 
     def _fill(self, group: list[tuple[Slot, torch.Tensor]]) -> FlatBucket:
-        *offsets, n = offsets_of([slot for slot, _ in group])
-        dtype = group[0][1].dtype
-        bucket = FlatBucket(torch.empty(0, dtype=torch.float32, device="cpu"), [slot for slot, _ in group], offsets)
+        slots, dtype = [slot for slot, _ in group], group[0][1].dtype
         # Taken out while it travels, until it is given back: a second call meanwhile makes another.
-        flat = self._spare.pop(bucket.names, None)
-        if flat is None or flat.numel() != n or flat.dtype != dtype:
-            flat = torch.empty(n, dtype=dtype, device="cpu")
-        for (slot, tensor), offset in zip(group, offsets, strict=True):
-            flat[offset : offset + slot.numel()].view(slot.shape).copy_(local_of(tensor.detach()))
-        return bucket._replace(values=flat)
+        bucket = self._spare.pop(tuple(slot.name for slot in slots), None)
+        if bucket is None or bucket.values.dtype != dtype:
+            bucket = FlatBucket(slots, dtype)
+        for slot, tensor in group:
+            bucket.places[slot.name].copy_(local_of(tensor.detach()))
+        return bucket
 
 
 class AllReduceWork:
@@ -106,8 +107,8 @@ class AllReduceWork:
         for future in self._futures:
             future.wait()
         self._finish(waited.elapsed_ns)
-        for flat, slots, offsets in self._buckets:
-            for slot, offset in zip(slots, offsets, strict=True):
-                self._targets[slot.name].copy_(flat[offset : offset + slot.numel()].view(slot.shape))
+        for bucket in self._buckets:
+            for name, mean in bucket.places.items():
+                self._targets[name].copy_(mean)
         self._give_back(self._buckets)
         self._futures, self._buckets, self._targets = [], [], {}

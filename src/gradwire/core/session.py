@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,7 +73,7 @@ class Session:
     optimizers: Optimizers
     slots: Mapping[str, Slot]
     loss_scale: Callable[[], float]
-    module_ref: Callable[[], torch.nn.Module | None] = lambda: None
+    module_ref: weakref.ref[torch.nn.Module] | None = None
     has_scaler: bool = False
     feedback: Feedback = field(default_factory=Feedback)
     device_wire: Wire | None = None
@@ -80,7 +81,7 @@ class Session:
     @property
     def module(self) -> torch.nn.Module | None:
         """The DDP model; None if gradwire was not given it."""
-        return self.module_ref()
+        return None if self.module_ref is None else self.module_ref()
 
     @property
     def names(self) -> dict[torch.Tensor, str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,13 +34,12 @@ class _Door:
     """The hook that is registered with DDP, which takes one and never gives it back: for whichever state is attached."""
 
     def __init__(self, state: HookState, model: DistributedDataParallel) -> None:
-        self.take(state)
-        self._model = weakref.ref(model)
+        self.state, self._model = state, weakref.ref(model)
         self._is_registered = False
 
-    def take(self, state: HookState) -> None:
-        """Hand buckets to `state` from now on."""
-        self.state, self.reduce_bucket = state, state.reduce_bucket
+    def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """As `HookState.reduce_bucket`."""
+        return self.state.reduce_bucket(bucket)
 
     def register(self) -> None:
         """Put the hook in, between two steps, if it is not in yet. Raises: Unsupported (there is another)."""
@@ -60,11 +60,8 @@ _TAKEN = (
     "this DDP model has a communication hook already and takes only one: leave out its register_comm_hook(...), or make "
     "DistributedDataParallel(...) anew and attach to that"
 )
-_doors: weakref.WeakKeyDictionary[DistributedDataParallel, _Door] = weakref.WeakKeyDictionary()
-
-
 _DOORS_OWN = ("bucket_mb", "bucket_dtype", "op")
-
+_doors: weakref.WeakKeyDictionary[DistributedDataParallel, _Door] = weakref.WeakKeyDictionary()
 
 Attachment = Reducer
 
@@ -82,19 +79,13 @@ class Alone(Reducer):
     def stats(self) -> dict[str, Any]:
         return {"scheme": self.scheme.name, "world_size": 1}
 
-    def wait_until_idle(self) -> None:
-        """There is nothing to wait for."""
-
-    flush = wait_until_idle
-
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        """Nothing of it concerns one rank."""
+    def _do_nothing(self, *given: Any, **options: Any) -> None:
+        """One rank has nothing to wait for, to load or to switch."""
 
-    def switch(self, scheme: Scheme | str) -> None:
-        """Nor does any scheme."""
+    wait_until_idle = flush = load_state_dict = switch = _do_nothing
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -192,12 +183,14 @@ def attach(
             )
         between = GradientState(scheme, model, optimizers, scaler, group, timeout_s=timeout_s, trace=trace, **doors_own)
         if shards:
-            between.take_inside(
-                lambda: ShardState(
-                    shards.get("inside", "plain"), model, optimizers, scaler, shards.get("weights", "plain"),
-                    timeout_s=timeout_s, trace=trace,
+            scheme, weights = shards.get("inside", "plain"), shards.get("weights", "plain")
+            try:
+                between.inside = ShardState(
+                    scheme, model, optimizers, scaler, weights, timeout_s=timeout_s, trace=trace
                 )
-            )  # fmt: skip
+            except BaseException:
+                between.close()
+                raise
         return between
     if doors_own or group is not None:
         raise InvalidArgument(f"DDP has its own {', '.join(doors_own) or 'group'}; give it to DistributedDataParallel")
@@ -215,8 +208,8 @@ def attach(
         raise Unsupported(_TAKEN)
     state = HookState(scheme, model, optimizers, scaler, model.process_group, timeout_s, trace, placement)
     door = door or _Door(state, model)
+    door.state = state
     try:
-        door.take(state)
         state.connect(door.register, module)
     except Unsupported:
         state.close()

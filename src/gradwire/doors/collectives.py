@@ -6,7 +6,6 @@ one's own call torch.distributed as ever.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -16,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.core.bucket import SUPPORTED_DTYPES
-from gradwire.errors import GradwireError, InvalidArgument, PeerLost, Unsupported
+from gradwire.doors.passes import call_last
+from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme, by_name
 from gradwire.telemetry.stopwatch import Stopwatch
@@ -67,7 +67,7 @@ def all_reduce(
     if key not in made:
         # By its ranks: what is kept must not hold the group.
         made[key] = Reducer(_stateless(scheme), ranks_of(home), op=name, timeout_s=timeout_of(home))
-        weakref.finalize(home, _close, made[key]).atexit = False
+        made[key].close_with(home)
     work = SchemeWork(made[key], tensor)
     if async_op:
         return work
@@ -160,7 +160,7 @@ class GradwireGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Finish what is under way; `destroy_process_group` calls it."""
         for reducer in self._reducers.values():
-            _close(reducer)
+            reducer.close_quietly()
 
     def abort(self) -> None:
         """End what is under way: every rank raises PeerLost."""
@@ -185,11 +185,6 @@ for _method in (
     setattr(GradwireGroup, _method, _left_to_gloo(_method))
 
 
-def _close(reducer: Reducer) -> None:
-    with contextlib.suppress(GradwireError):  # whoever waited for it has it
-        reducer.close()
-
-
 _by_group: weakref.WeakKeyDictionary[Any, dict[tuple[Scheme | str, str], Reducer]] = weakref.WeakKeyDictionary()
 
 
@@ -207,9 +202,7 @@ class SchemeWork(dist.distributed_c10d.Work):
         self._reducer, self._step, self._is_closed = reducer, reducer.step, False
         is_in_backward = torch._C._current_graph_task_id() != -1
         if is_in_backward:
-            engine = torch.autograd.Variable._execution_engine
-            # Behind DDP's own callback, which waits for the future.
-            engine.queue_callback(lambda: engine.queue_callback(self._close))
+            call_last(self._close)  # behind DDP's own callback, which waits for the future
 
         def end(done: torch.futures.Future) -> list[torch.Tensor]:
             done.wait()
@@ -228,10 +221,8 @@ class SchemeWork(dist.distributed_c10d.Work):
         waited = Stopwatch()
         try:
             self._future.wait()
-        except RuntimeError:
-            self._close(waited.elapsed_ns)  # the error itself
-            raise
-        self._close(waited.elapsed_ns)
+        finally:
+            self._close(waited.elapsed_ns)  # raises the error itself
         return True
 
     def _close(self, exposed_ns: int = 0) -> None:

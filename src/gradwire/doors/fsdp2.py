@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,42 +37,28 @@ def _groups_of(part: nn.Module) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-class Unit(NamedTuple):
-    """Parameters that FSDP2 shards, gathers and reduces together."""
-
-    name: str
-    module: Any
-    group: Any  # torch's own
-    shard_group: dist.ProcessGroup
-
-    @property
-    def collectives(self) -> tuple[Any, Any]:
-        """The all-gather and the reduce-scatter that FSDP2 uses now."""
-        all_gather, reduce_scatter = (getattr(self.group, name) for name in _COLLECTIVES)
-        return all_gather, reduce_scatter
-
-    def put_in(self, all_gather: Any, reduce_scatter: Any) -> Callable[[], None]:
-        """Have FSDP2 use these collectives; give back what puts in its own again."""
-        module = weakref.ref(self.module)
-        setters = ("set_custom_all_gather", all_gather), ("set_custom_reduce_scatter", reduce_scatter)
-        before = self.collectives
-        for name, collective in setters:
-            getattr(self.module, name)(collective)
-
-        def give_back() -> None:
-            part = module()
-            for (name, _), collective in zip(setters, before, strict=True):
-                if part is not None:
-                    getattr(part, name)(collective)
-
-        return give_back
-
-
 _COLLECTIVES = "_all_gather_comm", "_reduce_scatter_comm"  # no public name says what the setters would replace
 
 
-def units(module: nn.Module) -> Iterator[Unit]:
-    """Each group of parameters that is sharded alone. Raises: Unsupported, with what would work."""
+def put_in(part: nn.Module, group: Any, *wraps: Callable[[Any], Any]) -> Callable[[], None]:
+    """Have FSDP2 use what `wraps` make of a group's own all-gather and reduce-scatter; give back what puts these in again."""
+    module, own = weakref.ref(part), [getattr(group, name) for name in _COLLECTIVES]
+
+    def use(all_gather: Any, reduce_scatter: Any) -> None:
+        sharded: Any = module()
+        if sharded is not None:
+            sharded.set_custom_all_gather(all_gather)
+            sharded.set_custom_reduce_scatter(reduce_scatter)
+
+    use(*(wrap(collective) for wrap, collective in zip(wraps, own, strict=True)))
+    return functools.partial(use, *own)
+
+
+def units(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Each group of parameters that FSDP2 shards, gathers and reduces together: name, module, and torch's own group.
+
+    Raises: Unsupported, with what would work.
+    """
     seen = set()
     for name, part in module.named_modules():
         groups = _groups_of(part)
@@ -86,8 +73,7 @@ def units(module: nn.Module) -> Iterator[Unit]:
             )
         (group,) = groups
         info = group.mesh_info
-        shard_group = getattr(info, "shard_process_group", None)
-        if shard_group is None or hasattr(info, "replicate_process_group"):
+        if getattr(info, "shard_process_group", None) is None or hasattr(info, "replicate_process_group"):
             raise Unsupported(f"{name} is not sharded over a mesh of one dimension; {_PUBLIC_WAY}")
         if any(
             placed.device_mesh.ndim > 1 + _is_replicated(placed)
@@ -112,7 +98,7 @@ def units(module: nn.Module) -> Iterator[Unit]:
                     "(set_custom_all_gather, set_custom_reduce_scatter, set_symm_mem_for_comm and their kin), or close() the "
                     "attachment before attaching again"
                 )
-        yield Unit(name, part, group, shard_group)
+        yield name, part, group
 
 
 def exchanged_dtypes(module: nn.Module) -> tuple[set[torch.dtype], set[torch.dtype]]:
@@ -173,13 +159,11 @@ def take_over(module: nn.Module) -> tuple[dist.ProcessGroup | None, Callable[[],
         if any(_is_replicated(parameter) for parameter in module.parameters()):
             raise Unsupported(f"this torch's HSDP cannot be taken over; {_PUBLIC_WAY}") from None
         return None, lambda: None
-    taken: list[tuple[Any, Any]] = []
-    for group in param_groups(module):
-        info = group.mesh_info
-        if isinstance(info, DDPMeshInfo):
-            if not isinstance(info, FSDPMeshInfo) or info.mesh.ndim != 2 or info.mesh.mesh_dim_names is None:
-                raise Unsupported(f"only HSDP over a named mesh of two dimensions is taken over; {_PUBLIC_WAY}")
-            taken.append((group, info))
+    replicated = [group for group in param_groups(module) if isinstance(group.mesh_info, DDPMeshInfo)]
+    taken = [(group, group.mesh_info) for group in replicated]
+    for _, info in taken:
+        if not isinstance(info, FSDPMeshInfo) or info.mesh.ndim != 2 or info.mesh.mesh_dim_names is None:
+            raise Unsupported(f"only HSDP over a named mesh of two dimensions is taken over; {_PUBLIC_WAY}")
     if not taken:
         if any(_is_replicated(parameter) for parameter in module.parameters()):
             raise Unsupported(f"this model replicates by itself, in a way that gradwire does not know; {_PUBLIC_WAY}")

@@ -9,17 +9,17 @@ casting, accumulating and offloading: so none of that has rules here.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from gradwire import _native
-from gradwire.core.bucket import Slot, check_trained, cut_into_buckets, local_of, offsets_of
+from gradwire.core.bucket import Slot, check_trained, cut_into_buckets, local_of
+from gradwire.core.named_tensors import FlatBucket
 from gradwire.doors import fsdp2
 from gradwire.doors.passes import BackwardPass
 from gradwire.errors import InvalidArgument, PeerLost, Unsupported
@@ -28,15 +28,11 @@ from gradwire.schemes import Scheme
 from gradwire.telemetry.stopwatch import Stopwatch
 
 
-@dataclasses.dataclass
-class _Home:
-    """One flat bucket: its slots in order, the place of each, and which of them have not come in this pass."""
+class _Home(NamedTuple):
+    """A bucket, and which of its slots have not come in this pass."""
 
-    flat: torch.Tensor
-    places: dict[Slot, torch.Tensor]
-    offsets: list[int]
+    bucket: FlatBucket
     missing: set[Slot]
-    reduced: torch.futures.Future[torch.Tensor] | None = None
 
 
 class GradientState(Reducer):
@@ -54,7 +50,7 @@ class GradientState(Reducer):
     Raises: Unsupported, InvalidArgument.
 
     Attributes:
-        inside: what works between the shards of a node, if anything does.
+        inside: what works between the shards of a node, if anything does; closed with this.
     """
 
     inside: Reducer | None = None
@@ -80,30 +76,28 @@ class GradientState(Reducer):
         except BaseException:
             self._give_back()
             raise
-        if self.scheme.owns_step:
-            name = self.scheme.name
-            self.close()
-            raise Unsupported(
-                f"scheme {name!r} steps parameters itself, which only a DDP model lets it do; wrap the module in DDP, or "
-                "choose a scheme that leaves the step to the optimizer"
-            )
         if not fsdp2.is_fsdp2(module):
             check_equal(self, {name: _parameter(slot) for name, slot in self.slots.items()})
         self._is_syncing = True
-        self._next = 0  # the bucket that goes next
         self._sharded = {p.sharded_param: group for group in fsdp2.param_groups(module) for p in group.fsdp_params}
         self._bucket_mb = options.get("bucket_mb", BUCKET_MB)
         self._homes: list[_Home] = []
+        self._sent: list[torch.futures.Future[torch.Tensor]] = []  # of this pass, in the order of the homes
         self._home: dict[Slot, _Home] = {}
         self._take_up_trained()
         if not self._sharded:
-            self._close_with(module)
+            self.close_with(module)
         self._pass = BackwardPass(
             module, lambda: self._is_syncing and not self.closed, self._finish, self._give_up, self._after_forward
         )
         self._handles.append(self._pass)
 
     def _check_gradients(self, scheme: Scheme, module: nn.Module | None) -> None:
+        if scheme.owns_step:
+            raise Unsupported(
+                f"scheme {scheme.name!r} steps parameters itself, which only a DDP model lets it do; wrap the module in DDP, "
+                "or choose a scheme that leaves the step to the optimizer"
+            )
         if module is not None and self._bucket_dtype is None and not scheme.takes_any_gradient:
             check_trained(module)
 
@@ -113,26 +107,19 @@ class GradientState(Reducer):
         return super()._speaks() and not any(getattr(shard.mesh_info, "shard_mesh_rank", 0) for shard in shards)
 
     def _take_up_trained(self) -> None:
-        """Give a place to what trains and has none: at first, and when parameters are unfrozen, on all ranks alike."""
+        """Give a place to what trains and has none: at first, and when parameters are unfrozen, on all ranks alike.
+
+        Buckets are in the order in which gradients usually come: last parameters first.
+        """
         new = [slot for slot in self.slots.values() if slot not in self._home and _parameter(slot).requires_grad]
-        for home in self._build(new[::-1], self._bucket_dtype):
-            self._homes.append(home)
-            self._home.update(dict.fromkeys(home.places, home))
+        for group in cut_into_buckets([(slot, _parameter(slot)) for slot in new[::-1]], self._bucket_mb * (1 << 20)):
+            own, first = [slot for slot, _ in group], group[0][1]
+            bucket = FlatBucket(own, self._bucket_dtype or first.dtype, local_of(first).device)
+            self._homes.append(_Home(bucket, set(own)))
+            self._home.update(dict.fromkeys(own, self._homes[-1]))
         self._handles += [
             _parameter(slot).register_post_accumulate_grad_hook(partial(self.arrive, slot)) for slot in new
         ]
-
-    def _build(self, slots: list[Slot], dtype: torch.dtype | None) -> Iterator[_Home]:
-        """Buckets in the order in which gradients usually come: last parameters first."""
-        for group in cut_into_buckets([(slot, _parameter(slot)) for slot in slots], self._bucket_mb * (1 << 20)):
-            own, first = [slot for slot, _ in group], group[0][1]
-            offsets = offsets_of(own)
-            flat = torch.zeros(offsets.pop(), dtype=dtype or first.dtype, device=local_of(first).device)
-            places = {
-                slot: flat[offset : offset + slot.numel()].view(slot.shape)
-                for slot, offset in zip(own, offsets, strict=True)
-            }
-            yield _Home(flat, places, offsets, set(own))
 
     # ---- the pass
 
@@ -151,7 +138,7 @@ class GradientState(Reducer):
 
     def _give_up(self) -> None:
         """The pass before never came to its end: an exception was raised in it."""
-        if self._next:
+        if self._sent:
             self.fail(PeerLost("a backward pass was given up half-way, with some of its gradients sent"))
         self._reset()
 
@@ -176,58 +163,44 @@ class GradientState(Reducer):
             return
         if gradient.device.type == "cpu" and torch.cuda.is_initialized():  # offloaded: before torch 2.13 not waited for
             torch.cuda.current_stream().synchronize()
-        home.places[slot].copy_(gradient)
+        home.bucket.places[slot.name].copy_(gradient)
         home.missing.discard(slot)
         self._send(only_full=True)
 
     def _send(self, only_full: bool) -> None:
         """Buckets go in one order on all ranks, whatever the order in which they fill."""
-        while self._next < len(self._homes):
-            home = self._homes[self._next]
-            if home.missing and only_full:
+        for bucket, missing in self._homes[len(self._sent) :]:
+            if missing and only_full:
                 return
-            for slot in home.missing:  # not used in this pass on this rank
-                home.places[slot].zero_()
-            is_last = self._next == len(self._homes) - 1
-            home.reduced = self.reduce(home.flat, list(home.places), home.offsets, self._next, is_last)
-            self._next += 1
+            for slot in missing:  # not used in this pass on this rank
+                bucket.places[slot.name].zero_()
+            index, is_last = len(self._sent), bucket is self._homes[-1].bucket
+            self._sent.append(self.reduce(bucket.values, bucket.slots, bucket.offsets, index, is_last))
 
     def _finish(self) -> None:
         """Every gradient that will come has come."""
         waiting = Stopwatch()
         try:
-            if self._next == 0 and all(len(home.missing) == len(home.places) for home in self._homes):
+            if not self._sent and all(len(missing) == len(bucket.slots) for bucket, missing in self._homes):
                 return  # a pass that reached none of our parameters, or one without synchronisation
-            step = self.step
-            if self._next == len(self._homes):
-                step -= 1  # the last bucket has gone already
             self._send(only_full=False)
-            for home in self._homes:
-                assert home.reduced is not None
-                home.reduced.wait()
-            self.close_pass(step, waiting.elapsed_ns)
-            for home in self._homes:
-                for slot, mean in home.places.items():
-                    gradient = _parameter(slot).grad
-                    if gradient is not None:
-                        local_of(gradient).copy_(mean)
-                    elif bool(mean.any()):  # used on another rank only
-                        _give(_parameter(slot), mean)
+            for reduced in self._sent:
+                reduced.wait()
+            self.close_pass(self.step - 1, waiting.elapsed_ns)
+            for bucket, _ in self._homes:
+                for slot, mean in zip(bucket.slots, bucket.places.values(), strict=True):
+                    parameter = _parameter(slot)
+                    if parameter.grad is None and bool(mean.any()):  # used on another rank only
+                        parameter.grad = torch.zeros_like(parameter)
+                    if parameter.grad is not None:
+                        local_of(parameter.grad).copy_(mean)
         finally:
             self._reset()
 
     def _reset(self) -> None:
-        self._next = 0
-        for home in self._homes:
-            home.missing, home.reduced = set(home.places), None
-
-    def take_inside(self, make: Callable[[], Reducer]) -> None:
-        """Have what `make` makes work inside the sharding group, for as long as this works between the replicas."""
-        try:
-            self.inside = make()
-        except BaseException:
-            self.close()
-            raise
+        self._sent = []
+        for bucket, missing in self._homes:
+            missing.update(bucket.slots)
 
     def stats(self) -> dict[str, Any]:
         """As any Reducer; and `inside`, the figures of the sharding group."""
@@ -265,21 +238,3 @@ def check_equal(reducer: Reducer, tensors: Mapping[str, torch.Tensor]) -> None:
 def _parameter(slot: Slot) -> torch.Tensor:
     assert slot.parameter is not None
     return slot.parameter
-
-
-def _give(parameter: torch.Tensor, mean: torch.Tensor) -> None:
-    """A gradient, where this rank had none."""
-    if local_of(parameter) is parameter:
-        parameter.grad = mean.to(parameter.dtype, copy=True)
-        return
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(parameter, DTensor)
-    parameter.grad = DTensor.from_local(
-        mean.to(parameter.dtype, copy=True),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -13,6 +13,7 @@ from each step.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -96,9 +97,7 @@ class LocalSgd:
             raise InvalidArgument(f"feedback_decay is a share from 0 to 1, got {feedback_decay}")
         options.pop("scaler", None)
         self._every, self._delay, self._count = every, delay, 0
-        self._ends = [
-            every * (number + 1) // fragments for number in range(fragments)
-        ]  # when each fragment's exchange does
+        self._ends = [every * (number + 1) // fragments for number in range(fragments)]  # of the fragments' exchanges
         self._named = named_parameters(module)
         # On the host and in float32: the outer step comes once in H, and needs no memory of the device.
         self._anchors: dict[str, nn.Parameter] = {}
@@ -255,20 +254,17 @@ class LocalSgd:
 
 def _fit_scheme(scheme: Scheme | str, momentum: float) -> Scheme:
     """The scheme, without error feedback where that and the outer momentum do not go together."""
-    is_ours = isinstance(scheme, str)
     made = by_name(scheme) if isinstance(scheme, str) else scheme
     if made.owns_step or made.replicas_may_differ:
         raise Unsupported(f"scheme {made.name!r} does more than reduce; LocalSgd takes one that only reduces")
     if momentum <= MOST_MOMENTUM_WITH_FEEDBACK or not getattr(made, "error_feedback", False):
         return made
     words = f"error feedback and an outer momentum of {momentum:g} do not go together (of more than 0.5): "
-    try:
-        without = by_name(made.name, error_feedback=False) if is_ours else None
-    except InvalidArgument:  # it cannot be without
-        without = None
-    if without is not None:
-        warnings.warn(f"{words}{made.name!r} is used without; or give outer=... less momentum", stacklevel=3)
-        return without
+    if isinstance(scheme, str):
+        with contextlib.suppress(InvalidArgument):  # it cannot be without, or is asked for
+            without = by_name(scheme, error_feedback=False)
+            warnings.warn(f"{words}{made.name!r} is used without; or give outer=... less momentum", stacklevel=3)
+            return without
     warnings.warn(f"{words}give {made.name!r} error_feedback=False, or outer=... less momentum", stacklevel=3)
     return made
 

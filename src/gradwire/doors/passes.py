@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel.distributed import _find_tensors  # DDP's own, in whatever a module returns
 
 
 class BackwardPass:
@@ -43,7 +43,7 @@ class BackwardPass:
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             self._forward_is_over()
-            for tensor in _tensors(output):
+            for tensor in _find_tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._begin_at)
 
@@ -58,11 +58,7 @@ class BackwardPass:
         """A gradient has come: the pass has begun, if nobody has noticed before."""
         if self._task is None and self._is_watched():
             self._task = torch._C._current_graph_task_id()
-            torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
-
-    def _at_end(self) -> None:
-        # Queued once more, so that callbacks queued before this pass's first hook (FSDP2's) are certainly done.
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            call_last(self._finish)
 
     def _finish(self) -> None:
         try:
@@ -76,14 +72,7 @@ class BackwardPass:
         self._handle.remove()
 
 
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returned."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        yield from _tensors(list(output.values()))
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(output):
-        yield from _tensors([getattr(output, field.name) for field in dataclasses.fields(output)])
+def call_last(callback: Callable[[], None]) -> None:
+    """Call it at the end of the backward pass under way, when what DDP or FSDP2 has queued there by then is done."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(callback))

@@ -20,7 +20,6 @@ from torch import nn
 
 from gradwire import schemes
 from gradwire.checks import choice as check_choice
-from gradwire.codecs import Codec
 from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.core.bucket import SUPPORTED_DTYPES, Slot, local_of, offsets_of
@@ -39,7 +38,7 @@ from gradwire.schemes.gcomp.table import TableRefresh
 from gradwire.schemes.plain import Plain
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.telemetry.stopwatch import Stopwatch
-from gradwire.wire.preamble import FORMAT_VERSION, Facts, Preamble, compare_preambles, hash_configuration
+from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
 
 WEIGHTS = ("plain", "exact", "close")
 SCHEMES = "plain, bf16, gcomp, embedded-float, truncated-float and qsgd"
@@ -76,29 +75,27 @@ class ShardState(Reducer):
         self._asked = None if weights is None else check_choice("weights", weights, WEIGHTS)
         self._fidelity = fidelity
         units = list(fsdp2.units(module))
-        ranks = {tuple(dist.get_process_group_ranks(unit.shard_group)) for unit in units}
+        ranks = {tuple(dist.get_process_group_ranks(group.mesh_info.shard_process_group)) for _, _, group in units}
         if len(ranks) != 1:
             raise Unsupported(f"this model is sharded over {len(ranks)} groups of ranks; attach each part by itself")
-        self._served: dict[dist.ProcessGroup, bool] = {}
         self._weights_configuration = {one: hash_configuration("weights", {"weights": one}) for one in WEIGHTS}
-        self._exchanged = {"weights": [0, 0], "gradients": [0, 0]}  # bytes sent, and those of torch's collective
+        kinds, bytes_of = ("weights", "gradients"), ("bytes_sent", "original_bytes")
+        self._exchanged = {f"{kind}_{what}": 0 for kind in kinds for what in bytes_of}
         self._next = 0  # the gradient of a unit that comes next in this pass
         self._exposed_ns = 0
         self._pending: _Reduction | None = None
-        self._give_back: list[Callable[[], None]] = []
         super().__init__(self._inside(scheme, module), list(*ranks), module, optimizer, scaler, **options)
         self._step_watch, self._in_step = Stopwatch(), False
         self._pass = BackwardPass(module, lambda: not self.closed, self._end_pass, self._give_up)
         # Before FSDP2's own, which waits for the first weights.
         before = module.register_forward_pre_hook(self._begin_step, prepend=True)
-        self._give_back.append(before.remove)
-        self._close_with(module)
-        for number, unit in enumerate(units):
-            own = _Unit(unit, number, {parameter: name for name, parameter in module.named_parameters()})
-            gather_all, reduce_all = unit.collectives
-            self._give_back.append(
-                unit.put_in(_AllGather(self, own, gather_all), _ReduceScatter(self, own, reduce_all))
-            )
+        self._give_back = [self._pass.remove, before.remove]
+        self.close_with(module)
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        for number, (name, part, group) in enumerate(units):
+            own = _Unit(name, number, group, names)
+            collectives = (functools.partial(made, self, own) for made in (_AllGather, _ReduceScatter))
+            self._give_back.append(fsdp2.put_in(part, group, *collectives))
 
     def _speaks(self) -> bool:
         return super()._speaks() and self.communicator.world_size == dist.get_world_size()  # else who is between does
@@ -108,11 +105,9 @@ class ShardState(Reducer):
         if isinstance(scheme, str):
             name, options = parse_spec(scheme)
             if name == ShardsAuto.name:
-                weight_bytes, gradient_bytes = (
-                    max(dtype.itemsize for dtype in dtypes) for dtypes in fsdp2.exchanged_dtypes(module)
-                )
+                widths = [max(dtype.itemsize for dtype in dtypes) for dtypes in fsdp2.exchanged_dtypes(module)]
                 return ShardsAuto(
-                    lambda spec: self._inside(spec, module), (weight_bytes, gradient_bytes), self._asked,
+                    lambda spec: self._inside(spec, module), (widths[0], widths[1]), self._asked,
                     **{"fidelity": self._fidelity, **options},
                 )  # fmt: skip
             if name == "gcomp" and "importance" not in options:
@@ -122,7 +117,8 @@ class ShardState(Reducer):
                 options = {**(careful if is_wide or "bits" in options else {"importance": "none"}), **options}
             scheme = schemes.by_name(name, **options)
         if isinstance(scheme, Plain):
-            return _BySum(self._scatter(Bfloat16() if isinstance(scheme, Bf16) else None), scheme.name)
+            rounding = Bfloat16() if isinstance(scheme, Bf16) else None
+            return _BySum(Scatter(rounding, functools.partial(self.count, "gradients")), scheme.name)
         codec = getattr(getattr(scheme, "collective", None), "codec", None)
         why = ""
         if not isinstance(scheme, Compressed) or codec is None:
@@ -138,11 +134,8 @@ class ShardState(Reducer):
                 f"scheme {scheme.name!r} cannot reduce FSDP2's shards: it {why}. What can: {SCHEMES} (gcomp with "
                 'importance="uniform" or "none")'
             )
-        scheme.collective = self._scatter(codec)
+        scheme.collective = Scatter(codec, functools.partial(self.count, "gradients"))
         return scheme
-
-    def _scatter(self, codec: Codec | Bfloat16 | None) -> Scatter:
-        return Scatter(codec, self._exchanged["gradients"])
 
     def switch(self, scheme: Scheme | str) -> None:
         """As any Reducer, for the gradients; the weights go on as they are."""
@@ -163,9 +156,7 @@ class ShardState(Reducer):
 
     def serves(self, group: dist.ProcessGroup) -> bool:
         """Return whether `group` has this attachment's ranks, not fewer, as where weights are resharded after the forward."""
-        if group not in self._served:
-            self._served[group] = dist.get_process_group_ranks(group) == list(self.communicator.members)
-        return self._served[group]
+        return dist.get_process_group_ranks(group) == self.communicator.members
 
     # ---- weights
 
@@ -187,33 +178,26 @@ class ShardState(Reducer):
         if layout not in unit.compared:
             compare_preambles(communicator, preamble, record)
             unit.compared.add(layout)
-        facts = Facts(preamble.configuration, layout, number & 0xFFFFFFFF, unit.number)
+        wire = self.session.wire.for_bucket(preamble, record)
         before = record.bytes_sent
         if weights == "exact" and output.dtype in SUPPORTED_DTYPES:
             if not unit.has_tables:
                 unit.has_tables = True
                 unit.tables.begin_with(output[communicator.rank * n_own :][:n_own], communicator, record)
             unit.tables.begin_bucket(number, communicator, record)
-            gather(communicator, unit.codec, output, facts, record, unit.tables.counts_for(number, output.dtype))
+            gather(wire, unit.codec, output, unit.tables.counts_for(number, output.dtype))
             unit.tables.end_step(number, communicator)
         else:
             is_close = weights == "close" and output.dtype in SUPPORTED_DTYPES
-            codec: Codec | None = EmbeddedFloat(_CLOSE_BITS) if is_close else None
-            gather(communicator, codec, output, facts, record)
-        self._count("weights", record.bytes_sent - before, n_own * output.element_size())
+            gather(wire, EmbeddedFloat(_CLOSE_BITS) if is_close else None, output)
+        self.count("weights", record.bytes_sent - before, n_own * output.element_size())
         self.recorder.close_bucket(record)
 
-    def gather_as_fsdp2(self, start: Callable[[], Any], own: torch.Tensor) -> _Work:
-        """Start FSDP2's own gather of `own` and others', in a step that `auto` leaves alone."""
-        n_bytes = own.numel() * own.element_size()
-        self._count("weights", (self.communicator.world_size - 1) * n_bytes, n_bytes)
-        return _Work(self, self.expose(start))
-
-    def _count(self, kind: str, n_sent: int, n_bytes: int) -> None:
-        """Bytes sent, where torch's own collective sends `n_bytes` to each of the others."""
-        counts = self._exchanged[kind]
-        counts[0] += n_sent
-        counts[1] += (self.communicator.world_size - 1) * n_bytes
+    def count(self, kind: str, n_sent: int | None, n_bytes: int) -> None:
+        """Count bytes sent, where torch's own collective, which None stands for, sends `n_bytes` to each of the others."""
+        n_original = (self.communicator.world_size - 1) * n_bytes
+        self._exchanged[f"{kind}_bytes_sent"] += n_original if n_sent is None else n_sent
+        self._exchanged[f"{kind}_original_bytes"] += n_original
 
     def expose(self, call: Callable[[], Any]) -> Any:
         """The result of `call`, whose time on the training thread counts as exposed. Raises: what it raises."""
@@ -245,7 +229,7 @@ class ShardState(Reducer):
         record = self.recorder.open_bucket(self.step, self._next, n_bytes * self.communicator.world_size)
         self._next += 1
         record.count_exchanged((self.communicator.world_size - 1) * n_bytes)
-        self._count("gradients", record.bytes_sent, n_bytes)
+        self.count("gradients", None, n_bytes)
         work = self.expose(start)
         self.recorder.close_bucket(record)
         return work
@@ -286,28 +270,21 @@ class ShardState(Reducer):
 
     def stats(self) -> dict[str, Any]:
         """As any Reducer; and of weights and gradients, bytes sent and those that torch's own collective sends."""
-        own = {
-            f"{kind}_{what}": counts[i]
-            for kind, counts in self._exchanged.items()
-            for i, what in enumerate(("bytes_sent", "original_bytes"))
-        }
-        return {**super().stats(), "weights": self.weights, **own}
+        return {**super().stats(), "weights": self.weights, **self._exchanged}
 
     def close(self) -> None:
         """Leave weights and gradients to FSDP2's own collectives again. Every rank calls it."""
         for give_back in self._give_back:
             give_back()
         self._give_back = []
-        if not self.closed and hasattr(self, "_pass"):
-            self._pass.remove()
         super().close()
 
 
 class _Unit:
     """The state of one of FSDP2's groups of parameters, which it does not keep alive."""
 
-    def __init__(self, unit: fsdp2.Unit, number: int, names: Mapping[torch.Tensor, str]) -> None:
-        self.name, self.number, self._group = unit.name, number, weakref.ref(unit.group)
+    def __init__(self, name: str, number: int, group: Any, names: Mapping[torch.Tensor, str]) -> None:
+        self.name, self.number, self._group = name, number, weakref.ref(group)
         self._names = [names.get(parameter, "") for parameter in self.parameters]
         self.n_gathered = 0
         self.has_tables = False
@@ -404,10 +381,12 @@ class _AllGather(_Collective):
     ) -> Any:
         """Fill `output_tensor` with the `input_tensor` of all ranks, which lies in it. Returns: what to wait for."""
         state = self._state
-        serves = state.serves(group)
-        if not serves or state.scheme.is_transparent:
-            start = functools.partial(self._own, output_tensor, input_tensor, group, async_op)
-            return state.gather_as_fsdp2(start, input_tensor) if serves else start()
+        start = functools.partial(self._own, output_tensor, input_tensor, group, async_op)
+        if not state.serves(group):
+            return start()
+        if state.scheme.is_transparent:
+            state.count("weights", None, input_tensor.numel() * input_tensor.element_size())
+            return _Work(state, state.expose(start))
         return _Work(state, state.gather_weights(self._unit, output_tensor))
 
 

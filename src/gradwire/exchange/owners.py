@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.checks import choice as check_choice
+from gradwire.checks import count as check_count
 from gradwire.codecs.quantised import Qsgd, Quantised
 from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.core.bucket import Bucket
@@ -58,9 +59,7 @@ class Owners:
         self.codec, self.pull = codec, check_choice("pull", pull, _PULLS)
         if pull == "8-bit" and not isinstance(codec, Qsgd):
             raise InvalidArgument(f'pull="8-bit" is for qsgd, not for {codec.name}: use "compressed" or "raw"')
-        if chunk_elements < 1:
-            raise InvalidArgument(f"chunk_elements must be at least 1, got {chunk_elements}")
-        self.chunk_elements = chunk_elements
+        self.chunk_elements = check_count("chunk_elements", chunk_elements)
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -92,10 +91,10 @@ class Owners:
         if self._on_device is not None:
             self._on_device.mean(part, pushed, pulled, self.pull == "raw")
             return
-        draws = [0] * (world * n_chunks)
-        if self.codec.draws:
-            numbers = itertools.product(range(world), range(n_chunks))
-            draws = [bucket.draw(rank, owner, chunk, owner == rank) for owner, chunk in numbers]
+        draws = [
+            bucket.draw(rank, owner, chunk, owner == rank) if self.codec.draws else 0
+            for owner, chunk in itertools.product(range(world), range(n_chunks))
+        ]
         part.used_by_any, is_finite, account = _native.quantised_mean(
             *wire.communicator.open_exchange(),
             wire.facts,

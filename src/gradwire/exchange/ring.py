@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.checks import choice as check_choice
+from gradwire.checks import count as check_count
 from gradwire.codecs import Codec, DeviceCodec
 from gradwire.codecs.floats import Floats, Messages
 from gradwire.codecs.gcomp import GCompCodec
@@ -25,12 +26,10 @@ from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.codecs.truncated_float import TruncatedFloat, draw_after, first_draw
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Part
-from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
+from gradwire.errors import CorruptMessage, Unsupported
 from gradwire.exchange.parts import CHUNK_ELEMENTS, MESSAGES_AHEAD, Chunk, count_chunks, cut_into_chunks
 from gradwire.telemetry.recorder import BucketRecord
-from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire
-from gradwire.wire.preamble import Facts
 from gradwire.wire.wire import Wire
 
 # Of the values of a bucket, how large each may be before its low bits matter: `write(first, out)` puts the importance
@@ -61,9 +60,7 @@ class Ring:
 
     def __init__(self, codec: Codec, topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS) -> None:
         self.codec, self.topology = codec, check_choice("topology", topology, tuple(_RUN))
-        if chunk_elements < 1:
-            raise InvalidArgument(f"chunk_elements must be at least 1, got {chunk_elements}")
-        self.chunk_elements = chunk_elements
+        self.chunk_elements = check_count("chunk_elements", chunk_elements)
         self._on_device: DeviceRing | None = None
 
     @property
@@ -97,8 +94,8 @@ class Ring:
             self._on_device.mean(bucket, importance, counts, mean_room)
             return
         mean_through_codec(
-            wire.communicator, self.codec, bucket.buffer, wire.facts, wire.record, importance,
-            topology=self.topology, chunk_elements=self.chunk_elements, **options_for(self.codec, wire, bucket, counts),
+            wire, self.codec, bucket.buffer, importance, topology=self.topology, chunk_elements=self.chunk_elements,
+            **options_for(self.codec, wire, bucket, counts),
         )  # fmt: skip
 
 
@@ -110,11 +107,9 @@ def options_for(codec: Codec, wire: Wire, bucket: Bucket, counts: Tensor | None)
 
 
 def mean_through_codec(
-    communicator: Communicator,
+    wire: Wire,
     codec: Codec,
     buffer: Tensor,
-    facts: Facts,
-    record: BucketRecord,
     importance: Importance | None = None,
     *,
     topology: str = "ring",
@@ -131,20 +126,20 @@ def mean_through_codec(
         options: of the codec's own `exchange_codec`.
     Raises: PeerLost, RankMismatch, CorruptMessage, IncompatibleVersion, and whatever the codec raises.
     """
-    if communicator.world_size == 1 or buffer.numel() == 0:
+    if wire.world_size == 1 or buffer.numel() == 0:
         return
     run, ahead = _RUN[topology]
     account = run(
-        *communicator.open_exchange(),
-        facts,
+        *wire.communicator.open_exchange(),
+        wire.facts,
         engine_codec(codec, buffer.dtype, importance, **options),
         bytes_of(buffer),
         dtype_code(buffer.dtype),
         None if left_out is None else bytes_of(left_out),
-        count_chunks(-(-buffer.numel() // communicator.world_size), chunk_elements),
+        count_chunks(-(-buffer.numel() // wire.world_size), chunk_elements),
         *ahead,
     )
-    record.add_account(*account)
+    wire.record.add_account(*account)
 
 
 def engine_codec(
@@ -266,21 +261,12 @@ class DeviceRing:
                 else:
                     self._decode(came[source], parts[rank], total, adds=True)
         else:
-            self._add_sources(received[:rank], parts[rank], total)
+            self._decode(received[:rank], parts[rank], total, adds=True)
             total.add_(own)
-            self._add_sources(received[rank + 1 :], parts[rank], total)
+            self._decode(received[rank + 1 :], parts[rank], total, adds=True)
         result = self._row("result", parts)
         self._encode(total, parts[rank], result, 0, [number[rank] for number in numbers], True)
         return result, list(range(world))
-
-    def _add_sources(self, received: Tensor, part: list[Chunk], total: Tensor) -> None:
-        """Add what so many ranks have sent of a part, in their order."""
-        if self._floats is not None and len(received):
-            messages = self._laid_out([(chunk, 0, part[0].values.start, 0) for chunk in part])
-            self._floats.decode_messages(
-                received, total, messages, n_sources=len(received), source_bytes=received.shape[1], adds=True,
-                error=self._wire.flags[:1],
-            )  # fmt: skip
 
     def _laid_out(self, chunks: Sequence[tuple[Chunk, int, int, int]]) -> Messages:
         """Messages of one launch: the chunk, where its row begins, the value from which values are counted, its number."""
@@ -340,9 +326,15 @@ class DeviceRing:
         adds: bool = False,
         is_mean: bool = False,
     ) -> None:
+        """`row`: (bytes,); or (n, bytes) of so many ranks' floats, which are added in their order."""
         if self._floats is not None:
-            messages = self._laid_out([(chunk, 0, part[0].values.start, 0) for chunk in part])
-            self._floats.decode_messages(row, out, messages, divisor=divisor, adds=adds, error=self._wire.flags[:1])
+            if row.numel():
+                n_sources, source_bytes = row.view(-1, row.shape[-1]).shape
+                messages = self._laid_out([(chunk, 0, part[0].values.start, 0) for chunk in part])
+                self._floats.decode_messages(
+                    row, out, messages, n_sources=n_sources, source_bytes=source_bytes, divisor=divisor, adds=adds,
+                    error=self._wire.flags[:1],
+                )  # fmt: skip
             return
         for chunk in part:
             self._codec.decode(

@@ -6,6 +6,7 @@ rank, all equally long.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,17 +15,13 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.codecs import Codec
-from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.core.bucket import Slot
 from gradwire.core.feedback import Part
 from gradwire.errors import Unsupported
-from gradwire.exchange.parts import CHUNK_ELEMENTS, count_chunks
+from gradwire.exchange.parts import count_chunks
 from gradwire.exchange.ring import engine_codec, options_for
-from gradwire.telemetry.recorder import BucketRecord
-from gradwire.wire.communicator import Communicator
-from gradwire.wire.preamble import Facts
 from gradwire.wire.wire import Wire
 
 
@@ -33,11 +30,12 @@ class Scatter:
 
     Args:
         codec: what encodes a rank's values for the others; None: the backend sums, in the bucket's dtype.
-        counts: bytes sent, and bytes that go in the buckets' own dtype; added to.
+        count: called with the bytes sent, and those of a part in the bucket's own dtype.
     """
 
-    def __init__(self, codec: Codec | Bfloat16 | None, counts: list[int]) -> None:
-        self.codec, self._counts = codec, counts
+    def __init__(self, codec: Codec | Bfloat16 | None, count: Callable[[int, int], None]) -> None:
+        self.codec: Any = codec
+        self._count = count
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -57,40 +55,30 @@ class Scatter:
         The arguments are a ring's, of which only `counts` concern what shards can have.
         Raises: PeerLost, RankMismatch, CorruptMessage, IncompatibleVersion, and whatever the codec raises.
         """
-        bucket, world = part.bucket, wire.world_size
-        is_sum = isinstance(bucket.slots[0], Summed)
-        n_own = bucket.n_elements // world
+        buffer, world = part.values, wire.world_size
+        is_sum = isinstance(part.bucket.slots[0], Summed)
+        n_own = buffer.numel() // world
+        n_bytes = n_own * buffer.element_size()
         before = wire.record.bytes_sent
-        self._exchange(part, wire, importance, counts, is_sum, n_own)
-        self._counts[0] += wire.record.bytes_sent - before
-        self._counts[1] += (world - 1) * n_own * bucket.buffer.element_size()
-
-    def _exchange(
-        self, part: Part, wire: Wire, importance: Any, counts: Tensor | None, is_sum: bool, n_own: int
-    ) -> None:
-        bucket, communicator, world = part.bucket, wire.communicator, wire.world_size
         if self.codec is None:
-            own = bucket.buffer[wire.rank * n_own : (wire.rank + 1) * n_own]
+            own = buffer[wire.rank * n_own : (wire.rank + 1) * n_own]
             with wire.timing("communicate"):
                 share = torch.empty_like(own)
-                communicator.reduce_scatter_into(
-                    share, bucket.buffer, dist.ReduceOp.SUM if is_sum else dist.ReduceOp.AVG
-                )
+                op = dist.ReduceOp.SUM if is_sum else dist.ReduceOp.AVG
+                wire.communicator.reduce_scatter_into(share, buffer, op)
                 own.copy_(share)
-            wire.record.count_exchanged((world - 1) * own.numel() * own.element_size())
-            return
-        dtype = bucket.buffer.dtype
-        if isinstance(self.codec, Bfloat16):
-            native = _native.bfloat16_exchange_codec()
+            wire.record.count_exchanged((world - 1) * n_bytes)
         else:
-            native = engine_codec(self.codec, dtype, importance, **options_for(self.codec, wire, bucket, counts))
+            code, options = dtype_code(buffer.dtype), options_for(self.codec, wire, part.bucket, counts)
+            native = engine_codec(self.codec, buffer.dtype, importance, **options)
             if isinstance(self.codec, GCompCodec) and self.codec.importance == "none":
-                native = _native.exact_exchange_codec(native, dtype_code(dtype))
-        account = _native.scatter_sums(
-            *communicator.open_exchange(), wire.facts, native, bytes_of(bucket.buffer), dtype_code(dtype),
-            1 if is_sum else world, count_chunks(n_own),
-        )  # fmt: skip
-        wire.record.add_account(*account)
+                native = _native.exact_exchange_codec(native, code)
+            account = _native.scatter_sums(
+                *wire.communicator.open_exchange(), wire.facts, native, bytes_of(buffer), code, 1 if is_sum else world,
+                count_chunks(n_own),
+            )  # fmt: skip
+            wire.record.add_account(*account)
+        self._count(wire.record.bytes_sent - before, n_bytes)
 
 
 class Summed(Slot):
@@ -102,11 +90,12 @@ class Summed(Slot):
 class Bfloat16:
     """Values rounded to bfloat16, for `Scatter`."""
 
+    def exchange_codec(self, dtype: torch.dtype, importance: Any) -> _native.ExchangeCodec:
+        """As the engine calls it."""
+        return _native.bfloat16_exchange_codec()
 
-def gather(
-    communicator: Communicator, codec: Codec | None, values: Tensor, facts: Facts, record: BucketRecord,
-    counts: Tensor | None = None,
-) -> None:  # fmt: skip
+
+def gather(wire: Wire, codec: Codec | None, values: Tensor, counts: Tensor | None = None) -> None:
     """Fill `values` (world n,), in which every rank has its own part; on the lane.
 
     Args:
@@ -115,21 +104,19 @@ def gather(
         counts: (256,) int64: gets the exponents of all that GComp's codec encodes.
     Raises: PeerLost, RankMismatch, CorruptMessage, IncompatibleVersion.
     """
-    world, rank, n_own = communicator.world_size, communicator.rank, values.numel() // communicator.world_size
+    world, raw = wire.world_size, bytes_of(values)
     if codec is None:
-        raw = bytes_of(values)
         n_bytes = raw.numel() // world
-        with record.timing("communicate"):
-            communicator.all_gather_into(raw, raw[rank * n_bytes : (rank + 1) * n_bytes])
-        record.count_exchanged((world - 1) * n_bytes)
+        with wire.timing("communicate"):
+            wire.communicator.all_gather_into(raw, raw[wire.rank * n_bytes : (wire.rank + 1) * n_bytes])
+        wire.record.count_exchanged((world - 1) * n_bytes)
         return
-    code = dtype_code(values.dtype)
-    native = engine_codec(codec, values.dtype, None, **({"counts": counts} if isinstance(codec, GCompCodec) else {}))
-    is_exact = not isinstance(codec, EmbeddedFloat)
+    code, is_exact = dtype_code(values.dtype), isinstance(codec, GCompCodec)
+    native = engine_codec(codec, values.dtype, None, **({"counts": counts} if is_exact else {}))
     if is_exact:
         native = _native.exact_exchange_codec(native, code)
     account = _native.gather_parts(
-        *communicator.open_exchange(), facts, native, bytes_of(values), code, not is_exact,
-        count_chunks(n_own, CHUNK_ELEMENTS),
+        *wire.communicator.open_exchange(), wire.facts, native, raw, code, not is_exact,
+        count_chunks(values.numel() // world),
     )  # fmt: skip
-    record.add_account(*account)
+    wire.record.add_account(*account)

@@ -54,8 +54,7 @@ class GradwireCallback(Callback):
         """Tell the other ranks what ended the fit, and close: another one may attach again."""
         if self.attachment is not None:
             self.attachment.fail(exception)
-            self.attachment.close()
-            self.attachment = None
+        self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Close; all ranks are here."""

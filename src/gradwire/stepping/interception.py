@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 
-from gradwire.core.bucket import Bucket
+from gradwire.core.bucket import Bucket, inner_of
 from gradwire.core.optimizers import Optimizers, inside
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
@@ -25,11 +25,6 @@ from gradwire.stepping.blocks import Block, ObservedUse
 from gradwire.wire.communicator import completed
 
 # ---- the model and the optimizer
-
-
-def inner_of(module: nn.Module) -> nn.Module:
-    """The model inside DDP, or the model itself."""
-    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def model_and_optimizers(session: Session, what: str) -> tuple[nn.Module, Optimizers]:

@@ -52,12 +52,6 @@ class _Task:
     may_overtake: bool
 
 
-def _finish(deferred: list[Callable[[], None]], result: Any) -> Any:
-    for work in deferred:
-        work()
-    return result
-
-
 class Communicator:
     """One rank's end of a group of ranks.
 
@@ -206,7 +200,13 @@ class Communicator:
             return None
         if self._deferred:
             deferred, self._deferred = self._deferred, []
-            task.run = functools.partial(_finish, deferred, result)
+
+            def finish() -> Any:
+                for work in deferred:
+                    work()
+                return result
+
+            task.run = finish
             return task
         task.future.set_result(result)
         return None
@@ -240,8 +240,7 @@ class Communicator:
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """(world, n): every rank's `tensor` (n,), by rank. Raises: PeerLost."""
         gathered = torch.empty((self.world_size, tensor.numel()), dtype=tensor.dtype, device="cpu")
-        with self._naming_peers():
-            self._group.allgather([list(gathered.unbind(0))], [tensor]).wait()
+        self.all_gather_into(gathered.view(-1), tensor)
         return gathered
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -346,12 +345,8 @@ class Communicator:
             else:
                 failure = RankMismatch(f"rank {self.members[self.rank]} failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
-            if isinstance(failure, PeerLost):
-                better: list[PeerLost] = [
-                    failure
-                ]  # it may be that peers have closed their ends while this rank goes on
-                try_for(lambda: better.extend(self.notes.blame_closed(better[0])))
-                failure = better[-1]
+            if isinstance(failure, PeerLost):  # it may be that peers have closed their ends while this rank goes on
+                failure = try_for(functools.partial(self.notes.blame_closed, failure), failure)
             note = self.notes.leave_failure(failure)
             if note.rank != self.rank:
                 is_lost = note.cls is PeerLost
@@ -429,7 +424,7 @@ class Communicator:
     def close(self, step: int | None = None) -> None:
         """Finish the lane. Every rank calls it; safe to call twice. `step`: told to peers that go on without this one."""
         if step is not None:
-            try_for(lambda: self.notes.tell_closing(step))
+            try_for(lambda: self.notes.tell_closing(step), None)
         self._closed = True
         _open_communicators.discard(self)
         if not self._lane.is_alive():

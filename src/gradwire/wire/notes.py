@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from gradwire import errors
 from gradwire.errors import GradwireError, PeerLost, RankMismatch
@@ -17,6 +17,8 @@ _CURE = "every rank calls close() between the same two steps, or ends its traini
 # A failing rank writes its note before it breaks its connections, so the note is there when the break is felt; the wait
 # only covers the store's own latency.
 _WAIT_S = 2.0
+
+Result = TypeVar("Result")
 
 
 class Note(NamedTuple):
@@ -40,9 +42,7 @@ class Notes:
 
     def is_failure_left(self) -> bool:
         """True if any rank has failed, as far as the store can say."""
-        noted: list[bool] = []
-        try_for(lambda: noted.append(self._store.check([self._name + "/failure"])))
-        return any(noted)
+        return try_for(lambda: bool(self._store.check([self._name + "/failure"])), False)
 
     def leave_failure(self, failure: GradwireError) -> Note:
         """Note a failure unless a peer has noted one before; returns the note that stands.
@@ -51,15 +51,13 @@ class Notes:
         """
         self._knows_failure = True
         mine = json.dumps({"rank": self._rank, "type": type(failure).__name__, "message": str(failure)})
-        standing = [_read(mine, self._world_size)]
 
-        def exchange() -> None:
+        def exchange() -> Note:
             note = self._store.compare_set(self._name + "/failure", "", mine)
             self._store.add(self._name + "/readers", 1)
-            standing[0] = _read(note, self._world_size)
+            return _read(note, self._world_size)
 
-        try_for(exchange)
-        return standing[0]
+        return try_for(exchange, _read(mine, self._world_size))
 
     def let_peers_read(self) -> None:
         """Wait until the others have read it, as who hosts the store does; not for one that died."""
@@ -70,7 +68,7 @@ class Notes:
             while self._store.add(self._name + "/readers", 0) < self._world_size and time.monotonic() < deadline:
                 time.sleep(0.01)
 
-        try_for(wait_for_readers)
+        try_for(wait_for_readers, None)
 
     # ---- ends that are closed
 
@@ -80,20 +78,20 @@ class Notes:
             self._closed_at = step
             self._store.set(self._key(self._rank), str(step))
 
-    def blame_closed(self, lost: PeerLost) -> list[PeerLost]:
-        """The error to raise in the place of `lost`, if peers have closed their ends."""
+    def blame_closed(self, lost: PeerLost) -> PeerLost:
+        """The error to raise in the place of `lost`: another one, if peers have closed their ends."""
         others = [
             rank for rank in range(self._world_size) if rank != self._rank and self._store.check([self._key(rank)])
         ]
         if not others:
-            return []
+            return lost
         closed = [
             f"rank {self._members[rank]} closed its attachment at step {self._store.get(self._key(rank)).decode()}"
             for rank in others
         ]
         better = PeerLost(f"{', '.join(closed)}, rank {self._members[self._rank]} did not: {_CURE}. Backend: {lost}")
         better.__cause__ = lost
-        return [better]
+        return better
 
     def wait_until_all_close(self, timeout_s: float) -> None:
         """For a rank that has closed its end and goes on without gradwire.
@@ -122,19 +120,22 @@ class Notes:
         return f"{self._name}/closed/{rank}"
 
 
-def try_for(action: Callable[[], None]) -> None:
-    """Run `action` on a thread of its own and leave it behind after a while: a store whose host hangs holds up nothing.
+def try_for(action: Callable[[], Result], otherwise: Result) -> Result:
+    """The result of `action`, run on a thread of its own that is left behind after a while: a store whose host hangs holds
+    up nothing. `otherwise`: what is given then, and where it fails.
 
     Where the host has died there is nobody to tell: the broken connections say enough.
     """
+    result = [otherwise]
 
     def attempt() -> None:
         with contextlib.suppress(Exception):
-            action()
+            result.append(action())
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(_WAIT_S)
+    return result[-1]
 
 
 def _read(note: str | bytes, world_size: int) -> Note:

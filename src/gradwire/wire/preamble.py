@@ -46,9 +46,13 @@ class Preamble(NamedTuple):
     step: int
     n_elements: int
 
+    @property
+    def facts(self) -> Facts:
+        """What of it every message carries."""
+        return Facts(self.configuration, self.layout, self.step & 0xFFFFFFFF, self.bucket)
+
     def pack(self) -> bytes:
-        scheme, step = self.scheme.encode()[:16], self.step & 0xFFFFFFFF
-        return _LAYOUT.pack(*self[:2], scheme, *self[3:5], step, self.n_elements)
+        return _LAYOUT.pack(*self[:2], self.scheme.encode()[:16], *self.facts[:3], self.n_elements)
 
     @classmethod
     def unpack(cls, raw: bytes) -> Preamble:
@@ -106,10 +110,7 @@ class StepCheck:
         self._communicator = communicator
         # The largest of x and of -x over the ranks: ranks agree where the two are each other's negative.
         self._extremes = torch.zeros((2, 3), dtype=torch.int64, device="cpu")
-        self._smallest = torch.zeros(3, dtype=torch.int64, device="cpu")
-        self._pending: torch.futures.Future | None = None
-        self._mine: Preamble | None = None
-        self._factors = 0
+        self._pending: tuple[torch.futures.Future, Preamble, int] | None = None
 
     def start(self, mine: Preamble, record: BucketRecord, factors: int = 0) -> None:
         """Read the last step's check, then start this step's. `factors`: 32 bits of the factors that ranks hold alike.
@@ -121,8 +122,7 @@ class StepCheck:
         self._read(record)
         for index, fact in enumerate((mine.step, mine.layout ^ factors, mine.configuration)):
             self._extremes[0, index], self._extremes[1, index] = fact, -fact
-        self._mine, self._factors = mine, factors
-        self._pending = self._communicator.start_all_reduce(self._extremes, dist.ReduceOp.MAX)
+        self._pending = self._communicator.start_all_reduce(self._extremes, dist.ReduceOp.MAX), mine, factors
         n_bytes = ring_bytes(self._extremes.numel() * self._extremes.element_size(), self._communicator.world_size)
         record.count_exchanged(n_bytes)
 
@@ -136,17 +136,16 @@ class StepCheck:
                 self._communicator.fail(error)
 
         if self._pending is not None:
-            self._pending.add_done_callback(look)
+            self._pending[0].add_done_callback(look)
 
     def _read(self, record: BucketRecord) -> None:
-        if self._pending is None or self._mine is None:
+        if self._pending is None:
             return
-        self._communicator.finish(self._pending)
-        self._pending = None
-        torch.neg(self._extremes[1], out=self._smallest)
-        if not torch.equal(self._extremes[0], self._smallest):
-            compare_preambles(self._communicator, self._mine, record)
-            name_other_factors(self._communicator, self._mine, self._factors)
+        (started, mine, factors), self._pending = self._pending, None
+        self._communicator.finish(started)
+        if self._extremes.sum(0).any():
+            compare_preambles(self._communicator, mine, record)
+            name_other_factors(self._communicator, mine, factors)
 
 
 def name_other_factors(communicator: Communicator, mine: Preamble, factors: int) -> NoReturn:

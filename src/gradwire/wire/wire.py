@@ -15,6 +15,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -69,7 +70,7 @@ class Wire:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.rank, self.world_size = communicator.rank, communicator.world_size
-        self._outcome = _HostOutcome()
+        self._outcome = SimpleNamespace(is_over=False, is_finite=True)  # shared by the ends of all buckets of a step
         self._is_bucket_finite = True
         self._error: Tensor | None = None
 
@@ -77,7 +78,7 @@ class Wire:
         """The end of one bucket in one step; it shares the memory and the outcome of the step with all others."""
         end = copy.copy(self)
         end.record, end._preamble = record, preamble
-        end.facts = Facts(preamble.configuration, preamble.layout, preamble.step & 0xFFFFFFFF, preamble.bucket)
+        end.facts = preamble.facts
         return end
 
     @property
@@ -249,10 +250,8 @@ class Wire:
         messages = torch.empty(len(rows), _HEAD_WORDS + rows.shape[1], dtype=torch.int32, device="cpu")
         messages[:, _HEAD_WORDS:] = rows
         for message in messages:
-            crc = _crc_of(message[_HEAD_WORDS:])
-            message[:_HEAD_WORDS] = torch.tensor(
-                [self.checksum, int(not is_finite), crc], dtype=torch.int32, device="cpu"
-            )
+            head = [self.checksum, int(not is_finite), _crc_of(message[_HEAD_WORDS:])]
+            message[:_HEAD_WORDS] = torch.tensor(head, dtype=torch.int32, device="cpu")
         return messages
 
     def _open(self, messages: Tensor) -> Tensor:
@@ -310,13 +309,6 @@ class Wire:
 
     def _ring_bytes(self, values: Tensor) -> int:
         return ring_bytes(values.numel() * values.element_size(), self.world_size)
-
-
-class _HostOutcome:
-    """Shared by the ends of all buckets of a step."""
-
-    is_over = False
-    is_finite = True
 
 
 def holds_nonzero(gradient: Tensor) -> bool:

@@ -18,7 +18,7 @@ from gradwire import _native
 from gradwire.checks import choice as check_choice
 from gradwire.codecs.embedded_float import DEFAULT_PARTITION, FORMAT, check_format
 from gradwire.codecs.tensors import check_partition, dtype_code
-from gradwire.core.bucket import Bucket, slot_of
+from gradwire.core.bucket import Bucket, inner_of, slot_of
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
@@ -33,7 +33,6 @@ from gradwire.stepping.interception import (
     FrozenStep,
     Interceptor,
     clip_factor,
-    inner_of,
     refuse_join,
     stepped_parameters,
 )

@@ -145,7 +145,7 @@ class FusedExchange:
         else:
             drawn: dict[str, Any] = {"first_step": draw} if isinstance(self._codec, Quantised) else {}
             mean_through_codec(
-                wire.communicator, self._codec, values, wire.facts, wire.record, importance,
+                wire, self._codec, values, importance,
                 chunk_elements=self._group_elements, left_out=lost.zero_(), **drawn,
             )  # fmt: skip
         if left_out is not None and loss_scale != 1.0:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gradwire.core.threads import set_thread_count, thread_count
     from gradwire.doors.attachment import Attachment, attach
     from gradwire.doors.collectives import all_reduce, register_backend
+    from gradwire.doors.elastic import Members
     from gradwire.doors.hook import HookState, ddp_hook
     from gradwire.doors.local_sgd import LocalSgd
     from gradwire.planning.recommend import recommend
@@ -27,8 +28,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Attachment", "BufferTooSmall", "CorruptMessage", "GradwireError", "HookState", "IncompatibleVersion",
-    "InvalidArgument", "LocalSgd", "OutOfMemory", "PeerLost", "RankMismatch", "Reducer", "Unsupported", "all_reduce", "attach",
-    "codecs", "ddp_hook", "recommend", "register_backend", "register_update",
+    "InvalidArgument", "LocalSgd", "Members", "OutOfMemory", "PeerLost", "RankMismatch", "Reducer", "Unsupported", "all_reduce",
+    "attach", "codecs", "ddp_hook", "recommend", "register_backend", "register_update",
     "schemes", "set_thread_count", "thread_count",
 ]
 # fmt: on
@@ -37,6 +38,7 @@ __all__ = [
 _LAZY = {"Attachment": "doors.attachment", "attach": "doors.attachment"}
 _LAZY |= {"all_reduce": "doors.collectives", "register_backend": "doors.collectives"}
 _LAZY |= {"HookState": "doors.hook", "ddp_hook": "doors.hook", "Reducer": "reducer", "LocalSgd": "doors.local_sgd"}
+_LAZY |= {"Members": "doors.elastic"}
 _LAZY |= {"recommend": "planning.recommend", "register_update": "schemes.gcomp.terms"}
 _LAZY |= {"set_thread_count": "core.threads", "thread_count": "core.threads", "codecs": "", "schemes": ""}
 

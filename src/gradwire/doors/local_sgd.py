@@ -14,6 +14,7 @@ from each step.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -22,9 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradwire.core.bucket import local_of, named_parameters
+from gradwire.core.bucket import inner_of, local_of, named_parameters
 from gradwire.core.named_tensors import AllReduceWork
 from gradwire.core.optimizers import Optimizers
+from gradwire.doors.elastic import Quorum
 from gradwire.doors.gradients import check_equal
 from gradwire.errors import CorruptMessage, GradwireError, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
@@ -70,6 +72,8 @@ class LocalSgd:
         feedback_decay: of a scheme with error feedback, the share of a residual that is kept from one exchange to the next:
             1 keeps all of it; below, what was left out long ago fades, and takes the outer momentum's place
             (SparseLoCo, arXiv 2508.15706).
+        manager: torchft's Manager, with `pg=gradwire.Members()`, if ranks may leave, die and join at outer steps; without
+            `group` and `delay`. The constructor waits for the others' next outer step, and takes what they share.
         options: as for Reducer: bucket_mb, timeout_s, trace; and `scaler`, the GradScaler, which need not be given: a step that
             any GradScaler skips counts as a step.
     Raises: InvalidArgument, Unsupported; the first `optimizer.step()` InvalidArgument, on all ranks, if these start apart.
@@ -86,6 +90,7 @@ class LocalSgd:
         delay: int = 0,
         fragments: int = 1,
         feedback_decay: float = 1.0,
+        manager: Any = None,
         **options: Any,
     ) -> None:
         if not 1 <= fragments <= every or not 0 <= delay < every // fragments:
@@ -95,21 +100,28 @@ class LocalSgd:
             )
         if not 0 <= feedback_decay <= 1:
             raise InvalidArgument(f"feedback_decay is a share from 0 to 1, got {feedback_decay}")
+        if manager is not None and (group is not None or delay):
+            raise InvalidArgument("manager= says who exchanges, and when: leave out group= and delay=")
         options.pop("scaler", None)
         self._every, self._delay, self._count = every, delay, 0
         self._ends = [every * (number + 1) // fragments for number in range(fragments)]  # of the fragments' exchanges
-        self._named = named_parameters(module)
+        self._module, self._named = inner_of(module), named_parameters(module)
         # On the host and in float32: the outer step comes once in H, and needs no memory of the device.
         self._anchors: dict[str, nn.Parameter] = {}
         self._anchor_trained()
         self._outer = outer(list(self._anchors.values()))
         momentum = max(float(group.get("momentum", 0.0)) for group in self._outer.param_groups)
-        self.reducer = Reducer(_fit_scheme(scheme, momentum), group, self._anchors, **options)
-        self.reducer.session.feedback.decay = feedback_decay
+        fitted = _fit_scheme(scheme, momentum)
+
+        def make(place: Any) -> Reducer:
+            reducer = Reducer(fitted if manager is None else copy.deepcopy(fitted), place, self._anchors, **options)
+            reducer.session.feedback.decay = feedback_decay
+            return reducer
+
         self._deltas: dict[str, torch.Tensor] = {}
         self._sent: dict[str, torch.Tensor] = {}
         self._work: AllReduceWork | None = None
-        self._is_compared = False
+        self._is_compared = manager is not None
         self._optimizers, self._stepped = Optimizers(optimizer), set[torch.optim.Optimizer]()
         self._handles = []
         for one in self._optimizers:
@@ -118,6 +130,12 @@ class LocalSgd:
                 one.register_step_post_hook(lambda stepping, *_: self._after_step(stepping)),
                 watch_scalers(one, functools.partial(self._after_scaler, one)),
             ]
+        self._quorum: Quorum | None = None
+        if manager is None:
+            self.reducer = make(group)
+        else:
+            self._quorum = Quorum(manager, make, self._shared, self._take_shared)
+            self._exchange(self._quorum)
 
     def _anchor_trained(self) -> list[nn.Parameter]:
         """Anchor what trains and has no anchor: before the first step that changes it, when all ranks have the same."""
@@ -147,14 +165,55 @@ class LocalSgd:
     def _end_step(self) -> None:
         self._stepped.clear()
         self._count += 1
+        if self._quorum is not None:
+            if self._count in self._ends:
+                self._exchange(self._quorum)
+            return
         if self._count + self._delay in self._ends:
-            names = self._fragment(self._ends.index(self._count + self._delay))
-            self._deltas = {name: self._anchors[name].detach() - _on_host(self._named[name]) for name in names}
+            self._deltas = self._subtract()
             self._sent = {name: delta.clone() for name, delta in self._deltas.items()} if self._delay else {}
-            self._work = self.reducer.all_reduce(self._deltas) if names else None
+            self._work = self.reducer.all_reduce(self._deltas) if self._deltas else None
         if self._count in self._ends:
             self._count %= self._every
-            self._step_outer()
+            work, self._work = self._work, None
+            if work is not None:  # else a fragment in which nothing lies
+                work.wait()
+                self._step_outer()
+
+    @torch.no_grad()
+    def _exchange(self, quorum: Quorum) -> None:
+        """With who is there: what this rank has learnt, or what they have, if it has just come."""
+        self._deltas = quorum.mean(self._subtract)
+        self._count %= self._every
+        assert quorum.reducer is not None
+        self.reducer = quorum.reducer
+        self._step_outer()
+
+    def _subtract(self) -> dict[str, torch.Tensor]:
+        """The pseudo-gradients of the fragment that is due."""
+        if self._count + self._delay not in self._ends:  # all ranks begin
+            return {}
+        names = self._fragment(self._ends.index(self._count + self._delay))
+        return {name: self._anchors[name].detach() - _on_host(self._named[name]) for name in names}
+
+    def _shared(self) -> dict[str, Any]:
+        """What all ranks hold alike: what a comer takes, by any thread, while an exchange is due."""
+        rest = {name: value for name, value in self._module.state_dict().items() if name not in self._anchors}
+        return {"count": self._count, "anchors": self._anchors, "outer": self._outer.state_dict(), "rest": rest}
+
+    @torch.no_grad()
+    def _take_shared(self, shared: dict[str, Any]) -> None:
+        anchors, rest = shared["anchors"], shared["rest"]
+        own = self._shared()
+        for mine, theirs in ((own["anchors"], anchors), (own["rest"], rest)):
+            odd = sorted(name for name in mine.keys() | theirs.keys() if _shape(mine, name) != _shape(theirs, name))
+            if odd:
+                raise InvalidArgument(f"the ranks that are here train another model: {odd[0]!r} is not the same there")
+        self._set_anchors(anchors)
+        self.take_shared()
+        self._module.load_state_dict(rest, strict=False)
+        self._outer.load_state_dict(shared["outer"])
+        self._count = shared["count"]
 
     def _fragment(self, number: int) -> list[str]:
         """The names of a fragment: those whose middle lies in its share of all values."""
@@ -167,10 +226,6 @@ class LocalSgd:
         return names
 
     def _step_outer(self) -> None:
-        work, self._work = self._work, None
-        if work is None:  # a fragment in which nothing lies
-            return
-        work.wait()
         exchanged = {name: self._anchors[name] for name in self._deltas}
         before = {name: a.detach().clone() for name, a in exchanged.items()} if self._delay else {}
         for name, anchor in exchanged.items():
@@ -267,6 +322,10 @@ def _fit_scheme(scheme: Scheme | str, momentum: float) -> Scheme:
             return without
     warnings.warn(f"{words}give {made.name!r} error_feedback=False, or outer=... less momentum", stacklevel=3)
     return made
+
+
+def _shape(tensors: dict[str, Any], name: str) -> Any:
+    return getattr(tensors.get(name), "shape", None)
 
 
 def _on_host(parameter: torch.Tensor) -> torch.Tensor:

@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 
 from gradwire import _native
-from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismatch
+from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismatch, Unsupported
 from gradwire.wire.notes import Notes, try_for
-from gradwire.wire.rendezvous import meet, name_group, ranks_of, restart_advice, timeout_of
+from gradwire.wire.rendezvous import Meeting, meet, name_group, ranks_of, restart_advice, timeout_of
 
 # Of a receive that nothing answers (see `_break_connections`).
 _SILENT_TAG = 1 << 20
@@ -63,8 +63,12 @@ class Communicator:
         (a rank did not come).
     """
 
-    def __init__(self, group: dist.ProcessGroup | Sequence[int] | None = None, timeout_s: float | None = None) -> None:
-        if not dist.is_available() or not dist.is_initialized():
+    def __init__(
+        self, group: dist.ProcessGroup | Sequence[int] | Meeting | None = None, timeout_s: float | None = None
+    ) -> None:
+        if isinstance(group, Meeting):
+            timeout_s = timeout_s or dist.default_pg_timeout.total_seconds()
+        elif not dist.is_available() or not dist.is_initialized():
             raise InvalidArgument(
                 "torch.distributed is not initialised: start the script with torchrun, and call "
                 "torch.distributed.init_process_group('gloo') before attach()"
@@ -77,11 +81,14 @@ class Communicator:
             )
         self.timeout_s = timeout_s
         self._process = os.getpid()
-        self.members = members = ranks_of(group)
-        self.rank = members.index(dist.get_rank())
-        self.world_size = len(members)
-        self._store = dist.distributed_c10d._get_default_store()
-        self._name = name_group(self._store, members)
+        self._meeting = group if isinstance(group, Meeting) else None
+        if isinstance(group, Meeting):
+            self._store, self.rank, members = group.store, group.rank, list(range(group.world_size))
+        else:
+            self._store, members = dist.distributed_c10d._get_default_store(), ranks_of(group)
+            self.rank = members.index(dist.get_rank())
+        self.members, self.world_size = members, len(members)
+        self._name = name_group(self._store, members, members[self.rank])
         self._failure: GradwireError | None = None
         self._failure_lock = threading.Lock()
         self.notes = Notes(self._store, self._name, self.rank, members)
@@ -119,7 +126,12 @@ class Communicator:
 
         When this one fails, the connections of its subgroups break too: whoever waits on them wakes.
         """
-        made = Communicator(self.members if members is None else members, self.timeout_s)
+        if self._meeting is None:
+            made = Communicator(self.members if members is None else members, self.timeout_s)
+        elif members is None:
+            made = Communicator(self._meeting, self.timeout_s)
+        else:
+            raise Unsupported("ranks that come and go form one group, no parts of it: take another scheme")
         self._subgroups.add(made)
         return made
 
@@ -356,7 +368,7 @@ class Communicator:
             failure.names_global_ranks = True
             self._failure = failure
         self._break_connections()
-        if dist.get_rank() == 0:  # it usually hosts the store
+        if self.members[self.rank] == 0:  # it usually hosts the store
             self.notes.let_peers_read()
         return failure
 

@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,15 @@ STREAMS, CONGESTION = "GRADWIRE_STREAMS", "GRADWIRE_CONGESTION"
 MOST_STREAMS = 64
 
 
-def name_group(store: Any, members: list[int]) -> str:
+class Meeting(NamedTuple):
+    """Ranks that meet in a c10d store of their own, without torch.distributed's default group."""
+
+    store: Any
+    rank: int
+    world_size: int
+
+
+def name_group(store: Any, members: list[int], rank: int) -> str:
     """The prefix of the next group over `members` in the store: the same on all of them, and never used before.
 
     All ranks of a group make groups in the same order, and each counts its own in the store: who takes a lost rank's place
@@ -34,7 +42,7 @@ def name_group(store: Any, members: list[int]) -> str:
     """
     digest = hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
     name = f"gradwire/{digest}/{_life()}"
-    return f"{name}/{store.add(f'{name}/made by {dist.get_rank()}', 1)}"
+    return f"{name}/{store.add(f'{name}/made by {rank}', 1)}"
 
 
 def ranks_of(group: dist.ProcessGroup | Sequence[int] | None) -> list[int]:

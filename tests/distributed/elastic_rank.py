@@ -1,0 +1,104 @@
+"""One rank that comes and goes: told what to do by JSON in its arguments, says by lines of JSON what it sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import zlib
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchft
+from torch import nn
+
+import gradwire
+from gradwire.doors.local_sgd import OUTER
+
+
+def say(**facts: Any) -> None:
+    os.write(1, (json.dumps(facts) + "\n").encode())
+
+
+def main(
+    lighthouse: str,
+    name: int,
+    scheme: str = "plain",
+    n_rounds: int = 12,
+    every: int = 3,
+    fragments: int = 1,
+    width: int = 24,
+    leaves_at: int = -1,
+    dies_at: int = -1,
+    dies_in: str = "",
+    quorum_timeout_s: float = 60,
+) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(name)
+    net = nn.Sequential(nn.Linear(16, width), nn.BatchNorm1d(width), nn.Linear(width, 5))
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = torchft.Manager(
+        pg=gradwire.Members(), load_state_dict=None, state_dict=None, min_replica_size=2, use_async_quorum=False, rank=0,
+        world_size=1, store_addr="127.0.0.1", store_port=store.port, lighthouse_addr=lighthouse, replica_id=f"r{name}",
+        hostname="127.0.0.1", timeout=timedelta(seconds=30), quorum_timeout=timedelta(seconds=quorum_timeout_s),
+    )  # fmt: skip
+    outer = OUTER["nesterov" if fragments > 1 else "average"]
+    loop = gradwire.LocalSgd(net, optimizer, scheme, every, outer, manager=manager, fragments=fragments, timeout_s=30)
+    say(name=name, came=manager.current_step())
+    draw = torch.Generator().manual_seed(name)
+    weight = net[0].weight
+    while manager.current_step() < n_rounds:
+        step = manager.current_step()
+        start = float(weight.detach()[0, 0])
+        while manager.current_step() == step:
+            if step == dies_at and not dies_in:
+                os._exit(9)
+            if step == leaves_at:
+                loop.close()
+                manager.shutdown(wait=False)
+                say(name=name, left=step)
+                os._exit(0)
+            x = torch.randn(8, 16, generator=draw)
+            nn.functional.cross_entropy(net(x), x[:, :5].argmax(1)).backward()
+            if step == dies_at and dies_in == "exchange":
+                reduce = loop.reducer.all_reduce
+
+                def die(tensors: Any, reduce: Any = reduce) -> None:
+                    reduce(tensors)
+                    os._exit(9)
+
+                loop.reducer.all_reduce = die  # type: ignore[assignment,method-assign]
+            delta = {}
+            subtract = loop._subtract
+
+            def note(subtract: Any = subtract, delta: Any = delta) -> Any:
+                given = subtract()
+                delta["first"] = float(given["0.weight"][0, 0]) if "0.weight" in given else 0.0
+                return given
+
+            loop._subtract = note  # type: ignore[method-assign]
+            optimizer.step()
+            optimizer.zero_grad()
+            loop._subtract = subtract  # type: ignore[method-assign]
+            time.sleep(0.002)
+        bits = zlib.crc32(b"".join(anchor.detach().numpy().tobytes() for anchor in loop._anchors.values()))
+        say(
+            name=name, step=step, n=manager.num_participants(), start=start, delta=delta["first"],
+            end=float(weight.detach()[0, 0]), bits=bits,
+        )  # fmt: skip
+    loop.close()
+    manager.shutdown(wait=False)
+    say(name=name, done=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    try:
+        main(**json.loads(sys.argv[1]))
+    except gradwire.GradwireError as error:
+        say(name=json.loads(sys.argv[1])["name"], error=type(error).__name__, words=str(error))
+        os._exit(3)

@@ -1,0 +1,138 @@
+"""LocalSgd with torchft's manager: ranks that die, leave and join at outer steps. Each rank is a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchft.coordination import LighthouseServer
+
+import gradwire
+from ranks import on_ranks, patience
+
+RANK = Path(__file__).with_name("elastic_rank.py")
+
+
+class Site:
+    """A lighthouse, and the ranks that were started at it."""
+
+    def __init__(self, min_replicas: int = 2) -> None:
+        self.lighthouse = LighthouseServer(
+            bind="127.0.0.1:0", min_replicas=min_replicas, join_timeout_ms=300, heartbeat_timeout_ms=1_000
+        )
+        self.ranks: dict[int, subprocess.Popen[str]] = {}
+
+    def start(self, name: int, **plan: Any) -> None:
+        told = json.dumps({"lighthouse": self.lighthouse.address(), "name": name, **plan})
+        self.ranks[name] = subprocess.Popen([sys.executable, RANK, told], stdout=subprocess.PIPE, text=True)
+
+    def wait_for(self, name: int, fact: str) -> dict[str, Any]:
+        """The first line of this rank that tells such a fact; what it says before is dropped."""
+        stdout = self.ranks[name].stdout
+        assert stdout is not None
+        for line in stdout:
+            if fact in (told := json.loads(line)):
+                return told
+        raise AssertionError(f"rank {name} ended without saying {fact!r}")
+
+    def end(self) -> tuple[list[dict[str, Any]], dict[int, int]]:
+        """All that was said, and the exit statuses."""
+        said = []
+        for rank in self.ranks.values():
+            said += [json.loads(line) for line in rank.communicate(timeout=120 * patience())[0].splitlines()]
+        return said, {name: rank.returncode for name, rank in self.ranks.items()}
+
+
+@contextlib.contextmanager
+def site() -> Iterator[Site]:
+    one = Site()
+    try:
+        yield one
+    finally:
+        for rank in one.ranks.values():
+            rank.kill()
+            rank.wait()
+        one.lighthouse.shutdown()
+
+
+def by_step(said: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    steps = defaultdict(list)
+    for told in said:
+        if "step" in told:
+            steps[told["step"]].append(told)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("scheme", "fragments", "dies_in"),
+    [("plain", 1, ""), ("top-k", 1, "exchange"), ("one-bit:error_feedback=false", 2, "exchange")],
+)
+def test_others_go_on_with_the_mean_of_who_is_there(scheme: str, fragments: int, dies_in: str) -> None:
+    plan = {"scheme": scheme, "fragments": fragments, "n_rounds": 30}
+    with site() as here:
+        here.start(0, **plan)
+        here.start(1, leaves_at=14, **plan)
+        here.start(2, dies_at=4, dies_in=dies_in, **plan)
+        here.start(3, **plan)
+        assert here.wait_for(0, "came") == {"name": 0, "came": 1}
+        here.start(4, **plan)
+        said, statuses = here.end()
+    assert statuses == {0: 0, 1: 0, 2: 9, 3: 0, 4: 0}
+    assert {told["name"] for told in said if "done" in told} == {0, 3, 4}
+    came = next(told["came"] for told in said if told["name"] == 4 and "came" in told)
+    assert 1 < came < 30
+    steps = by_step(said)
+    for step in range(2, 30):
+        told = steps[step]
+        assert {0, 3} <= {one["name"] for one in told}, "no round is lost on who stays"
+        assert len({one["bits"] for one in told}) == 1, "all who are there hold the same bits"
+        if scheme == "plain" and len(told) == told[0]["n"]:
+            mean = sum(one["delta"] for one in told) / len(told)
+            assert all(abs(one["start"] - mean - one["end"]) < 1e-5 for one in told), step
+    assert {one["name"] for one in steps[29]} == {0, 3, 4}
+
+
+def test_a_comer_with_another_model_is_named_and_the_others_go_on() -> None:
+    with site() as here:
+        for name in range(2):
+            here.start(name, n_rounds=40)
+        here.wait_for(0, "came")
+        here.start(2, width=25)
+        said, statuses = here.end()
+    assert statuses == {0: 0, 1: 0, 2: 3}
+    (refused,) = [told for told in said if "error" in told]
+    assert (refused["name"], refused["error"]) == (2, "InvalidArgument")
+    assert "train another model: '0.bias' is not the same there" in refused["words"]
+    assert all(len({one["bits"] for one in told}) == 1 for told in by_step(said).values())
+
+
+def test_too_few_ranks_for_a_quorum_end_with_peer_lost() -> None:
+    with site() as here:
+        here.start(0, n_rounds=10_000, quorum_timeout_s=4)
+        here.start(1, n_rounds=10_000, quorum_timeout_s=60, dies_at=5)
+        started = time.monotonic()
+        said, statuses = here.end()
+    assert statuses == {0: 3, 1: 9}
+    assert [told["error"] for told in said if "error" in told] == ["PeerLost"]
+    assert "no quorum of enough ranks came together in time" in said[-1]["words"]
+    assert time.monotonic() - started < 60 * patience()
+
+
+@on_ranks(1)
+def test_managers_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with pytest.raises(gradwire.InvalidArgument, match=r"Manager\(pg=gradwire.Members\(\), use_async_quorum=False"):
+        gradwire.LocalSgd(net, optimizer, "plain", 2, manager=object())
+    with pytest.raises(gradwire.InvalidArgument, match="leave out group= and delay="):
+        gradwire.LocalSgd(net, optimizer, "plain", 2, manager=object(), delay=1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
 import math
 import zlib
@@ -18,24 +17,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire import _native
 from gradwire.checks import choice as check_choice
 from gradwire.checks import share as check_share
-from gradwire.codecs.tensors import dtype_code
 from gradwire.core.bucket import Bucket, Layout, Slot, offsets_of
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import Unused
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.gpu.kernels import Kernels, kernels_for
-from gradwire.gpu.launching import THREADS, fill_struct, grid
+from gradwire.gpu.kernels import kernels_for
 from gradwire.schemes.compressed import Compressed
-from gradwire.schemes.matrices import MatrixShape, highest_rank, matrix_shape
+from gradwire.schemes.matrices import MatrixShape, checksum, draw_factor, highest_rank, matrix_shape, orthogonalise
 from gradwire.schemes.momenta import Momenta, Momentum
 from gradwire.schemes.plain_steps import PlainSteps, is_beside_adam, momentum_of
 from gradwire.schemes.selection import ByName, Names, embeddings_and_heads
@@ -110,57 +105,6 @@ class Options:
             object.__setattr__(self, name, float(getattr(self, name)))
 
 
-# ---- factors, each (rank, n): with the same bits on every machine, by the native core or, if given, kernels
-
-
-def draw_factor(seed: int, key: str, step: int, rank: int, length: int) -> Tensor:
-    """(rank, length) float32 from N(0, 1), the same on every rank: from what all ranks share alone."""
-    digest = hashlib.blake2b(repr((seed, key, step, rank, length)).encode(), digest_size=16).digest()
-    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-    return torch.from_numpy(generator.standard_normal((rank, length), dtype=np.float32))
-
-
-def multiply(
-    kernels: Kernels | None, left: Tensor, right: Tensor, out: Iterable[Tensor], subtract: bool = False
-) -> None:
-    """Each of `out` (n, m) = left^T right, rounded to its dtype; or, of float32, out -= that.
-
-    Args: left, right: (k, rank, n), (k, rank, m) float32, for k matrices.
-    """
-    for one, other, matrix in zip(left, right, out, strict=True):
-        if kernels is None:
-            is_direct = matrix.dtype == torch.float32
-            product = matrix if is_direct else torch.empty(matrix.shape, dtype=torch.float32, device="cpu")
-            _native.multiply_factors(one.view(-1), other.view(-1), one.shape[0], subtract, product.view(-1))
-            if product is not matrix:
-                matrix.copy_(product)
-            continue
-        sizes = {"n_rows": matrix.shape[0], "n_columns": matrix.shape[1], "rank": one.shape[0]}
-        dtype = dtype_code(matrix.dtype)
-        parameters = fill_struct(
-            "MultiplyFactors", left=one, right=other, matrix=matrix, **sizes, dtype=dtype, subtracts=subtract
-        )
-        kernels.launch("gw_multiply_factors", grid(matrix.numel()), THREADS, 0, parameters)
-
-
-def orthogonalise(kernels: Kernels | None, factors: Tensor) -> None:
-    """Make the rows of each of `factors` (k, rank, n), rank at most n, orthonormal, in place."""
-    n_factors, rank, n = factors.shape
-    if kernels is None:
-        _native.orthogonalise_factors(factors.view(-1), n_factors, rank)
-        return
-    parameters = fill_struct("OrthogonaliseFactors", factors=factors, n=n, rank=rank)
-    kernels.launch("gw_orthogonalise_factors", n_factors, THREADS, 4 * (2 + rank), parameters)
-
-
-def _checksum(factors: Tensor, before: int) -> int:
-    """32 bits of `factors` and of `before`, for ranks to compare; waits for a device's current stream."""
-    if factors.device.type == "cpu":
-        return _native.crc32c(factors.view(-1).view(torch.uint8), before)
-    words = factors.view(-1).view(torch.int32)
-    return (31 * before + int(words.sum(dtype=torch.int64))) & 0xFFFFFFFF
-
-
 # ---- matrices of a bucket
 
 
@@ -229,7 +173,7 @@ class BucketPlan:
         """The factors that come in for `turn` are those of the next step."""
         self.checksum = 0
         for group in self.groups:
-            self.checksum = _checksum(group.incoming(turn), self.checksum)
+            self.checksum = checksum(group.incoming(turn), self.checksum)
 
 
 class Plans:

@@ -202,12 +202,5 @@ class Scheme(metaclass=ABCMeta):
 
     def preamble(self, bucket: Bucket) -> Preamble:
         """The record that ranks compare in full before the first payload of this bucket's layout."""
-        return Preamble(
-            FORMAT_VERSION,
-            bucket.index,
-            self.name,
-            self.configuration_hash,
-            bucket.layout_hash,
-            bucket.step,
-            bucket.n_elements,
-        )
+        facts = bucket.layout_hash, bucket.step, bucket.n_elements
+        return Preamble(FORMAT_VERSION, bucket.index, self.name, self.configuration_hash, *facts)

@@ -104,8 +104,11 @@ class Compressed(Scheme):
             choose_feedback(codec, True)
         if self.adam is not None:
             self.adam.check(session)
-        if session.wire.on_device and (self.error_feedback or self.momenta is not None):
-            refuse_unused_parameters(session)
+        is_kept = self.error_feedback or self.momenta is not None
+        if session.wire.on_device and is_kept and getattr(session.module, "find_unused_parameters", False):
+            raise Unsupported(
+                "find_unused_parameters=True: which parameters a rank used is known to the host only; leave placement out"
+            )
         self.plain.bind(session)
         self.select.bind(session)
         super().bind(session)
@@ -171,8 +174,9 @@ class Compressed(Scheme):
     def _send_chosen(self, bucket: Bucket, chosen: Selection, wire: Wire) -> None:
         """Reduce the chosen tensors compressed, and the others plainly."""
         if chosen.n_compressed:
+            dtype = bucket.buffer.dtype if self.adam is None else torch.float32  # of momenta
             part = Bucket(
-                wire.scratch("chosen", chosen.n_compressed, self.part_dtype(bucket)), chosen.slots, chosen.offsets,
+                wire.scratch("chosen", chosen.n_compressed, dtype), chosen.slots, chosen.offsets,
                 index=bucket.index, step=bucket.step, record=bucket.record, resident=bucket.resident,
             )  # fmt: skip
             self.fill(part, bucket, chosen)
@@ -254,10 +258,6 @@ class Compressed(Scheme):
         chosen = None if self._sends_all else Selection(bucket, self.select)
         return chosen if chosen is not None and chosen.raw else None
 
-    def part_dtype(self, bucket: Bucket) -> torch.dtype:
-        """The dtype of what is sent of the chosen tensors."""
-        return bucket.buffer.dtype if self.adam is None else torch.float32
-
     def fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
         """Write what is sent of the chosen tensors, one after the other, to `part`."""
         torch.cat([run.in_bucket(bucket.buffer) for run in chosen.compressed_runs], out=part.buffer)
@@ -337,14 +337,6 @@ class Compressed(Scheme):
             kept.load_by_name(state[name], self.session.slots)
         if self.adam is not None:
             self.adam.load_by_name(state, self.session.slots)
-
-
-def refuse_unused_parameters(session: Session) -> None:
-    """Raises: Unsupported (DDP looks for unused parameters)."""
-    if getattr(session.module, "find_unused_parameters", False):
-        raise Unsupported(
-            "find_unused_parameters=True: which parameters a rank used is known to the host only; leave placement out"
-        )
 
 
 def count_of(share: float, n_elements: int) -> int:

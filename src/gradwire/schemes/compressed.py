@@ -29,7 +29,7 @@ from gradwire.schemes.base import Scheme
 from gradwire.schemes.frozen_adam import FrozenAdam
 from gradwire.schemes.plain_steps import PlainSteps
 from gradwire.schemes.selection import ByName, Selection
-from gradwire.wire.preamble import StepCheck
+from gradwire.wire.preamble import StepCheck, compare_preambles
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class Compressed(Scheme):
     works_on_device = True
     acts_alone = False  # whether one rank's gradient is changed too
     settles_plainly = True  # whether the steps before it is settled are reduced plainly
+    _agreed_step = -1  # in which ranks have compared where they are
 
     def __init__(
         self,
@@ -112,8 +113,6 @@ class Compressed(Scheme):
         self.plain.bind(session)
         self.select.bind(session)
         super().bind(session)
-        self._sends_all = not self.select
-        self._settles_until = self.settling_steps or -1
         self._kept = {"residuals": session.feedback} if self.error_feedback else {}
         if self.momenta is not None:
             self._kept["momenta"] = self.momenta
@@ -158,8 +157,7 @@ class Compressed(Scheme):
             self._check.fail_early()
         if bucket.n_elements == 0:
             return None
-        if bucket.step <= self._settles_until and not wire.on_device and wire.world_size > 1:
-            self._agree_while_settling(bucket)
+        self._agree_while_settling(bucket, wire)
         with bucket.at_work():
             if bucket.step < self.plain.n:
                 wire.mean(bucket.buffer)
@@ -170,6 +168,16 @@ class Compressed(Scheme):
             else:
                 self._send_chosen(bucket, chosen, wire)
         return None
+
+    def _agree_while_settling(self, bucket: Bucket, wire: Wire) -> None:
+        """Compare where ranks are before the first bucket of a step, as long as other steps send messages of other lengths.
+
+        One that is longer than awaited would end a process of the backend's. Raises: RankMismatch.
+        """
+        is_settling = bucket.step <= self.settling_steps > 0 and wire.world_size > 1 and not wire.on_device
+        if is_settling and bucket.step != self._agreed_step:
+            self._agreed_step = bucket.step
+            compare_preambles(wire.communicator, self.preamble(bucket), bucket.record)
 
     def _send_chosen(self, bucket: Bucket, chosen: Selection, wire: Wire) -> None:
         """Reduce the chosen tensors compressed, and the others plainly."""
@@ -255,7 +263,7 @@ class Compressed(Scheme):
         """Choose which of the bucket's tensors are compressed; None: the bucket, as it lies."""
         if self.adam is not None:
             return self.adam.choose(bucket, self.select)
-        chosen = None if self._sends_all else Selection(bucket, self.select)
+        chosen = Selection(bucket, self.select) if self.select else None
         return chosen if chosen is not None and chosen.raw else None
 
     def fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:

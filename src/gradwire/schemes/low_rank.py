@@ -559,8 +559,7 @@ class LowRank(Compressed):
         if wire.world_size == 1:  # the mean of one is itself: nothing to send, so nothing to lose
             done.set_result(bucket.buffer)
             return
-        if not wire.on_device:
-            self._agree_while_settling(bucket)
+        self._agree_while_settling(bucket, wire)
         with bucket.at_work():
             work = None if bucket.step < self.plain.n else self._begin(bucket, wire, done)
             if wire.on_device and bucket.is_last:  # no host reads a fingerprint there: compared one step behind

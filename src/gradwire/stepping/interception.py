@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.core.bucket import Bucket
+from gradwire.core.bucket import Bucket, named_parameters
 from gradwire.core.optimizers import inside
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
@@ -61,8 +61,8 @@ def stepped_parameters(session: Session, what: str, of_one: bool = False) -> lis
             "scheme that leaves the step to them"
         )
     ignored: set[str] = getattr(module, "parameters_to_ignore", set())
-    named = inner_of(module).named_parameters()
-    reduced: list[torch.Tensor] = [p for name, p in named if p.requires_grad and name not in ignored]
+    named = named_parameters(module).items()
+    reduced = [p for name, p in named if p.requires_grad and name not in ignored]
     shared = [session.names.get(p, "?") for p in optimizers.shared()]
     if shared:
         raise InvalidArgument(
@@ -330,9 +330,7 @@ class Interceptor:
             for inner in [inner for inner in self._module_handles if not self._uses.blocks_of(inner)]:
                 self._module_handles.pop(inner).remove()
         self._owner.begin_forward()
-        self._uses.note_call(self._module)
-        for block in self._uses.blocks_of(self._module):
-            self._owner.before_forward(block)
+        self._before_module(self._module)
 
     def _before_module(self, inner: nn.Module, *_: Any) -> None:
         self._uses.note_call(inner)

@@ -29,7 +29,7 @@ from gradwire.core.staging import Staging
 from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.schemes import Scheme, by_name
-from gradwire.stepping.scaling import watch_scalers
+from gradwire.stepping.interception import watch_scalers
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire, ResidentBucket, check_not_captured

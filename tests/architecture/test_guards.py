@@ -98,7 +98,6 @@ IGNORES_WITHOUT_A_REASON: set[str] = set()
 LONG_FILES: set[str] = set()
 SMALL_FILES = {
     "gradwire/errors.py",
-    "gradwire/schemes/bf16.py",
 }
 
 MOST_PARAMETERS = 9

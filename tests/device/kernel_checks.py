@@ -29,7 +29,7 @@ from gradwire.gpu.kernels import Kernels, using
 from gradwire.gpu.launching import raise_error
 from gradwire.schemes.compressed import count_of
 from gradwire.schemes.dgc import draw_sample
-from gradwire.schemes.low_rank import multiply, orthogonalise
+from gradwire.schemes.matrices import multiply, orthogonalise
 
 # Of threads and blocks on the emulator: forward, backward, two by chance.
 ORDERS = (0, 1, 5, 6)

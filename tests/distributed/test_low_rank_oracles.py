@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from buckets import Driver
 from gradwire import schemes
-from gradwire.schemes.low_rank import draw_factor
+from gradwire.schemes.matrices import draw_factor
 from ranks import on_ranks
 
 SHAPES = [(24, 18), (7,), (24, 18), (10, 4, 3, 3), (1, 9), (9, 1), (0, 5), (30, 50), (), (24, 18)]

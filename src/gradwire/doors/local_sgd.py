@@ -31,7 +31,7 @@ from gradwire.doors.gradients import check_equal
 from gradwire.errors import CorruptMessage, GradwireError, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme, by_name
-from gradwire.stepping.scaling import watch_scalers
+from gradwire.stepping.interception import watch_scalers
 
 OuterOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 # Error feedback delays what it carries, and momentum multiplies what comes late. At 0.5 the difference is small, and at 0

@@ -32,10 +32,9 @@ from gradwire.reducer import Reducer
 from gradwire.registry import parse_spec
 from gradwire.schemes import Scheme
 from gradwire.schemes.auto.shards import ShardsAuto
-from gradwire.schemes.bf16 import Bf16
 from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.gcomp.table import TableRefresh
-from gradwire.schemes.plain import Plain
+from gradwire.schemes.plain import Bf16, Plain
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration

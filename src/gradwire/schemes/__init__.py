@@ -23,7 +23,7 @@ _REGISTRY: Registry[Scheme] = Registry(
         "acp-sgd": "gradwire.schemes.acp_sgd:acp_sgd",
         "aqgb": "gradwire.schemes.aqgb.scheme:Aqgb",
         "auto": "gradwire.schemes.auto.scheme:Auto",
-        "bf16": "gradwire.schemes.bf16:Bf16",
+        "bf16": "gradwire.schemes.plain:Bf16",
         "broadcast": "gradwire.schemes.aqgb.scheme:Broadcast",
         "dgc": "gradwire.schemes.dgc:Dgc",
         "embedded-float": "gradwire.schemes.floats:EmbeddedFloatScheme",

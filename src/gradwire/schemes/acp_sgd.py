@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from gradwire.schemes.low_rank import LowRank, Next, Options, Work, multiply, orthogonalise
+from gradwire.schemes.low_rank import LowRank, Next, Options, Work
+from gradwire.schemes.matrices import multiply, orthogonalise
 
 
 def acp_sgd(**options: Any) -> LowRank:

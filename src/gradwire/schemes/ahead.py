@@ -1,8 +1,18 @@
 """A step ahead: any scheme that only reduces, whose means the training does not wait for (`attach(..., ahead=1)`).
 
 The next step starts at once, on local weights: those that all ranks share, moved by this rank's own gradient. When the mean
-is there, it moves what the ranks share in its place (`gradwire.stepping.look_ahead`; formula 8 of SlimGC, whose `backup` this
-is). So a whole step hides what a scheme sends, and gradients are one step old in what they know of other ranks.
+is there, it moves what the ranks share in its place (SlimGC's model backup, section 3.5). So a whole step hides what a scheme
+sends, and gradients are one step old in what they know of other ranks.
+
+At the user's step i, in this order:
+
+    1. the global weights are put back from the backup,
+    2. the aggregate of step i-1, which had a whole step to arrive, moves them, with *its* step's hyper-parameters,
+    3. they are backed up,
+    4. this rank's own gradient of step i moves them on: the local weights, on which step i+1 computes (formula 8).
+
+So a gradient is computed on weights that lack one aggregate, never more. With one rank and no compression the local and
+the global step are the same step, and training is bit for bit synchronous.
 
 When not to use this: where nothing waits for the network; where every step has to be exactly synchronous training's; and
 beside large learning rates, which stale gradients bear least.
@@ -10,24 +20,51 @@ beside large learning rates, which stale gradients bear least.
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 
+from gradwire.checks import count as check_count
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
-from gradwire.stepping.look_ahead import LookAhead, LookAheadOptions
-from gradwire.wire.preamble import Preamble, hash_configuration
+from gradwire.stepping.interception import (
+    FiniteFlag,
+    FrozenStep,
+    Interceptor,
+    StepOwner,
+    clip_factor,
+    refuse_join,
+    stepped_parameters,
+)
+from gradwire.stepping.look_ahead import LocBuf, LookAheadOptions, check_peekable, in_chunks, on_copies_of_the_state
+from gradwire.telemetry.stopwatch import Stopwatch
+from gradwire.wire.preamble import Preamble
 
 OPTIONS = tuple(field.name for field in fields(LookAheadOptions))
 _LEAST_SYNC_STEPS = 2  # in which DDP rebuilds its buckets
 
 
-class Ahead(Scheme):
+@dataclass
+class Aggregate:
+    """One step's gradients on their way: grad_buf, replaced in place by the mean.
+
+    Attributes:
+        step: the reduction.
+        buckets: copies of DDP's buckets; `done`: one future for each.
+        frozen: the user's call of that step; None as long as there was none.
+    """
+
+    step: int
+    buckets: list[Bucket]
+    done: list[torch.futures.Future]
+    frozen: FrozenStep | None = None
+
+
+class Ahead(Scheme, StepOwner):
     """`inner`, a step ahead. It is known by the inner scheme's name, whose state and figures it has beside its own.
 
     Args:
@@ -50,8 +87,19 @@ class Ahead(Scheme):
         self.inner, self._options = inner, LookAheadOptions(**options)
         self.name, self.per_rank_state = inner.name, inner.per_rank_state
         self.state_is_per_world = inner.state_is_per_world
-        self._stepper: LookAhead | None = None
         self._last_stats: dict[str, Any] | None = None
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._interceptor: Interceptor | None = None
+        self._flag: FiniteFlag | None = None
+        self._parameters: list[torch.Tensor] = []
+        self.loc_buf = LocBuf(())
+        self._grad_bufs: list[dict[int, torch.Tensor]] = [{}, {}]  # of the step under way, and of the one before
+        self._arriving: Aggregate | None = None  # of the backward pass that runs or ran last
+        self._pending: Aggregate | None = None  # called for, and not in the global weights yet
+        self._n_taken = self._n_ahead = 0
+        self._waited = Stopwatch()
 
     @property
     def options(self) -> LookAheadOptions:
@@ -77,38 +125,67 @@ class Ahead(Scheme):
         if session.wire.on_device:
             raise Unsupported("ahead=1 works on host memory: leave that or placement out")
         self._loss_scale, self._last_stats = 1.0, None
+        self._begin_anew()
         self.inner.is_ahead = True
         self.inner.bind(replace(session, loss_scale=lambda: self._loss_scale))
-        self.session = session
-        shared = {**self.configuration, "optimizers": str(session.optimizers)}
-        self.configuration_hash = self.inner.configuration_hash = hash_configuration(self.name, shared)
+        super().bind(session)
+        self.inner.configuration_hash = self.configuration_hash
 
     def take_over(self) -> None:
         """Raises: InvalidArgument, Unsupported (an optimizer or a model that cannot look ahead)."""
         self.inner.take_over()
-        self._stepper = LookAhead(self.session, self.inner.reduce, self.options)
+        self._parameters = stepped_parameters(self.session, "ahead=1", of_one=True)
+        if self._options.local == "peek":
+            check_peekable(*self.session.optimizers)
+        self._n_waiting = self.options.sync_steps or 0  # steps
+        self.loc_buf = LocBuf(self._parameters)
+        self._flag = FiniteFlag(self.session)
+        self._interceptor = Interceptor(self.session, self._parameters, self)
 
-    @property
-    def _bound(self) -> LookAhead:
-        assert self._stepper is not None, "a scheme at work has taken the step over"
-        return self._stepper
-
-    # ---- a step
+    # ---- the backward pass
 
     def begin_at(self, step: int) -> None:
         self.inner.begin_at(step)
 
     def begin_step(self, step: int) -> None:
         """Raises: Unsupported (ddp.join)."""
-        self._bound.begin_step(step)
+        refuse_join(self.session.module, "ahead=1", "leave ahead out")
+        assert self._interceptor is not None
+        assert self._flag is not None
+        self._interceptor.begin_reduction()
+        self._flag.begin_step()
+        if self._arriving is not None:
+            _wait(self._arriving)  # the user never called for its step; its memory is used again
+        self._arriving = Aggregate(step, [], [])
         self.inner.begin_step(step)
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
-        """DDP goes on with this rank's own gradient; the mean is used by the next step."""
+        """Copy the bucket to grad_buf and send that; DDP goes on with this rank's own gradient."""
+        assert self._arriving is not None
+        assert self._flag is not None
         if bucket.index == 0 and self.session.has_scaler:
             # The lane may come to this step's buckets when GradScaler has changed its scale already.
             self.session.communicator.submit(self._take_scale, self.session.loss_scale())
-        return self._bound.reduce(bucket)
+        bucket.wait_for_all()
+        copied, recorder = self._copy(bucket), self.session.recorder
+        done = self.inner.reduce(copied)
+        done.add_done_callback(lambda _: recorder.close_bucket(copied.record))
+        self._arriving.buckets.append(copied)
+        self._arriving.done.append(done)
+        return self._flag.own_gradient(bucket)
+
+    def _copy(self, bucket: Bucket) -> Bucket:
+        # The aggregate of the step before is still needed, so two sets of buffers take turns.
+        buffers = self._grad_bufs[bucket.step % 2]
+        copied = buffers.get(bucket.index)
+        if copied is None or copied.shape != bucket.buffer.shape or copied.dtype != bucket.buffer.dtype:
+            copied = buffers[bucket.index] = torch.empty_like(bucket.buffer, memory_format=torch.contiguous_format)
+        copied.copy_(bucket.buffer)
+        # The hook closes its own record at the end of the backward pass; this traffic goes on after that.
+        record = self.session.recorder.open_bucket(bucket.step, -1, 0)
+        return Bucket(
+            copied, bucket.layout, index=bucket.index, step=bucket.step, is_last=bucket.is_last, record=record
+        )
 
     def _take_scale(self, loss_scale: float) -> None:
         self._loss_scale = loss_scale
@@ -123,14 +200,12 @@ class Ahead(Scheme):
         self.inner.end_step(step)
 
     def end_backward(self, step: int) -> int:
-        return self._bound.end_backward() + self.inner.end_backward(step)
+        if self._interceptor is not None:
+            self._interceptor.end_backward()
+        return self._waited.take_ns() + self.inner.end_backward(step)
 
     def step_figures(self) -> dict[str, float]:
         return self.inner.step_figures()
-
-    def flush(self) -> None:
-        if self._stepper is not None:
-            self._stepper.flush()
 
     def hand_over(self) -> None:
         self.inner.hand_over()
@@ -138,34 +213,125 @@ class Ahead(Scheme):
     def preamble(self, bucket: Bucket) -> Preamble:
         return self.inner.preamble(bucket)
 
+    # ---- what the interceptor asks (StepOwner)
+
+    def begin_forward(self) -> None:
+        self.loc_buf.check_untouched()
+
+    @torch.no_grad()
+    def take_step(self, frozen: FrozenStep) -> None:
+        arrived, self._arriving = self._arriving, None
+        assert arrived is not None
+        arrived.frozen = frozen
+        # Staleness: at most the aggregate of the step taken before this one is outstanding.
+        assert self._pending is None or self._pending.step < arrived.step
+        self.flush()
+        assert self._pending is None
+        self._n_taken += 1
+        self._pending = arrived
+        if self._n_taken <= self._n_waiting:
+            self.flush()
+            return
+        self._n_ahead += 1
+        if not frozen.parameters:
+            return  # nothing will move: there is nothing to back up
+        self.loc_buf.back_up()
+        self._step_locally(frozen)
+        self.loc_buf.note_local()
+
+    @torch.no_grad()
+    def drop_step(self) -> None:
+        """Skip this step, under AMP: the one before must not become two steps old."""
+        dropped, self._arriving = self._arriving, None
+        self.flush()
+        if dropped is not None:
+            _wait(dropped)
+
+    # ---- the global step
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Put the global weights back and take the pending step on them. Raises: what the aggregation failed of."""
+        pending, self._pending = self._pending, None
+        try:
+            if pending is not None:
+                with self._waited:
+                    _wait(pending)
+        finally:
+            # Also if the aggregation failed: the parameters then hold the last global weights that are complete.
+            self.loc_buf.put_back()
+        if pending is not None:
+            assert pending.frozen is not None
+            gradients = {
+                parameter: bucket.buffer[offset : offset + parameter.numel()].view(parameter.shape).to(parameter.device)
+                for bucket in pending.buckets
+                for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True)
+            }
+            pending.frozen.apply(self._prepare(gradients, pending.frozen, in_place=True))
+
+    def _prepare(
+        self, gradients: dict[torch.Tensor, torch.Tensor], frozen: FrozenStep, in_place: bool
+    ) -> dict[torch.Tensor, torch.Tensor]:
+        """The gradients without the loss scale, and clipped."""
+        scale = None if frozen.inverse_scale is None else float(frozen.inverse_scale)
+        chosen = {p: gradients[p] for p in self._parameters if p in frozen.parameters and p in gradients}
+        if (scale is None and self._options.max_grad_norm is None) or not chosen:
+            return chosen
+        values = list(chosen.values())
+        if not in_place:
+            values = list(torch._foreach_mul(values, 1.0 if scale is None else scale))
+        elif scale is not None:
+            torch._foreach_mul_(values, scale)
+        if self._options.max_grad_norm is not None:
+            torch._foreach_mul_(values, clip_factor(values, self._options.max_grad_norm))
+        return dict(zip(chosen, values, strict=True))
+
+    # ---- the local step
+
+    def _step_locally(self, frozen: FrozenStep) -> None:
+        own = {p: p.grad for p in self._parameters if p.grad is not None and p in frozen.parameters}
+        gradients, (optimizer,) = self._prepare(own, frozen, in_place=False), self.session.optimizers
+        if self._options.local == "sgd":
+            rates = {p: float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+            for parameter, gradient in gradients.items():
+                parameter.add_(gradient, alpha=-(self._options.local_rate or rates[parameter]))
+            return
+        for chunk in in_chunks(gradients):
+            with on_copies_of_the_state(optimizer, chunk):
+                frozen.apply({p: gradients[p] for p in chunk})
+
     # ---- between steps
 
     def stats(self) -> dict[str, Any]:
         """The inner scheme's, the steps that started the next one without waiting, and the bytes of the backup."""
         if self._last_stats is not None:
             return self._last_stats
-        return {**self.inner.stats(), **({} if self._stepper is None else self._stepper.stats())}
+        return {**self.inner.stats(), "steps_ahead": self._n_ahead, "backup_bytes": self.loc_buf.n_bytes}
 
     def state_dict(self) -> dict[str, Any]:
         """After a flush: nothing is on its way."""
-        return {**self.inner.state_dict(), "stepping": self._bound.state_dict()}
+        return {**self.inner.state_dict(), "stepping": {"n_taken": self._n_taken}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
         stepping = state.get("stepping")
         if not isinstance(stepping, dict):
             raise not_the_state(f"scheme {self.name} with ahead=1", "it lacks stepping")
-        self._bound.load_state_dict(stepping)
+        n_taken: Any = stepping.get("n_taken")
+        self._n_taken = check_count("the checkpoint's number of steps taken", n_taken, at_least=0)
         self.inner.load_state_dict({name: value for name, value in state.items() if name != "stepping"})
 
     def close(self) -> None:
         """Take the step that was called for, then let go of the model and the optimizer."""
         self._last_stats = self.stats()
-        stepper, self._stepper = self._stepper, None
         try:
-            if stepper is not None:
-                stepper.close()
+            self.flush()
         finally:
+            if self._interceptor is not None:
+                self._interceptor.remove()
+            if self._flag is not None:
+                self._flag.close()
+            self._begin_anew()
             self.inner.close()
             self.inner.unbind()
             self.inner.is_ahead = False
@@ -186,3 +352,8 @@ def _refuse(inner: Scheme) -> None:
         raise Unsupported(
             f"ahead=1 takes a scheme that only reduces, and {inner.name!r} {why}; leave one of the two out"
         )
+
+
+def _wait(aggregate: Aggregate) -> None:
+    for done in aggregate.done:
+        done.wait()

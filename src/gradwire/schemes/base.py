@@ -11,7 +11,7 @@ import torch
 from gradwire.core.bucket import Bucket, Slot
 from gradwire.core.session import Session
 from gradwire.errors import Unsupported
-from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
+from gradwire.wire.preamble import FORMAT_VERSION, Preamble, hash_configuration
 from gradwire.wire.wire import Wire
 
 
@@ -51,7 +51,6 @@ class Scheme(metaclass=ABCMeta):
     is_ahead: bool = False
 
     session: Session
-    _agreed_step = -1  # in which ranks have compared where they are
 
     @property
     def is_transparent(self) -> bool:
@@ -187,27 +186,11 @@ class Scheme(metaclass=ABCMeta):
     def close(self) -> None:
         """Let go of what the scheme holds."""
 
-    def _agree_while_settling(self, bucket: Bucket) -> None:
-        """Compare where ranks are before the first bucket of a step, as long as other steps send messages of other lengths.
-
-        One that is longer than awaited would end a process of the backend's. On the lane. Raises: RankMismatch.
-        """
-        if bucket.step <= self.settling_steps > 0 and bucket.step != self._agreed_step:
-            self._agreed_step = bucket.step
-            compare_preambles(self.session.communicator, self.preamble(bucket), bucket.record)
-
     def wire(self, bucket: Bucket) -> Wire:
         """This rank's end of the collectives of one bucket; on the lane."""
         return self.session.wire.for_bucket(self.preamble(bucket), bucket.record)
 
     def preamble(self, bucket: Bucket) -> Preamble:
         """The record that ranks compare in full before the first payload of this bucket's layout."""
-        return Preamble(
-            FORMAT_VERSION,
-            bucket.index,
-            self.name,
-            self.configuration_hash,
-            bucket.layout_hash,
-            bucket.step,
-            bucket.n_elements,
-        )
+        facts = bucket.layout_hash, bucket.step, bucket.n_elements
+        return Preamble(FORMAT_VERSION, bucket.index, self.name, self.configuration_hash, *facts)

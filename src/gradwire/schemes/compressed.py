@@ -29,7 +29,7 @@ from gradwire.schemes.base import Scheme
 from gradwire.schemes.frozen_adam import FrozenAdam
 from gradwire.schemes.plain_steps import PlainSteps
 from gradwire.schemes.selection import ByName, Selection
-from gradwire.wire.preamble import StepCheck
+from gradwire.wire.preamble import StepCheck, compare_preambles
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class Compressed(Scheme):
     works_on_device = True
     acts_alone = False  # whether one rank's gradient is changed too
     settles_plainly = True  # whether the steps before it is settled are reduced plainly
+    _agreed_step = -1  # in which ranks have compared where they are
 
     def __init__(
         self,
@@ -104,13 +105,14 @@ class Compressed(Scheme):
             choose_feedback(codec, True)
         if self.adam is not None:
             self.adam.check(session)
-        if session.wire.on_device and (self.error_feedback or self.momenta is not None):
-            refuse_unused_parameters(session)
+        is_kept = self.error_feedback or self.momenta is not None
+        if session.wire.on_device and is_kept and getattr(session.module, "find_unused_parameters", False):
+            raise Unsupported(
+                "find_unused_parameters=True: which parameters a rank used is known to the host only; leave placement out"
+            )
         self.plain.bind(session)
         self.select.bind(session)
         super().bind(session)
-        self._sends_all = not self.select
-        self._settles_until = self.settling_steps or -1
         self._kept = {"residuals": session.feedback} if self.error_feedback else {}
         if self.momenta is not None:
             self._kept["momenta"] = self.momenta
@@ -155,8 +157,7 @@ class Compressed(Scheme):
             self._check.fail_early()
         if bucket.n_elements == 0:
             return None
-        if bucket.step <= self._settles_until and not wire.on_device and wire.world_size > 1:
-            self._agree_while_settling(bucket)
+        self._agree_while_settling(bucket, wire)
         with bucket.at_work():
             if bucket.step < self.plain.n:
                 wire.mean(bucket.buffer)
@@ -168,11 +169,22 @@ class Compressed(Scheme):
                 self._send_chosen(bucket, chosen, wire)
         return None
 
+    def _agree_while_settling(self, bucket: Bucket, wire: Wire) -> None:
+        """Compare where ranks are before the first bucket of a step, as long as other steps send messages of other lengths.
+
+        One that is longer than awaited would end a process of the backend's. Raises: RankMismatch.
+        """
+        is_settling = bucket.step <= self.settling_steps > 0 and wire.world_size > 1 and not wire.on_device
+        if is_settling and bucket.step != self._agreed_step:
+            self._agreed_step = bucket.step
+            compare_preambles(wire.communicator, self.preamble(bucket), bucket.record)
+
     def _send_chosen(self, bucket: Bucket, chosen: Selection, wire: Wire) -> None:
         """Reduce the chosen tensors compressed, and the others plainly."""
         if chosen.n_compressed:
+            dtype = bucket.buffer.dtype if self.adam is None else torch.float32  # of momenta
             part = Bucket(
-                wire.scratch("chosen", chosen.n_compressed, self.part_dtype(bucket)), chosen.slots, chosen.offsets,
+                wire.scratch("chosen", chosen.n_compressed, dtype), chosen.slots, chosen.offsets,
                 index=bucket.index, step=bucket.step, record=bucket.record, resident=bucket.resident,
             )  # fmt: skip
             self.fill(part, bucket, chosen)
@@ -251,12 +263,8 @@ class Compressed(Scheme):
         """Choose which of the bucket's tensors are compressed; None: the bucket, as it lies."""
         if self.adam is not None:
             return self.adam.choose(bucket, self.select)
-        chosen = None if self._sends_all else Selection(bucket, self.select)
+        chosen = Selection(bucket, self.select) if self.select else None
         return chosen if chosen is not None and chosen.raw else None
-
-    def part_dtype(self, bucket: Bucket) -> torch.dtype:
-        """The dtype of what is sent of the chosen tensors."""
-        return bucket.buffer.dtype if self.adam is None else torch.float32
 
     def fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
         """Write what is sent of the chosen tensors, one after the other, to `part`."""
@@ -337,14 +345,6 @@ class Compressed(Scheme):
             kept.load_by_name(state[name], self.session.slots)
         if self.adam is not None:
             self.adam.load_by_name(state, self.session.slots)
-
-
-def refuse_unused_parameters(session: Session) -> None:
-    """Raises: Unsupported (DDP looks for unused parameters)."""
-    if getattr(session.module, "find_unused_parameters", False):
-        raise Unsupported(
-            "find_unused_parameters=True: which parameters a rank used is known to the host only; leave placement out"
-        )
 
 
 def count_of(share: float, n_elements: int) -> int:

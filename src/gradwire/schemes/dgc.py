@@ -21,16 +21,17 @@ import torch
 from torch import Tensor
 
 from gradwire.checks import choice as check_choice
+from gradwire.checks import count as check_count
 from gradwire.checks import share as check_share
 from gradwire.codecs.chunks import CHUNK, add_chunks, take_chunks
 from gradwire.codecs.selection import Sample, add_elements, take_by_sample
 from gradwire.codecs.tensors import check_positive
-from gradwire.core.bucket import Bucket, Slot, flatten_like, local_of
+from gradwire.core.bucket import Bucket, Slot, local_of
 from gradwire.core.feedback import Part, Unused
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.compressed import Compressed, count_of
-from gradwire.schemes.plain_steps import check_steps
+from gradwire.schemes.momenta import as_lying
 from gradwire.schemes.selection import ByName, Names, Selection, matrices
 from gradwire.schemes.top_k import CODES
 from gradwire.wire.wire import Wire
@@ -38,6 +39,8 @@ from gradwire.wire.wire import Wire
 _log = logging.getLogger(__name__)
 _SAMPLED_SHARE = 0.01
 _MIN_SAMPLES = 4_096  # fewer are no faster to look through, and buckets below are selected from exactly
+# Options that ranks must have alike.
+_SHARED = ("share", "momentum", "warmup_steps", "max_norm", "seed", "per", "nesterov", "weight_decay", "code")
 _Spans = list[tuple[int, int]]
 
 
@@ -91,7 +94,7 @@ class Dgc(Compressed):
             raise InvalidArgument(f"weight_decay must be finite and not negative, got {weight_decay!r}")
         self.momentum, self.nesterov, self.weight_decay = float(momentum), bool(nesterov), float(weight_decay)
         self.per, self.code = check_choice("per", per, ("layer", "bucket")), check_choice("code", code, CODES)
-        self.warmup_steps = check_steps("warmup_steps", warmup_steps)
+        self.warmup_steps = check_count("warmup_steps", warmup_steps, at_least=0)
         self.max_norm = None if max_norm is None else check_positive("max_norm", max_norm)
         self.seed = seed
 
@@ -102,18 +105,7 @@ class Dgc(Compressed):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {
-            "share": self.share,
-            "momentum": self.momentum,
-            "warmup_steps": self.warmup_steps,
-            "max_norm": self.max_norm,
-            "seed": self.seed,
-            "per": self.per,
-            "nesterov": self.nesterov,
-            "weight_decay": self.weight_decay,
-            "code": self.code,
-            **self.select.configuration,
-        }
+        return {**{name: getattr(self, name) for name in _SHARED}, **self.select.configuration}
 
     def share_at(self, step: int) -> float:
         """The share that is sent in `step`: share^((step + 1) / (warmup_steps + 1)) while it warms up."""
@@ -126,16 +118,14 @@ class Dgc(Compressed):
         if self.momentum and any(group.get("momentum") or "betas" in group for group in groups):
             _log.warning(
                 "gradwire dgc: its result already has momentum %g, and the optimizer adds its own: "
-                "use SGD(momentum=0), or dgc with momentum=0",
-                self.momentum,
-            )
+                "use SGD(momentum=0), or dgc with momentum=0", self.momentum,
+            )  # fmt: skip
         elif self.momentum and any(group.get("weight_decay") for group in groups):
             _log.warning(
                 "gradwire dgc: the optimizer adds its weight decay after the momentum %g; "
                 "to have it as SGD(momentum=%g) does, give dgc the weight_decay, and the optimizer none",
-                self.momentum,
-                self.momentum,
-            )
+                self.momentum, self.momentum,
+            )  # fmt: skip
 
     # ---- one bucket
 
@@ -248,14 +238,13 @@ class Dgc(Compressed):
             torch.add(gradient, old[start:end], alpha=self.momentum, out=new[start:end])
             self._update(gradient, new[start:end], mean[start:end])
 
-    def _decay(self, slot: Slot | None, gradient: torch.Tensor) -> None:
+    def _decay(self, slot: Slot | None, gradient: Tensor) -> None:
         """Add weight decay to the gradient (n,) of a slot."""
         if self.weight_decay and slot is not None and slot.parameter is not None:
-            parameter = local_of(slot.parameter.detach())
-            flat = flatten_like(parameter, parameter)[slot.start : slot.start + slot.numel()]
-            gradient.add_(flat.to(device=gradient.device, dtype=torch.float32), alpha=self.weight_decay)
+            values = as_lying(local_of(slot.parameter.detach()), slot, gradient.device)
+            gradient.add_(values, alpha=self.weight_decay)
 
-    def _update(self, gradient: torch.Tensor, momenta: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def _update(self, gradient: Tensor, momenta: Tensor, out: Tensor) -> Tensor:
         """Write what SGD with momentum takes off the parameters to `out`."""
         if not self.nesterov:
             return out.copy_(momenta)

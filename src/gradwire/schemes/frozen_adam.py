@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.checks import choice as check_choice
+from gradwire.checks import count as check_count
 from gradwire.core.bucket import Bucket, Slot, local_of
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.optimizers import Optimizers
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.momenta import as_lying
-from gradwire.schemes.plain_steps import check_steps
 from gradwire.schemes.selection import ByName, Selection
 from gradwire.wire.device_wire import Reading
 from gradwire.wire.wire import holds_nonzero
@@ -61,7 +61,7 @@ class FrozenAdam:
 
     def __init__(self, scheme: str, freeze_step: int, correction: str) -> None:
         self._scheme = scheme
-        self.freeze_step = check_steps("freeze_step", freeze_step)
+        self.freeze_step = check_count("freeze_step", freeze_step, at_least=0)
         if self.freeze_step < 1:
             raise InvalidArgument("freeze_step must be at least 1: a variance that has seen nothing cannot be frozen")
         self.correction = check_choice("correction", correction, ("frozen", "running"))
@@ -88,7 +88,7 @@ class FrozenAdam:
         """Raises: Unsupported (no DDP, no Adam, or options that change what its state means)."""
         if session.module is None:
             raise Unsupported(f"{self._scheme} works inside DDP; behind other doors take one-bit or two-bit")
-        adams = _adams(session)
+        adams = [one for one in session.optimizers if isinstance(one, torch.optim.Adam | torch.optim.AdamW)]
         if not adams:
             raise Unsupported(
                 f"{self._scheme} compresses the momenta of Adam and AdamW, and was given {session.optimizers}: give attach() "
@@ -96,11 +96,12 @@ class FrozenAdam:
             )
         for adam in adams:
             self._groups_of(adam)
+        self._adams = Optimizers(adams)
 
     def bind(self, session: Session) -> None:
         """Step frozen parameters of the session's Adams, which were checked, from now on until `close`."""
         self._reset()
-        self._adams, self._device = Optimizers(_adams(session)), session.wire.device
+        self._device = session.wire.device
         self._begun = None if self._device.type == "cpu" else _BegunVariances()
         self._hooks = [adam.register_step_pre_hook(self._before_step) for adam in self._adams]
         self._hooks += [adam.register_step_post_hook(self._after_step) for adam in self._adams]
@@ -128,26 +129,27 @@ class FrozenAdam:
         if parameter in self.frozen_at:
             return True
         state = self._state_of(parameter)
-        if not state or "exp_avg_sq" not in state:
+        if "exp_avg_sq" not in state:
             return False
         n_updates = int(state["step"])
-        if not self._has_begun(parameter, state):
+        variance = local_of(self._variance(state))
+        had_gradient = (
+            holds_nonzero(variance.reshape(-1)) if self._begun is None else self._begun.has(parameter, variance)
+        )
+        if not had_gradient:
             self.idle_until[parameter] = n_updates
         if n_updates - self.idle_until.get(parameter, 0) < self.freeze_step:
             return False
         self.frozen_at[parameter] = n_updates
         return True
 
-    def _has_begun(self, parameter: Tensor, state: Mapping[str, Any]) -> bool:
-        """Return whether the parameter has had a gradient that was not zero."""
-        variance = local_of(self._variance(state))
-        return holds_nonzero(variance.reshape(-1)) if self._begun is None else self._begun.has(parameter, variance)
-
     def momentum(self, slot: Slot) -> tuple[Tensor, float]:
         """(n,) float32: what the state holds for a frozen slot, as its bucket lies; and beta1, as it is now."""
         assert slot.parameter is not None
-        momentum = local_of(self._state_of(slot.parameter)["exp_avg"]).detach()
-        return as_lying(momentum, slot, self._device), float(self._group_of(slot.parameter)["betas"][0])
+        place = self._adams.of(slot.parameter)
+        assert place is not None, "it was frozen by its Adam's state"
+        momentum = local_of(place.optimizer.state[slot.parameter]["exp_avg"]).detach()
+        return as_lying(momentum, slot, self._device), float(place.group["betas"][0])
 
     # ---- around the user's step
 
@@ -247,11 +249,6 @@ class FrozenAdam:
         place = self._adams.of(parameter)
         return {} if place is None else place.optimizer.state.get(parameter, {})
 
-    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
-        place = self._adams.of(parameter)
-        assert place is not None
-        return place.group
-
     # ---- between steps
 
     def state_by_name(self, slots: Mapping[str, Slot]) -> dict[str, dict[str, int]]:
@@ -263,18 +260,18 @@ class FrozenAdam:
 
     def load_by_name(self, state: Mapping[str, Any], slots: Mapping[str, Slot]) -> None:
         """Take counts back. Raises: InvalidArgument (a name that the model lacks, no counts)."""
+        parameters = {name: slot.parameter for name, slot in slots.items() if slot.parameter is not None}
         loaded: dict[str, dict[Tensor, int]] = {}
         for key in ("frozen_at", "idle_until"):
             counts = state.get(key)
             if not isinstance(counts, Mapping) or not all(isinstance(n, int) and n >= 0 for n in counts.values()):
                 raise not_the_state(f"scheme {self._scheme}", f"it lacks {key}")
-            unknown = [name for name in counts if name not in slots or slots[name].parameter is None]
+            unknown = [name for name in counts if name not in parameters]
             if unknown:
                 raise InvalidArgument(
                     f"the checkpoint's {key} names {unknown[0]!r}, which the model has no parameter of"
                 )
-            parameters = {name: slots[name].parameter for name in counts}
-            loaded[key] = {p: counts[name] for name, p in parameters.items() if p is not None}
+            loaded[key] = {parameters[name]: n for name, n in counts.items()}
         self.frozen_at, self.idle_until = loaded["frozen_at"], loaded["idle_until"]
         self._largest.clear()
 
@@ -313,7 +310,3 @@ class _BegunVariances:
             return
         found, self._reading = self._reading.wait().tolist(), None
         self._known |= {p: v for (p, v), has_begun in zip(self._looked, found, strict=True) if has_begun}
-
-
-def _adams(session: Session) -> list[torch.optim.Optimizer]:
-    return [one for one in session.optimizers if isinstance(one, torch.optim.Adam | torch.optim.AdamW)]

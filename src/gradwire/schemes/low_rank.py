@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
 import math
 import zlib
@@ -18,26 +17,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire import _native
 from gradwire.checks import choice as check_choice
+from gradwire.checks import count as check_count
 from gradwire.checks import share as check_share
-from gradwire.codecs.tensors import dtype_code
 from gradwire.core.bucket import Bucket, Layout, Slot, offsets_of
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import Unused
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.gpu.kernels import Kernels, kernels_for
-from gradwire.gpu.launching import THREADS, fill_struct, grid
+from gradwire.gpu.kernels import kernels_for
 from gradwire.schemes.compressed import Compressed
-from gradwire.schemes.matrices import MatrixShape, highest_rank, matrix_shape
+from gradwire.schemes.matrices import MatrixShape, checksum, draw_factor, highest_rank, matrix_shape, orthogonalise
 from gradwire.schemes.momenta import Momenta, Momentum
-from gradwire.schemes.plain_steps import PlainSteps, is_beside_adam, momentum_of
+from gradwire.schemes.plain_steps import PlainSteps, is_beside_adam
 from gradwire.schemes.selection import ByName, Names, embeddings_and_heads
 from gradwire.wire.communicator import ring_bytes
 from gradwire.wire.device_wire import DeviceWire
@@ -95,8 +91,7 @@ class Options:
     only: Names | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise InvalidArgument(f"rank must be an integer of at least 1, got {self.rank!r}")
+        check_count("rank", self.rank)
         if not self.min_compression_rate >= 0:
             raise InvalidArgument(
                 f"min_compression_rate must be at least 0 (compress all), got {self.min_compression_rate}"
@@ -108,57 +103,6 @@ class Options:
         check_choice("factor_dtype", self.factor_dtype, _WIRE_DTYPES)
         for name in ("min_compression_rate", "buffer_mb"):
             object.__setattr__(self, name, float(getattr(self, name)))
-
-
-# ---- factors, each (rank, n): with the same bits on every machine, by the native core or, if given, kernels
-
-
-def draw_factor(seed: int, key: str, step: int, rank: int, length: int) -> Tensor:
-    """(rank, length) float32 from N(0, 1), the same on every rank: from what all ranks share alone."""
-    digest = hashlib.blake2b(repr((seed, key, step, rank, length)).encode(), digest_size=16).digest()
-    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-    return torch.from_numpy(generator.standard_normal((rank, length), dtype=np.float32))
-
-
-def multiply(
-    kernels: Kernels | None, left: Tensor, right: Tensor, out: Iterable[Tensor], subtract: bool = False
-) -> None:
-    """Each of `out` (n, m) = left^T right, rounded to its dtype; or, of float32, out -= that.
-
-    Args: left, right: (k, rank, n), (k, rank, m) float32, for k matrices.
-    """
-    for one, other, matrix in zip(left, right, out, strict=True):
-        if kernels is None:
-            is_direct = matrix.dtype == torch.float32
-            product = matrix if is_direct else torch.empty(matrix.shape, dtype=torch.float32, device="cpu")
-            _native.multiply_factors(one.view(-1), other.view(-1), one.shape[0], subtract, product.view(-1))
-            if product is not matrix:
-                matrix.copy_(product)
-            continue
-        sizes = {"n_rows": matrix.shape[0], "n_columns": matrix.shape[1], "rank": one.shape[0]}
-        dtype = dtype_code(matrix.dtype)
-        parameters = fill_struct(
-            "MultiplyFactors", left=one, right=other, matrix=matrix, **sizes, dtype=dtype, subtracts=subtract
-        )
-        kernels.launch("gw_multiply_factors", grid(matrix.numel()), THREADS, 0, parameters)
-
-
-def orthogonalise(kernels: Kernels | None, factors: Tensor) -> None:
-    """Make the rows of each of `factors` (k, rank, n), rank at most n, orthonormal, in place."""
-    n_factors, rank, n = factors.shape
-    if kernels is None:
-        _native.orthogonalise_factors(factors.view(-1), n_factors, rank)
-        return
-    parameters = fill_struct("OrthogonaliseFactors", factors=factors, n=n, rank=rank)
-    kernels.launch("gw_orthogonalise_factors", n_factors, THREADS, 4 * (2 + rank), parameters)
-
-
-def _checksum(factors: Tensor, before: int) -> int:
-    """32 bits of `factors` and of `before`, for ranks to compare; waits for a device's current stream."""
-    if factors.device.type == "cpu":
-        return _native.crc32c(factors.view(-1).view(torch.uint8), before)
-    words = factors.view(-1).view(torch.int32)
-    return (31 * before + int(words.sum(dtype=torch.int64))) & 0xFFFFFFFF
 
 
 # ---- matrices of a bucket
@@ -225,11 +169,16 @@ class BucketPlan:
         values = torch.empty(1, dtype=torch.float32, device=device).expand(n)
         self.matrices = Bucket(values, Layout(values, slots, offsets))
 
+    def incoming(self, turn: str) -> Iterator[tuple[Slot, Tensor]]:
+        """The factor (rank, n) of each slot that comes in when `turn` is computed."""
+        for group in self.groups:
+            yield from zip(group.slots, group.incoming(turn), strict=True)
+
     def keep(self, turn: str) -> None:
         """The factors that come in for `turn` are those of the next step."""
         self.checksum = 0
         for group in self.groups:
-            self.checksum = _checksum(group.incoming(turn), self.checksum)
+            self.checksum = checksum(group.incoming(turn), self.checksum)
 
 
 class Plans:
@@ -258,22 +207,21 @@ class Plans:
         for layout, old in list(self._plans.items()):  # those that share a slot with it are of an old layout, and go
             if not layout.slots or not set(bucket.slots).isdisjoint(layout.slots):
                 del self._plans[layout]
-                self._loose.update(_factors_of(old, turn))
+                self._loose.update(old.incoming(turn))
         plan = self._plans[bucket.layout] = self._make(bucket)
-        for group in plan.groups:
-            for slot, key, factor in zip(group.slots, group.keys, group.incoming(turn), strict=True):
-                if slot in self._loose:
-                    factor.copy_(self._loose.pop(slot))
-                    continue
-                factor.copy_(draw_factor(self._seed, key, 0, *factor.shape))
-                if self._complete is not None:
-                    self._complete(factor[None])
+        for slot, factor in plan.incoming(turn):
+            if slot in self._loose:
+                factor.copy_(self._loose.pop(slot))
+                continue
+            factor.copy_(draw_factor(self._seed, self._keys[slot], 0, *factor.shape))
+            if self._complete is not None:
+                self._complete(factor[None])
         plan.keep(turn)
         return plan
 
     def factors(self, turn: str) -> dict[Slot, Tensor]:
         """(rank, n) by slot: what comes in next."""
-        return dict(pair for plan in self._plans.values() for pair in _factors_of(plan, turn)) | self._loose
+        return dict(pair for plan in self._plans.values() for pair in plan.incoming(turn)) | self._loose
 
     def load(self, factors: dict[Slot, Tensor]) -> None:
         """Begin with these."""
@@ -308,11 +256,6 @@ class Plans:
         return BucketPlan([MatrixGroup(*group, device) for group in members.items()], dense, device)
 
 
-def _factors_of(plan: BucketPlan, turn: str) -> Iterator[tuple[Slot, Tensor]]:
-    for group in plan.groups:
-        yield from zip(group.slots, group.incoming(turn), strict=True)
-
-
 # ---- one bucket of a step, and all of them
 
 
@@ -322,24 +265,22 @@ class Work:
 
     Attributes:
         wire: the bucket's end of it.
+        done: that the mean is there.
         steps: the algorithm, which pauses where it waits; `next` is what it does then.
-        dense: the tensors that travel as they are.
-        fingerprint: of these, what ranks must share; None on a device, where no host would read its mean.
+        fingerprint: what ranks must share; None on a device, where no host would read its mean.
+        n_awaited: tensors that are still to be summed.
         total: the totals of all groups, one after the other.
         expected: what is expected of each matrix's gradient, and is no part of its total.
         unused: residuals of matrices that wait.
-        n_awaited: tensors that are still to be summed.
-        done: that the mean is there.
     """
 
     bucket: Bucket
-    done: Future = field(default_factory=Future)
-    wire: Wire = field(init=False)
-    plan: BucketPlan = field(init=False)
+    wire: Wire
+    done: Future
+    plan: BucketPlan
+    loss_scale: float
     steps: Iterator[Next] = field(init=False)
     next: Next = "send"
-    loss_scale: float = 1.0
-    dense: list[Tensor] = field(init=False)
     fingerprint: Tensor | None = None
     n_awaited: int = 0
     total: Tensor = field(init=False)
@@ -365,16 +306,13 @@ class Fusion:
     """Runs the algorithm for a step's buckets: fused sums in an order that all ranks share, beside what is still compressed.
 
     Used on the lane.
-
-    Args:
-        dtype: of the sums: float32 or bfloat16.
-        buffer_bytes: of a fused buffer, if nothing were compressed.
-        overlaps: buckets are compressed inside the backward pass; otherwise at its end, so that nothing competes with it.
     """
 
-    def __init__(self, session: Session, plans: Plans, dtype: torch.dtype, buffer_bytes: float, overlaps: bool) -> None:
+    def __init__(self, session: Session, plans: Plans, options: Options) -> None:
         self._communicator, self._wire, self._plans = session.communicator, session.wire, plans
-        self._dtype, self._buffer_bytes, self._overlaps = dtype, buffer_bytes, overlaps
+        self._dtype, self._overlaps = _WIRE_DTYPES[options.factor_dtype], options.overlap
+        # Of a fused buffer, if nothing were compressed.
+        self._buffer_bytes = options.buffer_mb * _MIB * (self._dtype.itemsize / 4)
         self.drop()
         self.n_buffers = 0
 
@@ -525,6 +463,7 @@ class LowRank(Compressed):
     ) -> None:
         self.name = name
         self._steps, self.options, self._takes_turns, self._momenta = steps, options, takes_turns, momenta
+        self._n_factors = 1 if takes_turns else 2  # that a step sends
         super().__init__(
             error_feedback=options.error_feedback,
             plain=PlainSteps(name, "start_step", options.start_step),
@@ -550,7 +489,8 @@ class LowRank(Compressed):
                 f'{n_ranks}; use factor_dtype="float32"'
             )
         if self.options.feedback_decay is None:
-            is_late = self._takes_turns and not is_beside_adam(session) and momentum_of(session) > _MOST_MOMENTUM
+            momenta = [float(group.get("momentum", 0.0)) for group in session.optimizers.param_groups]
+            is_late = self._takes_turns and not is_beside_adam(session) and max(momenta, default=0.0) > _MOST_MOMENTUM
             self._decay = _DECAY_BESIDE_MOMENTUM if is_late else 1.0
         if self._momenta is not None:
             self._momenta.bind(session, self.name)
@@ -563,10 +503,9 @@ class LowRank(Compressed):
     def _begin_anew(self, session: Session) -> None:
         self.turn, self._is_told = "p", False
         self._works: list[Work] = []  # all compressed buckets of this step, in order
-        buffer_bytes = self.options.buffer_mb * _MIB * (self.wire_dtype.itemsize / 4)
         complete = functools.partial(orthogonalise, self.kernels) if self._takes_turns else None
         self.plans = Plans(self._shape_of, self.options.seed, complete)
-        self.fusion = Fusion(session, self.plans, self.wire_dtype, buffer_bytes, self.options.overlap)
+        self.fusion = Fusion(session, self.plans, self.options)
 
     def _exempt_words(self, session: Session) -> None:
         words = embeddings_and_heads(session.module)
@@ -580,18 +519,16 @@ class LowRank(Compressed):
             )  # fmt: skip
 
     def _shape_of(self, slot: Slot) -> MatrixShape | None:
-        options, n_factors = self.options, 1 if self._takes_turns else 2
-        return matrix_shape(slot, options.rank, options.min_compression_rate, n_factors) if self.select(slot) else None
+        rank, rate = self.options.rank, self.options.min_compression_rate
+        return matrix_shape(slot, rank, rate, self._n_factors) if self.select(slot) else None
 
     def _tell_of_nothing(self) -> None:
         """Log, once it is known, that no matrix is compressed, and the rank at which one would be."""
         if self.plans.factors(self.turn) or self._is_told:
             return
         self._is_told = True
-        rate, n_factors = self.options.min_compression_rate, 1 if self._takes_turns else 2
-        highest = int(
-            max((highest_rank(slot, rate, n_factors) for slot in self.plans.slots if self.select(slot)), default=0)
-        )
+        rate, slots = self.options.min_compression_rate, filter(self.select, self.plans.slots)
+        highest = int(max((highest_rank(slot, rate, self._n_factors) for slot in slots), default=0))
         _log.warning(
             "gradwire %s: rank=%d compresses none of %d tensors, all are sent whole: %s",
             self.name, self.options.rank, len(self.plans.slots),
@@ -603,62 +540,58 @@ class LowRank(Compressed):
 
     def reduce(self, bucket: Bucket) -> Future:
         """Compress on the lane. The future may complete with a later bucket, at the latest with the last one."""
-        work = Work(bucket)
-        self.session.communicator.submit(self._take, work).add_done_callback(functools.partial(self._fail_open, work))
-        return work.done
+        done: Future = Future()
+        taken = self.session.communicator.submit(self._take, bucket, done)
+        taken.add_done_callback(functools.partial(self._fail_open, done))
+        return done
 
-    def _fail_open(self, work: Work, taken: Future) -> None:
+    def _fail_open(self, done: Future, taken: Future) -> None:
         """If a bucket has failed, no other of the step is waited for any longer."""
         try:
             taken.wait()
         except Exception as error:
-            for one in [work, *self._works]:
-                if not one.done.done():
-                    one.done.set_exception(error)
+            for one in [done, *(work.done for work in self._works)]:
+                if not one.done():
+                    one.set_exception(error)
 
-    def _take(self, work: Work) -> None:
-        bucket = work.bucket
-        wire = work.wire = self.wire(bucket)
+    def _take(self, bucket: Bucket, done: Future) -> None:
+        wire = self.wire(bucket)
         if wire.world_size == 1:  # the mean of one is itself: nothing to send, so nothing to lose
-            work.done.set_result(bucket.buffer)
+            done.set_result(bucket.buffer)
             return
-        if not wire.on_device:
-            self._agree_while_settling(bucket)
+        self._agree_while_settling(bucket, wire)
         with bucket.at_work():
-            is_plain = bucket.step < self.plain.n
-            if not is_plain:
-                self._begin(work)
+            work = None if bucket.step < self.plain.n else self._begin(bucket, wire, done)
             if wire.on_device and bucket.is_last:  # no host reads a fingerprint there: compared one step behind
                 held = zlib.crc32(repr([one.plan.checksum for one in self._works]).encode())
                 self._check.start(self.preamble(bucket), bucket.record, held)
                 self._check.fail_early()
-            if is_plain:
+            if work is None:
                 wire.mean(bucket.buffer)
-                work.done.set_result(bucket.buffer)
+                done.set_result(bucket.buffer)
                 return
             self.fusion.take(work)
             if bucket.is_last:
                 self._compare_fingerprints()
-                work.done.set_result(bucket.buffer)
+                done.set_result(bucket.buffer)
 
-    def _begin(self, work: Work) -> None:
-        bucket = work.bucket
-        work.plan = self.plans.find(bucket, self.turn)
-        work.loss_scale = self.session.loss_scale()
+    def _begin(self, bucket: Bucket, wire: Wire, done: Future) -> Work:
+        work = Work(bucket, wire, done, self.plans.find(bucket, self.turn), self.session.loss_scale())
         work.steps = self._run(work)
-        work.dense = [bucket.buffer[start:end] for start, end in work.plan.dense]
-        if not work.wire.on_device:
+        if not wire.on_device:
             # 32 bits as floats: their means are 0 or 1 if ranks share them. bfloat16 counts up to 256 exactly.
             facts = (self.configuration_hash, bucket.layout_hash, bucket.step, work.plan.checksum)
             bits = zlib.crc32(repr(facts).encode())
             ones = [float(bits >> place & 1) for place in range(32)]
             work.fingerprint = torch.tensor(ones, dtype=torch.float32, device="cpu")
-            work.dense.insert(0, work.fingerprint)
         self._works.append(work)
+        return work
 
     def _run(self, work: Work) -> Iterator[Next]:
         """The algorithm, and what comes before."""
-        self.fusion.send(work, work.dense, self.turn)
+        first = [] if work.fingerprint is None else [work.fingerprint]
+        dense = [work.bucket.buffer[start:end] for start, end in work.plan.dense]
+        self.fusion.send(work, first + dense, self.turn)
         if work.plan.groups:
             self._add_residuals(work)
         for pause in self._steps(self, work):

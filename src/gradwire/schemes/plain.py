@@ -1,7 +1,4 @@
-"""The scheme `plain`: DDP's own all-reduce, with gradwire's telemetry and checks. The baseline of everything.
-
-When not to use this: when nothing of gradwire is wanted; DDP without a hook does the same.
-"""
+"""The schemes `plain` and `bf16`: DDP's own all-reduce, with gradwire's telemetry and checks. The baseline of everything."""
 
 from __future__ import annotations
 
@@ -17,7 +14,10 @@ from gradwire.wire.preamble import StepCheck
 
 
 class Plain(Scheme):
-    """Mean by the backend's all-reduce, in the gradient's own dtype; bit-identical to DDP without a hook."""
+    """Mean by the backend's all-reduce, in the gradient's own dtype; bit-identical to DDP without a hook.
+
+    When not to use this: when nothing of gradwire is wanted; DDP without a hook does the same.
+    """
 
     name = "plain"
     # What wider gradients are rounded to for the sum; None: nothing.
@@ -36,8 +36,6 @@ class Plain(Scheme):
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Start the all-reduce on the lane and leave it to the backend, so that buckets overlap as they do in DDP."""
-        if bucket.resident is not None:
-            return self.session.communicator.submit(self._sum_on_device, bucket)
         return then(self.session.communicator.submit(self._start, bucket), lambda _: bucket.buffer)
 
     def _start(self, bucket: Bucket) -> torch.futures.Future | None:
@@ -46,16 +44,29 @@ class Plain(Scheme):
             return None
         if bucket.is_last:
             self._check.start(self.preamble(bucket), bucket.record)
-        return start_plain_mean(communicator, bucket, self.wire_dtype, self._rounded)
-
-    def _sum_on_device(self, bucket: Bucket) -> None:
-        if self.session.communicator.world_size == 1:
-            return
+        if bucket.resident is None:
+            return start_plain_mean(communicator, bucket, self.wire_dtype, self._rounded)
         if bucket.is_last:
-            self._check.start(self.preamble(bucket), bucket.record)
             self._check.fail_early()
         with bucket.at_work():
             self.wire(bucket).mean(bucket.buffer, self.wire_dtype)
+        return None
+
+
+class Bf16(Plain):
+    """Mean of values rounded to bfloat16, and put back: PyTorch's bf16_compress_hook. Half precisions keep theirs.
+
+    Half the bytes of float32 for next to no processor time. A bfloat16 keeps 8 bits of a value and float32's whole range, so
+    no scale is needed and nothing overflows; Inf and NaN travel as they are, so a GradScaler sees them. The backend rounds
+    every partial sum, so errors grow slowly with the ranks.
+
+    When not to use this: where the mean must be DDP's; with more ranks than about 64, whose sums lose the smaller half of
+    their bits.
+    """
+
+    name = "bf16"
+    wire_dtype = torch.bfloat16
+    takes_any_gradient = False
 
 
 def start_plain_mean(
@@ -73,8 +84,7 @@ def start_plain_mean(
     # DDP multiplies by 1/N before it sums, which keeps float16 sums in range; the same product gives its bits.
     bucket.buffer.mul_(1.0 / communicator.world_size)
     travelling = bucket.buffer
-    is_rounded = wire_dtype is not None and wire_dtype.itemsize < bucket.buffer.element_size()
-    if is_rounded and wire_dtype is not None:
+    if wire_dtype is not None and wire_dtype.itemsize < bucket.buffer.element_size():
         rounded = {} if rounded is None else rounded
         if bucket.index in rounded:
             rounded[bucket.index].wait()
@@ -91,7 +101,7 @@ def start_plain_mean(
             done.set_exception(communicator.fail(error))
             return
         timing.end()
-        if is_rounded:
+        if travelling is not bucket.buffer:
             bucket.buffer.copy_(travelling)
         n_bytes = ring_bytes(travelling.numel() * travelling.element_size(), communicator.world_size)
         bucket.record.count_exchanged(n_bytes)

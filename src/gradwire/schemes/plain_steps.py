@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from gradwire.checks import count as check_count
 from gradwire.core.session import Session
-from gradwire.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from gradwire.schemes.base import Scheme
@@ -44,7 +44,7 @@ class PlainSteps:
 
     def __init__(self, scheme: str, option: str = "warmup_steps", asked: int | None = 0) -> None:
         self._scheme, self.option = scheme, option
-        self._asked = None if asked is None else check_steps(option, asked)
+        self._asked = None if asked is None else check_count(option, asked, at_least=0)
         self.n, self.last = self._asked or 0, -1
 
     def bind(self, session: Session) -> None:
@@ -79,18 +79,6 @@ class PlainSteps:
 def is_beside_adam(session: Session) -> bool:
     """Return whether one of the session's optimizers divides by a moment of the gradient, or may: all but SGD count."""
     return bool(session.optimizers.families() - {"sgd"})
-
-
-def momentum_of(session: Session) -> float:
-    """The largest momentum of the optimizer's groups; 0 without any."""
-    return max((float(group.get("momentum", 0.0)) for group in session.optimizers.param_groups), default=0.0)
-
-
-def check_steps(name: str, steps: Any) -> int:
-    """A count of steps, from 0. Raises: InvalidArgument."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise InvalidArgument(f"{name} must be a count, got {steps!r}")
-    return steps
 
 
 def _as_text(options: dict[str, Any]) -> str:

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from gradwire.schemes.low_rank import LowRank, Next, Options, Work, multiply, orthogonalise
+from gradwire.schemes.low_rank import LowRank, Next, Options, Work
+from gradwire.schemes.matrices import multiply, orthogonalise
 
 
 def power_sgd(rank: int = 4, buffer_mb: float = math.inf, **options: Any) -> LowRank:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.codecs.quantised import OneBit, Qsgd, TwoBit
+from gradwire.codecs.quantised import OneBit, Qsgd, Quantised, TwoBit
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.owners import Owners
@@ -18,7 +18,34 @@ from gradwire.schemes.plain_steps import BESIDE_ADAM, PlainSteps, is_beside_adam
 from gradwire.schemes.selection import ByName, Names
 
 
-class OneBitScheme(Compressed):
+class _Quantiser(Compressed):
+    """The mean through owners, each value by a quantiser."""
+
+    collective: Owners
+
+    def __init__(
+        self, codec: Quantised, pull: str, chunk_elements: int, select: ByName, error_feedback: bool = False,
+        warmup_steps: int | None = 0,
+    ) -> None:  # fmt: skip
+        self.codec, plain = codec, PlainSteps(self.name, asked=warmup_steps)
+        super().__init__(
+            collective=Owners(codec, pull, chunk_elements), error_feedback=error_feedback, plain=plain, select=select
+        )
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {"error_feedback": self.error_feedback, **self.frame_configuration, **self.codec.configuration}
+
+    def bind(self, session: Session) -> None:
+        self.codec = self.collective.codec = self._codec_beside(session)
+        super().bind(session)
+
+    def _codec_beside(self, session: Session | None) -> Quantised:
+        """The quantiser that the session's optimizer chooses; None: as published."""
+        return self.codec
+
+
+class OneBitScheme(_Quantiser):
     """The sign of every value and a scale, with error feedback (Seide et al., Interspeech 2014).
 
     Args:
@@ -35,7 +62,6 @@ class OneBitScheme(Compressed):
     """
 
     name = "one-bit"
-    collective: Owners
 
     def __init__(
         self,
@@ -50,28 +76,15 @@ class OneBitScheme(Compressed):
         only: Names = (),
     ) -> None:
         self._asked = scale, threshold, scale_values
-        self.codec = self._codec_beside(None)
-        super().__init__(
-            collective=Owners(self.codec, pull, chunk_elements),
-            error_feedback=error_feedback,
-            plain=PlainSteps(self.name, asked=warmup_steps),
-            select=ByName(exempt, only),
-        )
-
-    @property
-    def configuration(self) -> dict[str, Any]:
-        return {"error_feedback": self.error_feedback, **self.frame_configuration, **self.codec.configuration}
-
-    def bind(self, session: Session) -> None:
-        self.codec = self.collective.codec = self._codec_beside(session)
-        super().bind(session)
+        codec = self._codec_beside(None)
+        super().__init__(codec, pull, chunk_elements, ByName(exempt, only), error_feedback, warmup_steps)
 
     def _codec_beside(self, session: Session | None) -> OneBit:
         scale, threshold, asked = self._asked
         return OneBit(scale, threshold, _scale_values(self.name, asked, None if scale == "fixed" else session))
 
 
-class TwoBitScheme(Compressed):
+class TwoBitScheme(_Quantiser):
     """+t, 0 or -t for every value, with error feedback: the 2-bit quantiser that SlimGC improves.
 
     Beside Adam, where scales are by group, four levels instead of three: docs/results/lossy.md.
@@ -87,7 +100,6 @@ class TwoBitScheme(Compressed):
     """
 
     name = "two-bit"
-    collective: Owners
     options_of = ByName
 
     def __init__(
@@ -108,21 +120,8 @@ class TwoBitScheme(Compressed):
             raise InvalidArgument("levels=4 is for scales by group: give scale_values=64 too")
         self._levels_in_groups = levels or (4 if scale_values is None and threshold is None else 3)
         self._asked = threshold, relative, scale_values
-        self.codec = self._codec_beside(None)
-        super().__init__(
-            collective=Owners(self.codec, pull, chunk_elements),
-            error_feedback=error_feedback,
-            plain=PlainSteps(self.name, asked=warmup_steps),
-            select=ByName(**names),
-        )
-
-    @property
-    def configuration(self) -> dict[str, Any]:
-        return {"error_feedback": self.error_feedback, **self.frame_configuration, **self.codec.configuration}
-
-    def bind(self, session: Session) -> None:
-        self.codec = self.collective.codec = self._codec_beside(session)
-        super().bind(session)
+        codec = self._codec_beside(None)
+        super().__init__(codec, pull, chunk_elements, ByName(**names), error_feedback, warmup_steps)
 
     def _codec_beside(self, session: Session | None) -> TwoBit:
         threshold, relative, asked = self._asked
@@ -130,7 +129,7 @@ class TwoBitScheme(Compressed):
         return TwoBit(threshold, relative, values, 3 if values is None else self._levels_in_groups)
 
 
-class QsgdScheme(Compressed):
+class QsgdScheme(_Quantiser):
     """Values rounded by chance to a few levels of their block's norm (Alistarh et al., NeurIPS 2017).
 
     Right on average, so without error feedback, as published: its errors may be larger than the gradient, and fed back they
@@ -147,7 +146,6 @@ class QsgdScheme(Compressed):
     """
 
     name = "qsgd"
-    collective: Owners
     options_of = ByName
 
     def __init__(
@@ -159,12 +157,7 @@ class QsgdScheme(Compressed):
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
         **names: Names,
     ) -> None:
-        self.codec = Qsgd(levels, block, seed)
-        super().__init__(collective=Owners(self.codec, pull, chunk_elements), select=ByName(**names))
-
-    @property
-    def configuration(self) -> dict[str, Any]:
-        return {"error_feedback": self.error_feedback, **self.frame_configuration, **self.codec.configuration}
+        super().__init__(Qsgd(levels, block, seed), pull, chunk_elements, ByName(**names))
 
 
 def _scale_values(scheme: str, asked: int | str | None, session: Session | None) -> Any:

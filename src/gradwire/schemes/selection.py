@@ -244,5 +244,4 @@ def embeddings_and_heads(model: nn.Module | None) -> list[torch.Tensor]:
     embeddings = [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     words = {module.num_embeddings for module in embeddings}
     heads = [module for module in modules if isinstance(module, nn.Linear) and module.out_features in words]
-    found = {id(module.weight): module.weight for module in [*embeddings, *heads]}
-    return list(found.values())
+    return list(dict.fromkeys(module.weight for module in [*embeddings, *heads]))

@@ -62,16 +62,9 @@ class ThcScheme(Compressed):
         codes = wire.scratch("codes", codec.code_bytes(bucket.n_elements, n_ranks), torch.uint8)
         with wire.timing("encode"):
             codec.write_codes(
-                values,
-                norms,
-                codes,
-                n_ranks=n_ranks,
-                sign_step=sign_step,
-                step=bucket.draw(wire.rank),
-                residual=part.residual,
-                new_residual=part.unsent,
-                residual_scale=part.loss_scale,
-            )
+                values, norms, codes, n_ranks=n_ranks, sign_step=sign_step, step=bucket.draw(wire.rank),
+                residual=part.residual, new_residual=part.unsent, residual_scale=part.loss_scale,
+            )  # fmt: skip
         sums = wire.sum(codec.summable(codes, n_ranks))
         with wire.timing("decode"):
             codec.read_sums(sums.view(torch.uint8), norms, n_ranks, values, sign_step=sign_step)

@@ -14,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,38 +24,35 @@ from gradwire.core.bucket import Bucket, Layout, Slot
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
+from gradwire.schemes.selection import tensors_of
 from gradwire.wire.wire import Wire
-
-
-class _Piece(NamedTuple):
-    """Elements `start` to `end` of a bucket, which lie from `place` on in their owner's share."""
-
-    start: int
-    end: int
-    place: int
 
 
 class _Cut:
     """One bucket layout, cut over the ranks of a node: each owner's pieces, and this rank's inner slots."""
 
     def __init__(self, bucket: Bucket, size: int, own: int) -> None:
-        self.pieces: list[list[_Piece]] = [[] for _ in range(size)]
+        # (owner, start, end, place): elements `start` to `end` of the bucket lie from `place` on in their owner's share.
+        self._pieces: list[tuple[int, int, int, int]] = []
         self.slots: list[Slot] = []
         self.offsets: list[int] = []
         lengths = [0] * size
-        tensors = zip(bucket.slots, bucket.offsets, strict=True) if bucket.slots else [(None, 0)]
-        for slot, offset in tensors:
-            n = bucket.n_elements if slot is None else slot.numel()
+        for slot, offset, n in tensors_of(bucket):
             for owner, (start, end) in enumerate(cut_rows(slot, n, size)):
                 if start == end:
                     continue
                 if owner == own and slot is not None:
                     self.slots.append(_slice(slot, start, end))
                     self.offsets.append(lengths[owner])
-                self.pieces[owner].append(_Piece(offset + start, offset + end, lengths[owner]))
+                self._pieces.append((owner, offset + start, offset + end, lengths[owner]))
                 lengths[owner] += end - start
         self.n_own = lengths[own]
         self.n_share = max(lengths) + 1  # and last a flag: not finite somewhere in the node
+
+    def views(self, buffer: torch.Tensor, shares: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each piece's part of the bucket, and its place in the shares (size, n_share) of all owners."""
+        for owner, start, end, place in self._pieces:
+            yield buffer[start:end], shares[owner, place : place + end - start]
 
 
 class TwoLevel(Scheme):
@@ -79,15 +76,10 @@ class TwoLevel(Scheme):
     ) -> None:
         from gradwire.schemes import by_name
 
-        self.inner = by_name(inner, **options) if isinstance(inner, str) else inner
-        if (
-            self.inner.owns_step
-            or self.inner.replicas_may_differ
-            or self.inner.is_transparent
-            or self.inner.needs_momenta
-        ):
+        inner = self.inner = by_name(inner, **options) if isinstance(inner, str) else inner
+        if inner.owns_step or inner.replicas_may_differ or inner.is_transparent or inner.needs_momenta:
             raise Unsupported(
-                f"two-level takes a scheme that only reduces, and {self.inner.name!r} does more; choose another, or attach "
+                f"two-level takes a scheme that only reduces, and {inner.name!r} does more; choose another, or attach "
                 "it without two levels"
             )
         self.nodes = nodes if nodes is not None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -147,9 +139,8 @@ class TwoLevel(Scheme):
         def sum_in_node() -> None:
             bucket.wait_for_all()
             timing = bucket.record.timing("communicate")
-            for owner, pieces in enumerate(cut.pieces):
-                for start, end, place in pieces:
-                    torch.mul(bucket.buffer[start:end], 1.0 / self._size, out=flat[owner, place : place + end - start])
+            for piece, shared in cut.views(bucket.buffer, flat):
+                torch.mul(piece, 1.0 / self._size, out=shared)
             flat[:, -1] = bucket.buffer.sum() * 0  # 0, or NaN if any value is not finite
             self._sums.reduce_scatter_into(share, flat.view(-1))
             if cut.n_own and not bool(share[-1].isfinite()):
@@ -175,9 +166,8 @@ class TwoLevel(Scheme):
         def gather() -> None:
             timing = bucket.record.timing("communicate")
             self._gathers.all_gather_into(flat.view(-1), share)
-            for owner, pieces in enumerate(cut.pieces):
-                for start, end, place in pieces:
-                    bucket.buffer[start:end] = flat[owner, place : place + end - start]
+            for piece, shared in cut.views(bucket.buffer, flat):
+                piece.copy_(shared)
             timing.end()
 
         def finish() -> None:

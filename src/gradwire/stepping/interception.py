@@ -6,9 +6,11 @@ Reading a parameter directly between two steps sees it as it was before the pend
 from __future__ import annotations
 
 import copy
+import functools
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -16,9 +18,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
+from torch.utils.hooks import RemovableHandle
 
-from gradwire.core.bucket import Bucket, inner_of
-from gradwire.core.optimizers import Optimizers, inside
+from gradwire.core.bucket import Bucket, inner_of, named_parameters
+from gradwire.core.optimizers import inside
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.stepping.blocks import Block, ObservedUse
@@ -27,46 +30,34 @@ from gradwire.wire.communicator import completed
 # ---- the model and the optimizer
 
 
-def model_and_optimizers(session: Session, what: str) -> tuple[nn.Module, Optimizers]:
-    """The session's model and optimizers, which `what` steps.
+def stepped_parameters(session: Session, what: str, of_one: bool = False) -> list[torch.Tensor]:
+    """The parameters whose gradients DDP reduces, in the model's order, which `what` steps from gradients of its own.
 
-    Raises: InvalidArgument (the session was not given both), Unsupported (an optimizer in a wrapper without torch's hooks).
+    Args:
+        of_one: `what` steps one optimizer only.
+    Raises: InvalidArgument (the session was not given model and optimizer; two optimizers step one parameter), Unsupported
+        (an optimizer in a wrapper without torch's hooks; several, with `of_one`; a parameter that none steps).
     """
-    if session.module is None or not session.optimizers:
+    module, optimizers = session.module, session.optimizers
+    if module is None or not optimizers:
         raise InvalidArgument(
             f"{what} takes the optimizer's step itself and needs the model and the optimizer: use "
             "gradwire.attach(ddp, optimizer, scheme), or HookState(scheme, module=ddp, optimizer=optimizer)"
         )
-    for optimizer in session.optimizers:
+    for optimizer in optimizers:
         if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
             raise Unsupported(
                 f"{what} needs an optimizer with torch's hooks, and {type(optimizer).__name__} has none: attach the "
                 f"optimizer inside it ({type(inside(optimizer)).__name__}), if its step is all that changes parameters"
             )
-    return session.module, session.optimizers
-
-
-def model_and_optimizer(session: Session, what: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same where `what` steps one optimizer only. Raises: Unsupported (there are several), and as above."""
-    module, optimizers = model_and_optimizers(session, what)
-    if len(optimizers) > 1:
+    if of_one and len(optimizers) > 1:
         raise Unsupported(
             f"{what} takes the step of one optimizer, and was given {optimizers}: have one step all parameters, or attach a "
             "scheme that leaves the step to them"
         )
-    return module, next(iter(optimizers))
-
-
-def stepped_parameters(session: Session, what: str) -> list[torch.Tensor]:
-    """The parameters whose gradients DDP reduces, in the model's order.
-
-    Raises: InvalidArgument (two optimizers step one); Unsupported if those that were attached lack one: `what` keeps its
-    mean gradient from `.grad`.
-    """
-    module, optimizers = model_and_optimizers(session, what)
     ignored: set[str] = getattr(module, "parameters_to_ignore", set())
-    named = inner_of(module).named_parameters()
-    reduced: list[torch.Tensor] = [p for name, p in named if p.requires_grad and name not in ignored]
+    named = named_parameters(module).items()
+    reduced = [p for name, p in named if p.requires_grad and name not in ignored]
     shared = [session.names.get(p, "?") for p in optimizers.shared()]
     if shared:
         raise InvalidArgument(
@@ -141,17 +132,16 @@ def clip_factor(gradients: list[torch.Tensor], max_norm: float) -> torch.Tensor:
 
 def takes_step_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> bool:
     """Return whether the optimizer's step is the very one of a class of torch.optim that is called one of `names`."""
-    known, step = (
-        [getattr(torch.optim, name).step for name in names if hasattr(torch.optim, name)],
-        type(optimizer).step,
-    )
+    known = [getattr(torch.optim, name).step for name in names if hasattr(torch.optim, name)]
+    step = type(optimizer).step
     return any(step is one or step is getattr(one, "__wrapped__", None) for one in known)
 
 
 class FrozenStep:
     """One call of `optimizer.step()`, kept as it was meant, to be carried out later and for a few parameters at a time.
 
-    Holds the hyper-parameters of every group at the user's call, and which parameters had a gradient then.
+    Holds the hyper-parameters of every group at the user's call, and which parameters had a gradient then. Other optimizers'
+    calls for the same reduction may `join` it.
 
     Attributes:
         step: the reduction that it belongs to.
@@ -161,9 +151,9 @@ class FrozenStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer, step: int, scale: torch.Tensor | None = None) -> None:
         self.step = step
-        self.parameters = frozenset(
-            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        )
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self.parameters = self._own = frozenset(p for p in parameters if p.grad is not None)
+        self._joined: list[FrozenStep] = []
         self.inverse_scale = None if scale is None else scale.detach().cpu().double().reciprocal().float()
         self._optimizer = optimizer
         self._groups = [
@@ -175,10 +165,13 @@ class FrozenStep:
             for group in optimizer.param_groups
         ]
 
+    def join(self, other: FrozenStep) -> None:
+        """Carry out another optimizer's call with this one."""
+        self._joined.append(other)
+        self.parameters |= other.parameters
+
     def apply(
-        self,
-        gradients: Mapping[torch.Tensor, torch.Tensor],
-        pieces: Mapping[torch.Tensor, torch.Tensor] | None = None,
+        self, gradients: Mapping[torch.Tensor, torch.Tensor], pieces: Mapping[torch.Tensor, torch.Tensor] | None = None
     ) -> None:
         """Step those parameters of `gradients` that had a gradient, with these gradients in the place of `.grad`.
 
@@ -188,13 +181,16 @@ class FrozenStep:
         `pieces`: what is stepped instead of a parameter, a part of its memory; the gradient and the optimizer's state are
         then the piece's.
         """
+        for other in self._joined:
+            other.apply(gradients, pieces)
         stepped = pieces or {}
-        chosen = {p: gradient for p, gradient in gradients.items() if p in self.parameters}
+        chosen = {p: gradient for p, gradient in gradients.items() if p in self._own}
         if not chosen:
             return
         optimizer = self._optimizer
         groups = [dict(group) for group in optimizer.param_groups]
-        kept = {parameter: parameter.grad for parameter in (stepped.get(p, p) for p in chosen)}
+        given = {stepped.get(p, p): gradient for p, gradient in chosen.items()}
+        kept = {parameter: parameter.grad for parameter in given}
         # A GradScaler in its `step` lays these on the optimizer, whose step would unscale, or refuse them.
         laid = vars(optimizer)
         told: dict[str, Any] = {name: laid.pop(name) for name in ("grad_scale", "found_inf") if name in laid}
@@ -205,8 +201,8 @@ class FrozenStep:
                 group.update(frozen)
             for group in optimizer.param_groups:
                 group["params"] = [stepped.get(p, p) for p in group["params"] if p in chosen]
-            for parameter, gradient in chosen.items():
-                stepped.get(parameter, parameter).grad = gradient.to(parameter.device)
+            for parameter, gradient in given.items():
+                parameter.grad = gradient.to(parameter.device)
             # Without the hooks that users registered and that torch wraps around it.
             (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
         finally:
@@ -215,24 +211,6 @@ class FrozenStep:
             vars(optimizer).update(told)
             for parameter, own in kept.items():
                 parameter.grad = own
-
-
-class _Together(FrozenStep):
-    """The steps of several optimizers for one reduction, carried out as one."""
-
-    def __init__(self, steps: Sequence[FrozenStep]) -> None:
-        self._steps = steps
-        self.step, self.inverse_scale = steps[0].step, steps[0].inverse_scale
-        self.parameters = frozenset(chain.from_iterable(one.parameters for one in steps))
-
-    def apply(
-        self,
-        gradients: Mapping[torch.Tensor, torch.Tensor],
-        pieces: Mapping[torch.Tensor, torch.Tensor] | None = None,
-    ) -> None:
-        """Step as each optimizer was asked to; see FrozenStep."""
-        for one in self._steps:
-            one.apply(gradients, pieces)
 
 
 class StepOwner(Protocol):
@@ -268,8 +246,7 @@ class Interceptor:
     gradients of its own: a clipping of `.grad` would be lost without a word.
 
     Args:
-        session: with model and optimizers.
-        parameters: those that the owner steps.
+        parameters: those that the owner steps, `stepped_parameters` of the session.
         blocks: `before_forward` is called for each before a module of its `users` runs.
         remedy: told to whoever changes a gradient: what to do instead.
     Raises: Unsupported (somebody else has replaced `optimizer.step`).
@@ -283,7 +260,8 @@ class Interceptor:
         blocks: Sequence[Block] = (),
         remedy: str = "pass max_grad_norm=... to the scheme instead of clipping, and leave unscale_ to GradScaler",
     ) -> None:
-        wrapper, optimizers = model_and_optimizers(session, "an owner of the step")
+        wrapper, optimizers = session.module, session.optimizers
+        assert wrapper is not None, "checked with the parameters"
         module = inner_of(wrapper)
         self._module, self._optimizers, self._owner = module, optimizers, owner
         self._names, self._has_scaler, self._remedy = session.names, session.has_scaler, remedy
@@ -347,9 +325,7 @@ class Interceptor:
             for inner in [inner for inner in self._module_handles if not self._uses.blocks_of(inner)]:
                 self._module_handles.pop(inner).remove()
         self._owner.begin_forward()
-        self._uses.note_call(self._module)
-        for block in self._uses.blocks_of(self._module):
-            self._owner.before_forward(block)
+        self._before_module(self._module)
 
     def _before_module(self, inner: nn.Module, *_: Any) -> None:
         self._uses.note_call(inner)
@@ -426,8 +402,10 @@ class Interceptor:
         taken = [one for one in steps if one is not None]
         if len(taken) < len(steps):
             self._owner.drop_step()
-        else:
-            self._owner.take_step(taken[0] if len(taken) == 1 else _Together(taken))
+            return
+        for other in taken[1:]:
+            taken[0].join(other)
+        self._owner.take_step(taken[0])
 
     def _read_scaler(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
         if not hasattr(optimizer, "found_inf"):
@@ -479,6 +457,47 @@ class Interceptor:
                 if self._previous_steps[optimizer] is not None:
                     vars(optimizer)["step"] = self._previous_steps[optimizer]
             vars(optimizer).pop("_step_supports_amp_scaling", None)
+
+
+# ---- steps under a GradScaler, which calls for none where a gradient overflowed, and has no hook that says so
+
+Watcher = Callable[[Any, bool], None]
+_watchers: weakref.WeakKeyDictionary[Any, OrderedDict[int, Watcher]] = weakref.WeakKeyDictionary()  # by optimizer
+
+
+def watch_scalers(optimizer: torch.optim.Optimizer, watcher: Watcher) -> RemovableHandle:
+    """Call watcher(scaler, has_stepped) after every `scaler.step(optimizer)`, until the handle is removed."""
+    if not hasattr(torch.amp.GradScaler.step, "tells"):
+        torch.amp.GradScaler.step = _telling(torch.amp.GradScaler.step)  # type: ignore[method-assign]  # it has no hooks
+    watchers = _watchers.setdefault(optimizer, OrderedDict())
+    handle = RemovableHandle(watchers)
+    watchers[handle.id] = watcher
+    return handle
+
+
+def _telling(plain_step: Any) -> Any:
+    """GradScaler's `step`, which tells the optimizer's watchers."""
+
+    @functools.wraps(plain_step)
+    def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        stepped = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper hands calls through
+        watchers, steps = list(_watchers.get(stepped, OrderedDict()).values()), []
+        if not watchers:
+            return plain_step(scaler, optimizer, *args, **kwargs)
+        counting = stepped.register_step_post_hook(lambda *_: steps.append(True))
+        try:
+            result = plain_step(scaler, optimizer, *args, **kwargs)
+        finally:
+            counting.remove()
+        for watcher in watchers:
+            watcher(scaler, bool(steps))
+        return result
+
+    vars(step)["tells"] = True
+    return step
+
+
+# ---- hooks that a copied model leaves behind
 
 
 class _Link:

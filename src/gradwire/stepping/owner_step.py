@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
@@ -25,7 +24,6 @@ from gradwire.stepping.interception import (
     FrozenStep,
     Interceptor,
     StepOwner,
-    model_and_optimizer,
     refuse_join,
     stepped_parameters,
     takes_step_of,
@@ -53,27 +51,20 @@ class _Shard:
 class ShardedState:
     """This rank's share of an optimizer's state. A parameter without a shard has its whole state in the optimizer.
 
-    Args:
-        names: for errors and `state_dict`.
     Raises: Unsupported (an optimizer that is not element-wise, fused, or a parameter that cannot be cut).
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: list[torch.Tensor],
-        names: Mapping[torch.Tensor, str],
-        rank: int,
-        world_size: int,
-    ) -> None:
-        check_elementwise(optimizer)
+    def __init__(self, session: Session, parameters: list[torch.Tensor]) -> None:
+        (self._optimizer,), names = session.optimizers, session.names
+        check_elementwise(self._optimizer)
         for parameter in parameters:
             if parameter.dtype != torch.float32 or parameter.device.type != "cpu" or not parameter.is_contiguous():
                 raise Unsupported(
                     f'update="owner" steps slices of contiguous float32 parameters on the CPU; {names.get(parameter, "one")} '
                     f'is {parameter.dtype} on {parameter.device}, strides {parameter.stride()}: use update="worker"'
                 )
-        self._optimizer, self._names, self._rank, self._world_size = optimizer, names, rank, world_size
+        communicator = session.communicator
+        self._names, self._rank, self._world_size = names, communicator.rank, communicator.world_size
         self._shards: dict[torch.Tensor, _Shard] = {}
 
     @property
@@ -157,20 +148,22 @@ class ShardedState:
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Give, by parameter name, the edges of all ranks and this rank's part of the state."""
+        """{"shards": {parameter name: {"edges": of all ranks, "state": this rank's part}}}, as copies."""
         return {
-            self._names[parameter]: {
-                "edges": list(shard.edges),
-                "state": {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in shard.state.items()},
+            "shards": {
+                self._names[parameter]: {"edges": list(shard.edges), "state": _copied(shard.state)}
+                for parameter, shard in self._shards.items()
             }
-            for parameter, shard in self._shards.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take shards back; nothing is changed if it raises. Raises: InvalidArgument."""
+        shards = state.get("shards")
+        if not isinstance(shards, dict):
+            raise not_the_state('update="owner"', "it lacks the optimizer's shards")
         parameters = {name: parameter for parameter, name in self._names.items()}
         loaded: dict[torch.Tensor, _Shard] = {}
-        for name, entry in state.items():
+        for name, entry in shards.items():
             parameter = parameters.get(name)
             try:
                 edges, own = tuple(int(edge) for edge in entry["edges"]), dict(entry["state"])
@@ -194,8 +187,7 @@ class ShardedState:
                     f"the checkpoint's optimizer state of {name!r} does not fit this model and rank: load into the model "
                     "and with as many ranks as wrote it, each rank its own"
                 )
-            own = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in own.items()}
-            loaded[parameter] = _Shard(edges, own)
+            loaded[parameter] = _Shard(edges, _copied(own))
         self._shards = loaded
         for parameter in loaded:
             self._optimizer.state.pop(parameter, None)
@@ -217,6 +209,10 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             if group.get(option):
                 # Fused steps round a value by whether it lies in a full vector: measured, torch 2.13.
                 raise Unsupported(f'update="owner" does not serve {option}=True: leave it out, or use update="worker"')
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 def _is_cut(key: str, value: Any) -> bool:
@@ -250,28 +246,23 @@ class OwnerStep(StepOwner):
 
     Args:
         session: with model and optimizer.
-        start_mean: starts the push of a bucket; done when `keep` was called for it and `.grad` may be filled.
         max_grad_value: clip the mean to +- this, as clip_grad_value_ does.
     Raises: InvalidArgument, Unsupported.
     """
 
-    def __init__(
-        self, session: Session, start_mean: Callable[[Bucket], torch.futures.Future], max_grad_value: float | None
-    ) -> None:
-        self._wrapper, optimizer = model_and_optimizer(session, 'update="owner"')
+    def __init__(self, session: Session, max_grad_value: float | None) -> None:
+        self._parameters = stepped_parameters(session, 'update="owner"', of_one=True)
         if session.has_scaler:
             raise Unsupported('update="owner" does not serve a GradScaler: train in bfloat16, or use update="worker"')
-        self._session, self._start_mean, self._max_grad_value = session, start_mean, max_grad_value
-        parameters = stepped_parameters(session, 'update="owner"')
-        communicator = session.communicator
-        self.state = ShardedState(optimizer, parameters, session.names, communicator.rank, communicator.world_size)
-        self._parameters = parameters
+        self._session, self._max_grad_value = session, max_grad_value
+        self.state = ShardedState(session, self._parameters)
         self._owned: dict[int, Owned] = {}  # by bucket, of the last backward pass
         self._step = 0
         self._waited = Stopwatch()
         self._has_told = False
         remedy = 'pass max_grad_value=... to the scheme instead of clipping, or use update="worker"'
-        self._interceptor = Interceptor(session, parameters, self, remedy=remedy)
+        self._interceptor = Interceptor(session, self._parameters, self, remedy=remedy)
+        (optimizer,) = session.optimizers
         self._handles = [
             optimizer.register_state_dict_post_hook(self._tell_where_the_state_is),
             optimizer.register_load_state_dict_post_hook(lambda _: self.state.forget_loaded()),
@@ -281,17 +272,13 @@ class OwnerStep(StepOwner):
 
     def begin_step(self, step: int) -> None:
         """A backward pass has its first gradients."""
-        refuse_join(self._wrapper, 'update="owner"', 'use update="worker"')
+        refuse_join(self._session.module, 'update="owner"', 'use update="worker"')
         self._interceptor.begin_reduction()
         self._owned.clear()
         self._step = step
 
-    def reduce(self, bucket: Bucket) -> torch.futures.Future:
-        """Push the bucket. DDP goes on with means of the tensors that travel raw, and this rank's own of the others."""
-        return self._start_mean(bucket)
-
     def keep(self, index: int, owned: Owned) -> None:
-        """The push of bucket number `index` is done; on the lane."""
+        """Bucket number `index` is pushed: `.grad` gets means of what travels raw, this rank's own of the rest; on the lane."""
         self._owned[index] = owned
 
     def end_backward(self) -> int:
@@ -316,11 +303,12 @@ class OwnerStep(StepOwner):
             record.count_exchanged(ring_bytes(4 * bits.numel(), communicator.world_size))
 
         self.state.move(ownership, add_up)
-        left = dict.fromkeys(p for p in self._parameters if p not in ownership)  # with one rank: all of them
-        self.state.step(frozen, self._gradients(left))
+        left = [p for p in self._parameters if p not in ownership]  # with one rank: all of them
+        self.state.step(frozen, self._clipped({p: p.grad for p in left}))
         pulls = []
         for bucket in owned:
-            self.state.step(frozen, self._gradients(dict.fromkeys(bucket.whole)) | self._own_gradients(bucket))
+            own = {p: bucket.mean[mine] for p, mine, _ in self._slices(bucket, communicator.rank)}
+            self.state.step(frozen, self._clipped({p: p.grad for p in bucket.whole} | own))
             if bucket.cut:
                 pulls.append(communicator.submit(self._pull, bucket, record))
         try:
@@ -330,16 +318,10 @@ class OwnerStep(StepOwner):
         finally:
             self._session.recorder.close_bucket(record)
 
-    def _gradients(self, parameters: dict[torch.Tensor, None]) -> dict[torch.Tensor, torch.Tensor]:
-        found = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-        if self._max_grad_value is None:
-            return found
-        return {p: g.clamp(-self._max_grad_value, self._max_grad_value) for p, g in found.items()}
-
-    def _own_gradients(self, bucket: Owned) -> dict[torch.Tensor, torch.Tensor]:
-        if self._max_grad_value is not None:
-            bucket.mean.clamp_(-self._max_grad_value, self._max_grad_value)
-        return {p: bucket.mean[mine] for p, mine, _ in self._slices(bucket, self._session.communicator.rank)}
+    def _clipped(self, gradients: Mapping[torch.Tensor, torch.Tensor | None]) -> dict[torch.Tensor, torch.Tensor]:
+        """Those that there are, within +- max_grad_value."""
+        found, most = {p: gradient for p, gradient in gradients.items() if gradient is not None}, self._max_grad_value
+        return found if most is None else {p: gradient.clamp(-most, most) for p, gradient in found.items()}
 
     @staticmethod
     def _slices(bucket: Owned, rank: int) -> list[tuple[torch.Tensor, slice, slice]]:
@@ -388,21 +370,6 @@ class OwnerStep(StepOwner):
                 'gradwire slimgc, update="owner": optimizer.state_dict() lacks the state that lies with its owners; '
                 "save attachment.state_dict() of every rank beside it"
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's shards."""
-        return {"shards": self.state.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises: InvalidArgument."""
-        shards = state.get("shards")
-        if not isinstance(shards, dict):
-            raise not_the_state('update="owner"', "it lacks the optimizer's shards")
-        self.state.load_state_dict(shards)
-
-    def stats(self) -> dict[str, Any]:
-        """Count the bytes of the optimizer's state that lie on this rank as its shard."""
-        return {"sharded_state_bytes": self.state.n_bytes}
 
     def close(self) -> None:
         """Let the model and the optimizer go."""

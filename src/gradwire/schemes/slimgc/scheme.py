@@ -212,7 +212,7 @@ class SlimGC(Compressed):
     def take_over(self) -> None:
         """Raises: InvalidArgument, Unsupported (an optimizer or a model that the owner's step cannot serve)."""
         if self.update == "owner":
-            self._stepper = OwnerStep(self.session, self._start_mean, self._options["max_grad_value"])
+            self._stepper = OwnerStep(self.session, self._options["max_grad_value"])
 
     # ---- one bucket
 
@@ -228,9 +228,6 @@ class SlimGC(Compressed):
             self._take_times()
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
-        return self._start_mean(bucket) if self._stepper is None else self._stepper.reduce(bucket)
-
-    def _start_mean(self, bucket: Bucket) -> torch.futures.Future:
         return then(self.session.communicator.submit(self._reduce_on_lane, bucket, may_overtake=True), lambda _: None)
 
     def _reduce_on_lane(self, bucket: Bucket) -> torch.futures.Future | None:
@@ -494,10 +491,6 @@ class SlimGC(Compressed):
             waited_ns += watch.total_ns
         return waited_ns
 
-    def flush(self) -> None:
-        if self._stepper is not None:
-            self._stepper.flush()
-
     def hand_over(self) -> None:
         """The optimizer gets back the state that its owners hold, whole on every rank."""
         if self._stepper is not None:
@@ -541,7 +534,7 @@ class SlimGC(Compressed):
             "n_tensors_raw": sum(len(plan.raw) for plan in plans),
             "share_compressed": n_compressed / max(1, n_compressed + n_raw),
             **super().stats(),
-            **({} if self._stepper is None else self._stepper.stats()),
+            **({} if self._stepper is None else {"sharded_state_bytes": self._stepper.state.n_bytes}),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -550,7 +543,7 @@ class SlimGC(Compressed):
             "threshold_bytes": self._threshold,
             "choices": {layout: list(choice) for layout, choice in self._choices.items()},
             "measuring": self._measuring.state_dict(),
-            "stepping": {} if self._stepper is None else self._stepper.state_dict(),
+            "stepping": {} if self._stepper is None else self._stepper.state.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -560,7 +553,7 @@ class SlimGC(Compressed):
             raise not_the_state("scheme slimgc", "it lacks residuals or the threshold table")
         threshold = check_threshold(state.get("threshold_bytes"))
         if self._stepper is not None:
-            self._stepper.load_state_dict(state.get("stepping", {}))
+            self._stepper.state.load_state_dict(state.get("stepping", {}))
             self._loaded = zlib.crc32(repr(self._stepper.state.describe()).encode())
         self._measuring.load_state_dict(measuring)
         self.session.feedback.load_by_name(residuals, self.session.slots)

@@ -99,8 +99,7 @@ class Watch:
         if auto.is_transparent:
             self._count_plain_step(lap.waited_ns)
         if not self._is_joining:
-            # A scheme that steps on the CPU alone need not know of devices' events.
-            auto.end_watched_step(state.step - 1, *(lap if lap.on_device else lap[:2]))
+            auto.end_watched_step(state.step - 1, lap)
 
     def _count_plain_step(self, waited_ns: int) -> None:
         """Note what the reducer's hook would: DDP has done it. Bytes are those of its ring."""

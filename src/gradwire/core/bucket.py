@@ -175,9 +175,7 @@ class Bucket:
         self.index = index
         self.step = step
         self.is_last = is_last
-        self.record = record or BucketRecord(
-            step, index, buffer.numel() * buffer.element_size(), trace=False, lock=threading.Lock()
-        )
+        self.record = record or BucketRecord(step, index, buffer.nbytes, threading.Lock())
         self.staged, self.resident = staged, resident
         self.at_work: Callable[[], AbstractContextManager[None]] = (
             contextlib.nullcontext if resident is None else resident.at_work

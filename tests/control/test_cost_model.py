@@ -22,7 +22,7 @@ from gradwire.schemes.auto.costs import (
     StepCost,
     break_even_rate,
     bucket_load,
-    density_of,
+    look_for_zeros,
     predict_s,
 )
 from gradwire.schemes.auto.fidelity import rows_for
@@ -178,14 +178,14 @@ def test_a_sample_finds_the_share(share: float) -> None:
     gradients = [torch.randn(shape, generator=generator) for shape in ((50_000, 8), (3,), (0,), (200, 200))]
     for gradient in gradients:
         gradient[torch.rand(gradient.shape, generator=generator) >= share] = 0
-    assert density_of([*gradients, None]) == pytest.approx(share, abs=0.03)
+    assert look_for_zeros([*gradients, None])() == pytest.approx(share, abs=0.03)
 
 
 def test_rows_of_zeros_are_seen_and_nothing_to_look_at_all_is_dense() -> None:
     embedding = torch.zeros(100_000, 32)
     embedding[:5_000] = 1  # in a run
-    assert density_of([embedding]) == pytest.approx(0.05, abs=0.01)
-    assert density_of([None, torch.zeros(0), torch.zeros(4, 4).t()[:, :2]]) == 1.0
+    assert look_for_zeros([embedding])() == pytest.approx(0.05, abs=0.01)
+    assert look_for_zeros([None, torch.zeros(0), torch.zeros(4, 4).t()[:, :2]])() == 1.0
 
 
 def profile(density: float) -> CostProfile:

@@ -14,6 +14,7 @@ from test_shards import mesh_of
 import gradwire
 from gradwire.schemes.auto.law import PLAIN
 from gradwire.schemes.auto.shards import ShardsAuto
+from gradwire.telemetry.stopwatch import Lap
 from ranks import assert_alike, bits_of, on_ranks
 
 EXACT, GCOMP = "gradients=plain,weights=exact", "gradients=gcomp,weights=exact"
@@ -31,9 +32,9 @@ def times(of: Callable[[int], dict[str, tuple[int, int]]], rank: int) -> Any:
     """Tells `auto` these times of its steps, a little longer on each rank."""
     real = ShardsAuto.end_watched_step
 
-    def end(auto: ShardsAuto, step: int, took_ns: int, waited_ns: int) -> None:
+    def end(auto: ShardsAuto, step: int, lap: Lap) -> None:
         took_ms, waited_ms = of(step).get(auto._active, (40, 10))
-        real(auto, step, 1_000_000 * took_ms + 1000 * rank, 1_000_000 * waited_ms)
+        real(auto, step, Lap(1_000_000 * took_ms + 1000 * rank, 1_000_000 * waited_ms))
 
     return mock.patch.object(ShardsAuto, "end_watched_step", end)
 

@@ -177,9 +177,7 @@ class Bucket:
         self.buffer, self.layout, self.n_elements = buffer, layout, layout.n_elements
         self.slots, self.offsets, self.spans, self.layout_hash = layout.slots, layout.offsets, layout.spans, layout.hash
         self.index, self.step, self.is_last = index, step, is_last
-        self.record = record or BucketRecord(
-            step, index, buffer.numel() * buffer.element_size(), trace=False, lock=threading.Lock()
-        )
+        self.record = record or BucketRecord(step, index, buffer.nbytes, threading.Lock())
         self.staged, self.resident = staged, resident
         self.at_work: Callable[[], AbstractContextManager[None]] = (
             contextlib.nullcontext if resident is None else resident.at_work

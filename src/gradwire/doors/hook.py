@@ -237,7 +237,7 @@ class HookState(Reducer):
             self._count_plain_step(lap.waited_ns)
         if not self._is_joining:
             # A scheme that steps on the CPU alone need not know of devices' events.
-            auto.end_watched_step(self.step - 1, *(lap if lap.on_device else lap[:2]))
+            auto.end_watched_step(self.step - 1, lap)
 
     def _count_plain_step(self, waited_ns: int) -> None:
         """Note of a step that DDP has done what `reduce` would. Bytes are those of its ring."""

@@ -18,6 +18,7 @@ from gradwire.errors import InvalidArgument
 from gradwire.planning.plan import Forecast, Plan
 from gradwire.schemes.auto.costs import CodecCost, CostProfile, LinkCost, SharedCores, last_rate, predict_s
 from gradwire.schemes.auto.fidelity import TABLE, FidelityRow, row_of
+from gradwire.schemes.auto.law import PLAIN
 
 # As `nvidia-smi topo -m` names what joins two GPUs, the nearest first.
 _LINKS = {
@@ -171,7 +172,7 @@ def _buckets(n_values: int) -> tuple[int, ...]:
 
 def _cost_of(row: FidelityRow, gradient_bits: int) -> CodecCost:
     """By memory traffic: a gradient read and a message written, a message read and a gradient read and written."""
-    if row.spec == TABLE[0].spec:
+    if row.spec == PLAIN:
         return CodecCost(bits=gradient_bits)
     values, message = gradient_bits / 8, row.bits / 8
     return CodecCost((values + message) / _MEMORY_RATE, (2 * values + message) / _MEMORY_RATE, row.bits)
@@ -179,7 +180,7 @@ def _cost_of(row: FidelityRow, gradient_bits: int) -> CodecCost:
 
 def _bus_rate(profile: CostProfile, compute_s: float, plain_s: float) -> float:
     """Bytes/s at which a plain step takes `plain_s`. Raises: InvalidArgument (at none)."""
-    step, plain = profile.step(compute_s), profile.codecs[TABLE[0].spec]
+    step, plain = profile.step(compute_s), profile.codecs[PLAIN]
 
     def takes_s(rate: float) -> float:
         return predict_s("sum", plain, step, replace(profile.link, rate=rate), profile.machine)
@@ -221,7 +222,7 @@ def advise(plan: Plan, topology: GpuLinks | None = None) -> str:
 
 def _best_between(forecasts: Sequence[Forecast], plain_s: float) -> Forecast | None:
     """The most faithful of what is within 3 % of the fastest that is close to DDP's losses; None if nothing wins 3 %."""
-    close = [f for f in forecasts if f.level in ("exact", "close") and not f.by_name_only and f.spec != TABLE[0].spec]
+    close = [f for f in forecasts if f.level in ("exact", "close") and not f.by_name_only and f.spec != PLAIN]
     fastest = min((f.step_s for f in close), default=math.inf)
     if fastest * 1.03 >= plain_s:
         return None

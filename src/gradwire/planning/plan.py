@@ -10,11 +10,11 @@ from typing import Any
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.auto.costs import CostProfile, break_even_rate, predict_s
 from gradwire.schemes.auto.fidelity import LEVELS, row_of
+from gradwire.schemes.auto.law import PLAIN
 from gradwire.wire.communicator import ring_bytes
 
 PLAN_VERSION = 1
 _MARGIN = 1.03  # what a recommendation has to win, as in the control law
-_PLAIN = "plain"
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Plan:
         profile, step = self.profile, self.profile.step(self.compute_s)
         n_ranks, n_values, predicted = profile.machine.n_ranks, sum(profile.buckets), profile.predict_s(self.compute_s)
         # What the model misjudges in DDP itself it misjudges in all.
-        bias = self.plain_s / predicted[_PLAIN] if self.is_here and predicted[_PLAIN] else 1.0
+        bias = self.plain_s / predicted[PLAIN] if self.is_here and predicted[PLAIN] else 1.0
         found = []
         for spec, codec in profile.costs.items():
             row, shape, message = row_of(spec), profile.shapes[spec], n_values * codec.bits / 8
             step_s = max(self.measured_s.get(spec, predicted[spec] * bias), 0.0)
             sent = (n_ranks - 1) * message if shape == "gather" else ring_bytes(int(message), n_ranks)
             rate = None
-            if spec != _PLAIN:
+            if spec != PLAIN:
                 rate = break_even_rate(shape, codec, step, profile.link, profile.machine, _MARGIN)
             below_bps, is_measured = None if rate is None else 8 * rate, spec in self.measured_s
             found.append(Forecast(spec, row.level, step_s, is_measured, sent, below_bps, row.by_name_only))
@@ -64,14 +64,14 @@ class Plan:
     @property
     def plain(self) -> Forecast:
         """DDP as it is."""
-        return next(forecast for forecast in self.forecasts() if forecast.spec == _PLAIN)
+        return next(forecast for forecast in self.forecasts() if forecast.spec == PLAIN)
 
     def best(self, level: str) -> Forecast:
         """The fastest scheme that `level` allows by itself, plain if none wins by the margin."""
         allowed = LEVELS[: LEVELS.index(level) + 1]
         plain = self.plain
         for forecast in self.forecasts():
-            if forecast.spec != _PLAIN and forecast.level in allowed and not forecast.by_name_only:
+            if forecast.spec != PLAIN and forecast.level in allowed and not forecast.by_name_only:
                 # What was measured counts for more than what was predicted to be a little faster.
                 doubt = 1.0 if forecast.is_measured or not self.measured_s else 1.15
                 if forecast.step_s * doubt * _MARGIN < plain.step_s:
@@ -82,7 +82,7 @@ class Plan:
         """Say what to do, and why."""
         plain, best = self.plain, self.best(self.fidelity)
         waits = max(0.0, 1 - self.compute_s / plain.step_s) if plain.step_s else 0.0
-        if best.spec == _PLAIN:
+        if best.spec == PLAIN:
             rates = [f.pays_below_bps for f in self.forecasts() if f.pays_below_bps and not f.by_name_only]
             below = f" Compression would pay below {describe_rate(max(rates))}." if rates else ""
             return f"Use plain DDP: a step waits for the network {waits:.0%} of its time, and nothing wins 3 %.{below}"
@@ -120,7 +120,7 @@ class Plan:
         link = link.over(rtt_s, loss, streams)
         profile = replace(self.profile, machine=machine, link=link)
         step = profile.step(self.compute_s)
-        plain_s = predict_s("sum", profile.costs[_PLAIN], step, link, machine)
+        plain_s = predict_s("sum", profile.costs[PLAIN], step, link, machine)
         return replace(self, profile=profile, plain_s=plain_s, measured_s={}, links=(), is_here=False)
 
     def slow_ranks(self) -> list[int]:

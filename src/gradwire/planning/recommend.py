@@ -16,8 +16,9 @@ from gradwire.core.optimizers import Optimizers
 from gradwire.doors.attachment import attach
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.plan import Plan
-from gradwire.schemes.auto.costs import density_of, measure_profile
-from gradwire.schemes.auto.fidelity import TABLE, check_level, needed, row_of
+from gradwire.schemes.auto.costs import look_for_zeros, measure_profile
+from gradwire.schemes.auto.fidelity import LEVELS, TABLE, check_level, needed, row_of
+from gradwire.schemes.auto.law import PLAIN
 from gradwire.telemetry.stopwatch import Lap, StepClock, Stopwatch
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire, serves
@@ -52,7 +53,8 @@ def recommend(
     check_level(fidelity)
     if not seconds > 0:
         raise InvalidArgument(f"seconds must be positive, got {seconds}")
-    families = Optimizers(optimizer).families(p for p in ddp.parameters() if p.requires_grad)
+    parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+    families = Optimizers(optimizer).families(parameters)
     elapsed = Stopwatch()
     with (
         _restored(ddp),
@@ -62,17 +64,17 @@ def recommend(
     ):
         ddp.train()
         plain_s, waited_s = trials.time(_PLAIN_SHARE * seconds)
-        parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
-        density = density_of(parameter.grad for parameter in parameters)  # of DDP's means: the same on all ranks
+        density = look_for_zeros(p.grad for p in parameters)()  # of DDP's means: the same on all ranks
         rows = needed([row for row in TABLE if row.holds_under(families) and density <= row.densest])
         wire = wires.enter_context(_wire_of(ddp, parameters, communicator))
         if wire.on_device:
             working = [row for row in rows[1:] if schemes.by_name(row.scheme).works_on_device]
             rows = [rows[0], *(row.on_device() for row in working)]
-        profile = replace(measure_profile(wire, rows, parameters), density=density)
+        measured_profile = communicator.submit(measure_profile, wire, rows, parameters).wait()
+        profile = replace(measured_profile, density=density)
         links = [] if wire.on_device else communicator.submit(probe_pairs, communicator).wait()
         plan = Plan(profile, plain_s - waited_s, plain_s, {}, fidelity, families != {"sgd"}, tuple(links))
-        measured = {"plain": plain_s}
+        measured = {PLAIN: plain_s}
         for spec in _worth_trying(plan):
             if trials.is_over(elapsed, (_PLAIN_SHARE + _TRIAL_SHARE) * seconds) and len(measured) > 1:
                 break
@@ -87,29 +89,23 @@ def recommend(
     return replace(plan, measured_s=measured)
 
 
-@contextlib.contextmanager
 def _wire_of(
     ddp: DistributedDataParallel, parameters: Sequence[torch.Tensor], communicator: Communicator
-) -> Iterator[Wire]:
+) -> contextlib.AbstractContextManager[Wire]:
     """The wire to measure: between the devices that DDP's own group joins, else in host memory."""
     devices = {parameter.device for parameter in parameters}
     if communicator.world_size == 1 or len(devices) > 1 or not serves(ddp.process_group, *devices):
-        yield Wire(communicator)
-        return
-    wire = DeviceWire(communicator, list(devices))
-    try:
-        yield wire
-    finally:
-        wire.close()
+        return contextlib.nullcontext(Wire(communicator))
+    return contextlib.closing(DeviceWire(communicator, list(devices)))
 
 
 def _worth_trying(plan: Plan) -> list[str]:
     """Of each level what is predicted to be fastest, if that is at all promising. The same on all ranks."""
     promising = [
-        f for f in plan.forecasts() if f.spec != "plain" and not f.by_name_only and f.step_s < 1.3 * plan.plain_s
+        f for f in plan.forecasts() if f.spec != PLAIN and not f.by_name_only and f.step_s < 1.3 * plan.plain_s
     ]
     # What was asked for comes first.
-    levels = sorted(("exact", "close", "any"), key=lambda level: level != plan.fidelity)
+    levels = sorted(LEVELS, key=lambda level: level != plan.fidelity)
     of_level = [[f.spec for f in promising if f.level == level] for level in levels]
     return [specs[i] for i in range(2) for specs in of_level if len(specs) > i]
 

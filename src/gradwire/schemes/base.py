@@ -181,7 +181,7 @@ class Scheme(metaclass=ABCMeta):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a state back. Raises: InvalidArgument if it does not fit."""
+        """Take a state back. Raises: InvalidArgument if it does not fit; anything if it does not read (`checkpoint.take`)."""
 
     def close(self) -> None:
         """Let go of what the scheme holds."""

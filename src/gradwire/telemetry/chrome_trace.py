@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import platform
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from gradwire.errors import CorruptMessage, InvalidArgument
+from gradwire.telemetry.environment import machine_id
 from gradwire.telemetry.recorder import BucketRecord, Span, StepRecord
 
 __all__ = ["ChromeTraceSink", "merge_traces"]
@@ -45,13 +45,13 @@ class ChromeTraceSink:
         self._full = False
         self._rows = {_HOOK: _Rows(_HOOK, "backward hook"), _LANE: _Rows(_LANE, "lane")}
         self._named_rows: set[int] = set()
-        self._last_counter_us = 0.0
+        self._last_counter_ns = 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("wb", buffering=0)
         head = json.dumps({"displayTimeUnit": "ms", "otherData": _clock(rank, world_size)})
         first = [
-            self._metadata("process_name", 0, {"name": f"rank {rank}"}),
-            self._metadata("process_sort_index", 0, {"sort_index": rank}),
+            self._event("M", "process_name", 0, 0, args={"name": f"rank {rank}"}),
+            self._event("M", "process_sort_index", 0, 0, args={"sort_index": rank}),
             *self._name_row(_ITERATIONS, "iterations"),
         ]
         start = head[:-1] + ', "traceEvents": [\n' + ",\n".join(json.dumps(event) for event in first)
@@ -62,11 +62,9 @@ class ChromeTraceSink:
         """Append one step's events. Raises: OSError (full disk), after putting the file back to its last whole step."""
         if self._full:
             return
-        step, ended_ns = step_record, step_record.closed_ns
+        step, took_ns = f"step {step_record.step}", step_record.iteration_ns
         events = [
-            self._complete(
-                f"step {step.step}", "step", _ITERATIONS, ended_ns - step.iteration_ns, ended_ns, step.as_dict()
-            ),
+            self._span(step, "step", _ITERATIONS, step_record.closed_ns - took_ns, took_ns, step_record.as_dict()),
             *self._spans(bucket_records),
             *self._buckets(bucket_records),
             *self._counters(step_record, bucket_records),
@@ -85,7 +83,6 @@ class ChromeTraceSink:
         self._end += len(text)
 
     def close(self) -> None:
-        """Close the file, which is whole already."""
         self._file.close()
 
     def _write_at_end(self, data: bytes) -> None:
@@ -106,8 +103,9 @@ class ChromeTraceSink:
         for span, record, thread in spans:
             row, name = self._rows[thread].place(span)
             events += self._name_row(row, name)
-            arguments = {"bucket": record.bucket, "step": record.step}
-            events.append(self._complete(span.kind, "gradwire", row, span.start_ns, span.end_ns, arguments))
+            where = {"bucket": record.bucket, "step": record.step}
+            took_ns = span.end_ns - span.start_ns
+            events.append(self._span(span.kind, "gradwire", row, span.start_ns, took_ns, where))
         return events
 
     def _buckets(self, buckets: Sequence[BucketRecord]) -> list[dict[str, Any]]:
@@ -115,10 +113,9 @@ class ChromeTraceSink:
         for record in buckets:
             name = f"bucket {record.bucket}" if record.bucket >= 0 else "outside buckets"
             # Ids local to the process: ranks may use the same ones in a merged file.
-            common = {"cat": "bucket", "name": name, "pid": self._rank, "tid": _HOOK}
-            common["id2"] = {"local": f"{record.step}.{record.bucket}.{record.started_ns}"}
-            events.append({"ph": "b", "ts": record.started_ns / 1e3, **common, "args": record.as_dict()})
-            events.append({"ph": "e", "ts": record.ended_ns / 1e3, **common})
+            common = {"cat": "bucket", "id2": {"local": f"{record.step}.{record.bucket}.{record.started_ns}"}}
+            events.append(self._event("b", name, _HOOK, record.started_ns, **common, args=record.as_dict()))
+            events.append(self._event("e", name, _HOOK, record.ended_ns, **common))
         return events
 
     def _counters(self, step: StepRecord, buckets: Sequence[BucketRecord]) -> list[dict[str, Any]]:
@@ -127,39 +124,31 @@ class ChromeTraceSink:
         for record in sorted(buckets, key=lambda record: record.ended_ns):
             sent += record.bytes_sent
             received += record.bytes_received
-            events.append(self._counter("bytes in this step", record.ended_ns, {"sent": sent, "received": received}))
-        events.append(self._counter("bytes in this step", step.closed_ns, {"sent": 0, "received": 0}))
+            events.append(self._bytes_so_far(record.ended_ns, sent, received))
+        events.append(self._bytes_so_far(step.closed_ns, 0, 0))
         return events
 
-    def _counter(self, name: str, time_ns: int, values: dict[str, int]) -> dict[str, Any]:
+    def _bytes_so_far(self, time_ns: int, sent: int, received: int) -> dict[str, Any]:
         # A bucket that closed late counts to the step that took it in, so it may not go back before the last one's end.
-        self._last_counter_us = max(self._last_counter_us, time_ns / 1e3)
-        return {"ph": "C", "name": name, "pid": self._rank, "tid": 0, "ts": self._last_counter_us, "args": values}
+        self._last_counter_ns = max(self._last_counter_ns, time_ns)
+        args = {"sent": sent, "received": received}
+        return self._event("C", "bytes in this step", 0, self._last_counter_ns, args=args)
 
-    def _complete(
-        self, name: str, category: str, row: int, start_ns: int, end_ns: int, arguments: dict[str, Any]
+    def _span(
+        self, name: str, kind: str, row: int, start_ns: int, took_ns: int, args: dict[str, Any]
     ) -> dict[str, Any]:
-        return {
-            "ph": "X",
-            "name": name,
-            "cat": category,
-            "pid": self._rank,
-            "tid": row,
-            "ts": start_ns / 1e3,
-            "dur": (end_ns - start_ns) / 1e3,
-            "args": arguments,
-        }
+        return self._event("X", name, row, start_ns, cat=kind, dur=took_ns / 1e3, args=args)
 
-    def _metadata(self, name: str, row: int, arguments: dict[str, Any]) -> dict[str, Any]:
-        return {"ph": "M", "name": name, "pid": self._rank, "tid": row, "ts": 0, "args": arguments}
+    def _event(self, phase: str, name: str, row: int, time_ns: int, **fields: Any) -> dict[str, Any]:
+        return {"ph": phase, "name": name, "pid": self._rank, "tid": row, "ts": time_ns / 1e3, **fields}
 
     def _name_row(self, row: int, name: str) -> list[dict[str, Any]]:
         if row in self._named_rows:
             return []
         self._named_rows.add(row)
         return [
-            self._metadata("thread_name", row, {"name": name}),
-            self._metadata("thread_sort_index", row, {"sort_index": row}),
+            self._event("M", "thread_name", row, 0, args={"name": name}),
+            self._event("M", "thread_sort_index", row, 0, args={"sort_index": row}),
         ]
 
 
@@ -241,14 +230,9 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _clock(rank: int, world_size: int) -> dict[str, Any]:
-    try:
-        # The monotonic clock counts from boot: same boot, same clock, whatever namespaces the ranks are in.
-        clock_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        clock_id = platform.node()
     return {
         "rank": rank,
         "world_size": world_size,
-        "clock_id": clock_id,
+        "clock_id": machine_id(),  # the monotonic clock counts from boot
         "wall_minus_clock_ns": time.time_ns() - time.perf_counter_ns(),
     }

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["describe_environment"]
+__all__ = ["describe_environment", "machine_id"]
 
 _LOOPBACK_HOSTS = ("localhost", "127.", "::1")
 
@@ -35,6 +35,14 @@ def describe_environment() -> dict[str, str | int]:
         "network": _network(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def machine_id() -> str:
+    """The same in all processes that share a kernel, whatever their host names and namespaces."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()
 
 
 def _cpu_model() -> str:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 __all__ = ["KINDS", "BucketRecord", "Recorder", "Sink", "Span", "StepRecord"]
@@ -47,21 +47,17 @@ class BucketRecord:
     step: int
     bucket: int
     original_bytes: int
-    trace: InitVar[bool]
     lock: threading.Lock
+    spans: list[Span] | None = None  # kept only when tracing
     bytes_sent: int = 0
     bytes_received: int = 0
     n_messages: int = 0
     busy_ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     fallbacks: list[str] = field(default_factory=list)
-    spans: list[Span] | None = None
     thread: int = field(default_factory=threading.get_ident)
     started_ns: int = field(default_factory=time.perf_counter_ns)
     ended_ns: int = 0
     _summed_into: Counter[str] | None = None  # the totals that hold this bucket already
-
-    def __post_init__(self, trace: bool) -> None:
-        self.spans = [] if trace else None
 
     def add(self, kind: str, start_ns: int, end_ns: int) -> None:
         """Count `end_ns - start_ns` (clock: `time.perf_counter_ns`) as time of `kind`, one of `KINDS`.
@@ -118,12 +114,7 @@ class BucketRecord:
     def as_dict(self) -> dict[str, Any]:
         """Flat, plain values, times in seconds: the fields of a bucket's line in a JSONL log."""
         return {
-            "step": self.step,
-            "bucket": self.bucket,
-            "original_bytes": self.original_bytes,
-            "bytes_sent": self.bytes_sent,
-            "bytes_received": self.bytes_received,
-            "n_messages": self.n_messages,
+            **{name: getattr(self, name) for name in ("step", "bucket", *_SUMMED)},
             **_seconds_of(self.busy_ns),
             "duration_s": (self.ended_ns - self.started_ns) / 1e9,
             "fallbacks": list(self.fallbacks),
@@ -258,13 +249,11 @@ class Recorder:
         oldest = self._closed[0].step if self._closed else step
         if step - oldest >= _MAX_OPEN_STEPS:
             self.close_step(oldest, 0)
-        return BucketRecord(step, bucket, original_bytes, self.trace, self._lock)
+        return BucketRecord(step, bucket, original_bytes, self._lock, [] if self.trace else None)
 
     def open_apart(self) -> BucketRecord:
         """The record of traffic that belongs to no step: what it counts goes straight to the totals."""
-        record = BucketRecord(0, -1, 0, False, self._lock)
-        record._summed_into = self._totals
-        return record
+        return BucketRecord(0, -1, 0, self._lock, _summed_into=self._totals)
 
     def close_bucket(self, record: BucketRecord) -> None:
         """End a bucket's record; it counts to its step, or to the next one to close if its own has closed already."""
@@ -323,9 +312,8 @@ class Recorder:
             totals = Counter(self._totals)
             totals.update(_sum(self._closed))
         reference_bytes = self._ring_bytes(totals)
-        names = ("n_steps", "n_buckets", "n_messages", "n_fallbacks", "original_bytes", "bytes_sent", "bytes_received")
         return {
-            **{name: totals[name] for name in names},
+            **{name: totals[name] for name in ("n_steps", *_COUNTED)},
             "ratio": totals["bytes_sent"] / reference_bytes if reference_bytes else 1.0,
             **{f"{name}_s": totals[name] / 1e9 for name in (*KINDS, "exposed", "iteration")},
         }

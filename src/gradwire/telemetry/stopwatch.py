@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 now_s = time.perf_counter
 now_ns = time.perf_counter_ns
+processor_ns = time.process_time_ns  # what all threads of this process compute
 
 
 class Stopwatch:
-    """Times laps: `with watch: ...`, or `begin` and `end`, which may be of different threads.
+    """Times laps: `with watch: ...`; or time since `begin`, as `elapsed_ns`.
 
     Args:
         clock: nanoseconds.
@@ -27,19 +28,13 @@ class Stopwatch:
 
     __slots__ = ("_clock", "end_ns", "start_ns", "total_ns")
 
-    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(self, clock: Callable[[], int] = now_ns) -> None:
         self._clock = clock
         self.start_ns = self.end_ns = clock()
         self.total_ns = 0
 
     def begin(self) -> None:
-        """A lap begins."""
         self.start_ns = self._clock()
-
-    def end(self) -> None:
-        """The lap ends."""
-        self.end_ns = self._clock()
-        self.total_ns += self.end_ns - self.start_ns
 
     @property
     def elapsed_ns(self) -> int:
@@ -48,7 +43,6 @@ class Stopwatch:
 
     @property
     def elapsed_s(self) -> float:
-        """The same in seconds."""
         return self.elapsed_ns / 1e9
 
     def take_ns(self) -> int:
@@ -61,12 +55,8 @@ class Stopwatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
-
-
-def processor_watch() -> Stopwatch:
-    """A stopwatch of what all threads of this process compute."""
-    return Stopwatch(time.process_time_ns)
+        self.end_ns = self._clock()
+        self.total_ns += self.end_ns - self.start_ns
 
 
 Marks: TypeAlias = tuple[torch.Event, torch.Event, torch.Event]

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 from gradwire.telemetry.environment import describe_environment
 from gradwire.telemetry.jsonl import JsonLines
-from gradwire.telemetry.stopwatch import Stopwatch, processor_watch
+from gradwire.telemetry.stopwatch import Stopwatch, processor_ns
 from gradwire_lab.ranks.network import current_network
 from gradwire_lab.results.records import write_json, write_text
 from gradwire_lab.training import checkpoints
@@ -134,7 +134,7 @@ class _Run:
         self, session: TrainingSession, batch: tuple[torch.Tensor, torch.Tensor], step: int
     ) -> dict[str, float]:
         """One step; returns its figures."""
-        watch, processor = Stopwatch(), processor_watch()
+        watch, processor = Stopwatch(), Stopwatch(processor_ns)
         session.zero_grad()
         loss = self._workload.loss(session.ddp, batch)
         loss.backward()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -133,8 +133,7 @@ class BlockExchange:
     def begin(self, step: int) -> None:
         """The first gradient of `step` is about to appear."""
         with self._changed:  # the round before is over, but where its step was dropped
-            self._changed.wait_for(lambda: self._round is None or self._round.is_complete or self._failure)
-            self._raise_failure()
+            self._wait_until(lambda: self._round is None or self._round.is_complete)
             self._pacing.begin_step()
             self._native.begin(step & 0xFFFFFFFF)
             communicator, recorder, n_blocks = self._session.communicator, self._session.recorder, len(self._blocks)
@@ -189,16 +188,14 @@ class BlockExchange:
         if current.ending:
             self._send(current, None)
         with self._changed:
-            self._changed.wait_for(lambda: current.is_complete or self._failure)
-            self._raise_failure()
+            self._wait_until(lambda: current.is_complete)
         self._session.communicator.mesh.wait_until_all_sent()
 
     def _next_to_send(self, current: Round) -> tuple[OpenBlock, int, bool]:
         """The block that came last, how many values wait with it, and whether it is the last of all."""
         with self._changed:
             while True:
-                self._changed.wait_for(lambda: current.unsent or self._failure)
-                self._raise_failure()
+                self._wait_until(lambda: bool(current.unsent))
                 ahead_s = self._pacing.ahead_s()
                 if ahead_s <= _LEAD_S or current.has_all:  # when everything has appeared, what is left goes at once
                     break
@@ -346,6 +343,8 @@ class BlockExchange:
         except Exception as error:
             self.fail(error)
 
-    def _raise_failure(self) -> None:
+    def _wait_until(self, holds: Callable[[], bool]) -> None:
+        """Hold `_changed` until then. Raises: what has failed meanwhile."""
+        self._changed.wait_for(lambda: holds() or self._failure)
         if self._failure is not None:
             raise self._failure

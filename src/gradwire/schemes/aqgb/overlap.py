@@ -52,16 +52,8 @@ def length_s(intervals: Iterable[Interval]) -> float:
 
 def overlap_s(first: Iterable[Interval], second: Iterable[Interval]) -> float:
     """T_overlap: seconds covered by both."""
-    a, b = union(first), union(second)
-    i = j = 0
-    pieces = []
-    while i < len(a) and j < len(b):
-        pieces.append(max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0])))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return math.fsum(pieces)
+    second = list(second)
+    return length_s(without(second, without(second, first)))
 
 
 def row(overlaps_s: Sequence[float], waits_s: Sequence[float]) -> float:
@@ -108,7 +100,6 @@ class OverlapFigures:
             self._hidden_us_of[peer] = hidden_us
 
     def begin_forward(self) -> None:
-        """A forward pass in training begins."""
         with self._lock:
             if self._forward_began is None:
                 self._forward_began = self._clock()
@@ -125,7 +116,6 @@ class OverlapFigures:
             self._bits_now[block] = [n_bits, 0] if is_first_stage else [self._bits_now[block][0], n_bits]
 
     def end_backward(self) -> None:
-        """A round is over."""
         with self._lock:
             now_s = self._clock()
             if self._last_end is not None and self._forward_began is not None:

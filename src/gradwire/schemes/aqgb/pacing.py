@@ -15,20 +15,7 @@ from dataclasses import dataclass
 
 from gradwire.checks import share
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.aqgb.law import (
-    DEFAULT_FLOOR,
-    DEFAULT_MAX_CONTENTION,
-    MIN_BITS,
-    WORD_BITS,
-    BitCeiling,
-    Deadlines,
-    Profile,
-    RateEstimate,
-    Timetable,
-    bits_of_ratio,
-    first_stage_ratio,
-    second_stage_bits,
-)
+from gradwire.schemes.aqgb import law
 
 _log = logging.getLogger(__name__)
 
@@ -69,27 +56,27 @@ class PacingLimits:
         floor, ceiling: the least and the largest share of its 32 bits that a value is sent with.
         confidence: the share of the estimated rate that is planned with.
         max_contention: of the time in which threads could run, the share that they may wait for a core before fewer bits
-            are sent (BitCeiling); 1: bits are bounded by the network alone, as in the paper.
+            are sent (law.BitCeiling); 1: bits are bounded by the network alone, as in the paper.
     Raises: InvalidArgument.
     """
 
-    floor: float = DEFAULT_FLOOR
+    floor: float = law.DEFAULT_FLOOR
     ceiling: float = 1.0
     confidence: float = DEFAULT_CONFIDENCE
-    max_contention: float = DEFAULT_MAX_CONTENTION
+    max_contention: float = law.DEFAULT_MAX_CONTENTION
 
     def __post_init__(self) -> None:
         for name in ("floor", "ceiling", "confidence", "max_contention"):
             share(name, getattr(self, name))
-        if self.floor > self.ceiling or WORD_BITS * self.ceiling < MIN_BITS:
+        if self.floor > self.ceiling or law.WORD_BITS * self.ceiling < law.MIN_BITS:
             raise InvalidArgument(
-                f"floor={self.floor} and ceiling={self.ceiling} leave no number of bits from {MIN_BITS} to 32"
+                f"floor={self.floor} and ceiling={self.ceiling} leave no number of bits from {law.MIN_BITS} to 32"
             )
 
     @property
     def most_bits(self) -> int:
         """Bits of a value that are ever sent."""
-        return int(WORD_BITS * self.ceiling)
+        return int(law.WORD_BITS * self.ceiling)
 
 
 class Pacing:
@@ -117,10 +104,10 @@ class Pacing:
         self._rank, self.sizes = rank, tuple(block_elements)
         self._clock, self._limits = clock, limits
         self._lock = threading.RLock()
-        self._rates = {peer: RateEstimate() for peer in range(world_size) if peer != rank}
+        self._rates = {peer: law.RateEstimate() for peer in range(world_size) if peer != rank}
         self._acknowledged = dict.fromkeys(self._rates, (0, 0))  # bytes, microseconds
-        self._profile = Profile()
-        self._deadlines = Deadlines(world_size)
+        self._profile = law.Profile()
+        self._deadlines = law.Deadlines(world_size)
         self._last_s = 0.0
         self._sent_bits = 0  # to each receiver, since attaching
         self._busy_until_s = 0.0  # when what was sent will have arrived, as far as we know
@@ -133,8 +120,8 @@ class Pacing:
         self._core_times = core_times
         self._core_times_before = None if core_times is None else core_times()
         is_bounded = self._core_times_before is not None
-        floor_bits = min(bits_of_ratio(limits.floor), limits.most_bits) if is_bounded else limits.most_bits
-        self._processors = BitCeiling(floor_bits, limits.most_bits, limits.max_contention)
+        floor_bits = min(law.bits_of_ratio(limits.floor), limits.most_bits) if is_bounded else limits.most_bits
+        self._processors = law.BitCeiling(floor_bits, limits.most_bits, limits.max_contention)
         self._told_ceilings: dict[int, int] = {}
         self.ceiling_bits = self.own_ceiling_bits
         self._n_rounds_held = 0
@@ -166,7 +153,6 @@ class Pacing:
                 self._forward.setdefault(block, (arrived_s, waited_s))
 
     def note_gradient(self) -> None:
-        """This rank's next gradient is there."""
         with self._lock:
             self._last_gradient_s = self.now()
             self._appeared.append(self._last_gradient_s)
@@ -192,7 +178,7 @@ class Pacing:
         ends = [arrived for arrived, _ in forward[1:]] + [last_arrived + last_waited]
         forward_s = [max(0.0, end - arrived - waited) for (arrived, waited), end in zip(forward, ends, strict=True)]
         backward_s = [0.0] + [b - a for a, b in itertools.pairwise(moments)]
-        self._profile.add(Timetable(tuple(backward_s), turnaround_s, tuple(forward_s)))
+        self._profile.add(law.Timetable(tuple(backward_s), turnaround_s, tuple(forward_s)))
 
     def _learn_contention(self) -> None:
         """Take in how the processors fared in the round that is over; the bits of this one follow."""
@@ -221,7 +207,7 @@ class Pacing:
         return self._processors.bits
 
     def figures(self) -> dict[str, float]:
-        """The bounds of the bits: b, the ceiling of all ranks, and this rank's contention for cores (see BitCeiling)."""
+        """The bounds of the bits: b, the ceiling of all ranks, and this rank's contention for cores (see law.BitCeiling)."""
         return {
             "acknowledged_bps": self.rate_bps,
             "ceiling_bits": float(self.ceiling_bits),
@@ -237,11 +223,11 @@ class Pacing:
         received_bytes: int,
         receiving_us: int,
         remaining_s: Sequence[float] | None,
-        ceiling_bits: int = WORD_BITS,
+        ceiling_bits: int = law.WORD_BITS,
     ) -> None:
         """Take in a head of `peer`: what it has received of this rank's bodies, when it needs its blocks, its own ceiling."""
         with self._lock:
-            self._told_ceilings[peer] = max(ceiling_bits, MIN_BITS)
+            self._told_ceilings[peer] = max(ceiling_bits, law.MIN_BITS)
             now_s = self.now()
             before_bytes, before_us = self._acknowledged[peer]
             if received_bytes >= before_bytes and receiving_us > before_us:
@@ -292,8 +278,8 @@ class Pacing:
             if remaining_s is not None:
                 remaining_s -= max(0.0, self._busy_until_s - now_s)
             rate = self._limits.confidence * self.rate_bps
-            ratio = first_stage_ratio(rate, remaining_s, WORD_BITS * unsent_elements, self._limits.floor)
-            return min(bits_of_ratio(ratio), self.ceiling_bits)
+            ratio = law.first_stage_ratio(rate, remaining_s, law.WORD_BITS * unsent_elements, self._limits.floor)
+            return min(law.bits_of_ratio(ratio), self.ceiling_bits)
 
     def more_bits(self, block: int, sent_bits: int, extra_bytes: int = 0) -> int:
         """Choose the bits more of `block` that pass until it is needed, after `extra_bytes` that are about to be sent."""
@@ -306,7 +292,7 @@ class Pacing:
             remaining_s = self._deadlines.remaining_s(block, now_s)
             assert remaining_s is not None  # this rank has spoken
             remaining_s -= max(0.0, self._busy_until_s - now_s) + 8 * extra_bytes / rate
-            more = second_stage_bits(rate, remaining_s, self.sizes[block], sent_bits)
+            more = law.second_stage_bits(rate, remaining_s, self.sizes[block], sent_bits)
             return min(more, self.ceiling_bits - sent_bits)
 
     def may_add(self, sent_bits: int) -> bool:

@@ -224,7 +224,6 @@ class BlockBroadcast(Scheme):
         """Do nothing, under AMP: the reduction goes on, and its result is not used."""
 
     def begin_forward(self) -> None:
-        """A forward pass in training begins."""
         with self._failing_everywhere():
             self.pacing.begin_forward()
         self.figures.begin_forward()

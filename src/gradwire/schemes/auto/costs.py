@@ -15,11 +15,10 @@ import functools
 import itertools
 import math
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS, QUANTISED_MIN_CHUNKS, count_chunks
 from gradwire.registry import describe_choices, parse_spec
 from gradwire.schemes.auto.fidelity import FidelityRow
+from gradwire.telemetry.environment import machine_id
 from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.device_wire import DeviceWire, Reading, time_on
 from gradwire.wire.link_probe import DEVICE_PROBE_ELEMENTS, PROBE_ELEMENTS, probe_link, processor_s
@@ -78,8 +78,6 @@ class SharedCores:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """The cost of messages."""
-
     rate: float  # bytes/s that a rank sends, and receives, while all do
     backend_hop_s: float  # one of the 2 (N-1) hops of the backend's all-reduce, without its bytes
     frame_hop_s: float  # a message of frames that somebody waits for
@@ -263,7 +261,6 @@ class Turn:
 
     @property
     def is_over(self) -> bool:
-        """Nothing is left of it."""
         return self.work_s <= _NOTHING and self.wire_s <= _NOTHING and self.wait_s <= _NOTHING
 
 
@@ -281,7 +278,6 @@ class Lane:
         self.sending: deque[Turn] = deque()
 
     def hand_over(self, bucket: Any, load: BucketLoad) -> None:
-        """A bucket is ready."""
         self.turns.append(Turn(bucket, load, "before", load.before_s))
 
     def end_turn(self, wire_s: float | None = None) -> Turn:
@@ -311,18 +307,18 @@ class _PredictedStep:
     """One step, from event to event."""
 
     def __init__(self, step: StepCost, loads: Sequence[BucketLoad], link: LinkCost, machine: SharedCores) -> None:
-        self.step, self.loads, self.link = step, loads, link
+        self.compute_s, self.link = step.compute_s, link
+        self.to_come = deque((ready_s, load) for (_, ready_s), load in zip(step.buckets, loads, strict=True))
         self.share = machine.share
         # Where cores are shared, moving bytes takes the computation's time.
         self.drag = min(0.9, link.byte_s * link.rate) if self.share < 1 else 0.0
         self.now = self.computed = 0.0
-        self.n_handed_over = 0
         self.lane = Lane(link.rate)
 
     def run(self) -> float:
         """Seconds until nothing is left to do."""
         while True:
-            is_computing = self.computed < self.step.compute_s - _NOTHING
+            is_computing = self.computed < self.compute_s - _NOTHING
             self._hand_over(is_computing)
             self._pass_on()
             if not is_computing and not self.lane.turns and not self.lane.sending:
@@ -331,12 +327,8 @@ class _PredictedStep:
             self._pass_on()
 
     def _hand_over(self, is_computing: bool) -> None:
-        while self.n_handed_over < len(self.loads):
-            ready_s = min(self.step.buckets[self.n_handed_over][1], self.step.compute_s)
-            if is_computing and self.computed < ready_s - _NOTHING:
-                return
-            self.lane.hand_over(self.n_handed_over, self.loads[self.n_handed_over])
-            self.n_handed_over += 1
+        while self.to_come and not (is_computing and self.computed < self.to_come[0][0] - _NOTHING):
+            self.lane.hand_over(None, self.to_come.popleft()[1])
 
     def _advance(self, is_computing: bool) -> None:
         """Go on to whatever ends next."""
@@ -352,9 +344,9 @@ class _PredictedStep:
         ends += [turn.wire_s / wire_speed for turn in on_wire]
         ends += [turn.wait_s for turn in late]
         if is_computing:
-            ends.append((self.step.compute_s - self.computed) / speed)
-            if self.n_handed_over < len(self.loads):
-                ends.append(max(0.0, (self.step.buckets[self.n_handed_over][1] - self.computed) / speed))
+            ends.append((self.compute_s - self.computed) / speed)
+            if self.to_come:
+                ends.append(max(0.0, (self.to_come[0][0] - self.computed) / speed))
         passed = min(ends, default=0.0)
         self.now += passed
         if is_computing:
@@ -449,7 +441,6 @@ class CostProfile:
         }
 
     def predict_us(self, computing_us: int) -> dict[str, int]:
-        """The same in microseconds."""
         return {spec: int(1e6 * took_s) for spec, took_s in self.predict_s(computing_us / 1e6).items()}
 
     def with_transfer(self, transfer_us: int) -> CostProfile:
@@ -461,7 +452,6 @@ class CostProfile:
         return replace(self, link=replace(self.link, rate=rate))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self) | {"buckets": list(self.buckets)}
 
     @classmethod
@@ -478,16 +468,11 @@ class CostProfile:
 
 
 def measure_profile(wire: Wire, rows: Sequence[FidelityRow], parameters: Sequence[torch.Tensor]) -> CostProfile:
-    """Measure a wire's link and codecs, as all ranks at once: collective, under a second. Raises: PeerLost.
+    """Measure a wire's link and codecs, as all ranks at once: collective, under a second, on the lane. Raises: PeerLost.
 
     Args:
         rows: schemes that run on this wire.
     """
-    agreed: CostProfile = wire.communicator.submit(_measure, wire, rows, parameters).wait()
-    return agreed
-
-
-def _measure(wire: Wire, rows: Sequence[FidelityRow], parameters: Sequence[torch.Tensor]) -> CostProfile:
     communicator = wire.communicator
     specs = [row.codec for row in rows]
     speeds = _speeds_on(wire, specs) if isinstance(wire, DeviceWire) else [codec_speed(spec) for spec in specs]
@@ -579,24 +564,19 @@ def _machine_of(communicator: Communicator) -> SharedCores:
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if communicator.world_size == 1:
         return SharedCores(1, 1, n_cores)
-    try:  # the same for processes that share a kernel, whatever their host names and namespaces
-        host = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        host = os.uname().nodename
-    mine = torch.tensor([int.from_bytes(host.encode()[:7], "little"), n_cores], dtype=torch.int64, device="cpu")
+    host = int.from_bytes(machine_id().encode()[:7], "little")
+    mine = torch.tensor([host, n_cores], dtype=torch.int64, device="cpu")
     hosts = communicator.all_gather(mine).tolist()
-    names = [host for host, _ in hosts]
-    fewest = min(range(len(hosts)), key=lambda i: (hosts[i][1] / names.count(names[i]), hosts[i]))
-    return SharedCores(communicator.world_size, names.count(names[fewest]), hosts[fewest][1])
-
-
-def density_of(gradients: Iterable[torch.Tensor | None]) -> float:
-    """The share of the values that is not zero, by a sample spread over all of them; 1 where there is none to look at."""
-    return look_for_zeros(gradients)()
+    n_on = Counter(name for name, _ in hosts)
+    name, n_cores = min(hosts, key=lambda host: (host[1] / n_on[host[0]], host))
+    return SharedCores(communicator.world_size, n_on[name], n_cores)
 
 
 def look_for_zeros(gradients: Iterable[torch.Tensor | None]) -> Callable[[], float]:
-    """As `density_of`, when the result is called: where gradients are on a device, that waits for it, and this does not."""
+    """The share of the values that is not zero, by a sample spread over all of them; 1 where there is none to look at.
+
+    Returns: what says it, and waits for a device if gradients are on one, as this does not.
+    """
     dense = [g.detach().view(-1) for g in gradients if g is not None and not g.is_sparse and g.is_contiguous()]
     stride = max(1, sum(values.numel() for values in dense) // _DENSITY_SAMPLE)
     samples = [values[::stride] for values in dense if values.numel()]

@@ -235,13 +235,9 @@ class Look(NamedTuple):
 
 
 class Drift:
-    """Compares windows of one scheme's steps with what it took before."""
+    """Compares windows of one scheme's steps with what it took before, `reference_us`; 0 if that is not known."""
 
-    def __init__(self) -> None:
-        self.begin(0)
-
-    def begin(self, reference_us: int) -> None:
-        """Another scheme is at work, or another network. `reference_us`: what a step takes; 0 if it is not known."""
+    def __init__(self, reference_us: int = 0) -> None:
         self.reference_us = reference_us
         self._window: list[int] = []
         self._last_window: list[int] = []
@@ -561,7 +557,7 @@ class Law:
 
     def _run(self, step: int) -> None:
         self.state = "run"
-        self._drift.begin(self.candidates[self.incumbent].measured_us)
+        self._drift = Drift(self.candidates[self.incumbent].measured_us)
         if self._next_probe <= step:
             self._next_probe = step + 1  # it fell into a race, or is urgent; the next race waits for what it says
         else:
@@ -630,13 +626,10 @@ class Law:
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         """Go on at `step` with what `state_dict` gave, as far as it names schemes that are allowed here."""
-        known = {
-            name: (int(one["bias"]), int(one["measured_us"]), bool(one["is_tried"]))
-            for name, one in state["candidates"].items()
-        }
+        for name in self.candidates.keys() & state["candidates"].keys():
+            one, saved = self.candidates[name], state["candidates"][name]
+            one.bias = min(max(int(saved["bias"]), BIAS_RANGE[0]), BIAS_RANGE[1])
+            one.measured_us, one.is_tried = int(saved["measured_us"]), bool(saved["is_tried"])
+            one.is_familiar = one.is_tried
         name = str(state["incumbent"])
-        for one in self.candidates.values():
-            if one.name in known:
-                bias, one.measured_us, one.is_tried = known[one.name]
-                one.bias, one.is_familiar = min(max(bias, BIAS_RANGE[0]), BIAS_RANGE[1]), one.is_tried
         self.go_on_at(step, name if name in self.candidates else PLAIN)

@@ -35,7 +35,7 @@ from gradwire.schemes.auto.law import PLAIN, Law
 from gradwire.schemes.auto.turns import LAG, Turns
 from gradwire.schemes.auto.votes import Vote
 from gradwire.schemes.base import Scheme
-from gradwire.telemetry.stopwatch import Lap, Marks
+from gradwire.telemetry.stopwatch import Lap
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger("gradwire.auto")
@@ -132,7 +132,6 @@ class Auto(Turns):
         # The sum of all ranks' objections in this step, under way.
         self._asked: tuple[torch.futures.Future, torch.Tensor] | None = None
         self._plain = schemes.by_name(PLAIN)  # for a step that an objection meets under way
-        self.state_is_per_world = False
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -205,7 +204,8 @@ class Auto(Turns):
         wires = [wire for wire in (self.session.device_wire, self.session.wire) if wire is not None]
         rows = [[row for row in others if self._wire_of(row) is wire] for wire in wires]
         rows[0].insert(0, plain)
-        return [measure_profile(wire, mine, parameters) for wire, mine in zip(wires, rows, strict=True)]
+        submit = self.session.communicator.submit
+        return [submit(measure_profile, wire, mine, parameters).wait() for wire, mine in zip(wires, rows, strict=True)]
 
     @property
     def _profile(self) -> CostProfile:
@@ -340,9 +340,8 @@ class Auto(Turns):
     def settle(self) -> None:
         self._stepping.settle()
 
-    def end_watched_step(self, step: int, took_ns: int, waited_ns: int, on_device: Marks | None = None) -> None:
-        """Put this rank's numbers, those of a `Lap`, to the vote: on the training thread, after the backward pass of `step`."""
-        lap = Lap(took_ns, waited_ns, on_device)
+    def end_watched_step(self, step: int, lap: Lap) -> None:
+        """Put this rank's numbers to the vote: on the training thread, after the backward pass of `step`."""
         self._n_steps = step + 1
         fell_back = any(record.fallbacks for record in self._records)
         self._records.clear()
@@ -446,18 +445,13 @@ class Auto(Turns):
 
         Raises: InvalidArgument.
         """
-        try:
-            law, saved, active = state["law"], state["schemes"], str(state["active"])
-            carried = {self.session.slots[name]: residual for name, residual in state["carried"].items()}
-            step, world_size = int(state["step"]), int(state["world_size"])
-            is_whole = all(residual.numel() == slot.numel() for slot, residual in carried.items())
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise not_the_state("scheme auto", f"it does not read ({error!r})") from error
-        if not is_whole:
+        saved, active, step = state["schemes"], str(state["active"]), int(state["step"])
+        carried = {self.session.slots[name]: residual for name, residual in state["carried"].items()}
+        if any(residual.numel() != slot.numel() for slot, residual in carried.items()):
             raise not_the_state("scheme auto", "what it carries has other sizes than the model's parameters")
-        is_same_world = world_size == self.session.communicator.world_size
+        is_same_world = int(state["world_size"]) == self.session.communicator.world_size
         if is_same_world:
-            self.law.load_state_dict(law, step)
+            self.law.load_state_dict(state["law"], step)
         else:
             self.law.go_on_at(step, PLAIN)
         self.session.feedback.clear()  # of the run that is left

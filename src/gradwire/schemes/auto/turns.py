@@ -84,7 +84,6 @@ class Turns(Scheme):
         return 0 if is_long and self.law.state != "run" else LAG
 
     def _count(self, vote: Vote) -> None:
-        """Give the law what the ranks agreed on."""
         law, link_changed = self.law, vote.reconsider
         if vote.transfer_us:  # of a probe
             law.probe_us = vote.transfer_us

@@ -42,10 +42,7 @@ def exposed_s(buckets: Sequence[BucketSizes], choices: Sequence[Choice], costs: 
 
 
 def choose(
-    buckets: Sequence[BucketSizes],
-    costs: Sequence[LinearCost],
-    before: Sequence[Choice] | None = None,
-    margin: float = MARGIN,
+    buckets: Sequence[BucketSizes], costs: Sequence[LinearCost], before: Sequence[Choice] | None = None
 ) -> tuple[Choice, ...]:
     """The finest codecs whose communication adds hardly more than the quickest's; `before`, if it is as good as these.
 
@@ -55,8 +52,8 @@ def choose(
         before: what is chosen now.
     """
     raw = tuple((0,) * len(bucket.tensor_bytes) for bucket in buckets)
-    by_coarsest = [tuple(_quickest(bucket, costs[: n + 1], margin) for bucket in buckets) for n in range(len(costs))]
-    slack_s = margin * exposed_s(buckets, raw, costs)
+    by_coarsest = [tuple(_quickest(bucket, costs[: n + 1]) for bucket in buckets) for n in range(len(costs))]
+    slack_s = MARGIN * exposed_s(buckets, raw, costs)
     least_s = min(exposed_s(buckets, choices, costs) for choices in by_coarsest)
     if before is not None and exposed_s(buckets, before, costs) <= least_s + 2 * slack_s:
         return tuple(before)
@@ -70,18 +67,18 @@ def choose(
     return tuple(chosen)
 
 
-def _quickest(bucket: BucketSizes, costs: Sequence[LinearCost], margin: float) -> Choice:
-    """One codec for all tensors, or for each the quickest by itself; a coarser one only if it saves more than the margin."""
-    by_tensor = []
-    for n_bytes in bucket.tensor_bytes:
-        times = [bucket_s(BucketSizes(0.0, (n_bytes,)), (codec,), costs) for codec in range(len(costs))]
-        best = 0
-        for codec, time_s in enumerate(times):
-            best = codec if time_s < (1 - margin) * times[best] else best
-        by_tensor.append(best)
+def _quickest(bucket: BucketSizes, costs: Sequence[LinearCost]) -> Choice:
+    """One codec for all tensors, or for each the quickest by itself."""
+    each = [BucketSizes(0.0, (n_bytes,)) for n_bytes in bucket.tensor_bytes]
+    by_tensor = [_best([bucket_s(one, (codec,), costs) for codec in range(len(costs))]) for one in each]
     of_one = [tuple(codec if n_bytes else 0 for n_bytes in bucket.tensor_bytes) for codec in range(len(costs))]
-    quickest = of_one[0]
-    for choice in [*of_one[1:], tuple(by_tensor)]:
-        if bucket_s(bucket, choice, costs) < (1 - margin) * bucket_s(bucket, quickest, costs):
-            quickest = choice
-    return quickest
+    choices = [*of_one, tuple(by_tensor)]
+    return choices[_best([bucket_s(bucket, choice, costs) for choice in choices])]
+
+
+def _best(times_s: Sequence[float]) -> int:
+    """The place of the least time; a later one only if it saves more than the margin."""
+    best = 0
+    for place, time_s in enumerate(times_s):
+        best = place if time_s < (1 - MARGIN) * times_s[best] else best
+    return best

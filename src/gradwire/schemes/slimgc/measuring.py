@@ -57,7 +57,6 @@ class HostClock:
         self._records: list[BucketRecord] = []
 
     def begin_bucket(self, record: BucketRecord) -> None:
-        """A bucket is about to be reduced."""
         if self._records and self._records[0].step != record.step:
             self._records.clear()  # of a step that was given up half-way
         self._records.append(record)
@@ -105,7 +104,6 @@ class DeviceClock:
         return read
 
     def close(self) -> None:
-        """Times are noted no more."""
         self._wire.note_times(None)
 
 
@@ -309,28 +307,19 @@ class Measuring:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is changed if it raises. Raises: InvalidArgument."""
-        try:
-            all_rows = [] if state["table"] is None else [state["table"], *state.get("other_tables", [])]
-            tables = [ThresholdTable.from_rows(rows) for rows in all_rows]
-            times = {
-                int(size): [tuple(None if s is None else float(s) for s in row) for row in rows]
-                for size, rows in state["times"].items()
-            }
-            sample, sizes = state["sample"], {int(size) for size in state["sizes"]}
-            n_measured, first_step, reference_s = state["n_measured"], state["first_step"], state["reference_s"]
-            communicate_s, is_requested = [float(s) for s in state["communicate_s"]], bool(state["is_requested"])
-            if not isinstance(sample, torch.Tensor) or not isinstance(n_measured, int):
-                raise TypeError("sample is a tensor and n_measured a number")
-            if tables and len(tables) != self.n_codecs:
-                raise ValueError(f"{len(tables)} tables for {self.n_codecs} codecs")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise not_the_state("scheme slimgc", f"its threshold table does not read ({error!r})") from error
-        self.tables, self._times, self._sample, self._sizes = tables, times, sample.clone(), sizes
-        self.n_measured, self._first_step, self._reference_s = n_measured, first_step, reference_s
-        self._communicate_s.clear()
-        self._communicate_s.extend(communicate_s)
-        self.is_requested = is_requested
+        """Raises: InvalidArgument; what a state that does not read makes it raise."""
+        all_rows = [] if state["table"] is None else [state["table"], *state.get("other_tables", [])]
+        if len(all_rows) not in (0, self.n_codecs):
+            raise not_the_state("scheme slimgc", f"it has {len(all_rows)} threshold tables for {self.n_codecs} codecs")
+        self.tables = [ThresholdTable.from_rows(rows) for rows in all_rows]
+        self._times = {
+            int(size): [tuple(None if s is None else float(s) for s in row) for row in rows]
+            for size, rows in state["times"].items()
+        }
+        self._sample, self._sizes = state["sample"].clone(), {int(size) for size in state["sizes"]}
+        self.n_measured, self.is_requested = int(state["n_measured"]), bool(state["is_requested"])
+        self._first_step, self._reference_s = state["first_step"], state["reference_s"]
+        self._communicate_s = deque(map(float, state["communicate_s"]), self._communicate_s.maxlen)
 
 
 def _mean(rows: list[_Times], index: int) -> float:

@@ -448,7 +448,6 @@ class SlimGC(Compressed):
                 self._take_times()
 
     def _probe(self, step: int) -> None:
-        """Send tensors by themselves, if this step has it."""
         if self._clock is not None:
             self._measuring.probe(step, self.session.wire.device, functools.partial(self._send_alone, step))
 

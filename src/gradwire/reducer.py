@@ -140,8 +140,13 @@ class Reducer:
             self.reduce(bucket.values, bucket.slots, bucket.offsets, i, bucket is buckets[-1])
             for i, bucket in enumerate(buckets)
         ]
-        finish = functools.partial(self.close_pass, self.step - 1)
-        return AllReduceWork(futures, buckets, tensors, finish, self._flattener.give_back)
+        step, flattener, targets = self.step - 1, self._flattener, dict(tensors)
+
+        def finish(waited_ns: int) -> None:
+            self.close_pass(step, waited_ns)
+            flattener.empty(buckets, targets)
+
+        return AllReduceWork(futures, finish)
 
     def _speaks(self) -> bool:
         """Return whether what concerns the whole model is logged here: on one rank, once."""

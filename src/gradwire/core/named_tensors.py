@@ -58,9 +58,13 @@ class Flattener:
         slotted = [(self._slot(name, tensor), tensor) for name, tensor in tensors.items()]
         return [self._fill(group) for group in cut_into_buckets(slotted, self._bucket_bytes)]
 
-    def give_back(self, buckets: list[FlatBucket]) -> None:
-        """The next step may write over what they hold."""
-        self._spare.update((tuple(bucket.places), bucket) for bucket in buckets)
+    @torch.no_grad()
+    def empty(self, buckets: list[FlatBucket], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put what the buckets hold into the tensors; the next step may write over it."""
+        for bucket in buckets:
+            for name, mean in bucket.places.items():
+                local_of(tensors[name]).copy_(mean)
+            self._spare[tuple(bucket.places)] = bucket
 
     def _fill(self, group: list[tuple[Slot, torch.Tensor]]) -> FlatBucket:
         slots, dtype = [slot for slot, _ in group], group[0][1].dtype
@@ -78,37 +82,21 @@ class AllReduceWork:
 
     Args:
         futures: of the buckets.
-        tensors: where the means in `buckets` go to, by name.
-        finish: called with how long `wait` waited, in ns, before means are put in place. Raises: what a rank failed of.
-        give_back: called when `buckets` are done with.
+        finish: puts the means in place, called with how long `wait` waited, in ns. Raises: what a rank failed of.
     """
 
-    def __init__(
-        self,
-        futures: list[torch.futures.Future],
-        buckets: list[FlatBucket],
-        tensors: Mapping[str, torch.Tensor],
-        finish: Callable[[int], None],
-        give_back: Callable[[list[FlatBucket]], None],
-    ) -> None:
-        self._futures, self._buckets, self._finish, self._give_back = futures, buckets, finish, give_back
-        self._targets = {name: local_of(tensor) for name, tensor in tensors.items()}
+    def __init__(self, futures: list[torch.futures.Future], finish: Callable[[int], None]) -> None:
+        self._futures, self._finish = futures, finish
 
     def is_completed(self) -> bool:
         """True if `wait` would return at once."""
         return all(future.done() for future in self._futures)
 
-    @torch.no_grad()
     def wait(self) -> None:
         """Put the means in place; calls after the first do nothing. Raises: what a rank failed of."""
-        if not self._futures:
-            return
-        waited = Stopwatch()
-        for future in self._futures:
-            future.wait()
-        self._finish(waited.elapsed_ns)
-        for bucket in self._buckets:
-            for name, mean in bucket.places.items():
-                self._targets[name].copy_(mean)
-        self._give_back(self._buckets)
-        self._futures, self._buckets, self._targets = [], [], {}
+        if self._futures:
+            waited = Stopwatch()
+            for future in self._futures:
+                future.wait()
+            self._finish(waited.elapsed_ns)
+            self._futures, self._finish = [], lambda _: None  # which held the tensors

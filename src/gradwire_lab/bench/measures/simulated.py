@@ -28,9 +28,9 @@ def measure(call: Call) -> Measured:
 
 
 def simulate(scheme: str, *, workload: str = "resnet50-4blocks", workers: int = 16, gbit_per_s: float = 2.5,
-             jitter: str = "common", sigma: float = 1.5, seed: int = 0, codec: bool = True, seconds: float | None = None,
-             rounds: int | None = None, measured_on: Mapping[str, str] = MappingProxyType({}), trace: Any = None,
-             **options: Any) -> tuple[Any, Record]:  # fmt: skip
+             jitter: str = "common", sigma: float = 1.5, seed: int = 0, codec: bool = True,
+             seconds: float | None = None, rounds: int | None = None, trace: Any = None,
+             measured_on: Mapping[str, str] = MappingProxyType({}), **options: Any) -> tuple[Any, Record]:  # fmt: skip
     """A simulation, and its record.
 
     Beside the simulation's own fields: wait_share (T_wait / computation); samples_per_s where a calibration has a batch size.

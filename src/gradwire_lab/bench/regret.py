@@ -121,8 +121,8 @@ class _Regret:
         first = next((n_steps[0][spec] for spec in self._autos), 0)
         stats = {spec: auto.own_stats()["auto"] for spec, auto in self._autos.items()}
         found = make_records(turns_s, stats, first if phase else 0)
-        shared = {"ranks": dist.get_world_size(), "rate_bps": network.rate_bps, "shaped": network.shaped}
-        shared |= {"rates": driver.rates_of(network) or "none", "phase": phase}
+        shared: dict[str, Any] = {"ranks": dist.get_world_size(), "rate_bps": network.rate_bps}
+        shared |= {"rates": driver.rates_of(network) or "none", "phase": phase, "shaped": network.shaped}
         records: list[dict[str, Any]] = []
         for spec, method in self._named.items():
             strays = max(abs(mine - ddps) for mine, ddps in zip(losses[spec], losses["ddp"], strict=True))

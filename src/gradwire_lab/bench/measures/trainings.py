@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,13 +225,11 @@ def train_as_rank(texts: Sequence[str]) -> None:
     configs = [launching.from_text(text) for text in texts]
     with as_rank():
         for number, config in enumerate(configs, start=1):
-            started = time.monotonic()
             summary = train_rank(config).summary
             if int(os.environ["RANK"]) == 0:
                 options = ",".join(f"{key}={value}" for key, value in config.scheme_options.items())
-                took_s = time.monotonic() - started
                 words = f"{number}/{len(configs)} {config.workload}, {config.scheme}:{options}, seed {config.seed}"
-                print(f"    {words}: loss {summary['loss_last_10']:.4f} ({took_s:.0f} s)", flush=True)
+                print(f"    {words}: loss {summary['loss_last_10']:.4f} ({summary['total_s']:.0f} s)", flush=True)
 
 
 def _name(cell: Cell) -> str:

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from gradwire.errors import InvalidArgument
-from gradwire_lab.bench.codec import baseline_by_name, baseline_names
+from gradwire_lab.bench.codec import BASELINES, baseline_by_name
 
 _SPECIAL = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-42, -1.5, 3.4e38], np.float32)
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])
-@pytest.mark.parametrize("name", baseline_names())
+@pytest.mark.parametrize("name", BASELINES)
 def test_baseline_returns_every_bit(name: str, n_threads: int) -> None:
     baseline = baseline_by_name(name, n_threads)
     numbers = np.random.default_rng(5)

@@ -61,4 +61,4 @@ def test_change_that_cannot_be_is_refused_before_a_rank_starts(
 
 def test_launcher_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(GradwireError, match="did not change the links"):
-        change_links(tmp_path / "log.jsonl", 0, "100mbit", patience_s=0.1)
+        change_links(tmp_path / "log.jsonl", "100mbit", patience_s=0.1)

@@ -6,7 +6,7 @@ import argparse
 import math
 import time
 import zlib
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,9 +64,8 @@ def run(args: argparse.Namespace) -> int:
     args.rounds = args.rounds or (5 if args.quick else 9)
     args.budget = args.budget or (2.0 if args.quick else 20.0)
     if args.rounds < 1 or min(args.n_bytes or [4]) < 4:
-        raise InvalidArgument(
-            f"--rounds {args.rounds} --n-bytes {args.n_bytes}: rounds count from 1, bytes from 4 (one float32)"
-        )
+        words = "rounds count from 1, bytes from 4 (one float32)"
+        raise InvalidArgument(f"--rounds {args.rounds} --n-bytes {args.n_bytes}: {words}")
     specs = choose_specs(args.scheme, reducing(), BY_NAME_ONLY)
     file = load_gradients(args.gradients) if args.gradients else None
     source = GradientSource(file, args.density, args.pattern)
@@ -89,20 +88,29 @@ def run(args: argparse.Namespace) -> int:
 # ---- what is timed: schemes outside DDP, and the backend's own all-reduce, behind one face
 
 
-class TimedReducer(driver.RankMethod):
+class TimedReducer(ABC):
     """One way to replace a tensor by its mean over the ranks.
 
     Attributes:
-        gradient, buffer: (n,) float32: what a step reduces, and where; given by whoever times it.
         period: steps after which everything repeats; a sample is made of whole periods.
+        Given by whoever times it:
+        gradient, buffer: (n,) float32: what a step reduces, and where.
+        n_rounds, n_repeats: of samples, and of steps in one. turns: what they took.
+        promise, error: what the last result was held to, and how far it was off, relative by norms.
     """
 
     gradient: torch.Tensor
     buffer: torch.Tensor
+    n_rounds: int
+    n_repeats: int
+    promise: str
+    error: float
     period = 1
 
     def __init__(self, name: str, options: dict[str, Any] | None = None) -> None:
-        self.name, self.options, self.times = name, options or {}, []
+        self.name, self.options = name, options or {}
+        self.times: list[float] = []
+        self.turns: list[driver.Turn] = []
         self.sent_bytes = 0  # by this rank, so far
         self._filling_s = 0.0
 
@@ -126,6 +134,12 @@ class TimedReducer(driver.RankMethod):
 
     def finish_step(self) -> None:
         """What follows a reduction off the clock."""
+
+    def finish_turn(self) -> None:
+        """Nothing is put off."""
+
+    def close(self) -> None:
+        """Let go of everything."""
 
 
 class BackendReducer(TimedReducer):
@@ -255,35 +269,27 @@ class AllReduceBench:
         state = self.source.file.state if self.source.file is not None else None
         methods = [make_reducer(spec, state, n_elements) for spec in self.specs]
         buffer = torch.empty_like(gradient)
-        for method in methods:
-            method.gradient, method.buffer = gradient, buffer
         try:
-            plans = [self._plan(method) for method in methods]
-            turns: list[list[driver.Turn]] = [[] for _ in methods]
-            verdicts = [("", 0.0)] * len(methods)
-            n_samples = sum(n_rounds for n_rounds, _ in plans)
+            for method in methods:
+                method.gradient, method.buffer = gradient, buffer
+                self._plan(method)
+            n_samples = sum(method.n_rounds for method in methods)
             progress = Progress(f"{format_bytes(n_bytes)}, samples", n_samples, self.rank != 0)
-            for round_index in range(max(n_rounds for n_rounds, _ in plans)):
-                for number, (method, (n_rounds, n_repeats)) in enumerate(zip(methods, plans, strict=True)):
-                    if round_index < n_rounds:
-                        turns[number].append(driver.take_turn(method, n_repeats))
-                        verdicts[number] = self._verify(method, exact, state)
+            for round_index in range(max(method.n_rounds for method in methods)):
+                for method in methods:
+                    if round_index < method.n_rounds:
+                        method.turns.append(driver.take_turn(method, method.n_repeats))
+                        self._verify(method, exact, state)
                         progress.advance()
-            records = [
-                self._record(method, n_repeats, kept, verdict, exact)
-                for method, (_, n_repeats), kept, verdict in zip(methods, plans, turns, verdicts, strict=True)
-            ]
+            records = [self._record(method, exact) for method in methods]
         finally:
             for method in methods:
                 method.close()
         self._records.add(records)
         return records
 
-    def _plan(self, method: TimedReducer) -> tuple[int, int]:
-        """Rounds, and steps in a sample, that fit into `--budget`; equal on all ranks.
-
-        It warms up: `--warmup` steps, fewer where the budget is spent before.
-        """
+    def _plan(self, method: TimedReducer) -> None:
+        """Warm up: `--warmup` steps, fewer where `--budget` is spent before. Rounds and repeats are what fits into it."""
         total_s = once_s = 0.0
         for _ in range(max(1, self.args.warmup)):
             dist.barrier()
@@ -294,19 +300,16 @@ class AllReduceBench:
                 break
         method.times.clear()
         n_repeats = min(_MAX_REPEATS, max(1, round(MIN_SAMPLE_S / once_s)))
-        n_repeats = -(-n_repeats // method.period) * method.period
-        return int(min(self.args.rounds, max(3, self.args.budget / (once_s * n_repeats)))), n_repeats
+        method.n_repeats = -(-n_repeats // method.period) * method.period
+        method.n_rounds = int(min(self.args.rounds, max(3, self.args.budget / (once_s * method.n_repeats))))
 
     def _compute_exact(self, gradient: torch.Tensor) -> Exact:
         positions = checked_positions(gradient.numel())
         everyone = _gather(torch.from_numpy(gradient.numpy()[positions])).numpy().astype(np.float64)
         return Exact(everyone.mean(axis=0), np.abs(everyone).mean(axis=0), positions, self.world_size)
 
-    def _verify(self, method: TimedReducer, exact: Exact, state: OptimizerState | None) -> tuple[str, float]:
-        """Hold the last result to its promise; returns which, and its relative error by norms.
-
-        Raises: CorruptMessage, on every rank.
-        """
+    def _verify(self, method: TimedReducer, exact: Exact, state: OptimizerState | None) -> None:
+        """Hold the last result to its promise. Raises: CorruptMessage, on every rank."""
         result = method.buffer.numpy()
         error = np.abs(result[exact.positions].astype(np.float64) - exact.mean)
         bound = error_bound(method.name, method.options, exact, state)
@@ -322,16 +325,15 @@ class AllReduceBench:
                 "its bound, or not finite; its time would mean nothing: the run stops"
             )
         promise = "finite (drifts)" if drifts_by_design else "equal on all ranks"
-        scale = float(np.linalg.norm(exact.mean)) or 1.0
-        return promise if bound is None else "within bound", float(np.linalg.norm(error)) / scale
+        method.promise = promise if bound is None else "within bound"
+        method.error = float(np.linalg.norm(error)) / (float(np.linalg.norm(exact.mean)) or 1.0)
 
-    def _record(
-        self, method: TimedReducer, n_repeats: int, turns: list[driver.Turn], verdict: tuple[str, float], exact: Exact
-    ) -> dict[str, Any]:
+    def _record(self, method: TimedReducer, exact: Exact) -> dict[str, Any]:
+        n_repeats = method.n_repeats
         samples_s = [float(np.mean(method.times[at : at + n_repeats])) for at in range(0, len(method.times), n_repeats)]
         timing = Timing.of(driver.largest_over_ranks(samples_s), n_repeats)  # it has ended when its last rank has
         names = ("sent_bytes", "cpu_s", "filling_s", "kernel_bytes")
-        counted = [[turn[name] / n_repeats for name in names] for turn in turns]
+        counted = [[turn[name] / n_repeats for name in names] for turn in method.turns]
         counted = [[sent, cpu_s - filling_s, kernel] for sent, cpu_s, filling_s, kernel in counted]
         mine = np.median(counted, axis=0).tolist()
         mean_sent, mean_cpu_s, mean_kernel = driver.mean_over_ranks(mine)
@@ -354,9 +356,9 @@ class AllReduceBench:
             "wire_ratio": mean_sent / ring if ring else 1.0,
             "algorithm_gb_per_s": bandwidth,
             "bus_gb_per_s": bandwidth * 2 * (self.world_size - 1) / self.world_size,
-            "verified": verdict[0],
+            "verified": method.promise,
             "n_verified": exact.positions.size,
-            "relative_error": verdict[1],
+            "relative_error": method.error,
             "n_samples": timing.n_samples,
             "n_repeats": timing.n_repeats,
             "shaped": network.shaped,

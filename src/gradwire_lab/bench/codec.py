@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from gradwire.registry import parse_spec
 from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 from gradwire.telemetry.environment import describe_environment
 from gradwire_lab.bench.driver import Task, threads, time_interleaved, write_results
-from gradwire_lab.bench.level_rule import allowed_scale, entropy_bits, exponent_histogram, make_optimizer
+from gradwire_lab.bench.level_rule import Float64Array, allowed_scale, entropy_bits, exponent_histogram, make_optimizer
 from gradwire_lab.bench.measures.gradients import gradient_file
 from gradwire_lab.results.experiment import Column, Table
 from gradwire_lab.results.tables import Grid, print_grid, tabulate
@@ -126,74 +126,73 @@ def make_grid(file: GradientFile, n_threads: int, records: Sequence[dict[str, An
     ]
     size = f"{file.gradient.size:,} values, {n_threads} thread{'s' if n_threads > 1 else ''}"
     title = f"{file.name}: {size}; exponent entropy {entropy:.3f} bits"
-    caption = (
-        "GB/s of the gradient, medians (quartiles); x: of zstd -1 in the same run; every round trip verified. Over "
-    )
-    caption += "bound: the message against its exponents' entropy and the bits chosen for the other parts"
+    caption = "GB/s of the gradient, medians (quartiles); x: of zstd -1 in the same run; every round trip verified. "
+    caption += "Over bound: the message against its exponents' entropy and the bits chosen for the other parts"
     return tabulate(shown, Table(columns, rows=("codec",), title=title), caption)
 
 
 # ---- general and numeric compressors of others, each with the setting that its authors recommend where speed matters
 
 Floats = npt.NDArray[np.float32]
-# Array to message, and message to what holds the array's bytes.
-Both = tuple[Callable[[Floats], bytes], Callable[[bytes], Any]]
 
 
 class Baseline(NamedTuple):
-    """A compressor: of an array (n,) float32, which stays as it is, one message; the array, which may be read-only."""
+    """A compressor: of an array (n,) float32, which stays as it is, one message; what holds the array's bytes."""
 
     encode: Callable[[Floats], bytes]
-    decode: Callable[[bytes], Floats]
+    decode: Callable[[bytes], Any]
 
 
-def _zstd(n_threads: int) -> Both:
+def _zstd(n_threads: int) -> Baseline:
     import zstandard
 
     # 0 compresses on the calling thread; 1 would start a worker and only add its hand-over.
     compressor = zstandard.ZstdCompressor(level=1, threads=n_threads if n_threads > 1 else 0)
-    return lambda array: compressor.compress(array.data), zstandard.ZstdDecompressor().decompress
+    return Baseline(lambda array: compressor.compress(array.data), zstandard.ZstdDecompressor().decompress)
 
 
-def _lz4(n_threads: int) -> Both:
+def _zlib(n_threads: int) -> Baseline:
+    return Baseline(lambda array: zlib.compress(array.data, level=1), zlib.decompress)
+
+
+def _lz4(n_threads: int) -> Baseline:
     import lz4.frame as lz4
 
-    return lambda array: lz4.compress(array.data, compression_level=0), lz4.decompress
+    return Baseline(lambda array: lz4.compress(array.data, compression_level=0), lz4.decompress)
 
 
-def _blosc2(n_threads: int) -> Both:
+def _blosc2(n_threads: int) -> Baseline:
     """Separates the planes of the exponent before it matches."""
     import blosc2
 
     options = {"codec": blosc2.Codec.ZSTD, "clevel": 1, "filters": [blosc2.Filter.BITSHUFFLE], "nthreads": n_threads}
-    return (
+    return Baseline(
         lambda array: blosc2.compress2(array, typesize=array.itemsize, **options),
         lambda message: blosc2.decompress2(message, nthreads=n_threads),
     )
 
 
-def _zipnn(n_threads: int) -> Both:
+def _zipnn(n_threads: int) -> Baseline:
     """Huffman over the bytes of the exponent, made for models and gradients (Hershcovitch et al., 2024)."""
     import zipnn
 
     codec = zipnn.ZipNN(input_format="byte", bytearray_dtype="float32", threads=n_threads)
     # ZipNN reorders its input in place, so it gets a copy; any real user of it pays for that too.
-    return lambda array: codec.compress(array.tobytes()), codec.decompress
+    return Baseline(lambda array: codec.compress(array.tobytes()), codec.decompress)
 
 
-def _pcodec(n_threads: int) -> Both:
+def _pcodec(n_threads: int) -> Baseline:
     """A numeric codec that models columns of numbers."""
     from pcodec import ChunkConfig, standalone
 
-    return lambda array: standalone.simple_compress(
-        array, ChunkConfig(compression_level=1)
-    ), standalone.simple_decompress
+    config = ChunkConfig(compression_level=1)
+    return Baseline(lambda array: standalone.simple_compress(array, config), standalone.simple_decompress)
 
 
 # name: (setting, whether threads change anything, what makes it). The first is the reference of every table: `zstd -1`.
-_BASELINES: dict[str, tuple[str, bool, Callable[[int], Both]]] = {
+BASELINES: dict[str, tuple[str, bool, Callable[[int], Baseline]]] = {
     "zstd": ("level 1", True, _zstd),
-    "zlib": ("level 1", False, lambda n_threads: (lambda array: zlib.compress(array.data, level=1), zlib.decompress)),
+    "zlib": ("level 1", False, _zlib),
     "lz4": ("frame, level 0", False, _lz4),
     "blosc2": ("bitshuffle + zstd level 1", True, _blosc2),
     "zipnn": ("byte input, float32", True, _zipnn),
@@ -201,17 +200,12 @@ _BASELINES: dict[str, tuple[str, bool, Callable[[int], Both]]] = {
 }
 
 
-def baseline_names() -> list[str]:
-    """The baselines in the order of the tables."""
-    return list(_BASELINES)
-
-
 def baseline_by_name(name: str, n_threads: int = 1) -> Baseline:
     """A new baseline. Raises: InvalidArgument (unknown name), Unsupported (its package is not installed)."""
-    if name not in _BASELINES:
-        raise InvalidArgument(f"no baseline is called {name!r}; there are: {', '.join(baseline_names())}")
+    if name not in BASELINES:
+        raise InvalidArgument(f"no baseline is called {name!r}; there are: {', '.join(BASELINES)}")
     try:
-        encode, decode = _BASELINES[name][2](n_threads)
+        encode, decode = BASELINES[name][2](n_threads)
     except ImportError as error:
         raise Unsupported(f"baseline {name!r}: {error}; pip install 'gradwire[bench]'") from error
     return Baseline(encode, lambda message: np.frombuffer(decode(message), np.float32))
@@ -220,126 +214,119 @@ def baseline_by_name(name: str, n_threads: int = 1) -> Baseline:
 # ---- what is timed, each judging its own round trips
 
 
-class TimedMethod(ABC):
-    """One codec with one gradient and one thread count, ready to run; buffers are kept, as a scheme would keep them.
+@dataclass
+class TimedMethod:
+    """One codec with one gradient and one thread count, ready to run, as a table of functions.
 
     Attributes:
         name, spec: without and with options. importance: GComp's mode; empty where a codec has none.
-        guarantee: what `verify` holds the result to.
         n_bytes: of what is encoded.
+        encoder: makes the message of the gradient, with everything that the codec needs computed anew.
+        decoder: makes the values, (n,), of a message, in the `buffer` if there is one.
+        allowed: how far each decoded value may lie from the original one, zeros, subnormals, Inf and NaN aside.
+        guarantee: what `verify` holds the result to.
+        message: the last one.
     """
 
     spec: str
+    name: str
+    setting: str
+    file: GradientFile
+    n_bytes: int
+    encoder: Callable[[], Any]
+    decoder: Callable[[Any], Any]
+    buffer: torch.Tensor | None = None
     importance: str = ""
     guarantee: str = "bits"
+    allowed: Float64Array | None = None
+    message: Any = b""
+    _values: Any = None
+    _once: np.ndarray | None = None
 
-    def __init__(self, name: str, setting: str, file: GradientFile) -> None:
-        self.name, self.setting, self.file = name, setting, file
-        self.n_bytes, self.encoded_bytes = file.gradient.nbytes, 0
+    @property
+    def encoded_bytes(self) -> int:
+        return len(self.message)
 
-    @abstractmethod
     def encode(self) -> None:
-        """Gradient to message, with everything that the codec needs computed anew."""
+        """Gradient to message."""
+        self.message = self.encoder()
 
-    @abstractmethod
     def decode(self) -> None:
         """Message to values."""
+        self._values = self.decoder(self.message)
 
-    @abstractmethod
     def decoded(self) -> np.ndarray:
         """The values of the last `decode`, (n,) float32."""
+        values = self._values
+        return values.float().numpy() if isinstance(values, torch.Tensor) else values
 
-    @abstractmethod
     def poison(self) -> None:
         """Make the output hold nothing that could pass for a result."""
+        self._values = np.zeros(0, np.float32)
+        if self.buffer is not None:
+            size = self.buffer.element_size()
+            poison = np.array([_POISON], np.uint32).view(np.uint8)[-size:]  # of two bytes: the upper ones
+            self.buffer.view(torch.uint8).numpy().reshape(-1, size)[:] = poison
+            self._values = self.buffer
 
     def parts(self) -> dict[str, float]:
-        """What a message with parts tells: `exponent_bits` a value, and `bound_bytes`, the sum of the parts' bounds."""
-        return {}
+        """What a message with parts tells: `exponent_bits` a value, and `bound_bytes`, the sum of the parts' bounds.
+
+        These are exponents at their entropy over the gradient; levels, signs, mantissas at the bits chosen for them.
+        """
+        if self.allowed is None:
+            return {}
+        parts = describe(self.message)
+        exponents = entropy_bits(exponent_histogram(self.file.gradient)) * self.file.gradient.size / 8
+        bound_bytes = exponents + float(parts["level_bytes"] + parts["mantissa_bytes"])
+        return {"exponent_bits": float(parts["exponent_bits"]), "bound_bytes": bound_bytes}
 
     def verify(self) -> None:
         """Judge the last round trip. Raises: CorruptMessage, with the first value that is wrong."""
         values, decoded = self.file.gradient, self.decoded()
         if decoded.size != values.size:
             raise CorruptMessage(f"{self.name}: decoded {decoded.size} values of {values.size} from {self.file.name}")
-        self.complain(values.view(np.uint32) != decoded.view(np.uint32))
-
-    def complain(self, is_wrong: np.ndarray) -> None:
-        """Raises: CorruptMessage where any value `is_wrong`."""
+        is_wrong = is_other = values.view(np.uint32) != decoded.view(np.uint32)
+        if self.allowed is not None:
+            exponent = values.view(np.uint32) >> 23 & 0xFF
+            with np.errstate(invalid="ignore", over="ignore"):
+                distance = np.abs(values.astype(np.float64) - decoded.astype(np.float64))
+                is_wrong = ~(distance <= self.allowed) | (np.sign(values) != np.sign(decoded))
+            is_wrong = np.where(exponent == 0, decoded.view(np.uint32) != 0, is_wrong)  # zeros and subnormals become +0
+            is_wrong = np.where(exponent == 0xFF, is_other, is_wrong)
+        elif self.buffer is not None and is_wrong.any():
+            # A codec that says nothing of its loss: equal messages must give equal values.
+            self.guarantee = "repeatable, every value written"
+            if self._once is None:
+                self._once = self.buffer.clone().numpy()
+            is_wrong = (decoded != self._once) | (decoded.view(np.uint32) == _POISON)
         if is_wrong.any():
             first = int(is_wrong.argmax())
             raise CorruptMessage(
                 f"{self.name}: {int(is_wrong.sum())} of {is_wrong.size} values of {self.file.name} break its promise "
-                f"({self.guarantee}); the first is element {first}: {self.file.gradient[first]!r} came back as "
-                f"{self.decoded()[first]!r}. Its timing would mean nothing, so the run stops"
+                f"({self.guarantee}); the first is element {first}: {values[first]!r} came back as {decoded[first]!r}. "
+                "Its timing would mean nothing, so the run stops"
             )
 
 
-class BaselineMethod(TimedMethod):
-    """A baseline: bytes in, bytes out, allocated by the package as for any of its users."""
+def _coders(codec: Any, gradient: torch.Tensor, *importance: torch.Tensor, weigh: Any = None) -> dict[str, Any]:
+    """What a codec gives a `TimedMethod`; `weigh`: writes the `importance` bytes that encoder and decoder go by."""
+    values = torch.empty_like(gradient)
+    room = torch.empty(codec.max_encoded_bytes(gradient.numel(), gradient.dtype), dtype=torch.uint8)
 
-    def __init__(self, name: str, n_threads: int, file: GradientFile) -> None:
-        super().__init__(name, _BASELINES[name][0], file)
-        self._baseline, self._message = baseline_by_name(name, n_threads), b""
-        self.poison()
+    def encode() -> torch.Tensor:
+        if weigh is not None:
+            weigh()
+        return room[: int(codec.encode(gradient, room, *importance))]
 
-    def encode(self) -> None:
-        self._message = self._baseline.encode(self.file.gradient)
-        self.encoded_bytes = len(self._message)
+    def decode(message: torch.Tensor) -> torch.Tensor:
+        codec.decode(message, values, *importance)
+        return values
 
-    def decode(self) -> None:
-        self._values = self._baseline.decode(self._message)
-
-    def poison(self) -> None:
-        self._values = np.zeros(0, np.float32)
-
-    def decoded(self) -> np.ndarray:
-        return self._values
+    return {"n_bytes": gradient.nbytes, "encoder": encode, "decoder": decode, "buffer": values}
 
 
-class CodecMethod(TimedMethod):
-    """A codec of gradwire's registry, which says nothing of its loss: equal messages must give equal values."""
-
-    def __init__(
-        self, name: str, options: dict[str, Any], file: GradientFile, dtype: torch.dtype = torch.float32
-    ) -> None:
-        super().__init__(name, ", ".join(f"{key} {value}" for key, value in options.items()) or "default", file)
-        self.codec = codecs.by_name(name.removeprefix("gradwire:"), **options)
-        self.gradient = torch.from_numpy(file.gradient).to(dtype)
-        self.n_bytes = self.gradient.nbytes
-        self._message = torch.empty(self.codec.max_encoded_bytes(file.gradient.size, dtype), dtype=torch.uint8)
-        self._values = torch.empty_like(self.gradient)
-        self._once: torch.Tensor | None = None
-
-    def encode(self) -> None:
-        self.encoded_bytes = int(self.codec.encode(self.gradient, self._message))
-
-    def decode(self) -> None:
-        self.codec.decode(self.message(), self._values)
-
-    def message(self) -> torch.Tensor:
-        """The last message, exactly."""
-        return self._message[: self.encoded_bytes]
-
-    def poison(self) -> None:
-        size = self._values.element_size()
-        poison = np.array([_POISON], np.uint32).view(np.uint8)[-size:]  # of two bytes: the upper ones
-        self._values.view(torch.uint8).numpy().reshape(-1, poison.size)[:] = poison
-
-    def decoded(self) -> np.ndarray:
-        return self._values.float().numpy()
-
-    def verify(self) -> None:
-        values, decoded = self.file.gradient.view(np.uint32), self.decoded().view(np.uint32)
-        if np.array_equal(values, decoded):
-            return
-        self.guarantee = "repeatable, every value written"
-        if self._once is None:
-            self._once = self._values.clone()
-        self.complain((decoded != self._once.numpy().view(np.uint32)) | (decoded == _POISON))
-
-
-class GCompMethod(CodecMethod):
+def _time_gcomp(spec: str, name: str, given: dict[str, Any], file: GradientFile) -> TimedMethod:
     """GComp or truncate; by default its messages of format 2, and with `format=1` truncating ones, as published.
 
     `table=fitted` (the default) encodes with the table of this gradient's own exponents, as training does once its
@@ -348,90 +335,61 @@ class GCompMethod(CodecMethod):
     its bytes. Without optimizer state in the file importance "paper" has nothing to read: "none" takes its place, or with a cap
     "uniform".
     """
+    options = dict(given)
+    table, dtype_name = options.pop("table", "fitted"), options.pop("dtype", "float32")
+    if table not in ("fitted", "prior"):
+        raise InvalidArgument(f"table={table}: expected fitted or prior")
+    if dtype_name not in _DTYPES:
+        raise InvalidArgument(f"dtype={dtype_name}: expected {', '.join(_DTYPES)}")
+    if name == "gcomp" and "importance" not in options:
+        stand_in = "uniform" if "bits" in options else "none"
+        options["importance"] = "paper" if file.state is not None else stand_in
+    elif options.get("importance") == "paper" and file.state is None:
+        raise InvalidArgument(f'{file.path}: importance "paper" needs the optimizer\'s state, but {file.missing}')
+    if options.get("format") == 1:
+        if dtype_name != "float32":
+            raise InvalidArgument(f"dtype={dtype_name} is measured with format=2")
+        if name == "gcomp":
+            options.setdefault("rounding", "truncate")
+    tolerance, dtype = float(options.pop("tolerance", 1.0)), _DTYPES[dtype_name]
+    codec, file = codecs.by_name(name, **options), _rounded_file(file, dtype)
+    assert isinstance(codec, GCompCodec)
+    if table == "fitted":
+        codec.use_table(HuffmanTable.from_histogram(torch.from_numpy(exponent_histogram(file.gradient))))
+    gradient = torch.from_numpy(file.gradient).to(dtype)
+    coders = _coders(codec, gradient)
+    if codec.importance == "paper":
+        assert file.state is not None
+        optimizer = make_optimizer(file.state, dtype=dtype)
+        metric = QuantisationMetric(optimizer, 1, Promise(tolerance, rounding=codec.rounding, format=codec.format))
+        read, written = optimizer.param_groups[0]["params"], torch.empty(file.gradient.size, dtype=torch.uint8)
+        coders = _coders(codec, gradient, written, weigh=lambda: metric.write_importance(read, [0], written))
+    importance = codec.importance + (f" {codec.bits}" if codec.bits is not None else "")
+    short = "" if dtype_name == "float32" else f", {dtype_name}"
+    guarantees = {"paper": "distance by the rule", "none": "bits", "uniform": "rounding"}
+    setting = f"{importance}, format {codec.format}, {table} table{short}"
+    method = TimedMethod(spec, name, setting, file, **coders)
+    method.importance = "" if "importance" in given else importance  # the name says it already
+    method.guarantee = guarantees.get(codec.importance, "truncation")
+    method.allowed = _allowed_distance(codec, file, _MANTISSA_BITS[dtype], tolerance)
+    return method
 
-    codec: GCompCodec
 
-    def __init__(self, name: str, given: dict[str, Any], file: GradientFile) -> None:
-        options = dict(given)
-        table, dtype_name = options.pop("table", "fitted"), options.pop("dtype", "float32")
-        if table not in ("fitted", "prior"):
-            raise InvalidArgument(f"table={table}: expected fitted or prior")
-        if dtype_name not in _DTYPES:
-            raise InvalidArgument(f"dtype={dtype_name}: expected {', '.join(_DTYPES)}")
-        dtype = _DTYPES[dtype_name]
-        if name == "gcomp" and "importance" not in options:
-            stand_in = "uniform" if "bits" in options else "none"
-            options["importance"] = "paper" if file.state is not None else stand_in
-        elif options.get("importance") == "paper" and file.state is None:
-            raise InvalidArgument(f'{file.path}: importance "paper" needs the optimizer\'s state, but {file.missing}')
-        if options.get("format") == 1:
-            if dtype is not torch.float32:
-                raise InvalidArgument(f"dtype={dtype_name} is measured with format=2")
-            if name == "gcomp":
-                options.setdefault("rounding", "truncate")
-        self.tolerance = float(options.pop("tolerance", 1.0))
-        super().__init__(name, options, _rounded_file(file, dtype), dtype)
-        self.importance = self.codec.importance + (f" {self.codec.bits}" if self.codec.bits is not None else "")
-        short = "" if dtype is torch.float32 else f", {dtype_name}"
-        self.setting = f"{self.importance}, format {self.codec.format}, {table} table{short}"
-        if "importance" in given:
-            self.importance = ""  # the name says it already
-        if table == "fitted":
-            counts = torch.from_numpy(exponent_histogram(self.file.gradient))
-            self.codec.use_table(HuffmanTable.from_histogram(counts))
-        self._importance_bytes: torch.Tensor | None = None
-        if self.codec.importance == "paper":
-            assert self.file.state is not None
-            optimizer = make_optimizer(self.file.state, dtype=dtype)
-            promise = Promise(self.tolerance, rounding=self.codec.rounding, format=self.codec.format)
-            self._parameter: torch.Tensor = optimizer.param_groups[0]["params"][0]
-            self._metric = QuantisationMetric(optimizer, 1, promise)
-            self._importance_bytes = torch.empty(file.gradient.size, dtype=torch.uint8)
-        guarantees = {"paper": "distance by the rule", "none": "bits", "uniform": "rounding"}
-        self.guarantee = guarantees.get(self.codec.importance, "truncation")
-        self._allowed = self._make_bound()
-
-    def encode(self) -> None:
-        if self._importance_bytes is not None:
-            self._metric.write_importance([self._parameter], [0], self._importance_bytes)
-        self.encoded_bytes = int(self.codec.encode(self.gradient, self._message, self._importance_bytes))
-
-    def decode(self) -> None:
-        self.codec.decode(self.message(), self._values, self._importance_bytes)
-
-    def parts(self) -> dict[str, float]:
-        """The bound: exponents at their entropy over the gradient; levels, signs, mantissas at the bits chosen for them."""
-        parts = describe(self.message())
-        exponents = entropy_bits(exponent_histogram(self.file.gradient)) * self.file.gradient.size / 8
-        bound_bytes = exponents + float(parts["level_bytes"] + parts["mantissa_bytes"])
-        return {"exponent_bits": float(parts["exponent_bits"]), "bound_bytes": bound_bytes}
-
-    def _make_bound(self) -> np.ndarray:
-        """How far each decoded value (n,) may lie from the original one, zeros, subnormals, Inf and NaN aside."""
-        codec, n_mantissa = self.codec, _MANTISSA_BITS[self.gradient.dtype]
-        magnitude = np.abs(self.file.gradient.astype(np.float64))
-        if codec.importance == "none":
-            return np.zeros_like(magnitude)
-        if codec.importance == "uniform":
-            assert codec.bits is not None
-            return np.ldexp(magnitude, -codec.bits - 1)
-        if codec.importance != "paper":
-            return np.ldexp(magnitude, (codec.bits or 0) - n_mantissa)
-        assert self.file.state is not None
-        total, slack = allowed_scale(self.file.state)
-        # The promise; levels of format 1 are as published, and the nearest is half as far.
-        rounds = codec.rounding == "nearest"
-        allowed = self.tolerance * np.ldexp(total + slack, -n_mantissa - (rounds and codec.format == 1))
-        return allowed if codec.bits is None else np.maximum(allowed, np.ldexp(magnitude, -codec.bits - rounds))
-
-    def verify(self) -> None:
-        values, decoded = self.file.gradient, self.decoded()
-        exponent = values.view(np.uint32) >> 23 & 0xFF
-        with np.errstate(invalid="ignore", over="ignore"):
-            distance = np.abs(values.astype(np.float64) - decoded.astype(np.float64))
-            is_wrong = ~(distance <= self._allowed) | (np.sign(values) != np.sign(decoded))
-        is_wrong = np.where(exponent == 0, decoded.view(np.uint32) != 0, is_wrong)  # zeros and subnormals become +0
-        self.complain(np.where(exponent == 0xFF, values.view(np.uint32) != decoded.view(np.uint32), is_wrong))
+def _allowed_distance(codec: GCompCodec, file: GradientFile, n_mantissa: int, tolerance: float) -> Float64Array:
+    magnitude = np.abs(file.gradient.astype(np.float64))
+    if codec.importance == "none":
+        return np.zeros_like(magnitude)
+    if codec.importance == "uniform":
+        assert codec.bits is not None
+        return np.ldexp(magnitude, -codec.bits - 1)
+    if codec.importance != "paper":
+        return np.ldexp(magnitude, (codec.bits or 0) - n_mantissa)
+    assert file.state is not None
+    total, slack = allowed_scale(file.state)
+    # The promise; levels of format 1 are as published, and the nearest is half as far.
+    rounds = codec.rounding == "nearest"
+    allowed = tolerance * np.ldexp(total + slack, -n_mantissa - (rounds and codec.format == 1))
+    return allowed if codec.bits is None else np.maximum(allowed, np.ldexp(magnitude, -codec.bits - rounds))
 
 
 def _rounded_file(file: GradientFile, dtype: torch.dtype) -> GradientFile:
@@ -454,8 +412,7 @@ def _rounded_file(file: GradientFile, dtype: torch.dtype) -> GradientFile:
 
 def names() -> list[str]:
     """Every codec and every baseline; a codec that has a baseline's name is `gradwire:NAME`."""
-    taken = baseline_names()
-    return [*(f"gradwire:{name}" if name in taken else name for name in codecs.names()), *taken]
+    return [*(f"gradwire:{name}" if name in BASELINES else name for name in codecs.names()), *BASELINES]
 
 
 def choose_specs(asked: Sequence[str]) -> list[str]:
@@ -470,17 +427,20 @@ def choose_specs(asked: Sequence[str]) -> list[str]:
 def by_spec(spec: str, file: GradientFile, n_threads: int) -> TimedMethod | None:
     """A method, or None where it cannot use `n_threads` threads. Raises: InvalidArgument (unknown name, option)."""
     name, options = _split(spec)
-    method: TimedMethod
-    if name not in _BASELINES:
-        method = (GCompMethod if name in ("gcomp", "truncate") else CodecMethod)(name, options, file)
-    elif options:
+    if name in ("gcomp", "truncate"):
+        return _time_gcomp(spec, name, options, file)
+    if name not in BASELINES:
+        codec = codecs.by_name(name.removeprefix("gradwire:"), **options)
+        setting = ", ".join(f"{key} {value}" for key, value in options.items()) or "default"
+        return TimedMethod(spec, name, setting, file, **_coders(codec, torch.from_numpy(file.gradient)))
+    if options:
         raise InvalidArgument(f"{spec}: baselines take no options")
-    elif n_threads > 1 and not _BASELINES[name][1]:
+    setting, uses_threads, _ = BASELINES[name]
+    if n_threads > 1 and not uses_threads:
         return None
-    else:
-        method = BaselineMethod(name, n_threads, file)
-    method.spec = spec
-    return method
+    baseline = baseline_by_name(name, n_threads)
+    encoder = functools.partial(baseline.encode, file.gradient)
+    return TimedMethod(spec, name, setting, file, file.gradient.nbytes, encoder, baseline.decode)
 
 
 def _split(spec: str) -> tuple[str, dict[str, Any]]:

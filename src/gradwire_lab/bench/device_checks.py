@@ -163,11 +163,9 @@ def measure_kernels(kernels: Kernels, n_elements: int = 1 << 24, n_calls: int = 
     with using(kernels):
         for label, (name, options) in _TIMED.items():
             codec: Any = codecs.by_name(name, **options)
-            is_quantiser = isinstance(codec, Quantised)
-            room = (
-                codec.message_room if is_quantiser else functools.partial(codec.max_encoded_bytes, dtype=torch.float32)
-            )
-            whole = torch.empty(room(n_elements), dtype=torch.uint8, device=device)
+            is_quantiser, dtype = isinstance(codec, Quantised), torch.float32
+            room = codec.message_room(n_elements) if is_quantiser else codec.max_encoded_bytes(n_elements, dtype)
+            whole = torch.empty(room, dtype=torch.uint8, device=device)
             if isinstance(codec, GCompCodec):  # of the values at hand, as the scheme has it
                 counts = torch.zeros(256, dtype=torch.int64, device=device)
                 codec.histogram(next(inputs), counts)

@@ -16,11 +16,10 @@ import os
 import statistics
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -55,39 +54,33 @@ def check_ranks(args: argparse.Namespace) -> None:
     for rate in args.rate or ():
         n_rates = len([parse_rate(word) for word in rate.split(",")])
         if n_rates not in (1, n_links):
-            raise InvalidArgument(
-                f"--rate {rate}: {n_rates} rates for {n_links} {'ranks' if per_node == 1 else 'nodes'}"
-            )
+            who = "ranks" if per_node == 1 else "nodes"
+            raise InvalidArgument(f"--rate {rate}: {n_rates} rates for {n_links} {who}")
     then = getattr(args, "then", ())  # not every benchmark has it
     if then and args.log is None and (is_rank() or not args.rate or "none" in args.rate):
         raise InvalidArgument("--then changes the links of the test network: give the rate to begin with, --rate RATE")
     for rates in then:
         each = [parse_rate(word) for word in rates.split(",")]
         if None in each or len(each) not in (1, n_links):
-            raise InvalidArgument(
-                f"--then {rates}: expected one rate such as 100mbit, or {n_links} with commas between"
-            )
+            words = f"one rate such as 100mbit, or {n_links} with commas between"
+            raise InvalidArgument(f"--then {rates}: expected {words}")
 
 
 def measure_in_ranks(
     bench: str, args: argparse.Namespace, measure: Callable[[], None], specs: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """As a rank `measure`; else start ranks that do, and return their records. Raises: as `check_ranks`, `run_in_ranks`."""
-    check_ranks(args)
-    if not is_rank():
-        return run_in_ranks(bench, args, specs)
-    with as_rank():
-        measure()
-    return []
-
-
-def run_in_ranks(bench: str, args: argparse.Namespace, specs: Sequence[str]) -> list[dict[str, Any]]:
-    """Run `gradwire bench BENCH` in `--ranks` processes, once for each `--rate`; results so far outlive a failure.
+    """As a rank `measure`; else run `gradwire bench BENCH` in `--ranks` processes, once for each `--rate`.
 
     If one of `specs` sums in the network, the emulation of an aggregating switch runs beside them.
 
-    Raises: PeerLost (a rank failed; the message names it), GradwireError (results could not be written).
+    Returns: the ranks' records; those so far are written even after a failure.
+    Raises: as `check_ranks`; PeerLost (a rank failed; the message names it), GradwireError (results could not be written).
     """
+    check_ranks(args)
+    if is_rank():
+        with as_rank():
+            measure()
+        return []
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
         log = RecordLog(args.log or Path(folder) / "records.jsonl")
         command = ["bench", bench, *args.arguments, "--log", str(log.path)]
@@ -109,13 +102,13 @@ def run_in_ranks(bench: str, args: argparse.Namespace, specs: Sequence[str]) -> 
         return log.read()
 
 
-def change_links(log: Path, number: int, rates: str, patience_s: float = 20.0) -> None:
-    """Rank 0's side: have every link changed to `rates` ("100mbit", or one a rank with commas), the run's `number`th change.
+def change_links(log: Path, rates: str, patience_s: float = 20.0) -> None:
+    """Rank 0's side: have every link changed to `rates` ("100mbit", or one a rank with commas).
 
     Raises: GradwireError (the launcher could not, or did not answer in `patience_s`).
     """
-    path = _answer_path(log, number)
-    print(f"{_QUESTION}{number} {rates}", flush=True)
+    path = _answer_path(log)
+    print(f"{_QUESTION}{rates}", flush=True)
     deadline = time.monotonic() + patience_s
     while not path.exists():
         if time.monotonic() > deadline:
@@ -129,8 +122,7 @@ def change_links(log: Path, number: int, rates: str, patience_s: float = 20.0) -
 
 def _answer(log: Path, lab: Netlab, question: str) -> None:
     """Change the lab's links as asked, and say so, or why not."""
-    number, rates = question.removeprefix(_QUESTION).split(" ")
-    answer, each = "", rates.split(",")
+    answer, each = "", question.removeprefix(_QUESTION).split(",")
     try:
         if not lab.shaped:
             raise GradwireError("the ranks have no shaped links")
@@ -138,11 +130,11 @@ def _answer(log: Path, lab: Netlab, question: str) -> None:
             lab.set_rate(rank, each[rank % len(each)])
     except GradwireError as error:
         answer = str(error)
-    _answer_path(log, int(number)).write_text(answer, encoding="utf-8")
+    _answer_path(log).write_text(answer, encoding="utf-8")
 
 
-def _answer_path(log: Path, number: int) -> Path:
-    return log.with_name(f"{log.name}.links-{number}")
+def _answer_path(log: Path) -> Path:
+    return log.with_name(f"{log.name}.links")
 
 
 def write_results(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
@@ -168,31 +160,17 @@ def needs_switch(specs: Sequence[str]) -> bool:
 Turn = dict[str, float]
 
 
-class RankMethod(ABC):
-    """What is measured: every rank makes the same ones, and each call is collective.
+class RankMethod(Protocol):
+    """What is measured: every rank makes the same ones, and each call is collective."""
 
-    Attributes:
-        name, options: of its spec.
-        times: what each step took so far.
-    """
-
-    name: str
-    options: dict[str, Any]
-    times: list[Any]
-
-    @abstractmethod
     def step(self) -> None:
-        """One reduction, or one step of training, whose time goes into `times`."""
+        """One reduction, or one step of training, whose time it keeps."""
 
     def finish_turn(self) -> None:
         """What was put off is done before the next method's turn."""
 
-    @abstractmethod
     def stats(self) -> dict[str, float]:
         """Its counts so far, such as `sent_bytes`; a turn's are the differences."""
-
-    def close(self) -> None:
-        """Let go of everything."""
 
 
 def make_scheme(name: str, options: dict[str, Any]) -> schemes.Scheme:
@@ -276,15 +254,15 @@ class Links:
         self.networks = [first, *(dataclasses.replace(first, rates_bps=rates) for rates in later)]
         self._log = args.log
         self._rates = [rates_of(first), *args.then]
-        self._now, self._n_changes = self._rates[0], 0
+        self._now = self._rates[0]
 
     def enter(self, phase: int) -> None:
         """Change the links to what they are in this phase. Collective. Raises: GradwireError."""
         if self._rates[phase] == self._now:
             return
         if dist.get_rank() == 0:
-            change_links(self._log, self._n_changes, self._rates[phase])
-        self._now, self._n_changes = self._rates[phase], self._n_changes + 1
+            change_links(self._log, self._rates[phase])
+        self._now = self._rates[phase]
         dist.barrier()
 
 

@@ -121,13 +121,8 @@ class _Regret:
         first = next((n_steps[0][spec] for spec in self._autos), 0)
         stats = {spec: auto.own_stats()["auto"] for spec, auto in self._autos.items()}
         found = make_records(turns_s, stats, first if phase else 0)
-        shared = {
-            "ranks": dist.get_world_size(),
-            "rate_bps": network.rate_bps,
-            "rates": driver.rates_of(network) or "none",
-            "phase": phase,
-            "shaped": network.shaped,
-        }
+        shared: dict[str, Any] = {"ranks": dist.get_world_size(), "rate_bps": network.rate_bps}
+        shared |= {"rates": driver.rates_of(network) or "none", "phase": phase, "shaped": network.shaped}
         records: list[dict[str, Any]] = []
         for spec, method in self._named.items():
             strays = max(abs(mine - ddps) for mine, ddps in zip(losses[spec], losses["ddp"], strict=True))
@@ -236,15 +231,12 @@ def steps_until_good(schedule: Sequence[Sequence[Any]], step_s: Mapping[str, flo
 
 def below_the_bars(records: Iterable[Mapping[str, Any]]) -> list[str]:
     """A line for each record of auto that misses a bar."""
-    lines = []
-    for record in records:
-        if record["scheme"] == "auto" and (record["x_ddp"] < LEAST_X_DDP or record["x_best_last_half"] < LEAST_X_BEST):
-            lines.append(
-                f"{record['workload']}, {record['ranks']} ranks, {record['rates']}, {record['fidelity']}: "
-                f"{record['x_ddp']:.3f} x DDP, second half {record['x_best_last_half']:.3f} of the best "
-                f"({record['best']}); ends with {record['ends_with']}"
-            )
-    return lines
+    return [
+        "{workload}, {ranks} ranks, {rates}, {fidelity}: {x_ddp:.3f} x DDP, second half {x_best_last_half:.3f} of the "
+        "best ({best}); ends with {ends_with}".format_map(record)
+        for record in records
+        if record["scheme"] == "auto" and (record["x_ddp"] < LEAST_X_DDP or record["x_best_last_half"] < LEAST_X_BEST)
+    ]
 
 
 def make_grid(records: Sequence[Mapping[str, Any]]) -> Grid:

@@ -16,14 +16,11 @@ from gradwire_lab.results.captions import duration
 from gradwire_lab.results.experiment import Cell, Experiment
 from gradwire_lab.results.records import Store, name_of, state_of
 
-# Of the environment, what every record of a run carries, beside the digest of what it depends on.
-_KEPT = ("commit", "date", "cpu", "n_cores", "os", "python", "torch", "network")
-
 
 def describe_run() -> dict[str, Any]:
-    """Where and with what a run is measured: machine, versions, commit, network."""
+    """Where and with what a run is measured, which each of its records carries."""
     environment = describe_environment()
-    return {key: environment[key] for key in _KEPT}
+    return {key: environment[key] for key in ("commit", "date", "cpu", "n_cores", "os", "python", "torch", "network")}
 
 
 class Load:
@@ -120,7 +117,13 @@ class Runner:
 
     def estimate_s(self, runs: Sequence[ExperimentRun]) -> float:
         """About how long these take: what the same took before, else what the catalogue says of such runs."""
-        return sum(self._seconds(run) for run in runs)
+        total_s = 0.0
+        for experiment, cells in ((run.experiment, run.cells) for run in runs):
+            wanted = {name_of(experiment, cell) for cell in cells}
+            records = [one for one in self.store.read(experiment.key) if name_of(experiment, one) in wanted]
+            took_s = [float(one["elapsed_s"]) for one in records if one.get("elapsed_s")]
+            total_s += max(took_s, default=experiment.seconds)
+        return total_s
 
     def run(self, runs: Sequence[ExperimentRun], n_finished: int = 0) -> int:
         """Measure; status 1 if a run failed, which keeps what the store had. Raises: GradwireError (the store)."""
@@ -147,15 +150,6 @@ class Runner:
         for name in failed:
             self.say(f"failed: {name}; the same command measures only what is missing")
         return 1 if failed else 0
-
-    def _seconds(self, run: ExperimentRun) -> float:
-        wanted = {name_of(run.experiment, cell) for cell in run.cells}
-        took = [
-            float(record["elapsed_s"])
-            for record in self.store.read(run.experiment.key)
-            if record.get("elapsed_s") and name_of(run.experiment, record) in wanted
-        ]
-        return max(took, default=run.experiment.seconds)
 
     def _measure(self, run: ExperimentRun) -> float | None:
         """Seconds that it took; None where it failed, and then nothing is written."""

@@ -40,9 +40,8 @@ _MEMORY_SHARE = 0.5
 def run(args: argparse.Namespace) -> int:
     """Measure as a rank, or start the ranks that do."""
     if args.steps < 1 or args.warmup < 1:
-        raise InvalidArgument(
-            f"--steps {args.steps} --warmup {args.warmup}: both count from 1 (DDP rebuilds its buckets after the first step)"
-        )
+        words = "both count from 1 (DDP rebuilds its buckets after the first step)"
+        raise InvalidArgument(f"--steps {args.steps} --warmup {args.warmup}: {words}")
     workloads.check_name(parse_spec(args.workload)[0])
     specs = choose_specs(args.scheme, train_methods.names(), train_methods.more())
     for spec in specs:
@@ -70,7 +69,7 @@ class TrainBench:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._environment = describe_environment()
         self._links, self._records = driver.Links(args), driver.Records(args)
-        self._shared_s: float | None = None
+        self._shared_s = 0.0
 
     def run(self) -> list[dict[str, Any]]:
         """Train every method; returns the records, on every rank."""
@@ -126,7 +125,7 @@ class TrainBench:
         self._shared_s = self._shared_s or min(map(sum, steps_s))
         self._records.add(
             [
-                {**self._record(method, phase, turns, loss, steps, self._shared_s), "is_interleaved": len(methods) > 1}
+                {**self._record(method, phase, turns, loss, steps), "is_interleaved": len(methods) > 1}
                 for phase, turns_of_all in enumerate(by_phase)
                 for method, turns, loss, steps in zip(methods, turns_of_all, losses, steps_s, strict=True)
             ]
@@ -139,13 +138,7 @@ class TrainBench:
         return max(self.args.warmup, method.settling_steps)
 
     def _record(
-        self,
-        method: TrainMethod,
-        phase: int,
-        turns: list[driver.Turn],
-        losses: list[float],
-        steps_s: list[float],
-        shared_s: float,
+        self, method: TrainMethod, phase: int, turns: list[driver.Turn], losses: list[float], steps_s: list[float]
     ) -> dict[str, Any]:
         n_warmup = self._n_warmup(method)
         first = n_warmup + phase * self.args.steps
@@ -182,8 +175,8 @@ class TrainBench:
             "wire_ratio": means["sent_bytes"] / ring if ring else 1.0,
             "samples_per_s": self.world_size * self.workload.batch_size / timing.median_s,
             "loss": statistics.fmean(losses[:n_trained][-_LOSS_STEPS:]),
-            "loss_at_s": shared_s,
-            "loss_after_s": _loss_at(losses, steps_s, shared_s),
+            "loss_at_s": self._shared_s,
+            "loss_after_s": _loss_at(losses, steps_s, self._shared_s),
             "n_steps": len(times),
             "n_warmup": n_warmup,
             "n_bytes": n_bytes,
@@ -198,12 +191,11 @@ class TrainBench:
         """Means over ranks and steps of `Timeline.measure`; None where it was not asked for or cannot be told."""
         if not self.args.overlap:
             return {}
-        names = ("overlap_s", "exposed_codec_s")
         found = method.overlap(turns[0]["started_s"], turns[-1]["ended_s"])
         if found is None:  # the same on every rank
-            return dict.fromkeys(names)
-        means = driver.mean_over_ranks([found[name] / n_steps for name in names])
-        return dict(zip(names, means, strict=True))
+            return {"overlap_s": None, "exposed_codec_s": None}
+        means = driver.mean_over_ranks([seconds / n_steps for seconds in found.values()])
+        return dict(zip(found, means, strict=True))
 
 
 def _take_turns(methods: Sequence[TrainMethod], n_steps: Sequence[int], progress: Progress) -> list[list[driver.Turn]]:
@@ -268,9 +260,7 @@ def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
         Column("samples_per_s", "samples/s", form=",.1f"),
         Column("loss_after_s", f"loss at {moment}", form=".4f"),
     ]
-    caption = (
-        "ms a step, medians; codec time is busy time, hidden or not; loss: mean of the last steps, and of those before "
-    )
+    caption = "ms a step, medians; codec time is busy time, hidden or not; loss: mean of the last steps, and of those "
     table = Table(columns, rows=("method",), title=", ".join([words, *marks]))
     named = [{**record, "method": spec_of(record)} for record in records]
-    return tabulate(named, table, f"{caption}{moment}", {"method": REFERENCE})
+    return tabulate(named, table, f"{caption}before {moment}", {"method": REFERENCE})

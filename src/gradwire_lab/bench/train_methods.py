@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ from gradwire.registry import parse_spec
 from gradwire.schemes.aqgb.overlap import Interval, length_s, overlap_s, without
 from gradwire.telemetry.recorder import BucketRecord, StepRecord
 from gradwire.wire.communicator import completed, ring_bytes
-from gradwire_lab.bench.driver import RankMethod, make_scheme
+from gradwire_lab.bench.driver import make_scheme
 from gradwire_lab.training import torch_hooks
 from gradwire_lab.workloads import Workload
 
@@ -98,12 +99,8 @@ class Timeline:
         """The last step's work went on until then: what had been put off was done."""
         self.waiting[-1] = (self.waiting[-1][0], ended_s)
 
-    def write_step(self, step_record: StepRecord, bucket_records: Sequence[BucketRecord]) -> None:
-        """Keep the spans of a closed step."""
-        self.add(bucket_records)
-
-    def add(self, bucket_records: Iterable[BucketRecord]) -> None:
-        """Keep the spans of these buckets."""
+    def write_step(self, step_record: StepRecord | None, bucket_records: Sequence[BucketRecord]) -> None:
+        """Keep the spans of a closed step, or of buckets that are in none yet."""
         for span in (span for record in bucket_records for span in record.spans or ()):
             interval = (span.start_ns / 1e9, span.end_ns / 1e9)
             if span.kind == "communicate":
@@ -133,7 +130,7 @@ class Timeline:
         }
 
 
-class TrainMethod(RankMethod):
+class TrainMethod:
     """A model of its own in training; methods of one run start from the same weights and see the same batches.
 
     Args:
@@ -172,11 +169,8 @@ class TrainMethod(RankMethod):
         self.times: list[StepTimes] = []
 
     def _replicate(self, module: nn.Module) -> DistributedDataParallel:
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._note_gradient)
-            for parameter in module.parameters()
-            if parameter.requires_grad
-        ]
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._note_gradient) for parameter in trained]
         ddp_options, whole_mb = self._workload.ddp_options(), 1 + 4 * self.n_parameters // (1 << 20)
         if self.name in torch_hooks.ONE_BUCKET:
             ddp_options["bucket_cap_mb"] = whole_mb
@@ -193,9 +187,8 @@ class TrainMethod(RankMethod):
         else:
             shape = (self._world_size // ranks_per_node(), ranks_per_node())
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        dtypes: dict[str, Any] = {
-            f"{key}_dtype": _DTYPES[self.options[key]] for key in _PRECISION if key in self.options
-        }
+        given = {key: self.options[key] for key in _PRECISION if key in self.options}
+        dtypes: dict[str, Any] = {f"{key}_dtype": _DTYPES[name] for key, name in given.items()}
         lists = [one for one in list(module.modules()) if isinstance(one, nn.ModuleList | nn.Sequential)]
         for block in (block for one in lists for block in one):
             if n_elements := sum(parameter.numel() for parameter in block.parameters()):
@@ -206,10 +199,11 @@ class TrainMethod(RankMethod):
         return module
 
     def _attach(self) -> gradwire.Attachment:
-        # DDP's bucket size is no option of the scheme's; schemes that work by block want buckets no larger than blocks.
-        options = {key: value for key, value in self.options.items() if key != "bucket_mb"}
+        # Neither DDP's bucket size (schemes that work by block want buckets no larger than blocks) nor FSDP2's dtypes are
+        # options of the scheme's.
+        outside = ("bucket_mb", *_PRECISION) if self.name == "fsdp2-shards" else ("bucket_mb",)
+        options = {key: value for key, value in self.options.items() if key not in outside}
         if self.name == "fsdp2-shards":
-            options = {key: value for key, value in options.items() if key not in _PRECISION}
             name, weights = options.pop("gradients", "gcomp"), options.pop("weights", None)
             return gradwire.attach(self._model, self._optimizers, name, weights=weights, **options)
         name = options.pop("scheme", "plain") if self.name == "fsdp2" else self.name
@@ -271,7 +265,7 @@ class TrainMethod(RankMethod):
         if self._timeline is None or (self.attachment is None and self._quantiser is None):
             return None
         if self.attachment is not None:
-            self._timeline.add(self.attachment.recorder.unsummed_buckets())
+            self._timeline.write_step(None, self.attachment.recorder.unsummed_buckets())
         return self._timeline.measure(since_s, until_s)
 
     def _note_gradient(self, _: torch.Tensor) -> None:
@@ -287,16 +281,12 @@ class TrainMethod(RankMethod):
         messages received, the rest with those sent.
         """
         if own := self.own_stats():
-            codec_s = sum(own[f"{kind}_s"] for kind in _CODEC_KINDS)
-            return {
-                "sent_bytes": float(own["bytes_sent"]),
-                "codec_s": float(codec_s),
-                "decode_s": float(own["decode_s"]),
-            }
-        sent = {"sent_bytes": self._baseline_bytes()}
+            codec_s = float(sum(own[f"{kind}_s"] for kind in _CODEC_KINDS))
+            return {"sent_bytes": float(own["bytes_sent"]), "codec_s": codec_s, "decode_s": float(own["decode_s"])}
         if self._quantiser is not None:
-            encode_s, decode_s = self._quantiser.encode_s, self._quantiser.decode_s
-            return {**sent, "codec_s": encode_s + decode_s, "decode_s": decode_s}
+            busy_s, sent_bytes = self._quantiser.busy_s, float(self._quantiser.sent_bytes)
+            return {"sent_bytes": sent_bytes, "codec_s": sum(busy_s.values()), "decode_s": busy_s["decode"]}
+        sent = {"sent_bytes": self._baseline_bytes()}
         return {**sent, "codec_s": 0.0, "decode_s": 0.0} if self.name == "ddp" else sent
 
     def close(self) -> None:
@@ -319,12 +309,11 @@ class TrainMethod(RankMethod):
             self._baseline_bytes = lambda: float(len(self.times) * (world_size - 1) * n_bytes / world_size)
         elif self.name in TRAINING_THREAD:
             codec = TRAINING_THREAD[self.name](**self.options)
-            self._quantiser = quantiser = TrainingThreadQuantiser(codec, getattr(self._model.module, "occupy", None))
-            quantiser.register(self._model)
-            self._baseline_bytes = lambda: float(quantiser.sent_bytes)
+            self._quantiser = TrainingThreadQuantiser(codec, getattr(self._model.module, "occupy", None))
+            self._quantiser.register(self._model)
             if self._timeline is not None:
-                self._timeline.communicating = quantiser.communicate_spans
-                self._timeline.training_codec = quantiser.codec_spans
+                self._timeline.communicating = self._quantiser.communicate_spans
+                self._timeline.training_codec = self._quantiser.codec_spans
         else:
             defaults = _POWER_SGD if self.name == "ddp-powersgd" else {}
             hook = torch_hooks.TorchHook(self.name, {**defaults, **self.options})
@@ -375,7 +364,7 @@ class TrainingThreadQuantiser:
     Attributes:
         codec_spans, communicate_spans: (start_s, end_s) on `time.perf_counter`; all codec work, and every collective
             from its start to its end.
-        encode_s, decode_s: seconds in the codec so far.
+        busy_s: seconds in the codec so far, "encode" and "decode".
         sent_bytes: bytes that this rank has sent so far.
     """
 
@@ -387,7 +376,7 @@ class TrainingThreadQuantiser:
         self._under_way: list[_Exchange] = []
         self.codec_spans: list[tuple[float, float]] = []
         self.communicate_spans: list[tuple[float, float]] = []
-        self.encode_s = self.decode_s = 0.0
+        self.busy_s = {"encode": 0.0, "decode": 0.0}
         self.sent_bytes = 0
 
     def register(self, model: DistributedDataParallel) -> None:
@@ -405,14 +394,13 @@ class TrainingThreadQuantiser:
         if exchange is None or exchange.residual.numel() != buffer.numel():
             exchange = self._exchanges[index] = _Exchange(buffer.numel(), self._world_size, self._codec)
         exchange.bucket, exchange.done = buffer, torch.futures.Future()
-        started = time.perf_counter()
-        for owner, part in enumerate(exchange.parts):
-            if owner != self._rank:
-                self._encode(buffer[part], exchange.residual[part], exchange.pushes[owner])
-        ended = self._note_codec(started)
-        self.encode_s += ended - started
+        before_s = self.busy_s["encode"]
+        with self._working("encode"):
+            for owner, part in enumerate(exchange.parts):
+                if owner != self._rank:
+                    self._encode(buffer[part], exchange.residual[part], exchange.pushes[owner])
         if self._occupy is not None:
-            self._occupy(ended - started)
+            self._occupy(self.busy_s["encode"] - before_s)
         exchange.work = self._watch(dist.all_to_all_single(exchange.pushed, exchange.pushes, async_op=True))
         self.sent_bytes += (self._world_size - 1) * exchange.pushes.shape[1]
         self._under_way.append(exchange)
@@ -431,11 +419,10 @@ class TrainingThreadQuantiser:
             self.sent_bytes += (self._world_size - 1) * exchange.answer.numel()
         for exchange in under_way:
             exchange.work.wait()
-            started = time.perf_counter()
-            for part, pull in zip(exchange.parts, exchange.pulls, strict=True):
-                self._decode(pull, exchange.bucket[part])
-            exchange.bucket.div_(self._world_size)
-            self.decode_s += self._note_codec(started) - started
+            with self._working("decode"):
+                for part, pull in zip(exchange.parts, exchange.pulls, strict=True):
+                    self._decode(pull, exchange.bucket[part])
+                exchange.bucket.div_(self._world_size)
             exchange.done.set_result(exchange.bucket)
 
     def _answer(self, exchange: _Exchange) -> None:
@@ -443,20 +430,17 @@ class TrainingThreadQuantiser:
         part = exchange.parts[self._rank]
         residual = exchange.residual[part]
         total, decoded = exchange.total[: residual.numel()], exchange.decoded[: residual.numel()]
-        started = time.perf_counter()
-        total.zero_()
-        for source in range(self._world_size):
-            if source == self._rank:
-                total.add_(exchange.bucket[part]).add_(residual)
-            else:
-                self._decode(exchange.pushed[source], decoded)
-                total.add_(decoded)
-        summed = time.perf_counter()
-        residual.zero_()
-        self._encode(total, residual, exchange.answer)
-        ended = self._note_codec(started)
-        self.decode_s += summed - started
-        self.encode_s += ended - summed
+        with self._working("decode"):
+            total.zero_()
+            for source in range(self._world_size):
+                if source == self._rank:
+                    total.add_(exchange.bucket[part]).add_(residual)
+                else:
+                    self._decode(exchange.pushed[source], decoded)
+                    total.add_(decoded)
+        with self._working("encode"):
+            residual.zero_()
+            self._encode(total, residual, exchange.answer)
 
     def _encode(self, values: torch.Tensor, residual: torch.Tensor, slot: torch.Tensor) -> None:
         n_bytes = self._codec.encode_with_residual(values, residual, slot[_LENGTH_BYTES:])
@@ -466,10 +450,13 @@ class TrainingThreadQuantiser:
         n_bytes = int(slot[:_LENGTH_BYTES].view(torch.int64))
         self._codec.decode(slot[_LENGTH_BYTES : _LENGTH_BYTES + n_bytes], out)
 
-    def _note_codec(self, started: float) -> float:
+    @contextlib.contextmanager
+    def _working(self, kind: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
         ended = time.perf_counter()
         self.codec_spans.append((started, ended))
-        return ended
+        self.busy_s[kind] += ended - started
 
     def _watch(self, work: dist.Work | None) -> dist.Work:
         assert work is not None

@@ -7,8 +7,6 @@ from typing import Any
 
 from gradwire_lab.results.experiment import Column, Coverage, Experiment, Goal, Ref
 
-_SMALL = "small models, 4 ranks on 2 cores"
-_EMULATED = "4 ranks on 2 cores, computation emulated, links of 0.1 to 1 Gb/s"
 # By experiment: what differs from the paper where it does; those that are not here are in the paper's own setting.
 DIFFERS = {
     "train-resnet": "a small ResNet, 4 ranks on 2 cores; the paper: ResNet-50, 4 A100, 10 Gb/s",
@@ -19,35 +17,27 @@ DIFFERS = {
     "gcomp-cross-tables": "small models",
     "gcomp-mantissa": "small models, the four levels of format 1",
     "gcomp-scaling": "simulated from sizes of small models",
-    "acp-iteration-gpt": _SMALL,
     "acp-iteration-resnet50": "4 emulated ranks on 2 cores, at most 1 Gb/s; the paper: 32 GPUs, 10 Gb/s",
-    "acp-iteration-bert-base": _EMULATED,
-    "acp-optimisations": _EMULATED,
-    "acp-buffers": _EMULATED,
     "acp-batch": "a small ResNet",
-    "acp-rank": _EMULATED,
     "acp-world": "2 to 8 ranks on 2 cores; the paper: 8 to 64 GPUs",
     "acp-convergence-resnet": "a small ResNet on digits; the paper: VGG-16 and ResNet-18 on CIFAR-10",
     "aqgb-live": "a small GPT, 2 and 4 ranks on 2 cores; the paper: 16 simulated workers",
     "aqgb-adaptation": "live on 4 ranks; the paper: 8 simulated workers",
     "aqgb-accuracy": "digits; the paper: CIFAR-10",
-    "aqgb-times": _SMALL,
     "aqgb-float-training": "a small ResNet and 150 steps; the paper: ResNeXt101",
     "slimgc-accuracy": "digits; the paper: CIFAR and ImageNet",
     "slimgc-accuracy-gpt": "a small GPT",
-    "slimgc-accuracy-rates": "digits",
-    "slimgc-compression": "digits",
-    "slimgc-communication": "digits",
     "slimgc-speed-resnet50": "4 emulated ranks on 2 cores, 0.1 and 1 Gb/s; the paper: 16 V100, 10 and 100 Gb/s",
-    "slimgc-speed-large": _EMULATED,
     "slimgc-rivals": "ResNet-50 at 1 Gb/s; the paper: VGG-16 at 100 Gb/s",
     "homomorphic-allreduce": "over loopback at 200 Mb/s, an emulated switch; the paper: NCCL at 100 Gb/s, a Tofino",
-    "homomorphic-shapes": _EMULATED,
-    "homomorphic-time-ncf": _SMALL,
-    "homomorphic-time-lstm": _SMALL,
     "homomorphic-lossy-vgg": "a small VGG on digits",
     "homomorphic-lossy-bert": "a small BERT",
-}
+    **dict.fromkeys(("slimgc-accuracy-rates", "slimgc-compression", "slimgc-communication"), "digits"),
+    **dict.fromkeys(("acp-iteration-gpt", "aqgb-times", "homomorphic-time-ncf", "homomorphic-time-lstm"),
+                    "small models, 4 ranks on 2 cores"),
+    **dict.fromkeys(("acp-iteration-bert-base", "acp-optimisations", "acp-buffers", "acp-rank", "slimgc-speed-large",
+                     "homomorphic-shapes"), "4 ranks on 2 cores, computation emulated, links of 0.1 to 1 Gb/s"),
+}  # fmt: skip
 
 _CANNOT, _AS, _DIFFERS = "cannot be here", "as in the paper", "differs"
 _METHOD = Coverage(_AS, "the method, `docs/format.md`")

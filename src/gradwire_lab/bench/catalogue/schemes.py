@@ -72,10 +72,7 @@ _X_BEST = Column("x_best_last_half", "x best, 2nd half", form=".3f", spread=True
 _X_STEP = Column("iteration_s", "x DDP", kind="ratio", form=".3f")
 _X_CPU = Column("cpu_s", "CPU, x DDP", kind="ratio", form=".3f")
 _GOOD_AFTER = Column("good_after", "good after", form=".0f")
-_EXACT, _CLOSE = {"gradwire, exact": "auto:fidelity=exact"}, {"gradwire, close": "auto:fidelity=close"}
-_ANY = {"gradwire, any": "auto:fidelity=any"}
-_DDP = {"DDP": "ddp"}
-_AUTOS = [*_EXACT.values(), *_CLOSE.values(), *_ANY.values()]
+_DDP, _AUTO = {"DDP": "ddp"}, {f"gradwire, {level}": f"auto:fidelity={level}" for level in ("exact", "close")}
 _AUTO_RATES = {"100 Mb/s": "100mbit", "300 Mb/s": "300mbit", "1 Gb/s": "1gbit", "unshaped": "none"}
 
 AUTO_TABLE = Table([Column("x_ddp", "x DDP's speed", form=".2f")], across="rate", where={"workload": "gpt", "ranks": 2})
@@ -84,8 +81,7 @@ AUTO_TABLE = Table([Column("x_ddp", "x DDP's speed", form=".2f")], across="rate"
 def _regret(key: str, question: str, axes: dict[str, Any], *, rows: Sequence[str], across: str, takes: float,
             plots: Sequence[Plot] = (), goals: Sequence[Goal] = (), is_long: bool = False,
             **fixed: Any) -> Experiment:  # fmt: skip
-    autos = [spec for spec in axes["scheme"].values() if spec in _AUTOS]
-    only = {"scheme": autos}
+    only = {"scheme": [spec for spec in axes["scheme"].values() if spec.startswith("auto")]}
     by = ("phase",) if "then" in fixed else ()
     return Experiment(
         key=key, system="auto", measure="regret", seconds=takes, question=question, is_long=is_long, fixed=fixed, axes=axes,
@@ -107,14 +103,14 @@ EXPERIMENTS = [
     _regret(
         "regret", "What does auto lose against DDP, and against the best scheme that it may use, in 300 steps?",
         {"workload": ["gpt", "resnet", "ncf", "many-tensors"], "ranks": [2, 4], "rate": _AUTO_RATES,
-         "scheme": {**_DDP, "DDP, bf16 hook": "ddp-bf16", **_EXACT, **_CLOSE, **_ANY}},
+         "scheme": {**_DDP, "DDP, bf16 hook": "ddp-bf16", **_AUTO, "gradwire, any": "auto:fidelity=any"}},
         rows=("workload", "ranks", "scheme"), across="rate", takes=225, is_long=True, steps=300, seconds=60,
         plots=[Plot("rate", Column("x_ddp", "speed, x DDP", form=".3f"), style="bars", x_title="every rank's link",
                     where={"workload": "gpt", "ranks": 2})],
     ),
     _regret(
         "regret-changes", "What does auto make of another network in mid-run: 1 Gb/s (phase 0), 100 Mb/s, 1 Gb/s?",
-        {"workload": ["gpt", "resnet"], "scheme": {**_DDP, **_EXACT, **_CLOSE}},
+        {"workload": ["gpt", "resnet"], "scheme": {**_DDP, **_AUTO}},
         rows=("workload", "scheme"), across="phase", takes=360, ranks=2, rate="1gbit", then=["100mbit", "1gbit"],
         steps=150, seconds=45,
         goals=[Goal(f"within 6 % of the best after so many steps of a {link} link", _GOOD_AFTER, "<=", steps,
@@ -145,8 +141,7 @@ EXPERIMENTS = [
         key="nearly-exact", system="schemes", measure="train", seconds=70, baseline=DDP,
         question="Schemes that leave the loss as it is, two workloads: what do they send, and is it faster?",
         fixed={"steps": 10, "warmup": 3},
-        axes={"workload": ["ncf", "gpt"], "ranks": [2, 4],
-              "rate": {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"},
+        axes={"workload": ["ncf", "gpt"], "ranks": [2, 4], "rate": {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"},
               "scheme": ["ddp", "ddp-bf16", "gcomp", _TEN_BITS, "homomorphic"]},
         show=[Table([ITERATION, X_DDP, SENT, CODEC, LOSS], rows=("ranks", "scheme"), across="rate")],
     ),
@@ -175,8 +170,7 @@ EXPERIMENTS = [
         baseline=DDP, controls=CONTROLS, quick=True,
         question="How long does an all-reduce of random values take, by size?",
         fixed={"ranks": 4, "quick": True},
-        axes={"rate": {"1 Gb/s": "1gbit", "unshaped": "none"}, "n_bytes": _SIZES,
-              "scheme": REDUCING},
+        axes={"rate": {"1 Gb/s": "1gbit", "unshaped": "none"}, "n_bytes": _SIZES, "scheme": REDUCING},
         show=[Table([ms("time_s", "ms")], across="n_bytes"),
               Table([TIME, TIME_X_DDP, mb("wire_bytes", "MB sent"), _RATIO], where={"n_bytes": 25000000}, across="rate",
                     title="25 MB")],

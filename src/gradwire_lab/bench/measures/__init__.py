@@ -81,6 +81,16 @@ Measured = list[tuple[Cell, Record]]
 Measure = Callable[[Call], Measured]
 
 
+def cell_by_cell(measure: Callable[..., Record | list[Record]]) -> Measure:
+    """The measure that asks `measure` for the record, or records, of one cell after the other: all arguments by name."""
+
+    def measure_all(call: Call) -> Measured:
+        found = [(cell, measure(call, **{**call.fixed, **cell})) for cell in call.cells]
+        return [(cell, one) for cell, records in found for one in (records if isinstance(records, list) else [records])]
+
+    return measure_all
+
+
 def by_name(name: str) -> Measure:
     """Raises: InvalidArgument, Unsupported (packages that it needs are missing)."""
     if name not in _MEASURES:

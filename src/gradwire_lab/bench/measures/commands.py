@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import tempfile
@@ -26,16 +27,14 @@ _STEP_FIELDS = ("step", "elapsed_s", "iteration_s", "bits_per_value", "first_bit
 
 
 def train(call: Call, bench: str = "train") -> Measured:
-    """`bench train` with the cells' schemes in turns; with `then` a record for each phase."""
+    """`bench train`, or `regret`, with the cells' schemes in turns; with `then` a record for each phase."""
     records = run_command(bench, call.arguments("scheme"), call)
     # As the schemes were given, though records may spell options otherwise.
     cells = dict(zip(dict.fromkeys(map(spec_of, records)), call.cells, strict=True))
     return [(cells[spec_of(record)], record) for record in records]
 
 
-def regret(call: Call) -> Measured:
-    """`bench regret` of the cells' schemes in turns; with `then` a record for each phase."""
-    return train(call, "regret")
+regret = functools.partial(train, bench="regret")
 
 
 def allreduce(call: Call) -> Measured:

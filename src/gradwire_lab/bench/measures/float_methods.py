@@ -14,46 +14,35 @@ from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire_lab import workloads
-from gradwire_lab.bench.measures import Call, Measured
+from gradwire_lab.bench.measures import Call, cell_by_cell
 from gradwire_lab.bench.measures.gradients import load
 from gradwire_lab.results.records import Record
 from gradwire_lab.training import simulated
 from gradwire_lab.workloads.base import step_generator
-from gradwire_lab.workloads.gradients import GradientFile
 
 CONTROL = "control"  # plain, with gradients as far off as one rounding of float32
 _ROUNDING = 2.0**-24
 
 
-def measure_errors(call: Call) -> Measured:
-    """What is received of a gradient, on files: axes `gradients`, `method`."""
-    files = zip(call.cells, load(call), strict=True)
-    return [(cell, describe_errors(file, str(cell["method"]))) for cell, file in files]
+@cell_by_cell
+def measure_training(
+    _: Call, workload: str, method: str, seed: int, steps: int, workers: int = 4, decay_every: int = 0
+) -> Record:
+    """Where training ends."""
+    return train(workload, method, workers, steps, seed, decay_every)[1]
 
 
-def measure_training(call: Call) -> Measured:
-    """Where training with each `method` and `seed` ends: `workload`, `workers`, `steps`, `decay_every`."""
-    workers, steps, decay = int(call.get("workers", 4)), int(call.get("steps")), int(call.get("decay_every", 0))
-    workload = str(call.get("workload"))
-    return [
-        (cell, train(workload, str(cell["method"]), workers, steps, int(cell["seed"]), decay)[1]) for cell in call.cells
-    ]
-
-
-def measure_ranks(call: Call) -> Measured:
+@cell_by_cell
+def measure_ranks(_: Call, workload: str, scheme: str, seed: int, ranks: int, steps: int, global_batch: int) -> Record:
     """Losses by the number of ranks, which this process plays: real codecs at every hop, no network.
 
-    Axes `scheme`, `seed`, `ranks`; the batch of a step is the same at any number of ranks.
+    The batch of a step is the same at any number of ranks.
     """
-    name, options = parse_spec(str(call.get("workload")))
-    found: Measured = []
-    for cell in call.cells:
-        n_ranks, spec = int(cell["ranks"]), str(cell["scheme"])
-        workload = workloads.by_name(name, **options, batch_size=int(call.get("global_batch")) // n_ranks)
-        scheme, disturb = ("plain", _ROUNDING) if spec == CONTROL else (spec, 0.0)
-        record = simulated.train(workload, scheme, n_ranks, int(call.get("steps")), int(cell["seed"]), disturb)
-        found.append((cell, {**record, "losses": None, "loss": record["losses"][-1]}))
-    return found
+    name, options = parse_spec(workload)
+    task = workloads.by_name(name, **options, batch_size=global_batch // ranks)
+    spec, disturb = ("plain", _ROUNDING) if scheme == CONTROL else (scheme, 0.0)
+    record = simulated.train(task, spec, ranks, steps, seed, disturb)
+    return {**record, "losses": None, "loss": record["losses"][-1]}
 
 
 class Method:
@@ -95,19 +84,21 @@ class Method:
         return torch.where(is_first, results[0], results[1]), n_bits
 
 
-def describe_errors(file: GradientFile, spec: str) -> Record:
-    """How far what is received lies from the gradient, in float64.
+@cell_by_cell
+def measure_errors(call: Call, gradients: str, method: str) -> Record:
+    """How far what is received lies from the gradient of a file, in float64.
 
     relative_error: |received - gradient| / |gradient|, Euclidean; shrinkage: 1 - <received, gradient> / |gradient|^2, 0
     for unbiased ones; zeros_share: of the values that were not 0 and are received as 0.
     """
+    file = load(call, gradients)
     gradient = torch.from_numpy(np.ascontiguousarray(file.gradient))
-    received, n_bits = Method(spec).quantise(gradient, 0, 0)
+    received, n_bits = Method(method).quantise(gradient, 0, 0)
     exact, found = gradient.double(), received.double()
     square = float(exact @ exact)
     return {
         "gradients": file.name,
-        "method": spec,
+        "method": method,
         "bits_a_value": n_bits,
         "relative_error": math.sqrt(float((found - exact) @ (found - exact)) / square),
         "shrinkage": 1 - float(found @ exact) / square,

@@ -16,7 +16,7 @@ from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire_lab import workloads
 from gradwire_lab.bench.driver import Task, threads, time_interleaved
 from gradwire_lab.bench.level_rule import allowed_scale, dropped_bits, entropy_bits, exponent_histogram
-from gradwire_lab.bench.measures import Call, Measured
+from gradwire_lab.bench.measures import Call, Measured, cell_by_cell
 from gradwire_lab.results.records import Record
 from gradwire_lab.workloads import Workload
 from gradwire_lab.workloads.gradients import GradientFile, load_gradients, write_snapshot
@@ -64,21 +64,21 @@ def _train_to(workload: Workload, last: int, path: Path, seed: int = 0) -> None:
             scheduler.step()
 
 
-def load(call: Call) -> list[GradientFile]:
-    """The files of the cells' axis `gradients`, in order."""
-    return [load_gradients(gradient_file(str(cell["gradients"]), call.folder)) for cell in call.cells]
+def load(call: Call, name: str) -> GradientFile:
+    """The file that `name` stands for, made if need be."""
+    return load_gradients(gradient_file(name, call.folder))
 
 
 # ---- Figs. 2 and 3 of GComp
 
 
-def measure_spread(call: Call) -> Measured:
-    """Figs. 2 and 3 as curves: points (`at`, `share`) of each file for each `of`."""
-    return [(cell, point) for cell, file in zip(call.cells, load(call), strict=True) for point in spread(file)]
+@cell_by_cell
+def measure_spread(call: Call, gradients: str) -> list[Record]:
+    """Figs. 2 and 3 as curves: points (`at`, `share`) for each `of`.
 
-
-def spread(file: GradientFile) -> list[Record]:
-    """Shares of values by size (in standard deviations, without zeros) and by exponent, and those below |g| / |theta|."""
+    Shares of values by size (in standard deviations, without zeros) and by exponent, and those below |g| / |theta|.
+    """
+    file = load(call, gradients)
     nonzero = file.gradient[np.isfinite(file.gradient) & (file.gradient != 0)].astype(np.float64)
     counts, edges = np.histogram(nonzero / (float(nonzero.std()) or 1.0), bins=49, range=(-6.125, 6.125))
     exponents = exponent_histogram(file.gradient) / file.gradient.size
@@ -134,7 +134,8 @@ def _mean_bits(lengths: Lengths, histogram: Lengths) -> float:
 
 def measure_cross_tables(call: Call) -> Measured:
     """Fig. 12: the exponent part (share of 8 bits) of every file under the table made from every file."""
-    files = [(file.name, exponent_histogram(file.gradient)) for file in load(call)]
+    loaded = [load(call, cell["gradients"]) for cell in call.cells]
+    files = [(file.name, exponent_histogram(file.gradient)) for file in loaded]
     found: Measured = []
     for source, made_from in files:
         codes = {name: make(made_from) for name, make in _CODES.items()}
@@ -186,17 +187,14 @@ def _decoding(decode: Any, table: HuffmanTable, segment: torch.Tensor, symbols: 
 # ---- Fig. 14
 
 
-def measure_mantissas(call: Call) -> Measured:
-    """Fig. 14 of each file."""
-    return [(cell, mantissa_ablation(file)) for cell, file in zip(call.cells, load(call), strict=True)]
-
-
-def mantissa_ablation(file: GradientFile) -> Record:
-    """Sign, mantissa and level as a share of 24 bits, under one or three cuts, zeros kept or pruned.
+@cell_by_cell
+def measure_mantissas(call: Call, gradients: str) -> Record:
+    """Fig. 14: sign, mantissa and level as a share of 24 bits, under one or three cuts, zeros kept or pruned.
 
     "Single-Quant" knows two levels, 0 and 18 bits, and pays one bit to say which; "Multi-Quant" four, and pays two.
     A file without optimizer state has no levels: only the pruning of zeros is counted for it.
     """
+    file = load(call, gradients)
     is_pruned = (file.gradient.view(np.uint32) >> 23 & 0xFF) == 0  # subnormals go the way of the zeros
     record: Record = {"gradients": file.name, "zero_prune": float(1 - is_pruned.mean())}
     if file.state is not None:

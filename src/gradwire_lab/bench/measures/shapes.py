@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from gradwire.schemes.matrices import MatrixShape, matrix_shape
 from gradwire_lab import workloads
-from gradwire_lab.bench.measures import Call, Measured
+from gradwire_lab.bench.measures import Call, cell_by_cell
 from gradwire_lab.results.records import Record
 
 WORLDS = (4, 8, 32, 64)
@@ -23,18 +23,6 @@ _SMALL_ELEMENTS = 10_000
 _SIZE_LIMITS = (15_000, 2_200_000)  # bytes
 
 Sizes = Sequence[tuple[int, MatrixShape | None]]
-
-
-def measure(call: Call) -> Measured:
-    """What `of` says, of each `workload`: "ratios", "traffic", "small-tensors", or "sizes"."""
-    tables: dict[str, Callable[[str], list[Record]]] = {
-        "ratios": describe_ratios,
-        "traffic": describe_traffic,
-        "small-tensors": describe_small_tensors,
-        "sizes": describe_sizes,
-    }
-    asked = [(cell, tables[str(cell.get("of", call.get("of")))]) for cell in call.cells]
-    return [(cell, record) for cell, describe in asked for record in describe(cell["workload"])]
 
 
 @functools.cache  # three tables ask for the same models, and a large one takes seconds to make
@@ -120,3 +108,17 @@ def describe_sizes(workload: str) -> list[Record]:
         | {"bytes_share": float(n_bytes[small].sum() / n_bytes.sum())}
         for limit, small in shares
     ]
+
+
+_TABLES = {
+    "ratios": describe_ratios,
+    "traffic": describe_traffic,
+    "small-tensors": describe_small_tensors,
+    "sizes": describe_sizes,
+}
+
+
+@cell_by_cell
+def measure(_: Call, of: str, workload: str) -> list[Record]:
+    """What `of` says of a workload."""
+    return _TABLES[of](workload)

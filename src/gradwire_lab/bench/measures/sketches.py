@@ -7,7 +7,7 @@ import math
 import torch
 
 from gradwire.codecs.count_sketch import CountSketch, index_words, write_index
-from gradwire_lab.bench.measures import Call, Measured
+from gradwire_lab.bench.measures import Call, Measured, cell_by_cell
 from gradwire_lab.bench.sources import GradientSource
 from gradwire_lab.results.records import Record
 
@@ -15,19 +15,14 @@ PAPER_GAMMA = 1.23  # cells a non-zero, for infinitely many of them (Jiang et al
 _LN2 = math.log(2)
 
 
-def measure_formulas(call: Call) -> Measured:
-    """Fig. 2 in theory: bits of bitmap + sketch, Bloom filter + sketch and the bound, as shares of the plain values.
-
-    Axes `value_bits`, `density`.
-    """
-    found: Measured = []
-    for cell in call.cells:
-        n_bits, sizes = cell["value_bits"], (bound_bits, bitmap_bits, bloom_bits)
-        bound, bitmap, bloom = (size(1.0, cell["density"], n_bits) / n_bits for size in sizes)
-        record: Record = {"bound_share": bound, "bitmap_share": bitmap, "bloom_share": bloom}
-        record |= {"best_over_bound": min(bitmap, bloom) / bound, "best": "bitmap" if bitmap <= bloom else "bloom"}
-        found.append((cell, {**cell, **record}))
-    return found
+@cell_by_cell
+def measure_formulas(_: Call, value_bits: int, density: float) -> Record:
+    """Fig. 2 in theory: bits of bitmap + sketch, Bloom filter + sketch and the bound, as shares of the plain values."""
+    sizes = (bound_bits, bitmap_bits, bloom_bits)
+    bound, bitmap, bloom = (size(1.0, density, value_bits) / value_bits for size in sizes)
+    record: Record = {"value_bits": value_bits, "density": density, "bound_share": bound, "bitmap_share": bitmap}
+    record |= {"bloom_share": bloom, "best_over_bound": min(bitmap, bloom) / bound}
+    return record | {"best": "bitmap" if bitmap <= bloom else "bloom"}
 
 
 def measure_recovery(call: Call) -> Measured:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,12 +162,13 @@ def exponent_bits(run: FinishedRun) -> Record:
     for path in sorted((run.folder / "gradients").glob("step-*.npz")):
         gradient = load_gradients(path).gradient * np.float32(run.summary["ranks"])
         histogram = exponent_histogram(gradient)
-        for name, table in (("static_bits", None), ("refreshed_bits", earlier)) if earlier is not None else ():
-            codec = GCompCodec("none", table=table)
-            out = torch.empty(codec.max_encoded_bytes(gradient.size, torch.float32), dtype=torch.uint8)
-            n_bytes = codec.encode(torch.from_numpy(gradient), out)
-            bits[name].append(float(describe(out[:n_bytes])["exponent_bits"]))
-        bits["entropy_bits"] += [entropy_bits(histogram)] if earlier is not None else []
+        if earlier is not None:
+            bits["entropy_bits"].append(entropy_bits(histogram))
+            for name, table in (("static_bits", None), ("refreshed_bits", earlier)):
+                codec = GCompCodec("none", table=table)
+                out = torch.empty(codec.max_encoded_bytes(gradient.size, torch.float32), dtype=torch.uint8)
+                n_bytes = codec.encode(torch.from_numpy(gradient), out)
+                bits[name].append(float(describe(out[:n_bytes])["exponent_bits"]))
         earlier = HuffmanTable.from_histogram(torch.from_numpy(histogram))
     return {name: float(np.mean(values)) for name, values in bits.items() if values}
 
@@ -186,12 +186,12 @@ def train_all(configs: dict[str, TrainConfig], n_ranks: int, rate: str, folder: 
 
     Raises: PeerLost (a rank failed; trainings before it stay finished).
     """
+    trainings = folder.resolve() / "trainings" / code_state()
     placed = {
-        name: dataclasses.replace(config, out=folder / "trainings" / code_state() / _folder_name(config, n_ranks, rate))
+        name: dataclasses.replace(config, out=trainings / _folder_name(config, n_ranks, rate))
         for name, config in configs.items()
     }
-    left = {config.out: config for config in placed.values() if find_finished(config) is None}
-    if left:
+    if left := {config.out: config for config in placed.values() if find_finished(config) is None}:
         run_in_ranks(list(left.values()), n_ranks, rate)
     found = {name: run for name, config in placed.items() if (run := find_finished(config)) is not None}
     assert found.keys() == placed.keys(), f"trainings ended without a word: {placed.keys() - found.keys()}"
@@ -216,9 +216,8 @@ def find_finished(config: TrainConfig) -> FinishedRun | None:
 
 def run_in_ranks(configs: Sequence[TrainConfig], n_ranks: int, rate: str) -> None:
     """Train one after another in one set of ranks. Raises: PeerLost (a rank failed)."""
-    absolute = [dataclasses.replace(config, out=config.out.resolve()) for config in configs if config.out is not None]
     each = rate.split(",") if "," in rate else rate
-    run_gradwire([launching.to_text(config) for config in absolute], n_ranks, each, module=__name__)
+    run_gradwire([launching.to_text(config) for config in configs], n_ranks, each, module=__name__)
 
 
 def train_as_rank(texts: Sequence[str]) -> None:
@@ -226,13 +225,11 @@ def train_as_rank(texts: Sequence[str]) -> None:
     configs = [launching.from_text(text) for text in texts]
     with as_rank():
         for number, config in enumerate(configs, start=1):
-            started = time.monotonic()
             summary = train_rank(config).summary
             if int(os.environ["RANK"]) == 0:
                 options = ",".join(f"{key}={value}" for key, value in config.scheme_options.items())
-                took_s = time.monotonic() - started
                 words = f"{number}/{len(configs)} {config.workload}, {config.scheme}:{options}, seed {config.seed}"
-                print(f"    {words}: loss {summary['loss_last_10']:.4f} ({took_s:.0f} s)", flush=True)
+                print(f"    {words}: loss {summary['loss_last_10']:.4f} ({summary['total_s']:.0f} s)", flush=True)
 
 
 def _name(cell: Cell) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import itertools
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,12 +43,15 @@ class Decoder:
         return self._free_s
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pending:
+    """One block's gradient that is not everywhere; `flow`: the last that carried of it."""
+
     round_number: int
     block: int
     left_bits: float
     started_s: float
+    flow: Flow = field(init=False)
 
 
 class FixedBroadcast(SchemeModel):
@@ -84,7 +88,7 @@ class FixedBroadcast(SchemeModel):
         one_s = self.simulation.setting.workload.blocks[pending.block].n_values * self._decode_s
         copies, now_s = self.simulation.setting.n_workers - 1, self.environment.now
         end_s = self._decoders[group.index].end_s(pending.started_s, now_s, copies * one_s, min(copies, 1) * one_s)
-        delay_s = self.simulation.setting.hop_s + end_s - now_s
+        delay_s = self.simulation.setting.link.frame_hop_s + end_s - now_s
         gates = self.simulation.gates
         self.simulation.call_after(delay_s, lambda: gates.count(pending.round_number, pending.block, group.count))
 
@@ -94,41 +98,34 @@ class _Sender:
 
     def __init__(self, scheme: FixedBroadcast, group: WorkerGroup, flow_class: FlowClass) -> None:
         self._scheme, self._group, self._flow_class = scheme, group, flow_class
-        self._waiting: list[_Pending] = []
-        self._current: tuple[Flow, _Pending] | None = None
+        self._stack: list[_Pending] = []  # the newest last
 
     def push(self, pending: _Pending) -> None:
         """A block to send, before all others."""
-        if self._current is not None and not self._current[0].is_over:  # over: its end comes later in this instant
-            flow, older = self._current
-            left_bits = self._scheme.network.stop(flow)
-            self._note(flow, older, older.left_bits - left_bits)
-            older.left_bits = left_bits
-            self._waiting.append(older)
-        self._send(pending)
+        if self._stack and not self._stack[-1].flow.is_over:  # over: its end comes later in this instant
+            self._note(self._stack[-1], self._scheme.network.stop(self._stack[-1].flow))
+        self._stack.append(pending)
+        self._send_newest()
 
-    def _send(self, pending: _Pending) -> None:
-        flow = self._scheme.network.start(self._flow_class, pending.left_bits, self._group.count)
-        self._current = (flow, pending)
-        flow.callbacks.append(self._end(flow, pending))
+    def _send_newest(self) -> None:
+        pending = self._stack[-1]
+        pending.flow = self._scheme.network.start(self._flow_class, pending.left_bits, self._group.count)
+        pending.flow.callbacks.append(lambda _: self._end(pending))
 
-    def _end(self, flow: Flow, pending: _Pending) -> Callable[[object], None]:
-        def end(_: object) -> None:
-            self._note(flow, pending, pending.left_bits)
-            pending.left_bits = 0.0
-            if self._current is not None and self._current[0] is flow:
-                self._current = None
-            self._scheme.deliver(self._group, pending)
-            if self._current is None and self._waiting:
-                self._send(self._waiting.pop())
+    def _end(self, pending: _Pending) -> None:
+        self._note(pending, 0.0)
+        is_newest = pending is self._stack[-1]
+        self._stack.remove(pending)
+        self._scheme.deliver(self._group, pending)
+        if is_newest and self._stack:
+            self._send_newest()
 
-        return end
-
-    def _note(self, flow: Flow, pending: _Pending, bits: float) -> None:
-        name = self._scheme.simulation.setting.workload.blocks[pending.block].name
-        self._scheme.simulation.metrics.add_transfer(
-            self._group, pending.round_number, bits, flow.started_s, f"broadcast {name}"
-        )
+    def _note(self, pending: _Pending, left_bits: float) -> None:
+        """Its flow has carried all but so many bits."""
+        sent_bits, pending.left_bits = pending.left_bits - left_bits, left_bits
+        name = f"broadcast {self._scheme.simulation.setting.workload.blocks[pending.block].name}"
+        metrics, started_s = self._scheme.simulation.metrics, pending.flow.started_s
+        metrics.add_transfer(self._group, pending.round_number, sent_bits, started_s, name)
 
 
 class AqgbModel(SchemeModel):
@@ -268,9 +265,7 @@ class _Worker:
         """Tell when each block is needed, if the forward pass of `block` begins now."""
         timetable = self._profile.timetable
         if timetable is not None:
-            ahead_s = [0.0] * (block + 1)
-            for index in range(block, self._n_blocks - 1):
-                ahead_s.append(ahead_s[-1] + timetable.forward_s[index])
+            ahead_s = [0.0] * block + [*itertools.accumulate(timetable.forward_s[block:-1], initial=0.0)]
             self._scheme.deadlines.tell(self._group.index, ahead_s, self._scheme.environment.now)
 
     # ---- what it sends
@@ -281,9 +276,7 @@ class _Worker:
             sending = self._stack[-1]  # one message of the newest gradient
             n_values = min(sending.message_values, sending.left_values)
             n_bits = self._first_stage_bits()
-            flow = self._start(n_values, n_bits + scheme.overhead_bits_per_value)
-            yield flow
-            self._arrived(flow, sending, n_values, n_bits + scheme.overhead_bits_per_value, "stage 1")
+            yield from self._transfer(sending, n_values, n_bits + scheme.overhead_bits_per_value, "stage 1")
             sending.left_values -= n_values
             if sending.runs and sending.runs[-1].sent_bits == n_bits:
                 sending.runs[-1].n_values += n_values
@@ -319,15 +312,14 @@ class _Worker:
             if n_bits == 0:
                 break
             n_values = min(sending.message_values, run.n_values)
-            flow = self._start(n_values, n_bits)
-            yield flow
-            self._arrived(flow, sending, n_values, n_bits, "stage 2")
+            yield from self._transfer(sending, n_values, n_bits, "stage 2")
             run.n_values -= n_values
             if run.n_values < 0.5:
                 runs.pop(0)
         simulation = self._scheme.simulation
+        hops_s = self._scheme.n_hops * simulation.setting.link.frame_hop_s
         simulation.call_after(
-            self._scheme.n_hops * simulation.setting.hop_s + max(0.0, self._decoded_s - self._scheme.environment.now),
+            hops_s + max(0.0, self._decoded_s - simulation.environment.now),
             lambda: simulation.gates.count(sending.round_number, sending.block, self._group.count),
         )
 
@@ -344,19 +336,18 @@ class _Worker:
             self._scheme.confidence * self._rate.rate_bps, remaining_s, n_values, runs[0].sent_bits
         )
 
-    def _start(self, n_values: float, n_bits: float) -> Flow:
+    def _transfer(
+        self, sending: _Sending, n_values: float, n_bits: float, stage: str
+    ) -> Generator[simpy.Event, Any, None]:
         """One message, once it is encoded."""
-        scheme = self._scheme
+        scheme, bits = self._scheme, n_values * n_bits
         encode_s = n_values * scheme.encode_s
-        return scheme.network.start(self._flow_class, scheme.share * (n_values * n_bits), self._group.count, encode_s)
-
-    def _arrived(self, flow: Flow, sending: _Sending, n_values: float, n_bits: float, stage: str) -> None:
-        scheme, now_s = self._scheme, self._scheme.environment.now
+        flow = scheme.network.start(self._flow_class, scheme.share * bits, self._group.count, encode_s)
+        yield flow
+        now_s = scheme.environment.now
         self._rate.observe(flow.bits, now_s - flow.started_s)
         if scheme.decode_s:
             work_s, last_s = n_values * scheme.decode_s, n_values * scheme.decode_last_s
             self._decoded_s = self._decoder.end_s(flow.started_s, now_s, work_s, last_s)
-        metrics = scheme.simulation.metrics
-        is_named = metrics.spans is not None
-        name = f"{stage} {scheme.blocks[sending.block].name} x {n_bits:g} bits" if is_named else ""
-        metrics.add_transfer(self._group, sending.round_number, n_values * n_bits, flow.started_s, name)
+        name = f"{stage} {scheme.blocks[sending.block].name} x {n_bits:g} bits"
+        scheme.simulation.metrics.add_transfer(self._group, sending.round_number, bits, flow.started_s, name)

@@ -27,7 +27,7 @@ from gradwire.schemes.auto.costs import (
 )
 from gradwire.schemes.slimgc.threshold import SizeTimes, ThresholdTable, check_threshold
 from gradwire_lab.simulator.network import FlowClass
-from gradwire_lab.simulator.simulation import SchemeModel, Simulation, WorkerGroup
+from gradwire_lab.simulator.simulation import SchemeModel, Simulation, Tally, WorkerGroup
 
 PLAIN = CodecCost()
 _VALUE_BYTES = 4
@@ -47,7 +47,7 @@ class Lanes(SchemeModel):
         self.link = self.setting.link
         self._lane = Lane(self.link.rate)
         self._under_way: list[Turn] = []
-        self._joined: dict[Any, int] = {}
+        self._joined = Tally(self.setting.n_workers)
         self._is_lane_busy = False
         self._flows: dict[str, FlowClass] = {}
 
@@ -70,9 +70,7 @@ class Lanes(SchemeModel):
 
     def join(self, key: tuple[Any, ...], group: WorkerGroup, load: BucketLoad) -> None:
         """The workers of `group` have come to the collective `key`: its round, its block, and what else tells it apart."""
-        self._joined[key] = self._joined.get(key, 0) + group.count
-        if self._joined[key] == self.setting.n_workers:
-            del self._joined[key]
+        if self._joined.completes(key, group.count):
             self._lane.hand_over(key, load)
             self._work()
 
@@ -121,7 +119,9 @@ class Lanes(SchemeModel):
         for leg in turn.load.legs:
             started_s, bits = environment.now, 8 * turn.load.message_bytes * leg.share
             if bits:
-                yield self.network.start(self._flows_across(leg.across), bits)
+                if leg.across not in self._flows:
+                    self._flows[leg.across] = self.simulation.topology.even(leg.across)
+                yield self.network.start(self._flows[leg.across], bits)
                 wire_s += environment.now - started_s
             # Receives are posted ahead of the messages, so the chunks of a hop pay its latency once.
             latency_s = leg.hops * (self.setting.latency_s if leg.across == "inside" else turn.load.hop_s)
@@ -132,11 +132,6 @@ class Lanes(SchemeModel):
             for group in self.simulation.groups:
                 self.simulation.metrics.add_transfer(group, round_number, bits, started_s, name)
         return wire_s
-
-    def _flows_across(self, across: str) -> FlowClass:
-        if across not in self._flows:
-            self._flows[across] = self.simulation.topology.even(across)
-        return self._flows[across]
 
     def open_round(self, round_number: int) -> None:
         """Everybody has everything of a round."""
@@ -166,7 +161,7 @@ class Collective(Lanes):
         self.every = self.period = checks.count("every", every)
         blocks = self.setting.workload.blocks
         self._loads: Sequence[BucketLoad] = [self.load(block.n_values, shape, codec, collective) for block in blocks]
-        self._n_left: dict[int, int] = {}
+        self._finished = Tally(len(blocks))
         self._opened = -1
 
     def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
@@ -178,9 +173,7 @@ class Collective(Lanes):
 
     def finish(self, key: tuple[int, int]) -> None:
         round_number, _ = key
-        self._n_left[round_number] = self._n_left.get(round_number, len(self._loads)) - 1
-        if self._n_left[round_number] == 0:
-            del self._n_left[round_number]
+        if self._finished.completes(round_number):
             self.open_round(round_number)
 
 
@@ -269,20 +262,16 @@ class LocalSteps(Lanes):
         done = round_number + 1  # steps: the last gradient of this one has appeared
         if (done + self._delay - 1) % self._every + 1 in self._ends:
             self.join((done + self._delay - 1, 0), group, self._load)
-        self._open_before(done)
+        while self._n_open < done and self._n_open % self._every + 1 not in self._ends:  # others wait for an exchange
+            self._open_next()
 
     def finish(self, key: tuple[int, int]) -> None:
-        self._open_until(key[0])
+        while self._n_open <= key[0]:
+            self._open_next()
 
-    def _open_before(self, done: int) -> None:
-        """Open rounds up to the `done`-th, but those that wait for an exchange."""
-        while self._n_open < done and self._n_open % self._every + 1 not in self._ends:
-            self._open_until(self._n_open)
-
-    def _open_until(self, round_number: int) -> None:
-        while self._n_open <= round_number:
-            self.open_round(self._n_open)
-            self._n_open += 1
+    def _open_next(self) -> None:
+        self.open_round(self._n_open)
+        self._n_open += 1
 
 
 class FullyShard(Lanes):
@@ -306,7 +295,7 @@ class FullyShard(Lanes):
              for block in self.setting.workload.blocks]
             for bits, pattern in ((weights, "all-gather"), (gradients, "reduce-scatter"))
         )  # fmt: skip
-        self._n_left: dict[int, int] = {}
+        self._scattered = Tally(len(self._scatters))
         self._gathered: dict[tuple[int, int], simpy.Event] = {}  # for a backward pass that is not over
 
     def on_forward(self, group: WorkerGroup, round_number: int, block: int) -> None:
@@ -333,9 +322,7 @@ class FullyShard(Lanes):
             self._event_of((round_number, block)).succeed()
         else:
             self._gathered.pop((round_number, block), None)
-            self._n_left[round_number] = self._n_left.get(round_number, len(self._gathers)) - 1
-            if self._n_left[round_number] == 0:  # the optimizer steps
-                del self._n_left[round_number]
+            if self._scattered.completes(round_number):  # the optimizer steps
                 self._lane.hand_over((round_number + 1, 0, "forward"), self._gathers[0])
 
     def _event_of(self, key: tuple[int, int]) -> simpy.Event:

@@ -48,9 +48,8 @@ class SchemeModel:
     period = 1  # rounds after which it does the same again
 
     def __init__(self, simulation: Simulation) -> None:
-        self.simulation = simulation
-        self.environment = simulation.environment
-        self.network = simulation.network
+        self.simulation, self.environment, self.network = simulation, simulation.environment, simulation.network
+        self.setting, self.blocks = simulation.setting, simulation.setting.workload.blocks
 
     def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
         """The workers of `group` have the gradient of `block` (index in the order of the forward pass)."""
@@ -439,30 +438,26 @@ class Metrics:
     def summary(self) -> dict[str, Any]:
         """Flat and plain: what a record of this run says. Means are over the rounds; ROW is None without a finite one."""
         rounds = self.rounds
-        finite_rows = [one.row for one in rounds if math.isfinite(one.row)]
         sent = [one.sent_bits for one in rounds if one.sent_bits is not None]
         original_bits = 32 * self._simulation.setting.workload.n_values
         ends_s = self._simulation.round_ends_s
+        means = ("compute_s", "overlap_s", "wait_s", "longest_wait_s", "row", "osf")
         period = self._simulation.scheme.period
         last = (len(ends_s) - 1) // period * period or len(ends_s) - 1  # whole periods, if there is one
         return {
             "seconds": self._simulation.environment.now,
             "rounds": self._simulation.n_rounds,
             "utilisation": self.utilisation,
-            "compute_s": _mean([one.compute_s for one in rounds]),
-            "overlap_s": _mean([one.overlap_s for one in rounds]),
-            "wait_s": _mean([one.wait_s for one in rounds]),
-            "longest_wait_s": _mean([one.longest_wait_s for one in rounds]),
-            "row": _mean(finite_rows),
-            "osf": _mean([one.osf for one in rounds]),
+            **{name: _mean([getattr(one, name) for one in rounds]) for name in means},
             "round_s": (ends_s[last] - ends_s[0]) / last if last > 0 else None,
             "bits_per_value": _mean([bits * 32 / original_bits for bits in sent]),
             "first_stage_ratio": _mean([ratio for _, ratio in self.ratios]),
         }
 
 
-def _mean(values: list[float]) -> float | None:
-    return statistics.fmean(values) if values else None
+def _mean(values: Sequence[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.fmean(finite) if finite else None
 
 
 # ---- a trace

@@ -47,6 +47,7 @@ class Decoder:
 class _Pending:
     """One block's gradient that is not everywhere; `flow`: the last that carried of it."""
 
+    group: WorkerGroup
     round_number: int
     block: int
     left_bits: float
@@ -72,60 +73,53 @@ class FixedBroadcast(SchemeModel):
         if not 0 < bits_per_value < float("inf"):
             raise InvalidArgument(f"bits_per_value={bits_per_value}: expected more than 0")
         self._bits_per_value = bits_per_value
-        self._encode_s, self._decode_s = codec.encode_s, codec.decode_s
+        self._codec = codec
         classes = {id(site): simulation.topology.broadcasts(site, is_fan_out) for site in simulation.topology.sites}
+        self._classes = [classes[id(group.site)] for group in simulation.groups]
         self._decoders = [Decoder() for _ in simulation.groups]
-        self._senders = [_Sender(self, group, classes[id(group.site)]) for group in simulation.groups]
+        # Of each group the newest block, which is on its link, and before it the older ones, which wait where they stopped.
+        self._stacks: list[list[_Pending]] = [[] for _ in simulation.groups]
 
     def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
-        n_values = self.simulation.setting.workload.blocks[block].n_values
-        pending = _Pending(round_number, block, n_values * self._bits_per_value, self.environment.now)
-        sender = self._senders[group.index]
-        self.simulation.call_after(n_values * self._encode_s, lambda: sender.push(pending))
+        n_values = self.blocks[block].n_values
+        pending = _Pending(group, round_number, block, n_values * self._bits_per_value, self.environment.now)
+        self.simulation.call_after(n_values * self._codec.encode_s, lambda: self._push(pending))
 
-    def deliver(self, group: WorkerGroup, pending: _Pending) -> None:
-        """Everybody has the block's bits of this group; what remains is the way and the decoding."""
-        one_s = self.simulation.setting.workload.blocks[pending.block].n_values * self._decode_s
-        copies, now_s = self.simulation.setting.n_workers - 1, self.environment.now
-        end_s = self._decoders[group.index].end_s(pending.started_s, now_s, copies * one_s, min(copies, 1) * one_s)
-        delay_s = self.simulation.setting.link.frame_hop_s + end_s - now_s
-        gates = self.simulation.gates
-        self.simulation.call_after(delay_s, lambda: gates.count(pending.round_number, pending.block, group.count))
+    def _push(self, pending: _Pending) -> None:
+        stack = self._stacks[pending.group.index]
+        if stack and not stack[-1].flow.is_over:  # over: its end comes later in this instant
+            self._note(stack[-1], self.network.stop(stack[-1].flow))
+        stack.append(pending)
+        self._send(pending)
 
-
-class _Sender:
-    """One group's link: the newest block is on it, older ones wait where they were stopped."""
-
-    def __init__(self, scheme: FixedBroadcast, group: WorkerGroup, flow_class: FlowClass) -> None:
-        self._scheme, self._group, self._flow_class = scheme, group, flow_class
-        self._stack: list[_Pending] = []  # the newest last
-
-    def push(self, pending: _Pending) -> None:
-        """A block to send, before all others."""
-        if self._stack and not self._stack[-1].flow.is_over:  # over: its end comes later in this instant
-            self._note(self._stack[-1], self._scheme.network.stop(self._stack[-1].flow))
-        self._stack.append(pending)
-        self._send_newest()
-
-    def _send_newest(self) -> None:
-        pending = self._stack[-1]
-        pending.flow = self._scheme.network.start(self._flow_class, pending.left_bits, self._group.count)
+    def _send(self, pending: _Pending) -> None:
+        group = pending.group
+        pending.flow = self.network.start(self._classes[group.index], pending.left_bits, group.count)
         pending.flow.callbacks.append(lambda _: self._end(pending))
 
     def _end(self, pending: _Pending) -> None:
         self._note(pending, 0.0)
-        is_newest = pending is self._stack[-1]
-        self._stack.remove(pending)
-        self._scheme.deliver(self._group, pending)
-        if is_newest and self._stack:
-            self._send_newest()
+        stack = self._stacks[pending.group.index]
+        is_newest = pending is stack[-1]
+        stack.remove(pending)
+        self._deliver(pending)
+        if is_newest and stack:
+            self._send(stack[-1])
 
     def _note(self, pending: _Pending, left_bits: float) -> None:
         """Its flow has carried all but so many bits."""
         sent_bits, pending.left_bits = pending.left_bits - left_bits, left_bits
-        name = f"broadcast {self._scheme.simulation.setting.workload.blocks[pending.block].name}"
-        metrics, started_s = self._scheme.simulation.metrics, pending.flow.started_s
-        metrics.add_transfer(self._group, pending.round_number, sent_bits, started_s, name)
+        name, started_s = f"broadcast {self.blocks[pending.block].name}", pending.flow.started_s
+        self.simulation.metrics.add_transfer(pending.group, pending.round_number, sent_bits, started_s, name)
+
+    def _deliver(self, pending: _Pending) -> None:
+        """Everybody has the block's bits of this group; what remains is the way and the decoding."""
+        group, one_s = pending.group, self.blocks[pending.block].n_values * self._codec.decode_s
+        copies, now_s = self.setting.n_workers - 1, self.environment.now
+        end_s = self._decoders[group.index].end_s(pending.started_s, now_s, copies * one_s, min(copies, 1) * one_s)
+        delay_s = self.setting.link.frame_hop_s + end_s - now_s
+        gates = self.simulation.gates
+        self.simulation.call_after(delay_s, lambda: gates.count(pending.round_number, pending.block, group.count))
 
 
 class AqgbModel(SchemeModel):
@@ -152,21 +146,17 @@ class AqgbModel(SchemeModel):
         confidence: float = 1.0,
     ) -> None:
         super().__init__(simulation)
-        self.share = 2 / simulation.setting.n_workers if has_owners else 1.0  # of a value, to each receiver
+        self.share = 2 / self.setting.n_workers if has_owners else 1.0  # of a value, to each receiver
         self.n_hops = 2 if has_owners else 1
         self.floor = share("floor", floor)
         self.overhead_bits_per_value = overhead_bits_per_value
         self.confidence = share("confidence", confidence)
-        self.encode_s = codec.encode_s
+        self.codec = codec
         # Of every value: everybody's copies, or the parts that a worker owns and the sums that it gets.
-        self.decode_s = codec.decode_s * (2 if has_owners else simulation.setting.n_workers - 1)
-        self.decode_last_s = codec.decode_s
-        self.blocks = simulation.setting.workload.blocks
+        self.decode_s = codec.decode_s * (2 if has_owners else self.setting.n_workers - 1)
         self.deadlines = Deadlines(len(simulation.groups))
-        classes = {
-            id(site): simulation.topology.broadcasts(site, is_fan_out or has_owners)
-            for site in simulation.topology.sites
-        }
+        is_fan_out = is_fan_out or has_owners
+        classes = {id(site): simulation.topology.broadcasts(site, is_fan_out) for site in simulation.topology.sites}
         self._workers = [_Worker(self, group, classes[id(group.site)]) for group in simulation.groups]
         self._board: list[tuple[float, float | None]] = [(-1.0, None)] * len(self.blocks)
 
@@ -317,7 +307,7 @@ class _Worker:
             if run.n_values < 0.5:
                 runs.pop(0)
         simulation = self._scheme.simulation
-        hops_s = self._scheme.n_hops * simulation.setting.link.frame_hop_s
+        hops_s = self._scheme.n_hops * self._scheme.setting.link.frame_hop_s
         simulation.call_after(
             hops_s + max(0.0, self._decoded_s - simulation.environment.now),
             lambda: simulation.gates.count(sending.round_number, sending.block, self._group.count),
@@ -341,13 +331,13 @@ class _Worker:
     ) -> Generator[simpy.Event, Any, None]:
         """One message, once it is encoded."""
         scheme, bits = self._scheme, n_values * n_bits
-        encode_s = n_values * scheme.encode_s
+        encode_s = n_values * scheme.codec.encode_s
         flow = scheme.network.start(self._flow_class, scheme.share * bits, self._group.count, encode_s)
         yield flow
         now_s = scheme.environment.now
         self._rate.observe(flow.bits, now_s - flow.started_s)
         if scheme.decode_s:
-            work_s, last_s = n_values * scheme.decode_s, n_values * scheme.decode_last_s
+            work_s, last_s = n_values * scheme.decode_s, n_values * scheme.codec.decode_s
             self._decoded_s = self._decoder.end_s(flow.started_s, now_s, work_s, last_s)
         name = f"{stage} {scheme.blocks[sending.block].name} x {n_bits:g} bits"
         scheme.simulation.metrics.add_transfer(self._group, sending.round_number, bits, flow.started_s, name)

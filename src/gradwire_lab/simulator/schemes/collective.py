@@ -7,7 +7,7 @@ predict; here its transfers go over simulated links, which others may use.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any
 
 import simpy
@@ -42,7 +42,6 @@ class Lanes(SchemeModel):
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation)
-        self.setting = simulation.setting
         self.machine = SharedCores(self.setting.n_workers, 1, 2)
         self.link = self.setting.link
         self._lane = Lane(self.link.rate)
@@ -128,14 +127,14 @@ class Lanes(SchemeModel):
             if latency_s:
                 yield environment.timeout(latency_s)
             round_number, block, *_ = turn.bucket
-            name = f"{leg.across} {self.setting.workload.blocks[block].name}"
+            name = f"{leg.across} {self.blocks[block].name}"
             for group in self.simulation.groups:
                 self.simulation.metrics.add_transfer(group, round_number, bits, started_s, name)
         return wire_s
 
     def open_round(self, round_number: int) -> None:
         """Everybody has everything of a round."""
-        for index in range(len(self.setting.workload.blocks)):
+        for index in range(len(self.blocks)):
             self.simulation.gates.open(round_number, index)
 
 
@@ -159,9 +158,8 @@ class Collective(Lanes):
     ) -> None:
         super().__init__(simulation)
         self.every = self.period = checks.count("every", every)
-        blocks = self.setting.workload.blocks
-        self._loads: Sequence[BucketLoad] = [self.load(block.n_values, shape, codec, collective) for block in blocks]
-        self._finished = Tally(len(blocks))
+        self._loads = [self.load(block.n_values, shape, codec, collective) for block in self.blocks]
+        self._finished = Tally(len(self.blocks))
         self._opened = -1
 
     def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
@@ -189,10 +187,8 @@ class SlimGc(Collective):
         super().__init__(simulation, "quantised", compressed)
         self._codec = compressed
         self.threshold_bytes = self._find_threshold() if threshold_bytes is None else check_threshold(threshold_bytes)
-        blocks = self.setting.workload.blocks
-        self._loads = [
-            self._load_of(block.n_values, _VALUE_BYTES * block.n_values >= self.threshold_bytes) for block in blocks
-        ]
+        sizes = [block.n_values for block in self.blocks]
+        self._loads = [self._load_of(n_values, _VALUE_BYTES * n_values >= self.threshold_bytes) for n_values in sizes]
 
     def _load_of(self, n_values: int, is_compressed: bool) -> BucketLoad:
         return self.load(n_values, "quantised", self._codec) if is_compressed else self.load(n_values)
@@ -292,7 +288,7 @@ class FullyShard(Lanes):
         self._reshard = reshard
         self._gathers, self._scatters = (
             [self.load(block.n_values, "sum", CodecCost(bits=checks.finite("bits", bits, 0)), pattern)
-             for block in self.setting.workload.blocks]
+             for block in self.blocks]
             for bits, pattern in ((weights, "all-gather"), (gradients, "reduce-scatter"))
         )  # fmt: skip
         self._scattered = Tally(len(self._scatters))

@@ -172,20 +172,9 @@ class MeasuredTable:
 _PREFERRED = ("resnet50", "resnet", "gpt")
 _PERIOD = 8  # the live scheme's default
 
-# name: what it is.
-_OWN = {
-    "plain": "uncompressed ring all-reduce, or collective: direct, tree, two-level",
-    "broadcast-32": "every gradient to all, uncompressed; -K for K bits a value",
-    "broadcast-4": "the same with 4 bits a value",
-    "broadcast": "gradwire's scheme of this name: option bits, 4 by default",
-    "auto": "of a fidelity's schemes that were measured the one that the cost model finds fastest: fidelity, optimizer",
-    "aqgb": "adaptive quantised gradient broadcast",
-    "aqgb-owners": 'the same over an all-reduce (topology="owners")',
-    "direct-32": "uncompressed direct all-reduce",
-    "parameter-server": "uncompressed, one server",
-    "local-sgd": "workers step alone, and exchange parts of the model in turn: every, fragments, delay, bits, collective",
-    "fully-shard": "FSDP2: weights gathered for either pass, gradients scattered: weights and gradients in bits, reshard",
-}
+# docs/simulator.md says what they are; broadcast-K has K bits a value.
+_OWN = ("plain", "broadcast-32", "broadcast-4", "broadcast", "auto", "aqgb", "aqgb-owners", "direct-32", "parameter-server",
+        "local-sgd", "fully-shard")  # fmt: skip
 
 
 def names(table: MeasuredTable | None = None) -> list[str]:
@@ -205,7 +194,8 @@ def by_name(
     """What builds the scheme on a simulation.
 
     Args:
-        options: floor (aqgb), threshold_bytes (slimgc), and what `_OWN` says.
+        options: collective (plain: direct, tree, two-level), bits (broadcast: 4), fidelity and optimizer (auto), floor (aqgb),
+            every (periodic), threshold_bytes (slimgc), and what `LocalSteps` and `FullyShard` take.
         measured_on: the workload whose measured sizes and codec times to take; None: ResNet-50's where the scheme was
             measured on it (low rank depends on the shapes), else the small ResNet's or GPT's.
         with_codec_times: False for a codec that takes no time: what the network alone allows.

@@ -141,11 +141,6 @@ class FlowClass:
         self._progress_bits += moved_bits
         self.carried_bits += moved_bits * self.n_flows
 
-    def loads(self) -> list[tuple[Link, float]]:
-        """(link, flows on the busiest one), for the present number of flows."""
-        counts = [(crossing.link, crossing.on_busiest(self.n_flows)) for crossing in self.crossings]
-        return [(link, count) for link, count in counts if count > 0]
-
     def add(self, flow: Flow, number: int, now_s: float) -> None:
         """Let `flow` begin; the class has been advanced to now."""
         if self.n_flows == 0:
@@ -312,7 +307,10 @@ class SimulatedNetwork:
         if shares is None:
             active = [flow_class for flow_class in self.classes if flow_class.n_flows]
             indices = {link: index for index, link in enumerate(self.links)}
-            loads = [{indices[link]: count for link, count in flow_class.loads()} for flow_class in active]
+            loads = []
+            for one in active:
+                counts = [(indices[crossing.link], crossing.on_busiest(one.n_flows)) for crossing in one.crossings]
+                loads.append({index: count for index, count in counts if count > 0})
             rates_bps = share_max_min([link.capacity_bps for link in self.links], loads)
             if len(self._shares) >= _KEPT_SHARES:
                 self._shares.clear()

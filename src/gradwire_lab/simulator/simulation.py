@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -318,21 +319,14 @@ class _OfGroup:
     totals_s: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
 
-@dataclass
-class _OpenRound:
-    """A round that some groups have ended: of each (workers, computed, overlapped, waited, OSF)."""
-
-    started_s: float = math.inf
-    groups: list[tuple[int, float, float, float, float]] = field(default_factory=list)
-
-
 class Metrics:
     """Collects during a run; read it when the run is over."""
 
     def __init__(self, simulation: Simulation, keep_spans: bool) -> None:
         self._simulation = simulation
         self._of_group = [_OfGroup() for _ in simulation.groups]
-        self._open: dict[int, _OpenRound] = {}
+        # Of each round that some groups have ended (workers, since when, computed, overlapped, waited, OSF) of those.
+        self._open: defaultdict[int, list[tuple[int, float, float, float, float, float]]] = defaultdict(list)
         self._ended = Tally(simulation.setting.n_workers)
         self._first_gradient_s: dict[int, float] = {}
         self._sent_bits: dict[int, float] = {}
@@ -387,14 +381,15 @@ class Metrics:
         update = (began_s, max(began_s, synchronised_s))
         figures = (compute, of_group.wait_s, overlap)
         of_group.totals_s = [total + one for total, one in zip(of_group.totals_s, figures, strict=True)]
-        one = self._open.setdefault(round_number, _OpenRound())
-        one.started_s = min(one.started_s, of_group.backward_started_s)
-        one.groups.append((group.count, compute, overlap, of_group.wait_s, osf(computing, update)))
+        since_s = of_group.backward_started_s
+        self._open[round_number].append(
+            (group.count, since_s, compute, overlap, of_group.wait_s, osf(computing, update))
+        )
         if self._ended.completes(round_number, group.count):
-            self._close_round(round_number, self._open.pop(round_number))
+            self._close_round(round_number)
 
-    def _close_round(self, number: int, one: _OpenRound) -> None:
-        counts, *figures = zip(*one.groups, strict=True)
+    def _close_round(self, number: int) -> None:
+        counts, started_s, *figures = zip(*self._open.pop(number), strict=True)
         _, overlaps_s, waits_s, _ = figures
         sent_bits, n = self._sent_bits.pop(number, None), self._simulation.setting.n_workers
         self._first_gradient_s.pop(number)
@@ -402,7 +397,7 @@ class Metrics:
             sum(count * value for count, value in zip(counts, values, strict=True)) / n for values in figures
         )
         self.rounds.append(
-            RoundTimes(number, one.started_s, self._simulation.environment.now, compute_s, overlap_s, wait_s, max(waits_s),
+            RoundTimes(number, min(started_s), self._simulation.environment.now, compute_s, overlap_s, wait_s, max(waits_s),
                        row(overlaps_s, waits_s), mean_osf, None if sent_bits is None else sent_bits / n)
         )  # fmt: skip
 

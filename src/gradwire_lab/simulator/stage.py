@@ -229,11 +229,9 @@ class Setting:
             if not self.is_one_rack or len(set(rates or ())) > 1 or len(set(speeds or ())) > 1:
                 raise InvalidArgument(f"{n} workers of {self.n_workers}: only those that are all alike can grow")
             rates, speeds = rates and rates[:1] * n, speeds and speeds[:1] * n
-        elif not isinstance(sizes, int):
-            ends = [0, *itertools.accumulate(sizes)]
+        if not isinstance(sizes, int):
+            ends = [0, *itertools.accumulate(sizes[:-1]), max(n, self.n_workers)]
             sizes = tuple(min(end, n) - start for start, end in itertools.pairwise(ends) if start < n)
-        if not isinstance(sizes, int) and self.is_one_rack:
-            sizes = (n,)
         core_bps = self.core_bps
         if isinstance(core_bps, tuple) and isinstance(sizes, tuple):
             core_bps = core_bps[: len(sizes)] if len(sizes) > 1 else None

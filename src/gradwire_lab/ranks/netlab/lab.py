@@ -189,12 +189,10 @@ class Netlab:
         if os.getpid() != self._owner:  # a forked child's copy of this object: the lab is its parent's
             return
         try:
-            if self._ranks is not None:
-                self._ranks.end()
-                self._ranks = None
-            if self._switch is not None:
-                self._switch.end()
-                self._switch = None
+            for processes in (self._ranks, self._switch):
+                if processes is not None:
+                    processes.end()
+            self._ranks = self._switch = None
         finally:
             self._close_fabric()
 

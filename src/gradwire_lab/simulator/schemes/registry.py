@@ -7,7 +7,6 @@ a world size. What grows with the number of ranks, and how, is fitted to the byt
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -206,9 +205,8 @@ def by_name(
     broadcast = re.fullmatch(r"broadcast-(\d+)", name)
 
     def fit_of(scheme: str) -> Fit:
-        return table.fit(
-            scheme, measured_on or next((on for on in _PREFERRED if scheme in table.schemes(on)), _PREFERRED[0])
-        )
+        found_on = (on for on in _PREFERRED if scheme in table.schemes(on))
+        return table.fit(scheme, measured_on or next(found_on, _PREFERRED[0]))
 
     make: Callable[..., SchemeModel]
     if broadcast or name == "broadcast":
@@ -225,15 +223,10 @@ def by_name(
     elif name == "auto":
 
         def make(simulation: Simulation, fidelity: str = "exact", optimizer: str = "adam") -> SchemeModel:
-            rows = {
-                row: parse_spec(row.scheme)[0]
-                for row in rows_for(fidelity, [checks.choice("optimizer", optimizer, FAMILIES)])
-            }
-            fits = {
-                row: fit_of(scheme)
-                for row, scheme in rows.items()
-                if any(scheme in table.schemes(on) for on in _PREFERRED)
-            }
+            measured = {scheme for on in _PREFERRED for scheme in table.schemes(on)}
+            rows = rows_for(fidelity, [checks.choice("optimizer", optimizer, FAMILIES)])
+            schemes = {row: parse_spec(row.scheme)[0] for row in rows}
+            fits = {row: fit_of(scheme) for row, scheme in schemes.items() if scheme in measured}
             return Collective(simulation, *_choose(simulation.setting, fits, with_codec_times))
 
     elif name in live.names():
@@ -275,13 +268,11 @@ def _code(table: MeasuredTable, is_paid: bool) -> CodecCost:
 def _choose(setting: Setting, fits: Mapping[FidelityRow, Fit], with_codec_times: bool) -> tuple[str, CodecCost]:
     """Shape and codec of the row that the cost model predicts to be the fastest: what `auto` tries first."""
     blocks, machine = setting.workload.blocks, SharedCores(setting.n_workers, 1, 2)
-    ready_s = itertools.accumulate(
-        (one.backward_s for one in reversed(blocks)), initial=sum(one.forward_s for one in blocks)
-    )
-    step = StepCost(
-        setting.workload.step_s, tuple(zip((one.n_values for one in reversed(blocks)), [*ready_s][1:], strict=True))
-    )
-    found = {}
+    ready_s, buckets = sum(one.forward_s for one in blocks), []
+    for one in reversed(blocks):
+        ready_s += one.backward_s
+        buckets.append((one.n_values, ready_s))
+    step, found = StepCost(setting.workload.step_s, tuple(buckets)), {}
     for row, fit in fits.items():
         codec = replace(fit.codec(setting.n_workers), bits=row.bits) if with_codec_times else CodecCost(bits=row.bits)
         found[row.shape, codec] = predict_s(row.shape, codec, step, setting.link, machine)

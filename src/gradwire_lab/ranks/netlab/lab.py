@@ -104,8 +104,7 @@ class Netlab:
         self._is_distant = any(line.is_distant for line in lines)
         if mtu is None:
             mtu = DISTANT_MTU if self._is_distant else MTU
-        if not 1280 <= mtu <= 65535:
-            raise InvalidArgument(f"mtu is {mtu}; it must be from 1280 to 65535 bytes")
+        checks.count("mtu in bytes", mtu, 1280, 65535)
         if not 1 <= queue_ms <= 10_000:
             raise InvalidArgument(f"queue_ms is {queue_ms}; it must be from 1 to 10000 milliseconds")
         self._n_ranks = ranks

@@ -11,17 +11,7 @@ import simpy
 
 from gradwire.checks import share
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.aqgb.law import (
-    DEFAULT_FLOOR,
-    WORD_BITS,
-    Deadlines,
-    Profile,
-    RateEstimate,
-    Timetable,
-    bits_of_ratio,
-    first_stage_ratio,
-    second_stage_bits,
-)
+from gradwire.schemes.aqgb import law
 from gradwire.schemes.auto.costs import CodecCost
 from gradwire_lab.simulator.network import Flow, FlowClass
 from gradwire_lab.simulator.simulation import SchemeModel, Simulation, WorkerGroup
@@ -138,7 +128,7 @@ class AqgbModel(SchemeModel):
     def __init__(
         self,
         simulation: Simulation,
-        floor: float = DEFAULT_FLOOR,
+        floor: float = law.DEFAULT_FLOOR,
         overhead_bits_per_value: float = 0.0,
         is_fan_out: bool = False,
         has_owners: bool = False,
@@ -154,7 +144,7 @@ class AqgbModel(SchemeModel):
         self.codec = codec
         # Of every value: everybody's copies, or the parts that a worker owns and the sums that it gets.
         self.decode_s = codec.decode_s * (2 if has_owners else self.setting.n_workers - 1)
-        self.deadlines = Deadlines(len(simulation.groups))
+        self.deadlines = law.Deadlines(len(simulation.groups))
         is_fan_out = is_fan_out or has_owners
         classes = {id(site): simulation.topology.broadcasts(site, is_fan_out) for site in simulation.topology.sites}
         self._workers = [_Worker(self, group, classes[id(group.site)]) for group in simulation.groups]
@@ -207,8 +197,8 @@ class _Worker:
     def __init__(self, scheme: AqgbModel, group: WorkerGroup, flow_class: FlowClass) -> None:
         self._scheme, self._group, self._flow_class = scheme, group, flow_class
         self._n_blocks = len(scheme.blocks)
-        self._rate = RateEstimate()
-        self._profile = Profile()
+        self._rate = law.RateEstimate()
+        self._profile = law.Profile()
         self._stack: list[_Sending] = []  # the newest gradient last, and sent first
         self._sent: dict[int, _Sending] = {}
         self._decoder = Decoder()
@@ -243,7 +233,7 @@ class _Worker:
         if timetable is not None:
             self._scheme.deadlines.tell(self._group.index, timetable.until_forward(self._n_appeared, 0.0), now_s)
         if self._n_appeared == self._n_blocks:
-            self._profile.add(Timetable(tuple(self._backward_s), 0.0, tuple(self._forward_s)))
+            self._profile.add(law.Timetable(tuple(self._backward_s), 0.0, tuple(self._forward_s)))
             self._backward_s, self._forward_s = [], []
         n_values = self._scheme.blocks[block].n_values
         self._stack.append(_Sending(round_number, block, n_values, n_values / _MESSAGES))
@@ -287,11 +277,12 @@ class _Worker:
         until_next_s = (
             None if timetable is None else timetable.until_next_gradient(self._n_appeared, now_s - self._last_s)
         )
-        undelivered_bits = WORD_BITS * scheme.share * sum(sending.left_values for sending in self._stack)
-        ratio = first_stage_ratio(scheme.confidence * self._rate.rate_bps, until_next_s, undelivered_bits, scheme.floor)
+        undelivered_bits = law.WORD_BITS * scheme.share * sum(sending.left_values for sending in self._stack)
+        rate_bps = scheme.confidence * self._rate.rate_bps
+        ratio = law.first_stage_ratio(rate_bps, until_next_s, undelivered_bits, scheme.floor)
         if self._group.index == 0:
             scheme.simulation.metrics.ratios.append((now_s, ratio))
-        return bits_of_ratio(ratio)
+        return law.bits_of_ratio(ratio)
 
     def _refine(self, sending: _Sending) -> Generator[simpy.Event, Any, None]:
         """Stage 2 of one block, until it is needed; then all of it has been sent."""
@@ -316,15 +307,14 @@ class _Worker:
     def _second_stage_bits(self, block: int, runs: list[_Run]) -> int:
         """More bits for the values of the first of `runs`, such that all of them are refined alike in time."""
         remaining_s = self._scheme.remaining_s(block)
-        left_bits = WORD_BITS - runs[0].sent_bits
+        left_bits = law.WORD_BITS - runs[0].sent_bits
         if remaining_s is None or left_bits == 0:
             return 0
-        undelivered_bits = sum(run.n_values * (WORD_BITS - run.sent_bits) for run in runs)
+        undelivered_bits = sum(run.n_values * (law.WORD_BITS - run.sent_bits) for run in runs)
         # As many values of the first run's kind as have all the runs' bits to come.
         n_values = round(self._scheme.share * undelivered_bits / left_bits)
-        return second_stage_bits(
-            self._scheme.confidence * self._rate.rate_bps, remaining_s, n_values, runs[0].sent_bits
-        )
+        rate_bps = self._scheme.confidence * self._rate.rate_bps
+        return law.second_stage_bits(rate_bps, remaining_s, n_values, runs[0].sent_bits)
 
     def _transfer(
         self, sending: _Sending, n_values: float, n_bits: float, stage: str

@@ -15,21 +15,12 @@ import simpy
 from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire.registry import describe_choices
-from gradwire.schemes.auto.costs import (
-    ALL_REDUCES,
-    BucketLoad,
-    CodecCost,
-    Lane,
-    SharedCores,
-    Turn,
-    bucket_load,
-    legs_of,
-)
+from gradwire.schemes.auto import costs
 from gradwire.schemes.slimgc.threshold import SizeTimes, ThresholdTable, check_threshold
 from gradwire_lab.simulator.network import FlowClass
 from gradwire_lab.simulator.simulation import SchemeModel, Simulation, Tally, WorkerGroup
 
-PLAIN = CodecCost()
+PLAIN = costs.CodecCost()
 _VALUE_BYTES = 4
 # Sizes of SlimGC's table: 4 KB to 256 MB, the span of tensors and of blocks of them.
 _TABLE_BYTES = tuple(1 << power for power in range(12, 29, 2))
@@ -38,21 +29,21 @@ _TABLE_BYTES = tuple(1 << power for power in range(12, 29, 2))
 class Lanes(SchemeModel):
     """One lane for all workers: a collective begins when every one of them has come to it, for no hop can do without one."""
 
-    patterns: tuple[str, ...] = ALL_REDUCES  # collectives that it may be told to use
+    patterns: tuple[str, ...] = costs.ALL_REDUCES  # collectives that it may be told to use
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation)
-        self.machine = SharedCores(self.setting.n_workers, 1, 2)
+        self.machine = costs.SharedCores(self.setting.n_workers, 1, 2)
         self.link = self.setting.link
-        self._lane = Lane(self.link.rate)
-        self._under_way: list[Turn] = []
+        self._lane = costs.Lane(self.link.rate)
+        self._under_way: list[costs.Turn] = []
         self._joined = Tally(self.setting.n_workers)
         self._is_lane_busy = False
         self._flows: dict[str, FlowClass] = {}
 
     def load(
-        self, n_values: int, shape: str = "sum", codec: CodecCost = PLAIN, pattern: str | None = None
-    ) -> BucketLoad:
+        self, n_values: int, shape: str = "sum", codec: costs.CodecCost = PLAIN, pattern: str | None = None
+    ) -> costs.BucketLoad:
         """What a collective of so many values takes. Raises: InvalidArgument (no such pattern)."""
         racks, legs = self.simulation.topology.rack_workers, None
         if pattern is not None:
@@ -64,10 +55,10 @@ class Lanes(SchemeModel):
                 raise InvalidArgument(
                     f"two-level needs racks of equally many workers, not {', '.join(map(str, racks))}"
                 )
-            legs = legs_of(pattern, self.setting.n_workers, racks[0])
-        return bucket_load(shape, n_values, codec, self.link, self.machine, legs)
+            legs = costs.legs_of(pattern, self.setting.n_workers, racks[0])
+        return costs.bucket_load(shape, n_values, codec, self.link, self.machine, legs)
 
-    def join(self, key: tuple[Any, ...], group: WorkerGroup, load: BucketLoad) -> None:
+    def join(self, key: tuple[Any, ...], group: WorkerGroup, load: costs.BucketLoad) -> None:
         """The workers of `group` have come to the collective `key`: its round, its block, and what else tells it apart."""
         if self._joined.completes(key, group.count):
             self._lane.hand_over(key, load)
@@ -105,14 +96,14 @@ class Lanes(SchemeModel):
                 self._under_way.append(turn)
                 self.environment.process(self._send(turn))
 
-    def _send(self, turn: Turn) -> Generator[simpy.Event, Any, None]:
+    def _send(self, turn: costs.Turn) -> Generator[simpy.Event, Any, None]:
         yield from self._transfer(turn)
         self._under_way.remove(turn)
         self._lane.end_sending(turn)
         self._send_more()
         self._work()
 
-    def _transfer(self, turn: Turn) -> Generator[simpy.Event, Any, float]:
+    def _transfer(self, turn: costs.Turn) -> Generator[simpy.Event, Any, float]:
         """The stages of a collective, one after another; returns the seconds that its bytes took."""
         environment, wire_s = self.environment, 0.0
         for leg in turn.load.legs:
@@ -152,7 +143,7 @@ class Collective(Lanes):
         self,
         simulation: Simulation,
         shape: str = "sum",
-        codec: CodecCost = PLAIN,
+        codec: costs.CodecCost = PLAIN,
         collective: str | None = None,
         every: int = 1,
     ) -> None:
@@ -183,14 +174,14 @@ class SlimGc(Collective):
         threshold_bytes: None: by the live scheme's table, filled with what its sizes take on the simulated links.
     """
 
-    def __init__(self, simulation: Simulation, compressed: CodecCost, threshold_bytes: int | None = None) -> None:
+    def __init__(self, simulation: Simulation, compressed: costs.CodecCost, threshold_bytes: int | None = None) -> None:
         super().__init__(simulation, "quantised", compressed)
         self._codec = compressed
         self.threshold_bytes = self._find_threshold() if threshold_bytes is None else check_threshold(threshold_bytes)
         sizes = [block.n_values for block in self.blocks]
         self._loads = [self._load_of(n_values, _VALUE_BYTES * n_values >= self.threshold_bytes) for n_values in sizes]
 
-    def _load_of(self, n_values: int, is_compressed: bool) -> BucketLoad:
+    def _load_of(self, n_values: int, is_compressed: bool) -> costs.BucketLoad:
         return self.load(n_values, "quantised", self._codec) if is_compressed else self.load(n_values)
 
     def _find_threshold(self) -> int:
@@ -249,7 +240,7 @@ class LocalSteps(Lanes):
         self.period = every
         self._ends = [every * (number + 1) // fragments for number in range(fragments)]
         n_values = -(-self.setting.workload.n_values // fragments)
-        self._load = self.load(n_values, "sum", CodecCost(bits=checks.finite("bits", bits, 0)), collective)
+        self._load = self.load(n_values, "sum", costs.CodecCost(bits=checks.finite("bits", bits, 0)), collective)
         self._n_open = 0  # rounds after which everybody may go on
 
     def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
@@ -287,7 +278,7 @@ class FullyShard(Lanes):
         super().__init__(simulation)
         self._reshard = reshard
         self._gathers, self._scatters = (
-            [self.load(block.n_values, "sum", CodecCost(bits=checks.finite("bits", bits, 0)), pattern)
+            [self.load(block.n_values, "sum", costs.CodecCost(bits=checks.finite("bits", bits, 0)), pattern)
              for block in self.blocks]
             for bits, pattern in ((weights, "all-gather"), (gradients, "reduce-scatter"))
         )  # fmt: skip

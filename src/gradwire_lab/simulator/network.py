@@ -412,8 +412,6 @@ class Topology:
         connection_bps: float = math.inf,
     ) -> None:
         n_workers = len(rates_bps)
-        if n_workers < 1:
-            raise InvalidArgument("a simulation needs at least 1 worker")
         if isinstance(racks, int):
             if not 1 <= racks <= n_workers:
                 raise InvalidArgument(f"{racks} racks for {n_workers} workers: expected 1 to {n_workers}")

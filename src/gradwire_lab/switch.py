@@ -10,13 +10,15 @@ is there to prove on the wire that sketches and indices need nothing but integer
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import queue
 import secrets
 import socket
 import threading
-import weakref
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ import torch
 from gradwire import _native
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.exchange.aggregators import Sum
-from gradwire.telemetry.recorder import BucketRecord, Recorder
+from gradwire.telemetry.recorder import Recorder
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.wire import Wire
@@ -57,8 +59,7 @@ class Switch:
         self.slots = slots
         self._address = address
         self._communicator: Communicator | None = None
-        self._client: _native.SwitchClient | None = None
-        self._worker: _Worker | None = None
+        self._stream: _Stream | None = None
         self._totals: dict[str, Any] = {}
         self._spare_digits: list[torch.Tensor] = []
 
@@ -77,66 +78,92 @@ class Switch:
 
     def or_words(self, words: torch.Tensor, wire: Wire) -> None:
         """See `Aggregator`."""
-        _check(words, torch.int32)
         self._start(words, _OR, wire)()
 
     def max_int32(self, values: torch.Tensor, wire: Wire) -> None:
         """Replace `values` (n,) int32 by their largest over the ranks: one instruction of the switch's register units."""
-        _check(values, torch.int32)
         self._start(values, _MAXIMUM, wire)()
 
     def start_sum(self, values: torch.Tensor, wire: Wire) -> Sum:
         """See `Aggregator`. int64 travels as three int32 digits, and wraps at 64 bits as torch's does."""
         if values.dtype == torch.int64:
-            _check(values, torch.int64)
-            return _DigitSum(values, self._spare_digits, lambda digits: self._start(digits, _ADD, wire)).wait
-        _check(values, torch.int32)
+            return self._start_digits(values, wire)
         return self._start(values, _ADD, wire)
 
     def start_or_and_sum(self, words: torch.Tensor, values: torch.Tensor, wire: Wire) -> tuple[Sum, Sum]:
         """See `Aggregator`: one stream of packets after the other, without a wait between them."""
-        _check(words, torch.int32)
         return self._start(words, _OR, wire), self.start_sum(values, wire)
 
     def stats(self) -> dict[str, Any]:
         """Packets and bytes of this rank since the start; says that the switch is an emulation."""
-        counters = self._client.counters() if self._client is not None else self._totals
+        counters = self._stream.client.counters() if self._stream is not None else self._totals
         return {"switch": "emulation", **counters}
 
     def close(self) -> None:
         """Leave the switch, which frees this rank's part of the job."""
-        client, worker = self._client, self._worker
-        self._client = self._worker = None
-        _open_switches.discard(self)
-        if client is None:
-            return
-        if worker is not None:
-            worker.end()
-        client.leave()
-        self._totals = dict(client.counters())
-        self._spare_digits.clear()
-
-    def _abandon(self) -> None:
-        """The interpreter goes down."""
-        if self._client is not None:
-            self._client.stop()
-        if self._worker is not None and self._worker.end(_EXIT_WAIT_S) and self._client is not None:
-            self._client.leave()
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.end()
+            self._totals = dict(stream.client.counters())
+            self._spare_digits.clear()
 
     # ---- on the lane
 
     def _start(self, values: torch.Tensor, operation: int, wire: Wire) -> Sum:
-        communicator = self._communicator
+        _check(values, torch.int32)
+        communicator, record, watch = self._communicator, wire.record, Stopwatch()
         if communicator is None:
             raise InvalidArgument("bind the aggregator to a communicator first")
-        if self._client is None:
-            self._client = self._open(communicator)
-            self._worker = _Worker()
-            _open_switches.add(self)
-        assert self._worker is not None
-        reduction = _Reduction(self._client, values, operation, communicator, wire.record)
-        self._worker.submit(reduction)
-        return reduction.wait
+        if self._stream is None:
+            self._stream = _Stream(self._open(communicator))
+        client = self._stream.client
+
+        def reduce() -> list[int]:
+            """In the stream's thread; returns the bytes sent and received."""
+            before = client.counters()
+            with watch:
+                client.reduce(values, operation, communicator.timeout_s)
+            after = client.counters()
+            return [after[key] - before[key] for key in ("bytes_sent", "bytes_received")]
+
+        reduced = self._stream.submit(reduce)
+
+        @functools.cache  # the second call does nothing
+        def wait() -> None:
+            while not futures.wait([reduced], _LOOK_S).done:
+                try:
+                    communicator.raise_if_peer_failed()
+                except GradwireError:
+                    client.stop()
+                    raise
+            sent, received = reduced.result()
+            record.add("communicate", watch.start_ns, watch.end_ns)
+            record.count_sent(sent)
+            record.count_received(received)
+
+        return wait
+
+    def _start_digits(self, values: torch.Tensor, wire: Wire) -> Sum:
+        """A sum of int64 as one of int32: digits in base 2**22, the highest of 20 bits and signed."""
+        _check(values, torch.int64)
+        n, spare = values.numel(), self._spare_digits
+        fitting = next((i for i, one in enumerate(spare) if one.numel() >= 3 * n), None)
+        buffer = spare.pop(fitting) if fitting is not None else torch.empty(3 * n, dtype=torch.int32)
+        digits = buffer[: 3 * n].view(3, n)
+        for place in range(3):
+            digit = values >> (place * _DIGIT_BITS)
+            digits[place].copy_(digit if place == 2 else digit.bitwise_and_((1 << _DIGIT_BITS) - 1))
+        wait_for_digits = self._start(digits.view(-1), _ADD, wire)
+
+        @functools.cache  # the second call does nothing
+        def wait() -> None:
+            wait_for_digits()
+            values.copy_(digits[2])
+            for place in (1, 0):
+                values.bitwise_left_shift_(_DIGIT_BITS).add_(digits[place])
+            spare.append(buffer)
+
+        return wait
 
     def _open(self, communicator: Communicator) -> _native.SwitchClient:
         places = parse_addresses(self._address)
@@ -158,113 +185,57 @@ class Switch:
         drawn = communicator.all_gather(torch.tensor([secrets.randbits(62) + 1], dtype=torch.int64))
         job = int(drawn[0, 0])
         place = (communicator.rank, communicator.world_size)
-        client = _native.SwitchClient(_resolve(host), port, job, *place, self.slots)
+        try:
+            address = socket.gethostbyname(host)
+        except OSError as error:
+            raise InvalidArgument(f"the switch's host {host!r} has no IPv4 address ({error})") from error
+        client = _native.SwitchClient(address, port, job, *place, self.slots)
         client.join(communicator.timeout_s)
         return client
 
 
-class _DigitSum:
-    """A sum of int64 as one of int32: digits in base 2**22, the highest of 20 bits and signed."""
+class _Stream:
+    """A client of the switch, and the thread that makes its calls in order: the lane computes while a sum is on its way."""
 
-    def __init__(self, values: torch.Tensor, spare: list[torch.Tensor], start: Callable[[torch.Tensor], Sum]):
-        n = values.numel()
-        fitting = next((i for i, one in enumerate(spare) if one.numel() >= 3 * n), None)
-        self._buffer = spare.pop(fitting) if fitting is not None else torch.empty(3 * n, dtype=torch.int32)
-        self._values, self._spare = values, spare
-        self._digits = self._buffer[: 3 * n].view(3, n)
-        for place in range(3):
-            digit = values >> (place * _DIGIT_BITS)
-            self._digits[place].copy_(digit if place == 2 else digit.bitwise_and_((1 << _DIGIT_BITS) - 1))
-        self._sum: Sum | None = start(self._digits.view(-1))
-
-    def wait(self) -> None:
-        if self._sum is None:
-            return
-        self._sum()
-        self._values.copy_(self._digits[2])
-        for place in (1, 0):
-            self._values.bitwise_left_shift_(_DIGIT_BITS).add_(self._digits[place])
-        self._sum = None
-        self._spare.append(self._buffer)
-
-
-class _Reduction:
-    """One call of the client, which a thread makes and the lane waits for."""
-
-    def __init__(
-        self,
-        client: _native.SwitchClient,
-        values: torch.Tensor,
-        operation: int,
-        communicator: Communicator,
-        record: BucketRecord,
-    ) -> None:
-        self._client, self._values, self._operation = client, values, operation
-        self._communicator, self._record = communicator, record
-        self._done, self._watch = threading.Event(), Stopwatch()
-        self._error: Exception | None = None
-        self._sent = self._received = 0
-        self._is_counted = False
-
-    def run(self) -> None:
-        before = self._client.counters()
-        try:
-            with self._watch:
-                self._client.reduce(self._values, self._operation, self._communicator.timeout_s)
-        except Exception as error:
-            self._error = error
-        after = self._client.counters()
-        self._sent, self._received = (after[key] - before[key] for key in ("bytes_sent", "bytes_received"))
-        self._done.set()
-
-    def wait(self) -> None:
-        """Return when the reduction lies in the tensor. Raises: PeerLost, RankMismatch."""
-        while not self._done.wait(_LOOK_S):
-            try:
-                self._communicator.raise_if_peer_failed()
-            except GradwireError:
-                self._client.stop()
-                raise
-        if self._error is not None:
-            raise self._error
-        if not self._is_counted:
-            self._is_counted = True
-            self._record.add("communicate", self._watch.start_ns, self._watch.end_ns)
-            self._record.count_sent(self._sent)
-            self._record.count_received(self._received)
-
-
-class _Worker:
-    """A thread that makes the client's calls in order, so that the lane can compute while a sum is on its way."""
-
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[_Reduction | None] = queue.SimpleQueue()
+    def __init__(self, client: _native.SwitchClient) -> None:
+        self.client = client
+        self._tasks: queue.SimpleQueue[tuple[Future[list[int]], Callable[[], list[int]]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="gradwire-switch", daemon=True)
         self._thread.start()
+        _open_streams.add(self)
 
-    def submit(self, task: _Reduction) -> None:
-        self._tasks.put(task)
+    def submit(self, call: Callable[[], list[int]]) -> Future[list[int]]:
+        future: Future[list[int]] = Future()
+        self._tasks.put((future, call))
+        return future
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            task.run()
-            del task
+            future, call = task
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
+            del task, future, call  # and with them the tensor
 
-    def end(self, wait_s: float | None = None) -> bool:
-        """Finish what is queued; whether the thread has ended."""
+    def end(self, wait_s: float | None = None) -> None:
+        """Finish what is queued, and leave the switch."""
+        _open_streams.discard(self)
         self._tasks.put(None)
         self._thread.join(wait_s)
-        return not self._thread.is_alive()
+        if not self._thread.is_alive():
+            self.client.leave()
 
 
-# Threads that would still wait for packets when the interpreter goes down, and could crash it there.
-_open_switches: weakref.WeakSet[Switch] = weakref.WeakSet()
+# Whose threads would still wait for packets when the interpreter goes down, and could crash it there.
+_open_streams: set[_Stream] = set()
 
 
 @atexit.register
-def _abandon_switches() -> None:
-    for switch in list(_open_switches):
-        switch._abandon()
+def _abandon_streams() -> None:
+    for stream in list(_open_streams):
+        stream.client.stop()
+        stream.end(_EXIT_WAIT_S)
 
 
 def parse_addresses(address: str | None) -> list[tuple[str, int]]:
@@ -283,13 +254,6 @@ def parse_addresses(address: str | None) -> list[tuple[str, int]]:
             raise InvalidArgument(f"{where} is {text!r}; write it as host:port, such as 10.77.0.5:4790")
         places.append((host, int(port)))
     return places
-
-
-def _resolve(host: str) -> str:
-    try:
-        return socket.gethostbyname(host)
-    except OSError as error:
-        raise InvalidArgument(f"the switch's host {host!r} has no IPv4 address ({error})") from error
 
 
 def _check(tensor: torch.Tensor, dtype: torch.dtype) -> None:

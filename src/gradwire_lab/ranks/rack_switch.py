@@ -29,7 +29,6 @@ _JOIN, _WELCOME, _REFUSAL, _VALUES, _RESULT, _PENDING, _LEAVE, _FAREWELL = range
 _UNKNOWN_JOB, _NO_SLOTS, _BAD_JOIN, _MISMATCH, _PEER_LEFT = range(1, 6)
 _FIRST_SEQUENCE = 1
 _HEADER = struct.Struct("<IBBBBQIIHHII")  # and the checksum
-_MAGIC, _VERSION = 0x57535747, 1
 _ACTIONS = {1: np.add, 2: np.bitwise_or, 3: np.maximum}
 
 Address = tuple[str, int]
@@ -218,7 +217,8 @@ class RackSwitch:
             self._refuse(sender, header, _BAD_JOIN)
             return
         if job is None:
-            log2_slots = min(log2_slots, self._free_slots().bit_length() - 1)
+            n_free = self._n_slots - sum(1 << other.log2_slots for other in self._jobs.values())
+            log2_slots = min(log2_slots, n_free.bit_length() - 1)
             if log2_slots < 0:
                 self._refuse(sender, header, _NO_SLOTS)
                 return
@@ -234,9 +234,6 @@ class RackSwitch:
         else:
             word = n_workers | job.log2_slots << 8
             self._answer(sender, header._replace(handle=job.handle, sequence=_FIRST_SEQUENCE), _WELCOME, word=word)
-
-    def _free_slots(self) -> int:
-        return self._n_slots - sum(1 << job.log2_slots for job in self._jobs.values())
 
     # ---- from above
 
@@ -280,7 +277,7 @@ class RackSwitch:
             self._back.send(datagram)
 
     def _answer(self, to: Address, header: Header, kind: int, word: int = 0, payload: bytes = b"") -> None:
-        answer = header._replace(magic=_MAGIC, version=_VERSION, kind=kind, epoch=self.epoch, word=word)
+        answer = header._replace(kind=kind, epoch=self.epoch, word=word)
         with contextlib.suppress(OSError):  # as at a full port
             self._front.sendto(answer.sealed(payload), to)
 

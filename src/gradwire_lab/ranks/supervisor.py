@@ -164,11 +164,8 @@ class RankSet:
                 self._collect_all(time.monotonic() + self._grace_s)
             late = tuple(rank for rank in range(len(self._processes)) if rank not in self._ended)
             self.end()
-        except KeyboardInterrupt:
-            self.end(signal.SIGINT)
-            raise
-        except SystemExit:
-            self.end()
+        except (KeyboardInterrupt, SystemExit) as error:
+            self.end(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
             raise
         codes = tuple(self._ended[rank] for rank in range(len(self._processes)))
         if self._output.error is not None:

@@ -82,20 +82,17 @@ class Link:
     Attributes:
         carried_bits: by all of them together; once the network is finished.
         offered_bits: what all of them together could have carried so far.
-        use: when at least one flow was on them. uses: that, and of what they are parts.
+        use: when at least one flow was on them. site_use: of the site that they are part of.
     """
 
     name: str
     n_links: int
     capacity_bps: float
+    site_use: Use | None = None
+    use: Use = field(default_factory=Use)
     carried_bits: float = 0.0
     offered_bits: float = 0.0
-    use: Use = field(default_factory=Use)
-    uses: list[Use] = field(default_factory=list)
     _offered_until_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.uses.append(self.use)
 
     def offer(self, now_s: float) -> None:
         """Count the capacity up to now; before it changes, and before it is read."""
@@ -105,24 +102,28 @@ class Link:
 
 @dataclass(frozen=True)
 class Crossing:
-    """How n flows of a class lie on the links of one kind.
+    """How the flows of a class lie on the links of one kind.
 
     Attributes:
-        busiest: n -> how many of them are on the busiest link.
-        everywhere: of each of them, on how many of the links it is.
+        everywhere: on how many of the links each flow is.
+        busiest: n flows -> how many of them are on the busiest link; None: they lie evenly.
     """
 
     link: Link
-    busiest: Callable[[int], float]
     everywhere: float
+    busiest: Callable[[int], float] | None = None
+
+    def on_busiest(self, n_flows: int) -> float:
+        """How many of so many flows are on the busiest link."""
+        return self.busiest(n_flows) if self.busiest else self.everywhere / self.link.n_links * n_flows
 
 
 class FlowClass:
     """Flows that always have the same rate."""
 
-    def __init__(self, name: str, crossings: Sequence[Crossing]) -> None:
-        self.name, self.crossings = name, tuple(crossings)
-        self._uses = [use for crossing in self.crossings for use in crossing.link.uses]
+    def __init__(self, crossings: Sequence[Crossing]) -> None:
+        self.crossings = tuple(crossings)
+        self._uses = [use for one in crossings for use in (one.link.use, one.link.site_use) if use is not None]
         self.n_flows = 0
         self.rate_bps = 0.0
         self.carried_bits = 0.0
@@ -140,11 +141,6 @@ class FlowClass:
         self._progress_bits += moved_bits
         self.carried_bits += moved_bits * self.n_flows
 
-    def loads(self) -> list[tuple[Link, float]]:
-        """(link, flows on the busiest one), for the present number of flows."""
-        counts = [(crossing.link, crossing.busiest(self.n_flows)) for crossing in self.crossings]
-        return [(link, count) for link, count in counts if count > 0]
-
     def add(self, flow: Flow, number: int, now_s: float) -> None:
         """Let `flow` begin; the class has been advanced to now."""
         if self.n_flows == 0:
@@ -156,14 +152,15 @@ class FlowClass:
         flow.ends_at_bits = self._progress_bits + flow.bits
         heapq.heappush(self._waiting, (flow.ends_at_bits, number, flow))
 
-    def remove(self, flow: Flow, now_s: float) -> None:
-        """Let `flow` end, done or not; the class has been advanced to now."""
+    def remove(self, flow: Flow, now_s: float) -> float:
+        """Let `flow` end, done or not; the class has been advanced to now. Returns the bits that it had left."""
         flow.is_over = True
         self.n_flows -= flow.weight
         if self.n_flows == 0:
             self._waiting.clear()
             for use in self._uses:
                 use.leave(now_s)
+        return max(0.0, flow.ends_at_bits - self._progress_bits)
 
     def take_done(self, now_s: float) -> list[Flow]:
         """End the flows that have arrived by now."""
@@ -185,10 +182,6 @@ class FlowClass:
         while waiting and waiting[0][2].is_over:
             heapq.heappop(waiting)
         return (waiting[0][0] - self._progress_bits) / rate_bps if waiting else math.inf
-
-    def left_bits(self, flow: Flow) -> float:
-        """What `flow` still has to carry, as of the last advance."""
-        return max(0.0, flow.ends_at_bits - self._progress_bits)
 
 
 class Flow(simpy.Event):
@@ -224,15 +217,15 @@ class SimulatedNetwork:
         # Shares by how many flows each class has: the same few states come again in every round.
         self._shares: dict[tuple[int, ...], list[tuple[FlowClass, float]]] = {}
 
-    def add_link(self, name: str, n_links: int, capacity_bps: float) -> Link:
+    def add_link(self, name: str, n_links: int, capacity_bps: float, site_use: Use | None = None) -> Link:
         """`n_links` new links that are alike. Raises: InvalidArgument (no capacity)."""
-        link = Link(name, n_links, _checked_capacity(capacity_bps))
+        link = Link(name, n_links, _checked_capacity(capacity_bps), site_use)
         self.links.append(link)
         return link
 
-    def add_class(self, name: str, crossings: Sequence[Crossing]) -> FlowClass:
+    def add_class(self, crossings: Sequence[Crossing]) -> FlowClass:
         """A new class of flows, none of them begun."""
-        flow_class = FlowClass(name, crossings)
+        flow_class = FlowClass(crossings)
         self.classes.append(flow_class)
         return flow_class
 
@@ -261,8 +254,7 @@ class SimulatedNetwork:
             return 0.0
         now_s = self.environment.now
         flow.flow_class.advance(now_s)
-        left_bits = flow.flow_class.left_bits(flow)
-        flow.flow_class.remove(flow, now_s)
+        left_bits = flow.flow_class.remove(flow, now_s)
         self._settle_later()
         return left_bits
 
@@ -314,8 +306,11 @@ class SimulatedNetwork:
         shares = self._shares.get(state)
         if shares is None:
             active = [flow_class for flow_class in self.classes if flow_class.n_flows]
-            indices = {id(link): index for index, link in enumerate(self.links)}
-            loads = [{indices[id(link)]: count for link, count in flow_class.loads()} for flow_class in active]
+            indices = {link: index for index, link in enumerate(self.links)}
+            loads = []
+            for one in active:
+                counts = [(indices[crossing.link], crossing.on_busiest(one.n_flows)) for crossing in one.crossings]
+                loads.append({index: count for index, count in counts if count > 0})
             rates_bps = share_max_min([link.capacity_bps for link in self.links], loads)
             if len(self._shares) >= _KEPT_SHARES:
                 self._shares.clear()
@@ -326,13 +321,11 @@ class SimulatedNetwork:
         if timer.value != self._timer_number:  # the rates have changed since
             return
         now_s = self.environment.now
-        self._is_settling = True
+        self._is_settling = True  # what these ends begin is settled with them
         for flow in [flow for one in self.classes if one.n_flows for flow in one.take_done(now_s)]:
             flow.end()
-        if self.environment.peek() > now_s:  # nothing else happens in this instant
-            self._settle(timer)
-        else:
-            self._call_at(0.0, self._settle, None)
+        self._is_settling = False
+        self._settle_later()
 
 
 def _checked_capacity(capacity_bps: Any) -> float:
@@ -393,12 +386,8 @@ class Site:
     use: Use  # of either way
 
 
-def _each(n_flows: int) -> float:
-    return float(n_flows)
-
-
-def _times(factor: float) -> Callable[[int], float]:
-    return lambda n_flows: factor * n_flows
+def _one_at_a_time(n_flows: int) -> float:
+    return float(n_flows > 0)
 
 
 class Topology:
@@ -423,8 +412,6 @@ class Topology:
         connection_bps: float = math.inf,
     ) -> None:
         n_workers = len(rates_bps)
-        if n_workers < 1:
-            raise InvalidArgument("a simulation needs at least 1 worker")
         if isinstance(racks, int):
             if not 1 <= racks <= n_workers:
                 raise InvalidArgument(f"{racks} racks for {n_workers} workers: expected 1 to {n_workers}")
@@ -434,31 +421,23 @@ class Topology:
                 f"racks of {', '.join(map(str, racks))} workers: expected {n_workers} in all, 1 or more each"
             )
         self.network, self.n_workers, self._connection_bps = network, n_workers, connection_bps
-        rack_of = [rack for rack, size in enumerate(racks) for _ in range(size)]
-        self.sites: list[Site] = []
-        kinds = kinds if kinds is not None else [None] * n_workers
-        alike = [(rack_of[worker], rate, kinds[worker]) for worker, rate in enumerate(rates_bps)]
-        first = 0
-        for worker in range(1, n_workers + 1):
-            if worker < n_workers and alike[worker] == alike[first]:
-                continue
-            rack, rate_bps, _ = alike[first]
-            name = f"workers {first} to {worker - 1}" if worker - first > 1 else f"worker {first}"
-            up = network.add_link(f"{name} up", worker - first, rate_bps)
-            down = network.add_link(f"{name} down", worker - first, rate_bps)
-            self.sites.append(Site(first, worker - first, rack, up, down, Use()))
-            for link in (up, down):
-                link.uses.append(self.sites[-1].use)
-            first = worker
         self.rack_workers = list(racks)
-        self._rack_up: list[Link] = []
-        self._rack_down: list[Link] = []
+        self.sites: list[Site] = []
+        rack_of = [rack for rack, size in enumerate(racks) for _ in range(size)]
+        kinds_of = list(zip(rack_of, rates_bps, kinds if kinds is not None else rack_of, strict=True))
+        for (rack, rate_bps, _), alike in itertools.groupby(range(n_workers), kinds_of.__getitem__):
+            first, *others = alike
+            name = f"workers {first} to {others[-1]}" if others else f"worker {first}"
+            use, n_links = Use(), 1 + len(others)
+            up, down = (network.add_link(f"{name} {way}", n_links, rate_bps, use) for way in ("up", "down"))
+            self.sites.append(Site(first, n_links, rack, up, down, use))
+        self._racks: list[tuple[Link, Link]] = []  # up and down; none where there is no core
         if len(racks) > 1:
             for rack in range(len(racks)):
-                total_bps = sum(rate_bps for of_rack, rate_bps, _ in alike if of_rack == rack)
+                total_bps = sum(rate_bps for of_rack, rate_bps, _ in kinds_of if of_rack == rack)
                 of_core = core_bps if core_bps is None or isinstance(core_bps, int | float) else core_bps[rack]
-                self._rack_up.append(network.add_link(f"rack {rack} up", 1, of_core or total_bps))
-                self._rack_down.append(network.add_link(f"rack {rack} down", 1, of_core or total_bps))
+                up, down = (network.add_link(f"rack {rack} {way}", 1, of_core or total_bps) for way in ("up", "down"))
+                self._racks.append((up, down))
         elif core_bps is not None:
             raise InvalidArgument("a rate of the core needs several racks")
 
@@ -475,21 +454,15 @@ class Topology:
             # A worker does not receive its own broadcast: where all send, every link carries one less.
             return float(n_flows - (n_flows >= alike))
 
-        crossings = [Crossing(site.up, lambda n_flows: copies * float(n_flows > 0), copies)]
+        crossings = [Crossing(site.up, copies, lambda n_flows: copies * _one_at_a_time(n_flows))]
         for other in self.sites:
-            if other is site:
-                crossings.append(Crossing(other.down, on_own_site, alike - 1))
-            else:
-                crossings.append(Crossing(other.down, _each, other.n_workers))
-        for rack, (up, down) in enumerate(zip(self._rack_up, self._rack_down, strict=True)):
-            if rack == site.rack:
-                leaving = self.n_workers - self.rack_workers[rack] if is_fan_out else 1
-                crossings.append(Crossing(up, _times(leaving), leaving))
-            else:
-                entering = self.rack_workers[rack] if is_fan_out else 1
-                crossings.append(Crossing(down, _times(entering), entering))
-        crossings += self._connections(1, lambda n_flows: float(n_flows > 0))
-        return self.network.add_class(f"broadcasts of {site.up.name.removesuffix(' up')}", crossings)
+            is_own = other is site
+            crossings.append(Crossing(other.down, other.n_workers - is_own, on_own_site if is_own else None))
+        for rack, (up, down) in enumerate(self._racks):
+            inside, is_own = self.rack_workers[rack], rack == site.rack
+            reached = self.n_workers - inside if is_own else inside
+            crossings.append(Crossing(up if is_own else down, reached if is_fan_out else 1))
+        return self.network.add_class(crossings + self._connections(1, _one_at_a_time))
 
     def even(self, name: str) -> FlowClass:
         """One flow: a bit on every worker's links, both ways, a bit; all at the rate of the slowest.
@@ -503,13 +476,11 @@ class Topology:
             "ring": lambda inside: 1.0, "inside": lambda inside: 0.0, "between": float,
             "exchange": lambda inside: inside * (self.n_workers - inside) / peers,
         }  # fmt: skip
-        links = [link for site in self.sites for link in (site.up, site.down)]
-        crossings = [Crossing(link, _each, link.n_links) for link in links]
-        for up, down, inside in zip(self._rack_up, self._rack_down, self.rack_workers, strict=False):
-            share = leaving[name](inside)
-            crossings += [Crossing(link, _times(share), share) for link in (up, down)]
+        crossings = [Crossing(link, link.n_links) for site in self.sites for link in (site.up, site.down)]
+        for ways, inside in zip(self._racks, self.rack_workers, strict=False):
+            crossings += [Crossing(link, leaving[name](inside)) for link in ways]
         connections = {"inside": 0, "exchange": peers}.get(name, 1)
-        return self.network.add_class(name, crossings + self._connections(connections))
+        return self.network.add_class(crossings + self._connections(connections))
 
     def parameter_server(self, direction: str, rate_bps: float) -> FlowClass:
         """One flow is a push, every worker's gradient to the server, or a pull, the sum from it to every worker.
@@ -518,16 +489,14 @@ class Topology:
         """
         is_push = direction == "push"
         server = self.network.add_link(f"server {'down' if is_push else 'up'}", 1, rate_bps)
-        crossings = [Crossing(server, _times(self.n_workers), self.n_workers)]
-        for site in self.sites:
-            link = site.up if is_push else site.down
-            crossings.append(Crossing(link, _each, link.n_links))
-        for link, inside in zip(self._rack_up if is_push else self._rack_down, self.rack_workers, strict=False):
-            crossings.append(Crossing(link, _times(inside), inside))
-        return self.network.add_class(direction, crossings)
+        crossings = [Crossing(server, self.n_workers)]
+        crossings += [Crossing(site.up if is_push else site.down, site.n_workers) for site in self.sites]
+        for (up, down), inside in zip(self._racks, self.rack_workers, strict=False):
+            crossings.append(Crossing(up if is_push else down, inside))
+        return self.network.add_class(crossings)
 
-    def _connections(self, n: int, busiest: Callable[[int], float] = _each) -> list[Crossing]:
+    def _connections(self, n: int, busiest: Callable[[int], float] | None = None) -> list[Crossing]:
         """What `n` pairs of connections to other racks let through of one flow."""
-        if not n or not self._rack_up or self._connection_bps == math.inf:
+        if not n or not self._racks or self._connection_bps == math.inf:
             return []
-        return [Crossing(self.network.add_link("connections", 1, n * self._connection_bps), busiest, 1)]
+        return [Crossing(self.network.add_link("connections", 1, n * self._connection_bps), 1, busiest)]

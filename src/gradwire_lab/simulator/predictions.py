@@ -130,7 +130,7 @@ def _make_scheme(simulation: Simulation, record: Record) -> SchemeModel:
 
 def bucket_workload(name: str, options: dict[str, Any], step_s: float) -> WorkloadTimes:
     """DDP's buckets as blocks, the first to be used first. Raises: InvalidArgument (not an emulated workload)."""
-    _, model = _replay(name, options)
+    model = _replay(name, options)
     buckets = _buckets(model)
     # Nothing of the next forward pass begins before all buckets are there: it is all in the one that is used last.
     forward_s = [sum(layer.forward_s for layer in model.layers)] + [0.0] * (len(buckets) - 1)
@@ -140,7 +140,7 @@ def bucket_workload(name: str, options: dict[str, Any], step_s: float) -> Worklo
 
 def block_workload(name: str, options: dict[str, Any], step_s: float) -> WorkloadTimes:
     """The blocks of the schemes that broadcast; each is ready with the last bucket that holds any of it."""
-    _, model = _replay(name, options)
+    model = _replay(name, options)
     ready_s = {id(parameter): ready for _, ready, members in _buckets(model) for parameter in members}
     blocks = find_blocks(model, model.parameters(), _N_BLOCKS)
     home = {id(parameter): block.index for block in blocks for parameter in block.parameters}
@@ -156,13 +156,13 @@ def block_workload(name: str, options: dict[str, Any], step_s: float) -> Workloa
     return _in_order(pieces, f"{name}, {len(blocks)} blocks", model, step_s)
 
 
-def _replay(name: str, options: dict[str, Any]) -> tuple[ReplayWorkload, ReplayModel]:
+def _replay(name: str, options: dict[str, Any]) -> ReplayModel:
     workload = by_name(name, compute="emulate", **options)
     if not isinstance(workload, ReplayWorkload):
         raise InvalidArgument(f"{name} cannot be replayed")
     model = workload.make_model()
     assert isinstance(model, ReplayModel)
-    return workload, model
+    return model
 
 
 def _buckets(model: ReplayModel) -> list[tuple[int, float, list[Any]]]:

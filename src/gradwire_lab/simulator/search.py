@@ -137,7 +137,9 @@ def simulate(
         more: of the setting: jitter, trace.
     Raises: InvalidArgument.
     """
-    model = model if isinstance(model, WorkloadTimes) else _model_of(model)
+    if not isinstance(model, WorkloadTimes):
+        path = Path(model)
+        model = load_model(path) if path.suffix or path.exists() else workloads.by_name(str(model))
     setting = cluster if isinstance(cluster, Setting) else load_cluster(Path(cluster), model)
     setting = setting.of_workers(n_workers or setting.n_workers).replace(workload=model, **more)
     name, options = parse_spec(scheme)
@@ -160,8 +162,3 @@ def rounds_of(scheme: str, rounds: int) -> int:
     name, options = parse_spec(scheme)
     every = checks.count("every", options.get("every", {"local-sgd": 500, "periodic": 8}.get(name, 1)))
     return max(checks.count("rounds", rounds), 1 + 4 * every if every > 1 else 1)
-
-
-def _model_of(model: str | Path) -> WorkloadTimes:
-    path = Path(model)
-    return load_model(path) if path.suffix or path.exists() else workloads.by_name(str(model))

@@ -15,7 +15,8 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,9 +49,8 @@ class SchemeModel:
     period = 1  # rounds after which it does the same again
 
     def __init__(self, simulation: Simulation) -> None:
-        self.simulation = simulation
-        self.environment = simulation.environment
-        self.network = simulation.network
+        self.simulation, self.environment, self.network = simulation, simulation.environment, simulation.network
+        self.setting, self.blocks = simulation.setting, simulation.setting.workload.blocks
 
     def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
         """The workers of `group` have the gradient of `block` (index in the order of the forward pass)."""
@@ -67,15 +67,30 @@ class SchemeModel:
         return None
 
 
+class Tally:
+    """Counts what has come to each key, until it is all."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._counts: dict[Hashable, int] = {}
+
+    def completes(self, key: Hashable, n: int = 1) -> bool:
+        """Count `n` more; whether these were the last, with which the key is forgotten."""
+        count = self._counts.pop(key, 0) + n
+        if count < self._total:
+            self._counts[key] = count
+        return count == self._total
+
+
 class Gates:
     """When every worker has all of a block; of each block rounds open in their order, perhaps before any worker comes."""
 
     def __init__(self, simulation: Simulation) -> None:
+        n_blocks = len(simulation.setting.workload.blocks)
         self._simulation = simulation
-        self._counts: dict[tuple[int, int], int] = {}
+        self._delivered, self._opened = Tally(simulation.setting.n_workers), Tally(n_blocks)
         self._events: dict[tuple[int, int], simpy.Event] = {}
-        self._n_left: dict[int, int] = {}
-        self._last_open = [-1] * len(simulation.setting.workload.blocks)
+        self._last_open = [-1] * n_blocks
 
     def event(self, round_number: int, block: int) -> simpy.Event | None:
         """What a worker waits for before it uses `block` in the round after `round_number`; None: nothing."""
@@ -85,9 +100,7 @@ class Gates:
 
     def count(self, round_number: int, block: int, n_workers: int) -> None:
         """`n_workers` more have delivered `block` to everyone."""
-        key = (round_number, block)
-        self._counts[key] = self._counts.get(key, 0) + n_workers
-        if self._counts[key] == self._simulation.setting.n_workers:
+        if self._delivered.completes((round_number, block), n_workers):
             self.open(round_number, block)
 
     def open(self, round_number: int, block: int) -> None:
@@ -96,12 +109,8 @@ class Gates:
         waited_for = self._events.pop((round_number, block), None)
         if waited_for is not None:
             waited_for.succeed()
-        self._counts.pop((round_number, block), None)
-        left = self._n_left.get(round_number, len(self._simulation.setting.workload.blocks)) - 1
-        self._n_left[round_number] = left
-        if left == 0:
-            del self._n_left[round_number]
-            self._simulation.end_round(round_number)
+        if self._opened.completes(round_number):
+            self._simulation.end_round()
 
 
 class Simulation:
@@ -137,7 +146,7 @@ class Simulation:
         self.gates = Gates(self)
         self.metrics = Metrics(self, keep_spans)
         self.n_rounds = 0  # that every worker has computed
-        self._n_computed: dict[int, int] = {}
+        self._computed = Tally(setting.n_workers)
         self.round_ends_s: list[float] = []
         self._on_round = on_round
         self._last_round: int | None = None
@@ -159,7 +168,7 @@ class Simulation:
         if self.setting.trace:
             self.environment.process(self._follow_trace(self.setting.trace))
         if seconds is not None:
-            self.environment.process(self._stop_at(seconds))
+            self.call_after(seconds, self._stop)
         gc.freeze()  # what the program holds besides: collections would go over torch's objects again and again
         try:
             self.environment.run(self._is_over)
@@ -168,22 +177,15 @@ class Simulation:
         self.network.finish()
         return self.metrics
 
-    def end_round(self, round_number: int) -> None:
-        """Every worker has every block of the round."""
+    def end_round(self) -> None:
+        """Every worker has every block of a round."""
         self.round_ends_s.append(self.environment.now)
-        if len(self.round_ends_s) == self._last_round and not self._is_over.triggered:
-            self._is_over.succeed()
+        if len(self.round_ends_s) == self._last_round:
+            self._stop()
 
-    def _count_computed(self, group: WorkerGroup, round_number: int) -> None:
-        """Workers have done both passes of a round; a round counts when all have."""
-        n_workers = self._n_computed.pop(round_number, 0) + group.count
-        if n_workers < self.setting.n_workers:
-            self._n_computed[round_number] = n_workers
-            return
-        self.n_rounds += 1
-        self._factors.pop(round_number - 1, None)
-        if self._on_round:
-            self._on_round(self.n_rounds, self.environment.now)
+    def _stop(self) -> None:
+        if not self._is_over.triggered:
+            self._is_over.succeed()
 
     def call_after(self, delay_s: float, function: Callable[[], None]) -> None:
         """Call `function` when `delay_s` have passed; at once for 0."""
@@ -204,8 +206,7 @@ class Simulation:
     def _train(self, group: WorkerGroup) -> Generator[simpy.Event, Any, None]:
         environment, scheme, metrics = self.environment, self.scheme, self.metrics
         blocks = self.setting.workload.blocks
-        round_number = 0
-        while True:
+        for round_number in itertools.count():
             factor = self._factor(round_number, group)
             for index, block in enumerate(blocks):
                 gate = self.gates.event(round_number - 1, index)
@@ -232,8 +233,11 @@ class Simulation:
                 metrics.add_compute(group, started_s, environment.now, "backward", blocks[index].name)
                 metrics.note_gradient(round_number)
                 scheme.on_gradient(group, round_number, index)
-            self._count_computed(group, round_number)
-            round_number += 1
+            if self._computed.completes(round_number, group.count):
+                self.n_rounds += 1
+                self._factors.pop(round_number - 1, None)
+                if self._on_round:
+                    self._on_round(self.n_rounds, environment.now)
 
     def _factor(self, round_number: int, group: WorkerGroup) -> float:
         if round_number not in self._factors:
@@ -250,11 +254,6 @@ class Simulation:
                 if traced is None or site.first_worker in traced:
                     self.network.set_capacity(site.up, rate_bps)
                     self.network.set_capacity(site.down, rate_bps)
-
-    def _stop_at(self, seconds: float) -> Generator[simpy.Event, Any, None]:
-        yield self.environment.timeout(seconds)
-        if not self._is_over.triggered:
-            self._is_over.succeed()
 
 
 class RoundTimes(NamedTuple):
@@ -320,22 +319,15 @@ class _OfGroup:
     totals_s: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
 
-@dataclass
-class _OpenRound:
-    """A round that some groups have ended: of each (workers, computed, overlapped, waited, OSF)."""
-
-    started_s: float = math.inf
-    n_workers: int = 0
-    groups: list[tuple[int, float, float, float, float]] = field(default_factory=list)
-
-
 class Metrics:
     """Collects during a run; read it when the run is over."""
 
     def __init__(self, simulation: Simulation, keep_spans: bool) -> None:
         self._simulation = simulation
         self._of_group = [_OfGroup() for _ in simulation.groups]
-        self._open: dict[int, _OpenRound] = {}
+        # Of each round that some groups have ended (workers, since when, computed, overlapped, waited, OSF) of those.
+        self._open: defaultdict[int, list[tuple[int, float, float, float, float, float]]] = defaultdict(list)
+        self._ended = Tally(simulation.setting.n_workers)
         self._first_gradient_s: dict[int, float] = {}
         self._sent_bits: dict[int, float] = {}
         self.rounds: list[RoundTimes] = []
@@ -389,23 +381,23 @@ class Metrics:
         update = (began_s, max(began_s, synchronised_s))
         figures = (compute, of_group.wait_s, overlap)
         of_group.totals_s = [total + one for total, one in zip(of_group.totals_s, figures, strict=True)]
-        one = self._open.setdefault(round_number, _OpenRound())
-        one.started_s = min(one.started_s, of_group.backward_started_s)
-        one.n_workers += group.count
-        one.groups.append((group.count, compute, overlap, of_group.wait_s, osf(computing, update)))
-        if one.n_workers == self._simulation.setting.n_workers:
-            self._close_round(round_number, self._open.pop(round_number))
+        since_s = of_group.backward_started_s
+        self._open[round_number].append(
+            (group.count, since_s, compute, overlap, of_group.wait_s, osf(computing, update))
+        )
+        if self._ended.completes(round_number, group.count):
+            self._close_round(round_number)
 
-    def _close_round(self, number: int, one: _OpenRound) -> None:
-        counts, *figures = zip(*one.groups, strict=True)
+    def _close_round(self, number: int) -> None:
+        counts, started_s, *figures = zip(*self._open.pop(number), strict=True)
         _, overlaps_s, waits_s, _ = figures
-        sent_bits, n = self._sent_bits.pop(number, None), one.n_workers
+        sent_bits, n = self._sent_bits.pop(number, None), self._simulation.setting.n_workers
         self._first_gradient_s.pop(number)
         compute_s, overlap_s, wait_s, mean_osf = (
             sum(count * value for count, value in zip(counts, values, strict=True)) / n for values in figures
         )
         self.rounds.append(
-            RoundTimes(number, one.started_s, self._simulation.environment.now, compute_s, overlap_s, wait_s, max(waits_s),
+            RoundTimes(number, min(started_s), self._simulation.environment.now, compute_s, overlap_s, wait_s, max(waits_s),
                        row(overlaps_s, waits_s), mean_osf, None if sent_bits is None else sent_bits / n)
         )  # fmt: skip
 
@@ -441,30 +433,26 @@ class Metrics:
     def summary(self) -> dict[str, Any]:
         """Flat and plain: what a record of this run says. Means are over the rounds; ROW is None without a finite one."""
         rounds = self.rounds
-        finite_rows = [one.row for one in rounds if math.isfinite(one.row)]
         sent = [one.sent_bits for one in rounds if one.sent_bits is not None]
         original_bits = 32 * self._simulation.setting.workload.n_values
         ends_s = self._simulation.round_ends_s
+        means = ("compute_s", "overlap_s", "wait_s", "longest_wait_s", "row", "osf")
         period = self._simulation.scheme.period
         last = (len(ends_s) - 1) // period * period or len(ends_s) - 1  # whole periods, if there is one
         return {
             "seconds": self._simulation.environment.now,
             "rounds": self._simulation.n_rounds,
             "utilisation": self.utilisation,
-            "compute_s": _mean([one.compute_s for one in rounds]),
-            "overlap_s": _mean([one.overlap_s for one in rounds]),
-            "wait_s": _mean([one.wait_s for one in rounds]),
-            "longest_wait_s": _mean([one.longest_wait_s for one in rounds]),
-            "row": _mean(finite_rows),
-            "osf": _mean([one.osf for one in rounds]),
+            **{name: _mean([getattr(one, name) for one in rounds]) for name in means},
             "round_s": (ends_s[last] - ends_s[0]) / last if last > 0 else None,
             "bits_per_value": _mean([bits * 32 / original_bits for bits in sent]),
             "first_stage_ratio": _mean([ratio for _, ratio in self.ratios]),
         }
 
 
-def _mean(values: list[float]) -> float | None:
-    return statistics.fmean(values) if values else None
+def _mean(values: Sequence[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.fmean(finite) if finite else None
 
 
 # ---- a trace
@@ -481,8 +469,8 @@ def write_trace(path: Path, simulation: Simulation, n_rounds: int | None = None)
     spans = simulation.metrics.spans
     if spans is None:
         raise InvalidArgument("this simulation kept no spans; make it with keep_spans=True")
-    ends_s, last = simulation.round_ends_s, math.inf if n_rounds is None else n_rounds - 1
-    end_s = ends_s[int(last)] if last < len(ends_s) else simulation.environment.now
+    ends_s = simulation.round_ends_s
+    end_s = simulation.environment.now if n_rounds is None or n_rounds > len(ends_s) else ends_s[n_rounds - 1]
     events: list[dict[str, Any]] = []
     for group in simulation.groups:
         last = group.first_worker + group.count - 1

@@ -85,19 +85,14 @@ class Stragglers(Jitter):
 
     def _find_mu(self) -> float:
         """The mu at which the mean of the cut-off excess is what is left of 1.5 s."""
-        low, high = -12.0, 6.0
+        low, high, sigma = -12.0, 6.0, self.sigma
         for _ in range(60):  # bisection: the mean grows with mu
-            middle = (low + high) / 2
-            if self._mean_excess_s(middle) < _MEAN_S - self.low_s:
-                low = middle
-            else:
-                high = middle
+            mu = (low + high) / 2
+            cut = (math.log(self.high_s - self.low_s) - mu) / sigma
+            below = _normal_cdf(cut)
+            mean_s = math.exp(mu + sigma**2 / 2) * _normal_cdf(cut - sigma) / below if below > 0 else 0.0
+            low, high = (mu, high) if mean_s < _MEAN_S - self.low_s else (low, mu)
         return (low + high) / 2
-
-    def _mean_excess_s(self, mu: float) -> float:
-        cut = (math.log(self.high_s - self.low_s) - mu) / self.sigma
-        below = _normal_cdf(cut)
-        return math.exp(mu + self.sigma**2 / 2) * _normal_cdf(cut - self.sigma) / below if below > 0 else 0.0
 
 
 def jitter_by_name(kind: str, sigma: float = 1.5, seed: int = 0) -> Jitter:
@@ -132,9 +127,9 @@ class Failures:
     def __post_init__(self) -> None:
         for name in ("mtbf_s", "restart_s", "checkpoint_s"):
             checks.finite(name, getattr(self, name), 0)
-        for name in ("mtbf_s", "every_s"):
-            if getattr(self, name) == 0 or (self.every_s is not None and not 0 < self.every_s < math.inf):
-                raise InvalidArgument(f"{name}={getattr(self, name)}: expected more than 0")
+        for name, value in (("mtbf_s", self.mtbf_s), ("every_s", self.every_s)):
+            if value is not None and not 0 < value < math.inf:
+                raise InvalidArgument(f"{name}={value}: expected more than 0")
 
     def lost_share(self, n_workers: int) -> float:
         """The share of the time that is not training: checkpoints, restarts, and what is computed again (Daly, 2006)."""
@@ -209,11 +204,6 @@ class Setting:
         return self.racks == 1 or (isinstance(self.racks, tuple) and len(self.racks) == 1)
 
     @property
-    def hop_s(self) -> float:
-        """The latency of a message of all workers' collectives, which waits for the farthest."""
-        return self.link.frame_hop_s
-
-    @property
     def connection_bps(self) -> float:
         """What the connections of two workers in different racks carry. Raises: InvalidArgument (a loss without latency)."""
         if self.core_latency_s is None:
@@ -239,11 +229,9 @@ class Setting:
             if not self.is_one_rack or len(set(rates or ())) > 1 or len(set(speeds or ())) > 1:
                 raise InvalidArgument(f"{n} workers of {self.n_workers}: only those that are all alike can grow")
             rates, speeds = rates and rates[:1] * n, speeds and speeds[:1] * n
-        elif not isinstance(sizes, int):
-            ends = [0, *itertools.accumulate(sizes)]
+        if not isinstance(sizes, int):
+            ends = [0, *itertools.accumulate(sizes[:-1]), max(n, self.n_workers)]
             sizes = tuple(min(end, n) - start for start, end in itertools.pairwise(ends) if start < n)
-        if not isinstance(sizes, int) and self.is_one_rack:
-            sizes = (n,)
         core_bps = self.core_bps
         if isinstance(core_bps, tuple) and isinstance(sizes, tuple):
             core_bps = core_bps[: len(sizes)] if len(sizes) > 1 else None

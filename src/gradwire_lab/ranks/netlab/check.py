@@ -123,23 +123,21 @@ def _echoes(rank: int) -> tuple[float, float]:
         return 0.0, 0.0
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
         own.bind(("", _PORT + rank))
-        own.settimeout(2.0)
-        other = ("10.77.0.2", _PORT + 1)
-        took: dict[int, float] = {}
         if rank == 1:
+            own.settimeout(5.0)
             with contextlib.suppress(TimeoutError):
-                own.settimeout(5.0)
                 while True:
                     packet, sender = own.recvfrom(64)
                     own.sendto(packet, sender)
                     own.settimeout(2.0)
             return 0.0, 0.0
         sent: dict[int, float] = {}
+        took: dict[int, float] = {}
         time.sleep(0.2)  # rank 1 has bound its socket
+        own.settimeout(0.001)
         for number in range(_N_DATAGRAMS):
             sent[number] = time.perf_counter()
-            own.sendto(number.to_bytes(4, "little"), other)
-            own.settimeout(0.001)
+            own.sendto(number.to_bytes(4, "little"), ("10.77.0.2", _PORT + 1))
             with contextlib.suppress(TimeoutError):
                 _take(own, sent, took)
         own.settimeout(1.0)

@@ -131,9 +131,7 @@ class Fabric:
         bridge = self._switch.link_lookup(ifname="br0")[0]
         set_sysctl("ipv6/conf/all/disable_ipv6", "1")
         self._switch.link("set", index=bridge, state="up")
-        self._ranks: list[Any] = []
-        self._ports: list[int] = []  # the switch's side of each link
-        self._cards: list[int] = []  # the rank's side, eth0
+        self._links: list[tuple[Any, int, int]] = []  # (the rank's routes, its side of the link, the switch's side)
         for rank, rate_bps in enumerate(rates_bps):
             namespace, route = enter_host(), IPRoute()
             name = f"rank{rank}"
@@ -146,27 +144,26 @@ class Fabric:
             self._switch.link("set", index=port, master=bridge, state="up")
             bring_up(route, rank)
             self.namespaces.append(namespace)
-            self._ranks.append(route)
-            self._ports.append(port)
-            self._cards.append(card)
+            self._links.append((route, card, port))
 
     def _shape(self, route: Any, index: int, rate_bps: int | None, command: str) -> None:
         route.tc(command, "tbf", index, TBF_HANDLE, **bucket_parameters(rate_bps, self._queue_ms))
 
     def set_rate(self, rank: int, rate_bps: int | None) -> None:
         """Change both directions in place: queued packets and counters stay."""
-        self._shape(self._switch, self._ports[rank], rate_bps, "change")
-        self._shape(self._ranks[rank], self._cards[rank], rate_bps, "change")
+        route, card, port = self._links[rank]
+        self._shape(self._switch, port, rate_bps, "change")
+        self._shape(route, card, rate_bps, "change")
 
     def set_link(self, rank: int, up: bool) -> None:
         """Take the switch's side down or up: the rank keeps its address and loses its carrier, like a pulled cable."""
-        self._switch.link("set", index=self._ports[rank], state="up" if up else "down")
+        self._switch.link("set", index=self._links[rank][2], state="up" if up else "down")
 
     def counters(self) -> list[list[int]]:
         """Per rank: sent bytes, packets, drops; received bytes, packets, drops; as the token buckets counted."""
         down = {message["index"]: self._read(message) for message in self._switch.get_qdiscs()}
         rows = []
-        for route, card, port in zip(self._ranks, self._cards, self._ports, strict=True):
+        for route, card, port in self._links:
             up = next(self._read(message) for message in route.get_qdiscs() if message["index"] == card)
             rows.append([*up, *down[port]])
         return rows
@@ -181,19 +178,8 @@ class Fabric:
         """Nothing: links go with their namespaces."""
 
 
-# Fields of native/netlab/relay.hpp's Line, eight bytes each.
-_LINE = (
-    "up_bps",
-    "down_bps",
-    "up_loss",
-    "down_loss",
-    "delay_s",
-    "jitter_s",
-    "site",
-    "site_delay_s",
-    "queue_s",
-    "is_up",
-)
+# Fields of native/netlab/relay.hpp's Line, eight bytes each, as `LabLink` calls them.
+_LINE = ("rate_bps", "down_bps", "loss", "down_loss", "delay_s", "jitter_s", "site", "site_delay_s", "queue_s", "is_up")
 _N_COUNTERS, _LINE_BYTES = 6, 128
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x1, 0x1000
 
@@ -206,7 +192,7 @@ class DistantFabric:
         native: where the extension lies that holds the relay.
     """
 
-    def __init__(self, lines: list[dict[str, float]], mtu: int, queue_ms: float, native: str) -> None:
+    def __init__(self, lines: list[dict[str, float | None]], mtu: int, queue_ms: float, native: str) -> None:
         from pyroute2 import IPRoute
 
         self._queue_s = queue_ms / 1000
@@ -236,10 +222,10 @@ class DistantFabric:
         for device in devices:
             os.close(device)
 
-    def set_line(self, rank: int, **fields: float) -> None:
-        """Change what is given of a line; packets on their way stay."""
+    def set_line(self, rank: int, **fields: float | None) -> None:
+        """Change what is given of a line; packets on their way stay. A rate of None is no limit."""
         for name, value in fields.items():
-            struct.pack_into("d", self._table, _LINE_BYTES * rank + 8 * _LINE.index(name), value)
+            struct.pack_into("d", self._table, _LINE_BYTES * rank + 8 * _LINE.index(name), value or 0.0)
         rates_bps = struct.unpack_from("2d", self._table, _LINE_BYTES * rank)
         slowest = min(filter(None, rates_bps), default=0.0)
         # A queue that does not hold two of TCP's largest segments drops them even when nothing is congested.
@@ -248,7 +234,7 @@ class DistantFabric:
 
     def set_rate(self, rank: int, rate_bps: int | None) -> None:
         """Change both directions."""
-        self.set_line(rank, up_bps=rate_bps or 0, down_bps=rate_bps or 0)
+        self.set_line(rank, rate_bps=rate_bps, down_bps=rate_bps)
 
     def set_link(self, rank: int, up: bool) -> None:
         """Let nothing pass, or all again: a line that is cut somewhere, which the rank's card does not see."""
@@ -292,8 +278,8 @@ def kill_inside(descriptors: Sequence[int]) -> int:
     killed: set[int] = set()
     give_up = time.monotonic() + 3
     while time.monotonic() < give_up:
-        found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _namespace(pid) in inodes]
-        found = [pid for pid in found if pid != os.getpid()]
+        others = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
+        found = [pid for pid in others if _namespace(pid) in inodes]
         if not found:
             break
         for pid in found:

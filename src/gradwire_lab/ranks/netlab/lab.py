@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gradwire import _native, checks
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
-from gradwire_lab.ranks.netlab.rate import MAX_RATE_BPS, LabLink, format_rate, parse_link, parse_rate
+from gradwire_lab.ranks.netlab.rate import MAX_RATE_BPS, format_rate, parse_link, parse_rate
 from gradwire_lab.ranks.netlab.stale import LAB_VARIABLE, lab_identity
 from gradwire_lab.ranks.network import Network, find_free_port
 from gradwire_lab.ranks.supervisor import LaunchResult, RankSet
@@ -104,8 +104,7 @@ class Netlab:
         self._is_distant = any(line.is_distant for line in lines)
         if mtu is None:
             mtu = DISTANT_MTU if self._is_distant else MTU
-        if not 1280 <= mtu <= 65535:
-            raise InvalidArgument(f"mtu is {mtu}; it must be from 1280 to 65535 bytes")
+        checks.count("mtu in bytes", mtu, 1280, 65535)
         if not 1 <= queue_ms <= 10_000:
             raise InvalidArgument(f"queue_ms is {queue_ms}; it must be from 1 to 10000 milliseconds")
         self._n_ranks = ranks
@@ -115,7 +114,7 @@ class Netlab:
         if self._is_distant:
             if switch:
                 raise InvalidArgument("an aggregating switch stands in one rack: leave delay, loss and sites out")
-            self._settings |= {"lines": [_line_of(line) for line in lines], "native": _native.__file__}
+            self._settings |= {"lines": [asdict(line) for line in lines], "native": _native.__file__}
         else:
             self._settings["rates_bps"] = hosts_bps
         words = sorted({str(one).partition("/")[2] for one in rates} - {""})
@@ -189,12 +188,10 @@ class Netlab:
         if os.getpid() != self._owner:  # a forked child's copy of this object: the lab is its parent's
             return
         try:
-            if self._ranks is not None:
-                self._ranks.end()
-                self._ranks = None
-            if self._switch is not None:
-                self._switch.end()
-                self._switch = None
+            for processes in (self._ranks, self._switch):
+                if processes is not None:
+                    processes.end()
+            self._ranks = self._switch = None
         finally:
             self._close_fabric()
 
@@ -361,8 +358,7 @@ class Netlab:
         if self.shaped and not self._is_distant:
             raise Unsupported("this lab's links have no distance: open it with one, such as 100mbit/delay=1ms")
         link = parse_link("/".join(["none", *(f"{name}={text}" for name, text in changes.items())]))
-        names = {"up_loss": "loss", "delay_s": "delay", "jitter_s": "jitter"}
-        given = {name: value for name, value in _line_of(link).items() if names.get(name) in changes}
+        given = {name: value for name, value in asdict(link).items() if name.removesuffix("_s") in changes}
         self._ask("set_line", rank=rank, **given)
 
     def link_down(self, rank: int) -> None:
@@ -397,18 +393,6 @@ class Netlab:
     def continue_rank(self, rank: int) -> None:
         """Let a stopped rank go on."""
         self.kill_rank(rank, signal.SIGCONT)
-
-
-def _line_of(link: LabLink) -> dict[str, float]:
-    """What the fabric is told of a line."""
-    rates = {"up_bps": float(link.rate_bps or 0), "down_bps": float(link.down_bps or 0)}
-    way = {
-        "delay_s": link.delay_s,
-        "jitter_s": link.jitter_s,
-        "site": float(link.site),
-        "site_delay_s": link.site_delay_s,
-    }
-    return {**rates, "up_loss": link.loss, **way}
 
 
 def switch_rate_bps(rates_bps: Sequence[int | None]) -> int | None:

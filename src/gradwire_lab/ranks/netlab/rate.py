@@ -106,11 +106,8 @@ def parse_link(text: str | int | float | None, number: int = 0, n_links: int = 1
 
 def with_way(given: Any, rate: str) -> str:
     """`rate`, one or several with commas, and what `given` has of delay, jitter, loss, sites and site_delay: as links."""
-    way = {
-        name.replace("_", "-"): getattr(given, name, None)
-        for name in ("delay", "jitter", "loss", "sites", "site_delay")
-    }
-    words = [f"{name}={text}" for name, text in way.items() if text]
+    names = ("delay", "jitter", "loss", "sites", "site_delay")
+    words = [f"{name.replace('_', '-')}={text}" for name in names if (text := getattr(given, name, None))]
     return ",".join("/".join([one, *words]) for one in rate.split(","))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import itertools
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,17 +11,7 @@ import simpy
 
 from gradwire.checks import share
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.aqgb.law import (
-    DEFAULT_FLOOR,
-    WORD_BITS,
-    Deadlines,
-    Profile,
-    RateEstimate,
-    Timetable,
-    bits_of_ratio,
-    first_stage_ratio,
-    second_stage_bits,
-)
+from gradwire.schemes.aqgb import law
 from gradwire.schemes.auto.costs import CodecCost
 from gradwire_lab.simulator.network import Flow, FlowClass
 from gradwire_lab.simulator.simulation import SchemeModel, Simulation, WorkerGroup
@@ -42,12 +33,16 @@ class Decoder:
         return self._free_s
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pending:
+    """One block's gradient that is not everywhere; `flow`: the last that carried of it."""
+
+    group: WorkerGroup
     round_number: int
     block: int
     left_bits: float
     started_s: float
+    flow: Flow = field(init=False)
 
 
 class FixedBroadcast(SchemeModel):
@@ -68,67 +63,53 @@ class FixedBroadcast(SchemeModel):
         if not 0 < bits_per_value < float("inf"):
             raise InvalidArgument(f"bits_per_value={bits_per_value}: expected more than 0")
         self._bits_per_value = bits_per_value
-        self._encode_s, self._decode_s = codec.encode_s, codec.decode_s
+        self._codec = codec
         classes = {id(site): simulation.topology.broadcasts(site, is_fan_out) for site in simulation.topology.sites}
+        self._classes = [classes[id(group.site)] for group in simulation.groups]
         self._decoders = [Decoder() for _ in simulation.groups]
-        self._senders = [_Sender(self, group, classes[id(group.site)]) for group in simulation.groups]
+        # Of each group the newest block, which is on its link, and before it the older ones, which wait where they stopped.
+        self._stacks: list[list[_Pending]] = [[] for _ in simulation.groups]
 
     def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
-        n_values = self.simulation.setting.workload.blocks[block].n_values
-        pending = _Pending(round_number, block, n_values * self._bits_per_value, self.environment.now)
-        sender = self._senders[group.index]
-        self.simulation.call_after(n_values * self._encode_s, lambda: sender.push(pending))
+        n_values = self.blocks[block].n_values
+        pending = _Pending(group, round_number, block, n_values * self._bits_per_value, self.environment.now)
+        self.simulation.call_after(n_values * self._codec.encode_s, lambda: self._push(pending))
 
-    def deliver(self, group: WorkerGroup, pending: _Pending) -> None:
-        """Everybody has the block's bits of this group; what remains is the way and the decoding."""
-        one_s = self.simulation.setting.workload.blocks[pending.block].n_values * self._decode_s
-        copies, now_s = self.simulation.setting.n_workers - 1, self.environment.now
-        end_s = self._decoders[group.index].end_s(pending.started_s, now_s, copies * one_s, min(copies, 1) * one_s)
-        delay_s = self.simulation.setting.hop_s + end_s - now_s
-        gates = self.simulation.gates
-        self.simulation.call_after(delay_s, lambda: gates.count(pending.round_number, pending.block, group.count))
-
-
-class _Sender:
-    """One group's link: the newest block is on it, older ones wait where they were stopped."""
-
-    def __init__(self, scheme: FixedBroadcast, group: WorkerGroup, flow_class: FlowClass) -> None:
-        self._scheme, self._group, self._flow_class = scheme, group, flow_class
-        self._waiting: list[_Pending] = []
-        self._current: tuple[Flow, _Pending] | None = None
-
-    def push(self, pending: _Pending) -> None:
-        """A block to send, before all others."""
-        if self._current is not None and not self._current[0].is_over:  # over: its end comes later in this instant
-            flow, older = self._current
-            left_bits = self._scheme.network.stop(flow)
-            self._note(flow, older, older.left_bits - left_bits)
-            older.left_bits = left_bits
-            self._waiting.append(older)
+    def _push(self, pending: _Pending) -> None:
+        stack = self._stacks[pending.group.index]
+        if stack and not stack[-1].flow.is_over:  # over: its end comes later in this instant
+            self._note(stack[-1], self.network.stop(stack[-1].flow))
+        stack.append(pending)
         self._send(pending)
 
     def _send(self, pending: _Pending) -> None:
-        flow = self._scheme.network.start(self._flow_class, pending.left_bits, self._group.count)
-        self._current = (flow, pending)
-        flow.callbacks.append(self._end(flow, pending))
+        group = pending.group
+        pending.flow = self.network.start(self._classes[group.index], pending.left_bits, group.count)
+        pending.flow.callbacks.append(lambda _: self._end(pending))
 
-    def _end(self, flow: Flow, pending: _Pending) -> Callable[[object], None]:
-        def end(_: object) -> None:
-            self._note(flow, pending, pending.left_bits)
-            pending.left_bits = 0.0
-            if self._current is not None and self._current[0] is flow:
-                self._current = None
-            self._scheme.deliver(self._group, pending)
-            if self._current is None and self._waiting:
-                self._send(self._waiting.pop())
+    def _end(self, pending: _Pending) -> None:
+        self._note(pending, 0.0)
+        stack = self._stacks[pending.group.index]
+        is_newest = pending is stack[-1]
+        stack.remove(pending)
+        self._deliver(pending)
+        if is_newest and stack:
+            self._send(stack[-1])
 
-        return end
+    def _note(self, pending: _Pending, left_bits: float) -> None:
+        """Its flow has carried all but so many bits."""
+        sent_bits, pending.left_bits = pending.left_bits - left_bits, left_bits
+        name, started_s = f"broadcast {self.blocks[pending.block].name}", pending.flow.started_s
+        self.simulation.metrics.add_transfer(pending.group, pending.round_number, sent_bits, started_s, name)
 
-    def _note(self, flow: Flow, pending: _Pending, bits: float) -> None:
-        name = self._scheme.simulation.setting.workload.blocks[pending.block].name
-        self._scheme.simulation.metrics.add_transfer(
-            self._group, pending.round_number, bits, flow.started_s, f"broadcast {name}"
-        )
+    def _deliver(self, pending: _Pending) -> None:
+        """Everybody has the block's bits of this group; what remains is the way and the decoding."""
+        group, one_s = pending.group, self.blocks[pending.block].n_values * self._codec.decode_s
+        copies, now_s = self.setting.n_workers - 1, self.environment.now
+        end_s = self._decoders[group.index].end_s(pending.started_s, now_s, copies * one_s, min(copies, 1) * one_s)
+        delay_s = self.setting.link.frame_hop_s + end_s - now_s
+        gates = self.simulation.gates
+        self.simulation.call_after(delay_s, lambda: gates.count(pending.round_number, pending.block, group.count))
 
 
 class AqgbModel(SchemeModel):
@@ -147,7 +128,7 @@ class AqgbModel(SchemeModel):
     def __init__(
         self,
         simulation: Simulation,
-        floor: float = DEFAULT_FLOOR,
+        floor: float = law.DEFAULT_FLOOR,
         overhead_bits_per_value: float = 0.0,
         is_fan_out: bool = False,
         has_owners: bool = False,
@@ -155,21 +136,17 @@ class AqgbModel(SchemeModel):
         confidence: float = 1.0,
     ) -> None:
         super().__init__(simulation)
-        self.share = 2 / simulation.setting.n_workers if has_owners else 1.0  # of a value, to each receiver
+        self.share = 2 / self.setting.n_workers if has_owners else 1.0  # of a value, to each receiver
         self.n_hops = 2 if has_owners else 1
         self.floor = share("floor", floor)
         self.overhead_bits_per_value = overhead_bits_per_value
         self.confidence = share("confidence", confidence)
-        self.encode_s = codec.encode_s
+        self.codec = codec
         # Of every value: everybody's copies, or the parts that a worker owns and the sums that it gets.
-        self.decode_s = codec.decode_s * (2 if has_owners else simulation.setting.n_workers - 1)
-        self.decode_last_s = codec.decode_s
-        self.blocks = simulation.setting.workload.blocks
-        self.deadlines = Deadlines(len(simulation.groups))
-        classes = {
-            id(site): simulation.topology.broadcasts(site, is_fan_out or has_owners)
-            for site in simulation.topology.sites
-        }
+        self.decode_s = codec.decode_s * (2 if has_owners else self.setting.n_workers - 1)
+        self.deadlines = law.Deadlines(len(simulation.groups))
+        is_fan_out = is_fan_out or has_owners
+        classes = {id(site): simulation.topology.broadcasts(site, is_fan_out) for site in simulation.topology.sites}
         self._workers = [_Worker(self, group, classes[id(group.site)]) for group in simulation.groups]
         self._board: list[tuple[float, float | None]] = [(-1.0, None)] * len(self.blocks)
 
@@ -220,8 +197,8 @@ class _Worker:
     def __init__(self, scheme: AqgbModel, group: WorkerGroup, flow_class: FlowClass) -> None:
         self._scheme, self._group, self._flow_class = scheme, group, flow_class
         self._n_blocks = len(scheme.blocks)
-        self._rate = RateEstimate()
-        self._profile = Profile()
+        self._rate = law.RateEstimate()
+        self._profile = law.Profile()
         self._stack: list[_Sending] = []  # the newest gradient last, and sent first
         self._sent: dict[int, _Sending] = {}
         self._decoder = Decoder()
@@ -256,7 +233,7 @@ class _Worker:
         if timetable is not None:
             self._scheme.deadlines.tell(self._group.index, timetable.until_forward(self._n_appeared, 0.0), now_s)
         if self._n_appeared == self._n_blocks:
-            self._profile.add(Timetable(tuple(self._backward_s), 0.0, tuple(self._forward_s)))
+            self._profile.add(law.Timetable(tuple(self._backward_s), 0.0, tuple(self._forward_s)))
             self._backward_s, self._forward_s = [], []
         n_values = self._scheme.blocks[block].n_values
         self._stack.append(_Sending(round_number, block, n_values, n_values / _MESSAGES))
@@ -268,9 +245,7 @@ class _Worker:
         """Tell when each block is needed, if the forward pass of `block` begins now."""
         timetable = self._profile.timetable
         if timetable is not None:
-            ahead_s = [0.0] * (block + 1)
-            for index in range(block, self._n_blocks - 1):
-                ahead_s.append(ahead_s[-1] + timetable.forward_s[index])
+            ahead_s = [0.0] * block + [*itertools.accumulate(timetable.forward_s[block:-1], initial=0.0)]
             self._scheme.deadlines.tell(self._group.index, ahead_s, self._scheme.environment.now)
 
     # ---- what it sends
@@ -281,9 +256,7 @@ class _Worker:
             sending = self._stack[-1]  # one message of the newest gradient
             n_values = min(sending.message_values, sending.left_values)
             n_bits = self._first_stage_bits()
-            flow = self._start(n_values, n_bits + scheme.overhead_bits_per_value)
-            yield flow
-            self._arrived(flow, sending, n_values, n_bits + scheme.overhead_bits_per_value, "stage 1")
+            yield from self._transfer(sending, n_values, n_bits + scheme.overhead_bits_per_value, "stage 1")
             sending.left_values -= n_values
             if sending.runs and sending.runs[-1].sent_bits == n_bits:
                 sending.runs[-1].n_values += n_values
@@ -304,11 +277,12 @@ class _Worker:
         until_next_s = (
             None if timetable is None else timetable.until_next_gradient(self._n_appeared, now_s - self._last_s)
         )
-        undelivered_bits = WORD_BITS * scheme.share * sum(sending.left_values for sending in self._stack)
-        ratio = first_stage_ratio(scheme.confidence * self._rate.rate_bps, until_next_s, undelivered_bits, scheme.floor)
+        undelivered_bits = law.WORD_BITS * scheme.share * sum(sending.left_values for sending in self._stack)
+        rate_bps = scheme.confidence * self._rate.rate_bps
+        ratio = law.first_stage_ratio(rate_bps, until_next_s, undelivered_bits, scheme.floor)
         if self._group.index == 0:
             scheme.simulation.metrics.ratios.append((now_s, ratio))
-        return bits_of_ratio(ratio)
+        return law.bits_of_ratio(ratio)
 
     def _refine(self, sending: _Sending) -> Generator[simpy.Event, Any, None]:
         """Stage 2 of one block, until it is needed; then all of it has been sent."""
@@ -319,44 +293,41 @@ class _Worker:
             if n_bits == 0:
                 break
             n_values = min(sending.message_values, run.n_values)
-            flow = self._start(n_values, n_bits)
-            yield flow
-            self._arrived(flow, sending, n_values, n_bits, "stage 2")
+            yield from self._transfer(sending, n_values, n_bits, "stage 2")
             run.n_values -= n_values
             if run.n_values < 0.5:
                 runs.pop(0)
         simulation = self._scheme.simulation
+        hops_s = self._scheme.n_hops * self._scheme.setting.link.frame_hop_s
         simulation.call_after(
-            self._scheme.n_hops * simulation.setting.hop_s + max(0.0, self._decoded_s - self._scheme.environment.now),
+            hops_s + max(0.0, self._decoded_s - simulation.environment.now),
             lambda: simulation.gates.count(sending.round_number, sending.block, self._group.count),
         )
 
     def _second_stage_bits(self, block: int, runs: list[_Run]) -> int:
         """More bits for the values of the first of `runs`, such that all of them are refined alike in time."""
         remaining_s = self._scheme.remaining_s(block)
-        left_bits = WORD_BITS - runs[0].sent_bits
+        left_bits = law.WORD_BITS - runs[0].sent_bits
         if remaining_s is None or left_bits == 0:
             return 0
-        undelivered_bits = sum(run.n_values * (WORD_BITS - run.sent_bits) for run in runs)
+        undelivered_bits = sum(run.n_values * (law.WORD_BITS - run.sent_bits) for run in runs)
         # As many values of the first run's kind as have all the runs' bits to come.
         n_values = round(self._scheme.share * undelivered_bits / left_bits)
-        return second_stage_bits(
-            self._scheme.confidence * self._rate.rate_bps, remaining_s, n_values, runs[0].sent_bits
-        )
+        rate_bps = self._scheme.confidence * self._rate.rate_bps
+        return law.second_stage_bits(rate_bps, remaining_s, n_values, runs[0].sent_bits)
 
-    def _start(self, n_values: float, n_bits: float) -> Flow:
+    def _transfer(
+        self, sending: _Sending, n_values: float, n_bits: float, stage: str
+    ) -> Generator[simpy.Event, Any, None]:
         """One message, once it is encoded."""
-        scheme = self._scheme
-        encode_s = n_values * scheme.encode_s
-        return scheme.network.start(self._flow_class, scheme.share * (n_values * n_bits), self._group.count, encode_s)
-
-    def _arrived(self, flow: Flow, sending: _Sending, n_values: float, n_bits: float, stage: str) -> None:
-        scheme, now_s = self._scheme, self._scheme.environment.now
+        scheme, bits = self._scheme, n_values * n_bits
+        encode_s = n_values * scheme.codec.encode_s
+        flow = scheme.network.start(self._flow_class, scheme.share * bits, self._group.count, encode_s)
+        yield flow
+        now_s = scheme.environment.now
         self._rate.observe(flow.bits, now_s - flow.started_s)
         if scheme.decode_s:
-            work_s, last_s = n_values * scheme.decode_s, n_values * scheme.decode_last_s
+            work_s, last_s = n_values * scheme.decode_s, n_values * scheme.codec.decode_s
             self._decoded_s = self._decoder.end_s(flow.started_s, now_s, work_s, last_s)
-        metrics = scheme.simulation.metrics
-        is_named = metrics.spans is not None
-        name = f"{stage} {scheme.blocks[sending.block].name} x {n_bits:g} bits" if is_named else ""
-        metrics.add_transfer(self._group, sending.round_number, n_values * n_bits, flow.started_s, name)
+        name = f"{stage} {scheme.blocks[sending.block].name} x {n_bits:g} bits"
+        scheme.simulation.metrics.add_transfer(self._group, sending.round_number, bits, flow.started_s, name)

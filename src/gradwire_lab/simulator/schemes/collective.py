@@ -7,7 +7,7 @@ predict; here its transfers go over simulated links, which others may use.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any
 
 import simpy
@@ -15,21 +15,12 @@ import simpy
 from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire.registry import describe_choices
-from gradwire.schemes.auto.costs import (
-    ALL_REDUCES,
-    BucketLoad,
-    CodecCost,
-    Lane,
-    SharedCores,
-    Turn,
-    bucket_load,
-    legs_of,
-)
+from gradwire.schemes.auto import costs
 from gradwire.schemes.slimgc.threshold import SizeTimes, ThresholdTable, check_threshold
 from gradwire_lab.simulator.network import FlowClass
-from gradwire_lab.simulator.simulation import SchemeModel, Simulation, WorkerGroup
+from gradwire_lab.simulator.simulation import SchemeModel, Simulation, Tally, WorkerGroup
 
-PLAIN = CodecCost()
+PLAIN = costs.CodecCost()
 _VALUE_BYTES = 4
 # Sizes of SlimGC's table: 4 KB to 256 MB, the span of tensors and of blocks of them.
 _TABLE_BYTES = tuple(1 << power for power in range(12, 29, 2))
@@ -38,22 +29,21 @@ _TABLE_BYTES = tuple(1 << power for power in range(12, 29, 2))
 class Lanes(SchemeModel):
     """One lane for all workers: a collective begins when every one of them has come to it, for no hop can do without one."""
 
-    patterns: tuple[str, ...] = ALL_REDUCES  # collectives that it may be told to use
+    patterns: tuple[str, ...] = costs.ALL_REDUCES  # collectives that it may be told to use
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation)
-        self.setting = simulation.setting
-        self.machine = SharedCores(self.setting.n_workers, 1, 2)
+        self.machine = costs.SharedCores(self.setting.n_workers, 1, 2)
         self.link = self.setting.link
-        self._lane = Lane(self.link.rate)
-        self._under_way: list[Turn] = []
-        self._joined: dict[Any, int] = {}
+        self._lane = costs.Lane(self.link.rate)
+        self._under_way: list[costs.Turn] = []
+        self._joined = Tally(self.setting.n_workers)
         self._is_lane_busy = False
         self._flows: dict[str, FlowClass] = {}
 
     def load(
-        self, n_values: int, shape: str = "sum", codec: CodecCost = PLAIN, pattern: str | None = None
-    ) -> BucketLoad:
+        self, n_values: int, shape: str = "sum", codec: costs.CodecCost = PLAIN, pattern: str | None = None
+    ) -> costs.BucketLoad:
         """What a collective of so many values takes. Raises: InvalidArgument (no such pattern)."""
         racks, legs = self.simulation.topology.rack_workers, None
         if pattern is not None:
@@ -65,14 +55,12 @@ class Lanes(SchemeModel):
                 raise InvalidArgument(
                     f"two-level needs racks of equally many workers, not {', '.join(map(str, racks))}"
                 )
-            legs = legs_of(pattern, self.setting.n_workers, racks[0])
-        return bucket_load(shape, n_values, codec, self.link, self.machine, legs)
+            legs = costs.legs_of(pattern, self.setting.n_workers, racks[0])
+        return costs.bucket_load(shape, n_values, codec, self.link, self.machine, legs)
 
-    def join(self, key: tuple[Any, ...], group: WorkerGroup, load: BucketLoad) -> None:
+    def join(self, key: tuple[Any, ...], group: WorkerGroup, load: costs.BucketLoad) -> None:
         """The workers of `group` have come to the collective `key`: its round, its block, and what else tells it apart."""
-        self._joined[key] = self._joined.get(key, 0) + group.count
-        if self._joined[key] == self.setting.n_workers:
-            del self._joined[key]
+        if self._joined.completes(key, group.count):
             self._lane.hand_over(key, load)
             self._work()
 
@@ -108,39 +96,36 @@ class Lanes(SchemeModel):
                 self._under_way.append(turn)
                 self.environment.process(self._send(turn))
 
-    def _send(self, turn: Turn) -> Generator[simpy.Event, Any, None]:
+    def _send(self, turn: costs.Turn) -> Generator[simpy.Event, Any, None]:
         yield from self._transfer(turn)
         self._under_way.remove(turn)
         self._lane.end_sending(turn)
         self._send_more()
         self._work()
 
-    def _transfer(self, turn: Turn) -> Generator[simpy.Event, Any, float]:
+    def _transfer(self, turn: costs.Turn) -> Generator[simpy.Event, Any, float]:
         """The stages of a collective, one after another; returns the seconds that its bytes took."""
         environment, wire_s = self.environment, 0.0
         for leg in turn.load.legs:
             started_s, bits = environment.now, 8 * turn.load.message_bytes * leg.share
             if bits:
-                yield self.network.start(self._flows_across(leg.across), bits)
+                if leg.across not in self._flows:
+                    self._flows[leg.across] = self.simulation.topology.even(leg.across)
+                yield self.network.start(self._flows[leg.across], bits)
                 wire_s += environment.now - started_s
             # Receives are posted ahead of the messages, so the chunks of a hop pay its latency once.
             latency_s = leg.hops * (self.setting.latency_s if leg.across == "inside" else turn.load.hop_s)
             if latency_s:
                 yield environment.timeout(latency_s)
             round_number, block, *_ = turn.bucket
-            name = f"{leg.across} {self.setting.workload.blocks[block].name}"
+            name = f"{leg.across} {self.blocks[block].name}"
             for group in self.simulation.groups:
                 self.simulation.metrics.add_transfer(group, round_number, bits, started_s, name)
         return wire_s
 
-    def _flows_across(self, across: str) -> FlowClass:
-        if across not in self._flows:
-            self._flows[across] = self.simulation.topology.even(across)
-        return self._flows[across]
-
     def open_round(self, round_number: int) -> None:
         """Everybody has everything of a round."""
-        for index in range(len(self.setting.workload.blocks)):
+        for index in range(len(self.blocks)):
             self.simulation.gates.open(round_number, index)
 
 
@@ -158,15 +143,14 @@ class Collective(Lanes):
         self,
         simulation: Simulation,
         shape: str = "sum",
-        codec: CodecCost = PLAIN,
+        codec: costs.CodecCost = PLAIN,
         collective: str | None = None,
         every: int = 1,
     ) -> None:
         super().__init__(simulation)
         self.every = self.period = checks.count("every", every)
-        blocks = self.setting.workload.blocks
-        self._loads: Sequence[BucketLoad] = [self.load(block.n_values, shape, codec, collective) for block in blocks]
-        self._n_left: dict[int, int] = {}
+        self._loads = [self.load(block.n_values, shape, codec, collective) for block in self.blocks]
+        self._finished = Tally(len(self.blocks))
         self._opened = -1
 
     def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
@@ -178,9 +162,7 @@ class Collective(Lanes):
 
     def finish(self, key: tuple[int, int]) -> None:
         round_number, _ = key
-        self._n_left[round_number] = self._n_left.get(round_number, len(self._loads)) - 1
-        if self._n_left[round_number] == 0:
-            del self._n_left[round_number]
+        if self._finished.completes(round_number):
             self.open_round(round_number)
 
 
@@ -192,16 +174,14 @@ class SlimGc(Collective):
         threshold_bytes: None: by the live scheme's table, filled with what its sizes take on the simulated links.
     """
 
-    def __init__(self, simulation: Simulation, compressed: CodecCost, threshold_bytes: int | None = None) -> None:
+    def __init__(self, simulation: Simulation, compressed: costs.CodecCost, threshold_bytes: int | None = None) -> None:
         super().__init__(simulation, "quantised", compressed)
         self._codec = compressed
         self.threshold_bytes = self._find_threshold() if threshold_bytes is None else check_threshold(threshold_bytes)
-        blocks = self.setting.workload.blocks
-        self._loads = [
-            self._load_of(block.n_values, _VALUE_BYTES * block.n_values >= self.threshold_bytes) for block in blocks
-        ]
+        sizes = [block.n_values for block in self.blocks]
+        self._loads = [self._load_of(n_values, _VALUE_BYTES * n_values >= self.threshold_bytes) for n_values in sizes]
 
-    def _load_of(self, n_values: int, is_compressed: bool) -> BucketLoad:
+    def _load_of(self, n_values: int, is_compressed: bool) -> costs.BucketLoad:
         return self.load(n_values, "quantised", self._codec) if is_compressed else self.load(n_values)
 
     def _find_threshold(self) -> int:
@@ -260,7 +240,7 @@ class LocalSteps(Lanes):
         self.period = every
         self._ends = [every * (number + 1) // fragments for number in range(fragments)]
         n_values = -(-self.setting.workload.n_values // fragments)
-        self._load = self.load(n_values, "sum", CodecCost(bits=checks.finite("bits", bits, 0)), collective)
+        self._load = self.load(n_values, "sum", costs.CodecCost(bits=checks.finite("bits", bits, 0)), collective)
         self._n_open = 0  # rounds after which everybody may go on
 
     def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
@@ -269,20 +249,16 @@ class LocalSteps(Lanes):
         done = round_number + 1  # steps: the last gradient of this one has appeared
         if (done + self._delay - 1) % self._every + 1 in self._ends:
             self.join((done + self._delay - 1, 0), group, self._load)
-        self._open_before(done)
+        while self._n_open < done and self._n_open % self._every + 1 not in self._ends:  # others wait for an exchange
+            self._open_next()
 
     def finish(self, key: tuple[int, int]) -> None:
-        self._open_until(key[0])
+        while self._n_open <= key[0]:
+            self._open_next()
 
-    def _open_before(self, done: int) -> None:
-        """Open rounds up to the `done`-th, but those that wait for an exchange."""
-        while self._n_open < done and self._n_open % self._every + 1 not in self._ends:
-            self._open_until(self._n_open)
-
-    def _open_until(self, round_number: int) -> None:
-        while self._n_open <= round_number:
-            self.open_round(self._n_open)
-            self._n_open += 1
+    def _open_next(self) -> None:
+        self.open_round(self._n_open)
+        self._n_open += 1
 
 
 class FullyShard(Lanes):
@@ -302,11 +278,11 @@ class FullyShard(Lanes):
         super().__init__(simulation)
         self._reshard = reshard
         self._gathers, self._scatters = (
-            [self.load(block.n_values, "sum", CodecCost(bits=checks.finite("bits", bits, 0)), pattern)
-             for block in self.setting.workload.blocks]
+            [self.load(block.n_values, "sum", costs.CodecCost(bits=checks.finite("bits", bits, 0)), pattern)
+             for block in self.blocks]
             for bits, pattern in ((weights, "all-gather"), (gradients, "reduce-scatter"))
         )  # fmt: skip
-        self._n_left: dict[int, int] = {}
+        self._scattered = Tally(len(self._scatters))
         self._gathered: dict[tuple[int, int], simpy.Event] = {}  # for a backward pass that is not over
 
     def on_forward(self, group: WorkerGroup, round_number: int, block: int) -> None:
@@ -333,9 +309,7 @@ class FullyShard(Lanes):
             self._event_of((round_number, block)).succeed()
         else:
             self._gathered.pop((round_number, block), None)
-            self._n_left[round_number] = self._n_left.get(round_number, len(self._gathers)) - 1
-            if self._n_left[round_number] == 0:  # the optimizer steps
-                del self._n_left[round_number]
+            if self._scattered.completes(round_number):  # the optimizer steps
                 self._lane.hand_over((round_number + 1, 0, "forward"), self._gathers[0])
 
     def _event_of(self, key: tuple[int, int]) -> simpy.Event:

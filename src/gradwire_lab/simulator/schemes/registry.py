@@ -7,7 +7,6 @@ a world size. What grows with the number of ranks, and how, is fitted to the byt
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -172,20 +171,9 @@ class MeasuredTable:
 _PREFERRED = ("resnet50", "resnet", "gpt")
 _PERIOD = 8  # the live scheme's default
 
-# name: what it is.
-_OWN = {
-    "plain": "uncompressed ring all-reduce, or collective: direct, tree, two-level",
-    "broadcast-32": "every gradient to all, uncompressed; -K for K bits a value",
-    "broadcast-4": "the same with 4 bits a value",
-    "broadcast": "gradwire's scheme of this name: option bits, 4 by default",
-    "auto": "of a fidelity's schemes that were measured the one that the cost model finds fastest: fidelity, optimizer",
-    "aqgb": "adaptive quantised gradient broadcast",
-    "aqgb-owners": 'the same over an all-reduce (topology="owners")',
-    "direct-32": "uncompressed direct all-reduce",
-    "parameter-server": "uncompressed, one server",
-    "local-sgd": "workers step alone, and exchange parts of the model in turn: every, fragments, delay, bits, collective",
-    "fully-shard": "FSDP2: weights gathered for either pass, gradients scattered: weights and gradients in bits, reshard",
-}
+# docs/simulator.md says what they are; broadcast-K has K bits a value.
+_OWN = ("plain", "broadcast-32", "broadcast-4", "broadcast", "auto", "aqgb", "aqgb-owners", "direct-32", "parameter-server",
+        "local-sgd", "fully-shard")  # fmt: skip
 
 
 def names(table: MeasuredTable | None = None) -> list[str]:
@@ -205,7 +193,8 @@ def by_name(
     """What builds the scheme on a simulation.
 
     Args:
-        options: floor (aqgb), threshold_bytes (slimgc), and what `_OWN` says.
+        options: collective (plain: direct, tree, two-level), bits (broadcast: 4), fidelity and optimizer (auto), floor (aqgb),
+            every (periodic), threshold_bytes (slimgc), and what `LocalSteps` and `FullyShard` take.
         measured_on: the workload whose measured sizes and codec times to take; None: ResNet-50's where the scheme was
             measured on it (low rank depends on the shapes), else the small ResNet's or GPT's.
         with_codec_times: False for a codec that takes no time: what the network alone allows.
@@ -216,9 +205,8 @@ def by_name(
     broadcast = re.fullmatch(r"broadcast-(\d+)", name)
 
     def fit_of(scheme: str) -> Fit:
-        return table.fit(
-            scheme, measured_on or next((on for on in _PREFERRED if scheme in table.schemes(on)), _PREFERRED[0])
-        )
+        found_on = (on for on in _PREFERRED if scheme in table.schemes(on))
+        return table.fit(scheme, measured_on or next(found_on, _PREFERRED[0]))
 
     make: Callable[..., SchemeModel]
     if broadcast or name == "broadcast":
@@ -235,15 +223,10 @@ def by_name(
     elif name == "auto":
 
         def make(simulation: Simulation, fidelity: str = "exact", optimizer: str = "adam") -> SchemeModel:
-            rows = {
-                row: parse_spec(row.scheme)[0]
-                for row in rows_for(fidelity, [checks.choice("optimizer", optimizer, FAMILIES)])
-            }
-            fits = {
-                row: fit_of(scheme)
-                for row, scheme in rows.items()
-                if any(scheme in table.schemes(on) for on in _PREFERRED)
-            }
+            measured = {scheme for on in _PREFERRED for scheme in table.schemes(on)}
+            rows = rows_for(fidelity, [checks.choice("optimizer", optimizer, FAMILIES)])
+            schemes = {row: parse_spec(row.scheme)[0] for row in rows}
+            fits = {row: fit_of(scheme) for row, scheme in schemes.items() if scheme in measured}
             return Collective(simulation, *_choose(simulation.setting, fits, with_codec_times))
 
     elif name in live.names():
@@ -285,13 +268,11 @@ def _code(table: MeasuredTable, is_paid: bool) -> CodecCost:
 def _choose(setting: Setting, fits: Mapping[FidelityRow, Fit], with_codec_times: bool) -> tuple[str, CodecCost]:
     """Shape and codec of the row that the cost model predicts to be the fastest: what `auto` tries first."""
     blocks, machine = setting.workload.blocks, SharedCores(setting.n_workers, 1, 2)
-    ready_s = itertools.accumulate(
-        (one.backward_s for one in reversed(blocks)), initial=sum(one.forward_s for one in blocks)
-    )
-    step = StepCost(
-        setting.workload.step_s, tuple(zip((one.n_values for one in reversed(blocks)), [*ready_s][1:], strict=True))
-    )
-    found = {}
+    ready_s, buckets = sum(one.forward_s for one in blocks), []
+    for one in reversed(blocks):
+        ready_s += one.backward_s
+        buckets.append((one.n_values, ready_s))
+    step, found = StepCost(setting.workload.step_s, tuple(buckets)), {}
     for row, fit in fits.items():
         codec = replace(fit.codec(setting.n_workers), bits=row.bits) if with_codec_times else CodecCost(bits=row.bits)
         found[row.shape, codec] = predict_s(row.shape, codec, step, setting.link, machine)

@@ -132,10 +132,9 @@ class BertWorkload(Workload):
         if self._squad is None or self._squad[1] is None:
             return {}
         squad = self._squad[1]
-        device = next(model.parameters()).device
         chosen = torch.linspace(0, len(squad.targets) - 1, 64).long().unique()
         loss_sum, n_exact = 0.0, 0
-        with evaluating(model):
+        with evaluating(model) as device:
             for indices in chosen.split(8):
                 inputs, targets = (values.to(device) for values in squad.rows(indices))
                 ids, types = inputs.unbind(1)

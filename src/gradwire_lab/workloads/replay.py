@@ -19,7 +19,7 @@ import os
 import pickle
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +93,6 @@ class _Layer:
         return [gradient.detach() for gradient in self.gradients]
 
 
-class _Holder(nn.Module):
-    """Holds a layer's parameters under their names; called when the layer begins, as the real module would be."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
 class _ReplayLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: _Layer, clock: _Clock, *parameters: Tensor) -> Tensor:
@@ -131,8 +124,8 @@ class ReplayModel(nn.Module):
             *path, leaf = name.split(".")
             owner: nn.Module = self
             for word in path:
-                if word not in owner._modules:
-                    owner.add_module(word, _Holder())
+                if word not in owner._modules:  # called when the layer begins, as the real module would be
+                    owner.add_module(word, nn.Identity())
                 owner = owner.get_submodule(word)
             owner.register_parameter(leaf, tensors[name])
         scale = step_s / capture.step_s if capture.step_s > 0 else 0.0
@@ -210,10 +203,7 @@ class ReplayWorkload(Workload):
             self.step_s, self.calibration = self._capture.step_s, "as measured on the capturing machine"
 
     def make_model(self) -> nn.Module:
-        return self.make_rank_model(int(os.environ.get("RANK", "0")))
-
-    def make_rank_model(self, rank: int) -> nn.Module:
-        """The model that replays the gradients of `rank`."""
+        rank = int(os.environ.get("RANK", "0"))
         return ReplayModel(self._capture, rank % self._capture.n_captures, self.step_s)
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
@@ -221,7 +211,7 @@ class ReplayWorkload(Workload):
         if not self._update:
             # A step without gradients changes nothing, and everything else that hangs on the optimizer (its exact
             # type, step hooks, schedulers) sees a normal step.
-            optimizer.register_step_pre_hook(_drop_gradients)
+            optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.zero_grad(set_to_none=True))
         return optimizer
 
     def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
@@ -260,10 +250,6 @@ def replay_by_name(
     shape = by_name(name, **options)
     rate = learning_rate if learning_rate is not None else shape.learning_rate
     return ReplayWorkload(shape=shape, optimizer=optimizer or shape.optimizer, learning_rate=rate, **own)
-
-
-def _drop_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    optimizer.zero_grad(set_to_none=True)
 
 
 # ---- the capture
@@ -319,7 +305,8 @@ def open_or_capture(path: Path, workload: Workload, n_captures: int, seed: int) 
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (file := path.with_name(path.name + ".pt")).exists():
             partial = path.with_name(f"{path.name}.pt.{os.getpid()}")
-            torch.save({"format": _FORMAT, **vars(capture(workload, n_captures, seed))}, partial)
+            made = capture(workload, n_captures, seed)
+            torch.save({"format": _FORMAT, **vars(made), "layers": [vars(layer) for layer in made.layers]}, partial)
             partial.replace(file)
     found = read_capture(file)
     with torch.device("meta"):
@@ -374,17 +361,12 @@ def capture(workload: Workload, n_captures: int, seed: int) -> Capture:
             timed.append(times.layers())
             if index < n_captures:
                 losses.append(float(loss.detach()))
-                _fill(values[index], [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
-    _fill(values[-1], parameters)
+                gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+                torch.cat([gradient.reshape(-1) for gradient in gradients], out=values[index])
+    torch.cat([parameter.detach().reshape(-1) for parameter in parameters], out=values[-1])
     layers = min(timed, key=lambda layers: sum(layer.forward_s + layer.backward_s for layer in layers))
     source = f"captured here, batch {workload.batch_size}, {workload.data} data"
-    plain: Any = [asdict(layer) for layer in layers]  # as it lies in the file
-    return Capture(workload.name, shapes_of(model), plain, losses, values, source)
-
-
-def _fill(row: Tensor, tensors: Sequence[Tensor]) -> None:
-    for part, tensor in zip(row.split([one.numel() for one in tensors]), tensors, strict=True):
-        part.copy_(tensor.detach().reshape(-1))
+    return Capture(workload.name, shapes_of(model), layers, losses, values, source)
 
 
 def shapes_of(model: nn.Module) -> dict[str, list[int]]:

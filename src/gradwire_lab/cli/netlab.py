@@ -77,23 +77,16 @@ def _run(args: argparse.Namespace) -> int:
         raise InvalidArgument("--at changes a lab's links and ranks; with --rate none there is no lab")
     events = [parse_event(text, args.ranks) for text in args.at]
     rate = rates if args.straggler else own
-    counters: list[LinkCounters] | None = None
     options = {
         "mtu": args.mtu, "queue_ms": args.queue_ms, "require_shaping": args.require_shaping,
         "ranks_per_node": args.ranks_per_node,
     }  # fmt: skip
-    with (
-        end_on_signals(),
-        start_ranks(args.rank_command, args.ranks, rate, grace_s=args.grace, **options) as launch,
-    ):
-        if events:
-            with Schedule(launch, events) as schedule:
-                result = launch.wait(args.timeout)
-            for event, trouble in schedule.done:
-                if trouble is not None:
-                    print(f"gradwire: at {event}: {trouble}", file=sys.stderr)
-        else:
+    with end_on_signals(), start_ranks(args.rank_command, args.ranks, rate, grace_s=args.grace, **options) as launch:
+        with Schedule(launch, events) as schedule:
             result = launch.wait(args.timeout)
+        for event, trouble in schedule.done:
+            if trouble is not None:
+                print(f"gradwire: at {event}: {trouble}", file=sys.stderr)
         counters = launch.counters() if args.counters and launch.shaped else None
         if args.counters and counters is None:
             print("gradwire: no counters: on loopback the kernel does not tell ranks apart", file=sys.stderr)

@@ -19,7 +19,6 @@ from gradwire_lab.training.launching import given_config, run_ranks, train_and_r
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
     add_workload(parser)
     words = "such as optimizer=muon, data_dir=..., fold=2"
     option(parser, "--workload-option", "K=V", words, [], action="append")

@@ -62,28 +62,8 @@ class LoggedRun:
         return {**self.config, **{k: v for one in nested if isinstance(one, dict) for k, v in one.items()}}
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """All that was found: runs, and bench records by kind (`codec`, `allreduce`, `train`)."""
-
-    runs: Sequence[LoggedRun]
-    records: Mapping[str, Sequence[Record]]
-
-    def environments(self) -> list[Record]:
-        """The distinct machines."""
-        found = [{key: place[key] for key in _ENVIRONMENT if key in place} for place in self.places()]
-        return [one for number, one in enumerate(found) if one and one not in found[:number]]
-
-    def places(self) -> list[Record]:
-        """Where and when each run and record was measured."""
-        records = [record for batch in self.records.values() for record in batch]
-        inner = [record.get("environment") for record in records]
-        flat = [one if isinstance(one, dict) else record for one, record in zip(inner, records, strict=True)]
-        return [run.place for run in self.runs] + flat
-
-
-def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> Inputs:
-    """Read run folders, bench JSON files, and folders that hold either.
+def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[LoggedRun], dict[str, list[Record]]]:
+    """Read run folders, bench JSON files, and folders that hold either: runs, and records by kind (`BENCH_FIELDS`).
 
     Raises: InvalidArgument (nothing given, a path that is missing or holds nothing to report),
         CorruptMessage (a file that is not what its name promises).
@@ -111,7 +91,7 @@ def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> Inputs:
             scheme = str(record["scheme"])
             is_one = sum(name == scheme for name, _ in variants) == 1
             record["scheme"] = scheme if is_one else f"{scheme} {words}".strip()
-    return Inputs(runs, records)
+    return runs, records
 
 
 def _words(options: Any) -> str:
@@ -498,15 +478,13 @@ def write_report(
     Raises: InvalidArgument (missing input, unknown baseline, page not writable), CorruptMessage (a file that holds
         something else), Unsupported (the packages of the extra `report` are missing).
     """
-    found = load_inputs(run_dirs)
-    schemes = {run.label for run in found.runs}
-    schemes |= {str(record["scheme"]) for kind in ("allreduce", "train") for record in found.records[kind]}
+    runs, records = load_inputs(run_dirs)
+    schemes = {run.label for run in runs}
+    schemes |= {str(record["scheme"]) for kind in ("allreduce", "train") for record in records[kind]}
     if baseline is not None and baseline not in schemes:
         there_are = ", ".join(sorted(schemes)) or "none"
         raise InvalidArgument(f"no run or record is of a scheme called {baseline!r}; there are: {there_are}")
-    sections = make_sections(found.runs, found.records, baseline)
-    page = _render(title, sections, found)
-    out = Path(out)
+    out, page = Path(out), _render(title, make_sections(runs, records, baseline), runs, records)
     try:
         write_text(out, page)
     except GradwireError as error:
@@ -514,14 +492,22 @@ def write_report(
     return out
 
 
-def _render(title: str, sections: Sequence[Section], found: Inputs) -> str:
+def _render(
+    title: str, sections: Sequence[Section], runs: Sequence[LoggedRun], records: Mapping[str, Sequence[Record]]
+) -> str:
     try:
         import jinja2
     except ImportError as error:
         raise Unsupported(
             f"a report needs jinja2 ({error}); install it with: pip install 'gradwire[report]'"
         ) from error
-    days = sorted({str(place["date"])[:10] for place in found.places() if place.get("date")})
+    # Where and when each run and record was measured, and the distinct machines.
+    places = [run.place for run in runs]
+    for record in (record for batch in records.values() for record in batch):
+        inner = record.get("environment")
+        places.append(inner if isinstance(inner, dict) else record)
+    machines = [{key: place[key] for key in _ENVIRONMENT if key in place} for place in places]
+    days = sorted({str(place["date"])[:10] for place in places if place.get("date")})
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,  # names come from files that anyone may have written
@@ -532,8 +518,8 @@ def _render(title: str, sections: Sequence[Section], found: Inputs) -> str:
     return environment.get_template("report.html.j2").render(
         title=title,
         sections=sections,
-        runs=found.runs,
-        environments=found.environments(),
+        runs=runs,
+        environments=[one for number, one in enumerate(machines) if one and one not in machines[:number]],
         light=css_variables(dark=False),
         dark=css_variables(dark=True),
         dates=" to ".join(dict.fromkeys((days[0], days[-1]))) if days else "",

@@ -48,7 +48,8 @@ def train_rank(config: TrainConfig, on_progress: Progress | None = None) -> Trai
     device = _choose_device(config.device)
     own_group = not dist.is_initialized()
     if own_group:
-        _init_process_group(device)
+        alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     n_threads = config.n_threads or (1 if local_ranks > 1 else None)
     threads_before, deterministic_before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
@@ -87,7 +88,7 @@ class _Run:
         start_step = self._prepare(session)
         meter = Meter(self._device, is_computed=config.scheme in HOOKS)
         description = self._describe(n_parameters(session.model), start_step)
-        files = _RunFiles(config.out if self._rank == 0 else None, description, start_step)
+        files = _RunFiles(config.out, description, start_step) if config.out and self._rank == 0 else None
         self._add_trace(session)
         watch = Stopwatch()
         batches = workload.batches(self._rank, self._world_size, self._batch_size, config.seed, start_step)
@@ -102,7 +103,8 @@ class _Run:
             saving = config.save_every > 0 and done % config.save_every == 0
             if done % _GATHER_EVERY == 0 or done == config.steps or saving:
                 for record in meter.gather():
-                    files.add_step(record)
+                    if files is not None:
+                        files.steps.append(record)
                     if self._on_progress is not None and self._rank == 0:
                         self._on_progress(record)
             if saving:
@@ -111,7 +113,8 @@ class _Run:
             self._save(session, config.steps)
         summary = description | self._finish(session, meter)
         summary["total_s"] = watch.elapsed_s
-        files.finish(summary)
+        if files is not None:
+            files.finish(summary)
         return TrainResult(meter.records, summary, summary["parameters_sha256"])
 
     def _prepare(self, session: TrainingSession) -> int:
@@ -216,38 +219,27 @@ class _Run:
 
 
 class _RunFiles:
-    """Rank 0's folder of a run: config.json, steps.jsonl (a line a step), summary.json; with `folder` None, nothing.
+    """Rank 0's folder of a run: config.json, `steps` (steps.jsonl, a line a step), summary.json.
 
     Args:
         start_step: steps from here on are this run's; earlier lines of an interrupted run are kept.
     """
 
-    def __init__(self, folder: Path | None, config: dict[str, Any], start_step: int = 0) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], start_step: int) -> None:
         self._folder = folder
-        self._lines: JsonLines | None = None
-        if folder is None:
-            return
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", config)
         (folder / "summary.json").unlink(missing_ok=True)  # of an earlier run: this one is not done yet
-        steps = folder / "steps.jsonl"
-        if start_step and steps.exists():
-            kept = [line for line in steps.read_text().splitlines() if _step_of(line) < start_step]
-            write_text(steps, "".join(line + "\n" for line in kept))
-            self._lines = JsonLines(steps, append=True)
-        else:
-            self._lines = JsonLines(steps)
-
-    def add_step(self, record: dict[str, Any]) -> None:
-        """Append one step's record."""
-        if self._lines is not None:
-            self._lines.append(record)
+        path = folder / "steps.jsonl"
+        if goes_on := start_step > 0 and path.exists():
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) < start_step]
+            write_text(path, "".join(line + "\n" for line in kept))
+        self.steps = JsonLines(path, append=goes_on)
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the summary; only a run that came to its end has one."""
-        if self._folder is not None and self._lines is not None:
-            self._lines.close()
-            write_json(self._folder / "summary.json", summary)
+        self.steps.close()
+        write_json(self._folder / "summary.json", summary)
 
 
 def _step_of(line: str) -> float:
@@ -265,11 +257,3 @@ def _choose_device(name: str) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
-
-
-def _init_process_group(device: torch.device) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire_lab.workloads.base import Batch, Workload, draw_from_epochs, evaluating, step_generator
-from gradwire_lab.workloads.squad import Squad, find_squad
+from gradwire_lab.workloads.squad import Squad, open_squad
 from gradwire_lab.workloads.text import byte_tokens, crop_batch, spread_crops
 
 
@@ -94,11 +94,7 @@ class BertWorkload(Workload):
 
     @functools.cached_property
     def _squad(self) -> tuple[Squad, Squad | None] | None:
-        if self.data_dir is None:
-            return None
-        training, held_out = find_squad(self.data_dir)
-        held_out_squad = Squad(held_out, self.length, self._vocabulary_size) if held_out else None
-        return Squad(training, self.length, self._vocabulary_size), held_out_squad
+        return None if self.data_dir is None else open_squad(self.data_dir, self.length, self._vocabulary_size)
 
     def make_model(self) -> nn.Module:
         transformers = _transformers()

@@ -77,9 +77,8 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidArgument(f"--plot {path}: expected a name that ends in .png or .svg")
     records: list[dict[str, Any]] = []
     details: list[dict[str, Any]] = []
-    one_run, unit = (
-        (runs[0].seconds, "seconds") if runs[0].seconds else (float(max(one.rounds or 1 for one in runs)), "rounds")
-    )
+    one_run = runs[0].seconds or float(max(one.rounds or 1 for one in runs))
+    unit = "seconds" if runs[0].seconds else "rounds"
     progress = Progress(f"{unit} simulated", round(one_run * len(runs)))
     for index, one in enumerate(runs):
 

@@ -217,10 +217,9 @@ def collect_arrays(optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any
     }
     for key in _STATE_KEYS[1:]:
         held = [optimizer.state.get(parameter, {}).get(key) for parameter in parameters]
-        if any(values is not None for values in held):
-            arrays[key] = _flatten(
-                [torch.zeros_like(p) if values is None else values for p, values in zip(parameters, held, strict=True)]
-            )
+        if any(one is not None for one in held):
+            pairs = zip(parameters, held, strict=True)
+            arrays[key] = _flatten([torch.zeros_like(p) if one is None else one for p, one in pairs])
     if len(arrays) == 2 and not (name == "sgd" and not group["momentum"]):
         return arrays
     scalars = {_SCALARS[key]: np.float32(value) for key, value in group.items() if key in _SCALARS}

@@ -236,7 +236,6 @@ class HookState(Reducer):
         if auto.is_transparent:
             self._count_plain_step(lap.waited_ns)
         if not self._is_joining:
-            # A scheme that steps on the CPU alone need not know of devices' events.
             auto.end_watched_step(self.step - 1, lap)
 
     def _count_plain_step(self, waited_ns: int) -> None:

@@ -25,17 +25,11 @@ _SECONDS, _QUICK_SECONDS = 110.0, 25.0
 _MOST_STEPS = 200
 _TURN = 4  # steps
 _FEWEST_STEPS = 16  # after fewer, `auto` has not tried anything
-METHODS = {
-    "ddp": "DDP",
-    "ddp-bf16": "DDP, bf16 hook",
-    "auto": "gradwire",
-    "auto:fidelity=close": 'fidelity="close"',
-}
+METHODS = {"ddp": "DDP", "ddp-bf16": "DDP, bf16 hook", "auto": "gradwire", "auto:fidelity=close": 'fidelity="close"'}
 _MARK = "@demo "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
     add_workload(parser)
     add_ranks(parser, 2, "100mbit")
     add_way(parser)
@@ -46,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start the ranks, show what they found, write DIR/demo.json."""
-    from gradwire.registry import parse_spec
     from gradwire_lab import workloads
     from gradwire_lab.ranks.launch import run_gradwire
 
@@ -62,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
     rate = with_way(args, args.rate)
     parse_link(rate, 0, args.ranks)
-    name, options = parse_spec(args.workload)
-    workloads.by_name(name, **options)
+    workloads.by_name(args.workload)
     result: dict[str, Any] = {}
 
     def take_line(rank: int, line: str) -> None:
@@ -88,15 +80,13 @@ def _train(workload_name: str, seconds: float) -> None:
     import torch.distributed as dist
 
     from gradwire.core.threads import use_fair_share_of_cores
-    from gradwire.registry import parse_spec
     from gradwire_lab import workloads
     from gradwire_lab.bench import driver
     from gradwire_lab.bench.train_methods import TrainMethod
 
     dist.init_process_group("gloo")
     use_fair_share_of_cores()
-    name, options = parse_spec(workload_name)
-    workload = workloads.by_name(name, **options)
+    workload = workloads.by_name(workload_name)
     methods = {spec: TrainMethod(spec, workload, 0) for spec in METHODS}
     for method in methods.values():
         method.step()  # DDP cuts its buckets anew after the first
@@ -146,10 +136,7 @@ def show(result: dict[str, Any]) -> None:
         [f"s to a loss of {target:.3f}", *(f"{seconds:.1f}" for seconds in reached.values())],
         ["x faster than DDP", "", *(f"{reached['ddp'] / reached[spec]:.2f}" for spec in others)],
         ["s in all, with trials", *(f"{sum(found['step_s']):.1f}" for found in runs.values())],
-        [
-            "ms a step, second half",
-            *(f"{1e3 * seconds:.0f}" for seconds in late),
-        ],
+        ["ms a step, second half", *(f"{1e3 * seconds:.0f}" for seconds in late)],
         ["MB sent a step", *(f"{found['sent_bytes_per_step'] / 1e6:.2f}" for found in runs.values())],
         ["loss, last 4 steps", *(f"{fmean(found['losses'][-4:]):.5f}" for found in runs.values())],
         ["loss strays by", "", *(f"{strays(runs[spec], runs['ddp']):.1e}" for spec in others)],

@@ -35,7 +35,6 @@ _FORMAT_ADVICE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `gradwire inspect`."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files or folders")
     add_json(parser, "write a list with one record per path")
 

@@ -77,23 +77,16 @@ def _run(args: argparse.Namespace) -> int:
         raise InvalidArgument("--at changes a lab's links and ranks; with --rate none there is no lab")
     events = [parse_event(text, args.ranks) for text in args.at]
     rate = rates if args.straggler else own
-    counters: list[LinkCounters] | None = None
     options = {
         "mtu": args.mtu, "queue_ms": args.queue_ms, "require_shaping": args.require_shaping,
         "ranks_per_node": args.ranks_per_node,
     }  # fmt: skip
-    with (
-        end_on_signals(),
-        start_ranks(args.rank_command, args.ranks, rate, grace_s=args.grace, **options) as launch,
-    ):
-        if events:
-            with Schedule(launch, events) as schedule:
-                result = launch.wait(args.timeout)
-            for event, trouble in schedule.done:
-                if trouble is not None:
-                    print(f"gradwire: at {event}: {trouble}", file=sys.stderr)
-        else:
+    with end_on_signals(), start_ranks(args.rank_command, args.ranks, rate, grace_s=args.grace, **options) as launch:
+        with Schedule(launch, events) as schedule:
             result = launch.wait(args.timeout)
+        for event, trouble in schedule.done:
+            if trouble is not None:
+                print(f"gradwire: at {event}: {trouble}", file=sys.stderr)
         counters = launch.counters() if args.counters and launch.shaped else None
         if args.counters and counters is None:
             print("gradwire: no counters: on loopback the kernel does not tell ranks apart", file=sys.stderr)
@@ -115,8 +108,7 @@ def _check(args: argparse.Namespace) -> int:
     if not 0.01 <= args.seconds <= 60 or not 1 <= args.repeats <= 100:
         raise InvalidArgument("--seconds is from 0.01 to 60, --repeats from 1 to 100")
     links = [with_way(args, rate) for rate in args.rates]
-    for link in links:
-        parse_link(link, 0, args.ranks)
+    ways = [parse_link(link, 0, args.ranks) for link in links]
     checks: list[RateCheck] = []
     for link in links:
         with end_on_signals():
@@ -134,10 +126,10 @@ def _check(args: argparse.Namespace) -> int:
     # A connection over a lossy line does not fill it, whatever the line can do: there the way is what is checked.
     outside = [
         format_rate(one.set_bps)
-        for one, link in zip(checks, links, strict=True)
-        if (one.deviation < -args.tolerance and not parse_link(link, 0, args.ranks).is_distant)
+        for one, way in zip(checks, ways, strict=True)
+        if (one.deviation < -args.tolerance and not way.is_distant)
         or one.deviation > args.tolerance
-        or not one.has_way_of(parse_link(link, 0, args.ranks), args.tolerance)
+        or not one.has_way_of(way, args.tolerance)
     ]
     if outside:
         words = f"more than {args.tolerance:.0%} off: {', '.join(outside)}; is the machine busy?"

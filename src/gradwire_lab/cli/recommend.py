@@ -22,7 +22,6 @@ from gradwire_lab.results.tables import Grid, print_grid
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--workload", metavar="NAME", help="one of gradwire's own (default: gpt)")
     words = "your own training: FUNCTION() returns (ddp, optimizer, step); step() runs one forward and backward pass"
@@ -131,8 +130,7 @@ def _load_workload(spec: str) -> Any:
 
     from gradwire_lab import workloads
 
-    name, options = parse_spec(spec)
-    workload = workloads.by_name(name, **options)
+    workload = workloads.by_name(spec)
     ddp = DistributedDataParallel(workload.build_model(0), **workload.ddp_options())
     several = workload.build_optimizers(ddp)
     batch = workload.batch_at(0, dist.get_rank(), dist.get_world_size(), workload.batch_size, 0)

@@ -12,7 +12,6 @@ from gradwire_lab.report import write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `gradwire report`."""
     words = "runs of `gradwire train`, JSON files of `gradwire bench`, or folders of either"
     parser.add_argument("inputs", nargs="+", type=Path, metavar="RUN_DIR", help=words)
     option(parser, "--out", "FILE", "the page", Path("report.html"), type=Path)

@@ -29,7 +29,6 @@ from gradwire_lab.simulator.workloads import WorkloadTimes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
     schemes = ["broadcast-32", "broadcast-4", "aqgb", "plain"]
     option(parser, "--scheme", "NAME", "as NAME:option=value,...; `all`: everything", schemes, nargs="+")
     option(parser, "--workers", "N", "several: a run each (default: 16, or --cluster's)", nargs="+", type=int)
@@ -78,9 +77,8 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidArgument(f"--plot {path}: expected a name that ends in .png or .svg")
     records: list[dict[str, Any]] = []
     details: list[dict[str, Any]] = []
-    one_run, unit = (
-        (runs[0].seconds, "seconds") if runs[0].seconds else (float(max(one.rounds or 1 for one in runs)), "rounds")
-    )
+    one_run = runs[0].seconds or float(max(one.rounds or 1 for one in runs))
+    unit = "seconds" if runs[0].seconds else "rounds"
     progress = Progress(f"{unit} simulated", round(one_run * len(runs)))
     for index, one in enumerate(runs):
 
@@ -113,25 +111,15 @@ def make_runs(args: argparse.Namespace) -> list[SimulatedRun]:
     specs = [name for spec in args.scheme for name in (registry.names(table) if spec == "all" else [spec])]
     seconds = args.seconds if args.seconds is not None or args.rounds is not None or args.samples is not None else 200.0
     jitter = jitter_by_name(args.jitter, args.sigma, args.seed)
+    codecs, keeps_spans = (args.measured_on, not args.no_codec_times), args.chrome_trace is not None
     runs = []
     for model, setting in itertools.product(_models(args), _networks(args)):
         for spec in specs:
             name, options = parse_spec(spec)
-            registry.by_name(
-                name, options, args.measured_on, not args.no_codec_times, table
-            )  # a wrong name fails at once
+            registry.by_name(name, options, *codecs, table)  # a wrong name fails at once
             rounds = rounds_of(spec, args.rounds or ROUNDS) if args.samples is not None else args.rounds
             runs.append(
-                SimulatedRun(
-                    name,
-                    setting(model, jitter=jitter),
-                    seconds,
-                    rounds,
-                    options,
-                    args.measured_on,
-                    not args.no_codec_times,
-                    keep_spans=args.chrome_trace is not None,
-                )
+                SimulatedRun(name, setting(model, jitter=jitter), seconds, rounds, options, *codecs, keeps_spans)
             )
     return runs
 
@@ -146,11 +134,8 @@ def _models(args: argparse.Namespace) -> list[WorkloadTimes]:
 
 def _networks(args: argparse.Namespace) -> list[Callable[..., Setting]]:
     """What makes a setting of a model, for each number of workers and rate."""
-    trace = parse_trace(args.trace) if args.trace else None
-    traced: dict[str, Any] = {
-        "trace": trace,
-        "traced_workers": tuple(args.trace_workers) if args.trace_workers else None,
-    }
+    trace, workers = parse_trace(args.trace) if args.trace else None, tuple(args.trace_workers or ()) or None
+    traced: dict[str, Any] = {"trace": trace, "traced_workers": workers}
     if args.cluster:
         for name in ("rate", "racks", "core_rate", "latency_us"):
             if getattr(args, name) is not None:

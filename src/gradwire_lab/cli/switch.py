@@ -24,7 +24,6 @@ _SLICE_S = 0.25  # signals are looked at this often
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `gradwire switch`."""
     option(parser, "--address", "IP", "address to listen on", "127.0.0.1")
     option(parser, "--port", "P", "UDP port; 0: any free one", DEFAULT_PORT)
     option(parser, "--slots", "N", "a power of two, for all jobs", DEFAULT_SLOTS)

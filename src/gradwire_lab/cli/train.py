@@ -19,9 +19,8 @@ from gradwire_lab.training.launching import given_config, run_ranks, train_and_r
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
     add_workload(parser)
-    words = "such as optimizer=muon, fold=2"
+    words = "such as optimizer=muon, data_dir=..., fold=2"
     option(parser, "--workload-option", "K=V", words, [], action="append")
     words = "emulate: captured gradients, calibrated waits"
     parser.add_argument("--compute", choices=["real", "emulate"], default="real", help=words)

@@ -62,31 +62,8 @@ class LoggedRun:
         return {**self.config, **{k: v for one in nested if isinstance(one, dict) for k, v in one.items()}}
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """All that was found: runs, and bench records by kind (`codec`, `allreduce`, `train`)."""
-
-    runs: Sequence[LoggedRun]
-    records: Mapping[str, Sequence[Record]]
-
-    def environments(self) -> list[Record]:
-        """The distinct machines."""
-        found = [{key: place[key] for key in _ENVIRONMENT if key in place} for place in self.places()]
-        return list(
-            {json.dumps(environment, default=str): environment for environment in found if environment}.values()
-        )
-
-    def places(self) -> list[Record]:
-        """Where and when each run and record was measured."""
-        records = [record for batch in self.records.values() for record in batch]
-        nested = [record.get("environment") for record in records]
-        return [run.place for run in self.runs] + [
-            inner if isinstance(inner, dict) else record for inner, record in zip(nested, records, strict=True)
-        ]
-
-
-def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> Inputs:
-    """Read run folders, bench JSON files, and folders that hold either.
+def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[LoggedRun], dict[str, list[Record]]]:
+    """Read run folders, bench JSON files, and folders that hold either: runs, and records by kind (`BENCH_FIELDS`).
 
     Raises: InvalidArgument (nothing given, a path that is missing or holds nothing to report),
         CorruptMessage (a file that is not what its name promises).
@@ -114,7 +91,7 @@ def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> Inputs:
             scheme = str(record["scheme"])
             is_one = sum(name == scheme for name, _ in variants) == 1
             record["scheme"] = scheme if is_one else f"{scheme} {words}".strip()
-    return Inputs(runs, records)
+    return runs, records
 
 
 def _words(options: Any) -> str:
@@ -255,19 +232,28 @@ def make_sections(
     runs: Sequence[LoggedRun], records: Mapping[str, Sequence[Record]], baseline: str | None
 ) -> list[Section]:
     """Runs first, a section for each workload and number of ranks, then the kinds of records that are there."""
-    by_run = _group(runs, lambda run: (run.config.get("workload"), run.config.get("ranks")))
-    trained = _group(records["train"], lambda r: (str(r["workload"]), r["ranks"], is_emulated(r)))
-    reduced = _group(records["allreduce"], lambda r: (r["ranks"], str(r.get("gradients") or "gradient not recorded")))
-    sections = [_of_runs(f"run{index}", group, baseline) for index, (_, group) in enumerate(by_run)]
-    sections += [_of_training(f"train{index}", *one, baseline) for index, one in enumerate(trained)]
-    sections += [_of_allreduce(f"allreduce{index}", *one, baseline) for index, one in enumerate(reduced)]
+    kinds: list[tuple[str, Any, list[list[Any]]]] = [
+        ("run", _of_runs, _group(runs, lambda run: (run.config.get("workload"), run.config.get("ranks")))),
+        ("train", _of_training, _group(records["train"], lambda r: (r["workload"], r["ranks"], is_emulated(r)))),
+        ("allreduce", _of_allreduce, _group(records["allreduce"], lambda r: (r["ranks"], _gradients_of(r)))),
+    ]
+    sections = [
+        make(f"{kind}{index}", group, baseline) for kind, make, groups in kinds for index, group in enumerate(groups)
+    ]
     return sections + ([_of_codecs(records["codec"])] if records["codec"] else [])
 
 
-def _pick_baseline(labels: Iterable[str], wanted: str | None = None) -> str | None:
-    """The label to compare with, or None where there is nothing to compare."""
-    known = set(labels)
-    return next((name for name in (wanted, *_BASELINES) if name in known), None) if len(known) > 1 else None
+def _gradients_of(record: Record) -> str:
+    return str(record.get("gradients") or "gradient not recorded")
+
+
+def _begin(anchor: str, title: str, what: str, places: Sequence[Record], wanted: str | None) -> Section:
+    """A section that says what was measured where; with a baseline, if there is anything to compare."""
+    known, ranks = {place["scheme"] for place in places}, places[0].get("ranks")
+    base = next((name for name in (wanted, *_BASELINES) if name in known), None) if len(known) > 1 else None
+    words = f"{ranks} ranks" if ranks else "ranks not recorded"
+    intro = f"{what}, {words}; {describe_networks(places)}; {describe_machine(places[0])}."
+    return Section(anchor, title, intro, base)
 
 
 def _columns(*fields: tuple[str, str], digits: int = 1) -> list[Column]:
@@ -275,20 +261,15 @@ def _columns(*fields: tuple[str, str], digits: int = 1) -> list[Column]:
     return [Column(field, f"{title}, ms", 1e3, f",.{digits}f") for field, title in fields]
 
 
-def _where(what: str, ranks: object, places: Sequence[Record]) -> str:
-    words = "ranks not recorded" if ranks is None else f"{ranks} ranks"
-    return f"{what}, {words}; {describe_networks(places)}; {describe_machine(places[0])}."
-
-
 # ---- training runs
 
 
 def _of_runs(anchor: str, runs: Sequence[LoggedRun], wanted: str | None) -> Section:
-    places = [run.place for run in runs]
-    base = _pick_baseline((run.label for run in runs), wanted)
+    places = [run.place | {"scheme": run.label} for run in runs]
+    title = f"Training {places[0].get('workload') or 'a workload'}"
+    section = _begin(anchor, title, describe_data(places[0]), places, wanted)
+    base = section.base
     runs = sorted(runs, key=lambda run: run.label != base)  # the baseline first, the others as they were given
-    where = _where(describe_data(places[0]), places[0].get("ranks") or None, places)
-    section = Section(anchor, f"Training {places[0].get('workload') or 'a workload'}", where, base)
     first = next((run for run in runs if run.label == base), None)
     rows = [_row_of(run, first) for run in runs]
     shares = []
@@ -373,15 +354,14 @@ def _threshold_table(run: LoggedRun) -> Grid | None:
 # ---- records of benchmarks
 
 
-def _of_training(anchor: str, what: tuple[str, Any, bool], records: Sequence[Record], wanted: str | None) -> Section:
-    workload, ranks, emulated = what
-    where, base = _where(describe_data(records[0]), ranks, records), _pick_baseline(_schemes(records), wanted)
-    section = Section(anchor, f"Iteration time of {workload}", where, base)
-    if emulated:
+def _of_training(anchor: str, records: Sequence[Record], wanted: str | None) -> Section:
+    title = f"Iteration time of {records[0]['workload']}"
+    section = _begin(anchor, title, describe_data(records[0]), records, wanted)
+    if is_emulated(records[0]):
         section.intro += " Computation is emulated by calibrated waits; communication and codecs are real."
     records = _by_rate(records, "iteration_s")
     _draw_speed_up(section, records, "iteration_s")
-    for rate, at_rate in _group(records, lambda record: record["rate"]):
+    for at_rate in _group(records, lambda record: record["rate"]):
         shares = []
         for record in sorted(at_rate, key=lambda record: -float(record["iteration_s"])):
             left_s = float(record["iteration_s"])
@@ -394,7 +374,9 @@ def _of_training(anchor: str, what: tuple[str, Any, bool], records: Sequence[Rec
             ):
                 shares.append({"scheme": record["scheme"], "part": part, "ms": 1e3 * min(seconds, left_s)})
                 left_s -= min(seconds, left_s)
-        plot = Plot("scheme", Column("ms", "ms an iteration"), "part", "stacks", title=f"An iteration, {rate}")
+        plot = Plot(
+            "scheme", Column("ms", "ms an iteration"), "part", "stacks", title=f"An iteration, {at_rate[0]['rate']}"
+        )
         section.draw(plot, shares, "Median.")
     columns = [Column("iteration_s", "iteration, ms", 1e3, ",.1f", spread=True),
                Column("iteration_s", _SPEED_UP, kind="speed-up"),
@@ -405,10 +387,9 @@ def _of_training(anchor: str, what: tuple[str, Any, bool], records: Sequence[Rec
     return section
 
 
-def _of_allreduce(anchor: str, what: tuple[Any, str], records: Sequence[Record], wanted: str | None) -> Section:
-    ranks, gradients = what
-    where, base = _where(gradients, ranks, records), _pick_baseline(_schemes(records), wanted)
-    section = Section(anchor, f"All-reduce over {ranks} ranks", where, base)
+def _of_allreduce(anchor: str, records: Sequence[Record], wanted: str | None) -> Section:
+    title = f"All-reduce over {records[0]['ranks']} ranks"
+    section = _begin(anchor, title, _gradients_of(records[0]), records, wanted)
     records = [{**record, "size": format_bytes(record["n_bytes"])} for record in _by_rate(records, "time_s")]
     for record in records:
         sent = record.get("wire_bytes")
@@ -416,9 +397,9 @@ def _of_allreduce(anchor: str, what: tuple[Any, str], records: Sequence[Record],
     sizes = [record["n_bytes"] for record in records]
     size = max(sizes, key=lambda size: (sizes.count(size), size))  # that most have in common, the largest of these
     _draw_speed_up(section, [r for r in records if r["n_bytes"] == size], "time_s", f" of {format_bytes(size)}")
-    for rate, at_rate in _group(records, lambda record: record["rate"]):
+    for at_rate in _group(records, lambda record: record["rate"]):
         if len({record["n_bytes"] for record in at_rate}) > 1:
-            title = f"Time against size, {rate}"
+            title = f"Time against size, {at_rate[0]['rate']}"
             plot = Plot("n_bytes", Column("time_s", "ms", 1e3), log="xy", x_title="bytes of the gradient", title=title)
             section.draw(plot, at_rate, "Median; both axes log.")
     columns = [Column("time_s", "time, ms", 1e3, ",.2f", spread=True), Column("time_s", _SPEED_UP, kind="speed-up"),
@@ -433,8 +414,8 @@ def _of_allreduce(anchor: str, what: tuple[Any, str], records: Sequence[Record],
 def _of_codecs(records: Sequence[Record]) -> Section:
     records = [record | {"codec": f"{record['codec']} {record.get('importance') or ''}".strip()} for record in records]
     section = Section("codec", "Codecs", "What is left of a gradient, and how fast it gets there and back.")
-    for (gradients, threads), group in _group(records, lambda r: (str(r["gradients"]), r["threads"])):
-        title = f"Ratio against throughput: {gradients}, threads: {threads}"
+    for group in _group(records, lambda record: (record["gradients"], record["threads"])):
+        title = f"Ratio against throughput: {group[0]['gradients']}, threads: {group[0]['threads']}"
         plot = Plot("ratio", Column("encode_gb_per_s", "GB/s of original bytes, encoding"), "codec", log="y",
                     x_title="size / original", title=title)  # fmt: skip
         section.draw(plot, group, f"{describe_machine(group[0])}. Log axis; upper left is best.")
@@ -457,10 +438,6 @@ def _draw_speed_up(section: Section, records: Sequence[Record], measure: str, of
         section.draw(plot, records, "Ratio of medians in one run; above 1 is faster.")
 
 
-def _schemes(records: Sequence[Record]) -> list[str]:
-    return [record["scheme"] for record in records]
-
-
 def _by_rate(records: Iterable[Record], measure: str) -> list[Record]:
     """By the rate of their links, slowest first, unshaped last, the fastest first at each; `rate` in words.
 
@@ -475,11 +452,11 @@ def _by_rate(records: Iterable[Record], measure: str) -> list[Record]:
     ]
 
 
-def _group(things: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:
-    groups: dict[Any, list[Any]] = {}
+def _group(things: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
+    groups: dict[str, list[Any]] = {}
     for thing in things:
-        groups.setdefault(key(thing), []).append(thing)
-    return list(groups.items())
+        groups.setdefault(repr(key(thing)), []).append(thing)
+    return list(groups.values())
 
 
 # ---- the page
@@ -501,15 +478,13 @@ def write_report(
     Raises: InvalidArgument (missing input, unknown baseline, page not writable), CorruptMessage (a file that holds
         something else), Unsupported (the packages of the extra `report` are missing).
     """
-    found = load_inputs(run_dirs)
-    schemes = {run.label for run in found.runs}
-    schemes |= {str(record["scheme"]) for kind in ("allreduce", "train") for record in found.records[kind]}
+    runs, records = load_inputs(run_dirs)
+    schemes = {run.label for run in runs}
+    schemes |= {str(record["scheme"]) for kind in ("allreduce", "train") for record in records[kind]}
     if baseline is not None and baseline not in schemes:
         there_are = ", ".join(sorted(schemes)) or "none"
         raise InvalidArgument(f"no run or record is of a scheme called {baseline!r}; there are: {there_are}")
-    sections = make_sections(found.runs, found.records, baseline)
-    page = _render(title, sections, found)
-    out = Path(out)
+    out, page = Path(out), _render(title, make_sections(runs, records, baseline), runs, records)
     try:
         write_text(out, page)
     except GradwireError as error:
@@ -517,14 +492,22 @@ def write_report(
     return out
 
 
-def _render(title: str, sections: Sequence[Section], found: Inputs) -> str:
+def _render(
+    title: str, sections: Sequence[Section], runs: Sequence[LoggedRun], records: Mapping[str, Sequence[Record]]
+) -> str:
     try:
         import jinja2
     except ImportError as error:
         raise Unsupported(
             f"a report needs jinja2 ({error}); install it with: pip install 'gradwire[report]'"
         ) from error
-    days = sorted({str(place["date"])[:10] for place in found.places() if place.get("date")})
+    # Where and when each run and record was measured, and the distinct machines.
+    places = [run.place for run in runs]
+    for record in (record for batch in records.values() for record in batch):
+        inner = record.get("environment")
+        places.append(inner if isinstance(inner, dict) else record)
+    machines = [{key: place[key] for key in _ENVIRONMENT if key in place} for place in places]
+    days = sorted({str(place["date"])[:10] for place in places if place.get("date")})
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,  # names come from files that anyone may have written
@@ -535,8 +518,8 @@ def _render(title: str, sections: Sequence[Section], found: Inputs) -> str:
     return environment.get_template("report.html.j2").render(
         title=title,
         sections=sections,
-        runs=found.runs,
-        environments=found.environments(),
+        runs=runs,
+        environments=[one for number, one in enumerate(machines) if one and one not in machines[:number]],
         light=css_variables(dark=False),
         dark=css_variables(dark=True),
         dates=" to ".join(dict.fromkeys((days[0], days[-1]))) if days else "",

@@ -191,11 +191,8 @@ class Book:
         if picture:
             path, _, plot = picture
             lines += [f"![{plot.y.heading} by {plot.x.replace('_', ' ')}]({path.name})", ""]
-        fixed = "".join(
-            f"{', ' if number else '; '}{key.replace('_', ' ')} {_words(value)}"
-            for number, (key, value) in enumerate(experiment.fixed.items())
-        )
-        command = f"`gradwire bench render {experiment.key}` prints all of it{fixed}."
+        fixed = [f"{key.replace('_', ' ')} {_words(value)}" for key, value in experiment.fixed.items()]
+        command = f"`gradwire bench render {experiment.key}` prints all of it{'; ' if fixed else ''}{', '.join(fixed)}."
         ending = " ".join(filter(None, (grid.caption, _provenance(shown), command)))
         lines += [to_markdown(replace(grid, caption="")), *_note(self.root, experiment.key), ending, ""]
         return "\n".join(lines)

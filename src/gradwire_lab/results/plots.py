@@ -97,17 +97,12 @@ _VARIABLES: dict[str, tuple[str, str]] = {
     **{part.partition(" ")[0]: colours for part, colours in PARTS.items()},
     **SLOTS,
 }
-_NAMES = {light: name for name, (light, _) in _VARIABLES.items()}
+_VARIABLE_OF = {light: f"var(--{name})" for name, (light, _) in _VARIABLES.items()}
 
 
 def css_variables(dark: bool) -> str:
     """The palette as CSS declarations."""
     return "".join(f"--{name}:{colours[dark]};" for name, colours in _VARIABLES.items())
-
-
-def as_variable(colour: str) -> str:
-    """A colour of the light palette as its CSS variable, any other as it is."""
-    return f"var(--{_NAMES[colour]})" if colour in _NAMES else colour
 
 
 def assign_slots(names: Iterable[str]) -> dict[str, tuple[str, int]]:
@@ -119,24 +114,17 @@ def assign_slots(names: Iterable[str]) -> dict[str, tuple[str, int]]:
     ordered = sorted(set(names))
     slots: dict[str, tuple[str, int]] = {}
     for name in ordered:
-        bare = name.removesuffix(" paper").partition(":")[0]
-        fixed = FIXED_SLOTS.get(bare)
-        if fixed and (
-            bare in (name, name.removesuffix(" paper")) or (bare not in ordered and _is_first(name, ordered))
-        ):
-            slots[name] = (fixed, 0)
+        scheme = name.removesuffix(" paper")
+        bare = scheme.partition(":")[0]
+        first = next(one for one in ordered if one.partition(":")[0] == name.partition(":")[0])
+        if bare in FIXED_SLOTS and (scheme == bare or (bare not in ordered and name == first)):
+            slots[name] = (FIXED_SLOTS[bare], 0)
     taken = {slot for slot, _ in slots.values()}
     free = [slot for slot in SLOTS if slot not in taken and slot not in ("c0", "c11")]
     usable = free or [slot for slot in SLOTS if slot not in ("c0", "c11")]
     for index, name in enumerate(name for name in ordered if name not in slots):
         slots[name] = (usable[index % len(usable)], index // len(usable) + (not free))
     return slots
-
-
-def _is_first(name: str, names: list[str]) -> bool:
-    """Whether it is the first of several with options: only one of them can have the fixed slot."""
-    bare = name.partition(":")[0]
-    return name == next(one for one in names if one.partition(":")[0] == bare)
 
 
 Series = dict[str, list[tuple[Any, Value]]]
@@ -160,19 +148,14 @@ def series_of(plot: Plot, summary: Summary) -> Series:
     found: Series = {}
     for row in summary.rows:
         if chosen(row, plot.where):
-            value, x = summary.value(row, plot.y), _x_of(row, plot)
+            value, xs = summary.value(row, plot.y), [record.get(plot.x) for record in row["records"]]
+            x = statistics.fmean(xs) if len(set(xs)) > 1 else xs[0]  # the mean, if its records differ in it
             if isinstance(value.middle, float) and x is not None:
                 name = summary.experiment.label(plot.series, row.get(plot.series))
                 is_number = isinstance(x, int | float) and not isinstance(x, bool)
                 place = x * plot.x_scale if is_number else summary.experiment.label(plot.x, x)
                 found.setdefault(name, []).append((place, value))
     return found
-
-
-def _x_of(row: Mapping[str, Any], plot: Plot) -> Any:
-    """Where the row stands; the mean, if its records differ in it."""
-    xs = [record.get(plot.x) for record in row["records"]]
-    return statistics.fmean(xs) if len(set(xs)) > 1 else row.get(plot.x)
 
 
 def digest_of(plot: Plot, series: Series) -> str:
@@ -259,20 +242,10 @@ def _draw_in(axes: Any, plot: Plot, series: Series, are_named: bool = True) -> N
         axes.figure.legend(fontsize=9, frameon=False, **place)
 
 
-def _sorted(series: Series) -> Series:
-    """Points in order of x, where x is a number."""
-    return {
-        name: sorted(points, key=lambda point: point[0]) if _are_numbers(points) else points
-        for name, points in series.items()
-    }
-
-
-def _are_numbers(points: Sequence[tuple[Any, Value]]) -> bool:
-    return all(isinstance(x, int | float) for x, _ in points)
-
-
 def _draw_lines(axes: Any, series: Series, slots: Slots) -> None:
-    for name, points in _sorted(series).items():
+    for name, points in series.items():
+        if all(isinstance(x, int | float) for x, _ in points):
+            points = sorted(points, key=lambda point: point[0])
         slot, again = slots[name]
         look = {"color": SLOTS[slot][0], "ls": _DASHES[again % len(_DASHES)]}
         xs, ys = [x for x, _ in points], [y.middle for _, y in points]
@@ -296,7 +269,7 @@ def _draw_bars(axes: Any, series: Series, slots: Slots) -> None:
             ends[0].append(0.0 if y.low is None else max(0.0, middle - y.low))
             ends[1].append(0.0 if y.high is None else max(0.0, y.high - middle))
         axes.bar(offsets, [y.middle for _, y in points], width * 0.94, label=name, color=SLOTS[slots[name][0]][0],
-                 yerr=ends if any(map(any, ends)) else None, ecolor="#5d6876")  # fmt: skip
+                 yerr=ends if any(map(any, ends)) else None, ecolor=MUTED)  # fmt: skip
     turn = 20 if max((len(str(place)) for place in places), default=0) > 12 else 0
     axes.set_xticks(range(len(places)), [str(place) for place in places], rotation=turn, fontsize=9)
     axes.grid(axis="x", visible=False)
@@ -318,14 +291,8 @@ def _draw_stacks(axes: Any, series: Series) -> None:
                           va="center", color=SURFACE if part.startswith("exposed") else INK, size=10)  # fmt: skip
             left[place] += width
     for place, total in totals.items():
-        axes.text(
-            total,
-            places.index(place),
-            f" {total:,.0f}" if total >= 100 else f" {total:.3g}",
-            va="center",
-            weight="bold",
-            size=10.5,
-        )
+        text = f" {total:,.0f}" if total >= 100 else f" {total:.3g}"
+        axes.text(total, places.index(place), text, va="center", weight="bold", size=10.5)
     axes.set_yticks(range(len(places)), places)
     axes.set_ylim(len(places) - 0.5, -0.5)
     axes.set_xlim(0, 1.15 * max(totals.values(), default=1) or 1)
@@ -376,14 +343,13 @@ def _name_points(axes: Any, points: Sequence[tuple[float, Value, str, str]]) -> 
             extent = label.get_window_extent(renderer)
             area = (extent.x0, extent.y0, extent.x1, extent.y1)
             outside = max(0, frame.x0 - area[0]) + max(0, area[2] - frame.x1) + max(0, area[3] - frame.y1)
-            cost = (
-                sum(_shared(area, other) for other in blocked) + 1e3 * (outside + max(0, frame.y0 - area[1])) + rank / 2
-            )
+            outside += max(0, frame.y0 - area[1])
+            cost = sum(_shared(area, other) for other in blocked) + 1e3 * outside + rank / 2
             found.append((cost, label, area))
         best = min(found, key=lambda one: one[0])
-        for one in found:
-            if one is not best:
-                one[1].remove()
+        for _, label, _ in found:
+            if label is not best[1]:
+                label.remove()
         blocked.append(best[2])
 
 
@@ -400,7 +366,7 @@ def _as_element(figure: Any, name: str) -> str:
     svg = re.sub(r"<svg [^>]*?viewBox=\"([^\"]*)\"[^>]*>", r'<svg viewBox="\1" aria-hidden="true">', svg, count=1)
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg).replace("xlink:href", "href")
     svg = re.sub(r"font(-family)?: ([^;\"]*?)'DejaVu Sans'[^;\"]*", _font, svg)
-    svg = re.sub(r"#[0-9a-f]{6}\b", lambda match: as_variable(match.group()), svg)
+    svg = re.sub(r"#[0-9a-f]{6}\b", lambda match: _VARIABLE_OF.get(match.group(), match.group()), svg)
     svg = re.sub(r"(\d+\.\d\d)\d+", r"\1", svg)  # a hundredth of a point is enough
     return re.sub(r"\s*\n\s*", " ", svg).replace("> <", "><").strip()
 

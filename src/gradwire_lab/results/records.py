@@ -61,14 +61,17 @@ class RecordLog:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab") as file:  # the check that it can be written comes before hours of measuring
-                _end_torn_line(path, file)
+            with path.open("ab+") as file:  # the check that it can be written comes before hours of measuring
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":  # the last line is torn
+                        file.write(b"\n")
         except OSError as error:
             raise _write_error(path, error) from error
 
     def append(self, records: Iterable[Record]) -> None:
         """Add `records` and force them to the disk. Raises: GradwireError; what was written before stays."""
-        lines = "".join(json.dumps(finite(record), allow_nan=False) + "\n" for record in records)
+        lines = "".join(map(_line, records))
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(lines)
@@ -90,12 +93,8 @@ class RecordLog:
         return records
 
 
-def _end_torn_line(path: Path, file: io.BufferedWriter) -> None:
-    if path.stat().st_size:
-        with path.open("rb") as existing:
-            existing.seek(-1, os.SEEK_END)
-            if existing.read(1) != b"\n":
-                file.write(b"\n")
+def _line(record: Record) -> str:
+    return json.dumps(finite(record), allow_nan=False) + "\n"
 
 
 def finite(value: Any) -> Any:
@@ -144,13 +143,19 @@ class Store:
         return read_lines(self.path(key))
 
     def replace(self, experiment: Experiment, cells: Sequence[Cell], records: Iterable[Record]) -> None:
-        """Put `records` in the place of all that is known of `cells`. Raises: GradwireError (the old file stays)."""
+        """Put `records` in the place of all that is known of `cells`; the old file stays if that fails.
+
+        Raises: InvalidArgument (a record that is not flat), GradwireError.
+        """
         gone = {name_of(experiment, cell) for cell in cells}
         kept = [record for record in self.read(experiment.key) if name_of(experiment, record) not in gone]
         order = {name_of(experiment, cell): number for number, cell in enumerate(experiment.cells())}
         everything = [*kept, *records]
         everything.sort(key=lambda record: order.get(name_of(experiment, record), len(order)))
-        write_lines(self.path(experiment.key), everything)
+        for record in everything:
+            if nested := [key for key, value in record.items() if isinstance(value, dict | list | tuple)]:
+                raise InvalidArgument(f"a result is a flat record, but {', '.join(nested)} holds others")
+        write_text(self.path(experiment.key), "".join(map(_line, everything)))
 
 
 def state_of(experiment: Experiment, cells: Sequence[Cell], records: Iterable[Record], code: str) -> State:
@@ -201,13 +206,3 @@ def read_lines(path: Path) -> list[Record]:
             raise CorruptMessage(f"{path}:{number}: not a record but {type(record).__name__}")
         records.append(record)
     return records
-
-
-def write_lines(path: Path, records: Iterable[Record]) -> None:
-    """Replace a JSONL file. Raises: InvalidArgument (a record that is not flat), GradwireError; the old file stays."""
-    lines = []
-    for record in records:
-        if nested := [key for key, value in record.items() if isinstance(value, dict | list | tuple)]:
-            raise InvalidArgument(f"a result is a flat record, but {', '.join(nested)} holds others")
-        lines.append(json.dumps(finite(record), allow_nan=False) + "\n")
-    write_text(path, "".join(lines))

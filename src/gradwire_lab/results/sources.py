@@ -6,7 +6,6 @@ import ast
 import functools
 import hashlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[2]
@@ -69,14 +68,9 @@ def _used(path: Path) -> tuple[list[str], bool]:
             names += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             starts_a_process |= node.value == "-m"
-            names += _named(node.value)
+            # `gradwire.schemes.thc` of `gradwire.schemes.thc:ThcScheme`, as registries name what they import when asked.
+            names += [found.group()] if (found := _DOTTED.match(node.value)) else []
     return names, starts_a_process
-
-
-def _named(text: str) -> Iterator[str]:
-    """`gradwire.schemes.thc` of `gradwire.schemes.thc:ThcScheme`, as registries name what they import when asked."""
-    if found := _DOTTED.match(text):
-        yield found.group()
 
 
 def _file(name: str) -> Path | None:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Table
-
-Record = dict[str, Any]
+from gradwire_lab.results.records import Record
 
 # Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond the last the normal one is within 2 %.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 14: 2.14, 19: 2.09,

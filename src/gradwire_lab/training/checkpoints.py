@@ -9,10 +9,12 @@ All ranks must see the same folder. Files hold tensors and plain values only and
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,36 +43,41 @@ def save(
 
     Raises: RankMismatch, on every rank, when any of them could not write its part; earlier checkpoints are untouched.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    final = folder / f"step-{step:08d}"
-    unfinished = folder / f".step-{step:08d}"
-    failure: OSError | None = None
-    if rank == 0:
-        try:
+    rank = dist.get_rank()
+    final, unfinished = folder / f"step-{step:08d}", folder / f".step-{step:08d}"
+    head = {"format": _FORMAT, "step": step, "world_size": dist.get_world_size(), "identity": identity}
+    with _together("write", unfinished, device):
+        if rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)  # of a run that died in the middle
             unfinished.mkdir(parents=True)
-        except OSError as error:
-            failure = error
-    dist.barrier()
-    try:
-        if failure is None:
-            head = {"format": _FORMAT, "step": step, "world_size": world_size, "identity": identity}
-            if rank == 0:
-                _write(unfinished / "shared.pt", {**head, **shared})
-            _write(unfinished / f"rank-{rank}.pt", {**head, **own})
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        failure = OSError(str(error))
-    _agree_that_all_went_well(failure, "write", unfinished, device)
-    if rank == 0:
-        try:
+    with _together("write", unfinished, device):
+        if rank == 0:
+            _write(unfinished / "shared.pt", {**head, **shared})
+        _write(unfinished / f"rank-{rank}.pt", {**head, **own})
+    with _together("rename", unfinished, device):
+        if rank == 0:
             shutil.rmtree(final, ignore_errors=True)
             unfinished.rename(final)
             for path in sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name))[:-_KEPT]:
                 shutil.rmtree(path, ignore_errors=True)
-        except OSError as error:
-            failure = error
-    _agree_that_all_went_well(failure, "rename", unfinished, device)
     return final
+
+
+@contextlib.contextmanager
+def _together(verb: str, path: Path, device: torch.device) -> Iterator[None]:
+    """What is done inside goes well on all ranks, or it raises on all. Raises: RankMismatch."""
+    failure: Exception | None = None
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        failure = error
+    failed = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device)
+    failed[dist.get_rank()] = failure is not None
+    dist.all_reduce(failed)
+    if bool(failed.any()):
+        ranks = failed.nonzero().flatten().tolist()
+        reason = f": {failure}" if failure is not None else ""
+        raise RankMismatch(f"rank(s) {ranks} could not {verb} the checkpoint {path}{reason}") from failure
 
 
 def load(
@@ -119,13 +126,3 @@ def _read(path: Path) -> dict[str, Any]:
     if content["format"] != _FORMAT:
         raise IncompatibleVersion(f"{path} has format {content['format']}, this gradwire reads {_FORMAT}")
     return content
-
-
-def _agree_that_all_went_well(failure: OSError | None, verb: str, path: Path, device: torch.device) -> None:
-    failed = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device)
-    failed[dist.get_rank()] = failure is not None
-    dist.all_reduce(failed)
-    if bool(failed.any()):
-        ranks = failed.nonzero().flatten().tolist()
-        reason = f": {failure}" if failure is not None else ""
-        raise RankMismatch(f"rank(s) {ranks} could not {verb} the checkpoint {path}{reason}") from failure

@@ -14,7 +14,6 @@ from gradwire.errors import InvalidArgument
 from gradwire.registry import describe_choices
 from gradwire_lab import workloads
 from gradwire_lab.ranks.launch import run_gradwire
-from gradwire_lab.ranks.netlab.rate import parse_rate
 from gradwire_lab.results.captions import describe_network, duration
 from gradwire_lab.results.tables import Grid, print_grid
 from gradwire_lab.training.config import TrainConfig, TrainResult
@@ -34,7 +33,6 @@ def run_ranks(config: TrainConfig, n_ranks: int, rate: str = "none") -> dict[str
     """
     check(config)
     checks.count("ranks", n_ranks)
-    parse_rate(rate)
     summary: dict[str, Any] = {}
 
     def take_line(rank: int, line: str) -> None:
@@ -118,17 +116,11 @@ def print_step(config: TrainConfig, record: dict[str, Any]) -> None:
 
 def print_summary(summary: dict[str, Any]) -> None:
     """The table at the end of a run."""
-    title = f"{summary['workload']} with {summary['scheme']}, {summary['ranks']} ranks"
-    print_grid(Grid(title, ["", ""], [list(row) for row in summary_rows(summary)]))
-
-
-def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """(name, value) of what matters in a summary, ready to print."""
     computed = " (computed)" if summary["wire_bytes_origin"] != "counted" else ""
     equal = "equal on all ranks" if summary["replicas_equal"] else "NOT equal on all ranks"
     times = (("iteration", "iteration, median"), ("exposed", "exposed communication"), ("codec", "codec, busy"))
     evaluated = [key for key in ("held_out_loss", "accuracy", "exact") if key in summary]
-    return [
+    rows = [
         ("steps", str(summary["n_steps"])),
         ("parameters", f"{summary['n_parameters']:,}"),
         ("data, compute", f"{summary['data']}, {summary['compute']}"),
@@ -142,3 +134,4 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         *([("fallbacks", f"{summary['n_fallbacks']:.0f}")] if summary["n_fallbacks"] else []),
         ("parameters", f"sha256 {summary['parameters_sha256'][:16]}..., {equal}"),
     ]
+    print_grid(Grid(f"{summary['workload']} with {summary['scheme']}, {summary['ranks']} ranks", ["", ""], rows))

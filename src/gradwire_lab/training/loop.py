@@ -48,7 +48,8 @@ def train_rank(config: TrainConfig, on_progress: Progress | None = None) -> Trai
     device = _choose_device(config.device)
     own_group = not dist.is_initialized()
     if own_group:
-        _init_process_group(device)
+        alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     n_threads = config.n_threads or (1 if local_ranks > 1 else None)
     threads_before, deterministic_before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
@@ -57,7 +58,7 @@ def train_rank(config: TrainConfig, on_progress: Progress | None = None) -> Trai
     torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
     try:
         workload = by_name(config.workload, **config.workload_options)
-        result = _Run(config, workload, device, on_progress).run()
+        result = _train(config, workload, device, on_progress)
     except RuntimeError as error:
         # Gloo says so only in its message, from collectives of DDP's or ours; the scheme's own raise PeerLost.
         if "gloo" in str(error) or isinstance(error, dist.DistError):
@@ -71,183 +72,152 @@ def train_rank(config: TrainConfig, on_progress: Progress | None = None) -> Trai
     return result
 
 
-class _Run:
-    def __init__(
-        self, config: TrainConfig, workload: Workload, device: torch.device, on_progress: Progress | None
-    ) -> None:
-        self._config, self._workload, self._device, self._on_progress = config, workload, device, on_progress
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._batch_size = config.batch_size or workload.batch_size
-        self._saved_step = -1
-
-    def run(self) -> TrainResult:
-        config, workload = self._config, self._workload
-        torch.manual_seed(config.seed + self._rank)  # for dropout; weights and data have generators of their own
-        session = TrainingSession(config, workload, self._device)
-        start_step = self._prepare(session)
-        meter = Meter(self._device, is_computed=config.scheme in HOOKS)
-        description = self._describe(n_parameters(session.model), start_step)
-        files = _RunFiles(config.out if self._rank == 0 else None, description, start_step)
-        self._add_trace(session)
-        watch = Stopwatch()
-        batches = workload.batches(self._rank, self._world_size, self._batch_size, config.seed, start_step)
-        for step in range(start_step, config.steps):
-            inputs, targets = next(batches)
-            batch = (inputs.to(self._device), targets.to(self._device))
-            if step in config.rewrap_at and step != start_step:
-                session.rewrap()
-                self._add_trace(session)
-            meter.add(step, self._take_step(session, batch, step))
-            done = step + 1
-            saving = config.save_every > 0 and done % config.save_every == 0
-            if done % _GATHER_EVERY == 0 or done == config.steps or saving:
-                for record in meter.gather():
-                    files.add_step(record)
-                    if self._on_progress is not None and self._rank == 0:
-                        self._on_progress(record)
-            if saving:
-                self._save(session, done)
-        if config.checkpoint is not None and self._saved_step != config.steps and start_step < config.steps:
-            self._save(session, config.steps)
-        summary = description | self._finish(session, meter)
-        summary["total_s"] = watch.elapsed_s
-        files.finish(summary)
-        return TrainResult(meter.records, summary, summary["parameters_sha256"])
-
-    def _prepare(self, session: TrainingSession) -> int:
-        """Load the newest checkpoint if asked to, wrap the model; returns the step to begin with."""
-        config = self._config
-        newest = checkpoints.find_newest(config.checkpoint) if config.resume and config.checkpoint else None
-        if newest is None:
-            session.wrap()
-            return 0
-        step, shared, own = checkpoints.load(newest, config.identity(), self._world_size, self._rank)
-        if step >= config.steps:
-            raise InvalidArgument(f"{newest} is already at step {step}: pass --steps above it to train on")
-        session.load_shared_state(shared)
-        session.wrap(own["scheme"])
-        torch.set_rng_state(own["random_state"])
-        self._saved_step = step
-        return step
-
-    def _take_step(
-        self, session: TrainingSession, batch: tuple[torch.Tensor, torch.Tensor], step: int
-    ) -> dict[str, float]:
-        """One step; returns its figures."""
-        watch, processor = Stopwatch(), Stopwatch(processor_ns)
-        session.zero_grad()
-        loss = self._workload.loss(session.ddp, batch)
-        loss.backward()
-        forward_backward_s, waited_s = watch.elapsed_s, session.since_last_gradient_s()
-        every = self._config.dump_gradients_every
-        if every and step % every == 0 and self._rank == 0:
-            assert self._config.out is not None
-            write_snapshot(self._config.out / "gradients" / f"step-{step:08}.npz", session.optimizers[0], step + 1)
-        session.update()
-        # Reading the loss waits for a GPU, so the step's time is whole.
-        loss_value = float(loss.detach())
-        iteration_s = watch.elapsed_s
-        return session.step_figures(waited_s) | {
-            "loss": loss_value,
-            "iteration_s": iteration_s,
-            "forward_backward_s": forward_backward_s,
-            "optimizer_s": iteration_s - forward_backward_s,
-            "cpu_s": processor.elapsed_s,  # of all threads: the codec's and the lane's too
-        }
-
-    def _save(self, session: TrainingSession, step: int) -> None:
-        assert self._config.checkpoint is not None
-        if session.replicas_may_differ:
-            raise Unsupported(
-                f"scheme {self._config.scheme!r} lets the replicas differ, and a checkpoint holds one model: "
-                "run it without --checkpoint, or take another scheme"
-            )
-        own = {"scheme": session.scheme_state(), "random_state": torch.get_rng_state()}
-        shared = session.shared_state()
-        checkpoints.save(self._config.checkpoint, step, self._config.identity(), shared, own, self._device)
-        self._saved_step = step
-
-    def _finish(self, session: TrainingSession, meter: Meter) -> dict[str, Any]:
-        """Close the scheme, compare the replicas, evaluate."""
-        session.flush()
-        hashes = gather_hashes(hash_parameters(session.model), self._device)
-        equal = len(set(hashes)) == 1
-        if not session.replicas_may_differ:
-            check_equal(hashes, self._config.steps)
-        evaluation: dict[str, float] = {}
-        if self._config.evaluate and self._rank == 0:
-            evaluation = self._workload.evaluate(session.model)
-        stats = {} if session.attachment is None else dict(session.attachment.stats())
-        session.close()
-        dist.barrier()  # the other ranks wait for the evaluation, or their end would look like a loss of peers
-        return {
-            **meter.summarize(),
-            **evaluation,
-            "parameters_sha256": hashes[0],
-            "replicas_equal": equal,
-            "stats": stats,
-        }
-
-    def _describe(self, n_elements: int, start_step: int) -> dict[str, Any]:
-        config = self._config
-        # Rank 0 writes the records, and asking for the commit starts git.
-        environment = _describe_environment() if self._rank == 0 else {}
-        names = ("scheme", "scheme_options", "workload_options", "steps", "local_sgd", "outer", "feedback_decay", "seed",
-                 "deterministic")  # fmt: skip
-        return {
-            **{name: getattr(config, name) for name in names},
-            "ranks": self._world_size,
-            "rate_bps": current_network().rate_bps,  # of the test network; None for links that are not shaped
-            "start_step": start_step,
-            "n_parameters": n_elements,
-            **self._workload.describe(),
-            "batch_size": self._batch_size,
-            "n_threads": torch.get_num_threads(),
-            **environment,
-        }
-
-    def _add_trace(self, session: TrainingSession) -> None:
-        if self._config.trace and session.recorder is not None:
-            from gradwire.telemetry.chrome_trace import ChromeTraceSink
-
-            assert self._config.out is not None
-            path = self._config.out / f"trace-rank{self._rank}.json"
-            session.recorder.add_sink(ChromeTraceSink(path, self._rank, self._world_size))
+def _train(config: TrainConfig, workload: Workload, device: torch.device, on_progress: Progress | None) -> TrainResult:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(config.seed + rank)  # for dropout; weights and data have generators of their own
+    session = TrainingSession(config, workload, device)
+    start_step = _prepare(session)
+    meter = Meter(device, is_computed=config.scheme in HOOKS)
+    batch_size = config.batch_size or workload.batch_size
+    description = _describe(session, batch_size, start_step)
+    folder = config.out if rank == 0 else None
+    steps = None if folder is None else _open_steps(folder, description, start_step)
+    _add_trace(session)
+    watch = Stopwatch()
+    batches = workload.batches(rank, world_size, batch_size, config.seed, start_step)
+    for step in range(start_step, config.steps):
+        inputs, targets = next(batches)
+        batch = (inputs.to(device), targets.to(device))
+        if step in config.rewrap_at and step != start_step:
+            session.rewrap()
+            _add_trace(session)
+        meter.add(step, _take_step(session, batch, step))
+        done = step + 1
+        is_last = done == config.steps
+        saving = config.checkpoint is not None and (is_last or done % (config.save_every or config.steps) == 0)
+        if done % _GATHER_EVERY == 0 or is_last or saving:
+            for record in meter.gather():
+                if steps is not None:
+                    steps.append(record)
+                if on_progress is not None and rank == 0:
+                    on_progress(record)
+        if saving:
+            _save(session, done)
+    summary = description | _finish(session, meter)
+    summary["total_s"] = watch.elapsed_s
+    if steps is not None and folder is not None:
+        steps.close()
+        write_json(folder / "summary.json", summary)
+    return TrainResult(meter.records, summary, summary["parameters_sha256"])
 
 
-class _RunFiles:
-    """Rank 0's folder of a run: config.json, steps.jsonl (a line a step), summary.json; with `folder` None, nothing.
+def _prepare(session: TrainingSession) -> int:
+    """Load the newest checkpoint if asked to, wrap the model; returns the step to begin with."""
+    config = session.config
+    newest = checkpoints.find_newest(config.checkpoint) if config.resume and config.checkpoint else None
+    if newest is None:
+        session.wrap()
+        return 0
+    step, shared, own = checkpoints.load(newest, config.identity(), dist.get_world_size(), dist.get_rank())
+    if step >= config.steps:
+        raise InvalidArgument(f"{newest} is already at step {step}: pass --steps above it to train on")
+    session.load_shared_state(shared)
+    session.wrap(own["scheme"])
+    torch.set_rng_state(own["random_state"])
+    return step
 
-    Args:
-        start_step: steps from here on are this run's; earlier lines of an interrupted run are kept.
+
+def _take_step(session: TrainingSession, batch: tuple[torch.Tensor, torch.Tensor], step: int) -> dict[str, float]:
+    """One step; returns its figures."""
+    watch, processor = Stopwatch(), Stopwatch(processor_ns)
+    session.zero_grad()
+    loss = session.workload.loss(session.ddp, batch)
+    loss.backward()
+    forward_backward_s, waited_s = watch.elapsed_s, session.since_last_gradient_s()
+    every, out = session.config.dump_gradients_every, session.config.out
+    if every and step % every == 0 and dist.get_rank() == 0:
+        assert out is not None
+        write_snapshot(out / "gradients" / f"step-{step:08}.npz", session.optimizers[0], step + 1)
+    session.update()
+    # Reading the loss waits for a GPU, so the step's time is whole.
+    loss_value = float(loss.detach())
+    iteration_s = watch.elapsed_s
+    return session.step_figures(waited_s) | {
+        "loss": loss_value,
+        "iteration_s": iteration_s,
+        "forward_backward_s": forward_backward_s,
+        "optimizer_s": iteration_s - forward_backward_s,
+        "cpu_s": processor.elapsed_s,  # of all threads: the codec's and the lane's too
+    }
+
+
+def _save(session: TrainingSession, step: int) -> None:
+    config = session.config
+    assert config.checkpoint is not None
+    if session.replicas_may_differ:
+        raise Unsupported(
+            f"scheme {config.scheme!r} lets the replicas differ, and a checkpoint holds one model: "
+            "run it without --checkpoint, or take another scheme"
+        )
+    own = {"scheme": session.scheme_state(), "random_state": torch.get_rng_state()}
+    checkpoints.save(config.checkpoint, step, config.identity(), session.shared_state(), own, session.device)
+
+
+def _finish(session: TrainingSession, meter: Meter) -> dict[str, Any]:
+    """Close the scheme, compare the replicas, evaluate."""
+    session.flush()
+    hashes = gather_hashes(hash_parameters(session.model), session.device)
+    if not session.replicas_may_differ:
+        check_equal(hashes, session.config.steps)
+    evaluates = session.config.evaluate and dist.get_rank() == 0
+    evaluation = session.workload.evaluate(session.model) if evaluates else {}
+    stats = {} if session.attachment is None else dict(session.attachment.stats())
+    session.close()
+    dist.barrier()  # the other ranks wait for the evaluation, or their end would look like a loss of peers
+    equal = len(set(hashes)) == 1
+    return {**meter.summarize(), **evaluation, "parameters_sha256": hashes[0], "replicas_equal": equal, "stats": stats}
+
+
+def _describe(session: TrainingSession, batch_size: int, start_step: int) -> dict[str, Any]:
+    # Rank 0 writes the records, and asking for the commit starts git.
+    environment = _describe_environment() if dist.get_rank() == 0 else {}
+    names = ("scheme", "scheme_options", "workload_options", "steps", "local_sgd", "outer", "feedback_decay", "seed",
+             "deterministic")  # fmt: skip
+    return {
+        **{name: getattr(session.config, name) for name in names},
+        "ranks": dist.get_world_size(),
+        "rate_bps": current_network().rate_bps,  # of the test network; None for links that are not shaped
+        "start_step": start_step,
+        "n_parameters": n_parameters(session.model),
+        **session.workload.describe(),
+        "batch_size": batch_size,
+        "n_threads": torch.get_num_threads(),
+        **environment,
+    }
+
+
+def _add_trace(session: TrainingSession) -> None:
+    if session.config.trace and session.recorder is not None:
+        from gradwire.telemetry.chrome_trace import ChromeTraceSink
+
+        assert session.config.out is not None
+        path = session.config.out / f"trace-rank{dist.get_rank()}.json"
+        session.recorder.add_sink(ChromeTraceSink(path, dist.get_rank(), dist.get_world_size()))
+
+
+def _open_steps(folder: Path, config: dict[str, Any], start_step: int) -> JsonLines:
+    """steps.jsonl (a line a step) of a run's folder, with config.json beside it; a run that ends has a summary.json too.
+
+    Steps from `start_step` on are this run's; earlier lines of an interrupted run are kept.
     """
-
-    def __init__(self, folder: Path | None, config: dict[str, Any], start_step: int = 0) -> None:
-        self._folder = folder
-        self._lines: JsonLines | None = None
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "config.json", config)
-        (folder / "summary.json").unlink(missing_ok=True)  # of an earlier run: this one is not done yet
-        steps = folder / "steps.jsonl"
-        if start_step and steps.exists():
-            kept = [line for line in steps.read_text().splitlines() if _step_of(line) < start_step]
-            write_text(steps, "".join(line + "\n" for line in kept))
-            self._lines = JsonLines(steps, append=True)
-        else:
-            self._lines = JsonLines(steps)
-
-    def add_step(self, record: dict[str, Any]) -> None:
-        """Append one step's record."""
-        if self._lines is not None:
-            self._lines.append(record)
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Write the summary; only a run that came to its end has one."""
-        if self._folder is not None and self._lines is not None:
-            self._lines.close()
-            write_json(self._folder / "summary.json", summary)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", config)
+    (folder / "summary.json").unlink(missing_ok=True)  # of an earlier run: this one is not done yet
+    path = folder / "steps.jsonl"
+    if goes_on := start_step > 0 and path.exists():
+        kept = [line for line in path.read_text().splitlines() if _step_of(line) < start_step]
+        write_text(path, "".join(line + "\n" for line in kept))
+    return JsonLines(path, append=goes_on)
 
 
 def _step_of(line: str) -> float:
@@ -265,11 +235,3 @@ def _choose_device(name: str) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
-
-
-def _init_process_group(device: torch.device) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

@@ -22,7 +22,7 @@ class TrainingSession:
     """One rank's model under training; `wrap` puts it into DDP and attaches the scheme."""
 
     def __init__(self, config: TrainConfig, workload: Workload, device: torch.device) -> None:
-        self._config, self._workload, self._device = config, workload, device
+        self.config, self.workload, self.device = config, workload, device
         self.model = workload.build_model(config.seed).to(device)
         self.optimizers = workload.build_optimizers(self.model)
         self.schedulers = workload.build_schedulers(self.optimizers)
@@ -36,36 +36,36 @@ class TrainingSession:
 
     def wrap(self, scheme_state: dict[str, Any] | None = None) -> None:
         """Put the model into a new DDP and attach the scheme, with the state it had if there was one."""
-        if self._config.local_sgd:
+        if self.config.local_sgd:
             self._begin_local_sgd()
             return
-        options = self._workload.ddp_options()
-        if self._config.bucket_cap_mb is not None:
-            options["bucket_cap_mb"] = self._config.bucket_cap_mb
-        if self._config.scheme in HOOKS:
-            self._torch_hook = TorchHook(self._config.scheme, self._config.scheme_options)
+        options = self.workload.ddp_options()
+        if self.config.bucket_cap_mb is not None:
+            options["bucket_cap_mb"] = self.config.bucket_cap_mb
+        if self.config.scheme in HOOKS:
+            self._torch_hook = TorchHook(self.config.scheme, self.config.scheme_options)
             self._n_steps, self._sent_bytes = 0, 0.0
             options |= self._torch_hook.ddp_options(self.model)
-        devices = [self._device.index] if self._device.type == "cuda" else None
+        devices = [self.device.index] if self.device.type == "cuda" else None
         self.ddp = DistributedDataParallel(self.model, device_ids=devices, **options)
         if self._torch_hook is not None:
             self._torch_hook.register(self.ddp)
             self._hooks = [p.register_post_accumulate_grad_hook(self._note_gradient) for p in self.model.parameters()]
             return
-        self._scheme = schemes.by_name(self._config.scheme, **self._config.scheme_options)
+        self._scheme = schemes.by_name(self.config.scheme, **self.config.scheme_options)
         self.attachment = gradwire.attach(self.ddp, self.optimizers, self._scheme)
         if scheme_state is not None:
             self.attachment.load_state_dict(scheme_state)
 
     def _begin_local_sgd(self) -> None:
-        name, options = self._config.scheme, self._config.scheme_options
+        name, options = self.config.scheme, self.config.scheme_options
         # Only a bare name may be made without error feedback, where momentum forbids it.
         scheme = schemes.by_name(name, **options) if options else name
         self.ddp = self.model
-        outer, decay = OUTER[self._config.outer], self._config.feedback_decay
+        outer, decay = OUTER[self.config.outer], self.config.feedback_decay
         self.attachment = LocalSgd(
-            self.model, self.optimizers, scheme, self._config.local_sgd, outer, feedback_decay=decay,
-            fragments=self._config.fragments, delay=self._config.delay,
+            self.model, self.optimizers, scheme, self.config.local_sgd, outer, feedback_decay=decay,
+            fragments=self.config.fragments, delay=self.config.delay,
         )  # fmt: skip
 
     def rewrap(self) -> None:
@@ -89,7 +89,7 @@ class TrainingSession:
     @property
     def recorder(self) -> Any:
         """The scheme's telemetry; None without gradwire."""
-        attachment = self.attachment.reducer if self._config.local_sgd else self.attachment
+        attachment = self.attachment.reducer if self.config.local_sgd else self.attachment
         return None if attachment is None else attachment.recorder
 
     def since_last_gradient_s(self) -> float:
@@ -98,7 +98,7 @@ class TrainingSession:
 
     def step_figures(self, waited_s: float) -> dict[str, float]:
         """The communication of the last step; `waited_s`: what `since_last_gradient_s` said at the end of its backward pass."""
-        if self._config.local_sgd:
+        if self.config.local_sgd:
             steps = self.recorder.steps
             if steps and steps[-1].step != self._exchanged_step:
                 self._exchanged_step = steps[-1].step
@@ -131,7 +131,7 @@ class TrainingSession:
 
     def flush(self) -> None:
         """Have the parameters that all ranks share: a scheme that owns the optimizer's step finishes it."""
-        flush = getattr(self.attachment, "take_shared" if self._config.local_sgd else "flush", None)
+        flush = getattr(self.attachment, "take_shared" if self.config.local_sgd else "flush", None)
         if flush is not None:
             flush()
 

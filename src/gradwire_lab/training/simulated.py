@@ -170,6 +170,8 @@ class SimulatedRanks:
 
     def _through_owners(self, buckets: list[Bucket], owners: Owners) -> Tensor:
         """Every owner adds the messages of its part to its own values, and its sum's message is everybody's."""
+        if owners.pull == "raw":
+            raise Unsupported('pull="raw" is not simulated')
         codec, world = owners.codec, self.n_ranks
         n_chunks = count_chunks(-(-self._n // world), owners.chunk_elements, QUANTISED_MIN_CHUNKS)
         starts = self._offsets if codec.scale_values else []
@@ -179,38 +181,37 @@ class SimulatedRanks:
             unsent = [torch.zeros(self._n) for _ in range(world)]
         for owner, chunks in enumerate(cut_into_chunks(self._n, world, n_chunks, lambda n, _: n, starts)):
             for index, chunk in enumerate(chunks):
-
-                def recoded(values: Tensor, rank: int, codec: Quantised, owner: int = owner, index: int = index,
-                            chunk: Chunk = chunk, n_receivers: int = 1) -> Tensor:  # fmt: skip
-                    draw = buckets[rank].draw(rank, owner, index, owner == rank)
-                    message = self._quantised(codec, values, chunk, self._residuals[rank], unsent[rank], draw)
-                    self.n_bytes += message.numel() * n_receivers
-                    decoded = torch.empty(values.numel())
-                    codec.decode(message, decoded)
-                    return decoded
-
                 total = torch.zeros(chunk.values.stop - chunk.values.start)
                 for rank, bucket in enumerate(buckets):
                     values = bucket.buffer[chunk.values]
-                    total += values if rank == owner else recoded(values, rank, codec)
-                if owners.pull == "raw":
-                    raise Unsupported('pull="raw" is not simulated')
-                mean[chunk.values] = recoded(total, owner, owners.answering, n_receivers=world - 1) / world
+                    if rank != owner:
+                        draw = bucket.draw(rank, owner, index, False)
+                        values = self._quantised(codec, values, chunk, rank, unsent[rank], draw)
+                    total += values
+                draw = buckets[owner].draw(owner, owner, index, True)
+                sent = self._quantised(owners.answering, total, chunk, owner, unsent[owner], draw, world - 1)
+                mean[chunk.values] = sent / world
         self._residuals = unsent
         return mean
 
     def _quantised(
-        self, codec: Quantised, values: Tensor, chunk: Chunk, residual: Tensor | None, unsent: Tensor | None, draw: int
-    ) -> Tensor:
-        room = self._room_for(codec.max_encoded_bytes(values.numel(), values.dtype, len(chunk.cuts)))
+        self, codec: Quantised, values: Tensor, chunk: Chunk, rank: int, unsent: Tensor | None, draw: int,
+        n_receivers: int = 1,
+    ) -> Tensor:  # fmt: skip
+        """What `n_receivers` get of a rank's values; `unsent` takes what they do not."""
+        room, residual = self._room_for(codec.max_encoded_bytes(values.numel(), values.dtype, len(chunk.cuts))), None
         if unsent is None:
-            n_bytes = codec.encode(values, room, step=draw, cuts=chunk.cuts)
+            n_bytes = int(codec.encode(values, room, step=draw, cuts=chunk.cuts))
         else:
-            n_bytes = codec.encode_with_residual(
-                values, None if residual is None else residual[chunk.values], room, draw,
-                new_residual=unsent[chunk.values], cuts=chunk.cuts,
-            )  # fmt: skip
-        return room[: int(n_bytes)]
+            if (before := self._residuals[rank]) is not None:
+                residual = before[chunk.values]
+            n_bytes = int(codec.encode_with_residual(
+                values, residual, room, draw, new_residual=unsent[chunk.values], cuts=chunk.cuts
+            ))  # fmt: skip
+        self.n_bytes += n_bytes * n_receivers
+        decoded = torch.empty(values.numel())
+        codec.decode(room[:n_bytes], decoded)
+        return decoded
 
     def _room_for(self, n_bytes: int) -> Tensor:
         if self._room.numel() < n_bytes:

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotations as objects, not as strings.
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,18 +51,13 @@ class _DistributedAsNccl:
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
 
-    def all_gather(self, gathered: list[torch.Tensor], tensor: torch.Tensor, group: Any, async_op: bool) -> "_Gather":
+    def all_gather(
+        self, gathered: list[torch.Tensor], tensor: torch.Tensor, group: Any, async_op: bool
+    ) -> SimpleNamespace:
         work = dist.all_gather(gathered, tensor, group=group, async_op=async_op)
         assert work is not None
-        return _Gather(work.get_future(), gathered)
-
-
-class _Gather:
-    def __init__(self, done: torch.futures.Future, gathered: list[torch.Tensor]) -> None:
-        self._done, self._gathered = done, gathered
-
-    def get_future(self) -> torch.futures.Future:
-        return self._done.then(lambda done: (done.wait(), [self._gathered])[1])
+        nested = work.get_future().then(lambda done: (done.wait(), [gathered])[1])
+        return SimpleNamespace(get_future=lambda: nested)
 
 
 _PLAIN_HOOKS = {"ddp-bf16": bf16_hook, "ddp-fp16": default_hooks.fp16_compress_hook, "ddp-quant8": quant8_hook}

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from gradwire.errors import InvalidArgument
-from gradwire.registry import describe_choices
+from gradwire.registry import describe_choices, parse_spec
 from gradwire_lab.workloads.base import Batch, Workload
 
 __all__ = ["Batch", "Workload", "by_name", "check_name", "names"]
@@ -42,16 +42,19 @@ def check_name(name: str) -> None:
         raise InvalidArgument(f"no workload is called {name!r}; {describe_choices(name, names())}")
 
 
-def by_name(name: str, *, compute: str = "real", **options: Any) -> Workload:
+def by_name(name: str, **options: Any) -> Workload:
     """A new workload by its registry name.
 
     Args:
-        name: one of `names()`.
-        compute: "real" runs the model; "emulate" replays captured gradients of its shape behind calibrated waits
+        name: one of `names()`, alone or as NAME:option=value,...; `options` go before those.
+        options: those of the workload's class, such as `optimizer`, `learning_rate`, `batch_size`, and `compute`: "real" (the
+            default) runs the model; "emulate" replays captured gradients of its shape behind calibrated waits
             (workloads/replay.py), with `options` then also those of `ReplayWorkload`.
-        options: those of the workload's class, such as `optimizer`, `learning_rate`, `batch_size`.
     Raises: InvalidArgument (unknown name, or an option that the workload does not take).
     """
+    name, written = parse_spec(name)
+    options = {"compute": "real", **written, **options}
+    compute = options.pop("compute")
     if compute == "emulate":
         from gradwire_lab.workloads.replay import replay_by_name
 

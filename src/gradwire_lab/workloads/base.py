@@ -120,9 +120,8 @@ class Workload(ABC):
 
     def mean_loss(self, model: nn.Module, batch: Batch, n_at_once: int) -> float:
         """The mean loss of a large batch, taken in pieces, in evaluation mode."""
-        device = next(model.parameters()).device
-        pieces = zip(*(one.to(device).split(n_at_once) for one in batch), strict=True)
-        with evaluating(model):
+        with evaluating(model) as device:
+            pieces = zip(*(one.to(device).split(n_at_once) for one in batch), strict=True)
             losses = [float(self.loss(model, piece)) for piece in pieces]
         return sum(losses) / len(losses)
 
@@ -225,13 +224,13 @@ def draw_from_epochs(n_samples: int, step: int, rank: int, world_size: int, batc
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients inside the block; every module's own mode comes back after it."""
+def evaluating(model: nn.Module) -> Iterator[torch.device]:
+    """Evaluation mode without gradients inside the block, on the device that it gives; modes come back after it."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
-            yield
+            yield next(model.parameters()).device
     finally:
         for module, mode in modes:
             module.training = mode

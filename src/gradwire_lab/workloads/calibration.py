@@ -39,18 +39,15 @@ _BATCH_SIZES = {
 def reference_calibration(workload: str) -> Calibration | None:
     """The step on the reference accelerator, or None for a workload that no published figure covers."""
     if workload in _GMACS:
-        samples_per_s = _RESNET50_IMAGES_PER_S * _GMACS["resnet50"] / _GMACS[workload]
-        anchor = "938 images/s of ResNet-50"
-        is_anchor = workload == "resnet50"
+        anchor, words = "resnet50", "938 images/s of ResNet-50"
+        samples_per_s = _RESNET50_IMAGES_PER_S * _GMACS[anchor] / _GMACS[workload]
     elif workload in _TRANSFORMERS:
-        megaparameters, n_tokens = _TRANSFORMERS[workload]
-        anchor_parameters, anchor_tokens = _TRANSFORMERS["bert-large"]
-        samples_per_s = _BERT_LARGE_SEQUENCES_PER_S * anchor_parameters * anchor_tokens / (megaparameters * n_tokens)
-        anchor = "44 sequences/s of BERT-large (384 tokens)"
-        is_anchor = workload == "bert-large"
+        anchor, words = "bert-large", "44 sequences/s of BERT-large (384 tokens)"
+        (megaparameters, n_tokens), (of_anchor, its_tokens) = _TRANSFORMERS[workload], _TRANSFORMERS[anchor]
+        samples_per_s = _BERT_LARGE_SEQUENCES_PER_S * of_anchor * its_tokens / (megaparameters * n_tokens)
     else:
         return None
     batch_size = _BATCH_SIZES[workload]
-    how = "published" if is_anchor else "scaled by arithmetic from the published"
-    origin = f"A100 TF32, batch {batch_size}: {how} {anchor} (NVIDIA DeepLearningExamples)"
+    how = "published" if workload == anchor else "scaled by arithmetic from the published"
+    origin = f"A100 TF32, batch {batch_size}: {how} {words} (NVIDIA DeepLearningExamples)"
     return Calibration(batch_size / samples_per_s, batch_size, origin)

@@ -60,9 +60,8 @@ class DigitsWorkload(Workload):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Accuracy and loss on the held-out fold."""
-        device = next(model.parameters()).device
-        images, labels = (values[self._split[1]].to(device) for values in load_digits())
-        with evaluating(model):
+        with evaluating(model) as device:
+            images, labels = (values[self._split[1]].to(device) for values in load_digits())
             logits = model(images)
             accuracy = (logits.argmax(1) == labels).double().mean()
             return {"accuracy": float(accuracy), "held_out_loss": float(F.cross_entropy(logits, labels))}

@@ -75,11 +75,10 @@ class LstmWorkload(Workload):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Loss in nats per word over 32 held-out crops, against the whole vocabulary."""
-        device = next(model.parameters()).device
         _, held_out, n_words = word_tokens(self.vocabulary_size)
         inputs, targets = spread_crops(held_out, self.length, 32)
-        everything = torch.arange(n_words, device=device)
-        with evaluating(model):
+        with evaluating(model) as device:
+            everything = torch.arange(n_words, device=device)
             losses = [
                 float(F.cross_entropy(model(x.to(device), everything).flatten(0, 1), y.to(device).flatten()))
                 for x, y in zip(inputs.split(4), targets.split(4), strict=True)

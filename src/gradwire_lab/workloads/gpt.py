@@ -141,13 +141,11 @@ class SmallBertWorkload(GptWorkload):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Loss, in nats a masked byte, and share of masked bytes found, over 128 held-out crops."""
-        device = next(model.parameters()).device
         drawn = torch.rand(128, self.length, generator=step_generator("held-out mask"))
         masked, targets = _mask(spread_crops(byte_tokens()[1], self.length, 128)[0], drawn)
         losses, n_found, n_hidden = [], 0, 0
-        with evaluating(model):
-            for x, y in zip(masked.split(16), targets.split(16), strict=True):
-                x, y = x.to(device), y.to(device)
+        with evaluating(model) as device:
+            for x, y in zip(masked.to(device).split(16), targets.to(device).split(16), strict=True):
                 logits = model(x)
                 hidden = y != _IGNORED
                 losses.append(F.cross_entropy(logits[hidden], y[hidden], reduction="sum"))

@@ -8,7 +8,7 @@ sparse one (`nonzero_index nonzero_value n_elements`).
 from __future__ import annotations
 
 import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class GradientFile:
     gradient: FloatArray
     parameter: FloatArray | None = None
     state: OptimizerState | None = None
-    missing: str = field(default="")  # why there is no state, for people
+    missing: str = ""  # why there is no state, for people
 
     @property
     def name(self) -> str:
@@ -154,11 +154,8 @@ def _name_optimizer(path: Path, arrays: dict[str, AnyArray]) -> str:
         if name not in _OPTIMIZERS:
             raise InvalidArgument(f"{path}: optimizer {name!r} is not one of {', '.join(_OPTIMIZERS)}")
         return name
-    if "exp_avg" in arrays or "exp_avg_sq" in arrays:
-        return "adamw"
-    if "square_avg" in arrays:
-        return "rmsprop"
-    return "adagrad" if "sum" in arrays else "sgd"
+    own = ((name, key) for name, (keys, *_) in _OPTIMIZERS.items() for key in keys)
+    return next((name for name, key in own if key in arrays), "sgd")
 
 
 def _as_float32(path: Path, key: str, array: AnyArray) -> FloatArray:
@@ -220,10 +217,9 @@ def collect_arrays(optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any
     }
     for key in _STATE_KEYS[1:]:
         held = [optimizer.state.get(parameter, {}).get(key) for parameter in parameters]
-        if any(values is not None for values in held):
-            arrays[key] = _flatten(
-                [torch.zeros_like(p) if values is None else values for p, values in zip(parameters, held, strict=True)]
-            )
+        if any(one is not None for one in held):
+            pairs = zip(parameters, held, strict=True)
+            arrays[key] = _flatten([torch.zeros_like(p) if one is None else one for p, one in pairs])
     if len(arrays) == 2 and not (name == "sgd" and not group["momentum"]):
         return arrays
     scalars = {_SCALARS[key]: np.float32(value) for key, value in group.items() if key in _SCALARS}

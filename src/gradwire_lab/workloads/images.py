@@ -1,18 +1,17 @@
-"""Image data: the user's own CIFAR-10 or ImageNet-like folder, or random images of the right shape."""
+"""Image data: the user's own CIFAR-10 or ImageNet-like folder."""
 
 from __future__ import annotations
 
 import io
 import pickle
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
-from gradwire_lab.workloads.base import draw_from_epochs, step_generator
 
 DEFAULT_IMAGE_SIZE = 64  # the papers use 224; 64 keeps a step of the large networks to seconds on one core
 
@@ -30,41 +29,6 @@ _SAFE_NAMES = {
 }
 
 
-class ImageSource(Protocol):
-    """Images by step, the same for every rank count."""
-
-    data: str  # "real" or "shape-only"
-
-    def training_batch(
-        self, step: int, rank: int, world_size: int, batch_size: int, seed: int
-    ) -> tuple[Tensor, Tensor]:
-        """((b, 3, h, w) float32, (b,) int64)."""
-        ...
-
-    def held_out(self, n_images: int) -> tuple[Tensor, Tensor] | None:
-        """Up to `n_images` held-out images, or None when there are none."""
-        ...
-
-
-class RandomImages:
-    """Images of noise with random labels: the right shape, nothing to learn."""
-
-    data = "shape-only"
-
-    def __init__(self, image_size: int, n_classes: int) -> None:
-        self.image_size, self.n_classes = image_size, n_classes
-
-    def training_batch(
-        self, step: int, rank: int, world_size: int, batch_size: int, seed: int
-    ) -> tuple[Tensor, Tensor]:
-        generator = step_generator(seed, "random images", step, rank, world_size)
-        images = torch.randn(batch_size, 3, self.image_size, self.image_size, generator=generator)
-        return images, torch.randint(self.n_classes, (batch_size,), generator=generator)
-
-    def held_out(self, n_images: int) -> None:
-        return None
-
-
 class Cifar10:
     """The "python version" of CIFAR-10: data_batch_1 to 5 and test_batch.
 
@@ -74,8 +38,6 @@ class Cifar10:
     Raises: CorruptMessage (a batch that is not CIFAR-10's).
     """
 
-    data = "real"
-
     def __init__(self, folder: Path, image_size: int | None) -> None:
         self.image_size = image_size
         training = [_read_cifar_batch(path) for path in sorted(folder.glob("data_batch_*"))]
@@ -83,13 +45,14 @@ class Cifar10:
         self._labels = torch.cat([labels for _, labels in training])
         self._held_out = _read_cifar_batch(folder / "test_batch") if (folder / "test_batch").exists() else None
 
-    def training_batch(
-        self, step: int, rank: int, world_size: int, batch_size: int, seed: int
-    ) -> tuple[Tensor, Tensor]:
-        chosen = draw_from_epochs(len(self._images), step, rank, world_size, batch_size, seed)
-        return self._to_float(self._images[chosen.numpy()]), self._labels[chosen]
+        self.n_training = len(self._images)
+
+    def training(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """((b, 3, h, w) float32, (b,) int64) of the training images at `indices`."""
+        return self._to_float(self._images[indices.numpy()]), self._labels[indices]
 
     def held_out(self, n_images: int) -> tuple[Tensor, Tensor] | None:
+        """Up to `n_images` held-out images, or None when there are none."""
         if self._held_out is None:
             return None
         images, labels = self._held_out
@@ -110,8 +73,6 @@ class ImageFolder:
     Raises: Unsupported (no Pillow), InvalidArgument (no images), CorruptMessage (an image that cannot be read).
     """
 
-    data = "real"
-
     def __init__(self, folder: Path, image_size: int) -> None:
         try:
             import PIL.Image
@@ -127,14 +88,14 @@ class ImageFolder:
                 f"{folder} holds neither CIFAR-10 batches (data_batch_1 ...) nor CLASS/*.jpg or train/CLASS/*.jpg"
             )
         self._held_out = self._list(folder / "val") if (folder / "val").is_dir() else []
+        self.n_training = len(self._training)
 
-    def training_batch(
-        self, step: int, rank: int, world_size: int, batch_size: int, seed: int
-    ) -> tuple[Tensor, Tensor]:
-        chosen = draw_from_epochs(len(self._training), step, rank, world_size, batch_size, seed)
-        return self._read([self._training[index] for index in chosen.tolist()])
+    def training(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """((b, 3, h, w) float32, (b,) int64) of the training images at `indices`."""
+        return self._read([self._training[index] for index in indices.tolist()])
 
     def held_out(self, n_images: int) -> tuple[Tensor, Tensor] | None:
+        """Up to `n_images` held-out images, or None when there are none."""
         # Spread over the list, which is sorted by class.
         stride = max(1, len(self._held_out) // n_images)
         return self._read(self._held_out[::stride][:n_images]) if self._held_out else None
@@ -164,16 +125,14 @@ class ImageFolder:
         return (torch.from_numpy(pixels.copy()).permute(2, 0, 1).float() - 127.5) / 63.75
 
 
-def open_images(data_dir: str | Path | None, image_size: int | None, n_classes: int) -> ImageSource:
-    """The images in `data_dir`, recognised by its files; random ones when it is None.
+def open_images(data_dir: str, image_size: int | None, n_classes: int) -> Cifar10 | ImageFolder:
+    """The images in `data_dir`, recognised by its files.
 
     Raises: InvalidArgument (no such folder, or more classes than the model has outputs).
     """
-    if data_dir is None:
-        return RandomImages(image_size or DEFAULT_IMAGE_SIZE, n_classes)
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():
-        raise InvalidArgument(f"data_dir={str(data_dir)!r}: there is no such folder")
+        raise InvalidArgument(f"data_dir={data_dir!r}: there is no such folder")
     for candidate in (folder, folder / "cifar-10-batches-py"):
         if (candidate / "data_batch_1").is_file():
             return Cifar10(candidate, image_size)

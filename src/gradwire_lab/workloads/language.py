@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire_lab.workloads.base import Batch, Workload, draw_from_epochs, evaluating, step_generator
-from gradwire_lab.workloads.squad import Squad, find_squad
+from gradwire_lab.workloads.squad import Squad, open_squad
 from gradwire_lab.workloads.text import byte_tokens, crop_batch, spread_crops
 
 
@@ -94,11 +94,7 @@ class BertWorkload(Workload):
 
     @functools.cached_property
     def _squad(self) -> tuple[Squad, Squad | None] | None:
-        if self.data_dir is None:
-            return None
-        training, held_out = find_squad(self.data_dir)
-        held_out_squad = Squad(held_out, self.length, self._vocabulary_size) if held_out else None
-        return Squad(training, self.length, self._vocabulary_size), held_out_squad
+        return None if self.data_dir is None else open_squad(self.data_dir, self.length, self._vocabulary_size)
 
     def make_model(self) -> nn.Module:
         transformers = _transformers()
@@ -132,10 +128,9 @@ class BertWorkload(Workload):
         if self._squad is None or self._squad[1] is None:
             return {}
         squad = self._squad[1]
-        device = next(model.parameters()).device
         chosen = torch.linspace(0, len(squad.targets) - 1, 64).long().unique()
         loss_sum, n_exact = 0.0, 0
-        with evaluating(model):
+        with evaluating(model) as device:
             for indices in chosen.split(8):
                 inputs, targets = (values.to(device) for values in squad.rows(indices))
                 ids, types = inputs.unbind(1)

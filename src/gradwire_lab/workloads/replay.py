@@ -14,12 +14,13 @@ of their forward pass: the names of their parameters, and the seconds that each 
 from __future__ import annotations
 
 import fcntl
+import functools
 import math
 import os
 import pickle
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,6 @@ class _Layer:
         return [gradient.detach() for gradient in self.gradients]
 
 
-class _Holder(nn.Module):
-    """Holds a layer's parameters under their names; called when the layer begins, as the real module would be."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
 class _ReplayLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: _Layer, clock: _Clock, *parameters: Tensor) -> Tensor:
@@ -131,8 +125,8 @@ class ReplayModel(nn.Module):
             *path, leaf = name.split(".")
             owner: nn.Module = self
             for word in path:
-                if word not in owner._modules:
-                    owner.add_module(word, _Holder())
+                if word not in owner._modules:  # called when the layer begins, as the real module would be
+                    owner.add_module(word, nn.Identity())
                 owner = owner.get_submodule(word)
             owner.register_parameter(leaf, tensors[name])
         scale = step_s / capture.step_s if capture.step_s > 0 else 0.0
@@ -210,10 +204,7 @@ class ReplayWorkload(Workload):
             self.step_s, self.calibration = self._capture.step_s, "as measured on the capturing machine"
 
     def make_model(self) -> nn.Module:
-        return self.make_rank_model(int(os.environ.get("RANK", "0")))
-
-    def make_rank_model(self, rank: int) -> nn.Module:
-        """The model that replays the gradients of `rank`."""
+        rank = int(os.environ.get("RANK", "0"))
         return ReplayModel(self._capture, rank % self._capture.n_captures, self.step_s)
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
@@ -221,7 +212,7 @@ class ReplayWorkload(Workload):
         if not self._update:
             # A step without gradients changes nothing, and everything else that hangs on the optimizer (its exact
             # type, step hooks, schedulers) sees a normal step.
-            optimizer.register_step_pre_hook(_drop_gradients)
+            optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.zero_grad(set_to_none=True))
         return optimizer
 
     def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
@@ -260,10 +251,6 @@ def replay_by_name(
     shape = by_name(name, **options)
     rate = learning_rate if learning_rate is not None else shape.learning_rate
     return ReplayWorkload(shape=shape, optimizer=optimizer or shape.optimizer, learning_rate=rate, **own)
-
-
-def _drop_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    optimizer.zero_grad(set_to_none=True)
 
 
 # ---- the capture
@@ -319,7 +306,8 @@ def open_or_capture(path: Path, workload: Workload, n_captures: int, seed: int) 
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (file := path.with_name(path.name + ".pt")).exists():
             partial = path.with_name(f"{path.name}.pt.{os.getpid()}")
-            torch.save({"format": _FORMAT, **vars(capture(workload, n_captures, seed))}, partial)
+            made = capture(workload, n_captures, seed)
+            torch.save({"format": _FORMAT, **vars(made), "layers": [vars(layer) for layer in made.layers]}, partial)
             partial.replace(file)
     found = read_capture(file)
     with torch.device("meta"):
@@ -363,28 +351,19 @@ def capture(workload: Workload, n_captures: int, seed: int) -> Capture:
     values = torch.zeros(n_captures + 1, n_elements)
     losses: list[float] = []
     timed: list[list[CapturedLayer]] = []
-    with _LayerTimes(model) as times:
-        for index in range(n_captures if n_elements > _LARGE_ELEMENTS else max(n_captures, _N_TIMED_STEPS)):
-            model.zero_grad(set_to_none=True)
-            batch = workload.batch_at(0, index % n_captures, n_captures, workload.batch_size, seed)
-            times.restart()
-            loss = workload.loss(model, batch)
-            times.note_backward()
-            loss.backward()
-            timed.append(times.layers())
-            if index < n_captures:
-                losses.append(float(loss.detach()))
-                _fill(values[index], [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
-    _fill(values[-1], parameters)
+    for index in range(n_captures if n_elements > _LARGE_ELEMENTS else max(n_captures, _N_TIMED_STEPS)):
+        model.zero_grad(set_to_none=True)
+        batch = workload.batch_at(0, index % n_captures, n_captures, workload.batch_size, seed)
+        loss, layers = _take_timed_step(model, functools.partial(workload.loss, model, batch))
+        timed.append(layers)
+        if index < n_captures:
+            losses.append(loss)
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            torch.cat([gradient.reshape(-1) for gradient in gradients], out=values[index])
+    torch.cat([parameter.detach().reshape(-1) for parameter in parameters], out=values[-1])
     layers = min(timed, key=lambda layers: sum(layer.forward_s + layer.backward_s for layer in layers))
     source = f"captured here, batch {workload.batch_size}, {workload.data} data"
-    plain: Any = [asdict(layer) for layer in layers]  # as it lies in the file
-    return Capture(workload.name, shapes_of(model), plain, losses, values, source)
-
-
-def _fill(row: Tensor, tensors: Sequence[Tensor]) -> None:
-    for part, tensor in zip(row.split([one.numel() for one in tensors]), tensors, strict=True):
-        part.copy_(tensor.detach().reshape(-1))
+    return Capture(workload.name, shapes_of(model), layers, losses, values, source)
 
 
 def shapes_of(model: nn.Module) -> dict[str, list[int]]:
@@ -392,63 +371,42 @@ def shapes_of(model: nn.Module) -> dict[str, list[int]]:
     return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-class _LayerTimes:
-    """Times a model's layers: forward by module, backward by the moments at which gradients are complete.
+def _take_timed_step(model: nn.Module, forward: Callable[[], Tensor]) -> tuple[float, list[CapturedLayer]]:
+    """Forward and backward pass; returns the loss, and the layers in forward order, those without a gradient first.
 
-    Parameters of one module whose gradients arrive one after the other are one layer.
+    Forward passes are timed by module, the backward pass by the moments at which gradients are complete. Parameters of one
+    module whose gradients arrive one after the other are one layer.
     """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    owners = {p: module for module in model.modules() for p in module.parameters(recurse=False)}
+    arrivals: list[tuple[nn.Parameter, float]] = []
+    forward_s = dict.fromkeys(owners.values(), 0.0)
+    watch, last_s = Stopwatch(), 0.0
 
-    def __init__(self, model: nn.Module) -> None:
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._owners = {p: module for module in model.modules() for p in module.parameters(recurse=False)}
-        self._arrivals: list[tuple[nn.Parameter, float]] = []
-        self._forward_s: dict[nn.Module, float] = {}
-        self._watch = Stopwatch()
-        self._last_s = self._backward_began_s = 0.0
-        self._hooks: list[Any] = []
+    def note_forward(module: nn.Module, *_: Any) -> None:
+        nonlocal last_s
+        now_s = watch.elapsed_s
+        forward_s[module] += now_s - last_s
+        last_s = now_s
 
-    def __enter__(self) -> _LayerTimes:
-        self._hooks = [p.register_post_accumulate_grad_hook(self._note_gradient) for p in self._names]
-        self._hooks += [module.register_forward_hook(self._note_forward) for module in set(self._owners.values())]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def restart(self) -> None:
-        """The forward pass begins."""
-        self._arrivals.clear()
-        self._forward_s.clear()
-        self._watch.begin()
-        self._last_s = 0.0
-
-    def note_backward(self) -> None:
-        """The backward pass begins."""
-        self._backward_began_s = self._watch.elapsed_s
-
-    def layers(self) -> list[CapturedLayer]:
-        """The layers of the step that has just ended, in forward order; parameters without a gradient come first."""
-        arrived = {parameter for parameter, _ in self._arrivals}
-        unused = [(parameter, 0.0) for parameter in self._names if parameter not in arrived]
-        groups: list[tuple[nn.Module, list[str], list[float]]] = []
-        previous_s = self._backward_began_s
-        for parameter, arrived_s in self._arrivals + unused:
-            if not groups or groups[-1][0] is not self._owners[parameter]:
-                groups.append((self._owners[parameter], [], []))
-            groups[-1][1].append(self._names[parameter])
-            groups[-1][2].append(max(0.0, arrived_s - previous_s))
-            previous_s = max(previous_s, arrived_s)
-        # A module in two groups pays for its forward pass once.
-        return [
-            CapturedLayer(names, self._forward_s.pop(module, 0.0), sum(backward_s))
-            for module, names, backward_s in reversed(groups)
-        ]
-
-    def _note_gradient(self, parameter: nn.Parameter) -> None:
-        self._arrivals.append((parameter, self._watch.elapsed_s))
-
-    def _note_forward(self, module: nn.Module, *_: Any) -> None:
-        now_s = self._watch.elapsed_s
-        self._forward_s[module] = self._forward_s.get(module, 0.0) + now_s - self._last_s
-        self._last_s = now_s
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: arrivals.append((p, watch.elapsed_s))) for p in names]
+    hooks += [module.register_forward_hook(note_forward) for module in forward_s]
+    watch.begin()
+    loss = forward()
+    previous_s = watch.elapsed_s
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    arrived = {parameter for parameter, _ in arrivals}
+    groups: list[tuple[nn.Module, list[str], list[float]]] = []
+    for parameter, arrived_s in arrivals + [(parameter, 0.0) for parameter in names if parameter not in arrived]:
+        if not groups or groups[-1][0] is not owners[parameter]:
+            groups.append((owners[parameter], [], []))
+        groups[-1][1].append(names[parameter])
+        groups[-1][2].append(max(0.0, arrived_s - previous_s))
+        previous_s = max(previous_s, arrived_s)
+    # A module in two groups pays for its forward pass once.
+    layers = [
+        CapturedLayer(own, forward_s.pop(module, 0.0), sum(backward_s)) for module, own, backward_s in groups[::-1]
+    ]
+    return float(loss.detach()), layers

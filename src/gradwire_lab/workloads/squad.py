@@ -51,13 +51,14 @@ class Squad:
         return self.inputs[indices].long(), self.targets[indices]
 
 
-def find_squad(data_dir: str) -> tuple[Path, Path | None]:
-    """(training file, held-out file or None) in `data_dir`. Raises: InvalidArgument when there is no training file."""
+def open_squad(data_dir: str, length: int, vocabulary_size: int) -> tuple[Squad, Squad | None]:
+    """(training, held out or None) in `data_dir`. Raises: InvalidArgument when there is no training file."""
     folder = Path(data_dir).expanduser()
     training, held_out = folder / "train-v1.1.json", folder / "dev-v1.1.json"
     if not training.is_file():
         raise InvalidArgument(f"data_dir={data_dir!r} holds no train-v1.1.json (SQuAD v1.1)")
-    return training, held_out if held_out.is_file() else None
+    squad = Squad(training, length, vocabulary_size)
+    return squad, Squad(held_out, length, vocabulary_size) if held_out.is_file() else None
 
 
 def _encode(

@@ -8,7 +8,6 @@ import sysconfig
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,11 +37,8 @@ def read_standard_library() -> tuple[bytes, bytes]:
 @functools.cache
 def byte_tokens() -> tuple[Tensor, Tensor]:
     """(n,) uint8 each: training and held-out text, one token a byte."""
-    training, held_out = read_standard_library()
-    return (
-        torch.from_numpy(np.frombuffer(training, dtype=np.uint8).copy()),
-        torch.from_numpy(np.frombuffer(held_out, dtype=np.uint8).copy()),
-    )
+    training, held_out = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in read_standard_library())
+    return training, held_out
 
 
 @functools.cache
@@ -65,16 +61,16 @@ def word_tokens(vocabulary_size: int) -> tuple[Tensor, Tensor, int]:
 
 def crop_batch(tokens: Tensor, length: int, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
     """This rank's slice of `world_size * batch_size` crops at random places: inputs and next tokens, (b, length) int64."""
-    starts = torch.randint(
-        tokens.numel() - length, (world_size * batch_size,), generator=step_generator(seed, "crop", step)
-    )
-    mine = starts[rank * batch_size : (rank + 1) * batch_size]
-    crops = tokens[mine[:, None] + torch.arange(length + 1)].long()
-    return crops[:, :-1].contiguous(), crops[:, 1:].contiguous()
+    generator = step_generator(seed, "crop", step)
+    starts = torch.randint(tokens.numel() - length, (world_size * batch_size,), generator=generator)
+    return _crop(tokens, length, starts[rank * batch_size : (rank + 1) * batch_size])
 
 
 def spread_crops(tokens: Tensor, length: int, n_crops: int) -> Batch:
     """`n_crops` crops spread evenly over `tokens`: the same held-out sample in every run."""
-    starts = torch.linspace(0, tokens.numel() - length - 1, n_crops, dtype=torch.float64).long()
+    return _crop(tokens, length, torch.linspace(0, tokens.numel() - length - 1, n_crops, dtype=torch.float64).long())
+
+
+def _crop(tokens: Tensor, length: int, starts: Tensor) -> Batch:
     crops = tokens[starts[:, None] + torch.arange(length + 1)].long()
     return crops[:, :-1].contiguous(), crops[:, 1:].contiguous()

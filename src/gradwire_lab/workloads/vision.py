@@ -6,11 +6,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradwire_lab.workloads.base import Batch, Workload, evaluating
-from gradwire_lab.workloads.images import ImageSource, open_images
+from gradwire_lab.workloads.base import Batch, Workload, draw_from_epochs, evaluating, step_generator
+from gradwire_lab.workloads.images import DEFAULT_IMAGE_SIZE, Cifar10, ImageFolder, open_images
 
 Convolution = tuple[int, int, int]  # outputs, pixels a side of the kernel, stride
 
@@ -141,8 +142,8 @@ class VisionWorkload(Workload):
         self.data = "shape-only" if data_dir is None else "real"
 
     @functools.cached_property
-    def _images(self) -> ImageSource:
-        return open_images(self.data_dir, self.image_size, self.n_classes)
+    def _images(self) -> Cifar10 | ImageFolder | None:
+        return None if self.data_dir is None else open_images(self.data_dir, self.image_size, self.n_classes)
 
     def make_model(self) -> nn.Module:
         if self.shape in _VGG_STAGES:
@@ -160,20 +161,24 @@ class VisionWorkload(Workload):
         return ResNet(stem, 64, blocks, self.n_classes, nn.ReLU())
 
     def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
-        return self._images.training_batch(step, rank, world_size, batch_size, seed)
+        if found := self._images:
+            return found.training(draw_from_epochs(found.n_training, step, rank, world_size, batch_size, seed))
+        generator = step_generator(seed, "random images", step, rank, world_size)
+        side = self.image_size or DEFAULT_IMAGE_SIZE
+        images = torch.randn(batch_size, 3, side, side, generator=generator)
+        return images, torch.randint(self.n_classes, (batch_size,), generator=generator)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Accuracy and loss on up to 512 held-out images of the user's folder."""
-        held_out = self._images.held_out(512)
+        held_out = self._images.held_out(512) if self._images else None
         if held_out is None:
             return {}
-        device = next(model.parameters()).device
         images, labels = held_out
         n_correct, loss_sum = 0, 0.0
-        with evaluating(model):
+        with evaluating(model) as device:
             for x, y in zip(images.split(32), labels.to(device).split(32), strict=True):
                 logits = model(x.to(device))
                 n_correct += int((logits.argmax(1) == y).sum())

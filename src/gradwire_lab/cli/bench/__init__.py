@@ -14,9 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The benchmark's name, and everything after it, which its own parser reads in `run`."""
     parser.epilog = "commands:\n" + "\n".join(f"  {name:10} {add.__doc__}" for name, (_, add) in BENCHES.items())
     parser.add_argument("bench", choices=list(BENCHES), metavar="COMMAND", help="one of the commands below")
-    parser.add_argument(
-        "rest", nargs=argparse.REMAINDER, metavar="...", help="its options; `COMMAND --help` lists them"
-    )
+    words = "its options; `COMMAND --help` lists them"
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,10 +121,8 @@ def _add_regret_arguments(parser: argparse.ArgumentParser) -> None:
     _add_training_arguments(parser, ["ddp", *autos], words)
     option(parser, "--steps", "N", "steps of each method", 300)
     option(parser, "--seconds", "S", "most seconds of training for DDP and for each auto", 60.0)
-    words = (
-        "exit with status 1 if auto is below 0.98 of DDP's speed, or in the second half below 0.95 of the best fixed "
-    )
-    switch(parser, "--check", f"{words}scheme's")
+    words = "exit with status 1 if auto is below 0.98 of DDP's speed, or in the second half below 0.95 of the best "
+    switch(parser, "--check", f"{words}fixed scheme's")
 
 
 def _add_store_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,17 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from written_messages import (
-    CHUNK,
-    GCOMP_1,
-    GCOMP_2,
-    N_CHUNKED,
-    WRITTEN,
-    Written,
-    get,
-    put,
-    with_infinity,
-)
+from written_messages import CHUNK, GCOMP_1, GCOMP_2, N_CHUNKED, WRITTEN, Written, get, put, with_infinity
 
 from float_messages import LEVELS, at_level, decode, encode, finite_gradient, same_bits
 from gcomp_gradients import make_gradient as gcomp_gradient

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
+import emulated
 import late
 import torch
 import torch.distributed as dist
@@ -14,13 +20,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
+from gradwire.gpu import kernels
+from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
+from ranks import Outcome, patience
 
 N_STEPS = 4
 CPU = torch.device("cpu")
+Maker = Callable[[], Scheme]
 
 # Every scheme of the registry, with what makes it work within few steps; and those whose options lead elsewhere.
-SCHEMES: dict[str, Callable[[], Scheme]] = {
+SCHEMES: dict[str, Maker] = {
     **{
         name: lambda name=name: schemes.by_name(name, **schemes.as_published(name, {}))
         for name in schemes.names()
@@ -39,11 +49,12 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
 }
 
 
-class Place:
-    """Where a training runs: the CPU, or the late device with its group and lateness."""
+class Place(NamedTuple):
+    """Where a training runs: the CPU, or the late device with its group; and the placement that it attaches with."""
 
-    def __init__(self, device: torch.device, group: Any = None) -> None:
-        self.device, self.group = device, group
+    device: torch.device
+    group: Any = None
+    placement: str | None = None
 
     def model(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """With several buckets, which DDP rebuilds after the first step."""
@@ -52,9 +63,17 @@ class Place:
 
 
 def begin(library: Path) -> tuple[Any, Place]:
-    """In a rank: the device's functions, and the place to train on it."""
+    """In a rank: the device's functions, and the place to train on it, through host memory."""
     functions = late.load(library)
     return functions, Place(torch.device("late", 0), dist.new_group(backend="like_nccl"))
+
+
+def begin_with_kernels(library: Path) -> tuple[Any, Place]:
+    """And between devices, by emulated kernels."""
+    functions, place = begin(library)
+    kernels.MAKERS["late"] = functools.partial(emulated.LateKernels, emulated.build(), functions)
+    kernels._made.clear()
+    return functions, place._replace(placement="device")
 
 
 def build_model(seed: int = 1) -> nn.Sequential:
@@ -66,11 +85,31 @@ def batch(rank: int, step: int, place: Place, dtype: torch.dtype = torch.float32
     return torch.randn(4, 20, generator=torch.Generator().manual_seed(1_000 * rank + step)).to(place.device, dtype)
 
 
-def adamw(ddp: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+def mean_square(outputs: Tensor) -> Tensor:
+    return outputs.float().square().mean()
 
 
-def attach(ddp: nn.Module, optimizer: torch.optim.Optimizer, scheme: Scheme, **options: Any) -> Any:
+def mean_square_off_one(outputs: Tensor) -> Tensor:
+    return (outputs - 1.0).square().mean()
+
+
+def adamw(ddp: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(ddp.parameters(), lr=1e-3, **options)
+
+
+def sgd(ddp: nn.Module, lr: float = 0.05, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(ddp.parameters(), lr=lr, **options)
+
+
+def momentum(ddp: nn.Module) -> torch.optim.Optimizer:
+    return sgd(ddp, momentum=0.9, foreach=False)  # as on the CPU
+
+
+def still(ddp: nn.Module) -> torch.optim.Optimizer:
+    return sgd(ddp, lr=0.0)
+
+
+def attach(ddp: nn.Module, optimizer: torch.optim.Optimizer, scheme: Scheme | str, **options: Any) -> Any:
     return gradwire.attach(ddp, optimizer, scheme, timeout_s=30, **options)
 
 
@@ -79,14 +118,139 @@ def bits_of(ddp: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().cpu().double().reshape(-1) for parameter in ddp.parameters()])
 
 
+class Training:
+    """A model behind DDP at a place, its optimizer and the attachment; steps have numbers, and nothing waits for a device.
+
+    Args:
+        loss: of the model's outputs for what `inputs` gives it on a rank, in a step, at the place.
+        saved: what another one's `save_and_close` gave.
+        options: of DDP.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        place: Place,
+        scheme: Scheme | str | None,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+        model: nn.Module | None = None,
+        loss: Callable[[Tensor], Tensor] = mean_square,
+        inputs: Callable[[int, int, Place], Tensor] = batch,
+        scaler: Any = None,
+        saved: tuple[Any, ...] | None = None,
+        **options: Any,
+    ) -> None:
+        self.rank, self.place, self.scheme, self.loss, self.inputs = rank, place, scheme, loss, inputs
+        self.ddp = place.model(model or build_model(), **options)
+        self.optimizer = optimizer(self.ddp)
+        if saved is not None:
+            self.ddp.module.load_state_dict(saved[0])
+            self.optimizer.load_state_dict(saved[1])
+        self.attachment: Any = None
+        if scheme is not None:
+            self.attachment = attach(self.ddp, self.optimizer, scheme, scaler=scaler, placement=place.placement)
+        if saved is not None:
+            self.attachment.load_state_dict(saved[2])
+
+    def loss_of(self, step: int) -> Tensor:
+        return self.loss(self.ddp(self.inputs(self.rank, step, self.place)))
+
+    def backward(self, step: int, factor: float = 1.0) -> Tensor:
+        """New gradients, of the loss times `factor`, which is returned."""
+        self.optimizer.zero_grad()
+        loss = self.loss_of(step) * factor
+        loss.backward()
+        return loss
+
+    def take_steps(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            self.backward(step)
+            self.optimizer.step()
+
+    def gradient(self) -> Tensor:
+        """(n,) on the CPU."""
+        return torch.cat([p.grad.view(-1).cpu() for p in self.ddp.parameters() if p.grad is not None])
+
+    def save_and_close(self) -> tuple[Any, ...]:
+        """What model, optimizer and attachment hold."""
+        self.attachment.flush()
+        saved = self.ddp.module.state_dict(), self.optimizer.state_dict(), self.attachment.state_dict()
+        self.attachment.close()
+        return saved
+
+    def end(self) -> Tensor:
+        """All parameters, after the attachment was closed."""
+        self.attachment.flush()
+        self.attachment.close()
+        return bits_of(self.ddp)
+
+
 def train(rank: int, place: Place, scheme: Scheme, n_steps: int = N_STEPS) -> Tensor:
-    ddp = place.model(build_model())
-    optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer, scheme)
-    for step in range(n_steps):
-        optimizer.zero_grad()
-        (ddp(batch(rank, step, place)) - 1.0).square().mean().backward()
-        optimizer.step()
-    attachment.flush()
-    attachment.close()
-    return bits_of(ddp)
+    training = Training(rank, place, scheme, loss=mean_square_off_one)
+    training.take_steps(range(n_steps))
+    return training.end()
+
+
+@contextlib.contextmanager
+def counting_waits_of_hooks(late: Any) -> Iterator[list[int]]:
+    """How often DDP's hook stood still for the device, call by call."""
+    waits: list[int] = []
+    reduce = Reducer.reduce
+
+    def counted(reducer: Reducer, *bucket: Any) -> Any:
+        before = late.n_waits_here()
+        try:
+            return reduce(reducer, *bucket)
+        finally:
+            waits.append(late.n_waits_here() - before)
+
+    with mock.patch.object(Reducer, "reduce", counted):
+        yield waits
+
+
+def train_on_both(
+    rank: int, late: Any, place: Place, makers: dict[str, Maker], latenesses_us: list[int], near: tuple[str, ...] = ()
+) -> dict[tuple[str, int], Tensor]:
+    """What each scheme comes to on the device, with the bits of the CPU; those of names in `near` nearly."""
+    trained = {}
+    for name, make in makers.items():
+        late.set_lateness_us(0)
+        expected = train(rank, Place(CPU), make())
+        for lateness_us in latenesses_us:
+            late.set_lateness_us(lateness_us)
+            scheme = make()
+            with counting_waits_of_hooks(late) as waits:
+                found = train(rank, place, scheme)
+            assert len(waits) > N_STEPS or name == "auto"  # which puts its hook in where something is to be won
+            is_delayed = scheme.owns_step and place.placement is None
+            assert is_delayed or not any(waits), f"{name}: autograd's thread waited for the device"
+            off = float((found - expected).abs().max())
+            assert off <= (1e-5 if name in near else 0.0), f"{name}, {lateness_us} us: off by {off}"
+            trained[name, lateness_us] = found
+    assert late.n_waits_with_gil() == 0, "a thread waited for the device and held up all others"
+    return trained
+
+
+def die_in_step_2(training: Training) -> tuple[str, float]:
+    """Rank 1, and what the other is told within how many seconds."""
+    started = time.monotonic()
+    try:
+        for step in range(6):
+            if (training.rank, step) == (1, 2):
+                os._exit(7)
+            started = time.monotonic()
+            loss = training.backward(step)
+            training.optimizer.step()
+            float(loss)
+    except gradwire.PeerLost as error:
+        return str(error), time.monotonic() - started
+    return "not noticed", 0.0
+
+
+def assert_the_dead_is_named(survivor: Outcome, dead: Outcome) -> None:
+    """After `die_in_step_2` on two ranks."""
+    assert survivor.error is None, survivor.traceback
+    said, after_s = survivor.result
+    assert "lost rank 1, which" in said
+    assert after_s < 20 * patience()
+    assert dead.exit_code == 7

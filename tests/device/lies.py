@@ -118,6 +118,10 @@ def _seal_floats(codec: Float, message: Tensor) -> Tensor:
     return message
 
 
+def seal_quantised(message: Tensor) -> None:
+    message[28:32] = _bytes(_native.crc32c(message[32:], _native.crc32c(message[:28])))
+
+
 def _bytes(number: int, n: int = 4) -> Tensor:
     return torch.tensor(list(number.to_bytes(n, "little")), dtype=torch.uint8)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,8 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from late import LikeNccl
-from late_cases import CPU, Place, adamw, attach, batch, bits_of, build_model
-from test_on_device import SCHEMES, begin_with_kernels, train
+from late_cases import (
+    CPU,
+    Place,
+    Training,
+    assert_the_dead_is_named,
+    begin_with_kernels,
+    bits_of,
+    die_in_step_2,
+    sgd,
+    still,
+    train,
+)
+from test_on_device import SCHEMES
 from torch import Tensor
 
 import gradwire
@@ -24,6 +33,19 @@ from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceGroup, DeviceWire, Reading, ResidentBucket, check_not_captured
 from gradwire.wire.wire import StepOutcome
 from ranks import on_ranks, patience, run_ranks, try_ranks
+
+
+def has_nan_mean(training: Training, step: int) -> bool:
+    training.backward(step)
+    return bool(training.gradient().isnan().any())
+
+
+def assert_told(training: Training, says: str) -> None:
+    """Of what went wrong in step 1: the other ranks hear of it in the same step, or in the next."""
+    with pytest.raises(gradwire.CorruptMessage, match=says):  # noqa: PT012
+        for step in range(2, 4):
+            training.backward(step)
+    training.attachment.close()
 
 
 @pytest.mark.parametrize(
@@ -43,16 +65,8 @@ def test_a_message_that_is_changed_on_its_way(
 ) -> None:
     """Rank 1 gets a changed byte of what rank 0 pushed: NaN on all ranks in this step, an error on all in the next one."""
     _, place = begin_with_kernels(library)
-    ddp = place.model(build_model())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
-    attachment = attach(ddp, optimizer, SCHEMES[name](), placement="device")
-
-    def backward(step: int) -> bool:
-        optimizer.zero_grad()
-        ddp(batch(rank, step, place)).square().mean().backward()
-        return bool(torch.cat([p.grad.view(-1).cpu() for p in ddp.parameters() if p.grad is not None]).isnan().any())
-
-    assert not backward(0)
+    training = Training(rank, place, SCHEMES[name](), still)
+    assert not has_nan_mean(training, 0)
     exchange = getattr(LikeNccl, collective)
 
     def change(group: LikeNccl, received: Any, *others: Any) -> Any:
@@ -63,15 +77,8 @@ def test_a_message_that_is_changed_on_its_way(
         return work
 
     with mock.patch.object(LikeNccl, collective, change):
-        assert backward(1), "a mean without what rank 0 sent was handed out"
-
-    def go_on() -> None:
-        for step in range(2, 4):  # the other ranks hear of it in the same step, or in the next
-            backward(step)
-
-    with pytest.raises(gradwire.CorruptMessage, match="checksum"):
-        go_on()
-    attachment.close()
+        assert has_nan_mean(training, 1), "a mean without what rank 0 sent was handed out"
+    assert_told(training, "checksum")
 
 
 @on_ranks(2)
@@ -105,15 +112,8 @@ def test_elements_that_are_changed_on_their_way(
 ) -> None:
     """Rank 1 gets another word of what rank 0 sent, and with `says` of places under a sum that is right."""
     _, place = begin_with_kernels(library)
-    ddp = place.model(build_model())
-    attachment = attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.0), SCHEMES[name](), placement="device")
-
-    def backward(step: int) -> bool:
-        ddp.zero_grad()
-        ddp(batch(rank, step, place)).square().mean().backward()
-        return bool(torch.cat([p.grad.view(-1).cpu() for p in ddp.parameters() if p.grad is not None]).isnan().any())
-
-    assert not backward(0)
+    training = Training(rank, place, SCHEMES[name](), still)
+    assert not has_nan_mean(training, 0)
     allgather = LikeNccl._allgather_base
 
     def change(group: LikeNccl, output: Tensor, tensor: Tensor, *options: Any) -> Any:
@@ -127,111 +127,68 @@ def test_elements_that_are_changed_on_their_way(
         return work
 
     with mock.patch.object(LikeNccl, "_allgather_base", change):
-        assert backward(1) == (rank == 1), "a mean without what rank 0 sent was handed out"
-
-    def go_on() -> None:
-        for step in range(2, 4):  # the other ranks hear of it in the same step, or in the next
-            backward(step)
-
-    with pytest.raises(gradwire.CorruptMessage, match=says):
-        go_on()
-    attachment.close()
+        assert has_nan_mean(training, 1) == (rank == 1), "a mean without what rank 0 sent was handed out"
+    assert_told(training, says)
 
 
 @on_ranks(2)
 def test_other_factors_are_told(rank: int, world_size: int, library: Path) -> None:
     """Rank 1 comes to hold other factors than it should: all ranks are told a step later."""
     _, place = begin_with_kernels(library)
-    ddp = place.model(build_model())
-    optimizer, scheme = torch.optim.SGD(ddp.parameters(), lr=0.0), SCHEMES["acp-sgd"]()
-    attachment = attach(ddp, optimizer, scheme, placement="device")
-
-    def backward(step: int) -> None:
-        optimizer.zero_grad()
-        ddp(batch(rank, step, place)).square().mean().backward()
-
+    scheme = SCHEMES["acp-sgd"]()
+    training = Training(rank, place, scheme, still)
     for step in range(2):  # DDP makes its buckets anew after the first
-        backward(step)
-    attachment.stats()  # which waits until the step is settled
+        training.backward(step)
+    training.attachment.stats()  # which waits until the step is settled
     assert isinstance(scheme, LowRank)
     for plan in scheme.plans._plans.values() if rank else ():
         plan.checksum ^= 1
-    backward(2)
+    training.backward(2)
     with pytest.raises(gradwire.RankMismatch, match=r"different factors before bucket . of step 2"):
-        backward(3)
-    attachment.close()
+        training.backward(3)
+    training.attachment.close()
 
 
-def die(rank: int, world_size: int, library: Path, name: str = "one-bit") -> tuple[str, float]:
+def die(rank: int, world_size: int, library: Path, name: str) -> tuple[str, float]:
     late, place = begin_with_kernels(library)
     late.set_lateness_us(1_000)
-    ddp = place.model(build_model())
-    optimizer = adamw(ddp)
-    attach(ddp, optimizer, SCHEMES[name](), placement="device")
-    started = time.monotonic()
-    try:
-        for step in range(6):
-            if (rank, step) == (1, 2):
-                os._exit(7)
-            started = time.monotonic()
-            optimizer.zero_grad()
-            loss = ddp(batch(rank, step, place)).square().mean()
-            loss.backward()
-            optimizer.step()
-            float(loss)
-    except gradwire.PeerLost as error:
-        return str(error), time.monotonic() - started
-    return "not noticed", 0.0
+    return die_in_step_2(Training(rank, place, SCHEMES[name]()))
 
 
 @pytest.mark.parametrize("name", ["one-bit", "gcomp"])
 def test_a_rank_that_dies_is_named(library: Path, name: str) -> None:
-    survivor, dead = try_ranks(die, 2, library, name)
-    assert survivor.error is None, survivor.traceback
-    said, after_s = survivor.result
-    assert "lost rank 1, which" in said
-    assert after_s < 20 * patience()
-    assert dead.exit_code == 7
+    assert_the_dead_is_named(*try_ranks(die, 2, library, name))
 
 
 @on_ranks(2)
 def test_ranks_that_disagree(rank: int, world_size: int, library: Path) -> None:
     """On the scheme, and on where it works."""
     _, place = begin_with_kernels(library)
-    ddp = place.model(build_model())
-    attachment = attach(ddp, adamw(ddp), SCHEMES["two-bit" if rank else "one-bit"](), placement="device")
+    training = Training(rank, place, SCHEMES["two-bit" if rank else "one-bit"]())
     with pytest.raises(gradwire.RankMismatch, match="scheme"):
-        ddp(batch(rank, 0, place)).square().mean().backward()
-    attachment.close()
+        training.backward(0)
+    training.attachment.close()
 
 
 @on_ranks(2)
 def test_full_memory_is_said_and_ddp_goes_on(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
     late.set_limits(1 << 40, 1 << 40)
-    alone, ddp = place.model(build_model()), place.model(build_model())
-    optimizer_alone, optimizer = adamw(alone), adamw(ddp)
-    attachment = attach(ddp, optimizer, SCHEMES["one-bit"](), placement="device")
-
+    alone, training = Training(rank, place, None), Training(rank, place, SCHEMES["one-bit"]())
     scratch = DeviceWire.scratch
 
     def ask_for_too_much(self: DeviceWire, name: str, n_elements: int, dtype: torch.dtype) -> Tensor:
         return scratch(self, name, 1 << 41, dtype)
 
-    loss = ddp(batch(rank, 0, place)).square().mean()
     with (
         mock.patch.object(DeviceWire, "scratch", ask_for_too_much),
         pytest.raises(gradwire.errors.OutOfMemory, match="leave placement"),
     ):
-        loss.backward()
-    attachment.close()
-    optimizer.zero_grad()
-    for step in range(2):
-        for model, steps in ((alone, optimizer_alone), (ddp, optimizer)):
-            steps.zero_grad()
-            model(batch(rank, step, place)).square().mean().backward()
-            steps.step()
-    assert torch.equal(bits_of(ddp), bits_of(alone))
+        training.backward(0)
+    training.attachment.close()
+    for one in (alone, training):
+        one.take_steps(range(2))
+    assert torch.equal(bits_of(training.ddp), bits_of(alone.ddp))
 
 
 # ---- planted faults
@@ -303,8 +260,7 @@ def test_each_planted_fault_is_seen(library: Path) -> None:
 @on_ranks(1)
 def test_a_captured_backward_pass_is_refused(rank: int, world_size: int, library: Path, placement: str) -> None:
     _, place = begin_with_kernels(library)
-    ddp = place.model(build_model())
-    attachment = attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "one-bit", placement=placement)
+    training = Training(rank, place._replace(placement=placement), "one-bit", sgd)
 
     def check(device: torch.device) -> None:
         assert device.type == "late"
@@ -315,5 +271,5 @@ def test_a_captured_backward_pass_is_refused(rank: int, world_size: int, library
         mock.patch.object(reducer, "check_not_captured", check),
         pytest.raises(gradwire.Unsupported, match="CUDA graph"),
     ):
-        ddp(batch(rank, 0, place)).square().mean().backward()
-    attachment.close()
+        training.backward(0)
+    training.attachment.close()

@@ -5,18 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import (
-    CASES,
-    MANTISSA_BITS,
-    OTHERS,
-    Case,
-    byte_of,
-    expected,
-    finite,
-    stepped,
-    trained,
-    truncate,
-)
+from optimizer_cases import CASES, MANTISSA_BITS, OTHERS, Case, byte_of, expected, finite, stepped, trained, truncate
 from torch import Tensor
 
 from float_messages import DTYPES, decode, encode, same_bits

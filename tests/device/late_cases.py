@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -24,6 +24,7 @@ from gradwire.gpu import kernels
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
 from ranks import Outcome, patience
+from small_training import MakeOptimizer, Training, adamw
 
 N_STEPS = 4
 CPU = torch.device("cpu")
@@ -93,20 +94,16 @@ def mean_square_off_one(outputs: Tensor) -> Tensor:
     return (outputs - 1.0).square().mean()
 
 
-def adamw(ddp: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(ddp.parameters(), lr=1e-3, **options)
+def sgd(parameters: Any, lr: float = 0.05, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, **options)
 
 
-def sgd(ddp: nn.Module, lr: float = 0.05, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(ddp.parameters(), lr=lr, **options)
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return sgd(parameters, momentum=0.9, foreach=False)  # as on the CPU
 
 
-def momentum(ddp: nn.Module) -> torch.optim.Optimizer:
-    return sgd(ddp, momentum=0.9, foreach=False)  # as on the CPU
-
-
-def still(ddp: nn.Module) -> torch.optim.Optimizer:
-    return sgd(ddp, lr=0.0)
+def still(parameters: Any) -> torch.optim.Optimizer:
+    return sgd(parameters, lr=0.0)
 
 
 def attach(ddp: nn.Module, optimizer: torch.optim.Optimizer, scheme: Scheme | str, **options: Any) -> Any:
@@ -118,77 +115,50 @@ def bits_of(ddp: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().cpu().double().reshape(-1) for parameter in ddp.parameters()])
 
 
-class Training:
-    """A model behind DDP at a place, its optimizer and the attachment; steps have numbers, and nothing waits for a device.
+def training_at(
+    rank: int,
+    place: Place,
+    scheme: Scheme | str | None,
+    optimizer: MakeOptimizer = adamw,
+    model: nn.Module | None = None,
+    loss: Callable[[Tensor], Tensor] = mean_square,
+    inputs: Callable[[int, int, Place], Tensor] = batch,
+    scaler: Any = None,
+    **ddp: Any,
+) -> Training:
+    """A training of `model`, with the `loss` of its outputs for what `inputs` gives it on a rank, in a step, at `place`.
 
-    Args:
-        loss: of the model's outputs for what `inputs` gives it on a rank, in a step, at the place.
-        saved: what another one's `save_and_close` gave.
-        options: of DDP.
+    It has several buckets, which DDP rebuilds after the first step.
     """
+    ddp = {"bucket_cap_mb": 0.01, "process_group": place.group, **ddp}
+    attaching = {"timeout_s": 30, "scaler": scaler, "placement": place.placement}
+    module = (model or build_model()).to(place.device)
 
-    def __init__(
-        self,
-        rank: int,
-        place: Place,
-        scheme: Scheme | str | None,
-        optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
-        model: nn.Module | None = None,
-        loss: Callable[[Tensor], Tensor] = mean_square,
-        inputs: Callable[[int, int, Place], Tensor] = batch,
-        scaler: Any = None,
-        saved: tuple[Any, ...] | None = None,
-        **options: Any,
-    ) -> None:
-        self.rank, self.place, self.scheme, self.loss, self.inputs = rank, place, scheme, loss, inputs
-        self.ddp = place.model(model or build_model(), **options)
-        self.optimizer = optimizer(self.ddp)
-        if saved is not None:
-            self.ddp.module.load_state_dict(saved[0])
-            self.optimizer.load_state_dict(saved[1])
-        self.attachment: Any = None
-        if scheme is not None:
-            self.attachment = attach(self.ddp, self.optimizer, scheme, scaler=scaler, placement=place.placement)
-        if saved is not None:
-            self.attachment.load_state_dict(saved[2])
+    def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
+        return loss(module(inputs(rank, step, place)))
 
-    def loss_of(self, step: int) -> Tensor:
-        return self.loss(self.ddp(self.inputs(self.rank, step, self.place)))
+    return Training(rank, scheme, optimizer, lambda: module, loss_of, ddp, **({} if scheme is None else attaching))
 
-    def backward(self, step: int, factor: float = 1.0) -> Tensor:
-        """New gradients, of the loss times `factor`, which is returned."""
-        self.optimizer.zero_grad()
-        loss = self.loss_of(step) * factor
-        loss.backward()
-        return loss
 
-    def take_steps(self, steps: Iterable[int]) -> None:
-        for step in steps:
-            self.backward(step)
-            self.optimizer.step()
+def states_at_the_end(training: Training) -> list[dict[str, Any]]:
+    """Of model, optimizer and attachment, which is closed."""
+    training.attachment.flush()
+    states = [one.state_dict() for one in (training.ddp.module, training.optimizer, training.attachment)]
+    training.attachment.close()
+    return states
 
-    def gradient(self) -> Tensor:
-        """(n,) on the CPU."""
-        return torch.cat([p.grad.view(-1).cpu() for p in self.ddp.parameters() if p.grad is not None])
 
-    def save_and_close(self) -> tuple[Any, ...]:
-        """What model, optimizer and attachment hold."""
-        self.attachment.flush()
-        saved = self.ddp.module.state_dict(), self.optimizer.state_dict(), self.attachment.state_dict()
-        self.attachment.close()
-        return saved
-
-    def end(self) -> Tensor:
-        """All parameters, after the attachment was closed."""
-        self.attachment.flush()
-        self.attachment.close()
-        return bits_of(self.ddp)
+def end(training: Training) -> Tensor:
+    """All parameters, after the attachment was closed."""
+    training.attachment.flush()
+    training.attachment.close()
+    return bits_of(training.ddp)
 
 
 def train(rank: int, place: Place, scheme: Scheme, n_steps: int = N_STEPS) -> Tensor:
-    training = Training(rank, place, scheme, loss=mean_square_off_one)
+    training = training_at(rank, place, scheme, loss=mean_square_off_one)
     training.take_steps(range(n_steps))
-    return training.end()
+    return end(training)
 
 
 @contextlib.contextmanager

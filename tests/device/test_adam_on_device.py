@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from late_cases import CPU, Place, Training, adamw, batch, begin_with_kernels, bits_of
+from late_cases import CPU, Place, batch, begin_with_kernels, bits_of, states_at_the_end, training_at
 from test_ddp_on_device import scale_the_loss, stop_and_resume
 from test_on_device import by_name
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from gradwire.schemes.frozen_adam import _BegunVariances
 from gradwire.wire.device_wire import Reading
 from logs import log_of
 from ranks import on_ranks, patience
+from small_training import Training, adamw
 
 FREEZE, N_STEPS = 2, 7
 
@@ -51,12 +52,12 @@ def gated_training(rank: int, place: Place) -> Training:
     gates = [torch.full((4, 1), float(step >= 3), device=place.device) for step in range(20)]
     # The host waits here, and not in a step.
     batches = [torch.cat([batch(rank, step, place), gate], 1) for step, gate in enumerate(gates)]
-    optimizer = functools.partial(adamw, foreach=False)
-    return Training(rank, place, make_scheme(), optimizer, Gated(), inputs=lambda rank, step, place: batches[step])
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-3, foreach=False)
+    return training_at(rank, place, make_scheme(), optimizer, Gated(), inputs=lambda rank, step, place: batches[step])
 
 
 def counts_of(training: Training) -> dict[str, dict[str, int]]:
-    scheme: Any = training.scheme
+    scheme: Any = training.attachment.scheme
     counts: dict[str, dict[str, int]] = scheme.adam.state_by_name(scheme.session.slots)
     return counts
 
@@ -122,7 +123,7 @@ def test_resume_has_the_bits_of_the_cpu(rank: int, world_size: int, library: Pat
         for place in (Place(CPU), device):
             run = gated_training(rank, place)
             run.take_steps(range(at))
-            saved = run.save_and_close()
+            saved = states_at_the_end(run)
             run = gated_training(rank, place)
             for one, state in zip((run.ddp.module, run.optimizer, run.attachment), saved, strict=True):
                 one.load_state_dict(state)
@@ -170,7 +171,7 @@ def test_gradients_that_outgrow_the_variance_are_told_once(rank: int, world_size
 def test_what_needs_the_host_leaves_the_optimizer_alone(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
     ddp = place.model(Gated(), find_unused_parameters=True)
-    optimizer = adamw(ddp)
+    optimizer = adamw(ddp.parameters())
     with pytest.raises(gradwire.Unsupported, match="find_unused_parameters=True"):
         gradwire.attach(ddp, optimizer, make_scheme(), placement="device")
     assert not optimizer._optimizer_step_pre_hooks, "the optimizer is not as it was"

@@ -16,13 +16,14 @@ import torch
 from late_cases import (
     CPU,
     Place,
-    Training,
     batch,
     begin_with_kernels,
     build_model,
     counting_waits_of_hooks,
+    end,
     mean_square_off_one,
     momentum,
+    training_at,
 )
 from test_steps_on_device import READING, Asked
 from torch import Tensor
@@ -34,6 +35,7 @@ from gradwire.schemes.auto.scheme import Auto, ResidualHandover
 from gradwire.telemetry.stopwatch import Lap
 from gradwire.wire import link_probe
 from ranks import on_ranks
+from small_training import Training
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from auto_cases import Quick
@@ -45,12 +47,12 @@ ON_DEVICE = ["one-bit@device", "embedded-float:bits=8,topology=direct@device", "
 
 def training_under(rank: int, place: Place, scheme: Auto, placement: str | None = None) -> Training:
     """On the device with a placement, or with none."""
-    return Training(rank, place._replace(placement=placement), scheme, momentum, loss=mean_square_off_one)
+    return training_at(rank, place._replace(placement=placement), scheme, momentum, loss=mean_square_off_one)
 
 
-def end(training: Training) -> tuple[Tensor, Any]:
+def end_auto(training: Training) -> tuple[Tensor, Any]:
     stats = training.attachment.stats()["auto"]
-    return training.end(), stats
+    return end(training), stats
 
 
 def small_probes() -> Any:
@@ -100,7 +102,7 @@ def repeat_on_cpu(rank: int, schedule: list[tuple[int, str]], n_steps: int) -> T
     schedule = on_cpu(schedule)
     training = training_under(rank, Place(CPU), Auto(fidelity=specs_of(schedule), replay=schedule))
     training.take_steps(range(n_steps))
-    return end(training)[0]
+    return end_auto(training)[0]
 
 
 # ---- between devices
@@ -120,7 +122,7 @@ def test_it_chooses_switches_and_follows_with_the_bits_of_the_cpu(
         late.set_lateness_us(0)
         gains.update({"one-bit@device": 0.6, "bf16@device": 2.0})  # the bus is another now
         training.take_steps(range(60, 160))
-        found, stats = end(training)
+        found, stats = end_auto(training)
     kinds = [decision["kind"] for decision in stats["decisions"]]
     assert {"try", "switch", "drift"} <= set(kinds)
     assert stats["scheme"] == "bf16@device"
@@ -150,7 +152,7 @@ def test_every_switch_hands_residuals_over_as_on_the_cpu(
     with small_probes(), nobody_waits(late):
         training = training_under(rank, place, auto, placement)
         training.take_steps(range(n_steps))
-        found, stats = end(training)
+        found, stats = end_auto(training)
     assert stats["schedule"] == schedule
     expected = repeat_on_cpu(rank, schedule, n_steps)
     assert torch.equal(found, expected), f"off by {float((found - expected).abs().max())}"
@@ -181,7 +183,7 @@ def test_it_resumes_with_the_bits_of_the_cpu(rank: int, world_size: int, library
                 assert bool(carried) == (stop == 8)
                 assert all(tensor.device == CPU for tensor in carried.values())
                 resumed.take_steps(range(stop, 18))
-                ends.append(end(resumed)[0])
+                ends.append(end_auto(resumed)[0])
         assert torch.equal(*ends), f"stopped at {stop}: off by {float((ends[0] - ends[1]).abs().max())}"
 
 
@@ -223,7 +225,7 @@ def test_steps_and_links_are_timed_by_the_device(rank: int, world_size: int, lib
         training.take_steps(range(3, 6))
         assert waits == [0] * 6, "the training thread waited for the device to watch it"
         late.set_lateness_us(0)
-        end(training)
+        end_auto(training)
     took, waited = laps[-1].read()
     assert took > 0
     assert 0 <= waited <= took
@@ -248,11 +250,11 @@ def test_what_does_not_work_there_is_left_out_and_says_why(rank: int, world_size
     with small_probes():
         staged = training_under(rank, place, Auto(fidelity=["bf16", "top-k"]), "staged")
         assert [row.spec for row in staged.attachment.scheme._rows] == ["plain", "bf16", "top-k"]
-        end(staged)
+        end_auto(staged)
         kernels = "gradwire.codecs.floats.kernels_on"
         with mock.patch(kernels, side_effect=gradwire.Unsupported("there are kernels for cuda")):
             training = training_under(rank, place, Auto(fidelity=SPECS))
-        candidates = {one["spec"]: one["excluded"] for one in end(training)[1]["candidates"]}
+        candidates = {one["spec"]: one["excluded"] for one in end_auto(training)[1]["candidates"]}
     assert "there are kernels for cuda" in candidates[ON_DEVICE[1]]
     assert [spec for spec, why in candidates.items() if not why] == [
         "plain", "one-bit@device", "one-bit", "embedded-float:bits=8", "bf16@device", "bf16",
@@ -283,7 +285,7 @@ def test_one_rank_has_nobody_to_save_bytes_for(rank: int, world_size: int, libra
     for where, placement in ((Place(CPU), None), (place, "device"), (place, None)):
         training = training_under(rank, where, Auto(fidelity=SPECS), placement)
         training.take_steps(range(4))
-        found, stats = end(training)
+        found, stats = end_auto(training)
         assert [one["spec"] for one in stats["candidates"]] == ["plain"]
         ends.append(found)
     assert torch.equal(ends[0], ends[1])

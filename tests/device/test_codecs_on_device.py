@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from late import LikeNccl
-from late_cases import CPU, Place, Training, begin_with_kernels, counting_waits_of_hooks, sgd, still, train
+from late_cases import CPU, Place, begin_with_kernels, counting_waits_of_hooks, sgd, still, train, training_at
 from test_on_device import SCHEMES
 
 import gradwire
@@ -40,7 +40,7 @@ def test_an_exchange_for_each_hop_and_a_gather(rank: int, world_size: int, libra
 def test_other_importance_is_told(rank: int, world_size: int, library: Path) -> None:
     """Learning rates differ: no rank gets values, and all hear why in the next step."""
     _, place = begin_with_kernels(library)
-    training = Training(rank, place, SCHEMES["gcomp"](), functools.partial(sgd, lr=1e-3 * 1_000**rank))
+    training = training_at(rank, place, SCHEMES["gcomp"](), functools.partial(sgd, lr=1e-3 * 1_000**rank))
     training.backward(0)
     assert bool(training.gradient().isnan().any())
     with pytest.raises(gradwire.RankMismatch, match="other importance bytes"):
@@ -51,7 +51,7 @@ def test_other_importance_is_told(rank: int, world_size: int, library: Path) -> 
 @on_ranks(2)
 def test_a_length_that_no_message_has(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
-    training = Training(rank, place, SCHEMES["gcomp, nothing left out"](), still)
+    training = training_at(rank, place, SCHEMES["gcomp, nothing left out"](), still)
     read = DeviceWire.read
 
     def lie(site: DeviceWire, values: torch.Tensor) -> list[int]:
@@ -73,7 +73,7 @@ def test_tables_are_made_of_the_counts_of_all_ranks(rank: int, world_size: int, 
     _, device = begin_with_kernels(library)
     found = []
     for place in (Place(CPU), device):
-        training = Training(rank, place, SCHEMES["gcomp"]())
+        training = training_at(rank, place, SCHEMES["gcomp"]())
         training.take_steps(range(6))
         stats = training.attachment.stats()
         found.append({field: value for field, value in stats.items() if field.startswith(("table_id", "table_ref"))})
@@ -87,7 +87,7 @@ def test_tables_are_made_of_the_counts_of_all_ranks(rank: int, world_size: int, 
 def test_gradients_that_are_scaled_up_are_noticed_later(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
     late.set_lateness_us(1_000)
-    training = Training(rank, place, SCHEMES["gcomp"]())
+    training = training_at(rank, place, SCHEMES["gcomp"]())
 
     def train_on() -> None:
         for step in range(30):
@@ -106,7 +106,7 @@ def test_gradients_that_are_scaled_up_are_noticed_later(rank: int, world_size: i
 @on_ranks(2)
 def test_uneven_inputs_are_refused_beside_importance(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
-    training = Training(rank, place, SCHEMES["gcomp"]())
+    training = training_at(rank, place, SCHEMES["gcomp"]())
     with pytest.raises(gradwire.Unsupported, match=r'ddp\.join\(\) with importance="paper"'), training.ddp.join():
         training.backward(0)
     training.attachment.close()

@@ -16,16 +16,18 @@ from late_cases import (
     SCHEMES,
     Maker,
     Place,
-    Training,
     assert_the_dead_is_named,
     attach,
     begin,
     bits_of,
     build_model,
     die_in_step_2,
+    end,
     mean_square,
     momentum,
     sgd,
+    states_at_the_end,
+    training_at,
 )
 from torch import Tensor, nn
 
@@ -35,14 +37,15 @@ from gradwire.core.staging import StagedBucket
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
 from ranks import on_ranks, try_ranks
+from small_training import adamw
 
 Feature = Callable[[int, Place, Scheme], Tensor]
 
 
 def run(rank: int, place: Place, scheme: Scheme, model: nn.Module | None = None, **options: Any) -> Tensor:
-    training = Training(rank, place, scheme, momentum, model, **options)
+    training = training_at(rank, place, scheme, momentum, model, **options)
     training.take_steps(range(N_STEPS))
-    return training.end()
+    return end(training)
 
 
 def view_buckets(rank: int, place: Place, scheme: Scheme) -> Tensor:
@@ -89,22 +92,22 @@ def mix_dtypes(rank: int, place: Place, scheme: Scheme) -> Tensor:
 
 
 def accumulate_and_clip(rank: int, place: Place, scheme: Scheme) -> Tensor:
-    training = Training(rank, place, scheme, loss=lambda outputs: mean_square(10 * outputs))
+    training = training_at(rank, place, scheme, loss=lambda outputs: mean_square(10 * outputs))
     for step in range(2 * N_STEPS):
         with training.ddp.no_sync() if step % 2 == 0 else contextlib.nullcontext():
-            training.loss_of(step).backward()
+            training.loss(training.ddp, rank, step).backward()
         if step % 2:
             torch.nn.utils.clip_grad_norm_(training.ddp.parameters(), 0.5)
             training.optimizer.step()
             training.optimizer.zero_grad()
-    return training.end()
+    return end(training)
 
 
 def join_with_uneven_inputs(rank: int, place: Place, scheme: Scheme) -> Tensor:
-    training = Training(rank, place, scheme, sgd)
+    training = training_at(rank, place, scheme, sgd)
     with training.ddp.join():
         training.take_steps(range(N_STEPS + 2 * rank))
-    return training.end()
+    return end(training)
 
 
 class Half(nn.Module):
@@ -127,34 +130,43 @@ class Half(nn.Module):
 def scale_the_loss(rank: int, place: Place, scheme: Scheme) -> Tensor:
     """float16 with a GradScaler; an Inf on rank 1 in step 1, which every rank skips."""
     scaler = torch.amp.GradScaler(place.device.type, init_scale=2.0**10)
-    training = Training(rank, place, scheme, momentum, Half(), scaler=scaler)
+    training = training_at(rank, place, scheme, momentum, Half(), scaler=scaler)
     for step in range(N_STEPS):
         training.optimizer.zero_grad()
-        loss = training.loss_of(step)
+        loss = training.loss(training.ddp, rank, step)
         scaler.scale(loss * float("inf") if (rank, step) == (1, 1) else loss).backward()
         if not scheme.owns_step:
             scaler.unscale_(training.optimizer)
         scaler.step(training.optimizer)
         scaler.update()
     assert scaler.get_scale() == 2.0**9
-    return training.end()
+    return end(training)
 
 
 def meet_nan(rank: int, place: Place, scheme: Scheme) -> Tensor:
     """A NaN on one rank, without a scaler: the whole step is NaN there, as it is on the CPU."""
-    training = Training(rank, place, scheme, sgd)
+    training = training_at(rank, place, scheme, sgd)
     for step in range(2):
         training.backward(step, float("nan") if rank == step == 1 else 1.0)
         training.optimizer.step()
-    return torch.nan_to_num(training.end(), nan=12345.0)
+    return torch.nan_to_num(end(training), nan=12345.0)
 
 
 def stop_and_resume(rank: int, place: Place, scheme: Scheme) -> Tensor:
     """Saved after two steps, loaded into another model; a switch to `plain` and the end of the attachment after that."""
-    training = Training(rank, place, scheme)
+    training = training_at(rank, place, scheme)
     training.take_steps(range(2))
-    saved = training.save_and_close()
-    resumed = Training(rank, place, scheme, model=build_model(seed=5), saved=saved)
+    of_model, of_optimizer, of_attachment = states_at_the_end(training)
+    model = build_model(seed=5)
+    model.load_state_dict(of_model)
+
+    def resumed_adamw(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = adamw(parameters)
+        optimizer.load_state_dict(of_optimizer)
+        return optimizer
+
+    resumed = training_at(rank, place, scheme, resumed_adamw, model)
+    resumed.attachment.load_state_dict(of_attachment)
     resumed.take_steps(range(2, 4))
     resumed.attachment.switch("plain")
     resumed.take_steps([4])
@@ -213,9 +225,9 @@ def test_a_model_on_two_devices(rank: int, world_size: int, library: Path) -> No
     for place, second in ((Place(CPU), CPU), (on_late, torch.device("late", 1))):
         # Buckets are other ones than on the CPU, so schemes that do not depend on them.
         for name in ("plain", "gcomp direct", "zlib"):
-            training = Training(rank, place, SCHEMES[name](), model=OnTwoDevices(second), bucket_cap_mb=0.005)
+            training = training_at(rank, place, SCHEMES[name](), model=OnTwoDevices(second), bucket_cap_mb=0.005)
             training.take_steps(range(N_STEPS))
-            ends.append(training.end())
+            ends.append(end(training))
     assert all(map(torch.equal, ends[:3], ends[3:]))
 
 
@@ -244,7 +256,7 @@ def test_a_bucket_that_moves_and_ranks_that_count_devices_differently(
 def test_full_memory_is_said_and_training_goes_on_without_gradwire(rank: int, world_size: int, library: Path) -> None:
     """At attach and in the first step: a clear error, and DDP by itself goes on."""
     late, place = begin(library)
-    alone, beside = (Training(rank, place, None) for _ in range(2))
+    alone, beside = (training_at(rank, place, None) for _ in range(2))
     late.set_limits(1 << 40, 1_000)
     with pytest.raises(gradwire.errors.OutOfMemory, match="could not be pinned"):
         attach(beside.ddp, beside.optimizer, SCHEMES["one-bit"]())
@@ -273,11 +285,11 @@ def test_full_memory_is_said_and_training_goes_on_without_gradwire(rank: int, wo
 def disagree_then_die(rank: int, world_size: int, library: Path) -> tuple[str, float]:
     late, place = begin(library)
     late.set_lateness_us(1_000)
-    training = Training(rank, place, "two-bit" if rank else "one-bit")
+    training = training_at(rank, place, "two-bit" if rank else "one-bit")
     with pytest.raises(gradwire.RankMismatch):
         training.backward(0)
     training.attachment.close()
-    return die_in_step_2(Training(rank, place, SCHEMES["gcomp"]()))
+    return die_in_step_2(training_at(rank, place, SCHEMES["gcomp"]()))
 
 
 def test_ranks_that_disagree_and_a_rank_that_dies(library: Path) -> None:
@@ -289,4 +301,4 @@ def test_what_cannot_be_staged_says_what_to_use(rank: int, world_size: int, libr
     _, place = begin(library)
     scheme = gradwire.schemes.by_name("slimgc", pull="raw", update="owner", threshold_bytes=0)
     with pytest.raises(gradwire.Unsupported, match='update="worker"'):
-        Training(rank, place, scheme)
+        training_at(rank, place, scheme)

@@ -14,12 +14,13 @@ from late import LikeNccl
 from late_cases import (
     CPU,
     Place,
-    Training,
     assert_the_dead_is_named,
     begin_with_kernels,
     counting_waits_of_hooks,
     die_in_step_2,
+    end,
     sgd,
+    training_at,
 )
 from test_on_device import by_name
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from gradwire.schemes.homomorphic import learnt
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire, Reading
 from ranks import on_ranks, patience, run_ranks, try_ranks
+from small_training import Training
 
 N_WORDS, N_STEPS = 700, 9
 N_VALUES = N_WORDS * 12 + 12 * 3 + 3  # of all parameters: one bucket, once DDP has made its buckets anew
@@ -62,7 +64,7 @@ def words_of(rank: int, step: int, place: Place) -> Tensor:
 def training_of(rank: int, place: Place, name: str, lr: float = 0.1, dtype: torch.dtype = torch.float32) -> Training:
     scheme = by_name("homomorphic", index="bitmap", **OPTIONS[name])
     optimizer = functools.partial(sgd, lr=lr)
-    return Training(rank, place, scheme, optimizer, Words(dtype), lambda out: out.float().square().sum(), words_of)
+    return training_at(rank, place, scheme, optimizer, Words(dtype), lambda out: out.float().square().sum(), words_of)
 
 
 def train(
@@ -75,8 +77,8 @@ def train(
         if step != bad_step:
             training.optimizer.step()
     training.attachment.stats()  # which waits until the last step is settled
-    stats = training.scheme.stats()
-    return training.end(), stats
+    stats = training.attachment.scheme.stats()
+    return end(training), stats
 
 
 @pytest.mark.parametrize(

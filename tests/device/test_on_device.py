@@ -250,7 +250,9 @@ def test_what_needs_the_host_says_so(rank: int, world_size: int, library: Path) 
     unsure = place.model(build_model(), find_unused_parameters=True)
 
     def attach(model: Any, scheme: str, options: dict[str, Any] | None = None, placement: str = "device") -> Any:
-        return gradwire.attach(model, sgd(model), schemes.by_name(scheme, **(options or {})), placement=placement)
+        return gradwire.attach(
+            model, sgd(model.parameters()), schemes.by_name(scheme, **(options or {})), placement=placement
+        )
 
     for scheme, options, says in ON_HOSTS:
         with pytest.raises(gradwire.Unsupported, match=says):

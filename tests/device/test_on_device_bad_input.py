@@ -14,7 +14,6 @@ from late import LikeNccl
 from late_cases import (
     CPU,
     Place,
-    Training,
     assert_the_dead_is_named,
     begin_with_kernels,
     bits_of,
@@ -22,6 +21,7 @@ from late_cases import (
     sgd,
     still,
     train,
+    training_at,
 )
 from test_on_device import SCHEMES
 from torch import Tensor
@@ -33,6 +33,7 @@ from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceGroup, DeviceWire, Reading, ResidentBucket, check_not_captured
 from gradwire.wire.wire import StepOutcome
 from ranks import on_ranks, patience, run_ranks, try_ranks
+from small_training import Training
 
 
 def has_nan_mean(training: Training, step: int) -> bool:
@@ -65,7 +66,7 @@ def test_a_message_that_is_changed_on_its_way(
 ) -> None:
     """Rank 1 gets a changed byte of what rank 0 pushed: NaN on all ranks in this step, an error on all in the next one."""
     _, place = begin_with_kernels(library)
-    training = Training(rank, place, SCHEMES[name](), still)
+    training = training_at(rank, place, SCHEMES[name](), still)
     assert not has_nan_mean(training, 0)
     exchange = getattr(LikeNccl, collective)
 
@@ -112,7 +113,7 @@ def test_elements_that_are_changed_on_their_way(
 ) -> None:
     """Rank 1 gets another word of what rank 0 sent, and with `says` of places under a sum that is right."""
     _, place = begin_with_kernels(library)
-    training = Training(rank, place, SCHEMES[name](), still)
+    training = training_at(rank, place, SCHEMES[name](), still)
     assert not has_nan_mean(training, 0)
     allgather = LikeNccl._allgather_base
 
@@ -136,7 +137,7 @@ def test_other_factors_are_told(rank: int, world_size: int, library: Path) -> No
     """Rank 1 comes to hold other factors than it should: all ranks are told a step later."""
     _, place = begin_with_kernels(library)
     scheme = SCHEMES["acp-sgd"]()
-    training = Training(rank, place, scheme, still)
+    training = training_at(rank, place, scheme, still)
     for step in range(2):  # DDP makes its buckets anew after the first
         training.backward(step)
     training.attachment.stats()  # which waits until the step is settled
@@ -152,7 +153,7 @@ def test_other_factors_are_told(rank: int, world_size: int, library: Path) -> No
 def die(rank: int, world_size: int, library: Path, name: str) -> tuple[str, float]:
     late, place = begin_with_kernels(library)
     late.set_lateness_us(1_000)
-    return die_in_step_2(Training(rank, place, SCHEMES[name]()))
+    return die_in_step_2(training_at(rank, place, SCHEMES[name]()))
 
 
 @pytest.mark.parametrize("name", ["one-bit", "gcomp"])
@@ -164,7 +165,7 @@ def test_a_rank_that_dies_is_named(library: Path, name: str) -> None:
 def test_ranks_that_disagree(rank: int, world_size: int, library: Path) -> None:
     """On the scheme, and on where it works."""
     _, place = begin_with_kernels(library)
-    training = Training(rank, place, SCHEMES["two-bit" if rank else "one-bit"]())
+    training = training_at(rank, place, SCHEMES["two-bit" if rank else "one-bit"]())
     with pytest.raises(gradwire.RankMismatch, match="scheme"):
         training.backward(0)
     training.attachment.close()
@@ -174,7 +175,7 @@ def test_ranks_that_disagree(rank: int, world_size: int, library: Path) -> None:
 def test_full_memory_is_said_and_ddp_goes_on(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
     late.set_limits(1 << 40, 1 << 40)
-    alone, training = Training(rank, place, None), Training(rank, place, SCHEMES["one-bit"]())
+    alone, training = training_at(rank, place, None), training_at(rank, place, SCHEMES["one-bit"]())
     scratch = DeviceWire.scratch
 
     def ask_for_too_much(self: DeviceWire, name: str, n_elements: int, dtype: torch.dtype) -> Tensor:
@@ -260,7 +261,7 @@ def test_each_planted_fault_is_seen(library: Path) -> None:
 @on_ranks(1)
 def test_a_captured_backward_pass_is_refused(rank: int, world_size: int, library: Path, placement: str) -> None:
     _, place = begin_with_kernels(library)
-    training = Training(rank, place._replace(placement=placement), "one-bit", sgd)
+    training = training_at(rank, place._replace(placement=placement), "one-bit", sgd)
 
     def check(device: torch.device) -> None:
         assert device.type == "late"

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from late_cases import CPU, Training, adamw, begin_with_kernels, still
+import torch
+from late_cases import CPU, begin_with_kernels, end, still, training_at
 from test_on_device import by_name
 from torch import Tensor
 
@@ -26,7 +27,7 @@ def test_the_table_is_measured_by_the_device_and_shared(
     late, place = begin_with_kernels(library)
     late.set_lateness_us(200)
     scheme: Any = by_name("slimgc", warmup_steps=WARMUP, drift_every=3, drift_factor=1e9)
-    run = Training(rank, place, scheme, functools.partial(adamw, foreach=False))
+    run = training_at(rank, place, scheme, functools.partial(torch.optim.AdamW, lr=1e-3, foreach=False))
     tables = []
     for step in range(12):
         run.take_steps([step])
@@ -41,7 +42,7 @@ def test_the_table_is_measured_by_the_device_and_shared(
             tables.append(stats["threshold_table"])
     assert run.attachment.state_dict()["state"]["measuring"]["sample"].device == CPU
     threshold = run.attachment.stats()["threshold_bytes"]
-    parameters = run.end()
+    parameters = end(run)
     for table in tables:
         assert [row["size_bytes"] for row in table] == [12, 240, 720, 4_800, 14_400]
         assert all(row["raw_s"] > 0 and row["compressed_s"] > 0 and row["codec_s"] > 0 for row in table)
@@ -70,7 +71,7 @@ def test_times_are_the_devices(rank: int, world_size: int, library: Path) -> Non
 def test_a_nan_is_nan_on_all_ranks(rank: int, world_size: int, library: Path) -> Tensor:
     """A NaN on rank 1 in step 1: NaN on all ranks, and the residuals of step 0 stay."""
     _, place = begin_with_kernels(library)
-    run = Training(rank, place, by_name("slimgc", threshold_bytes=4_000), still)
+    run = training_at(rank, place, by_name("slimgc", threshold_bytes=4_000), still)
     for step in range(2):
         kept = run.attachment.state_dict()["state"]["residuals"] if step else {}
         run.backward(step, float("nan") if step == rank == 1 else 1.0)

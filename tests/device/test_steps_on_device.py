@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 from late import LikeNccl
-from late_cases import CPU, Place, Training, begin_with_kernels, counting_waits_of_hooks, train
+from late_cases import CPU, Place, begin_with_kernels, counting_waits_of_hooks, train, training_at
 from test_on_device import SCHEMES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +29,7 @@ def test_states_are_the_cpus(rank: int, world_size: int, library: Path) -> None:
     for name in ("one-bit", "top-k", "dgc", "dgc by bucket"):
         states = []
         for place in (Place(CPU), device):
-            training = Training(rank, place, SCHEMES[name]())
+            training = training_at(rank, place, SCHEMES[name]())
             for step in range(3):
                 training.backward(step)
             states.append(training.attachment.state_dict()["state"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,53 +35,71 @@ from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceGroup, DeviceWire, Reading, ResidentBucket, check_not_captured
 from gradwire.wire.wire import StepOutcome
 from ranks import on_ranks, patience, run_ranks, try_ranks
-from small_training import Training
+
+SUM, COUNT = 0, 2  # words of a message of elements: the sum of the others; of dgc's, how many elements there are
 
 
-def has_nan_mean(training: Training, step: int) -> bool:
-    training.backward(step)
-    return bool(training.gradient().isnan().any())
+def change_last_byte(received: Any) -> None:
+    received[0][-1] ^= 1
 
 
-def assert_told(training: Training, says: str) -> None:
-    """Of what went wrong in step 1: the other ranks hear of it in the same step, or in the next."""
-    with pytest.raises(gradwire.CorruptMessage, match=says):  # noqa: PT012
-        for step in range(2, 4):
-            training.backward(step)
-    training.attachment.close()
+def change_word(gathered: Tensor, word: int, bits: int, is_sealed: bool = False) -> None:
+    """Of what rank 0 sent, if these are elements; sealed, the sum of the others is right."""
+    if gathered.dtype == torch.int32:
+        message = gathered.view(2, -1)[0]
+        message[word : word + 1].bitwise_xor_(bits)
+        if is_sealed:
+            message[SUM : SUM + 1].copy_(message[1:].sum())
 
 
-@pytest.mark.parametrize(
-    ("name", "collective"),
-    [
-        ("one-bit", "alltoall_base"),
-        ("one-bit, raw sums", "alltoall_base"),
-        ("embedded-float", "alltoall"),
-        ("embedded-float direct", "alltoall"),
-        ("gcomp", "alltoall"),
-        ("gcomp direct", "alltoall"),
-    ],
-)
+OF_ELEMENTS = "_allgather_base"
+CHANGED = [
+    *((name, "alltoall_base", change_last_byte, "checksum") for name in ("one-bit", "one-bit, raw sums")),
+    *(
+        (name, "alltoall", change_last_byte, "checksum")
+        for name in ("embedded-float", "embedded-float direct", "gcomp", "gcomp direct")
+    ),
+    *(
+        (name, OF_ELEMENTS, functools.partial(change_word, word=word, bits=bits), "checksum")
+        for name, word, bits in (("top-k", 5, 1 << 22), ("top-k", SUM, 1), ("dgc", 9, 1 << 22))
+    ),
+    *(
+        (name, OF_ELEMENTS, functools.partial(change_word, word=word, bits=bits, is_sealed=True), "outside")
+        for name, word, bits in (("top-k", 3, 1 << 30), ("top-k", 3, -(1 << 31)), ("dgc", COUNT, 1 << 20))
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "collective", "change", "says"), CHANGED)
 @on_ranks(2)
 def test_a_message_that_is_changed_on_its_way(
-    rank: int, world_size: int, library: Path, name: str, collective: str
+    rank: int, world_size: int, library: Path, name: str, collective: str, change: Callable[[Any], None], says: str
 ) -> None:
-    """Rank 1 gets a changed byte of what rank 0 pushed: NaN on all ranks in this step, an error on all in the next one."""
+    """Rank 1 gets something else than rank 0 sent: no mean of it in this step, and an error on all in the next one."""
     _, place = begin_with_kernels(library)
     training = training_at(rank, place, SCHEMES[name](), still)
-    assert not has_nan_mean(training, 0)
+
+    def has_nan_mean(step: int) -> bool:
+        training.backward(step)
+        return bool(training.gradient().isnan().any())
+
+    assert not has_nan_mean(0)
     exchange = getattr(LikeNccl, collective)
 
-    def change(group: LikeNccl, received: Any, *others: Any) -> Any:
+    def exchange_and_change(group: LikeNccl, received: Any, *others: Any) -> Any:
         work = exchange(group, received, *others)
         work.wait()
         if rank == 1:
-            received[0][-1] ^= 1
+            change(received)
         return work
 
-    with mock.patch.object(LikeNccl, collective, change):
-        assert has_nan_mean(training, 1), "a mean without what rank 0 sent was handed out"
-    assert_told(training, "checksum")
+    with mock.patch.object(LikeNccl, collective, exchange_and_change):
+        # Every rank reads all elements by itself; what is pushed to a part's owner is missing from everybody's mean.
+        assert has_nan_mean(1) == (rank == 1 or collective != OF_ELEMENTS), "a mean without it was handed out"
+    with pytest.raises(gradwire.CorruptMessage, match=says):  # noqa: PT012
+        for step in range(2, 4):  # the other ranks hear of it in the same step, or in the next
+            training.backward(step)
+    training.attachment.close()
 
 
 @on_ranks(2)
@@ -91,45 +111,6 @@ def test_the_group_like_nccl_refuses_a_message_of_another_length(rank: int, worl
         nothing = sent[:0]
         group.exchange([nothing, received] if rank == 0 else [received, nothing], [nothing, sent][:: 1 - 2 * rank])
         assert bool((received.cpu() == 1 - rank).all()) == is_right
-
-
-_SUM, _COUNT = 0, 2  # words of a message of elements: the sum of the others; of dgc's, how many elements there are
-
-
-@pytest.mark.parametrize(
-    ("name", "word", "bits", "says"),
-    [
-        ("top-k", 5, 1 << 22, "checksum"),
-        ("top-k", _SUM, 1, "checksum"),
-        ("top-k", 3, 1 << 30, "outside"),
-        ("top-k", 3, -(1 << 31), "outside"),
-        ("dgc", 9, 1 << 22, "checksum"),
-        ("dgc", _COUNT, 1 << 20, "outside"),
-    ],
-)
-@on_ranks(2)
-def test_elements_that_are_changed_on_their_way(
-    rank: int, world_size: int, library: Path, name: str, word: int, bits: int, says: str
-) -> None:
-    """Rank 1 gets another word of what rank 0 sent, and with `says` of places under a sum that is right."""
-    _, place = begin_with_kernels(library)
-    training = training_at(rank, place, SCHEMES[name](), still)
-    assert not has_nan_mean(training, 0)
-    allgather = LikeNccl._allgather_base
-
-    def change(group: LikeNccl, output: Tensor, tensor: Tensor, *options: Any) -> Any:
-        work = allgather(group, output, tensor, *options)
-        work.wait()
-        if rank == 1 and output.dtype == torch.int32:
-            message = output.view(world_size, -1)[0]
-            message[word : word + 1].bitwise_xor_(bits)
-            if says == "outside":
-                message[_SUM : _SUM + 1].copy_(message[1:].sum())
-        return work
-
-    with mock.patch.object(LikeNccl, "_allgather_base", change):
-        assert has_nan_mean(training, 1) == (rank == 1), "a mean without what rank 0 sent was handed out"
-    assert_told(training, says)
 
 
 @on_ranks(2)

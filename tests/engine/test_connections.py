@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -204,15 +205,22 @@ def header(**changes: int) -> bytes:
     return raw + struct.pack("<I", _native.crc32c(raw))
 
 
-def hear(raw: bytes, ends: bool = False) -> Any:
-    """What rank 0 makes of these bytes from a rank 1 that has introduced itself."""
+@contextlib.contextmanager
+def facing_a_fake() -> Iterator[tuple[_native.Mesh, socket.socket]]:
+    """Rank 0, and a rank 1 that has introduced itself."""
     with meshes(timeout_s=2) as made:
         fake = introduce(made[0].endpoint, SECRET)
         made[0].open(STREAM, FACTS, MAX_BYTES, [1])
+        yield made[0], fake
+
+
+def hear(raw: bytes, ends: bool = False) -> Any:
+    """What rank 0 makes of these bytes from rank 1."""
+    with facing_a_fake() as (zero, fake):
         fake.sendall(raw)
         if ends:
             fake.close()
-        (heard,) = at_once(lambda: made[0].receive_any(STREAM, [1]))
+        (heard,) = at_once(lambda: zero.receive_any(STREAM, [1]))
         return heard
 
 
@@ -258,11 +266,9 @@ def test_flipped_bit_in_a_header_or_behind_it_is_found(place: int) -> None:
 
 
 def test_message_that_is_longer_than_announced_ends_with_an_error() -> None:
-    with meshes(timeout_s=2) as made:
-        fake = introduce(made[0].endpoint, SECRET)
-        made[0].open(STREAM, FACTS, MAX_BYTES, [1])
+    with facing_a_fake() as (zero, fake):
         fake.sendall(header() + b"hello" + bytes(_native.MESSAGE_HEADER_BYTES))
-        heard = at_once(*[lambda: made[0].receive_any(STREAM, [1])] * 2)
+        heard = at_once(*[lambda: zero.receive_any(STREAM, [1])] * 2)
         assert any(isinstance(error, errors.CorruptMessage) for error in heard), heard
 
 
@@ -282,9 +288,7 @@ def test_peer_that_says_nothing_more_is_lost_after_the_timeout() -> None:
 
 def test_peer_that_sends_a_byte_now_and_then_is_lost_after_the_timeout() -> None:
     started = time.monotonic()
-    with meshes(timeout_s=2) as made:
-        fake = introduce(made[0].endpoint, SECRET)
-        made[0].open(STREAM, FACTS, MAX_BYTES, [1])
+    with facing_a_fake() as (zero, fake):
         fake.sendall(header(n_bytes=500))
         stop = threading.Event()
 
@@ -293,7 +297,7 @@ def test_peer_that_sends_a_byte_now_and_then_is_lost_after_the_timeout() -> None
                 while not stop.wait(0.3):
                     fake.sendall(b"x")
 
-        (heard, _) = at_once(lambda: [at_once(lambda: made[0].receive_any(STREAM, [1])), stop.set()][0], trickle)
+        (heard, _) = at_once(lambda: [at_once(lambda: zero.receive_any(STREAM, [1])), stop.set()][0], trickle)
     assert_lost(heard[0], "did not answer")
     assert time.monotonic() - started < 10 * patience()
 

@@ -39,7 +39,7 @@ def test_kernels_are_clean_under_the_sanitizers(family: str) -> None:
         **os.environ,
         "LD_PRELOAD": ":".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
-        "PYTHONPATH": os.pathsep.join([str(SOURCES.parents[2]), str(emulated.HERE)]),
+        "PYTHONPATH": os.pathsep.join(map(str, (SOURCES.parents[2], emulated.HERE, emulated.HERE.parent))),
     }
     library = emulated.build(emulated.SANITIZED)
     command = [sys.executable, str(emulated.HERE / "sanitized.py"), str(library), "5", family]

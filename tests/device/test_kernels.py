@@ -24,7 +24,7 @@ from kernel_checks import (
     run,
     values_of,
 )
-from lies import seal_quantised
+from lies import sealed
 
 from gradwire.codecs import packed_values
 from gradwire.codecs.hadamard import Thc
@@ -184,36 +184,31 @@ def test_a_changed_message_is_reported_and_not_read(name: str) -> None:
             codec.decode(changed, torch.empty(n))
 
 
-def test_a_code_that_no_encoder_writes_is_reported_though_the_checksum_is_right() -> None:
-    used, codec = kernels(), QUANTISERS["two-bit"]
-    message = message_of(used, codec, 16)
-    message[32] |= 3
-    seal_quantised(message)
-    with pytest.raises(CorruptMessage, match="no encoder writes"):
-        raise_error(error_of(used, codec, message, 16)[0], "two-bit", used.device)
-    with pytest.raises(CorruptMessage, match="no encoder writes"):
-        codec.decode(message, torch.empty(16))
-
-
-def test_groups_that_no_encoder_writes_are_reported_though_the_checksum_is_right() -> None:
-    used, codec, n, cuts = kernels(), QUANTISERS["two-bit by group"], 200, (130,)
-    message = message_of(used, codec, n, cuts)
-    # The number of cuts, the cut, the first group's scale (Inf), the first code (3).
-    for byte, to, says in ((32, 2, "flags"), (36, 1, "flags"), (41, 0xFF, "no encoder"), (48, 3, "no encoder")):
-        lie = message.clone()
-        lie[byte] |= to
-        seal_quantised(lie)
-        with pytest.raises(CorruptMessage, match=says):
-            raise_error(error_of(used, codec, lie, n, cuts)[0], codec.name, used.device)
+# Of messages of so many values, cut there: bytes that no encoder writes, and what is said.
+LIES = [
+    ("two-bit", 16, (), {32: 0xFF}, "no encoder writes"),
+    ("two-bit by group", 200, (130,), {32: 3}, "flags"),  # the number of cuts
+    ("two-bit by group", 200, (130,), {36: 131}, "flags"),  # the cut
+    ("two-bit by group", 200, (130,), {41: 0xFF}, "no encoder"),  # the first group's scale
+    ("two-bit by group", 200, (130,), {48: 0xFF}, "no encoder"),  # the first codes
     # All codes of four levels mean something; a scale that is not finite does not.
-    four = QUANTISERS["four levels by group"]
-    lie = message_of(used, four, n)
-    lie[36:38] = torch.tensor([0x80, 0x7F])
-    seal_quantised(lie)
-    with pytest.raises(CorruptMessage, match="no encoder"):
-        raise_error(error_of(used, four, lie, n)[0], four.name, used.device)
-    with pytest.raises(InvalidArgument, match="cuts ascend"):
-        codec.message_room(n, (130, 130))
+    ("four levels by group", 200, (), {36: 0x80, 37: 0x7F}, "no encoder"),
+]
+
+
+@pytest.mark.parametrize(("name", "n", "cuts", "lie", "says"), LIES)
+def test_what_no_encoder_writes_is_reported_though_the_checksum_is_right(
+    name: str, n: int, cuts: tuple[int, ...], lie: dict[int, int], says: str
+) -> None:
+    used, codec = kernels(), QUANTISERS[name]
+    message = message_of(used, codec, n, cuts)
+    for place, byte in lie.items():
+        message[place] = byte
+    sealed(codec, message)
+    with pytest.raises(CorruptMessage, match=says):
+        raise_error(error_of(used, codec, message, n, cuts)[0], codec.name, used.device)
+    with pytest.raises(CorruptMessage, match="no encoder writes" if name == "two-bit" else None):
+        codec.decode(message, torch.empty(n))
 
 
 def test_what_kernels_do_not_do_is_refused() -> None:
@@ -224,5 +219,7 @@ def test_what_kernels_do_not_do_is_refused() -> None:
     for codec in (Ternary(), Thc()):
         with pytest.raises(Unsupported, match=f"{codec.name} has no kernels"), using(used):
             codec.encode(torch.empty(64), torch.empty(64, dtype=torch.uint8))
+    with pytest.raises(InvalidArgument, match="cuts ascend"):
+        QUANTISERS["two-bit by group"].message_room(200, (130, 130))
     with pytest.raises(Unsupported, match="none for 'meta'"):
         QUANTISERS["one-bit"].check_device(torch.device("meta"))

@@ -51,8 +51,20 @@ def decode(
     return values
 
 
-def there_and_back(codec: Any, gradient: torch.Tensor) -> torch.Tensor:
-    return decode(codec, encode(codec, gradient), gradient.numel(), gradient.dtype)
+def there_and_back(codec: Any, gradient: torch.Tensor, **options: Any) -> torch.Tensor:
+    """What a message of `gradient` decodes to."""
+    return decode(codec, encode(codec, gradient, **options), gradient.numel(), gradient.dtype, **options)
+
+
+def clamped(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float32 `values` in a dtype that may hold less, where the largest stand for those beyond."""
+    return values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+
+
+def any_bits(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """(n,): values of every kind, NaN with any payload too."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (n * dtype.itemsize,), generator=random, dtype=torch.uint8).view(dtype)
 
 
 def assert_same_bytes_everywhere(

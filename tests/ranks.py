@@ -22,6 +22,7 @@ from typing import Any
 
 import gradwire
 from gradwire_lab.ranks.network import find_free_port
+from warm_interpreters import MODULES
 
 _context = multiprocessing.get_context("forkserver")
 _SOURCES = Path(gradwire.__file__).parent
@@ -29,14 +30,8 @@ _SOURCES = Path(gradwire.__file__).parent
 # schemes, with every file of tests: another 0.1 s.
 _context.set_forkserver_preload(
     [
-        "torch",
-        "torch.distributed.fsdp",
-        "torch.distributed.optim",
-        "torch.nn.parallel",
-        "torch._dynamo",
+        *MODULES,
         "pytest",
-        "gradwire.doors.attachment",
-        "gradwire_lab.training.launching",
         *(
             ".".join(path.relative_to(_SOURCES.parent).with_suffix("").parts)
             for folder in ("codecs", "schemes")

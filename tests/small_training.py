@@ -89,14 +89,14 @@ class Training:
         if scheme is not None:
             self.attachment = gradwire.attach(self.ddp, made, scheme, **options)
 
-    def backward(self, step: int, factor: float = 1.0) -> float:
-        """New gradients, of the loss times `factor`, which is returned."""
+    def backward(self, step: int, factor: float = 1.0) -> Tensor:
+        """New gradients, of the loss times `factor`, which is returned; nobody waits for a device."""
         self.ddp.zero_grad()
         loss = factor * self.loss(self.ddp, self.rank, step)
         loss.backward()
-        return loss.item()
+        return loss.detach()
 
-    def take_steps(self, steps: Iterable[int], factor: float = 1.0) -> list[float]:
+    def take_steps(self, steps: Iterable[int], factor: float = 1.0) -> list[Tensor]:
         """The losses, times `factor`."""
         losses = []
         for step in steps:
@@ -116,7 +116,7 @@ class Training:
         return flat(self.ddp)
 
     def gradient(self) -> Tensor:
-        return torch.cat([parameter.grad.reshape(-1) for parameter in self.ddp.parameters()])
+        return torch.cat([parameter.grad.reshape(-1).cpu() for parameter in self.ddp.parameters()])
 
     def stats(self) -> dict[str, Any]:
         stats: dict[str, Any] = self.attachment.stats()

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent / "warm"
-_MODULES = [
+MODULES = [
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.optim",
@@ -39,7 +39,7 @@ def warm_server(*modules: str) -> Iterator[dict[str, str]]:
         return
     with tempfile.TemporaryDirectory(prefix="gradwire-warm-") as folder:
         address = str(Path(folder) / "server")
-        command = [sys.executable, str(_FOLDER / "server.py"), address, *_MODULES, *modules]
+        command = [sys.executable, str(_FOLDER / "server.py"), address, *MODULES, *modules]
         server = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import struct
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 from gradwire import _native
 from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.errors import CorruptMessage, IncompatibleVersion, RankMismatch
+from meshes import at_once, meshes
 
 N_BLOCKS, WORLD, STREAM, STEP = 10, 3, 6, 7
 CONFIGURATION, BLOCKS = 0xABCDEF01, 0x12345678
@@ -61,26 +60,15 @@ class Peer:
 @pytest.fixture
 def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
     topology = getattr(request, "param", 0)
-    made = [_native.Mesh(rank, WORLD, ["127.0.0.1"], 20, 0, "") for rank in range(WORLD)]
-    for mesh in made:
-        mesh.join([mesh.endpoints for mesh in made], bytes(16))
+    shapes = [(f"part.{index}", n, 0) for index, n in enumerate(SIZES)]
     others = [[peer for peer in range(WORLD) if peer != rank] for rank in range(WORLD)]
-
-    def broadcast_of(mesh: _native.Mesh) -> _native.Broadcast:
-        shapes = [(f"part.{index}", n, 0) for index, n in enumerate(SIZES)]
-        return _native.Broadcast(mesh, STREAM, topology, shapes, 256, 2, CONFIGURATION, BLOCKS)
-
-    with ThreadPoolExecutor(WORLD) as pool:
-        first = pool.submit(broadcast_of, made[0])
-        rest = [pool.submit(made[rank].open, STREAM, (0, 0, 0, 0), 100_000, others[rank]) for rank in (1, 2)]
-        for opened in rest:
-            opened.result()
-        broadcast = first.result()
-    broadcast.begin(STEP)
-    yield Peer(made, broadcast)
-    with contextlib.ExitStack() as stack:
-        for mesh in made:
-            stack.callback(mesh.shut)
+    with meshes(WORLD, 20) as made:
+        broadcast, *_ = at_once(
+            lambda: _native.Broadcast(made[0], STREAM, topology, shapes, 256, 2, CONFIGURATION, BLOCKS),
+            *[lambda r=r: made[r].open(STREAM, (0, 0, 0, 0), 100_000, others[r]) for r in (1, 2)],
+        )
+        broadcast.begin(STEP)
+        yield Peer(made, broadcast)
 
 
 def test_head_is_read_as_the_document_has_it(peer: Peer) -> None:

@@ -12,17 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from written_messages import (
-    CHUNK,
-    GCOMP_1,
-    GCOMP_2,
-    N_CHUNKED,
-    WRITTEN,
-    Written,
-    get,
-    put,
-    with_infinity,
-)
+from written_messages import GCOMP_1, GCOMP_2, N_CHUNKED, WRITTEN, Written, with_infinity
 
 from float_messages import LEVELS, at_level, decode, encode, finite_gradient, same_bits
 from gcomp_gradients import make_gradient as gcomp_gradient
@@ -31,6 +21,7 @@ from gradwire import _native
 from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.codecs.gcomp import GCompCodec, HuffmanTable
 from gradwire.errors import CorruptMessage, RankMismatch
+from sealing import CHUNK, get, put
 
 # Where a field is, and values that it cannot have.
 Lie = tuple[int, str, list[int]]

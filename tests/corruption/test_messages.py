@@ -8,11 +8,12 @@ import contextlib
 import pytest
 import torch
 from torch import Tensor
-from written_messages import SEALS, WRITTEN, Written, put, seal_gcomp, seal_general, seal_quantised
+from written_messages import WRITTEN, Written
 
 from float_messages import LEVELS, at_level, decode
 from gradwire.codecs import embedded_float, gcomp, general, quantised, truncated_float
 from gradwire.errors import BufferTooSmall, CorruptMessage, IncompatibleVersion, InvalidArgument, RankMismatch
+from sealing import SEALS, put, seal_gcomp, seal_general, seal_quantised
 
 TYPED = (CorruptMessage, IncompatibleVersion, RankMismatch, BufferTooSmall)
 DESCRIBE = {

@@ -23,58 +23,12 @@ struct Launch {
   }
 };
 
+// GW_ENTRIES: GW_ENTRY(...) of every kernel, from the build.
 #define GW_ENTRY(kernel) \
-  if (name == #kernel) return launch(&kernel, parameters)
+  if (name == #kernel) return launch(&kernel, parameters);
 
 void find_and_launch(const std::string& name, const Launch& launch, const void* parameters) {
-  GW_ENTRY(gw_quantised_measure);
-  GW_ENTRY(gw_quantised_pack);
-  GW_ENTRY(gw_quantised_pack_levels);
-  GW_ENTRY(gw_quantised_unpack);
-  GW_ENTRY(gw_quantised_unpack_levels);
-  GW_ENTRY(gw_truncated_pack);
-  GW_ENTRY(gw_truncated_unpack);
-  GW_ENTRY(gw_embedded_pack);
-  GW_ENTRY(gw_embedded_unpack);
-  GW_ENTRY(gw_multiply_factors);
-  GW_ENTRY(gw_orthogonalise_factors);
-  GW_ENTRY(gw_gcomp_check);
-  GW_ENTRY(gw_gcomp_checksums);
-  GW_ENTRY(gw_gcomp_streams);
-  GW_ENTRY(gw_gcomp_unpack);
-  GW_ENTRY(gw_gcomp_measure);
-  GW_ENTRY(gw_gcomp_place);
-  GW_ENTRY(gw_gcomp_pack);
-  GW_ENTRY(gw_gcomp_exponents);
-  GW_ENTRY(gw_gcomp_seal);
-  GW_ENTRY(gw_gcomp_count);
-  GW_ENTRY(gw_grouped_measure);
-  GW_ENTRY(gw_grouped_pack);
-  GW_ENTRY(gw_grouped_unpack);
-  GW_ENTRY(gw_signs_pack);
-  GW_ENTRY(gw_signs_vote);
-  GW_ENTRY(gw_select_begin);
-  GW_ENTRY(gw_select_count);
-  GW_ENTRY(gw_select_narrow);
-  GW_ENTRY(gw_select_try);
-  GW_ENTRY(gw_select_adapt);
-  GW_ENTRY(gw_select_measure);
-  GW_ENTRY(gw_select_place);
-  GW_ENTRY(gw_select_bases);
-  GW_ENTRY(gw_select_write);
-  GW_ENTRY(gw_select_add);
-  GW_ENTRY(gw_index_write);
-  GW_ENTRY(gw_index_head);
-  GW_ENTRY(gw_index_count);
-  GW_ENTRY(gw_index_pack);
-  GW_ENTRY(gw_index_unpack);
-  GW_ENTRY(gw_ternary_measure);
-  GW_ENTRY(gw_ternary_scales);
-  GW_ENTRY(gw_ternary_count);
-  GW_ENTRY(gw_ternary_mean);
-  GW_ENTRY(gw_thc_norms);
-  GW_ENTRY(gw_thc_write);
-  GW_ENTRY(gw_thc_read);
+  GW_ENTRIES
   throw std::logic_error("no kernel is called " + name);
 }
 

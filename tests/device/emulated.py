@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -27,8 +28,9 @@ def build(extra_flags: list[str] | None = None, source: Path = SOURCES) -> Path:
 
     `source`: where the kernels are; tests that plant faults have some of their own.
     """
-    flags = FLAGS + (extra_flags or [])
     files = {path.name: path.read_bytes() for path in sorted(source.iterdir())}
+    names = re.findall(r"^GW_KERNEL\w*\((gw_\w+),", b"\n".join(files.values()).decode(), re.MULTILINE)
+    flags = [*FLAGS, "-DGW_ENTRIES=" + " ".join(f"GW_ENTRY({name})" for name in names), *(extra_flags or [])]
     own = {name: (HERE / name).read_bytes() for name in ("emulated.cpp", "emulation.hpp")}
     key = hashlib.blake2b(repr((files, own, flags)).encode(), digest_size=8).hexdigest()
     library = HERE.parents[1] / "build" / "emulated" / f"kernels_{key}.so"
@@ -72,6 +74,11 @@ class EmulatedKernels:
         turns = getattr(parameters, "turns", None)
         if turns is not None and ctypes.c_uint64.from_address(turns).value:
             raise RuntimeError(f"{name} left what counts blocks at another number than 0")
+
+
+def kernels(order: int = 0) -> EmulatedKernels:
+    """Of the library's own source."""
+    return EmulatedKernels(build(), order)
 
 
 class LateKernels(EmulatedKernels):

@@ -230,11 +230,17 @@ T shuffle(T value, unsigned lane, int line) {
 
 template <class T>
 T shuffle_xor(T value, unsigned lanes, int line) {
-  std::uint64_t word = 0;
-  std::memcpy(&word, &value, sizeof value);
-  const unsigned own = Block::current->thread.x % Block::kWarpThreads;
-  std::memcpy(&value, &Block::current->exchange(word, line)[own ^ lanes], sizeof value);
-  return value;
+  return shuffle(value, Block::current->thread.x ^ lanes, line);
+}
+
+// A word's next value, by atomic steps; returns the one before.
+template <class Next>
+unsigned replace(unsigned* at, Next next) {
+  std::atomic_ref<unsigned> word(*at);
+  unsigned before = word.load();
+  while (!word.compare_exchange_weak(before, next(before))) {
+  }
+  return before;
 }
 
 }  // namespace gradwire::gpu::emulation
@@ -276,16 +282,8 @@ T atomicAdd(T* at, T value) {
   return std::atomic_ref<T>(*at).fetch_add(value);
 }
 inline unsigned atomicInc(unsigned* at, unsigned most) {
-  std::atomic_ref<unsigned> word(*at);
-  unsigned before = word.load();
-  while (!word.compare_exchange_weak(before, before >= most ? 0 : before + 1)) {
-  }
-  return before;
+  return gradwire::gpu::emulation::replace(at, [=](unsigned word) { return word >= most ? 0 : word + 1; });
 }
 inline unsigned atomicMax(unsigned* at, unsigned value) {
-  std::atomic_ref<unsigned> word(*at);
-  unsigned before = word.load();
-  while (before < value && !word.compare_exchange_weak(before, value)) {
-  }
-  return before;
+  return gradwire::gpu::emulation::replace(at, [=](unsigned word) { return std::max(word, value); });
 }

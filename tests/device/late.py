@@ -139,9 +139,7 @@ class LikeNccl(dist.ProcessGroup):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         return self._start(
-            [inputs[0], *outputs[0]],
-            [outputs[0]],
-            lambda gloo, views: gloo.allgather([views[1:]], [views[0]]).wait(),
+            [inputs[0], *outputs[0]], [outputs[0]], lambda gloo, views: gloo.allgather([views[1:]], [views[0]]).wait()
         )
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:

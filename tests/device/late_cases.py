@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
+import emulated
 import late
 import torch
 import torch.distributed as dist
@@ -14,13 +20,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
+from gradwire.gpu import kernels
+from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
+from ranks import Outcome, patience
+from small_training import MakeOptimizer, Training, adamw
 
 N_STEPS = 4
 CPU = torch.device("cpu")
+Maker = Callable[[], Scheme]
 
 # Every scheme of the registry, with what makes it work within few steps; and those whose options lead elsewhere.
-SCHEMES: dict[str, Callable[[], Scheme]] = {
+SCHEMES: dict[str, Maker] = {
     **{
         name: lambda name=name: schemes.by_name(name, **schemes.as_published(name, {}))
         for name in schemes.names()
@@ -39,11 +50,12 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
 }
 
 
-class Place:
-    """Where a training runs: the CPU, or the late device with its group and lateness."""
+class Place(NamedTuple):
+    """Where a training runs: the CPU, or the late device with its group; and the placement that it attaches with."""
 
-    def __init__(self, device: torch.device, group: Any = None) -> None:
-        self.device, self.group = device, group
+    device: torch.device
+    group: Any = None
+    placement: str | None = None
 
     def model(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """With several buckets, which DDP rebuilds after the first step."""
@@ -52,9 +64,17 @@ class Place:
 
 
 def begin(library: Path) -> tuple[Any, Place]:
-    """In a rank: the device's functions, and the place to train on it."""
+    """In a rank: the device's functions, and the place to train on it, through host memory."""
     functions = late.load(library)
     return functions, Place(torch.device("late", 0), dist.new_group(backend="like_nccl"))
+
+
+def begin_with_kernels(library: Path) -> tuple[Any, Place]:
+    """And between devices, by emulated kernels."""
+    functions, place = begin(library)
+    kernels.MAKERS["late"] = functools.partial(emulated.LateKernels, emulated.build(), functions)
+    kernels._made.clear()
+    return functions, place._replace(placement="device")
 
 
 def build_model(seed: int = 1) -> nn.Sequential:
@@ -66,11 +86,27 @@ def batch(rank: int, step: int, place: Place, dtype: torch.dtype = torch.float32
     return torch.randn(4, 20, generator=torch.Generator().manual_seed(1_000 * rank + step)).to(place.device, dtype)
 
 
-def adamw(ddp: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+def mean_square(outputs: Tensor) -> Tensor:
+    return outputs.float().square().mean()
 
 
-def attach(ddp: nn.Module, optimizer: torch.optim.Optimizer, scheme: Scheme, **options: Any) -> Any:
+def mean_square_off_one(outputs: Tensor) -> Tensor:
+    return (outputs - 1.0).square().mean()
+
+
+def sgd(parameters: Any, lr: float = 0.05, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, **options)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return sgd(parameters, momentum=0.9, foreach=False)  # as on the CPU
+
+
+def still(parameters: Any) -> torch.optim.Optimizer:
+    return sgd(parameters, lr=0.0)
+
+
+def attach(ddp: nn.Module, optimizer: torch.optim.Optimizer, scheme: Scheme | str, **options: Any) -> Any:
     return gradwire.attach(ddp, optimizer, scheme, timeout_s=30, **options)
 
 
@@ -79,14 +115,112 @@ def bits_of(ddp: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().cpu().double().reshape(-1) for parameter in ddp.parameters()])
 
 
+def training_at(
+    rank: int,
+    place: Place,
+    scheme: Scheme | str | None,
+    optimizer: MakeOptimizer = adamw,
+    model: nn.Module | None = None,
+    loss: Callable[[Tensor], Tensor] = mean_square,
+    inputs: Callable[[int, int, Place], Tensor] = batch,
+    scaler: Any = None,
+    **ddp: Any,
+) -> Training:
+    """A training of `model`, with the `loss` of its outputs for what `inputs` gives it on a rank, in a step, at `place`.
+
+    It has several buckets, which DDP rebuilds after the first step.
+    """
+    ddp = {"bucket_cap_mb": 0.01, "process_group": place.group, **ddp}
+    attaching = {"timeout_s": 30, "scaler": scaler, "placement": place.placement}
+    module = (model or build_model()).to(place.device)
+
+    def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
+        return loss(module(inputs(rank, step, place)))
+
+    return Training(rank, scheme, optimizer, lambda: module, loss_of, ddp, **({} if scheme is None else attaching))
+
+
+def states_at_the_end(training: Training) -> list[dict[str, Any]]:
+    """Of model, optimizer and attachment, which is closed."""
+    training.attachment.flush()
+    states = [one.state_dict() for one in (training.ddp.module, training.optimizer, training.attachment)]
+    training.attachment.close()
+    return states
+
+
+def end(training: Training) -> Tensor:
+    """All parameters, after the attachment was closed."""
+    training.attachment.flush()
+    training.attachment.close()
+    return bits_of(training.ddp)
+
+
 def train(rank: int, place: Place, scheme: Scheme, n_steps: int = N_STEPS) -> Tensor:
-    ddp = place.model(build_model())
-    optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer, scheme)
-    for step in range(n_steps):
-        optimizer.zero_grad()
-        (ddp(batch(rank, step, place)) - 1.0).square().mean().backward()
-        optimizer.step()
-    attachment.flush()
-    attachment.close()
-    return bits_of(ddp)
+    training = training_at(rank, place, scheme, loss=mean_square_off_one)
+    training.take_steps(range(n_steps))
+    return end(training)
+
+
+@contextlib.contextmanager
+def counting_waits_of_hooks(late: Any) -> Iterator[list[int]]:
+    """How often DDP's hook stood still for the device, call by call."""
+    waits: list[int] = []
+    reduce = Reducer.reduce
+
+    def counted(reducer: Reducer, *bucket: Any) -> Any:
+        before = late.n_waits_here()
+        try:
+            return reduce(reducer, *bucket)
+        finally:
+            waits.append(late.n_waits_here() - before)
+
+    with mock.patch.object(Reducer, "reduce", counted):
+        yield waits
+
+
+def train_on_both(
+    rank: int, late: Any, place: Place, makers: dict[str, Maker], latenesses_us: list[int], near: tuple[str, ...] = ()
+) -> dict[tuple[str, int], Tensor]:
+    """What each scheme comes to on the device, with the bits of the CPU; those of names in `near` nearly."""
+    trained = {}
+    for name, make in makers.items():
+        late.set_lateness_us(0)
+        expected = train(rank, Place(CPU), make())
+        for lateness_us in latenesses_us:
+            late.set_lateness_us(lateness_us)
+            scheme = make()
+            with counting_waits_of_hooks(late) as waits:
+                found = train(rank, place, scheme)
+            assert len(waits) > N_STEPS or name == "auto"  # which puts its hook in where something is to be won
+            is_delayed = scheme.owns_step and place.placement is None
+            assert is_delayed or not any(waits), f"{name}: autograd's thread waited for the device"
+            off = float((found - expected).abs().max())
+            assert off <= (1e-5 if name in near else 0.0), f"{name}, {lateness_us} us: off by {off}"
+            trained[name, lateness_us] = found
+    assert late.n_waits_with_gil() == 0, "a thread waited for the device and held up all others"
+    return trained
+
+
+def die_in_step_2(training: Training) -> tuple[str, float]:
+    """Rank 1, and what the other is told within how many seconds."""
+    started = time.monotonic()
+    try:
+        for step in range(6):
+            if (training.rank, step) == (1, 2):
+                os._exit(7)
+            started = time.monotonic()
+            loss = training.backward(step)
+            training.optimizer.step()
+            float(loss)
+    except gradwire.PeerLost as error:
+        return str(error), time.monotonic() - started
+    return "not noticed", 0.0
+
+
+def assert_the_dead_is_named(survivor: Outcome, dead: Outcome) -> None:
+    """After `die_in_step_2` on two ranks."""
+    assert survivor.error is None, survivor.traceback
+    said, after_s = survivor.result
+    assert "lost rank 1, which" in said
+    assert after_s < 20 * patience()
+    assert dead.exit_code == 7

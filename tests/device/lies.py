@@ -10,13 +10,13 @@ import torch
 from kernel_checks import Float
 from torch import Tensor
 
-from gradwire import _native
 from gradwire.codecs.gcomp import GCompCodec
+from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.selection import OUTSIDE, add_elements
-from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.errors import GradwireError
 from gradwire.gpu.kernels import Kernels, using
 from gradwire.gpu.launching import raise_error
+from sealing import SEALS, put
 
 Coded = Float | GCompCodec
 N_VALUES = 90  # of every message here: one chunk, and fewer than eight partitions
@@ -79,47 +79,21 @@ def lies_of(codec: Coded, message: Tensor, step: int = 1) -> Iterator[Tensor]:
         for flip in (0x01, 0x80):
             lie = message.clone()
             lie[byte] ^= flip
-            yield _seal_chunks(lie) if is_gcomp else _seal_floats(codec, lie)
+            yield sealed(codec, lie)
     if not is_gcomp:
         return
-    for begin, end in ((16, 24), (24, 32), (32, 36), (48, 56), (56, 60), (64, 68), (68, 72)):
-        for number in ((1 << 8 * (end - begin)) - 1, (1 << (8 * (end - begin) - 1)) - 32, 0, 1 << 24):
-            lie = message.clone()
-            lie[begin:end] = _bytes(number, end - begin)
-            yield _seal_chunks(lie)
+    for at, layout in ((16, "<Q"), (24, "<Q"), (32, "<I"), (48, "<Q"), (56, "<I"), (64, "<I"), (68, "<I")):
+        n_bits = 64 if layout == "<Q" else 32
+        for number in ((1 << n_bits) - 1, (1 << (n_bits - 1)) - 32, 0, 1 << 24):
+            yield sealed(codec, put(message.clone(), at, layout, number))
     for n_bytes in (0, 1, 47, 48, 79, message.numel() - 1):
         lie = message[:n_bytes].clone()
-        if n_bytes >= 48:
-            lie[24:32] = _bytes(n_bytes, 8)
-            lie = _seal_chunks(lie)
-        yield lie
+        yield sealed(codec, put(lie, 24, "<Q", n_bytes)) if n_bytes >= 48 else lie
 
 
-def _seal_chunks(message: Tensor) -> Tensor:
-    """With right checksums, wherever its chunks say that they lie."""
-    n_chunks = min(int(message[32:36].view(torch.int32)), (message.numel() - 48) // 32)
-    for chunk in range(n_chunks):
-        header = message[48 + 32 * chunk : 80 + 32 * chunk]
-        offset, n_bits = int(header[:8].view(torch.int64)), int(header[16:20].view(torch.int32))
-        end = offset + n_bits // 8 + int(header[8:12].view(torch.int32))
-        if 0 <= offset < end <= message.numel():
-            header[28:] = _bytes(_native.crc32c(message[offset:end].clone()))
-    headers = message[48 : 48 + 32 * max(n_chunks, 0)].clone()
-    message[44:48] = _bytes(_native.crc32c(headers, _native.crc32c(message[:44].clone())))
+def sealed(codec: Coded | Quantised, message: Tensor) -> Tensor:
+    SEALS[codec.name](message, N_VALUES)
     return message
-
-
-def _seal_floats(codec: Float, message: Tensor) -> Tensor:
-    table, longest_marks = (4, 1) if isinstance(codec, TruncatedFloat) else (8, 0)
-    end = codec.max_encoded_bytes(N_VALUES, torch.float32) - longest_marks
-    message[40:44] = _bytes(_native.crc32c(message[40 + table : end].clone()))
-    head = torch.cat([message[40 : 40 + table], message[end:]])
-    message[36:40] = _bytes(_native.crc32c(head, _native.crc32c(message[:36].clone())))
-    return message
-
-
-def _bytes(number: int, n: int = 4) -> Tensor:
-    return torch.tensor(list(number.to_bytes(n, "little")), dtype=torch.uint8)
 
 
 class Elements(NamedTuple):

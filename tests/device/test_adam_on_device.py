@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
-from late_cases import CPU, Place, attach, batch, bits_of
+from late_cases import CPU, Place, batch, begin_with_kernels, bits_of, states_at_the_end, training_at
 from test_ddp_on_device import scale_the_loss, stop_and_resume
-from test_on_device import begin_with_kernels, by_name, placement_on
+from test_on_device import by_name
 from torch import Tensor, nn
 
 import gradwire
@@ -23,6 +23,7 @@ from gradwire.schemes.frozen_adam import _BegunVariances
 from gradwire.wire.device_wire import Reading
 from logs import log_of
 from ranks import on_ranks, patience
+from small_training import Training, adamw
 
 FREEZE, N_STEPS = 2, 7
 
@@ -37,7 +38,8 @@ class Gated(nn.Module):
         self.turned = nn.Parameter(torch.randn(40, 9).t())
         self.empty = nn.Parameter(torch.empty(0, 7))
 
-    def forward(self, values: Tensor, gate: float) -> Tensor:
+    def forward(self, values: Tensor) -> Tensor:
+        values, gate = values.split([20, 1], 1)
         hidden = self.first(values).relu() + self.behind(values) * gate
         return hidden @ self.turned.t() + self.empty.sum()
 
@@ -46,26 +48,18 @@ def make_scheme(freeze_step: int = FREEZE) -> Scheme:
     return by_name("one-bit-adam", freeze_step=freeze_step)
 
 
-class Run:
-    """One attachment's training; gradients are 1e3 times as large from step `grows_at` on."""
+def gated_training(rank: int, place: Place) -> Training:
+    gates = [torch.full((4, 1), float(step >= 3), device=place.device) for step in range(20)]
+    # The host waits here, and not in a step.
+    batches = [torch.cat([batch(rank, step, place), gate], 1) for step, gate in enumerate(gates)]
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-3, foreach=False)
+    return training_at(rank, place, make_scheme(), optimizer, Gated(), inputs=lambda rank, step, place: batches[step])
 
-    def __init__(self, rank: int, place: Place, grows_at: int = 1_000) -> None:
-        self.rank, self.place, self.grows_at = rank, place, grows_at
-        self.ddp = place.model(Gated())
-        self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-3, foreach=False)
-        self.scheme: Any = make_scheme()
-        self.attachment = attach(self.ddp, self.optimizer, self.scheme, **placement_on(place))
-        self.batches = [batch(rank, step, place) for step in range(20)]  # the host waits here, and not in a step
 
-    def step(self, step: int) -> None:
-        self.optimizer.zero_grad()
-        values = self.ddp(self.batches[step], float(step >= 3))
-        (values.square().mean() * (1e3 if step >= self.grows_at else 1.0)).backward()
-        self.optimizer.step()
-
-    def counts(self) -> dict[str, dict[str, int]]:
-        counts: dict[str, dict[str, int]] = self.scheme.adam.state_by_name(self.scheme.session.slots)
-        return counts
+def counts_of(training: Training) -> dict[str, dict[str, int]]:
+    scheme: Any = training.attachment.scheme
+    counts: dict[str, dict[str, int]] = scheme.adam.state_by_name(scheme.session.slots)
+    return counts
 
 
 @contextlib.contextmanager
@@ -90,11 +84,10 @@ def test_a_parameter_that_trains_late_is_frozen_late(rank: int, world_size: int,
         late.set_lateness_us(lateness_us)
         ends = []
         for place in (Place(CPU), device):
-            run = Run(rank, place)
+            run = gated_training(rank, place)
             with refusing_reads() if place.device != CPU else contextlib.nullcontext():
-                for step in range(N_STEPS):
-                    run.step(step)
-            ends.append((run.counts(), bits_of(run.ddp)))
+                run.take_steps(range(N_STEPS))
+            ends.append((counts_of(run), bits_of(run.ddp)))
             run.attachment.close()
         (counts, expected), (found_counts, found) = ends
         assert found_counts == counts
@@ -128,18 +121,14 @@ def test_resume_has_the_bits_of_the_cpu(rank: int, world_size: int, library: Pat
     for at in (2, 4):
         ends = []
         for place in (Place(CPU), device):
-            run = Run(rank, place)
-            for step in range(at):
-                run.step(step)
-            saved = run.ddp.state_dict(), run.optimizer.state_dict(), run.attachment.state_dict()
-            run.attachment.close()
-            run = Run(rank, place)
-            run.ddp.load_state_dict(saved[0])
-            run.optimizer.load_state_dict(saved[1])
-            run.attachment.load_state_dict(saved[2])
-            for step in range(at, N_STEPS):
-                run.step(step)
-            ends.append((run.counts(), bits_of(run.ddp)))
+            run = gated_training(rank, place)
+            run.take_steps(range(at))
+            saved = states_at_the_end(run)
+            run = gated_training(rank, place)
+            for one, state in zip((run.ddp.module, run.optimizer, run.attachment), saved, strict=True):
+                one.load_state_dict(state)
+            run.take_steps(range(at, N_STEPS))
+            ends.append((counts_of(run), bits_of(run.ddp)))
             run.attachment.close()
         assert ends[0][0] == ends[1][0]
         assert torch.equal(ends[0][1], ends[1][1])
@@ -151,7 +140,7 @@ def test_an_overflow_is_skipped_and_a_checkpoint_goes_on(rank: int, world_size: 
     late, device = begin_with_kernels(library)
     late.set_lateness_us(1_000)
 
-    def adamw(parameters: Any, **_: Any) -> torch.optim.Optimizer:
+    def adamw_instead(parameters: Any, **_: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
 
     behind = functools.partial(by_name, "power-momentum", rank=2, min_compression_rate=0)
@@ -160,10 +149,8 @@ def test_an_overflow_is_skipped_and_a_checkpoint_goes_on(rank: int, world_size: 
         *((stop_and_resume, functools.partial(make_scheme, freeze_step)) for freeze_step in (1, 3)),
         (scale_the_loss, behind), (stop_and_resume, behind),
     ):  # fmt: skip
-        with mock.patch.object(torch.optim, "SGD", adamw):
-            expected = feature(rank, Place(CPU), scheme())
-            with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):
-                found = feature(rank, device, scheme())
+        with mock.patch.object(torch.optim, "SGD", adamw_instead):
+            expected, found = (feature(rank, place, scheme()) for place in (Place(CPU), device))
         assert torch.equal(found, expected), f"{feature.__name__}: off by {(found - expected).abs().max()}"
 
 
@@ -172,9 +159,10 @@ def test_gradients_that_outgrow_the_variance_are_told_once(rank: int, world_size
     late, device = begin_with_kernels(library)
     late.set_lateness_us(1_000)
     said = log_of("gradwire", logging.WARNING)
-    run = Run(rank, device, grows_at=FREEZE)
+    run = gated_training(rank, device)
     for step in range(20):  # updates are looked at every 16 steps, and what was found comes a step later
-        run.step(step)
+        run.backward(step, 1e3 if step >= FREEZE else 1.0)
+        run.optimizer.step()
     run.attachment.close()
     assert sum("frozen too early" in text for text in said) == 1
 
@@ -183,7 +171,7 @@ def test_gradients_that_outgrow_the_variance_are_told_once(rank: int, world_size
 def test_what_needs_the_host_leaves_the_optimizer_alone(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
     ddp = place.model(Gated(), find_unused_parameters=True)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    optimizer = adamw(ddp.parameters())
     with pytest.raises(gradwire.Unsupported, match="find_unused_parameters=True"):
         gradwire.attach(ddp, optimizer, make_scheme(), placement="device")
     assert not optimizer._optimizer_step_pre_hooks, "the optimizer is not as it was"

@@ -13,9 +13,18 @@ from unittest import mock
 
 import pytest
 import torch
-from late_cases import CPU, Place, attach, batch, bits_of, build_model
-from test_on_device import begin_with_kernels
-from test_staged_schemes import counting_waits_of_hooks
+from late_cases import (
+    CPU,
+    Place,
+    batch,
+    begin_with_kernels,
+    build_model,
+    counting_waits_of_hooks,
+    end,
+    mean_square_off_one,
+    momentum,
+    training_at,
+)
 from test_steps_on_device import READING, Asked
 from torch import Tensor
 
@@ -26,6 +35,7 @@ from gradwire.schemes.auto.scheme import Auto, ResidualHandover
 from gradwire.telemetry.stopwatch import Lap
 from gradwire.wire import link_probe
 from ranks import on_ranks
+from small_training import Training
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from auto_cases import Quick
@@ -35,25 +45,14 @@ SPECS = ["one-bit", "embedded-float:bits=8", "bf16"]
 ON_DEVICE = ["one-bit@device", "embedded-float:bits=8,topology=direct@device", "bf16@device"]
 
 
-class Training:
-    """SGD steps under a scheme; on the device with a placement, or with none."""
+def training_under(rank: int, place: Place, scheme: Auto, placement: str | None = None) -> Training:
+    """On the device with a placement, or with none."""
+    return training_at(rank, place._replace(placement=placement), scheme, momentum, loss=mean_square_off_one)
 
-    def __init__(self, rank: int, place: Place, scheme: Any, placement: str | None = None, **options: Any) -> None:
-        self.rank, self.place = rank, place
-        self.ddp = place.model(build_model(), **options)
-        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.05, momentum=0.9, foreach=False)
-        self.attachment = attach(self.ddp, self.optimizer, scheme, placement=placement)
 
-    def take_steps(self, steps: range) -> None:
-        for step in steps:
-            self.optimizer.zero_grad()
-            (self.ddp(batch(self.rank, step, self.place)) - 1.0).square().mean().backward()
-            self.optimizer.step()
-
-    def close(self) -> tuple[Tensor, Any]:
-        stats = self.attachment.stats()["auto"]
-        self.attachment.close()
-        return bits_of(self.ddp), stats
+def end_auto(training: Training) -> tuple[Tensor, Any]:
+    stats = training.attachment.stats()["auto"]
+    return end(training), stats
 
 
 def small_probes() -> Any:
@@ -101,9 +100,9 @@ def specs_of(schedule: list[tuple[int, str]]) -> list[str]:
 
 def repeat_on_cpu(rank: int, schedule: list[tuple[int, str]], n_steps: int) -> Tensor:
     schedule = on_cpu(schedule)
-    training = Training(rank, Place(CPU), Auto(fidelity=specs_of(schedule), replay=schedule))
+    training = training_under(rank, Place(CPU), Auto(fidelity=specs_of(schedule), replay=schedule))
     training.take_steps(range(n_steps))
-    return training.close()[0]
+    return end_auto(training)[0]
 
 
 # ---- between devices
@@ -118,12 +117,12 @@ def test_it_chooses_switches_and_follows_with_the_bits_of_the_cpu(
     gains = {"one-bit@device": 3.0, "bf16@device": 1.5}
     with small_probes(), nobody_waits(late):
         auto = Quick(rank, gains, fidelity=["one-bit", "bf16"])
-        training = Training(rank, place, auto, "device")
+        training = training_under(rank, place, auto, "device")
         training.take_steps(range(60))
         late.set_lateness_us(0)
         gains.update({"one-bit@device": 0.6, "bf16@device": 2.0})  # the bus is another now
         training.take_steps(range(60, 160))
-        found, stats = training.close()
+        found, stats = end_auto(training)
     kinds = [decision["kind"] for decision in stats["decisions"]]
     assert {"try", "switch", "drift"} <= set(kinds)
     assert stats["scheme"] == "bf16@device"
@@ -151,9 +150,9 @@ def test_every_switch_hands_residuals_over_as_on_the_cpu(
     n_steps = 3 * len(order) + 9
     auto = Auto(fidelity=specs_of(schedule), replay=schedule)
     with small_probes(), nobody_waits(late):
-        training = Training(rank, place, auto, placement)
+        training = training_under(rank, place, auto, placement)
         training.take_steps(range(n_steps))
-        found, stats = training.close()
+        found, stats = end_auto(training)
     assert stats["schedule"] == schedule
     expected = repeat_on_cpu(rank, schedule, n_steps)
     assert torch.equal(found, expected), f"off by {float((found - expected).abs().max())}"
@@ -170,13 +169,13 @@ def test_it_resumes_with_the_bits_of_the_cpu(rank: int, world_size: int, library
         for where, placement, plan in ((Place(CPU), None, on_cpu(schedule)), (place, "device", schedule)):
             allowed = [spec.removesuffix("@device") for spec in specs] if placement is None else specs
             with small_probes():
-                training = Training(rank, where, Auto(fidelity=allowed, replay=plan), placement)
+                training = training_under(rank, where, Auto(fidelity=allowed, replay=plan), placement)
                 training.take_steps(range(stop))
                 state = training.attachment.state_dict()
                 model = {name: tensor.cpu() for name, tensor in training.ddp.state_dict().items()}
                 momenta = training.optimizer.state_dict()
                 training.attachment.close()
-                resumed = Training(rank, where, Auto(fidelity=allowed, replay=plan), placement)
+                resumed = training_under(rank, where, Auto(fidelity=allowed, replay=plan), placement)
                 resumed.ddp.load_state_dict(model)
                 resumed.optimizer.load_state_dict(momenta)
                 resumed.attachment.load_state_dict(state)
@@ -184,7 +183,7 @@ def test_it_resumes_with_the_bits_of_the_cpu(rank: int, world_size: int, library
                 assert bool(carried) == (stop == 8)
                 assert all(tensor.device == CPU for tensor in carried.values())
                 resumed.take_steps(range(stop, 18))
-                ends.append(resumed.close()[0])
+                ends.append(end_auto(resumed)[0])
         assert torch.equal(*ends), f"stopped at {stop}: off by {float((ends[0] - ends[1]).abs().max())}"
 
 
@@ -210,7 +209,7 @@ def test_steps_and_links_are_timed_by_the_device(rank: int, world_size: int, lib
             waits.append(late.n_waits_here() - before)
 
     with small_probes():
-        training = Training(rank, place, Watched(budget=0, fidelity=["bf16", "one-bit"]))
+        training = training_under(rank, place, Watched(budget=0, fidelity=["bf16", "one-bit"]))
         rows = training.attachment.scheme._rows
         between, staged = training.attachment.scheme._profiles
         assert between.machine.on_device
@@ -226,7 +225,7 @@ def test_steps_and_links_are_timed_by_the_device(rank: int, world_size: int, lib
         training.take_steps(range(3, 6))
         assert waits == [0] * 6, "the training thread waited for the device to watch it"
         late.set_lateness_us(0)
-        training.close()
+        end_auto(training)
     took, waited = laps[-1].read()
     assert took > 0
     assert 0 <= waited <= took
@@ -249,13 +248,13 @@ def check_whose_time_counts(late: Any, device: torch.device) -> None:
 def test_what_does_not_work_there_is_left_out_and_says_why(rank: int, world_size: int, library: Path) -> None:
     _, place = begin(library)
     with small_probes():
-        staged = Training(rank, place, Auto(fidelity=["bf16", "top-k"]), "staged")
+        staged = training_under(rank, place, Auto(fidelity=["bf16", "top-k"]), "staged")
         assert [row.spec for row in staged.attachment.scheme._rows] == ["plain", "bf16", "top-k"]
-        staged.close()
+        end_auto(staged)
         kernels = "gradwire.codecs.floats.kernels_on"
         with mock.patch(kernels, side_effect=gradwire.Unsupported("there are kernels for cuda")):
-            training = Training(rank, place, Auto(fidelity=SPECS))
-        candidates = {one["spec"]: one["excluded"] for one in training.close()[1]["candidates"]}
+            training = training_under(rank, place, Auto(fidelity=SPECS))
+        candidates = {one["spec"]: one["excluded"] for one in end_auto(training)[1]["candidates"]}
     assert "there are kernels for cuda" in candidates[ON_DEVICE[1]]
     assert [spec for spec, why in candidates.items() if not why] == [
         "plain", "one-bit@device", "one-bit", "embedded-float:bits=8", "bf16@device", "bf16",
@@ -284,9 +283,9 @@ def test_one_rank_has_nobody_to_save_bytes_for(rank: int, world_size: int, libra
     _, place = begin(library)
     ends = []
     for where, placement in ((Place(CPU), None), (place, "device"), (place, None)):
-        training = Training(rank, where, Auto(fidelity=SPECS), placement)
+        training = training_under(rank, where, Auto(fidelity=SPECS), placement)
         training.take_steps(range(4))
-        found, stats = training.close()
+        found, stats = end_auto(training)
         assert [one["spec"] for one in stats["candidates"]] == ["plain"]
         ends.append(found)
     assert torch.equal(ends[0], ends[1])

@@ -1,27 +1,16 @@
-"""Kernels of floats and GComp, run on the host: the CPU codecs' messages in every order of threads, and what they refuse."""
+"""Kernels of floats and GComp, run on the host: what they refuse, and of GComp's, every pattern of bits."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import emulated
 import numpy as np
 import pytest
 import torch
-from kernel_checks import (
-    CONTENTS,
-    FLOAT_EDGES,
-    FLOAT_SIZES,
-    FLOATS,
-    GCOMP,
-    GCOMP_SIZES,
-    ORDERS,
-    WIDE_FLOATS,
-    assert_gcomp,
-    run,
-    values_of,
-)
+from emulated import kernels
+from kernel_checks import FLOATS, GCOMP, assert_gcomp, values_of
 from lies import N_VALUES, Coded, error_of, is_refused, lies_of, message_of
+from test_kernels import SOME_FLOATS
 
 from gcomp_gradients import KINDS, NAMES, make_gradient, make_importance, tensor_of, words_of
 from gradwire.codecs.embedded_float import EmbeddedFloat
@@ -31,43 +20,7 @@ from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from gradwire.gpu.kernels import using
 from gradwire.gpu.launching import raise_error
 
-SOME = ("truncated 3", "truncated 8", "truncated native 7 stochastic", "fp4-e2m1 4 stochastic", "embedded 7")
 GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "gcomp").glob("v2_*.npz"))
-
-
-def kernels(order: int = 0) -> emulated.EmulatedKernels:
-    return emulated.EmulatedKernels(emulated.build(), order)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_messages_and_values_of_floats_are_the_cpus(order: int) -> None:
-    sizes = FLOAT_SIZES if order == 0 else (33, 257)
-    assert run(kernels(order), "floats", n=sizes, content=("gradient",)) == 3 * len(sizes) * len(FLOATS)
-    wide = {"codec": WIDE_FLOATS, "content": ("gradient", "nan"), "dtype": (torch.float32,)}
-    assert run(kernels(order), "floats", n=sizes, **wide) == 2 * len(sizes) * len(WIDE_FLOATS)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_messages_and_values_of_gcomp_are_the_cpus(order: int) -> None:
-    sizes = GCOMP_SIZES if order == 0 else (0, 33)
-    assert run(kernels(order), "gcomp", n=sizes, content=("gradient",)) == 3 * len(sizes) * len(GCOMP)
-
-
-@pytest.mark.parametrize(
-    ("family", "names", "content"),
-    [("floats", SOME, "nan"), ("gcomp", ("paper, few codes", "uniform"), "gradient")],
-)
-@pytest.mark.parametrize("order", ORDERS)
-def test_the_edges_of_chunks_are_the_cpus(order: int, family: str, names: tuple[str, ...], content: str) -> None:
-    sizes = FLOAT_EDGES if order == 0 else (16_385,)
-    names = names[:1] if order and family == "gcomp" else names
-    n_cases = run(kernels(order), family, codec=names, n=sizes, content=(content,), dtype=(torch.float32,))
-    assert n_cases == len(sizes) * len(names)
-
-
-@pytest.mark.parametrize(("family", "n", "codecs"), [("floats", 70, FLOATS), ("gcomp", 65, GCOMP)])
-def test_every_content_is_the_cpus(family: str, n: int, codecs: dict[str, Coded]) -> None:
-    assert run(kernels(7), family, n=(n,)) == 3 * len(codecs) * len(CONTENTS)
 
 
 def coded(
@@ -80,7 +33,7 @@ def coded(
     return GCOMP[name], importance, message_of(GCOMP[name], make_gradient(content, N_VALUES, dtype), importance)
 
 
-FLOAT_CASES = [(name, content) for name in SOME for content in ("gradient", "nan")]
+FLOAT_CASES = [(name, content) for name in SOME_FLOATS for content in ("gradient", "nan")]
 
 
 @pytest.mark.parametrize(("name", "content"), [*FLOAT_CASES, ("paper, few codes", "gaussian")])

@@ -64,8 +64,11 @@ class Counter(TorchDispatchMode):
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
         self.rank, self.world_size = rank, world_size
-        self.sent = self.collectives = self.launches = self.operators = self.traffic = 0
         self.message = (0, 0)  # values and bytes of what is launched next
+        self.reset()
+
+    def reset(self) -> None:
+        self.sent = self.collectives = self.launches = self.operators = self.traffic = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         result = function(*arguments, **(options or {}))
@@ -173,14 +176,9 @@ def count(spec: str, world_size: int, rank: int, one_by_one: bool = False) -> Co
             if one_by_one:
                 way._on_device._floats = None
             way.mean(Part(bucket, wire, None, None, 1.0), wire)  # lays out
-            first = counter.launches, counter.operators, counter.traffic, counter.sent, counter.collectives
+            counter.reset()
             with counter:
                 way.mean(Part(bucket, wire, None, None, 1.0), wire)
-            counter.launches -= first[0]
-            counter.operators -= first[1]
-            counter.traffic -= first[2]
-            counter.sent -= first[3]
-            counter.collectives -= first[4]
     return Count(
         counter.sent / 1e6, counter.collectives, counter.launches, counter.operators, counter.traffic / BUCKET_BYTES
     )

@@ -3,43 +3,57 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from late_cases import CPU, N_STEPS, SCHEMES, Place, adamw, attach, batch, begin, bits_of, build_model
+from late_cases import (
+    CPU,
+    N_STEPS,
+    SCHEMES,
+    Maker,
+    Place,
+    assert_the_dead_is_named,
+    attach,
+    begin,
+    bits_of,
+    build_model,
+    die_in_step_2,
+    end,
+    mean_square,
+    momentum,
+    sgd,
+    states_at_the_end,
+    training_at,
+)
 from torch import Tensor, nn
 
 import gradwire
 from gradwire.core.bucket import Slot
+from gradwire.core.staging import StagedBucket
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
 from ranks import on_ranks, try_ranks
+from small_training import adamw
 
 Feature = Callable[[int, Place, Scheme], Tensor]
 
 
-def run(rank: int, place: Place, scheme: Scheme, model: nn.Module, **options: Any) -> Tensor:
-    ddp = place.model(model, **options)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9, foreach=False)  # as on the CPU
-    attachment = attach(ddp, optimizer, scheme)
-    for step in range(N_STEPS):
-        optimizer.zero_grad()
-        ddp(batch(rank, step, place)).float().square().mean().backward()
-        optimizer.step()
-    attachment.close()
-    return bits_of(ddp)
+def run(rank: int, place: Place, scheme: Scheme, model: nn.Module | None = None, **options: Any) -> Tensor:
+    training = training_at(rank, place, scheme, momentum, model, **options)
+    training.take_steps(range(N_STEPS))
+    return end(training)
 
 
 def view_buckets(rank: int, place: Place, scheme: Scheme) -> Tensor:
-    return run(rank, place, scheme, build_model(), gradient_as_bucket_view=True)
+    return run(rank, place, scheme, gradient_as_bucket_view=True)
 
 
 def keep_graph_static(rank: int, place: Place, scheme: Scheme) -> Tensor:
-    return run(rank, place, scheme, build_model(), static_graph=True)
+    return run(rank, place, scheme, static_graph=True)
 
 
 class Branches(nn.Module):
@@ -78,31 +92,22 @@ def mix_dtypes(rank: int, place: Place, scheme: Scheme) -> Tensor:
 
 
 def accumulate_and_clip(rank: int, place: Place, scheme: Scheme) -> Tensor:
-    ddp = place.model(build_model())
-    optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer, scheme)
+    training = training_at(rank, place, scheme, loss=lambda outputs: mean_square(10 * outputs))
     for step in range(2 * N_STEPS):
-        with ddp.no_sync() if step % 2 == 0 else contextlib.nullcontext():
-            (10 * ddp(batch(rank, step, place))).square().mean().backward()
+        with training.ddp.no_sync() if step % 2 == 0 else contextlib.nullcontext():
+            training.loss(training.ddp, rank, step).backward()
         if step % 2:
-            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-    attachment.close()
-    return bits_of(ddp)
+            torch.nn.utils.clip_grad_norm_(training.ddp.parameters(), 0.5)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    return end(training)
 
 
 def join_with_uneven_inputs(rank: int, place: Place, scheme: Scheme) -> Tensor:
-    ddp = place.model(build_model())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    attachment = attach(ddp, optimizer, scheme)
-    with ddp.join():
-        for step in range(N_STEPS + 2 * rank):
-            optimizer.zero_grad()
-            ddp(batch(rank, step, place)).square().mean().backward()
-            optimizer.step()
-    attachment.close()
-    return bits_of(ddp)
+    training = training_at(rank, place, scheme, sgd)
+    with training.ddp.join():
+        training.take_steps(range(N_STEPS + 2 * rank))
+    return end(training)
 
 
 class Half(nn.Module):
@@ -124,66 +129,50 @@ class Half(nn.Module):
 
 def scale_the_loss(rank: int, place: Place, scheme: Scheme) -> Tensor:
     """float16 with a GradScaler; an Inf on rank 1 in step 1, which every rank skips."""
-    ddp = place.model(Half())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9, foreach=False)  # as on the CPU
     scaler = torch.amp.GradScaler(place.device.type, init_scale=2.0**10)
-    attachment = attach(ddp, optimizer, scheme, scaler=scaler)
+    training = training_at(rank, place, scheme, momentum, Half(), scaler=scaler)
     for step in range(N_STEPS):
-        optimizer.zero_grad()
-        loss = ddp(batch(rank, step, place)).square().mean()
+        training.optimizer.zero_grad()
+        loss = training.loss(training.ddp, rank, step)
         scaler.scale(loss * float("inf") if (rank, step) == (1, 1) else loss).backward()
         if not scheme.owns_step:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
+            scaler.unscale_(training.optimizer)
+        scaler.step(training.optimizer)
         scaler.update()
     assert scaler.get_scale() == 2.0**9
-    attachment.flush()
-    attachment.close()
-    return bits_of(ddp)
+    return end(training)
 
 
 def meet_nan(rank: int, place: Place, scheme: Scheme) -> Tensor:
     """A NaN on one rank, without a scaler: the whole step is NaN there, as it is on the CPU."""
-    ddp = place.model(build_model())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    attachment = attach(ddp, optimizer, scheme)
+    training = training_at(rank, place, scheme, sgd)
     for step in range(2):
-        optimizer.zero_grad()
-        (ddp(batch(rank, step, place)) * (float("nan") if rank == step == 1 else 1.0)).square().mean().backward()
-        optimizer.step()
-    attachment.close()
-    return torch.nan_to_num(bits_of(ddp), nan=12345.0)
+        training.backward(step, float("nan") if rank == step == 1 else 1.0)
+        training.optimizer.step()
+    return torch.nan_to_num(end(training), nan=12345.0)
 
 
 def stop_and_resume(rank: int, place: Place, scheme: Scheme) -> Tensor:
     """Saved after two steps, loaded into another model; a switch to `plain` and the end of the attachment after that."""
-    ddp = place.model(build_model())
-    optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer, scheme)
+    training = training_at(rank, place, scheme)
+    training.take_steps(range(2))
+    of_model, of_optimizer, of_attachment = states_at_the_end(training)
+    model = build_model(seed=5)
+    model.load_state_dict(of_model)
 
-    def step_once(step: int) -> None:
-        optimizer.zero_grad()
-        ddp(batch(rank, step, place)).square().mean().backward()
-        optimizer.step()
+    def resumed_adamw(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = adamw(parameters)
+        optimizer.load_state_dict(of_optimizer)
+        return optimizer
 
-    for step in range(2):
-        step_once(step)
-    attachment.flush()
-    saved = ddp.module.state_dict(), optimizer.state_dict(), attachment.state_dict()
-    attachment.close()
-    ddp = place.model(build_model(seed=5))
-    optimizer = adamw(ddp)
-    ddp.module.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    attachment = attach(ddp, optimizer, scheme)
-    attachment.load_state_dict(saved[2])
-    for step in range(2, 4):
-        step_once(step)
-    attachment.switch("plain")
-    step_once(4)
-    attachment.close()
-    step_once(5)  # DDP's own all-reduce
-    return bits_of(ddp)
+    resumed = training_at(rank, place, scheme, resumed_adamw, model)
+    resumed.attachment.load_state_dict(of_attachment)
+    resumed.take_steps(range(2, 4))
+    resumed.attachment.switch("plain")
+    resumed.take_steps([4])
+    resumed.attachment.close()
+    resumed.take_steps([5])  # DDP's own all-reduce
+    return bits_of(resumed.ddp)
 
 
 FEATURES: dict[Feature, list[str]] = {
@@ -199,23 +188,30 @@ FEATURES: dict[Feature, list[str]] = {
 }
 
 
+def compare_features(rank: int, place: Place, makers: dict[str, Maker], features: dict[Feature, list[str]]) -> None:
+    for feature, names in features.items():
+        for name in names:
+            expected, found = (feature(rank, where, makers[name]()) for where in (Place(CPU), place))
+            assert torch.equal(found, expected), f"{feature.__name__}, {name}: off by {(found - expected).abs().max()}"
+
+
 @on_ranks(2, timeout_s=170)
 def test_features_of_ddp_have_their_bits_of_the_cpu(rank: int, world_size: int, library: Path) -> None:
     late, device = begin(library)
     late.set_lateness_us(1_000)
-    for feature, names in FEATURES.items():
-        for name in names:
-            expected = feature(rank, Place(CPU), SCHEMES[name]())
-            found = feature(rank, device, SCHEMES[name]())
-            assert torch.equal(found, expected), f"{feature.__name__}, {name}: off by {(found - expected).abs().max()}"
+    compare_features(rank, device, SCHEMES, FEATURES)
 
 
 class OnTwoDevices(nn.Module):
-    def __init__(self, first: torch.device, second: torch.device) -> None:
+    def __init__(self, second: torch.device) -> None:
         super().__init__()
         model = build_model()
-        self.front, self.back = model[:3].to(first), model[3:].to(second)
+        self.front, self.back = model[:3], model[3:].to(second)
         self.second = second
+
+    def to(self, device: torch.device) -> OnTwoDevices:  # type: ignore[override]
+        self.front.to(device)
+        return self
 
     def forward(self, values: Tensor) -> Tensor:
         return self.back(self.front(values).to(self.second))
@@ -229,17 +225,9 @@ def test_a_model_on_two_devices(rank: int, world_size: int, library: Path) -> No
     for place, second in ((Place(CPU), CPU), (on_late, torch.device("late", 1))):
         # Buckets are other ones than on the CPU, so schemes that do not depend on them.
         for name in ("plain", "gcomp direct", "zlib"):
-            ddp = nn.parallel.DistributedDataParallel(
-                OnTwoDevices(place.device, second), process_group=place.group, bucket_cap_mb=0.005
-            )
-            optimizer = adamw(ddp)
-            attachment = attach(ddp, optimizer, SCHEMES[name]())
-            for step in range(N_STEPS):
-                optimizer.zero_grad()
-                ddp(batch(rank, step, place)).square().mean().backward()
-                optimizer.step()
-            attachment.close()
-            ends.append(bits_of(ddp))
+            training = training_at(rank, place, SCHEMES[name](), model=OnTwoDevices(second), bucket_cap_mb=0.005)
+            training.take_steps(range(N_STEPS))
+            ends.append(end(training))
     assert all(map(torch.equal, ends[:3], ends[3:]))
 
 
@@ -268,77 +256,49 @@ def test_a_bucket_that_moves_and_ranks_that_count_devices_differently(
 def test_full_memory_is_said_and_training_goes_on_without_gradwire(rank: int, world_size: int, library: Path) -> None:
     """At attach and in the first step: a clear error, and DDP by itself goes on."""
     late, place = begin(library)
-
-    def take_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-        optimizer.zero_grad()
-        ddp(batch(rank, step, place)).square().mean().backward()
-        optimizer.step()
-
-    alone, ddp = place.model(build_model()), place.model(build_model())
-    optimizer_alone, optimizer = adamw(alone), adamw(ddp)
+    alone, beside = (training_at(rank, place, None) for _ in range(2))
     late.set_limits(1 << 40, 1_000)
     with pytest.raises(gradwire.errors.OutOfMemory, match="could not be pinned"):
-        attach(ddp, optimizer, SCHEMES["one-bit"]())
+        attach(beside.ddp, beside.optimizer, SCHEMES["one-bit"]())
     late.set_limits(1 << 40, 1 << 40)
-    for step in range(2):
-        take_step(alone, optimizer_alone, step)
-        take_step(ddp, optimizer, step)
-    assert torch.equal(bits_of(ddp), bits_of(alone))
+    for training in (alone, beside):
+        training.take_steps(range(2))
+    assert torch.equal(bits_of(beside.ddp), bits_of(alone.ddp))
 
-    attachment = attach(ddp, optimizer, SCHEMES["gcomp"]())
-    optimizer.zero_grad()
-    loss = ddp(batch(rank, 2, place)).square().mean()
-    compute = gradwire.core.staging.StagedBucket.compute
+    attachment = attach(beside.ddp, beside.optimizer, SCHEMES["gcomp"]())
+    compute = StagedBucket.compute
 
-    def compute_without_memory(self: Any, function: Any) -> Tensor:
-        return compute(self, lambda: torch.empty(1 << 41, device=place.device))
+    def compute_without_memory(bucket: StagedBucket, function: Any) -> Tensor:
+        return compute(bucket, lambda: torch.empty(1 << 41, device=place.device))
 
-    gradwire.core.staging.StagedBucket.compute = compute_without_memory  # type: ignore[method-assign]
-    with pytest.raises(gradwire.errors.OutOfMemory, match="no memory left"):
-        loss.backward()
-    gradwire.core.staging.StagedBucket.compute = compute  # type: ignore[method-assign]
+    with (
+        mock.patch.object(StagedBucket, "compute", compute_without_memory),
+        pytest.raises(gradwire.errors.OutOfMemory, match="no memory left"),
+    ):
+        beside.backward(2)
     attachment.close()
-    for step in range(3, 5):
-        take_step(alone, optimizer_alone, step)
-        take_step(ddp, optimizer, step)
-    assert torch.equal(bits_of(ddp), bits_of(alone))
+    for training in (alone, beside):
+        training.take_steps(range(3, 5))
+    assert torch.equal(bits_of(beside.ddp), bits_of(alone.ddp))
 
 
-def disagree_then_die(rank: int, world_size: int, library: Path) -> str:
+def disagree_then_die(rank: int, world_size: int, library: Path) -> tuple[str, float]:
     late, place = begin(library)
     late.set_lateness_us(1_000)
-    ddp = place.model(build_model())
-    optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer, gradwire.schemes.by_name("two-bit" if rank else "one-bit"))
+    training = training_at(rank, place, "two-bit" if rank else "one-bit")
     with pytest.raises(gradwire.RankMismatch):
-        ddp(batch(rank, 0, place)).square().mean().backward()
-    attachment.close()
-    ddp = place.model(build_model())
-    optimizer = adamw(ddp)
-    attach(ddp, optimizer, SCHEMES["gcomp"]())
-    try:
-        for step in range(3):
-            if (rank, step) == (1, 2):
-                os._exit(7)
-            optimizer.zero_grad()
-            ddp(batch(rank, step, place)).square().mean().backward()
-            optimizer.step()
-    except gradwire.PeerLost as error:
-        return str(error)
-    return "not noticed"
+        training.backward(0)
+    training.attachment.close()
+    return die_in_step_2(training_at(rank, place, SCHEMES["gcomp"]()))
 
 
 def test_ranks_that_disagree_and_a_rank_that_dies(library: Path) -> None:
-    survivor, dead = try_ranks(disagree_then_die, 2, library)
-    assert survivor.error is None, survivor.traceback
-    assert "rank 1" in survivor.result
-    assert dead.exit_code == 7
+    assert_the_dead_is_named(*try_ranks(disagree_then_die, 2, library))
 
 
 @on_ranks(1)
 def test_what_cannot_be_staged_says_what_to_use(rank: int, world_size: int, library: Path) -> None:
     _, place = begin(library)
-    ddp = place.model(build_model())
     scheme = gradwire.schemes.by_name("slimgc", pull="raw", update="owner", threshold_bytes=0)
     with pytest.raises(gradwire.Unsupported, match='update="worker"'):
-        attach(ddp, adamw(ddp), scheme)
+        training_at(rank, place, scheme)

@@ -15,16 +15,15 @@ import emulated
 import late
 import pytest
 import torch
-import torch.distributed as dist
+from late_cases import begin_with_kernels
 
 import gradwire
 from gradwire.core.staging import StagedBucket
-from gradwire.gpu import kernels
 from gradwire.schemes.auto import costs
 from gradwire_lab.bench import device_checks
 from gradwire_lab.bench.device_checks import CheckFailed
 from gradwire_lab.cli import gpu
-from ranks import on_ranks, patience, run_ranks
+from ranks import on_ranks, patience
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
@@ -33,7 +32,8 @@ def do_nothing(*arguments: Any) -> None:
     pass
 
 
-def run_sections(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_sections_pass_on_the_late_device_and_see_faults(rank: int, world_size: int, library: Path) -> None:
     functions = late.load(library)
     functions.set_lateness_us(500)
     device = torch.device("late", 0)
@@ -49,20 +49,14 @@ def run_sections(rank: int, world_size: int, library: Path) -> None:
         device_checks.measure_copies(device, 1 << 16)
 
 
-def test_sections_pass_on_the_late_device_and_see_faults(library: Path) -> None:
-    run_ranks(run_sections, 1, library)
-
-
 @on_ranks(2)
 def test_schemes_are_compared_with_the_cpu(rank: int, world_size: int, library: Path) -> None:
-    functions = late.load(library)
-    kernels.MAKERS["late"] = functools.partial(emulated.LateKernels, emulated.build(), functions)
+    functions, place = begin_with_kernels(library)
     functions.set_lateness_us(500)
-    group = dist.new_group(backend="like_nccl")
-    found = device_checks.check_schemes(torch.device("late", 0), group, note=lambda _: None)
-    assert found["n_schemes"] > 15
+    check = functools.partial(device_checks.check_schemes, place.device, place.group, note=lambda _: None)
+    assert check()["n_schemes"] > 15
     with mock.patch.object(costs, "_DEVICE_SAMPLE", 1 << 12):  # of kernels that are emulated
-        found = device_checks.check_schemes(torch.device("late", 0), group, note=lambda _: None, placement="device")
+        found = check(placement="device")
     assert set(found["seconds"]) == {
         "acp-sgd", "auto", "bf16", "dgc", "embedded-float", "gcomp", "homomorphic", "one-bit", "plain", "power-sgd",
         "power-sgd-overlap", "qsgd", "sign-sgd", "slimgc", "terngrad", "thc", "top-k", "truncated-float",
@@ -72,7 +66,7 @@ def test_schemes_are_compared_with_the_cpu(rank: int, world_size: int, library: 
         mock.patch.object(StagedBucket, "send_back", do_nothing),
         pytest.raises(CheckFailed, match=r"other bits.*one-bit"),
     ):
-        device_checks.check_schemes(torch.device("late", 0), group, note=lambda _: None)
+        check()
 
 
 def test_without_a_device_nothing_is_claimed(tmp_path: Path) -> None:

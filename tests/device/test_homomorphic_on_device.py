@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import time
+import functools
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,19 +11,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from late import LikeNccl
-from late_cases import CPU, Place, attach, bits_of
-from test_on_device import begin_with_kernels, by_name, placement_on
-from test_staged_schemes import counting_waits_of_hooks
+from late_cases import (
+    CPU,
+    Place,
+    assert_the_dead_is_named,
+    begin_with_kernels,
+    counting_waits_of_hooks,
+    die_in_step_2,
+    end,
+    sgd,
+    training_at,
+)
+from test_on_device import by_name
 from torch import Tensor, nn
 
 import gradwire
 from gradwire.codecs import packed_values
 from gradwire.codecs.packed_values import HEAD_WORDS
-from gradwire.schemes import Scheme
 from gradwire.schemes.homomorphic import learnt
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire, Reading
 from ranks import on_ranks, patience, run_ranks, try_ranks
+from small_training import Training
 
 N_WORDS, N_STEPS = 700, 9
 N_VALUES = N_WORDS * 12 + 12 * 3 + 3  # of all parameters: one bucket, once DDP has made its buckets anew
@@ -53,27 +61,24 @@ def words_of(rank: int, step: int, place: Place) -> Tensor:
     return (torch.arange(N_WORDS) if step == 3 else some).to(place.device)
 
 
+def training_of(rank: int, place: Place, name: str, lr: float = 0.1, dtype: torch.dtype = torch.float32) -> Training:
+    scheme = by_name("homomorphic", index="bitmap", **OPTIONS[name])
+    optimizer = functools.partial(sgd, lr=lr)
+    return training_at(rank, place, scheme, optimizer, Words(dtype), lambda out: out.float().square().sum(), words_of)
+
+
 def train(
-    rank: int, place: Place, scheme: Scheme, dtype: torch.dtype = torch.float32, bad_step: int | None = None
+    rank: int, place: Place, name: str, dtype: torch.dtype = torch.float32, bad_step: int | None = None
 ) -> tuple[Tensor, dict[str, Any]]:
     """The parameters after some steps, and stats; in `bad_step` rank 1's gradient is not finite, and nobody steps."""
-    ddp = place.model(Words(dtype))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=2.0**-8)
-    attachment = attach(ddp, optimizer, scheme, **placement_on(place))
+    training = training_of(rank, place, name, 2.0**-8, dtype)
     for step in range(N_STEPS):
-        optimizer.zero_grad()
-        loss = ddp(words_of(rank, step, place)).float().square().sum()
-        (loss * (float("inf") if (rank, step) == (1, bad_step) else 1.0)).backward()
+        training.backward(step, float("inf") if (rank, step) == (1, bad_step) else 1.0)
         if step != bad_step:
-            optimizer.step()
-    attachment.stats()  # which waits until the last step is settled
-    stats = scheme.stats()
-    attachment.close()
-    return bits_of(ddp), stats
-
-
-def scheme_of(name: str) -> Scheme:
-    return by_name("homomorphic", index="bitmap", **OPTIONS[name])
+            training.optimizer.step()
+    training.attachment.stats()  # which waits until the last step is settled
+    stats = training.attachment.scheme.stats()
+    return end(training), stats
 
 
 @pytest.mark.parametrize(
@@ -89,10 +94,10 @@ def test_bits_are_the_cpus(rank: int, world_size: int, library: Path, dtypes: li
         for name in OPTIONS:
             for bad_step in (None, 2, 5) if dtype == torch.float32 and world_size > 1 else (None,):
                 late.set_lateness_us(0)
-                expected, on_cpu = train(rank, Place(CPU), scheme_of(name), dtype, bad_step)
+                expected, on_cpu = train(rank, Place(CPU), name, dtype, bad_step)
                 late.set_lateness_us(200)
                 with counting_waits_of_hooks(late) as waits:
-                    found, on_device = train(rank, device, scheme_of(name), dtype, bad_step)
+                    found, on_device = train(rank, device, name, dtype, bad_step)
                 assert not any(waits), "autograd's thread waited for the device"
                 assert torch.equal(found, expected), f"{name}, {dtype}: off by {(found - expected).abs().max()}"
                 assert bool(found.isfinite().all())
@@ -109,32 +114,6 @@ def test_bits_are_the_cpus(rank: int, world_size: int, library: Path, dtypes: li
 # ---- bad input
 
 
-@on_ranks(1)
-def test_what_needs_the_host_says_so(rank: int, world_size: int, library: Path) -> None:
-    _, place = begin_with_kernels(library)
-    ddp = place.model(Words(torch.float32))
-    unsure = place.model(Words(torch.float32), find_unused_parameters=True)
-    for model, options, says in (
-        (ddp, {"mode": "exact"}, "mode='exact' works on host memory.*mode=\"packed\""),
-        (ddp, {"mode": "sketch"}, 'mode="packed"'),
-        (ddp, {"mode": "lossy"}, 'mode="packed"'),
-        (ddp, {"index": "bloom"}, 'index="bitmap"'),
-        (ddp, {"aggregator": "switch"}, 'aggregator="process-group"'),
-        (unsure, {"sparsifier": "top-k"}, "find_unused_parameters=True"),
-    ):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scheme = gradwire.schemes.by_name("homomorphic", **options)
-        with pytest.raises(gradwire.Unsupported, match=says):
-            gradwire.attach(model, optimizer, scheme, placement="device")
-    optimizer = torch.optim.SGD(unsure.parameters(), lr=0.1)
-    gradwire.attach(unsure, optimizer, "homomorphic", placement="device").close()
-
-
-def backward(ddp: nn.Module, rank: int, step: int, place: Place) -> None:
-    ddp.zero_grad()
-    ddp(words_of(rank, step, place)).square().sum().backward()
-
-
 @on_ranks(2)
 def test_an_index_that_is_changed_on_its_way(rank: int, world_size: int, library: Path) -> None:
     """A word of the ranks' heads is changed on its way to both of them, and then a bit past the end."""
@@ -145,9 +124,8 @@ def test_an_index_that_is_changed_on_its_way(rank: int, world_size: int, library
         (0, gradwire.RankMismatch, "a message was altered on its way"),
         (HEAD_WORDS + N_VALUES // 32, gradwire.CorruptMessage, f"past its {N_VALUES} values"),
     ):
-        ddp = place.model(Words(torch.float32))
-        attachment = attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), scheme_of("all"), placement="device")
-        backward(ddp, rank, 0, place)
+        training = training_of(rank, place, "all")
+        training.backward(0)
 
         def change(group: LikeNccl, output: Tensor, tensor: Tensor, opts: Any = None, at: int = at) -> Any:
             work = all_gather(group, output, tensor, opts)
@@ -157,56 +135,37 @@ def test_an_index_that_is_changed_on_its_way(rank: int, world_size: int, library
             return work
 
         with mock.patch.object(LikeNccl, "_allgather_base", change), pytest.raises(error, match=says):
-            backward(ddp, rank, 1, place)
-        attachment.close()
+            training.backward(1)
+        training.attachment.close()
 
 
 @on_ranks(2)
 def test_ranks_that_disagree(rank: int, world_size: int, library: Path) -> None:
     """In options, while layouts are the same."""
     _, place = begin_with_kernels(library)
-    ddp = place.model(Words(torch.float32))
-    attachment = attach(
-        ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), scheme_of(("all", "largest")[rank]), placement="device"
-    )
+    training = training_of(rank, place, ("all", "largest")[rank])
     with pytest.raises(gradwire.RankMismatch, match="config"):
-        backward(ddp, rank, 0, place)
-    attachment.close()
+        training.backward(0)
+    training.attachment.close()
 
 
 def die(rank: int, world_size: int, library: Path) -> tuple[str, float]:
     """While the other rank's lane waits for the device, and so for it."""
     late, place = begin_with_kernels(library)
     late.set_lateness_us(1_000)
-    ddp = place.model(Words(torch.float32))
-    attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), scheme_of("all"), placement="device")
-    started = time.monotonic()
-    try:
-        for step in range(6):
-            if (rank, step) == (1, 2):
-                os._exit(7)
-            started = time.monotonic()
-            backward(ddp, rank, step, place)
-    except gradwire.PeerLost as error:
-        return str(error), time.monotonic() - started
-    return "not noticed", 0.0
+    return die_in_step_2(training_of(rank, place, "all"))
 
 
 def test_a_rank_that_dies_is_named(library: Path) -> None:
-    survivor, dead = try_ranks(die, 2, library)
-    assert survivor.error is None, survivor.traceback
-    said, after_s = survivor.result
-    assert "lost rank 1, which" in said
-    assert after_s < 20
-    assert dead.exit_code == 7
+    assert_the_dead_is_named(*try_ranks(die, 2, library))
 
 
 def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:
     """Which faults made a difference."""
     late, place = begin_with_kernels(library)
-    expected, _ = train(rank, Place(CPU), scheme_of("largest"))
+    expected, _ = train(rank, Place(CPU), "largest")
     late.set_lateness_us(int(3_000 * patience()))
-    assert torch.equal(train(rank, place, scheme_of("largest"))[0], expected)
+    assert torch.equal(train(rank, place, "largest")[0], expected)
     seen = {}
     read, pack = DeviceWire.read, packed_values.pack
 
@@ -227,7 +186,7 @@ def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:
         "another stream": mock.patch.object(packed_values, "pack", pack_elsewhere),
     }.items():
         with patch:
-            seen[name] = not torch.equal(train(rank, place, scheme_of("largest"))[0], expected)
+            seen[name] = not torch.equal(train(rank, place, "largest")[0], expected)
     wire = DeviceWire(Communicator(), [place.device])
     late.set_lateness_us(int(30_000 * patience()))
     with wire.stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import emulated
 import pytest
 import torch
 from kernel_checks import ORDERS, run
+from test_kernels import SOME_FLOATS
 
 from gradwire.gpu.compiler import SOURCES
 from ranks import patience
@@ -37,7 +39,7 @@ def test_kernels_are_clean_under_the_sanitizers(family: str) -> None:
         **os.environ,
         "LD_PRELOAD": ":".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
-        "PYTHONPATH": os.pathsep.join([str(SOURCES.parents[2]), str(emulated.HERE)]),
+        "PYTHONPATH": os.pathsep.join(map(str, (SOURCES.parents[2], emulated.HERE, emulated.HERE.parent))),
     }
     library = emulated.build(emulated.SANITIZED)
     command = [sys.executable, str(emulated.HERE / "sanitized.py"), str(library), "5", family]
@@ -53,40 +55,31 @@ class Fault(NamedTuple):
     wrong: str
 
 
+def without_barrier(file: str, before: str, indent: str = "  ") -> Fault:
+    return Fault(file, f"{before}\n{indent}__syncthreads();", before)
+
+
 # What is run of a family, and the faults that have to be seen in it; none writes outside the memory that it was given.
+GRADIENT: dict[str, Any] = {"content": ("gradient",)}
+FLOAT32: dict[str, Any] = {**GRADIENT, "dtype": (torch.float32,)}
 RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "quantised": {
-        "quantised": {"codec": ["one-bit"], "n": (777, 3001, 4097, 9000), "content": ("gradient",)},
+        "quantised": {"codec": ["one-bit"], "n": (777, 3001, 4097, 9000), **GRADIENT},
         "orthogonal": {},
         "signs": {},
-        "thc": {"n": (1100,), "content": ("gradient",)},
-        "index": {"n": (1025,), "content": ("gradient",)},
+        "thc": {"n": (1100,), **GRADIENT},
+        "index": {"n": (1025,), **GRADIENT},
     },
-    "floats": {
-        "floats": {
-            "codec": (
-                "truncated 3",
-                "truncated 8",
-                "truncated native 7 stochastic",
-                "fp4-e2m1 4 stochastic",
-                "embedded 7",
-            ),
-            "n": (300,),
-            "content": ("gradient",),
-            "dtype": (torch.float32,),
-        }
-    },
-    "gcomp": {
-        "gcomp": {"codec": ["paper"], "n": (100, 16_400), "content": ("gradient",), "dtype": (torch.float32,)},
-    },
+    "floats": {"floats": {"codec": SOME_FLOATS, "n": (300,), **FLOAT32}},
+    "gcomp": {"gcomp": {"codec": ["paper"], "n": (100, 16_400), **FLOAT32}},
     "selection": {"selection": {"n": (2049, 9_000), "content": ("gradient", "short"), "share": (0.01, 0.1)}},
 }
+OF_A_CHECKSUM = without_barrier("checksum.hpp", "shared.warps[threadIdx.x / kWarp] = word;")
+COUNTED = "    if ((bits ^ leading) >> end_bit == 0) atomicAdd(&bins[bits >> p.shift & mask], 1u);\n  }"
+COPIED = "  for (u32 i = threadIdx.x; i < own.exponent_bytes"
+ALONE, IS_FINITE = "  if (threadIdx.x != 0) return;\n", "  const bool is_finite = all_finite(p);"
 FAULTS = {
-    "quantised: a barrier is missing before what all warps found is added up": Fault(
-        "checksum.hpp",
-        "shared.warps[threadIdx.x / kWarp] = word;\n  __syncthreads();",
-        "shared.warps[threadIdx.x / kWarp] = word;",
-    ),
+    "quantised: a barrier is missing before what all warps found is added up": OF_A_CHECKSUM,
     "quantised: a tie counts as a majority": Fault(
         "signs.hpp", "2 * n_negative > p.n_ranks", "2 * n_negative >= p.n_ranks"
     ),
@@ -100,35 +93,23 @@ FAULTS = {
         "thc.hpp", "for (u32 half = 1; half < size; half *= 2) {", "for (u32 half = size / 2; half > 0; half /= 2) {"
     ),
     "quantised: half of a block's lanes are not added": Fault(
-        "quantised.hpp",
-        "return {sum_of_lanes(own.positive, kLanes),",
-        "return {sum_of_lanes(own.positive, kLanes / 2),",
+        "quantised.hpp", "{sum_of_lanes(own.positive, kLanes),", "{sum_of_lanes(own.positive, kLanes / 2),"
     ),
     "quantised: a barrier that not all threads come to": Fault(
-        "quantised.hpp",
-        "  if (threadIdx.x != 0) return;\n  const bool is_finite = all_finite(p);",
-        "  if (threadIdx.x != 0) return;\n  __syncthreads();\n  const bool is_finite = all_finite(p);",
+        "quantised.hpp", ALONE + IS_FINITE, f"{ALONE}  __syncthreads();\n{IS_FINITE}"
     ),
     "quantised: values are packed from the block after": Fault(
         "index.hpp", "block == 0 ? 0 : p.ends[block - 1]", "p.ends[block]"
     ),
     "quantised: half of a warp's words are not counted": Fault(
-        "index.hpp",
-        "sum_of_lanes(static_cast<u32>(__popc(word)))",
-        "sum_of_lanes(static_cast<u32>(__popc(word)), kWarp / 2)",
+        "index.hpp", "static_cast<u32>(__popc(word)))", "static_cast<u32>(__popc(word)), kWarp / 2)"
     ),
-    "quantised: a barrier is missing after a reflection": Fault(
-        "low_rank.hpp", "row[i] -= tail[i] * weight;\n  }\n  __syncthreads();", "row[i] -= tail[i] * weight;\n  }"
+    "quantised: a barrier is missing after a reflection": without_barrier(
+        "low_rank.hpp", "row[i] -= tail[i] * weight;\n  }"
     ),
-    "floats: a barrier is missing before what all warps found is added up": Fault(
-        "checksum.hpp",
-        "shared.warps[threadIdx.x / kWarp] = word;\n  __syncthreads();",
-        "shared.warps[threadIdx.x / kWarp] = word;",
-    ),
+    "floats: a barrier is missing before what all warps found is added up": OF_A_CHECKSUM,
     "floats: half of a warp is not asked for the largest": Fault(
-        "embedded.hpp",
-        "largest = largest_of_lanes(largest) >> 23;",
-        "largest = largest_of_lanes(largest, kWarp / 2) >> 23;",
+        "embedded.hpp", "largest_of_lanes(largest) >> 23;", "largest_of_lanes(largest, kWarp / 2) >> 23;"
     ),
     "floats: streams draw each other's numbers": Fault(
         "truncated.hpp", "value / 64 * 8 + value % 8);", "value / 64 * 8 + (value % 8 ^ 1));"
@@ -139,8 +120,8 @@ FAULTS = {
     "gcomp: a lane takes the word of the one above": Fault(
         "gcomp.hpp", "n_words - __popc(taking >> lane)", "n_words - __popc(taking >> lane >> 1)"
     ),
-    "gcomp: a barrier is missing before the table is read": Fault(
-        "gcomp.hpp", "look_up[i] = p.table->look_up[i];\n  __syncthreads();", "look_up[i] = p.table->look_up[i];"
+    "gcomp: a barrier is missing before the table is read": without_barrier(
+        "gcomp.hpp", "look_up[i] = p.table->look_up[i];"
     ),
     "gcomp: bits that share a word are written as if they did not": Fault(
         "gcomp.hpp",
@@ -148,22 +129,14 @@ FAULTS = {
         "shared.stage[at / 32] = static_cast<u32>(placed)",
     ),
     "gcomp: a barrier is missing before coded exponents are copied": Fault(
-        "gcomp.hpp",
-        "  __syncthreads();\n  for (u32 i = threadIdx.x; i < own.exponent_bytes",
-        "  for (u32 i = threadIdx.x; i < own.exponent_bytes",
+        "gcomp.hpp", f"  __syncthreads();\n{COPIED}", COPIED
     ),
     "gcomp: the ballot of both halves of a warp is taken for one's own": Fault(
         "gcomp.hpp", "taking = ballot_of_segment(takes)", "taking = __ballot_sync(kWholeWarp, takes)"
     ),
-    "selection: a barrier is missing before what was counted is given on": Fault(
-        "selection.hpp",
-        "    if ((bits ^ leading) >> end_bit == 0) atomicAdd(&bins[bits >> p.shift & mask], 1u);\n  }\n  __syncthreads();",
-        "    if ((bits ^ leading) >> end_bit == 0) atomicAdd(&bins[bits >> p.shift & mask], 1u);\n  }",
-    ),
-    "selection: a barrier is missing within the sum of what lies before": Fault(
-        "device.hpp",
-        "sums[threadIdx.x - distance] : 0;\n    __syncthreads();",
-        "sums[threadIdx.x - distance] : 0;",
+    "selection: a barrier is missing before what was counted is given on": without_barrier("selection.hpp", COUNTED),
+    "selection: a barrier is missing within the sum of what lies before": without_barrier(
+        "device.hpp", "sums[threadIdx.x - distance] : 0;", "    "
     ),
     "selection: bins are not emptied": Fault(
         "selection.hpp", "bins[threadIdx.x * kEach + i] = 0;", "bins[threadIdx.x * kEach + i] += 0;"
@@ -185,11 +158,6 @@ def test_a_planted_fault_is_seen(name: str, tmp_path: Path) -> None:
     path.write_text(text.replace(fault.right, fault.wrong))
     library = emulated.build(source=tmp_path / "source")
 
-    def run_in_all_orders() -> None:
-        for order in ORDERS:
-            kernels = emulated.EmulatedKernels(library, order)
-            for family, axes in runs.items():
-                run(kernels, family, **axes)
-
-    with pytest.raises(AssertionError, match=f"^({'|'.join(runs)}), "):
-        run_in_all_orders()
+    with pytest.raises(AssertionError, match=f"^({'|'.join(runs)}), "):  # noqa: PT012
+        for order, (family, axes) in itertools.product(ORDERS, runs.items()):
+            run(emulated.EmulatedKernels(library, order), family, **axes)

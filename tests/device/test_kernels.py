@@ -1,14 +1,30 @@
-"""The quantisers' kernels, run on the host: the CPU codecs' bytes in every order of threads."""
+"""Kernels run on the host: the CPU codecs' bytes in every order of threads; and of the quantisers, what they refuse."""
 
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
-import emulated
 import pytest
 import torch
-from emulated import EmulatedKernels
-from kernel_checks import CONTENTS, FAMILIES, ORDERS, QUANTISED_SIZES, QUANTISERS, run, values_of
+from emulated import EmulatedKernels, kernels
+from kernel_checks import (
+    CONTENTS,
+    FAMILIES,
+    FLOAT_EDGES,
+    FLOAT_SIZES,
+    FLOATS,
+    GCOMP,
+    GCOMP_SIZES,
+    ORDERS,
+    QUANTISED_SIZES,
+    QUANTISERS,
+    SELECTED,
+    WIDE_FLOATS,
+    run,
+    values_of,
+)
+from lies import sealed
 
 from gradwire.codecs import packed_values
 from gradwire.codecs.hadamard import Thc
@@ -20,44 +36,65 @@ from gradwire.gpu.driver import CudaKernels
 from gradwire.gpu.kernels import using
 from gradwire.gpu.launching import raise_error
 
+FORWARD, OTHERS, BY_CHANCE = (0,), ORDERS[1:], (7,)
+GRADIENT: dict[str, Any] = {"content": ("gradient",)}
+FLOAT32: dict[str, Any] = {"dtype": (torch.float32,)}
+WIDE: dict[str, Any] = {"codec": WIDE_FLOATS, "content": ("gradient", "nan"), **FLOAT32}
+SOME_QUANTISERS = (
+    "one-bit", "two-bit", "one-bit two-means by group", "two-bit by group", "four levels by group", "qsgd",
+)  # fmt: skip
+SOME_FLOATS = ("truncated 3", "truncated 8", "truncated native 7 stochastic", "fp4-e2m1 4 stochastic", "embedded 7")
+SOME_GCOMP = ("paper, few codes", "uniform")
+EDGES: dict[str, Any] = {"codec": SOME_FLOATS, "content": ("nan",), **FLOAT32}
+# Family, orders of threads, axes that are others than the family's own, and how many cases that makes.
+RUNS: list[tuple[str, tuple[int, ...], dict[str, Any], int]] = [
+    ("quantised", FORWARD, {"codec": SOME_QUANTISERS, **GRADIENT}, 6 * 6 * len(QUANTISED_SIZES)),
+    ("quantised", OTHERS, {"n": (0, 33, 4097), **GRADIENT}, 6 * 3 * len(QUANTISERS)),
+    ("quantised", BY_CHANCE, {"n": (65,)}, 6 * len(QUANTISERS) * len(CONTENTS)),
+    # A payload of many pieces.
+    ("quantised", FORWARD, {"codec": ["qsgd"], "n": [70_001], "residual": [False], **GRADIENT, **FLOAT32}, 1),
+    ("products", ORDERS, {}, 28),
+    ("orthogonal", ORDERS, {}, 7),
+    ("signs", ORDERS, {}, 48),
+    ("index", ORDERS, {}, 168),
+    ("ternary", FORWARD, {}, 240),
+    ("ternary", OTHERS, GRADIENT, 60),
+    ("thc", FORWARD, {}, 120),
+    ("thc", OTHERS, {"n": (63, 1025), **GRADIENT}, 12),
+    ("floats", FORWARD, GRADIENT, 3 * len(FLOAT_SIZES) * len(FLOATS)),
+    ("floats", FORWARD, WIDE, 2 * len(FLOAT_SIZES) * len(WIDE_FLOATS)),
+    ("floats", OTHERS, {"n": (33, 257), **GRADIENT}, 3 * 2 * len(FLOATS)),
+    ("floats", OTHERS, {"n": (33, 257), **WIDE}, 2 * 2 * len(WIDE_FLOATS)),
+    ("floats", BY_CHANCE, {"n": (70,)}, 3 * len(FLOATS) * len(CONTENTS)),
+    ("floats", FORWARD, {"n": FLOAT_EDGES, **EDGES}, 3 * len(SOME_FLOATS)),
+    ("floats", OTHERS, {"n": (16_385,), **EDGES}, len(SOME_FLOATS)),
+    ("gcomp", FORWARD, {"n": GCOMP_SIZES, **GRADIENT}, 3 * len(GCOMP_SIZES) * len(GCOMP)),
+    ("gcomp", OTHERS, {"n": (0, 33), **GRADIENT}, 3 * 2 * len(GCOMP)),
+    ("gcomp", BY_CHANCE, {"n": (65,)}, 3 * len(GCOMP) * len(CONTENTS)),
+    ("gcomp", FORWARD, {"n": FLOAT_EDGES, "codec": SOME_GCOMP, **GRADIENT, **FLOAT32}, 3 * 2),
+    ("gcomp", OTHERS, {"n": (16_385,), "codec": SOME_GCOMP[:1], **GRADIENT, **FLOAT32}, 1),
+    *(("selection", FORWARD, {"n": (1, 33, 2049, 5_000), "content": [content]}, 3 * 4 * 3) for content in SELECTED),
+    ("selection", FORWARD, {"n": (1, 33, 2049, 5_000), "content": ["nan"], "way": ["exact"]}, 3 * 4),
+    ("selection", ORDERS, {"n": (33, 2047, 17_000), "content": ("gradient", "alike", "short"), "share": (0.01,)}, 27),
+    # More pieces than a block adds up at once: 272, and the sums before them take two rounds of 256 threads.
+    ("selection", FORWARD, {"n": [33 * 16_384 + 5], "content": ["short"], "share": [0.02], "way": ["exact"]}, 1),
+    # And more tensors than that.
+    ("selection", FORWARD, {"n": [900], "share": [0.4], "way": ["threes"], **GRADIENT}, 1),
+]
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_messages_residuals_and_values_are_the_cpus(order: int) -> None:
-    sizes = QUANTISED_SIZES if order == 0 else (0, 33, 4097)
-    some = ("one-bit", "two-bit", "one-bit two-means by group", "two-bit by group", "four levels by group", "qsgd")
-    names = some if order == 0 else tuple(QUANTISERS)
-    n_cases = run(EmulatedKernels(emulated.build(), order), "quantised", codec=names, n=sizes, content=("gradient",))
-    assert n_cases == 6 * len(sizes) * len(names)
 
-
-def test_every_content_is_the_cpus() -> None:
-    assert run(EmulatedKernels(emulated.build(), 7), "quantised", n=(65,)) == 6 * len(QUANTISERS) * len(CONTENTS)
-
-
-def test_a_payload_of_many_pieces_is_the_cpus() -> None:
-    axes = {"codec": ["qsgd"], "n": [70_001], "content": ["gradient"], "dtype": [torch.float32], "residual": [False]}
-    assert run(EmulatedKernels(emulated.build()), "quantised", **axes) == 1
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("family", "n_cases"), [("products", 28), ("orthogonal", 7), ("signs", 48), ("index", 168)])
-def test_what_makes_no_messages_is_the_cpus(family: str, n_cases: int, order: int) -> None:
-    assert run(EmulatedKernels(emulated.build(), order), family) == n_cases
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_ternary_and_thc_are_the_cpus(order: int) -> None:
-    kernels = EmulatedKernels(emulated.build(), order)
-    few = {} if order == 0 else {"content": ("gradient",)}
-    assert run(kernels, "ternary", **few) == (240 if order == 0 else 60)
-    sizes = {} if order == 0 else {"n": (63, 1025)}
-    assert run(kernels, "thc", **few, **sizes) == (120 if order == 0 else 12)
+@pytest.mark.parametrize(
+    ("family", "order", "axes", "n_cases"),
+    [(family, order, axes, n_cases) for family, orders, axes, n_cases in RUNS for order in orders],
+)
+def test_every_case_is_the_cpus(family: str, order: int, axes: dict[str, Any], n_cases: int) -> None:
+    assert run(kernels(order), family, **axes) == n_cases
 
 
 def test_ternary_spans_that_are_not_finite_are_nan_on_both() -> None:
     codec, values, cpu = Ternary(), torch.ones(80), torch.device("cpu")
-    for kernels in (None, EmulatedKernels(emulated.build())):
-        with contextlib.nullcontext() if kernels is None else using(kernels):
+    for used in (None, kernels()):
+        with contextlib.nullcontext() if used is None else using(used):
             for spans in ([(0, 10), (10, 80)], [(0, 80)]):
                 shares, n_bad = codec.share(80, spans, cpu), spans[-1][1] - spans[-1][0]
                 scales, out = torch.zeros(len(spans)), torch.empty(80)
@@ -75,8 +112,8 @@ def test_ternary_spans_that_are_not_finite_are_nan_on_both() -> None:
 def test_thc_blocks_that_are_not_finite_are_nan_on_both() -> None:
     codec, values = Thc(), torch.ones(1100)
     norms, codes = torch.zeros(2), torch.empty(codec.code_bytes(1100, 2), dtype=torch.uint8)
-    for kernels in (None, EmulatedKernels(emulated.build())):
-        with contextlib.nullcontext() if kernels is None else using(kernels):
+    for used in (None, kernels()):
+        with contextlib.nullcontext() if used is None else using(used):
             for bad in (float("nan"), float("-inf"), 3e38):  # the sum of the last one's squares is beyond float32
                 values[1050:1060] = bad
                 codec.write_norms(values, norms)
@@ -92,7 +129,7 @@ def test_no_more_values_are_packed_than_there_is_room_for() -> None:
     values, message = torch.ones(70), torch.empty(HEAD_WORDS + 3, dtype=torch.int32)
     head, index = message.split([HEAD_WORDS, 3])
     packed = torch.full((30,), 7.0)  # where ranks were to hold different counts
-    with using(EmulatedKernels(emulated.build())):
+    with using(kernels()):
         packed_values.write_index(values, message, 5)
         ends = packed_values.count(index, 70, head)
         packed_values.pack(values, index, packed[:20], ends)
@@ -104,25 +141,25 @@ def test_no_more_values_are_packed_than_there_is_room_for() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_case_is_the_cpus_on_a_gpu(family: str) -> None:
-    kernels = CudaKernels(torch.device("cuda"))
-    assert run(kernels, family) > 0
+    on_gpu = CudaKernels(torch.device("cuda"))
+    assert run(on_gpu, family) > 0
     if family in ("quantised", "gcomp", "floats"):
         some = {"quantised": ("one-bit", "two-bit", "qsgd"), "gcomp": ("uniform", "paper"), "floats": ("truncated 8",)}
-        assert run(kernels, family, codec=some[family], n=((1 << 20) + 1, 1 << 24), content=("gradient",)) > 0
+        assert run(on_gpu, family, codec=some[family], n=((1 << 20) + 1, 1 << 24), content=("gradient",)) > 0
 
 
-def message_of(kernels: EmulatedKernels, codec: Quantised, n: int, cuts: tuple[int, ...] = ()) -> torch.Tensor:
+def message_of(used: EmulatedKernels, codec: Quantised, n: int, cuts: tuple[int, ...] = ()) -> torch.Tensor:
     message = torch.empty(codec.message_room(n, cuts), dtype=torch.uint8)
-    with using(kernels):
+    with using(used):
         codec.encode(values_of("gradient", n), message, cuts=cuts)
     return message
 
 
 def error_of(
-    kernels: EmulatedKernels, codec: Quantised, message: torch.Tensor, n: int, cuts: tuple[int, ...] = ()
+    used: EmulatedKernels, codec: Quantised, message: torch.Tensor, n: int, cuts: tuple[int, ...] = ()
 ) -> tuple[int, torch.Tensor]:
     error, out = torch.zeros(1, dtype=torch.int32), torch.full((n,), 7.0)
-    with using(kernels):
+    with using(used):
         codec.decode(message, out, cuts=cuts, error=error)
         codec.decode(message, again := torch.full((n,), 7.0), cuts=cuts)
     assert torch.equal(out.isnan(), again.isnan())
@@ -133,72 +170,57 @@ def error_of(
     "name", ["one-bit", "two-bit", "one-bit by group", "two-bit by group", "four levels by group", "qsgd"]
 )
 def test_a_changed_message_is_reported_and_not_read(name: str) -> None:
-    kernels, codec, n = EmulatedKernels(emulated.build()), QUANTISERS[name], 200
-    message = message_of(kernels, codec, n)
-    assert error_of(kernels, codec, message, n)[0] == 0
+    used, codec, n = kernels(), QUANTISERS[name], 200
+    message = message_of(used, codec, n)
+    assert error_of(used, codec, message, n)[0] == 0
     for byte in (0, 4, 5, 6, 7, 8, 16, 20, 28, 31, 32, 40, message.numel() - 1):
         changed = message.clone()
         changed[byte] ^= 0x10
-        code, out = error_of(kernels, codec, changed, n)
+        code, out = error_of(used, codec, changed, n)
         with pytest.raises((CorruptMessage, IncompatibleVersion)):
-            raise_error(code, name, kernels.device)
+            raise_error(code, name, used.device)
         assert bool(out.isnan().all()), f"values of a message with another byte {byte} were used"
         with pytest.raises((CorruptMessage, IncompatibleVersion)):
             codec.decode(changed, torch.empty(n))
 
 
-def test_a_code_that_no_encoder_writes_is_reported_though_the_checksum_is_right() -> None:
-    kernels, codec = EmulatedKernels(emulated.build()), QUANTISERS["two-bit"]
-    message = message_of(kernels, codec, 16)
-    message[32] |= 3
-    _seal(message)
-    with pytest.raises(CorruptMessage, match="no encoder writes"):
-        raise_error(error_of(kernels, codec, message, 16)[0], "two-bit", kernels.device)
-    with pytest.raises(CorruptMessage, match="no encoder writes"):
-        codec.decode(message, torch.empty(16))
-
-
-def test_groups_that_no_encoder_writes_are_reported_though_the_checksum_is_right() -> None:
-    kernels, codec, n, cuts = EmulatedKernels(emulated.build()), QUANTISERS["two-bit by group"], 200, (130,)
-    message = message_of(kernels, codec, n, cuts)
-    # The number of cuts, the cut, the first group's scale (Inf), the first code (3).
-    for byte, to, says in ((32, 2, "flags"), (36, 1, "flags"), (41, 0xFF, "no encoder"), (48, 3, "no encoder")):
-        lie = message.clone()
-        lie[byte] |= to
-        _seal(lie)
-        with pytest.raises(CorruptMessage, match=says):
-            raise_error(error_of(kernels, codec, lie, n, cuts)[0], codec.name, kernels.device)
+# Of messages of so many values, cut there: bytes that no encoder writes, and what is said.
+LIES = [
+    ("two-bit", 16, (), {32: 0xFF}, "no encoder writes"),
+    ("two-bit by group", 200, (130,), {32: 3}, "flags"),  # the number of cuts
+    ("two-bit by group", 200, (130,), {36: 131}, "flags"),  # the cut
+    ("two-bit by group", 200, (130,), {41: 0xFF}, "no encoder"),  # the first group's scale
+    ("two-bit by group", 200, (130,), {48: 0xFF}, "no encoder"),  # the first codes
     # All codes of four levels mean something; a scale that is not finite does not.
-    four = QUANTISERS["four levels by group"]
-    lie = message_of(kernels, four, n)
-    lie[36:38] = torch.tensor([0x80, 0x7F])
-    _seal(lie)
-    with pytest.raises(CorruptMessage, match="no encoder"):
-        raise_error(error_of(kernels, four, lie, n)[0], four.name, kernels.device)
-    with pytest.raises(InvalidArgument, match="cuts ascend"):
-        codec.message_room(n, (130, 130))
+    ("four levels by group", 200, (), {36: 0x80, 37: 0x7F}, "no encoder"),
+]
+
+
+@pytest.mark.parametrize(("name", "n", "cuts", "lie", "says"), LIES)
+def test_what_no_encoder_writes_is_reported_though_the_checksum_is_right(
+    name: str, n: int, cuts: tuple[int, ...], lie: dict[int, int], says: str
+) -> None:
+    used, codec = kernels(), QUANTISERS[name]
+    message = message_of(used, codec, n, cuts)
+    for place, byte in lie.items():
+        message[place] = byte
+    sealed(codec, message)
+    with pytest.raises(CorruptMessage, match=says):
+        raise_error(error_of(used, codec, message, n, cuts)[0], codec.name, used.device)
+    if not cuts:  # of which the CPU's codec knows what the message says
+        with pytest.raises(CorruptMessage, match=says):
+            codec.decode(message, torch.empty(n))
 
 
 def test_what_kernels_do_not_do_is_refused() -> None:
-    kernels = EmulatedKernels(emulated.build())
-    with pytest.raises(InvalidArgument, match="float32 only"), using(kernels):
+    used = kernels()
+    with pytest.raises(InvalidArgument, match="float32 only"), using(used):
         QUANTISERS["one-bit"].decode(torch.empty(40, dtype=torch.uint8), torch.empty(64).half(), adds=True)
-    assert kernels.launched == []
+    assert used.launched == []
     for codec in (Ternary(), Thc()):
-        with pytest.raises(Unsupported, match=f"{codec.name} has no kernels"), using(kernels):
+        with pytest.raises(Unsupported, match=f"{codec.name} has no kernels"), using(used):
             codec.encode(torch.empty(64), torch.empty(64, dtype=torch.uint8))
+    with pytest.raises(InvalidArgument, match="cuts ascend"):
+        QUANTISERS["two-bit by group"].message_room(200, (130, 130))
     with pytest.raises(Unsupported, match="none for 'meta'"):
         QUANTISERS["one-bit"].check_device(torch.device("meta"))
-
-
-def _seal(message: torch.Tensor) -> None:
-    message[28:32] = torch.tensor(list(_crc32c(bytes(message[:28]) + bytes(message[32:])).to_bytes(4, "little")))
-
-
-def _crc32c(data: bytes) -> int:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF

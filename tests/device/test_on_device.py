@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import emulated
 import pytest
 import torch
-from late_cases import CPU, N_STEPS, Place, adamw, attach, batch, begin, bits_of, build_model
+from late_cases import CPU, Maker, Place, begin_with_kernels, build_model, sgd, train_on_both
 from test_ddp_on_device import (
     FEATURES,
     Feature,
     accumulate_and_clip,
+    compare_features,
     join_with_uneven_inputs,
     keep_graph_static,
     leave_parameters_unused,
@@ -25,17 +23,17 @@ from test_ddp_on_device import (
     stop_and_resume,
     view_buckets,
 )
-from test_staged_schemes import counting_waits_of_hooks
 from torch import Tensor
 
 import gradwire
 from gradwire import schemes
+from gradwire.codecs.general import RawCodec
 from gradwire.codecs.hadamard import Thc
+from gradwire.exchange.ring import Ring
 from gradwire.gpu import kernels
 from gradwire.schemes import Scheme, selection
-from ranks import assert_alike, on_ranks, run_ranks
-
-Maker = Callable[[], Scheme]
+from gradwire.wire.device_wire import DeviceWire
+from ranks import on_ranks
 
 
 def by_name(name: str, **options: Any) -> Scheme:
@@ -124,65 +122,27 @@ SCHEMES: dict[str, Maker] = {
 SUMS_OF_FLOATS = ("acp-sgd", "power-sgd", "homomorphic")
 
 
-def begin_with_kernels(library: Path) -> tuple[Any, Place]:
-    late, place = begin(library)
-    kernels.MAKERS["late"] = functools.partial(emulated.LateKernels, emulated.build(), late)
-    kernels._made.clear()
-    return late, place
-
-
-def train(rank: int, place: Place, scheme: Scheme, n_steps: int = N_STEPS) -> Tensor:
-    ddp = place.model(build_model())
-    optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer, scheme, **placement_on(place))
-    for step in range(n_steps):
-        optimizer.zero_grad()
-        (ddp(batch(rank, step, place)) - 1.0).square().mean().backward()
-        optimizer.step()
-    attachment.close()
-    return bits_of(ddp)
-
-
-def placement_on(place: Place) -> dict[str, str]:
-    return {} if place.device == CPU else {"placement": "device"}
-
-
 # ---- bits
-
-
-def train_on_both(
-    rank: int, world_size: int, library: Path, names: list[str], latenesses_us: list[int]
-) -> dict[tuple[str, int], Tensor]:
-    late, device = begin_with_kernels(library)
-    trained = {}
-    for name in names:
-        late.set_lateness_us(0)
-        expected = train(rank, Place(CPU), SCHEMES[name]())
-        for lateness_us in latenesses_us:
-            late.set_lateness_us(lateness_us)
-            with counting_waits_of_hooks(late) as waits:
-                found = train(rank, device, SCHEMES[name]())
-            assert not any(waits), f"{name}: autograd's thread waited for the device"
-            # Of more than two ranks the backends add floats each in its own order.
-            most = 1e-5 if world_size > 2 and name.startswith(SUMS_OF_FLOATS) else 0.0
-            off = float((found - expected).abs().max())
-            assert off <= most, f"{name}, {lateness_us} us: off by {off}"
-            trained[name, lateness_us] = found
-    assert late.n_waits_with_gil() == 0, "a thread waited for the device and held up all others"
-    return trained
 
 
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize(("world_size", "latenesses_us"), [(1, [1_000]), (2, [0, 5_000]), (3, [1_000])])
-def test_bits_are_the_cpus(library: Path, world_size: int, latenesses_us: list[int], half: int) -> None:
-    names = list(SCHEMES)[half::2]
-    assert_alike(run_ranks(train_on_both, world_size, library, names, latenesses_us, timeout_s=170))
+@on_ranks(timeout_s=170)
+def test_bits_are_the_cpus(
+    rank: int, world_size: int, library: Path, latenesses_us: list[int], half: int
+) -> dict[tuple[str, int], Tensor]:
+    late, device = begin_with_kernels(library)
+    makers = {name: SCHEMES[name] for name in list(SCHEMES)[half::2]}
+    # Of more than two ranks the backends add floats each in its own order.
+    near = tuple(name for name in makers if world_size > 2 and name.startswith(SUMS_OF_FLOATS))
+    return train_on_both(rank, late, device, makers, latenesses_us, near)
 
 
 @on_ranks(2)
 def test_sums_of_two_bytes_are_the_cpus(rank: int, world_size: int, library: Path) -> None:
+    late, device = begin_with_kernels(library)
     with mock.patch.object(Thc, "sums_are_wide", staticmethod(lambda n_ranks: True)):  # as past 8 ranks
-        train_on_both(rank, world_size, library, ["thc"], [1_000])
+        train_on_both(rank, late, device, {"thc": SCHEMES["thc"]}, [1_000])
 
 
 # ---- DDP's features
@@ -192,76 +152,65 @@ SEVERAL: dict[Feature, list[str]] = {
     keep_graph_static: ["two-bit", "acp-sgd"],
     leave_parameters_unused: ["terngrad", "sign-sgd"],  # which keep no residuals
     mix_dtypes: [
-        "two-bit",
-        "plain",
-        "one-bit by group, two means",
-        "one-bit, raw sums",
-        "terngrad",
-        "thc",
-        "sign-sgd",
-        "top-k",
-        "dgc",
-        "acp-sgd",
-        "homomorphic, largest",
+        "two-bit", "plain", "one-bit by group, two means", "one-bit, raw sums", "terngrad", "thc", "sign-sgd", "top-k",
+        "dgc", "acp-sgd", "homomorphic, largest",
     ],
     accumulate_and_clip: ["one-bit", "qsgd", "power-sgd-overlap"],
     scale_the_loss: [
-        "one-bit",
-        "one-bit but for some",
-        "two-bit by group",
-        "two-bit by group, raw sums",
-        "qsgd",
-        "terngrad",
-        "sign-sgd",
-        "thc",
-        "plain",
-        "acp-sgd",
-        "power-sgd",
-        "top-k",
-        "dgc",
-        "homomorphic, largest",
+        "one-bit", "one-bit but for some", "two-bit by group", "two-bit by group, raw sums", "qsgd", "terngrad",
+        "sign-sgd", "thc", "plain", "acp-sgd", "power-sgd", "top-k", "dgc", "homomorphic, largest",
     ],
     meet_nan: ["plain", "acp-sgd", "power-sgd", "homomorphic, largest"],
     stop_and_resume: [
-        "one-bit",
-        "one-bit by group",
-        "two-bit",
-        "thc",
-        "acp-sgd",
-        "power-sgd",
-        "top-k",
-        "dgc by bucket",
+        "one-bit", "one-bit by group", "two-bit", "thc", "acp-sgd", "power-sgd", "top-k", "dgc by bucket",
         "homomorphic, largest",
     ],
+}  # fmt: skip
+FLOATS: dict[Feature, list[str]] = {
+    view_buckets: ["embedded-float"],
+    keep_graph_static: ["truncated-float at random"],
+    leave_parameters_unused: ["truncated-float at random"],
+    mix_dtypes: ["truncated-float at random", "embedded-float direct"],
+    join_with_uneven_inputs: ["truncated-float"],
+    scale_the_loss: ["truncated-float"],
+    meet_nan: ["truncated-float", "embedded-float direct"],
+    stop_and_resume: ["truncated-float at random"],
+}
+GCOMP: dict[Feature, list[str]] = {
+    view_buckets: ["gcomp"],
+    keep_graph_static: ["gcomp"],
+    leave_parameters_unused: ["gcomp"],
+    mix_dtypes: ["gcomp", "gcomp, nothing left out", "gcomp direct"],
+    join_with_uneven_inputs: ["gcomp of ten bits"],
+    scale_the_loss: ["gcomp"],
+    meet_nan: ["gcomp", "gcomp, nothing left out"],
+    stop_and_resume: ["gcomp"],
+}
+SLIMGC: dict[Feature, list[str]] = {
+    view_buckets: ["slimgc"],
+    mix_dtypes: ["slimgc of all, qsgd"],
+    accumulate_and_clip: ["slimgc that measures"],
+    scale_the_loss: ["slimgc"],
+    stop_and_resume: ["slimgc"],
 }
 
 
-def on_both(feature: Feature, rank: int, device: Place, name: str) -> tuple[Tensor, Tensor]:
-    """What a feature comes to on the CPU, and on the device."""
-    expected = feature(rank, Place(CPU), SCHEMES[name]())
-    with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):
-        return expected, feature(rank, device, SCHEMES[name]())
-
-
-def compare_features(rank: int, world_size: int, library: Path, features: dict[Feature, list[str]] = SEVERAL) -> None:
+@pytest.mark.parametrize("features", [SEVERAL, FLOATS, GCOMP, SLIMGC], ids=["several", "floats", "gcomp", "slimgc"])
+@on_ranks(2, timeout_s=170)
+def test_features_of_ddp_have_their_bits_of_the_cpu(
+    rank: int, world_size: int, library: Path, features: dict[Feature, list[str]]
+) -> None:
+    assert {*SEVERAL, join_with_uneven_inputs} == set(FEATURES), "a feature of the staged tests is not here"
     late, device = begin_with_kernels(library)
     late.set_lateness_us(1_000)
-    for feature, names in features.items():
-        for name in names:
-            expected, found = on_both(feature, rank, device, name)
-            assert torch.equal(found, expected), f"{feature.__name__}, {name}: off by {(found - expected).abs().max()}"
-
-
-def test_features_of_ddp_have_their_bits_of_the_cpu(library: Path) -> None:
-    assert {*SEVERAL, join_with_uneven_inputs} == set(FEATURES), "a feature of the staged tests is not here"
-    run_ranks(compare_features, 2, library, timeout_s=170)
+    compare_features(rank, device, SCHEMES, features)
 
 
 @on_ranks(2)
 def test_a_rank_that_has_run_out_of_input_sends_its_residual(rank: int, world_size: int, library: Path) -> Tensor:
     """A CPU rank keeps its residual then: a device does not look whether a gradient is all zeros. Both lose nothing."""
     _, device = begin_with_kernels(library)
-    expected, found = on_both(join_with_uneven_inputs, rank, device, "one-bit")
+    expected, found = (join_with_uneven_inputs(rank, place, by_name("one-bit")) for place in (Place(CPU), device))
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)
     return found
 
@@ -272,10 +221,26 @@ def test_a_message_with_a_nan_is_nan_altogether_as_on_the_cpu(
     rank: int, world_size: int, library: Path, name: str
 ) -> Tensor:
     _, device = begin_with_kernels(library)
-    expected, found = on_both(meet_nan, rank, device, name)
+    expected, found = (meet_nan(rank, place, SCHEMES[name]()) for place in (Place(CPU), device))
     assert torch.equal(found, expected)
     assert bool((expected == 12345.0).any())
     return found
+
+
+ON_HOSTS: list[tuple[str, dict[str, Any], str]] = [
+    ("zlib", {}, "'zlib' works on host memory: leave placement out"),
+    ("embedded-float", {"bits": 32}, "bits=32 needs escapes"),
+    ("gcomp", {"format": 1}, "leave format=1 out"),
+    ("slimgc", {"update": "owner", "pull": "raw"}, 'update="owner" works on host memory'),
+    ("slimgc", {"pull": "raw"}, 'pull="raw"'),
+    ("slimgc", {"topology": "all-reduce"}, 'topology="all-reduce"'),
+    ("slimgc", {"codec": "gcomp"}, "with one-bit, two-bit and qsgd, not with gcomp"),
+    ("homomorphic", {"mode": "exact"}, "mode='exact' works on host memory.*mode=\"packed\""),
+    ("homomorphic", {"mode": "sketch"}, 'mode="packed"'),
+    ("homomorphic", {"mode": "lossy"}, 'mode="packed"'),
+    ("homomorphic", {"index": "bloom"}, 'index="bitmap"'),
+    ("homomorphic", {"aggregator": "switch"}, 'aggregator="process-group"'),
+]
 
 
 @on_ranks(1)
@@ -283,22 +248,32 @@ def test_what_needs_the_host_says_so(rank: int, world_size: int, library: Path) 
     _, place = begin_with_kernels(library)
     ddp, on_cpu = place.model(build_model()), Place(CPU).model(build_model())
     unsure = place.model(build_model(), find_unused_parameters=True)
+
+    def attach(model: Any, scheme: str, options: dict[str, Any] | None = None, placement: str = "device") -> Any:
+        return gradwire.attach(
+            model, sgd(model.parameters()), schemes.by_name(scheme, **(options or {})), placement=placement
+        )
+
+    for scheme, options, says in ON_HOSTS:
+        with pytest.raises(gradwire.Unsupported, match=says):
+            attach(ddp, scheme, options)
     for model, scheme, says in (
-        (ddp, "zlib", "'zlib' works on host memory: leave placement out"),
-        (ddp, schemes.by_name("embedded-float", bits=32), "bits=32 needs escapes"),
-        (unsure, "two-bit", "find_unused_parameters=True"),
-        (unsure, "thc", "find_unused_parameters=True"),
+        *((unsure, scheme, "find_unused_parameters=True") for scheme in ("two-bit", "thc")),
         (on_cpu, "one-bit", "this one is on cpu"),
         (build_model(), "one-bit", "is for DDP models"),
     ):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(gradwire.Unsupported, match=says):
-            gradwire.attach(model, optimizer, scheme, placement="device")
+            attach(model, scheme)
+    with pytest.raises(gradwire.Unsupported, match="find_unused_parameters=True"):
+        attach(unsure, "homomorphic", {"sparsifier": "top-k"})
+    attach(unsure, "homomorphic").close()
     with pytest.raises(gradwire.InvalidArgument, match="placement is one of staged, device"):
-        gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "plain", placement="gpu")
+        attach(ddp, "plain", placement="gpu")
+    with pytest.raises(gradwire.Unsupported, match="codec 'raw' works on host memory"):
+        Ring(RawCodec()).bind(DeviceWire.__new__(DeviceWire))
     kernels._made.clear()
     with (
         mock.patch.dict(kernels.MAKERS, clear=True),
         pytest.raises(gradwire.Unsupported, match="there are kernels for"),
     ):
-        gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "one-bit", placement="device")
+        attach(ddp, "one-bit")

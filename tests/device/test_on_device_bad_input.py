@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import time
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,8 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from late import LikeNccl
-from late_cases import CPU, Place, adamw, attach, batch, bits_of, build_model
-from test_on_device import SCHEMES, begin_with_kernels, train
+from late_cases import (
+    CPU,
+    Place,
+    assert_the_dead_is_named,
+    begin_with_kernels,
+    bits_of,
+    die_in_step_2,
+    sgd,
+    still,
+    train,
+    training_at,
+)
+from test_on_device import SCHEMES
 from torch import Tensor
 
 import gradwire
@@ -25,53 +36,70 @@ from gradwire.wire.device_wire import DeviceGroup, DeviceWire, Reading, Resident
 from gradwire.wire.wire import StepOutcome
 from ranks import on_ranks, patience, run_ranks, try_ranks
 
+SUM, COUNT = 0, 2  # words of a message of elements: the sum of the others; of dgc's, how many elements there are
 
-@pytest.mark.parametrize(
-    ("name", "collective"),
-    [
-        ("one-bit", "alltoall_base"),
-        ("one-bit, raw sums", "alltoall_base"),
-        ("embedded-float", "alltoall"),
-        ("embedded-float direct", "alltoall"),
-        ("gcomp", "alltoall"),
-        ("gcomp direct", "alltoall"),
-    ],
-)
+
+def change_last_byte(received: Any) -> None:
+    received[0][-1] ^= 1
+
+
+def change_word(gathered: Tensor, word: int, bits: int, is_sealed: bool = False) -> None:
+    """Of what rank 0 sent, if these are elements; sealed, the sum of the others is right."""
+    if gathered.dtype == torch.int32:
+        message = gathered.view(2, -1)[0]
+        message[word : word + 1].bitwise_xor_(bits)
+        if is_sealed:
+            message[SUM : SUM + 1].copy_(message[1:].sum())
+
+
+OF_ELEMENTS = "_allgather_base"
+CHANGED = [
+    *((name, "alltoall_base", change_last_byte, "checksum") for name in ("one-bit", "one-bit, raw sums")),
+    *(
+        (name, "alltoall", change_last_byte, "checksum")
+        for name in ("embedded-float", "embedded-float direct", "gcomp", "gcomp direct")
+    ),
+    *(
+        (name, OF_ELEMENTS, functools.partial(change_word, word=word, bits=bits), "checksum")
+        for name, word, bits in (("top-k", 5, 1 << 22), ("top-k", SUM, 1), ("dgc", 9, 1 << 22))
+    ),
+    *(
+        (name, OF_ELEMENTS, functools.partial(change_word, word=word, bits=bits, is_sealed=True), "outside")
+        for name, word, bits in (("top-k", 3, 1 << 30), ("top-k", 3, -(1 << 31)), ("dgc", COUNT, 1 << 20))
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "collective", "change", "says"), CHANGED)
 @on_ranks(2)
 def test_a_message_that_is_changed_on_its_way(
-    rank: int, world_size: int, library: Path, name: str, collective: str
+    rank: int, world_size: int, library: Path, name: str, collective: str, change: Callable[[Any], None], says: str
 ) -> None:
-    """Rank 1 gets a changed byte of what rank 0 pushed: NaN on all ranks in this step, an error on all in the next one."""
+    """Rank 1 gets something else than rank 0 sent: no mean of it in this step, and an error on all in the next one."""
     _, place = begin_with_kernels(library)
-    ddp = place.model(build_model())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
-    attachment = attach(ddp, optimizer, SCHEMES[name](), placement="device")
+    training = training_at(rank, place, SCHEMES[name](), still)
 
-    def backward(step: int) -> bool:
-        optimizer.zero_grad()
-        ddp(batch(rank, step, place)).square().mean().backward()
-        return bool(torch.cat([p.grad.view(-1).cpu() for p in ddp.parameters() if p.grad is not None]).isnan().any())
+    def has_nan_mean(step: int) -> bool:
+        training.backward(step)
+        return bool(training.gradient().isnan().any())
 
-    assert not backward(0)
+    assert not has_nan_mean(0)
     exchange = getattr(LikeNccl, collective)
 
-    def change(group: LikeNccl, received: Any, *others: Any) -> Any:
+    def exchange_and_change(group: LikeNccl, received: Any, *others: Any) -> Any:
         work = exchange(group, received, *others)
         work.wait()
         if rank == 1:
-            received[0][-1] ^= 1
+            change(received)
         return work
 
-    with mock.patch.object(LikeNccl, collective, change):
-        assert backward(1), "a mean without what rank 0 sent was handed out"
-
-    def go_on() -> None:
+    with mock.patch.object(LikeNccl, collective, exchange_and_change):
+        # Every rank reads all elements by itself; what is pushed to a part's owner is missing from everybody's mean.
+        assert has_nan_mean(1) == (rank == 1 or collective != OF_ELEMENTS), "a mean without it was handed out"
+    with pytest.raises(gradwire.CorruptMessage, match=says):  # noqa: PT012
         for step in range(2, 4):  # the other ranks hear of it in the same step, or in the next
-            backward(step)
-
-    with pytest.raises(gradwire.CorruptMessage, match="checksum"):
-        go_on()
-    attachment.close()
+            training.backward(step)
+    training.attachment.close()
 
 
 @on_ranks(2)
@@ -85,153 +113,64 @@ def test_the_group_like_nccl_refuses_a_message_of_another_length(rank: int, worl
         assert bool((received.cpu() == 1 - rank).all()) == is_right
 
 
-_SUM, _COUNT = 0, 2  # words of a message of elements: the sum of the others; of dgc's, how many elements there are
-
-
-@pytest.mark.parametrize(
-    ("name", "word", "bits", "says"),
-    [
-        ("top-k", 5, 1 << 22, "checksum"),
-        ("top-k", _SUM, 1, "checksum"),
-        ("top-k", 3, 1 << 30, "outside"),
-        ("top-k", 3, -(1 << 31), "outside"),
-        ("dgc", 9, 1 << 22, "checksum"),
-        ("dgc", _COUNT, 1 << 20, "outside"),
-    ],
-)
-@on_ranks(2)
-def test_elements_that_are_changed_on_their_way(
-    rank: int, world_size: int, library: Path, name: str, word: int, bits: int, says: str
-) -> None:
-    """Rank 1 gets another word of what rank 0 sent, and with `says` of places under a sum that is right."""
-    _, place = begin_with_kernels(library)
-    ddp = place.model(build_model())
-    attachment = attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.0), SCHEMES[name](), placement="device")
-
-    def backward(step: int) -> bool:
-        ddp.zero_grad()
-        ddp(batch(rank, step, place)).square().mean().backward()
-        return bool(torch.cat([p.grad.view(-1).cpu() for p in ddp.parameters() if p.grad is not None]).isnan().any())
-
-    assert not backward(0)
-    allgather = LikeNccl._allgather_base
-
-    def change(group: LikeNccl, output: Tensor, tensor: Tensor, *options: Any) -> Any:
-        work = allgather(group, output, tensor, *options)
-        work.wait()
-        if rank == 1 and output.dtype == torch.int32:
-            message = output.view(world_size, -1)[0]
-            message[word : word + 1].bitwise_xor_(bits)
-            if says == "outside":
-                message[_SUM : _SUM + 1].copy_(message[1:].sum())
-        return work
-
-    with mock.patch.object(LikeNccl, "_allgather_base", change):
-        assert backward(1) == (rank == 1), "a mean without what rank 0 sent was handed out"
-
-    def go_on() -> None:
-        for step in range(2, 4):  # the other ranks hear of it in the same step, or in the next
-            backward(step)
-
-    with pytest.raises(gradwire.CorruptMessage, match=says):
-        go_on()
-    attachment.close()
-
-
 @on_ranks(2)
 def test_other_factors_are_told(rank: int, world_size: int, library: Path) -> None:
     """Rank 1 comes to hold other factors than it should: all ranks are told a step later."""
     _, place = begin_with_kernels(library)
-    ddp = place.model(build_model())
-    optimizer, scheme = torch.optim.SGD(ddp.parameters(), lr=0.0), SCHEMES["acp-sgd"]()
-    attachment = attach(ddp, optimizer, scheme, placement="device")
-
-    def backward(step: int) -> None:
-        optimizer.zero_grad()
-        ddp(batch(rank, step, place)).square().mean().backward()
-
+    scheme = SCHEMES["acp-sgd"]()
+    training = training_at(rank, place, scheme, still)
     for step in range(2):  # DDP makes its buckets anew after the first
-        backward(step)
-    attachment.stats()  # which waits until the step is settled
+        training.backward(step)
+    training.attachment.stats()  # which waits until the step is settled
     assert isinstance(scheme, LowRank)
     for plan in scheme.plans._plans.values() if rank else ():
         plan.checksum ^= 1
-    backward(2)
+    training.backward(2)
     with pytest.raises(gradwire.RankMismatch, match=r"different factors before bucket . of step 2"):
-        backward(3)
-    attachment.close()
+        training.backward(3)
+    training.attachment.close()
 
 
-def die(rank: int, world_size: int, library: Path, name: str = "one-bit") -> tuple[str, float]:
+def die(rank: int, world_size: int, library: Path, name: str) -> tuple[str, float]:
     late, place = begin_with_kernels(library)
     late.set_lateness_us(1_000)
-    ddp = place.model(build_model())
-    optimizer = adamw(ddp)
-    attach(ddp, optimizer, SCHEMES[name](), placement="device")
-    started = time.monotonic()
-    try:
-        for step in range(6):
-            if (rank, step) == (1, 2):
-                os._exit(7)
-            started = time.monotonic()
-            optimizer.zero_grad()
-            loss = ddp(batch(rank, step, place)).square().mean()
-            loss.backward()
-            optimizer.step()
-            float(loss)
-    except gradwire.PeerLost as error:
-        return str(error), time.monotonic() - started
-    return "not noticed", 0.0
+    return die_in_step_2(training_at(rank, place, SCHEMES[name]()))
 
 
 @pytest.mark.parametrize("name", ["one-bit", "gcomp"])
 def test_a_rank_that_dies_is_named(library: Path, name: str) -> None:
-    survivor, dead = try_ranks(die, 2, library, name)
-    assert survivor.error is None, survivor.traceback
-    said, after_s = survivor.result
-    assert "lost rank 1, which" in said
-    assert after_s < 20 * patience()
-    assert dead.exit_code == 7
+    assert_the_dead_is_named(*try_ranks(die, 2, library, name))
 
 
 @on_ranks(2)
 def test_ranks_that_disagree(rank: int, world_size: int, library: Path) -> None:
     """On the scheme, and on where it works."""
     _, place = begin_with_kernels(library)
-    ddp = place.model(build_model())
-    attachment = attach(ddp, adamw(ddp), SCHEMES["two-bit" if rank else "one-bit"](), placement="device")
+    training = training_at(rank, place, SCHEMES["two-bit" if rank else "one-bit"]())
     with pytest.raises(gradwire.RankMismatch, match="scheme"):
-        ddp(batch(rank, 0, place)).square().mean().backward()
-    attachment.close()
+        training.backward(0)
+    training.attachment.close()
 
 
 @on_ranks(2)
 def test_full_memory_is_said_and_ddp_goes_on(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
     late.set_limits(1 << 40, 1 << 40)
-    alone, ddp = place.model(build_model()), place.model(build_model())
-    optimizer_alone, optimizer = adamw(alone), adamw(ddp)
-    attachment = attach(ddp, optimizer, SCHEMES["one-bit"](), placement="device")
-
+    alone, training = training_at(rank, place, None), training_at(rank, place, SCHEMES["one-bit"]())
     scratch = DeviceWire.scratch
 
     def ask_for_too_much(self: DeviceWire, name: str, n_elements: int, dtype: torch.dtype) -> Tensor:
         return scratch(self, name, 1 << 41, dtype)
 
-    loss = ddp(batch(rank, 0, place)).square().mean()
     with (
         mock.patch.object(DeviceWire, "scratch", ask_for_too_much),
         pytest.raises(gradwire.errors.OutOfMemory, match="leave placement"),
     ):
-        loss.backward()
-    attachment.close()
-    optimizer.zero_grad()
-    for step in range(2):
-        for model, steps in ((alone, optimizer_alone), (ddp, optimizer)):
-            steps.zero_grad()
-            model(batch(rank, step, place)).square().mean().backward()
-            steps.step()
-    assert torch.equal(bits_of(ddp), bits_of(alone))
+        training.backward(0)
+    training.attachment.close()
+    for one in (alone, training):
+        one.take_steps(range(2))
+    assert torch.equal(bits_of(training.ddp), bits_of(alone.ddp))
 
 
 # ---- planted faults
@@ -303,8 +242,7 @@ def test_each_planted_fault_is_seen(library: Path) -> None:
 @on_ranks(1)
 def test_a_captured_backward_pass_is_refused(rank: int, world_size: int, library: Path, placement: str) -> None:
     _, place = begin_with_kernels(library)
-    ddp = place.model(build_model())
-    attachment = attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "one-bit", placement=placement)
+    training = training_at(rank, place._replace(placement=placement), "one-bit", sgd)
 
     def check(device: torch.device) -> None:
         assert device.type == "late"
@@ -315,5 +253,5 @@ def test_a_captured_backward_pass_is_refused(rank: int, world_size: int, library
         mock.patch.object(reducer, "check_not_captured", check),
         pytest.raises(gradwire.Unsupported, match="CUDA graph"),
     ):
-        ddp(batch(rank, 0, place)).square().mean().backward()
-    attachment.close()
+        training.backward(0)
+    training.attachment.close()

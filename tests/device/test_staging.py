@@ -60,7 +60,7 @@ def on_lane(function: Callable[[], None]) -> None:
     thread.join()
 
 
-def go_there_and_back(functions: Any, staging: Staging, device: torch.device) -> bool:
+def go_there_and_back(staging: Staging, device: torch.device) -> bool:
     """Two buckets to the host, where they become tenfold, and back; whether both sides saw the right values."""
     buffers = [gradient(device, 1.0), gradient(device, 2.0)]
     futures: list[Any] = [torch.futures.Future(devices=[device]) for _ in buffers]
@@ -86,7 +86,7 @@ def go_there_and_back(functions: Any, staging: Staging, device: torch.device) ->
     )
 
 
-def let_go_at_once(functions: Any, staging: Staging, device: torch.device) -> bool:
+def let_go_at_once(staging: Staging, device: torch.device) -> bool:
     """The device's buffer is freed while it is still being copied."""
     buffer = gradient(device, 1.0)
     torch.accelerator.synchronize(device)
@@ -106,8 +106,8 @@ def is_right(functions: Any, device: torch.device) -> bool:
         functions.set_stream_lateness_us(device.index, 0, late_training)
         functions.set_stream_lateness_us(device.index, staging._device(device).stream.stream_id, late_copies)
         for _ in range(2):
-            right &= go_there_and_back(functions, staging, device)
-        right &= let_go_at_once(functions, staging, device)
+            right &= go_there_and_back(staging, device)
+        right &= let_go_at_once(staging, device)
     functions.set_stream_lateness_us(device.index, 0, 0)
     return right
 
@@ -132,11 +132,11 @@ def test_memory_is_pinned_once_and_its_end_is_said(rank: int, world_size: int, l
     pinned = functions.pinned_bytes()
     assert pinned >= 2 * 4 * N
     for _ in range(3):
-        assert go_there_and_back(functions, staging, first)
+        assert go_there_and_back(staging, first)
     assert functions.pinned_bytes() == pinned, "pinned once, when it attached"
     # A bucket that moves to another device, and comes back; one that has grown, and of another dtype.
-    assert go_there_and_back(functions, staging, second)
-    assert go_there_and_back(functions, staging, first)
+    assert go_there_and_back(staging, second)
+    assert go_there_and_back(staging, first)
     for n in (0, 1, 50_000):
         values = torch.ones(n, dtype=torch.bfloat16, device=first)
         for index in range(3):

@@ -8,9 +8,8 @@ from unittest import mock
 
 import torch
 from late import LikeNccl
-from late_cases import CPU, Place, adamw, attach, batch, build_model
-from test_on_device import SCHEMES, begin_with_kernels, placement_on, train
-from test_staged_schemes import counting_waits_of_hooks
+from late_cases import CPU, Place, begin_with_kernels, counting_waits_of_hooks, train, training_at
+from test_on_device import SCHEMES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,13 +29,11 @@ def test_states_are_the_cpus(rank: int, world_size: int, library: Path) -> None:
     for name in ("one-bit", "top-k", "dgc", "dgc by bucket"):
         states = []
         for place in (Place(CPU), device):
-            ddp = place.model(build_model())
-            attachment = attach(ddp, adamw(ddp), SCHEMES[name](), **placement_on(place))
+            training = training_at(rank, place, SCHEMES[name]())
             for step in range(3):
-                ddp.zero_grad()
-                ddp(batch(rank, step, place)).square().mean().backward()
-            states.append(attachment.state_dict()["state"])
-            attachment.close()
+                training.backward(step)
+            states.append(training.attachment.state_dict()["state"])
+            training.attachment.close()
         on_cpu, on_device = states
         assert set(on_cpu) == set(on_device) == {"residuals", *(["momenta"] if "dgc" in name else [])}
         for kind, tensors in on_cpu.items():
@@ -117,17 +114,9 @@ def test_what_the_device_has_not_read_is_kept(rank: int, world_size: int, librar
 @on_ranks(2)
 def test_one_or_two_collectives_a_bucket(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
-    twice = (
-        "one-bit",
-        "one-bit in small messages",
-        "one-bit by group, two means",
-        "qsgd, raw sums",
-        "qsgd",
-        "terngrad",
-        "thc",
-    )
-    once = ("plain", "sign-sgd", "top-k")
-    for name, per_bucket in (*((name, 1) for name in once), *((name, 2) for name in twice)):
+    once, twice = ("plain", "sign-sgd", "top-k"), ("one-bit", "one-bit in small messages", "qsgd", "terngrad", "thc")
+    twice += ("one-bit by group, two means", "qsgd, raw sums")
+    for name, per_bucket in {**dict.fromkeys(once, 1), **dict.fromkeys(twice, 2)}.items():
         n_groups = len(LikeNccl.made)
         train(rank, place, SCHEMES[name](), n_steps=0)
         (own,) = LikeNccl.made[n_groups:]

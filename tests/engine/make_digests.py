@@ -1,52 +1,44 @@
-"""Write digests.json anew: only where results or messages are meant to change."""
+"""Write both files of digests anew: only where results or messages are meant to change."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import broadcast_cases
-from exchange_cases import CASES, DTYPES, reduce_case
+import exchange_cases
 
 from ranks import run_ranks
 
-DIGESTS = Path(__file__).with_name("digests.json")
-BROADCAST_DIGESTS = Path(__file__).with_name("broadcast_digests.json")
+EXCHANGES = Path(__file__).with_name("digests.json")
+BROADCASTS = Path(__file__).with_name("broadcast_digests.json")
+RUNS: dict[Path, Callable[..., Any]] = {EXCHANGES: exchange_cases.reduce_case, BROADCASTS: broadcast_cases.train_case}
 
 
-def main() -> None:
-    """Both files."""
-    write_exchanges()
-    write_broadcasts()
+def cases_of(path: Path) -> Iterator[str]:
+    """Arguments and number of ranks: "one-bit; bfloat16; 2", "8 bits, ring; 3"."""
+    if path == BROADCASTS:
+        for name, (_, _, _, world_sizes) in broadcast_cases.CASES.items():
+            yield from (f"{name}; {world_size}" for world_size in world_sizes)
+        return
+    for name in exchange_cases.CASES:
+        for dtype in exchange_cases.DTYPES if name.startswith(("gcomp ", "one-bit")) else ["float32"]:
+            yield from (f"{name}; {dtype}; {world_size}" for world_size in (2, 3))
 
 
-def write_broadcasts() -> None:
-    """Every case, with its numbers of ranks."""
-    found: dict[str, list] = {}
-    for name, (_, _, _, world_sizes) in broadcast_cases.CASES.items():
-        for world_size in world_sizes:
-            print(name, world_size, flush=True)
-            results = run_ranks(broadcast_cases.train_case, world_size, name)
-            assert len({digest for digest, _ in results}) == 1
-            found[f"{name}; {world_size}"] = [results[0][0], [n for _, n in results]]
-    BROADCAST_DIGESTS.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def write_exchanges() -> None:
-    """Every case, in every dtype that it takes, with 2 and 3 ranks."""
-    found: dict[str, list] = {}
-    for name in CASES:
-        for dtype in DTYPES if name.startswith(("gcomp ", "one-bit")) else ["float32"]:
-            for world_size in (2, 3):
-                print(name, dtype, world_size, flush=True)
-                results = run_ranks(reduce_case, world_size, name, dtype)
-                assert len({digest for digest, _ in results}) == 1
-                found[f"{name}, {dtype}, {world_size}"] = [results[0][0], [n for _, n in results]]
-    DIGESTS.write_text(json.dumps(found, indent=1) + "\n")
+def digest_of(path: Path, case: str) -> list[Any]:
+    """The digest of what all ranks hold in the end, and the bytes that each has sent."""
+    *arguments, world_size = case.split("; ")
+    results = run_ranks(RUNS[path], int(world_size), *arguments)
+    ((digest,), n_bytes) = {found for found, _ in results}, [n for _, n in results]
+    return [digest, n_bytes]
 
 
 if __name__ == "__main__":
-    main()
+    for path in RUNS:
+        path.write_text(json.dumps({case: digest_of(path, case) for case in cases_of(path)}, indent=1) + "\n")

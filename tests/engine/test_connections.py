@@ -17,7 +17,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,45 +27,13 @@ import torch
 import gradwire
 from gradwire import _native, errors
 from gradwire.core.bucket import Bucket
+from meshes import FACTS, SECRET, at_once, meshes
 from ranks import on_ranks, patience, try_ranks
 
-SECRET = bytes(range(16))
-FACTS = (1, 2, 3, 4)
 STREAM, MAX_BYTES = 6, 1_000
 CHALLENGE = struct.Struct("<4sI16s")
 PROOF = struct.Struct("<4sIII16s32s")
 HEADER = struct.Struct("<HBBIQIIIIII")
-
-
-@contextlib.contextmanager
-def meshes(
-    world_size: int = 2,
-    timeout_s: float = 10,
-    host: str = "127.0.0.1",
-    secrets: tuple[bytes, ...] = (),
-    n_lanes: int = 0,
-) -> Iterator[list[_native.Mesh]]:
-    made = [_native.Mesh(rank, world_size, [host], timeout_s, n_lanes, "") for rank in range(world_size)]
-    for mesh, secret in zip(made, secrets or (SECRET,) * world_size, strict=True):
-        mesh.join([mesh.endpoints for mesh in made], secret)
-    try:
-        yield made
-    finally:
-        for mesh in made:
-            mesh.shut()
-
-
-def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """What each call returns or raises, all of them running at the same time."""
-
-    def attempt(call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(attempt, calls))
 
 
 def open_all(made: list[_native.Mesh]) -> None:
@@ -240,15 +208,22 @@ def header(**changes: int) -> bytes:
     return raw + struct.pack("<I", _native.crc32c(raw))
 
 
-def hear(raw: bytes, ends: bool = False) -> Any:
-    """What rank 0 makes of these bytes from a rank 1 that has introduced itself."""
+@contextlib.contextmanager
+def facing_a_fake() -> Iterator[tuple[_native.Mesh, socket.socket]]:
+    """Rank 0, and a rank 1 that has introduced itself."""
     with meshes(timeout_s=2) as made:
         fake = introduce(made[0].endpoints[0], SECRET)
         made[0].open(STREAM, FACTS, MAX_BYTES, [1])
+        yield made[0], fake
+
+
+def hear(raw: bytes, ends: bool = False) -> Any:
+    """What rank 0 makes of these bytes from rank 1."""
+    with facing_a_fake() as (zero, fake):
         fake.sendall(raw)
         if ends:
             fake.close()
-        (heard,) = at_once(lambda: made[0].receive_any(STREAM, [1]))
+        (heard,) = at_once(lambda: zero.receive_any(STREAM, [1]))
         return heard
 
 
@@ -294,11 +269,9 @@ def test_flipped_bit_in_a_header_or_behind_it_is_found(place: int) -> None:
 
 
 def test_message_that_is_longer_than_announced_ends_with_an_error() -> None:
-    with meshes(timeout_s=2) as made:
-        fake = introduce(made[0].endpoints[0], SECRET)
-        made[0].open(STREAM, FACTS, MAX_BYTES, [1])
+    with facing_a_fake() as (zero, fake):
         fake.sendall(header() + b"hello" + bytes(_native.MESSAGE_HEADER_BYTES))
-        heard = at_once(*[lambda: made[0].receive_any(STREAM, [1])] * 2)
+        heard = at_once(*[lambda: zero.receive_any(STREAM, [1])] * 2)
         assert any(isinstance(error, errors.CorruptMessage) for error in heard), heard
 
 
@@ -318,9 +291,7 @@ def test_peer_that_says_nothing_more_is_lost_after_the_timeout() -> None:
 
 def test_peer_that_sends_a_byte_now_and_then_is_lost_after_the_timeout() -> None:
     started = time.monotonic()
-    with meshes(timeout_s=2) as made:
-        fake = introduce(made[0].endpoints[0], SECRET)
-        made[0].open(STREAM, FACTS, MAX_BYTES, [1])
+    with facing_a_fake() as (zero, fake):
         fake.sendall(header(n_bytes=500))
         stop = threading.Event()
 
@@ -329,7 +300,7 @@ def test_peer_that_sends_a_byte_now_and_then_is_lost_after_the_timeout() -> None
                 while not stop.wait(0.3):
                     fake.sendall(b"x")
 
-        (heard, _) = at_once(lambda: [at_once(lambda: made[0].receive_any(STREAM, [1])), stop.set()][0], trickle)
+        (heard, _) = at_once(lambda: [at_once(lambda: zero.receive_any(STREAM, [1])), stop.set()][0], trickle)
     assert_lost(heard[0], "did not answer")
     assert time.monotonic() - started < 10 * patience()
 

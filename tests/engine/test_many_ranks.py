@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import schemes
 from gradwire.core.bucket import Bucket
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 WORLD = 64
 # Scheme, options, and connections of each rank: to its neighbours, or to all.
@@ -53,9 +53,8 @@ def reduce_all(rank: int, world_size: int) -> list[tuple[str, float, tuple[int, 
         threads = {name for name in own if name.startswith("thread")}
         made = len(own - threads), len(threads)
         error = float((gradient.double() - exact).abs().max())
-        state.communicator.submit(
-            state.communicator.all_gather, torch.ones(1)
-        ).wait()  # nobody needs this rank's any more
+        # Nobody needs this rank's any more.
+        state.communicator.submit(state.communicator.all_gather, torch.ones(1)).wait()
         state.communicator.mesh.shut()
         n_left = len(own & held())
         state.close()
@@ -79,7 +78,9 @@ def test_64_ranks_agree_and_hold_a_connection_to_each_rank_that_they_talk_to() -
             assert max(errors) < 1e-5  # 63 sums in float32, without loss
 
 
-def attach_often(rank: int, world_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+@pytest.mark.slow
+@on_ranks(2, timeout_s=500)
+def test_a_thousand_attachments_leave_nothing_behind(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(9, 5))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
@@ -98,10 +99,4 @@ def attach_often(rank: int, world_size: int) -> tuple[tuple[int, int], tuple[int
     before = count()
     for _ in range(1_000):
         take_a_step()
-    return before, count()
-
-
-@pytest.mark.slow
-def test_a_thousand_attachments_leave_nothing_behind() -> None:
-    for before, after in run_ranks(attach_often, 2, timeout_s=500):
-        assert after == before
+    assert count() == before

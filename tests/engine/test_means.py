@@ -7,12 +7,11 @@ owns the part; every other rank decodes the message. Ranks are threads here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import pytest
 import torch
-from test_connections import FACTS, at_once, meshes
 
+from float_messages import LEVELS, at_level, there_and_back
 from gcomp_gradients import KINDS, make_gradient, make_importance, words_of
 from gradwire import _native
 from gradwire.codecs import Codec
@@ -20,8 +19,8 @@ from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.codecs.truncated_float import TruncatedFloat
+from meshes import FACTS, at_once, meshes
 
-LEVELS = {"portable": (False, False), "avx2": (True, False), "avx512": (True, True)}
 CODECS = {
     "paper": lambda: GCompCodec("paper"),
     "paper, format 1": lambda: GCompCodec("paper", format=1),
@@ -38,22 +37,9 @@ WORLD = 2
 SIZES = [1, 2, 3, 17, 255, 2 * 16384 - 1, 2 * 16384 + 130, 70_001]
 
 
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    yield
-    _native.limit_simd_level(True, True)
-
-
 def through(codec: Codec, values: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
     """What a message of `values` decodes to."""
-    message = torch.empty(codec.max_encoded_bytes(values.numel(), values.dtype), dtype=torch.uint8)
-    decoded = torch.empty_like(values)
-    n_bytes = codec.encode(values, message, importance)
-    if isinstance(codec, GCompCodec):
-        codec.decode(message[:n_bytes], decoded, importance)
-    else:
-        codec.decode(message[:n_bytes], decoded)
-    return decoded
+    return there_and_back(codec, values, **({"importance": importance} if isinstance(codec, GCompCodec) else {}))
 
 
 def expected_mean(codec: Codec, gradients: list[torch.Tensor], pattern: str) -> torch.Tensor:
@@ -86,11 +72,8 @@ def test_mean_is_that_of_codec_sum_and_division(pattern: str, dtype: torch.dtype
                 kind = tuple(KINDS)[(index + len(name)) % len(KINDS)]
                 gradients = [make_gradient(kind, n, dtype), make_gradient(kind, n, dtype).flip(0).contiguous()]
                 codec = make()
-                _native.limit_simd_level(False)
-                expected = expected_mean(codec, gradients, pattern)
-                _native.limit_simd_level(*LEVELS[level])
-                if _native.simd_level() != level:
-                    pytest.skip(f"this machine has no {level}")
+                with at_level("portable"):
+                    expected = expected_mean(codec, gradients, pattern)
                 stream += 2
                 ready = make_importance(n)
                 importance = _native.BucketImportance([(0, n, 0, 0, 0, 0.0, 0.0, 0.0, ready.data_ptr())], 0)
@@ -105,7 +88,10 @@ def test_mean_is_that_of_codec_sum_and_division(pattern: str, dtype: torch.dtype
                     )
                     for rank in range(WORLD)
                 ]  # fmt: skip
-                assert [len(account) for account in at_once(*calls)] == [4] * WORLD
+                with at_level(level):
+                    if _native.simd_level() != level:
+                        pytest.skip(f"this machine has no {level}")
+                    assert [len(account) for account in at_once(*calls)] == [4] * WORLD
                 assert (words_of(results[0]) == words_of(results[1])).all(), (name, kind, n)
                 assert (results[0].isnan() == expected.isnan()).all(), (name, kind, n)  # whatever a NaN's payload
                 is_same = words_of(results[0]) == words_of(expected)

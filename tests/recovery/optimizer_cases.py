@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,67 +16,58 @@ from torch import Tensor
 
 Floats = NDArray[np.float64]
 Optimizer = torch.optim.Optimizer
+MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
 MANTISSA_BITS = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 LEVEL_BITS = {torch.float32: (6, 12, 18), torch.float16: (3, 5, 8), torch.bfloat16: (2, 4, 6)}
 BYTE_OFFSET = 348
 
 
-@dataclass(frozen=True)
-class Case:
-    name: str
-    make: Callable[[list[Tensor]], Optimizer]
-
-
-def _case(name: str, cls: Callable[..., Optimizer], **options: Any) -> Case:
-    return Case(name, lambda parameters: cls(parameters, **options))
-
-
 SGD, Adagrad, RMSprop = torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop
 Adam, AdamW = torch.optim.Adam, torch.optim.AdamW
 
-CASES = [
-    _case("sgd", SGD, lr=0.1),
-    _case("sgd decay", SGD, lr=0.3, weight_decay=0.1),
-    _case("sgd maximize", SGD, lr=0.1, maximize=True, weight_decay=0.01),
-    _case("momentum", SGD, lr=0.05, momentum=0.9),
-    _case("momentum dampening decay", SGD, lr=0.2, momentum=0.8, dampening=0.3, weight_decay=0.05),
-    _case("momentum maximize foreach", SGD, lr=0.05, momentum=0.9, maximize=True, foreach=True),
-    _case("momentum fused", SGD, lr=0.05, momentum=0.9, dampening=0.5, fused=True),
-    _case("nesterov", SGD, lr=0.05, momentum=0.9, nesterov=True),
-    _case("nesterov decay", SGD, lr=0.1, momentum=0.7, nesterov=True, weight_decay=0.02),
-    _case("adagrad", Adagrad, lr=0.01),
-    _case("adagrad decays", Adagrad, lr=0.05, lr_decay=0.1, weight_decay=0.01, initial_accumulator_value=0.1),
-    _case("adagrad maximize", Adagrad, lr=0.01, maximize=True, foreach=True),
-    _case("rmsprop", RMSprop, lr=0.01),
-    _case("rmsprop decay", RMSprop, lr=0.003, alpha=0.9, eps=1e-4, weight_decay=0.01),
-    _case("rmsprop centered", RMSprop, lr=0.01, centered=True),
-    _case("rmsprop momentum", RMSprop, lr=0.001, momentum=0.9),
-    _case("rmsprop momentum decay", RMSprop, lr=0.001, momentum=0.9, weight_decay=0.01, maximize=True),
-    _case("rmsprop centered momentum", RMSprop, lr=0.001, momentum=0.5, centered=True, alpha=0.9, weight_decay=0.1),
-    _case("adam", Adam, lr=0.001),
-    _case("adam decay", Adam, lr=0.01, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1),
-    _case("adam amsgrad", Adam, lr=0.001, amsgrad=True, weight_decay=0.01),
-    _case("adam maximize foreach", Adam, lr=0.001, maximize=True, foreach=True),
-    _case("adam tensor lr", Adam, lr=torch.tensor(0.001)),
-    _case("adam without momentum", Adam, lr=0.001, betas=(0.0, 0.9)),
-    _case("adamw", AdamW, lr=0.001),
-    _case("adamw decay", AdamW, lr=0.01, weight_decay=0.5),
-    _case("adamw amsgrad fused", AdamW, lr=0.001, amsgrad=True, fused=True),
-]
+CASES: dict[str, MakeOptimizer] = {
+    "sgd": partial(SGD, lr=0.1),
+    "sgd decay": partial(SGD, lr=0.3, weight_decay=0.1),
+    "sgd maximize": partial(SGD, lr=0.1, maximize=True, weight_decay=0.01),
+    "momentum": partial(SGD, lr=0.05, momentum=0.9),
+    "momentum dampening decay": partial(SGD, lr=0.2, momentum=0.8, dampening=0.3, weight_decay=0.05),
+    "momentum maximize foreach": partial(SGD, lr=0.05, momentum=0.9, maximize=True, foreach=True),
+    "momentum fused": partial(SGD, lr=0.05, momentum=0.9, dampening=0.5, fused=True),
+    "nesterov": partial(SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "nesterov decay": partial(SGD, lr=0.1, momentum=0.7, nesterov=True, weight_decay=0.02),
+    "adagrad": partial(Adagrad, lr=0.01),
+    "adagrad decays": partial(Adagrad, lr=0.05, lr_decay=0.1, weight_decay=0.01, initial_accumulator_value=0.1),
+    "adagrad maximize": partial(Adagrad, lr=0.01, maximize=True, foreach=True),
+    "rmsprop": partial(RMSprop, lr=0.01),
+    "rmsprop decay": partial(RMSprop, lr=0.003, alpha=0.9, eps=1e-4, weight_decay=0.01),
+    "rmsprop centered": partial(RMSprop, lr=0.01, centered=True),
+    "rmsprop momentum": partial(RMSprop, lr=0.001, momentum=0.9),
+    "rmsprop momentum decay": partial(RMSprop, lr=0.001, momentum=0.9, weight_decay=0.01, maximize=True),
+    "rmsprop centered momentum": partial(RMSprop, lr=0.001, momentum=0.5, centered=True, alpha=0.9, weight_decay=0.1),
+    "adam": partial(Adam, lr=0.001),
+    "adam decay": partial(Adam, lr=0.01, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1),
+    "adam amsgrad": partial(Adam, lr=0.001, amsgrad=True, weight_decay=0.01),
+    "adam maximize foreach": partial(Adam, lr=0.001, maximize=True, foreach=True),
+    "adam tensor lr": partial(Adam, lr=torch.tensor(0.001)),
+    "adam without momentum": partial(Adam, lr=0.001, betas=(0.0, 0.9)),
+    "adamw": partial(AdamW, lr=0.001),
+    "adamw decay": partial(AdamW, lr=0.01, weight_decay=0.5),
+    "adamw amsgrad fused": partial(AdamW, lr=0.001, amsgrad=True, fused=True),
+}
 
 # Not in the paper's table: without an oracle of their own.
-OTHERS = [
-    _case("nadam", torch.optim.NAdam, lr=0.002),
-    _case("nadam decay", torch.optim.NAdam, lr=0.002, betas=(0.8, 0.99), weight_decay=0.1),
-    _case("nadam decoupled", torch.optim.NAdam, lr=0.002, weight_decay=0.1, decoupled_weight_decay=True),
-    _case("radam", torch.optim.RAdam, lr=0.001, betas=(0.9, 0.9)),
-    _case(
-        "radam decoupled", torch.optim.RAdam, lr=0.001, betas=(0.9, 0.9), weight_decay=0.1, decoupled_weight_decay=True
+OTHERS: dict[str, MakeOptimizer] = {
+    "nadam": partial(torch.optim.NAdam, lr=0.002),
+    "nadam decay": partial(torch.optim.NAdam, lr=0.002, betas=(0.8, 0.99), weight_decay=0.1),
+    "nadam decoupled": partial(torch.optim.NAdam, lr=0.002, weight_decay=0.1, decoupled_weight_decay=True),
+    "radam": partial(torch.optim.RAdam, lr=0.001, betas=(0.9, 0.9)),
+    "radam decoupled": partial(
+        torch.optim.RAdam, lr=0.001, betas=(0.9, 0.9), weight_decay=0.1, decoupled_weight_decay=True
     ),
-    _case("radam, not rectified yet", torch.optim.RAdam, lr=0.001, betas=(0.9, 0.9999), weight_decay=0.1),
-    _case("adamax", torch.optim.Adamax, lr=0.002, weight_decay=0.01),
-]
+    "radam, not rectified yet": partial(torch.optim.RAdam, lr=0.001, betas=(0.9, 0.9999), weight_decay=0.1),
+    "adamax": partial(torch.optim.Adamax, lr=0.002, weight_decay=0.01),
+}
 
 
 @dataclass(frozen=True)
@@ -196,7 +188,7 @@ def truncate(values: Tensor, importance: Tensor) -> tuple[Tensor, NDArray[np.int
 
 
 def trained(
-    case: Case, n_steps: int, n_elements: int, dtype: torch.dtype, seed: int
+    case: str, n_steps: int, n_elements: int, dtype: torch.dtype, seed: int
 ) -> tuple[Optimizer, Tensor, Tensor]:
     """An optimizer that has taken `n_steps`, its parameter, and the next gradient; magnitudes over many octaves."""
     random = torch.Generator().manual_seed(seed)
@@ -210,7 +202,7 @@ def trained(
     def next_gradient() -> Tensor:
         return (typical_gradient * torch.randn(n_elements, generator=random) * 2 ** spread(-2)).to(dtype)
 
-    optimizer = case.make([parameter])
+    optimizer = (CASES | OTHERS)[case]([parameter])
     for _ in range(n_steps):
         parameter.grad = next_gradient()
         optimizer.step()

@@ -12,14 +12,7 @@ import gradwire
 from gradwire import _native
 from gradwire.codecs import bloom_filter
 from gradwire.codecs.bloom_filter import BloomShape
-from gradwire.codecs.count_sketch import (
-    MAX_ATTEMPTS,
-    CountSketch,
-    FixedPoint,
-    Outcome,
-    index_words,
-    write_index,
-)
+from gradwire.codecs.count_sketch import MAX_ATTEMPTS, CountSketch, FixedPoint, Outcome, index_words, write_index
 from sketches import index_of, quantise, sparse_gradients, sum_sketches
 
 SIZES = (0, 1, 15, 16, 17, 1023, 1024, 1025, 40_000, 1_500_001)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from float_messages import DTYPES, decode, every_16_bit_value, finite_gradient, same_bits, there_and_back
+from float_messages import DTYPES, clamped, decode, every_16_bit_value, finite_gradient, same_bits, there_and_back
 from gradwire.codecs.embedded_float import EmbeddedFloat, describe
 
 SIZES = (0, 1, 2, 31, 32, 33, 255, 256, 257, 1000, 16384, 16385, 40_007)
@@ -46,10 +46,7 @@ def oracle(gradient: torch.Tensor, n_bits: int, partition: int, format: int = 2)
         known = np.floor(np.abs(part) / unit / 2.0**n_unknown) * 2.0**n_unknown
         centred = np.where(known > 0, known + 2.0 ** (n_unknown - 1) - 1, 0)
         result[start : start + partition] = np.copysign(np.float32(np.minimum(centred, 2.0**31 - 128) * unit), part)
-    if gradient.dtype == torch.float32:
-        return torch.from_numpy(result)
-    limit = torch.finfo(gradient.dtype).max
-    return torch.from_numpy(result).clamp(-limit, limit).to(gradient.dtype)
+    return clamped(torch.from_numpy(result), gradient.dtype)
 
 
 def planes(codec: EmbeddedFloat, gradient: torch.Tensor, first_bit: int, n_bits: int) -> torch.Tensor:
@@ -69,18 +66,6 @@ def test_every_number_of_bits_decodes_to_what_the_format_says(dtype: torch.dtype
         for bits in range(2, 32) if n in (257, 3000) else (2, 8, 13, 24):
             found = there_and_back(EmbeddedFloat(bits, partition, format), gradient)
             assert same_bits(found, oracle(gradient, bits, partition, format)), (n, partition, bits)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", SIZES)
-def test_all_bits_give_back_every_bit(n: int, dtype: torch.dtype, format: int) -> None:
-    random = torch.Generator().manual_seed(n)
-    beside_zeros = torch.zeros(n, dtype=dtype)
-    beside_zeros[n // 3 :: 5] = 1e-30  # an escape, in float32 and bfloat16
-    any_bits = torch.randint(0, 256, (n * dtype.itemsize,), generator=random, dtype=torch.uint8).view(dtype)
-    for gradient in (finite_gradient(n, dtype), any_bits, beside_zeros):
-        assert same_bits(there_and_back(EmbeddedFloat(32, format=format), gradient), gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gcomp_oracle as oracle
-from float_messages import DTYPES, LEVELS, at_level, decode, encode
+from float_messages import DTYPES, LEVELS, at_level, decode, encode, there_and_back
 from gcomp_gradients import KINDS, NAMES, make_gradient, make_importance, words_of
 from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
 
@@ -16,11 +16,6 @@ SIZES = [*range(0, 71), 511, 513]
 CHUNK = oracle.CHUNK
 each_format = pytest.mark.parametrize("format", [1, 2])
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
-
-
-def there_and_back(codec: GCompCodec, gradient: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
-    message = encode(codec, gradient, importance=importance)
-    return decode(codec, message, gradient.numel(), gradient.dtype, importance=importance)
 
 
 def exponents_of(gradient: torch.Tensor) -> np.ndarray:
@@ -97,7 +92,7 @@ def test_mode_none_keeps_every_bit_but_those_of_zeros_and_subnormals(
         codec = GCompCodec("none", table=fitted_table(gradient, format), format=format)
         words = words_of(gradient)
         is_kept = words != 0x8000 if (dtype, format) == (torch.float16, 2) else exponents_of(gradient) != 0
-        found = there_and_back(codec, gradient, make_importance(20_000))
+        found = there_and_back(codec, gradient, importance=make_importance(20_000))
         np.testing.assert_array_equal(words_of(found), np.where(is_kept, words, 0))
 
 
@@ -109,7 +104,7 @@ def test_infinities_and_nans_keep_every_bit_in_every_mode_and_are_told_of(
 ) -> None:
     gradient, importance = make_gradient("special", 5000, dtype), torch.full((5000,), 255).byte()
     codec = GCompCodec(mode, bits=bits, format=format)
-    decoded, nonfinite = there_and_back(codec, gradient, importance), ~gradient.isfinite()
+    decoded, nonfinite = there_and_back(codec, gradient, importance=importance), ~gradient.isfinite()
     assert nonfinite.any()
     np.testing.assert_array_equal(words_of(decoded)[nonfinite], words_of(gradient)[nonfinite])
     assert decoded[~nonfinite].isfinite().all()  # rounding never makes an infinity
@@ -176,7 +171,8 @@ def test_histogram_counts_exponents_and_adds_up(dtype: torch.dtype, format: int)
 def test_rounding_to_nearest_halves_the_error_of_truncation_and_has_no_bias(dtype: torch.dtype, format: int) -> None:
     gradient, importance, errors = make_gradient("gaussian", 50_000, dtype), make_importance(50_000), {}
     for rounding in ("nearest", "truncate"):
-        found = there_and_back(GCompCodec("paper", rounding=rounding, format=format), gradient, importance)
+        codec = GCompCodec("paper", rounding=rounding, format=format)
+        found = there_and_back(codec, gradient, importance=importance)
         errors[rounding] = found.double() - gradient.double()
     nearest, truncated = errors["nearest"], errors["truncate"]
     assert nearest.abs().mean() <= 0.6 * truncated.abs().mean()
@@ -208,7 +204,7 @@ def test_adding_and_dividing_while_decoding_equal_torchs_own(kind: str, dtype: t
 def test_what_format_2_drops_is_below_the_guarantee(dtype: torch.dtype) -> None:
     """|error| <= 2^-(mantissa bits + 1) x S for S = 2^(importance / 4 - 41), the power of two below what the byte says."""
     gradient, importance = make_gradient("gaussian", 50_000, dtype), make_importance(50_000)
-    decoded = there_and_back(GCompCodec("paper"), gradient, importance)
+    decoded = there_and_back(GCompCodec("paper"), gradient, importance=importance)
     error, known = (decoded.double() - gradient.double()).abs(), importance > 0
     # A value so small that no mantissa bit counts keeps its exponent: it is off by at most a third of itself.
     bound = 2.0 ** (importance // 4 - 40).double() * 2.0 ** -(oracle.MANTISSA_BITS[NAMES[dtype]] + 1)

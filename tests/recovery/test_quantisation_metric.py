@@ -5,18 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import (
-    CASES,
-    MANTISSA_BITS,
-    OTHERS,
-    Case,
-    byte_of,
-    expected,
-    finite,
-    stepped,
-    trained,
-    truncate,
-)
+from optimizer_cases import CASES, MANTISSA_BITS, OTHERS, byte_of, expected, finite, stepped, trained, truncate
 from torch import Tensor
 
 from float_messages import DTYPES, decode, encode, same_bits
@@ -28,7 +17,7 @@ PUBLISHED = Promise(format=1, rounding="truncate")
 
 DEFAULT = codecs.by_name("gcomp")
 
-cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+cases = pytest.mark.parametrize("case", CASES)
 states = pytest.mark.parametrize(
     ("dtype", "n_steps"), [*((torch.float32, n) for n in (0, 1, 2, 30)), (torch.bfloat16, 5), (torch.float16, 5)]
 )
@@ -70,7 +59,7 @@ def moved(
 
 @cases
 @states
-def test_bytes_are_the_table_in_float64_to_a_quarter_octave(case: Case, dtype: torch.dtype, n_steps: int) -> None:
+def test_bytes_are_the_table_in_float64_to_a_quarter_octave(case: str, dtype: torch.dtype, n_steps: int) -> None:
     optimizer, parameter, gradient = trained(case, n_steps, N_ELEMENTS, dtype, seed=n_steps)
     oracle = expected(optimizer, parameter, gradient)
     sane = finite(parameter) & np.isfinite(oracle.scale)
@@ -80,7 +69,7 @@ def test_bytes_are_the_table_in_float64_to_a_quarter_octave(case: Case, dtype: t
 
 @cases
 @states
-def test_dropped_bits_move_the_next_parameter_less_than_the_bound(case: Case, dtype: torch.dtype, n_steps: int) -> None:
+def test_dropped_bits_move_the_next_parameter_less_than_the_bound(case: str, dtype: torch.dtype, n_steps: int) -> None:
     # In float64 the step is exact beside 2^-23: shift < (1 + rho) 2^-23 |A|, A in the parameter's own unit.
     optimizer, parameter, gradient = trained(case, n_steps, N_ELEMENTS, dtype, seed=10 + n_steps)
     truncated, dropped = truncate(gradient, importance_of(optimizer, parameter))
@@ -94,13 +83,13 @@ def test_dropped_bits_move_the_next_parameter_less_than_the_bound(case: Case, dt
     assert sane.mean() > (0.9 if dtype != torch.float32 else 0.999)
     if dtype != torch.float32:
         assert (dropped > 0).any()
-    elif n_steps > 0 or case.name.startswith(("sgd", "momentum", "nesterov")):
+    elif n_steps > 0 or case.startswith(("sgd", "momentum", "nesterov")):
         assert {0, 6, 12} <= set(dropped), "the levels should occur, or the test shows nothing"
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 7, 8])
-@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[8]], ids=lambda case: case.name)
-def test_one_truncation_per_rank_along_a_ring_stays_within_the_same_bound(case: Case, world_size: int) -> None:
+@pytest.mark.parametrize("case", ["sgd", "momentum dampening decay", "nesterov decay"])
+def test_one_truncation_per_rank_along_a_ring_stays_within_the_same_bound(case: str, world_size: int) -> None:
     optimizer, parameter, _ = trained(case, 10, N_ELEMENTS, torch.float32, seed=world_size)
     gradients = [trained(case, 0, N_ELEMENTS, torch.float32, seed=world_size + rank)[2] for rank in range(world_size)]
     importance = importance_of(optimizer, parameter, world_size)
@@ -121,7 +110,7 @@ def test_one_truncation_per_rank_along_a_ring_stays_within_the_same_bound(case: 
 
 @cases
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 7, 8, 100])
-def test_world_size_enters_as_n_over_the_next_power_of_two(case: Case, world_size: int) -> None:
+def test_world_size_enters_as_n_over_the_next_power_of_two(case: str, world_size: int) -> None:
     optimizer, parameter, gradient = trained(case, 3, 500, torch.float32, seed=40)
     factor = world_size / 2 ** np.ceil(np.log2(world_size))
     oracle = expected(optimizer, parameter, gradient)
@@ -130,7 +119,7 @@ def test_world_size_enters_as_n_over_the_next_power_of_two(case: Case, world_siz
 
 
 @cases
-def test_a_loss_scale_leaves_the_dropped_bits_as_they_were(case: Case) -> None:
+def test_a_loss_scale_leaves_the_dropped_bits_as_they_were(case: str) -> None:
     optimizer, parameter, gradient = trained(case, 3, N_ELEMENTS, torch.float32, seed=50)
     _, plainly = truncate(gradient, importance_of(optimizer, parameter))
     _, scaled = truncate(gradient * 1024, importance_of(optimizer, parameter, loss_scale=1024.0))
@@ -141,7 +130,7 @@ def test_a_loss_scale_leaves_the_dropped_bits_as_they_were(case: Case) -> None:
 
 def test_a_gradient_of_fewer_mantissa_bits_than_its_parameter_keeps_them() -> None:
     # DDP with a bfloat16 reduction: dropping n of 7 bits costs 2^16 times what dropping n of 23 does.
-    optimizer, parameter, _ = trained(CASES[0], 0, N_ELEMENTS, torch.float32, seed=60)
+    optimizer, parameter, _ = trained("sgd", 0, N_ELEMENTS, torch.float32, seed=60)
     own = importance_of(optimizer, parameter).numpy().astype(np.int64)
     out = torch.empty(N_ELEMENTS, dtype=torch.uint8)
     metric = QuantisationMetric(optimizer, 1, PUBLISHED)
@@ -151,7 +140,7 @@ def test_a_gradient_of_fewer_mantissa_bits_than_its_parameter_keeps_them() -> No
 
 @cases
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_codec_drops_the_bits_that_the_metric_allows_and_no_other(case: Case, dtype: torch.dtype) -> None:
+def test_the_codec_drops_the_bits_that_the_metric_allows_and_no_other(case: str, dtype: torch.dtype) -> None:
     optimizer, parameter, gradient = trained(case, 5, N_ELEMENTS, dtype, seed=70)
     importance = importance_of(optimizer, parameter)
     expected_values, _ = truncate(gradient, importance)
@@ -196,7 +185,7 @@ def test_windows_of_any_size_add_up_to_the_whole(cls: type, options: dict) -> No
 
 @pytest.mark.parametrize(("tolerance", "n_elements"), [(0.25, 4000), (1.0, 4000), (32.0, 1 << 16)])
 @cases
-def test_the_promise_is_kept_and_not_over_kept(case: Case, tolerance: float, n_elements: int) -> None:
+def test_the_promise_is_kept_and_not_over_kept(case: str, tolerance: float, n_elements: int) -> None:
     optimizer, parameter, gradient = trained(case, 20, n_elements, torch.float32, seed=80)
     importance = importance_of(optimizer, parameter, promise=Promise(tolerance))
     oracle = expected(optimizer, parameter, gradient)
@@ -209,14 +198,14 @@ def test_the_promise_is_kept_and_not_over_kept(case: Case, tolerance: float, n_e
 
 def test_a_short_vector_keeps_a_tolerance_of_one() -> None:
     for n_elements, is_loose in ((4000, False), (1 << 16, True)):
-        optimizer, parameter, _ = trained(CASES[0], 1, n_elements, torch.float32, seed=81)
+        optimizer, parameter, _ = trained("sgd", 1, n_elements, torch.float32, seed=81)
         one, loose = (importance_of(optimizer, parameter, promise=Promise(tolerance)) for tolerance in (1.0, 4.0))
         assert torch.equal(loose, one) != is_loose
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 16])
-@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[9]], ids=lambda case: case.name)
-def test_the_roundings_of_a_ring_move_as_much_as_one_message_in_the_mean_square(case: Case, world_size: int) -> None:
+@pytest.mark.parametrize("case", ["sgd", "momentum dampening decay", "adagrad"])
+def test_the_roundings_of_a_ring_move_as_much_as_one_message_in_the_mean_square(case: str, world_size: int) -> None:
     """Each is as likely up as down; what the ring's additions in float32 lose is not theirs."""
     optimizer, parameter, _ = trained(case, 10, N_ELEMENTS, torch.float32, seed=82)
     promise = Promise()
@@ -235,8 +224,14 @@ def test_the_roundings_of_a_ring_move_as_much_as_one_message_in_the_mean_square(
     assert share.max() < world_size**0.5
 
 
-@pytest.mark.parametrize("case", [CASES[k] for k in (3, 4, 7, 8, 15, 18, 24)] + OTHERS[:2], ids=lambda case: case.name)
-def test_the_horizon_of_a_life_holds_for_all_that_a_gradient_adds(case: Case) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        "momentum", "momentum dampening decay", "nesterov", "nesterov decay", "rmsprop momentum", "adam", "adamw",
+        "nadam", "nadam decay",
+    ],
+)  # fmt: skip
+def test_the_horizon_of_a_life_holds_for_all_that_a_gradient_adds(case: str) -> None:
     optimizer, parameter, gradient = trained(case, 20, N_ELEMENTS, torch.float32, seed=84)
     size = 2.0**-23 * stepped(optimizer, parameter, torch.zeros_like(gradient), torch.float64).abs().numpy()
     share = {}
@@ -248,8 +243,8 @@ def test_the_horizon_of_a_life_holds_for_all_that_a_gradient_adds(case: Case) ->
     assert share["step"] > 1.5 * share["life"]
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
-def test_terms_beyond_the_papers_keep_the_promise_too(case: Case) -> None:
+@pytest.mark.parametrize("case", OTHERS)
+def test_terms_beyond_the_papers_keep_the_promise_too(case: str) -> None:
     """But for the share by which a gradient's own effect on the moments adds to its direct one."""
     optimizer, parameter, gradient = trained(case, 20, N_ELEMENTS, torch.float32, seed=85)
     importance = importance_of(optimizer, parameter, promise=Promise())
@@ -266,7 +261,7 @@ def test_lion_keeps_the_last_place_of_what_decides_the_sign() -> None:
         def step(self, closure: object = None) -> None:  # type: ignore[override]
             raise AssertionError("read only")
 
-    _, parameter, gradient = trained(CASES[0], 1, N_ELEMENTS, torch.float32, seed=86)
+    _, parameter, gradient = trained("sgd", 1, N_ELEMENTS, torch.float32, seed=86)
     optimizer, moment = Lion([parameter], {"lr": 1e-4, "betas": (0.9, 0.99)}), 0.3 * gradient.roll(1)
     assert not importance_of(optimizer, parameter).any()
     optimizer.state[parameter] = {"exp_avg": moment}

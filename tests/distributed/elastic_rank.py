@@ -8,6 +8,7 @@ import sys
 import time
 import zlib
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,14 +29,19 @@ def main(
     name: int,
     scheme: str = "plain",
     n_rounds: int = 12,
-    every: int = 3,
     fragments: int = 1,
     width: int = 24,
+    waits_at: int = -1,
+    waits_for: str = "",
     leaves_at: int = -1,
     dies_at: int = -1,
-    dies_in: str = "",
+    dies_in_exchange: bool = False,
     quorum_timeout_s: float = 60,
 ) -> None:
+    """Train until `n_rounds` exchanges are done, or leave or die in the round after so many.
+
+    waits_for: a file, without which no exchange follows after `waits_at` of them.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(name)
     net = nn.Sequential(nn.Linear(16, width), nn.BatchNorm1d(width), nn.Linear(width, 5))
@@ -46,53 +52,42 @@ def main(
         world_size=1, store_addr="127.0.0.1", store_port=store.port, lighthouse_addr=lighthouse, replica_id=f"r{name}",
         hostname="127.0.0.1", timeout=timedelta(seconds=30), quorum_timeout=timedelta(seconds=quorum_timeout_s),
     )  # fmt: skip
+    given: list[float] = []  # of the first weight, in the last exchange
+    reduce = gradwire.Reducer.all_reduce
+
+    def look(reducer: gradwire.Reducer, tensors: dict[str, torch.Tensor]) -> Any:
+        given[:] = [float(tensors["0.weight"][0, 0])] if "0.weight" in tensors else []
+        work = reduce(reducer, tensors)
+        if manager.current_step() == dies_at and dies_in_exchange:
+            os._exit(9)
+        return work
+
+    gradwire.Reducer.all_reduce = look  # type: ignore[assignment,method-assign]
+    say(name=name, starts=True)
     outer = OUTER["nesterov" if fragments > 1 else "average"]
-    loop = gradwire.LocalSgd(net, optimizer, scheme, every, outer, manager=manager, fragments=fragments, timeout_s=30)
+    loop = gradwire.LocalSgd(net, optimizer, scheme, 4, outer, manager=manager, fragments=fragments, timeout_s=30)
     say(name=name, came=manager.current_step())
     draw = torch.Generator().manual_seed(name)
     weight = net[0].weight
-    while manager.current_step() < n_rounds:
-        step = manager.current_step()
+    while (step := manager.current_step()) < n_rounds:
+        if step == dies_at and not dies_in_exchange:
+            os._exit(9)
+        if step == leaves_at:
+            break
+        while step == waits_at and not Path(waits_for).exists():
+            time.sleep(0.01)
         start = float(weight.detach()[0, 0])
         while manager.current_step() == step:
-            if step == dies_at and not dies_in:
-                os._exit(9)
-            if step == leaves_at:
-                loop.close()
-                manager.shutdown(wait=False)
-                say(name=name, left=step)
-                os._exit(0)
             x = torch.randn(8, 16, generator=draw)
             nn.functional.cross_entropy(net(x), x[:, :5].argmax(1)).backward()
-            if step == dies_at and dies_in == "exchange":
-                reduce = loop.reducer.all_reduce
-
-                def die(tensors: Any, reduce: Any = reduce) -> None:
-                    reduce(tensors)
-                    os._exit(9)
-
-                loop.reducer.all_reduce = die  # type: ignore[assignment,method-assign]
-            delta = {}
-            subtract = loop._subtract
-
-            def note(subtract: Any = subtract, delta: Any = delta) -> Any:
-                given = subtract()
-                delta["first"] = float(given["0.weight"][0, 0]) if "0.weight" in given else 0.0
-                return given
-
-            loop._subtract = note  # type: ignore[method-assign]
             optimizer.step()
             optimizer.zero_grad()
-            loop._subtract = subtract  # type: ignore[method-assign]
-            time.sleep(0.002)
         bits = zlib.crc32(b"".join(anchor.detach().numpy().tobytes() for anchor in loop._anchors.values()))
-        say(
-            name=name, step=step, n=manager.num_participants(), start=start, delta=delta["first"],
-            end=float(weight.detach()[0, 0]), bits=bits,
-        )  # fmt: skip
+        end = float(weight.detach()[0, 0])
+        say(name=name, step=step, n=manager.num_participants(), start=start, given=given, end=end, bits=bits)
     loop.close()
     manager.shutdown(wait=False)
-    say(name=name, done=True)
+    say(name=name, done=step)
     os._exit(0)
 
 

@@ -33,10 +33,11 @@ class Members:
 
     def configure(self, store_addr: str, replica_id: str, replica_rank: int, replica_world_size: int, *_: Any) -> None:
         """Take note of who is there from now on. store_addr: "host:port/prefix" of a store that all of them reach."""
-        address, _, prefix = store_addr.partition("/")
-        host, _, port = address.rpartition(":")
-        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
-        self.meeting = Meeting(dist.PrefixStore(prefix, store), replica_rank, replica_world_size)
+        address, prefix = store_addr.split("/", 1)
+        host, port = address.rsplit(":", 1)
+        stores: Any = dist  # torch's annotations do not export them
+        store = stores.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self.meeting = Meeting(stores.PrefixStore(prefix, store), replica_rank, replica_world_size)
 
     def errored(self) -> None:
         """Torchft asks; errors are raised here."""

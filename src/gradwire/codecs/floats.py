@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.codecs.tensors import bytes_in, bytes_of, check_step, check_tensor, dtype_code
+from gradwire.codecs.tensors import bytes_in, bytes_of, check_64_bits, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument
 from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on, table_of, upload, zeros_between_launches
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, fill_struct, parts
@@ -97,7 +97,7 @@ class Floats(ABC):
         turns, per_row = zeros_between_launches(device, 2 * n_rows), max(1, parts(n, _CHUNK_VALUES))
         parameters = fill_struct(
             "FloatEncode", values=values, message=room, scales=scales, turns=turns, n_bytes=n_bytes,
-            seed=self.seed, step=check_step(step), n=n, rounding=self.native_rounding,
+            seed=self.seed, step=check_64_bits("step", step), n=n, rounding=self.native_rounding,
             per_row=per_row, rows=None if messages is None else messages.table, **self._format(values.dtype),
         )  # fmt: skip
         launch(f"gw_{self._kernels}_pack", n_rows * per_row, THREADS, _SHARED, parameters)

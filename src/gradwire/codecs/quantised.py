@@ -17,11 +17,10 @@ from gradwire import _native
 from gradwire.checks import choice as check_choice
 from gradwire.codecs.tensors import (
     bytes_in,
+    check_64_bits,
     check_positive,
     check_room,
-    check_seed,
     check_size,
-    check_step,
     check_tensor,
     dtype_code,
 )
@@ -41,6 +40,7 @@ _SHARED_OF_PIECE = SHARED_OF_CHECKSUM + 16 + 4 * _PIECE_BYTES
 
 _RULES = {"fixed": 0, "mean": 1, "two-means": 2}
 _BLOCKS = tuple(128 << i for i in range(6))
+_SCALE_VALUES = (None, 64, *_BLOCKS)
 # Of a threshold that is also what values decode to, in units of the mean magnitude: the squared error is least at sqrt(2)
 # for a Laplace distribution and at 1.1 for a Gaussian; 1.25 is 1.2 % and 2.6 % above the least.
 DEFAULT_THRESHOLD = 1.25
@@ -216,7 +216,7 @@ class Quantised:
         self, dtype: torch.dtype, importance: _native.BucketImportance | None, first_step: int = 0
     ) -> _native.ExchangeCodec:
         """This codec as exchanges call it, whose n-th message draws by step `first_step` + n. Raises: InvalidArgument."""
-        return _native.quantiser_exchange_codec(self.native_options, check_step(first_step))
+        return _native.quantiser_exchange_codec(self.native_options, check_64_bits("first_step", first_step))
 
     @property
     def native_options(self) -> tuple[int, int, float, int, int, int]:
@@ -251,7 +251,7 @@ class Quantised:
                 residual_scale,
                 new_residual,
                 *self.native_options,
-                check_step(step),
+                check_64_bits("step", step),
                 check_room(self.name, out, room),
                 cuts,
             )
@@ -266,7 +266,7 @@ class Quantised:
         turns = zeros_between_launches(device, 2)
         parameters = fill_struct(
             "QuantiseGroups", values=gradient, residual=residual, left_out=new_residual, message=out, sums=sums,
-            pieces=checksums, n_bytes=n_bytes, n=n, seed=seed, step=check_step(step), residual_scale=residual_scale,
+            pieces=checksums, n_bytes=n_bytes, n=n, seed=seed, step=check_64_bits("step", step), residual_scale=residual_scale,
             parameter=parameter, kind=kind, dtype=dtype_code(gradient.dtype), rule=rule, levels=levels,
             block=block or _CPU_BLOCK, turns=turns, **self._grouping(layout, device),
         )  # fmt: skip
@@ -348,7 +348,7 @@ class OneBit(Quantised):
         if scale_values is not None and scale == "fixed":
             raise InvalidArgument('scale_values means nothing with scale="fixed", which is one for all values')
         self.scale = scale
-        self.scale_values = check_scale_values(scale_values)
+        self.scale_values = check_choice("scale_values", scale_values, _SCALE_VALUES)
         self._block = self.scale_values or 0
         self.threshold = check_positive("threshold", 0.5 if threshold is None else threshold)
         self._rule = _RULES[scale]
@@ -405,7 +405,7 @@ class TwoBit(Quantised):
             raise InvalidArgument(
                 "scale_values means nothing with relative=False, whose threshold is one for all values"
             )
-        self.scale_values = check_scale_values(scale_values)
+        self.scale_values = check_choice("scale_values", scale_values, _SCALE_VALUES)
         self._block = self.scale_values or 0
         self.levels = levels
         self._rule = TWO_SCALES if levels == 4 else 1 if self.relative else 0
@@ -446,23 +446,11 @@ class Qsgd(Quantised):
         check_choice("block", block, _BLOCKS)
         self.levels = self._levels = levels
         self.block = self._block = block
-        self.seed = check_seed(seed)
+        self.seed = check_64_bits("seed", seed)
 
     @property
     def configuration(self) -> dict[str, Any]:
         return {"levels": self.levels, "block": self.block, "seed": self.seed}
-
-
-def check_scale_values(scale_values: int | None) -> int | None:
-    """Values to a scale: None, or a power of two from 64 to 4,096. Raises: InvalidArgument."""
-    if scale_values is None:
-        return None
-    is_count = isinstance(scale_values, int) and not isinstance(scale_values, bool)
-    if not is_count or not 64 <= scale_values <= 4096 or scale_values & (scale_values - 1):
-        raise InvalidArgument(
-            f"scale_values is 64, 128, ..., 4096, or None for one scale a message, not {scale_values!r}"
-        )
-    return scale_values
 
 
 def describe(message: Tensor) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.codecs.quantised import Quantised
-from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, dtype_code
+from gradwire.codecs.tensors import bytes_of, check_64_bits, check_positive, dtype_code
 from gradwire.errors import Unsupported
 from gradwire.gpu.kernels import kernels_for, table_of, upload_once
 from gradwire.gpu.launching import THREADS, fill_struct, grid, parts
@@ -66,7 +66,7 @@ class Ternary(Quantised):
 
     def __init__(self, clip: float = 2.5, seed: int = 0) -> None:
         self.clip = check_positive("clip", clip)
-        self.seed = check_seed(seed)
+        self.seed = check_64_bits("seed", seed)
         self._parameter = self.clip
 
     @staticmethod

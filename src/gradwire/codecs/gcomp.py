@@ -128,8 +128,7 @@ class GCompCodec:
         Raises: InvalidArgument (dtype, negative n_elements).
         """
         check_size(n_elements)
-        mode_code = _MODE_CODES[self.importance]
-        return _native.gcomp_max_encoded_bytes(n_elements, dtype_code(dtype), mode_code, self.format)
+        return _native.gcomp_max_encoded_bytes(n_elements, dtype_code(dtype), _MODE_CODES[self.importance], self.format)
 
     def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None, *, step: int = 0) -> int | Tensor:
         """As `DeviceCodec.encode`. Cost: about two passes.

@@ -6,7 +6,6 @@ The base makes native calls and launches kernels, with error feedback in the sam
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -169,8 +168,7 @@ class Quantised:
         target = residual if new_residual is None else new_residual
         if target is None:
             raise InvalidArgument("without a residual, say where the new one goes: new_residual=tensor")
-        if not (residual_scale > 0 and math.isfinite(residual_scale)):
-            raise InvalidArgument(f"residual_scale must be positive and finite, got {residual_scale}")
+        check_positive("residual_scale", residual_scale)
         return self._encode(gradient, residual, residual_scale, target, out, step, cuts)
 
     def decode(
@@ -199,7 +197,6 @@ class Quantised:
             _native.quantiser_decode(encoded, self._kind, code, decoded, divisor, adds)
             return
         launch = self.check_device(out.device).launch
-        kind, _, _, levels, block, _ = self.native_options
         layout = self._layout(n, cuts)
         error = torch.zeros(1, dtype=torch.int32, device=out.device) if error is None else error
         checksums = torch.empty(layout.n_blocks, dtype=torch.int32, device=out.device)
@@ -207,9 +204,10 @@ class Quantised:
         parameters = fill_struct(
             "DequantiseGroups", message=message, out=out, pieces=checksums, error=error, n=n,
             turns=turns, payload=layout.n_bytes - _HEADER_BYTES, divisor=divisor,
-            kind=kind, dtype=code, adds=adds, levels=levels, block=block, **self._grouping(layout, out.device),
+            kind=self._kind, dtype=code, adds=adds, levels=self._levels, block=self._block,
+            **self._grouping(layout, out.device),
         )  # fmt: skip
-        kernel = "gw_grouped_unpack" if layout.groups else f"gw_quantised_unpack{'_levels' if levels else ''}"
+        kernel = "gw_grouped_unpack" if layout.groups else f"gw_quantised_unpack{'_levels' if self._levels else ''}"
         launch(kernel, layout.n_blocks, THREADS, _SHARED_OF_PIECE, parameters)
 
     def exchange_codec(
@@ -233,6 +231,7 @@ class Quantised:
         step: int,
         cuts: Sequence[int],
     ) -> int | Tensor:
+        check_64_bits("step", step)
         if kernels_for(gradient.device) is None:
             for name, tensor in (("residual", residual), ("new_residual", new_residual)):
                 if tensor is not None:
@@ -243,21 +242,11 @@ class Quantised:
             if any(not 0 < cut < gradient.numel() for cut in cuts):
                 raise InvalidArgument(f"cuts lie from 1 to {gradient.numel() - 1}, got {list(cuts)[:8]}")
             # With cuts the native code says what is too small.
-            room = 0 if cuts else self.max_encoded_bytes(gradient.numel(), gradient.dtype)
-            return _native.quantiser_encode(
-                values,
-                code,
-                residual,
-                residual_scale,
-                new_residual,
-                *self.native_options,
-                check_64_bits("step", step),
-                check_room(self.name, out, room),
-                cuts,
-            )
+            n_needed = 0 if cuts else self.max_encoded_bytes(gradient.numel(), gradient.dtype)
+            room, options = check_room(self.name, out, n_needed), (*self.native_options, step)
+            return _native.quantiser_encode(values, code, residual, residual_scale, new_residual, *options, room, cuts)
         n, device = gradient.numel(), gradient.device
         launch = self.check_device(device).launch
-        kind, rule, parameter, levels, block, seed = self.native_options
         layout = self._layout(n, cuts)
         n_bytes = torch.empty(1, dtype=torch.int64, device=device)
         sum_bytes = _SUMS_BYTES * layout.n_sums if layout.groups is None else 0
@@ -266,13 +255,13 @@ class Quantised:
         turns = zeros_between_launches(device, 2)
         parameters = fill_struct(
             "QuantiseGroups", values=gradient, residual=residual, left_out=new_residual, message=out, sums=sums,
-            pieces=checksums, n_bytes=n_bytes, n=n, seed=seed, step=check_64_bits("step", step), residual_scale=residual_scale,
-            parameter=parameter, kind=kind, dtype=dtype_code(gradient.dtype), rule=rule, levels=levels,
-            block=block or _CPU_BLOCK, turns=turns, **self._grouping(layout, device),
+            pieces=checksums, n_bytes=n_bytes, n=n, seed=self.seed, step=step, residual_scale=residual_scale,
+            parameter=self._parameter, kind=self._kind, dtype=dtype_code(gradient.dtype), rule=self._rule, turns=turns,
+            levels=self._levels, block=self._block or _CPU_BLOCK, **self._grouping(layout, device),
         )  # fmt: skip
         names = ("gw_grouped_measure", "gw_grouped_pack")
         if layout.groups is None:
-            names = ("gw_quantised_measure", "gw_quantised_pack_levels" if levels else "gw_quantised_pack")
+            names = ("gw_quantised_measure", "gw_quantised_pack_levels" if self._levels else "gw_quantised_pack")
         launch(names[0], max(1, parts(8 * layout.n_sums, THREADS)), THREADS, _SHARED_OF_SUMS, parameters)
         launch(names[1], layout.n_blocks, THREADS, _SHARED_OF_PIECE, parameters)
         return n_bytes

@@ -113,11 +113,9 @@ def sizes_noted(counter: Counter) -> Iterator[None]:
     lay_out, write, read = Floats.lay_out, Floats.encode_messages, Floats.decode_messages
     quantise, dequantise = Quantised._encode, Quantised.decode
 
-    def is_one(messages: Any) -> bool:
-        return messages is None or messages.table is None
-
     def size_of(codec: Any, n: int, messages: Any, times: int = 1) -> tuple[int, int]:
-        n, n_bytes = (n, codec.max_encoded_bytes(n, torch.float32)) if is_one(messages) else laid_out[id(messages)]
+        is_one = getattr(messages, "table", None) is None
+        n, n_bytes = (n, codec.max_encoded_bytes(n, torch.float32)) if is_one else laid_out[id(messages)]
         return times * n, times * n_bytes
 
     def lay(codec: Any, messages: Any, device: torch.device) -> Any:

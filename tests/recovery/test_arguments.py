@@ -189,11 +189,7 @@ SHARES = Ternary().share(65, [(0, 65)], torch.device("cpu"))
 Call = Callable[[], object]
 CALLS: list[tuple[Call, type[Exception], str | None]] = [
     (lambda: GCompCodec().encode(GRADIENT, OUT), InvalidArgument, r"encode\(gradient, out, importance\)"),
-    (
-        lambda: GCompCodec().encode(GRADIENT, OUT, IMPORTANCE[:63]),
-        InvalidArgument,
-        "has 63 values, the gradient 64",
-    ),
+    (lambda: GCompCodec().encode(GRADIENT, OUT, IMPORTANCE[:63]), InvalidArgument, "63 values, the gradient 64"),
     (lambda: GCompCodec().encode(GRADIENT, OUT, IMPORTANCE.int()), InvalidArgument, "importance: expected torch.uint8"),
     (lambda: GCompCodec("uniform", 8).encode(GRADIENT.bfloat16(), OUT), InvalidArgument, "bfloat16 has 7 bits"),
     (lambda: of_paper(None), InvalidArgument, "importance"),

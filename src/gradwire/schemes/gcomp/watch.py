@@ -106,7 +106,8 @@ class OptimizerWatch:
         samples, self._samples = self._samples, {}
         while self._looks and self._looks[0][0].is_there():
             look, scale = self._looks.pop(0)
-            self._compare(*look.wait().unbind(), scale)
+            arrived, now = look.wait().unbind()
+            self._compare(arrived, now, scale)
         self._compare_rates()
         if getattr(optimizer, "grad_scale", None) is not None:
             return  # a fused step under a GradScaler takes the loss scale out by itself

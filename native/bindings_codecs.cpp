@@ -85,7 +85,6 @@ void bind_huffman(nb::module_& m) {
 void bind_gcomp(nb::module_& m) {
   using gcomp::Dtype;
   using OptionalFloats = std::optional<ConstFloats>;
-  m.attr("GCOMP_CHUNK_VALUES") = gcomp::kChunkValues;
   m.def("gcomp_max_encoded_bytes", &gcomp::max_message_bytes);
   def_unlocked(m, "gcomp_encode",
                [](ConstBytes values, OrNone<ConstBytes> importance, Dtype dtype, gcomp::Mode mode, int kept_bits,
@@ -95,17 +94,11 @@ void bind_gcomp(nb::module_& m) {
                                       table, out);
                });
   def_unlocked(m, "gcomp_decode",
-               [](ConstBytes message, Dtype dtype, const HuffmanTable& table, OrNone<ConstBytes> importance,
-                  std::optional<ConstBytes> addend, float divisor, Bytes values) {
-                 if (addend && addend->size() != values.size())
-                   throw InvalidArgument("addend: another size than the values");
-                 gcomp::decode(message, dtype, table, importance, {addend ? addend->data() : nullptr, divisor}, values);
+               [](ConstBytes message, Dtype dtype, const std::vector<const HuffmanTable*>& known,
+                  OrNone<ConstBytes> importance, bool adds, float divisor, Bytes values) {
+                 const gcomp::Finish finish{adds ? values.data() : nullptr, divisor};
+                 gcomp::decode(message, dtype, gcomp::table_of(message, known), importance, finish, values);
                });
-  m.def("gcomp_read_header", [](ConstBytes message) {
-    const gcomp::BlockHeader header = gcomp::read_block_header(message);
-    return std::tuple(header.table_id, header.dtype, header.n_elements, (header.flags & gcomp::kFlagNonfinite) != 0,
-                      gcomp::exponent_bits_of(header.dtype, header.version));
-  });
   def_unlocked(m, "gcomp_count_exponents",
                [](ConstBytes values, Dtype dtype, gcomp::Version version, Counts histogram) {
                  if (exponent_bits_for(histogram.size()) != gcomp::exponent_bits_of(dtype, version))

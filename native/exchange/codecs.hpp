@@ -55,12 +55,7 @@ class GCompCodec final : public Codec {
     return gcomp::encode(values.bytes(), weights, options_, table_, out, mean);
   }
   void decode(ConstBytes message, ConstBytes weights, const gcomp::Finish& finish, const Values& values) {
-    const std::uint64_t id = gcomp::read_block_header(message).table_id;
-    for (const HuffmanTable* table : known_)
-      if (table->id() == id) return gcomp::decode(message, options_.dtype, *table, weights, finish, values.bytes());
-    throw CorruptMessage(
-        "the message was written with Huffman table ", id,
-        ", which is not known here. Every rank has to add_table() a new table before any rank may use it");
+    gcomp::decode(message, options_.dtype, gcomp::table_of(message, known_), weights, finish, values.bytes());
   }
 
   const gcomp::EncodeOptions options_;

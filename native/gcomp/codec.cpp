@@ -4,6 +4,8 @@
 #include <array>
 #include <atomic>
 #include <bit>
+#include <cinttypes>
+#include <cstdio>
 #include <cstring>
 #include <string>
 
@@ -451,6 +453,21 @@ std::uint64_t encode(ConstBytes values, ConstBytes importance, const EncodeOptio
   if (mean.values != nullptr && options.version == Version::levels)
     decode(out.first(end), options.dtype, table, importance, {nullptr, mean.divisor}, {mean.values, values.size()});
   return end;
+}
+
+const HuffmanTable& table_of(ConstBytes message, std::span<const HuffmanTable* const> known) {
+  const std::uint64_t id = read_block_header(message).table_id;
+  for (const HuffmanTable* table : known)
+    if (table->id() == id) return *table;
+  const auto name_of_id = [](std::uint64_t number) {
+    char text[19];
+    std::snprintf(text, sizeof text, "0x%016" PRIx64, number);
+    return std::string(text);
+  };
+  std::string ids;
+  for (const HuffmanTable* table : known) ids += (ids.empty() ? "" : ", ") + name_of_id(table->id());
+  throw CorruptMessage("the message was written with Huffman table ", name_of_id(id), "; known here: ", ids,
+                       ". Every rank has to add_table() a new table before any rank may use it");
 }
 
 void decode(ConstBytes message, Dtype dtype, const HuffmanTable& table, ConstBytes importance, const Finish& finish,

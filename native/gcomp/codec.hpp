@@ -76,6 +76,9 @@ ChunkHeader load_chunk_header(const std::uint8_t* message, Version version, std:
 // Throws CorruptMessage, IncompatibleVersion.
 BlockHeader read_block_header(ConstBytes message);
 
+// The table that `message` was written with. Throws CorruptMessage (none of `known`), IncompatibleVersion.
+const HuffmanTable& table_of(ConstBytes message, std::span<const HuffmanTable* const> known);
+
 const char* name_of(Mode mode);
 
 // What becomes of the bits that mode paper lets go of; mode uniform rounds to nearest, mode truncate towards zero.

@@ -98,7 +98,7 @@ TABLE = _native.HuffmanTable.prior(8)
 MESSAGE = OUT[: _native.gcomp_encode(GRADIENT, None, 0, 0, 23, False, 2, TABLE, OUT, 0)].clone()
 NATIVE_CALLS: dict[str, Callable[[], object]] = {
     "encode": lambda: _native.gcomp_encode(GRADIENT, None, 0, 0, 23, False, 2, TABLE, OUT, 0),
-    "decode": lambda: _native.gcomp_decode(MESSAGE, 0, TABLE, None, None, 1.0, DECODED),
+    "decode": lambda: _native.gcomp_decode(MESSAGE, 0, [TABLE], None, False, 1.0, DECODED),
     "importance": lambda: _native.importance(VALUES, None, None, 0.0, 1.0, 0.0, BYTES),
     "checksum": lambda: _native.crc32c(OUT),
 }

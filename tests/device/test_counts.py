@@ -117,7 +117,8 @@ def sizes_noted(counter: Counter) -> Iterator[None]:
     quantise, dequantise = Quantised._encode, Quantised.decode
 
     def size_of(codec: Any, n: int, messages: Any, times: int = 1) -> tuple[int, int]:
-        n, n_bytes = (n, codec.max_encoded_bytes(n, torch.float32)) if messages is None else laid_out[id(messages)]
+        is_one = getattr(messages, "table", None) is None
+        n, n_bytes = (n, codec.max_encoded_bytes(n, torch.float32)) if is_one else laid_out[id(messages)]
         return times * n, times * n_bytes
 
     def lay(codec: Any, messages: Any, device: torch.device) -> Any:

@@ -212,7 +212,8 @@ def test_importance_computed_on_the_device_is_the_kernels(rank: int, world_size:
             n = sum(p.numel() for p in parameters)
             metric = QuantisationMetric(optimizer, 3)
             if place == device:
-                found.append(metric.bytes_on_device([slot_of(p) for p in parameters], device, 8.0).cpu())
+                out = torch.empty(n, dtype=torch.uint8, device=device)
+                found.append(metric.write_on_device([*map(slot_of, parameters)], [0, 5_000, 5_021], out, 8.0).cpu())
             else:
                 found.append(torch.full((n,), 7, dtype=torch.uint8))
                 metric.write_importance(parameters, [0, 5_000, 5_021], found[0], 8.0)

@@ -31,8 +31,7 @@ def main(
     n_rounds: int = 12,
     fragments: int = 1,
     width: int = 24,
-    waits_at: int = -1,
-    waits_for: str = "",
+    waits: dict[str, str] | None = None,
     leaves_at: int = -1,
     dies_at: int = -1,
     dies_in_exchange: bool = False,
@@ -40,7 +39,7 @@ def main(
 ) -> None:
     """Train until `n_rounds` exchanges are done, or leave or die in the round after so many.
 
-    waits_for: a file, without which no exchange follows after `waits_at` of them.
+    waits: by a number of exchanges the file without which no other follows.
     """
     torch.set_num_threads(1)
     torch.manual_seed(name)
@@ -74,7 +73,7 @@ def main(
             os._exit(9)
         if step == leaves_at:
             break
-        while step == waits_at and not Path(waits_for).exists():
+        while (flag := (waits or {}).get(str(step))) and not Path(flag).exists():
             time.sleep(0.01)
         start = float(weight.detach()[0, 0])
         while manager.current_step() == step:

@@ -80,24 +80,26 @@ def by_step(said: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
 def test_others_go_on_with_the_mean_of_who_is_there(
     tmp_path: Path, scheme: str, fragments: int, dies_in_exchange: bool
 ) -> None:
-    flag = tmp_path / "go"
-    plan = {"scheme": scheme, "fragments": fragments, "n_rounds": 30, "waits_at": 16, "waits_for": str(flag)}
+    flags = [tmp_path / "all are here", tmp_path / "another one comes"]
+    plan = {"scheme": scheme, "fragments": fragments, "n_rounds": 30, "waits": {8: str(flags[0]), 16: str(flags[1])}}
     with site() as here:
         here.start(0, **plan)
         here.start(1, **plan, leaves_at=14)
-        here.start(2, **plan, dies_at=8, dies_in_exchange=dies_in_exchange)
+        here.start(2, **plan, dies_at=9, dies_in_exchange=dies_in_exchange)
         here.start(3, **plan)
-        here.wait_for(0, "came")
+        for name in range(4):
+            here.wait_for(name, "starts")
+        flags[0].touch()
         here.start(4, **plan)
         here.wait_for(4, "starts")
-        flag.touch()
+        flags[1].touch()
         said, statuses = here.end()
     assert statuses == {0: 0, 1: 0, 2: 9, 3: 0, 4: 0}
     assert {told["name"] for told in said if told.get("done") == 30} == {0, 3, 4}
     (came,) = [told["came"] for told in said if told["name"] == 4 and "came" in told]
     assert 16 <= came < 30
     steps = by_step(said)
-    for step in range(10, 30):
+    for step in range(11, 30):
         told = steps[step]
         assert {0, 3} <= {one["name"] for one in told}, "no round is lost on who stays"
         assert len({one["bits"] for one in told}) == 1, "all who are there hold the same bits"
@@ -108,12 +110,15 @@ def test_others_go_on_with_the_mean_of_who_is_there(
     assert {one["name"] for one in steps[29]} == {0, 3, 4}
 
 
-def test_a_comer_with_another_model_is_named_and_the_others_go_on() -> None:
+def test_a_comer_with_another_model_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    flag = tmp_path / "go"
     with site() as here:
         for name in range(2):
-            here.start(name, n_rounds=40)
-        here.wait_for(0, "came")
+            here.start(name, n_rounds=20, waits={5: str(flag)})
         here.start(2, width=25)
+        here.wait_for(0, "came")
+        here.wait_for(2, "starts")
+        flag.touch()
         said, statuses = here.end()
     assert statuses == {0: 0, 1: 0, 2: 3}
     (refused,) = [told for told in said if "error" in told]
@@ -129,8 +134,9 @@ def test_too_few_ranks_for_a_quorum_end_with_peer_lost() -> None:
         started = time.monotonic()
         said, statuses = here.end()
     assert statuses == {0: 3, 1: 9}
-    assert [told["error"] for told in said if "error" in told] == ["PeerLost"]
-    assert "no quorum of enough ranks came together in time" in said[-1]["words"]
+    (lost,) = [told for told in said if "error" in told]
+    assert lost["error"] == "PeerLost"
+    assert "no quorum of enough ranks came together in time" in lost["words"]
     assert time.monotonic() - started < 60 * patience()
 
 

@@ -70,7 +70,7 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("raw", {"level": 1}, "level"),
     *(("embedded-float", {"bits": bits}, "bits") for bits in (1, 33)),
     *(("embedded-float", {"partition": partition}, "partition") for partition in (16, 100, 2048)),
-    ("embedded-float", {"format": 3}, "format is 1 or 2"),
+    ("embedded-float", {"format": 3}, "format is one of 1, 2"),
     *(("truncated-float", {"bits": bits}, "bits") for bits in (1, 33)),
     ("truncated-float", {"bits": 9, "format": "fp8-e4m3"}, "bits"),
     ("truncated-float", {"bits": 5, "format": "fp4-e2m1"}, "bits"),
@@ -82,7 +82,7 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("gcomp", {"importance": "uniform"}, "bits=10"),
     ("gcomp", {"importance": "none", "bits": 3}, "means nothing"),
     ("gcomp", {"importance": "paper", "bits": 3, "format": 1}, "use format=2"),
-    ("gcomp", {"format": 3}, "format is 1 or 2"),
+    ("gcomp", {"format": 3}, "format is one of 1, 2"),
     ("gcomp", {"rounding": "up"}, "nearest, truncate"),
     ("gcomp", {"importance": "uniform", "bits": 24}, "0 to 23"),
     ("gcomp", {"importance": "uniform", "bits": -1}, "0 to 23"),
@@ -189,7 +189,7 @@ SHARES = Ternary().share(65, [(0, 65)], torch.device("cpu"))
 Call = Callable[[], object]
 CALLS: list[tuple[Call, type[Exception], str | None]] = [
     (lambda: GCompCodec().encode(GRADIENT, OUT), InvalidArgument, r"encode\(gradient, out, importance\)"),
-    (lambda: GCompCodec().encode(GRADIENT, OUT, IMPORTANCE[:63]), InvalidArgument, "63 bytes for a gradient of 64"),
+    (lambda: GCompCodec().encode(GRADIENT, OUT, IMPORTANCE[:63]), InvalidArgument, "63 values, the gradient 64"),
     (lambda: GCompCodec().encode(GRADIENT, OUT, IMPORTANCE.int()), InvalidArgument, "importance: expected torch.uint8"),
     (lambda: GCompCodec("uniform", 8).encode(GRADIENT.bfloat16(), OUT), InvalidArgument, "bfloat16 has 7 bits"),
     (lambda: of_paper(None), InvalidArgument, "importance"),

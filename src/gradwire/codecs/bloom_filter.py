@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from gradwire import _native
-from gradwire.errors import InvalidArgument
 
 _ROW_WORDS = _native.SKETCH_BLOOM_ROW_WORDS
 _MAX_HASHES = 64
@@ -78,7 +77,6 @@ def insert(index: torch.Tensor, n_elements: int, shape: BloomShape, seed: int, o
         out: (shape.n_words,) int32.
     Raises: InvalidArgument (sizes).
     """
-    _check(out, shape)
     _native.sketch_insert_bloom(index.view(torch.uint32), n_elements, shape.n_hashes, seed, out.view(torch.uint32))
 
 
@@ -90,7 +88,6 @@ def query(bloom: torch.Tensor, n_elements: int, shape: BloomShape, seed: int, ou
         out: (index_words(n_elements),) int32.
     Raises: InvalidArgument (sizes).
     """
-    _check(bloom, shape)
     n_candidates = _native.sketch_query_bloom(
         bloom.view(torch.uint32), n_elements, shape.n_hashes, seed, out.view(torch.uint32)
     )
@@ -119,8 +116,3 @@ def _rounded_log2(x: float) -> int:
     """The integer nearest to log2(x), without a library's logarithm, which may differ from machine to machine."""
     mantissa, exponent = math.frexp(x)
     return exponent if mantissa >= 0.7071067811865476 else exponent - 1
-
-
-def _check(bloom: torch.Tensor, shape: BloomShape) -> None:
-    if bloom.numel() != shape.n_words:
-        raise InvalidArgument(f"a filter of {shape.n_words} words was expected, got {bloom.numel()}")

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from gradwire import _native
+from gradwire.codecs.tensors import check_64_bits
 from gradwire.errors import InvalidArgument
 
 MIN_GAMMA = 1.3
@@ -197,9 +198,7 @@ class CountSketch:
                 f"gamma must be {MIN_GAMMA} to 10, got {gamma}; below {MIN_GAMMA} sketches of finite size do not peel. "
                 'For a smaller sketch at the price of exactness take mode="lossy"'
             )
-        if not 0 <= seed < 2**64:
-            raise InvalidArgument(f"seed must be 0 to 2^64 - 1, got {seed}")
-        self.batch_values, self.gamma, self.seed = batch_values, float(gamma), int(seed)
+        self.batch_values, self.gamma, self.seed = batch_values, float(gamma), check_64_bits("seed", seed)
         self._plan = _native.SketchPlan()
         self._n_core = 0
 

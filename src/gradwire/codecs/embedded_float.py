@@ -8,21 +8,15 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
+from gradwire.checks import choice as check_choice
 from gradwire.codecs.floats import Floats
-from gradwire.codecs.tensors import bytes_in, check_partition, check_room, check_size, check_tensor, dtype_code
+from gradwire.codecs.tensors import PARTITIONS, bytes_in, check_room, check_size, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.gpu.kernels import Kernels
 
 N_BITS = 32
 DEFAULT_PARTITION = 256
-FORMAT = 2
-
-
-def check_format(format: int) -> int:
-    """`format` if it is one. Raises: InvalidArgument."""
-    if format not in (1, FORMAT):
-        raise InvalidArgument(f"format is 1 or 2, not {format!r}")
-    return format
+FORMATS = (1, 2)
 
 
 class EmbeddedFloat(Floats):
@@ -49,7 +43,7 @@ class EmbeddedFloat(Floats):
     _kernels = "embedded"
     _decode_natively = staticmethod(_native.embedded_float_decode)
 
-    def __init__(self, bits: int = 8, partition: int = DEFAULT_PARTITION, format: int = FORMAT) -> None:
+    def __init__(self, bits: int = 8, partition: int = DEFAULT_PARTITION, format: int = 2) -> None:
         """
         Args:
             bits: of every value, 2 to 32, that `encode` writes; `encode_planes` writes any.
@@ -60,8 +54,8 @@ class EmbeddedFloat(Floats):
         if not 2 <= bits <= N_BITS:
             raise InvalidArgument(f"bits is from 2 to 32, not {bits}")
         self.bits = bits
-        self.partition = check_partition(partition)
-        self.format = check_format(format)
+        self.partition = check_choice("partition", partition, PARTITIONS)
+        self.format = check_choice("format", format, FORMATS)
 
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
         """Bytes that no message of `encode` exceeds; exactly that many below 32 bits. Raises: InvalidArgument."""
@@ -141,7 +135,7 @@ class EmbeddedValues:
     """
 
     def __init__(
-        self, n_elements: int, dtype: torch.dtype, partition: int = DEFAULT_PARTITION, format: int = FORMAT
+        self, n_elements: int, dtype: torch.dtype, partition: int = DEFAULT_PARTITION, format: int = 2
     ) -> None:
         """See `EmbeddedFloat.receive`."""
         check_size(n_elements)

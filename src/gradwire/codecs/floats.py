@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.codecs.tensors import bytes_in, bytes_of, check_step, check_tensor, dtype_code
+from gradwire.codecs.tensors import bytes_in, bytes_of, check_64_bits, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument
 from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on, table_of, upload, zeros_between_launches
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, fill_struct, parts
@@ -22,19 +22,16 @@ class Messages(NamedTuple):
     """Several messages that one launch makes or reads: each from values, and in a room, of its own.
 
     Attributes:
-        table: (n_messages, 5) int64 on the device: `Row` of gpu/source/floats.hpp.
+        table: (n, 5) int64 on the device: `Row` of gpu/source/floats.hpp; None: one message of all values.
+        n: how many there are.
         n_most: values of the longest message.
         n_scales: of all of them.
     """
 
-    table: Tensor
+    table: Tensor | None
+    n: int
     n_most: int
     n_scales: int
-
-    @property
-    def n(self) -> int:
-        """How many there are."""
-        return self.table.shape[0]
 
 
 class Floats(ABC):
@@ -72,7 +69,10 @@ class Floats(ABC):
         """As `DeviceCodec.encode`. Cost: one or two passes, no allocation below bit 31."""
         if kernels_for(gradient.device) is None:
             return self._encode_natively(gradient, out, step)
-        return self.encode_messages(gradient, out, None, step=step)
+        return self.encode_messages(gradient, out, self._one_message(gradient.numel()), step=step)
+
+    def _one_message(self, n: int) -> Messages:
+        return Messages(None, 1, n, parts(n, self.partition))
 
     def lay_out(self, messages: Sequence[tuple[int, int, int, int]], device: torch.device) -> Messages:
         """Messages by their first value, their place among the bytes, their values, and what is added to the step by which the
@@ -81,24 +81,19 @@ class Floats(ABC):
         for first, at, n, number in messages:
             rows.append((first, at, n, number, scale))
             scale += parts(n, self.partition)
-        return Messages(upload(table_of(*rows), device), max(n for _, _, n, _ in messages), scale)
+        return Messages(upload(table_of(*rows), device), len(rows), max(n for _, _, n, _ in messages), scale)
 
-    def encode_messages(self, values: Tensor, room: Tensor, messages: Messages | None, *, step: int = 0) -> Tensor:
-        """As `encode`, of several messages in as many launches as one: their values are of `values`, their bytes of `room`.
-
-        `messages`: None: one of all values.
-        """
-        n, device = values.numel() if messages is None else messages.n_most, values.device
-        launch = self.check_device(device).launch
-        n_scales = parts(n, self.partition) if messages is None else messages.n_scales
-        n_rows = 1 if messages is None else messages.n
+    def encode_messages(self, values: Tensor, room: Tensor, messages: Messages, *, step: int = 0) -> Tensor:
+        """As `encode`, of several messages in as many launches as one: their values are of `values`, their bytes of `room`."""
+        table, n_rows, n, n_scales = messages
+        launch, device = self.check_device(values.device).launch, values.device
         n_bytes = torch.empty(n_rows, dtype=torch.int64, device=device)
         scales = torch.empty(n_scales, dtype=torch.int32, device=device)
         turns, per_row = zeros_between_launches(device, 2 * n_rows), max(1, parts(n, _CHUNK_VALUES))
         parameters = fill_struct(
             "FloatEncode", values=values, message=room, scales=scales, turns=turns, n_bytes=n_bytes,
-            seed=self.seed, step=check_step(step), n=n, rounding=self.native_rounding,
-            per_row=per_row, rows=None if messages is None else messages.table, **self._format(values.dtype),
+            seed=self.seed, step=check_64_bits("step", step), n=n, rounding=self.native_rounding,
+            per_row=per_row, rows=table, **self._format(values.dtype),
         )  # fmt: skip
         launch(f"gw_{self._kernels}_pack", n_rows * per_row, THREADS, _SHARED, parameters)
         return n_bytes
@@ -129,13 +124,14 @@ class Floats(ABC):
             elif divisor != 1:
                 out /= divisor
             return
-        self.decode_messages(message, out, None, divisor=divisor, adds=adds, error=error)
+        messages = self._one_message(out.numel())
+        self.decode_messages(message, out, messages, divisor=divisor, adds=adds, error=error)
 
     def decode_messages(
         self,
         room: Tensor,
         out: Tensor,
-        messages: Messages | None,
+        messages: Messages,
         *,
         n_sources: int = 1,
         source_bytes: int = 0,
@@ -149,13 +145,13 @@ class Floats(ABC):
             n_sources, source_bytes: with `adds`, so many have sent messages of the same values, in rooms so far apart: they
                 are added in their order.
         """
-        n, launch = out.numel() if messages is None else messages.n_most, self.check_device(out.device).launch
+        table, n_rows, n, _ = messages
+        launch, per_row = self.check_device(out.device).launch, parts(n, _CHUNK_VALUES)
         error = torch.zeros(1, dtype=torch.int32, device=out.device) if error is None else error
-        n_rows, per_row = 1 if messages is None else messages.n, parts(n, _CHUNK_VALUES)
         turns = zeros_between_launches(out.device, 2)
         parameters = fill_struct(
             "FloatDecode", message=room, error=error, turns=turns, per_row=per_row, n=n, out=out, divisor=divisor, adds=adds,
-            rows=None if messages is None else messages.table, n_rows=n_rows, n_sources=n_sources,
+            rows=table, n_rows=n_rows, n_sources=n_sources,
             source_bytes=source_bytes, **self._format(out.dtype),
         )  # fmt: skip
         launch(f"gw_{self._kernels}_unpack", n_rows * (n_sources + per_row), THREADS, _SHARED, parameters)

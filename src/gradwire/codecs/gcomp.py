@@ -16,8 +16,8 @@ from gradwire import _native
 from gradwire.checks import choice as check_choice
 from gradwire.checks import whole as check_whole
 from gradwire.codecs.huffman import LOOK_UP_BITS, HuffmanTable, exponent_bits_of
-from gradwire.codecs.tensors import DTYPE_CODES, bytes_in, check_room, check_size, check_tensor
-from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
+from gradwire.codecs.tensors import bytes_in, check_room, check_size, check_tensor, dtype_code
+from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, WARP, fill_struct, grid, parts
 
@@ -25,10 +25,8 @@ __all__ = ["GCompCodec", "HuffmanTable", "describe"]
 
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 _ROUNDINGS = ("nearest", "truncate")
-_MOST_LEAST_BITS, _KEPT_BITS = (
-    7,
-    5,
-)  # of a header's byte: 5 bits say how many bits are kept at most, above them how many at least
+# Of a header's byte 5 bits say how many mantissa bits are kept at most, and those above how many at least.
+_KEPT_BITS, _MOST_LEAST_BITS = 5, 7
 _MODE_CODES = {"none": 0, "paper": 1, "uniform": 2, "truncate": 3}
 
 # The table in use, the next one (agreed, not switched to yet) and the one before (messages still under way), for each
@@ -90,8 +88,7 @@ class GCompCodec:
         Raises: InvalidArgument.
         """
         check_choice("importance", importance, _MODE_CODES)
-        if format not in (1, 2):
-            raise InvalidArgument(f"format is 1 or 2, not {format!r}")
+        check_choice("format", format, (1, 2))
         if importance == "truncate" and bits is None:
             bits = 18
         if importance == "uniform" and bits is None:
@@ -131,8 +128,7 @@ class GCompCodec:
         Raises: InvalidArgument (dtype, negative n_elements).
         """
         check_size(n_elements)
-        mode_code = _MODE_CODES[self.importance]
-        return _native.gcomp_max_encoded_bytes(n_elements, _dtype_code(dtype), mode_code, self.format)
+        return _native.gcomp_max_encoded_bytes(n_elements, dtype_code(dtype), _MODE_CODES[self.importance], self.format)
 
     def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None, *, step: int = 0) -> int | Tensor:
         """As `DeviceCodec.encode`. Cost: about two passes.
@@ -140,12 +136,12 @@ class GCompCodec:
         Args:
             importance: with importance="paper", the importance bytes of `gradwire.schemes.gcomp.importance`.
         """
-        code, n, device = _dtype_code(gradient.dtype), gradient.numel(), gradient.device
+        code, n, device = dtype_code(gradient.dtype), gradient.numel(), gradient.device
         importance = self._needed(importance)
         mode, kept_bits = _MODE_CODES[self.importance], self._kept_bits(gradient.dtype)
         if kernels_for(device) is None:
             values = bytes_in("gradient", gradient)
-            weights = None if importance is None else _bytes_of_importance(importance, gradient)
+            weights = None if importance is None else bytes_in("importance", importance, torch.uint8, n)
             room = check_room(self.name, out, self.max_encoded_bytes(n, gradient.dtype))
             table, truncates = self.table_in_use(gradient.dtype).native, self.rounding == "truncate"
             return _native.gcomp_encode(
@@ -187,17 +183,15 @@ class GCompCodec:
             bytes are others than these).
         Cost: about two passes.
         """
-        code, n, device = _dtype_code(out.dtype), out.numel(), out.device
+        code, n, device = dtype_code(out.dtype), out.numel(), out.device
         if adds and divisor != 1:
             raise InvalidArgument("values are added without a divisor")
         if divisor < 1:
             raise InvalidArgument(f"divisor is at least 1, got {divisor}")
         if kernels_for(device) is None:
             encoded, values = bytes_in("message", message, torch.uint8), bytes_in("out", out)
-            weights = None if importance is None else _bytes_of_importance(importance, out)
-            table_id, _, _, _, exponent_bits = _native.gcomp_read_header(encoded)
-            known = self._table_by_id(table_id, exponent_bits).native
-            _native.gcomp_decode(encoded, code, known, weights, values if adds else None, float(divisor), values)
+            weights = None if importance is None else bytes_in("importance", importance, torch.uint8, n)
+            _native.gcomp_decode(encoded, code, self._known_tables(), weights, adds, float(divisor), values)
             return
         launch, table, n_chunks = self.check_device(device).launch, self.table_of_width(8), parts(n, _CHUNK_VALUES)
         error = torch.zeros(1, dtype=torch.int32, device=device) if error is None else error
@@ -253,7 +247,7 @@ class GCompCodec:
             out: (256,) int64, or (32,) for float16 in format 1; added to, so start from zeros.
         Raises: InvalidArgument. Cost: one pass.
         """
-        code = _dtype_code(gradient.dtype)
+        code = dtype_code(gradient.dtype)
         if kernels_for(gradient.device) is not None:
             parameters = fill_struct("GCompCount", values=gradient, counts=out, n=gradient.numel(), dtype=code)
             launch = self.check_device(gradient.device).launch
@@ -275,13 +269,13 @@ class GCompCodec:
         Raises: InvalidArgument.
         """
         return _native.gcomp_exchange_codec(
-            _dtype_code(dtype),
+            dtype_code(dtype),
             _MODE_CODES[self.importance],
             self._kept_bits(dtype),
             self.rounding == "truncate",
             self.format,
             self.table_in_use(dtype).native,
-            [table.native for table in (_PRIORS[self.exponent_bits(dtype)], *self._tables.values())],
+            self._known_tables(),
             importance if self.importance == "paper" else None,
             counts,
             self._least_bits(),
@@ -312,18 +306,8 @@ class GCompCodec:
             raise InvalidArgument(f"bits={self.bits}, but the mantissa of {dtype} has {n_mantissa} bits")
         return self.bits if self.importance == "uniform" else n_mantissa - self.bits
 
-    def _table_by_id(self, table_id: int, exponent_bits: int) -> HuffmanTable:
-        prior = _PRIORS[exponent_bits]
-        if table_id == prior.id:
-            return prior
-        table = self._tables.get(table_id)
-        if table is None:
-            known = ", ".join(f"{key:#018x}" for key in [prior.id, *self._tables])
-            raise CorruptMessage(
-                f"the message was written with Huffman table {table_id:#018x}; known here: {known}. "
-                "Every rank has to add_table() a new table before any rank may use it"
-            )
-        return table
+    def _known_tables(self) -> list[_native.HuffmanTable]:
+        return [table.native for table in (*_PRIORS.values(), *self._tables.values())]
 
 
 def describe(message: Tensor) -> dict[str, Any]:
@@ -339,15 +323,3 @@ def describe(message: Tensor) -> dict[str, Any]:
     for part in ("exponent", "level", "mantissa", "message"):
         parts[f"{part}_bits"] = 8 * parts[f"{part}_bytes"] / n_values if parts["n_elements"] else 0.0
     return parts
-
-
-def _dtype_code(dtype: torch.dtype) -> int:
-    exponent_bits_of(dtype)
-    return DTYPE_CODES[dtype]
-
-
-def _bytes_of_importance(importance: Tensor, values: Tensor) -> Tensor:
-    weights = bytes_in("importance", importance, torch.uint8)
-    if weights.numel() != values.numel():
-        raise InvalidArgument(f"importance has {weights.numel()} bytes for a gradient of {values.numel()} values")
-    return weights

@@ -50,15 +50,11 @@ class RawCodec:
         compressed = self._compress(values) if values.size else None
         if compressed is not None and len(compressed) < values.size:
             payload, method = np.frombuffer(compressed, dtype=np.uint8), self._method
-        message = out.numpy()
-        end = _HEADER.size + payload.size
+        message, end = out.numpy(), _HEADER.size + payload.size
         message[_HEADER.size : end] = payload
-        dtype = DTYPE_CODES[gradient.dtype]
-        message[: _HEADER.size] = np.frombuffer(
-            _HEADER.pack(MAGIC, VERSION, method, dtype, 0, gradient.numel(), payload.size, 0), dtype=np.uint8
-        )
-        checksum = _checksum(message[:end])
-        message[_CHECKSUM_OFFSET : _HEADER.size] = np.frombuffer(checksum.to_bytes(4, "little"), dtype=np.uint8)
+        fields = MAGIC, VERSION, method, DTYPE_CODES[gradient.dtype], 0, gradient.numel(), payload.size
+        _HEADER.pack_into(message.data, 0, *fields, 0)
+        _HEADER.pack_into(message.data, 0, *fields, _checksum(message[:end]))
         return end
 
     def decode(self, message: Tensor, out: Tensor) -> None:
@@ -67,19 +63,6 @@ class RawCodec:
         check_tensor("out", out)
         dtype_code(out.dtype, "out")
         data, values = message.numpy(), bytes_of(out).numpy()
-        method = self._check_header(data, out)
-        payload = data[_HEADER.size :]
-        if method == _STORED:
-            if payload.size != values.size:
-                raise CorruptMessage(f"{self.name}: {payload.size} raw bytes for {values.size}")
-            values[:] = payload
-            return
-        content = self._decompress(payload, values.size)
-        if len(content) != values.size:
-            raise CorruptMessage(f"{self.name}: the payload holds {len(content)} bytes, expected {values.size}")
-        values[:] = np.frombuffer(content, dtype=np.uint8)
-
-    def _check_header(self, data: np.ndarray[Any, np.dtype[np.uint8]], out: Tensor) -> int:
         _, _, method, dtype, zero, n_elements, _, _ = _read_header(data, self.name)
         if zero != 0 or method not in (_STORED, self._method):
             found = _METHOD_NAMES.get(method, str(method))
@@ -92,7 +75,12 @@ class RawCodec:
             raise BufferTooSmall(f"{self.name}: message of {n_elements} values, out has room for {out.numel()}")
         if n_elements < out.numel():
             raise CorruptMessage(f"{self.name}: message of {n_elements} values, expected {out.numel()}")
-        return int(method)
+        content = data[_HEADER.size :]
+        if method != _STORED:
+            content = np.frombuffer(self._decompress(content, values.size), dtype=np.uint8)
+        if content.size != values.size:
+            raise CorruptMessage(f"{self.name}: the payload holds {content.size} bytes, expected {values.size}")
+        values[:] = content
 
     def _compress(self, values: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes | None:
         return None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.codecs.quantised import Quantised
-from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, check_tensor, dtype_code
+from gradwire.codecs.tensors import bytes_of, check_64_bits, check_positive, check_tensor, dtype_code
 from gradwire.errors import Unsupported
 from gradwire.gpu.kernels import kernels_for
 from gradwire.gpu.launching import THREADS, fill_struct, parts
@@ -47,7 +47,7 @@ class Thc(Quantised):
 
     def __init__(self, clip: float = 2.15, seed: int = 0) -> None:
         self.clip = self._parameter = check_positive("clip", clip)
-        self.seed = check_seed(seed)
+        self.seed = check_64_bits("seed", seed)
         self.sign_seed = self.seed ^ _native.THC_SIGN_SEED
 
     # ---- sums over ranks
@@ -153,8 +153,6 @@ class Thc(Quantised):
             return
         rotation, code = (self.clip, self.sign_seed, sign_step), dtype_code(out.dtype)
         _native.thc_read_sums(sums, self.sums_are_wide(n_ranks), n_ranks, norms, *rotation, code, bytes_of(out))
-        if not norms.numel() or math.isfinite(float(norms.max())):
-            return
         for block in norms.isfinite().logical_not_().nonzero().view(-1).tolist():
             out[TRANSFORM_ELEMENTS * block :][:TRANSFORM_ELEMENTS] = math.nan
 

@@ -5,22 +5,18 @@ from __future__ import annotations
 import torch
 
 from gradwire import _native
+from gradwire.codecs.tensors import dtype_code
 from gradwire.errors import InvalidArgument
 from gradwire.gpu.kernels import upload_once
 
 LOOK_UP_BITS = 11  # of the longest code
 _NO_PLACEHOLDER = 256
-_EXPONENT_BITS = {torch.float32: 8, torch.bfloat16: 8, torch.float16: 5}
 
 
 def exponent_bits_of(dtype: torch.dtype) -> int:
-    """Width of the exponent field: 8 (float32, bfloat16) or 5 (float16).
-
-    Raises: InvalidArgument (any other dtype).
-    """
-    if dtype not in _EXPONENT_BITS:
-        raise InvalidArgument(f"expected float32, bfloat16 or float16, got {dtype}: convert the tensor first")
-    return _EXPONENT_BITS[dtype]
+    """Width of the exponent field: 8 (float32, bfloat16) or 5 (float16). Raises: InvalidArgument (any other dtype)."""
+    dtype_code(dtype)
+    return 5 if dtype == torch.float16 else 8
 
 
 class HuffmanTable:

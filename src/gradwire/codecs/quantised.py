@@ -6,7 +6,6 @@ The base makes native calls and launches kernels, with error feedback in the sam
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,11 +16,10 @@ from gradwire import _native
 from gradwire.checks import choice as check_choice
 from gradwire.codecs.tensors import (
     bytes_in,
+    check_64_bits,
     check_positive,
     check_room,
-    check_seed,
     check_size,
-    check_step,
     check_tensor,
     dtype_code,
 )
@@ -41,6 +39,7 @@ _SHARED_OF_PIECE = SHARED_OF_CHECKSUM + 16 + 4 * _PIECE_BYTES
 
 _RULES = {"fixed": 0, "mean": 1, "two-means": 2}
 _BLOCKS = tuple(128 << i for i in range(6))
+_SCALE_VALUES = (None, 64, *_BLOCKS)
 # Of a threshold that is also what values decode to, in units of the mean magnitude: the squared error is least at sqrt(2)
 # for a Laplace distribution and at 1.1 for a Gaussian; 1.25 is 1.2 % and 2.6 % above the least.
 DEFAULT_THRESHOLD = 1.25
@@ -169,8 +168,7 @@ class Quantised:
         target = residual if new_residual is None else new_residual
         if target is None:
             raise InvalidArgument("without a residual, say where the new one goes: new_residual=tensor")
-        if not (residual_scale > 0 and math.isfinite(residual_scale)):
-            raise InvalidArgument(f"residual_scale must be positive and finite, got {residual_scale}")
+        check_positive("residual_scale", residual_scale)
         return self._encode(gradient, residual, residual_scale, target, out, step, cuts)
 
     def decode(
@@ -199,7 +197,6 @@ class Quantised:
             _native.quantiser_decode(encoded, self._kind, code, decoded, divisor, adds)
             return
         launch = self.check_device(out.device).launch
-        kind, _, _, levels, block, _ = self.native_options
         layout = self._layout(n, cuts)
         error = torch.zeros(1, dtype=torch.int32, device=out.device) if error is None else error
         checksums = torch.empty(layout.n_blocks, dtype=torch.int32, device=out.device)
@@ -207,16 +204,17 @@ class Quantised:
         parameters = fill_struct(
             "DequantiseGroups", message=message, out=out, pieces=checksums, error=error, n=n,
             turns=turns, payload=layout.n_bytes - _HEADER_BYTES, divisor=divisor,
-            kind=kind, dtype=code, adds=adds, levels=levels, block=block, **self._grouping(layout, out.device),
+            kind=self._kind, dtype=code, adds=adds, levels=self._levels, block=self._block,
+            **self._grouping(layout, out.device),
         )  # fmt: skip
-        kernel = "gw_grouped_unpack" if layout.groups else f"gw_quantised_unpack{'_levels' if levels else ''}"
+        kernel = "gw_grouped_unpack" if layout.groups else f"gw_quantised_unpack{'_levels' if self._levels else ''}"
         launch(kernel, layout.n_blocks, THREADS, _SHARED_OF_PIECE, parameters)
 
     def exchange_codec(
         self, dtype: torch.dtype, importance: _native.BucketImportance | None, first_step: int = 0
     ) -> _native.ExchangeCodec:
         """This codec as exchanges call it, whose n-th message draws by step `first_step` + n. Raises: InvalidArgument."""
-        return _native.quantiser_exchange_codec(self.native_options, check_step(first_step))
+        return _native.quantiser_exchange_codec(self.native_options, check_64_bits("first_step", first_step))
 
     @property
     def native_options(self) -> tuple[int, int, float, int, int, int]:
@@ -233,6 +231,7 @@ class Quantised:
         step: int,
         cuts: Sequence[int],
     ) -> int | Tensor:
+        check_64_bits("step", step)
         if kernels_for(gradient.device) is None:
             for name, tensor in (("residual", residual), ("new_residual", new_residual)):
                 if tensor is not None:
@@ -243,21 +242,11 @@ class Quantised:
             if any(not 0 < cut < gradient.numel() for cut in cuts):
                 raise InvalidArgument(f"cuts lie from 1 to {gradient.numel() - 1}, got {list(cuts)[:8]}")
             # With cuts the native code says what is too small.
-            room = 0 if cuts else self.max_encoded_bytes(gradient.numel(), gradient.dtype)
-            return _native.quantiser_encode(
-                values,
-                code,
-                residual,
-                residual_scale,
-                new_residual,
-                *self.native_options,
-                check_step(step),
-                check_room(self.name, out, room),
-                cuts,
-            )
+            n_needed = 0 if cuts else self.max_encoded_bytes(gradient.numel(), gradient.dtype)
+            room, options = check_room(self.name, out, n_needed), (*self.native_options, step)
+            return _native.quantiser_encode(values, code, residual, residual_scale, new_residual, *options, room, cuts)
         n, device = gradient.numel(), gradient.device
         launch = self.check_device(device).launch
-        kind, rule, parameter, levels, block, seed = self.native_options
         layout = self._layout(n, cuts)
         n_bytes = torch.empty(1, dtype=torch.int64, device=device)
         sum_bytes = _SUMS_BYTES * layout.n_sums if layout.groups is None else 0
@@ -266,13 +255,13 @@ class Quantised:
         turns = zeros_between_launches(device, 2)
         parameters = fill_struct(
             "QuantiseGroups", values=gradient, residual=residual, left_out=new_residual, message=out, sums=sums,
-            pieces=checksums, n_bytes=n_bytes, n=n, seed=seed, step=check_step(step), residual_scale=residual_scale,
-            parameter=parameter, kind=kind, dtype=dtype_code(gradient.dtype), rule=rule, levels=levels,
-            block=block or _CPU_BLOCK, turns=turns, **self._grouping(layout, device),
+            pieces=checksums, n_bytes=n_bytes, n=n, seed=self.seed, step=step, residual_scale=residual_scale,
+            parameter=self._parameter, kind=self._kind, dtype=dtype_code(gradient.dtype), rule=self._rule, turns=turns,
+            levels=self._levels, block=self._block or _CPU_BLOCK, **self._grouping(layout, device),
         )  # fmt: skip
         names = ("gw_grouped_measure", "gw_grouped_pack")
         if layout.groups is None:
-            names = ("gw_quantised_measure", "gw_quantised_pack_levels" if levels else "gw_quantised_pack")
+            names = ("gw_quantised_measure", "gw_quantised_pack_levels" if self._levels else "gw_quantised_pack")
         launch(names[0], max(1, parts(8 * layout.n_sums, THREADS)), THREADS, _SHARED_OF_SUMS, parameters)
         launch(names[1], layout.n_blocks, THREADS, _SHARED_OF_PIECE, parameters)
         return n_bytes
@@ -348,7 +337,7 @@ class OneBit(Quantised):
         if scale_values is not None and scale == "fixed":
             raise InvalidArgument('scale_values means nothing with scale="fixed", which is one for all values')
         self.scale = scale
-        self.scale_values = check_scale_values(scale_values)
+        self.scale_values = check_choice("scale_values", scale_values, _SCALE_VALUES)
         self._block = self.scale_values or 0
         self.threshold = check_positive("threshold", 0.5 if threshold is None else threshold)
         self._rule = _RULES[scale]
@@ -405,7 +394,7 @@ class TwoBit(Quantised):
             raise InvalidArgument(
                 "scale_values means nothing with relative=False, whose threshold is one for all values"
             )
-        self.scale_values = check_scale_values(scale_values)
+        self.scale_values = check_choice("scale_values", scale_values, _SCALE_VALUES)
         self._block = self.scale_values or 0
         self.levels = levels
         self._rule = TWO_SCALES if levels == 4 else 1 if self.relative else 0
@@ -446,23 +435,11 @@ class Qsgd(Quantised):
         check_choice("block", block, _BLOCKS)
         self.levels = self._levels = levels
         self.block = self._block = block
-        self.seed = check_seed(seed)
+        self.seed = check_64_bits("seed", seed)
 
     @property
     def configuration(self) -> dict[str, Any]:
         return {"levels": self.levels, "block": self.block, "seed": self.seed}
-
-
-def check_scale_values(scale_values: int | None) -> int | None:
-    """Values to a scale: None, or a power of two from 64 to 4,096. Raises: InvalidArgument."""
-    if scale_values is None:
-        return None
-    is_count = isinstance(scale_values, int) and not isinstance(scale_values, bool)
-    if not is_count or not 64 <= scale_values <= 4096 or scale_values & (scale_values - 1):
-        raise InvalidArgument(
-            f"scale_values is 64, 128, ..., 4096, or None for one scale a message, not {scale_values!r}"
-        )
-    return scale_values
 
 
 def describe(message: Tensor) -> dict[str, Any]:

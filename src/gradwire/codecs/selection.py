@@ -100,10 +100,8 @@ def take_by_sample(
     kernels = kernels_for(values.device)
     if kernels is not None:
         return _take(kernels, values, spans, counts, samples, beside)
-    indices, taken = (
-        torch.zeros(sum(counts), dtype=torch.int32, device="cpu"),
-        torch.zeros(sum(counts), dtype=torch.float32, device="cpu"),
-    )
+    indices = torch.zeros(sum(counts), dtype=torch.int32, device="cpu")
+    taken = torch.zeros_like(indices, dtype=torch.float32)
     n_taken = 0
     for (start, end), k, sample in zip(spans, counts, samples, strict=True):
         if k:

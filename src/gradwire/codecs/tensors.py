@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gradwire.errors import BufferTooSmall, InvalidArgument
 
+PARTITIONS = tuple(32 << i for i in range(6))  # values that may share a scale
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_LIMIT = 1 << 64
 
 
 def dtype_code(dtype: torch.dtype, what: str = "the gradient") -> int:
@@ -29,11 +29,11 @@ def check_positive(what: str, value: float) -> float:
     return number
 
 
-def check_seed(seed: int) -> int:
-    """`seed` if it fits 64 bits. Raises: InvalidArgument."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _LIMIT:
-        raise InvalidArgument(f"seed must be an integer from 0 to 2^64 - 1, got {seed!r}")
-    return seed
+def check_64_bits(what: str, value: int) -> int:
+    """`value` if it is an integer of 64 bits without a sign. Raises: InvalidArgument."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 64:
+        raise InvalidArgument(f"{what} must be an integer from 0 to 2^64 - 1, got {value!r}")
+    return value
 
 
 def check_room(name: str, out: Tensor, n_bytes: int) -> Tensor:
@@ -50,29 +50,15 @@ def check_size(n_elements: int) -> None:
         raise InvalidArgument(f"n_elements is not negative, got {n_elements}")
 
 
-def check_partition(partition: int) -> int:
-    """`partition` if so many values may share a scale. Raises: InvalidArgument."""
-    if not 32 <= partition <= 1024 or partition & (partition - 1):
-        raise InvalidArgument(f"partition is a power of two from 32 to 1024, not {partition}")
-    return partition
-
-
-def check_step(step: int) -> int:
-    """`step` if it fits 64 bits. Raises: InvalidArgument."""
-    if not 0 <= step < _LIMIT:
-        raise InvalidArgument(f"step must be from 0 to 2^64 - 1, got {step}")
-    return step
-
-
 def bytes_of(tensor: Tensor) -> Tensor:
     """The tensor's memory; a contiguous tensor of one value or none may have any stride, which a view refuses."""
     flat = tensor.detach()
     return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
 
 
-def bytes_in(what: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def bytes_in(what: str, tensor: Tensor, dtype: torch.dtype | None = None, n_elements: int | None = None) -> Tensor:
     """The memory of a tensor that was given from outside. Raises: as `check_tensor`."""
-    check_tensor(what, tensor, dtype)
+    check_tensor(what, tensor, dtype, n_elements)
     return bytes_of(tensor)
 
 

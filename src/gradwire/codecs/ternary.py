@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.codecs.quantised import Quantised
-from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, dtype_code
+from gradwire.codecs.tensors import bytes_of, check_64_bits, check_positive, dtype_code
 from gradwire.errors import Unsupported
 from gradwire.gpu.kernels import kernels_for, table_of, upload_once
 from gradwire.gpu.launching import THREADS, fill_struct, grid, parts
@@ -39,10 +39,6 @@ class Shares(NamedTuple):
     n_blocks: int = 0
     table: Tensor | None = None
 
-    @property
-    def n_spans(self) -> int:
-        return len(self.spans)
-
 
 class Ternary(Quantised):
     """Values are clipped at `clip` standard deviations; x becomes scale x sign(x) with probability |x| / scale, else 0.
@@ -65,9 +61,8 @@ class Ternary(Quantised):
     _kind = 2
 
     def __init__(self, clip: float = 2.5, seed: int = 0) -> None:
-        self.clip = check_positive("clip", clip)
-        self.seed = check_seed(seed)
-        self._parameter = self.clip
+        self.clip = self._parameter = check_positive("clip", clip)
+        self.seed = check_64_bits("seed", seed)
 
     @staticmethod
     def field_bits(n_ranks: int) -> int:
@@ -109,7 +104,7 @@ class Ternary(Quantised):
         sums = torch.empty(_SUMS_BYTES * shares.n_blocks, dtype=torch.uint8, device=values.device)
         parameters = self._struct(values, shares, scales, sums=sums)
         kernels.launch("gw_ternary_measure", parts(8 * shares.n_blocks, THREADS), THREADS, 0, parameters)
-        kernels.launch("gw_ternary_scales", shares.n_spans, THREADS, _SUMS_BYTES * THREADS, parameters)
+        kernels.launch("gw_ternary_scales", len(shares.spans), THREADS, _SUMS_BYTES * THREADS, parameters)
 
     def write_counts(
         self, values: Tensor, shares: Shares, scales: Tensor, n_ranks: int, counts: Tensor, step: int
@@ -161,7 +156,7 @@ class Ternary(Quantised):
         self, values: Tensor, shares: Shares, scales: Tensor, n_ranks: int = 1, **others: Tensor | int
     ) -> ctypes.Structure:
         return fill_struct(
-            "Ternary", values=values, scales=scales, spans=shares.table, n=shares.n, n_spans=shares.n_spans,
+            "Ternary", values=values, scales=scales, spans=shares.table, n=shares.n, n_spans=len(shares.spans),
             n_blocks=shares.n_blocks, seed=self.seed, clip=self.clip, dtype=dtype_code(values.dtype), n_ranks=n_ranks,
             are_nibbles=self.field_bits(n_ranks) == 4, is_single=shares.is_single, **others,
         )  # fmt: skip

@@ -12,12 +12,11 @@ from gradwire import _native
 from gradwire.checks import choice as check_choice
 from gradwire.codecs.floats import Floats
 from gradwire.codecs.tensors import (
+    PARTITIONS,
     bytes_in,
-    check_partition,
+    check_64_bits,
     check_room,
-    check_seed,
     check_size,
-    check_step,
     dtype_code,
 )
 from gradwire.errors import InvalidArgument
@@ -88,8 +87,8 @@ class TruncatedFloat(Floats):
         self.format = format
         self.rounding = rounding
         self.native_rounding = _ROUNDINGS[rounding]
-        self.seed = check_seed(seed)
-        self.partition = check_partition(partition)
+        self.seed = check_64_bits("seed", seed)
+        self.partition = check_choice("partition", partition, PARTITIONS)
 
     def format_for(self, dtype: torch.dtype) -> str:
         """The format that values of `dtype` are written in: what "auto" comes to. Raises: InvalidArgument."""
@@ -109,7 +108,7 @@ class TruncatedFloat(Floats):
         settings, values = self.native_settings(gradient.dtype), bytes_in("gradient", gradient)
         room = check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
         return _native.truncated_float_encode(
-            values, *settings, self.native_rounding, self.seed, check_step(step), room
+            values, *settings, self.native_rounding, self.seed, check_64_bits("step", step), room
         )
 
     def _format(self, dtype: torch.dtype) -> dict[str, int]:

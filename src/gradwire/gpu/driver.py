@@ -95,18 +95,16 @@ class CudaKernels:
     def _load(self, load: Callable[[str], Any]) -> ctypes.c_void_p:
         module = ctypes.c_void_p()
         with self._in_context():
-            image = compiled_for(self.architecture, load)
-            status = self._cuda.cuModuleLoadData(ctypes.byref(module), image)
-            if status in _BAD_IMAGE:  # of another time: compiled anew
-                image = compiled_for(self.architecture, load, again=True)
+            for again in (False, True):  # what lay on the disk may be of another time
+                image = compiled_for(self.architecture, load, again=again)
                 status = self._cuda.cuModuleLoadData(ctypes.byref(module), image)
-            if status in _BAD_IMAGE:
-                raise Unsupported(
-                    f"the NVIDIA driver, which is for CUDA {self.driver}, does not load what NVRTC compiles for "
-                    f"sm_{self.architecture}: update the driver, or install the nvidia-cuda-nvrtc of its CUDA release"
-                )
-            self._check("cuModuleLoadData", status)
-        return module
+                if status not in _BAD_IMAGE:
+                    self._check("cuModuleLoadData", status)
+                    return module
+        raise Unsupported(
+            f"the NVIDIA driver, which is for CUDA {self.driver}, does not load what NVRTC compiles for "
+            f"sm_{self.architecture}: update the driver, or install the nvidia-cuda-nvrtc of its CUDA release"
+        )
 
     def _function(self, name: str) -> ctypes.c_void_p:
         if name not in self._functions:

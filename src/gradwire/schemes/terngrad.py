@@ -55,7 +55,7 @@ class TernGrad(Compressed):
         spans = bucket.spans if self.per == "layer" and bucket.slots else [(0, bucket.n_elements)]
         shares = codec.share(bucket.n_elements, spans, wire.device)
         part.used_by_any, scales = wire.largest(
-            part.is_used, shares.n_spans, lambda out: codec.write_scales(values, shares, out)
+            part.is_used, len(shares.spans), lambda out: codec.write_scales(values, shares, out)
         )
         counts = wire.scratch("counts", codec.count_bytes(bucket.n_elements, n_ranks), torch.uint8)
         with wire.timing("encode"):

@@ -16,8 +16,8 @@ import torch
 
 from gradwire import _native
 from gradwire.checks import choice as check_choice
-from gradwire.codecs.embedded_float import DEFAULT_PARTITION, FORMAT, check_format
-from gradwire.codecs.tensors import check_partition, dtype_code
+from gradwire.codecs.embedded_float import DEFAULT_PARTITION, FORMATS
+from gradwire.codecs.tensors import PARTITIONS, dtype_code
 from gradwire.core.bucket import Bucket, inner_of, slot_of
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
@@ -63,13 +63,14 @@ class BlockBroadcast(Scheme):
 
     def __init__(
         self, blocks: Division = 4, max_grad_norm: float | None = None, partition: int = DEFAULT_PARTITION,
-        topology: str = "fan-out", error_feedback: bool = False, clock: Clock = now_s, format: int = FORMAT,
+        topology: str = "fan-out", error_feedback: bool = False, clock: Clock = now_s, format: int = 2,
     ) -> None:  # fmt: skip
         self._division = check_division(blocks)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise InvalidArgument(f"max_grad_norm must be positive, got {max_grad_norm}")
         self.max_grad_norm = max_grad_norm
-        self._partition, self._format = check_partition(partition), check_format(format)
+        self._partition = check_choice("partition", partition, PARTITIONS)
+        self._format = check_choice("format", format, FORMATS)
         self.topology = check_choice("topology", topology, _TOPOLOGIES)
         self.error_feedback = self.state_is_per_world = error_feedback
         self._clock = clock

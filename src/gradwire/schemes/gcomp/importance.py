@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire import _native
 from gradwire.checks import choice as check_choice
-from gradwire.codecs.tensors import check_tensor
+from gradwire.codecs.tensors import check_positive, check_tensor
 from gradwire.core.bucket import Slot, flatten_like, local_of, offsets_of, slot_of
 from gradwire.core.optimizers import Optimizers, Place
 from gradwire.core.session import Session
@@ -76,11 +76,6 @@ class Promise:
                 f"tolerance is {self.tolerance!r}; it is a number of the parameter's last places, from 2^-20 to 2^20: 1 for "
                 "the promise as it is, 32 for fewer bytes than bfloat16"
             )
-
-    @classmethod
-    def of(cls, codec: Any) -> Promise:
-        """Return the promise that this codec keeps by default, in messages that are all alike."""
-        return cls(rounding=codec.rounding, format=codec.format, is_alike=True)
 
     def room(self, world_size: int) -> float:
         """S x this is what the importance byte holds.
@@ -208,9 +203,14 @@ class QuantisationMetric:
         written: Sequence[Tensor | None] = [None] * len(places)
         if staged is not None:
             in_order, device = [slot for _, slot in places], staged.on_device.device
-            on_host = staged.compute(lambda: self.bytes_on_device(in_order, device, loss_scale, gradient_dtype))
-            written = on_host.split([slot.numel() for slot in in_order])
-        operands_of = self._reader(loss_scale, gradient_dtype)
+            *begins, n_elements = offsets_of(in_order)
+
+            def compute() -> Tensor:
+                out = torch.empty(n_elements, dtype=torch.uint8, device=device)
+                return self.write_on_device(in_order, begins, out, loss_scale, gradient_dtype)
+
+            written = staged.compute(compute).split([slot.numel() for slot in in_order])
+        terms_of = self._reader(loss_scale, gradient_dtype)
         windows: list[tuple[int, int, int, int, int, float, float, float, int]] = []
         reads: list[Tensor] = []
         self._n_ready = 0
@@ -219,34 +219,20 @@ class QuantisationMetric:
             if n == 0:
                 continue
             if ready is None:
-                operands = operands_of(slot)
-                if operands is not None and operands.are_plain:
-                    theta, second, first = (0 if one is None else one.data_ptr() for one in operands.in_kernel)
-                    a, b, c = operands.terms.a, operands.terms.b, operands.terms.c
-                    reads += [one for one in operands.in_kernel if one is not None]
-                    windows.append((offset, n, theta, second, first, a, b, c, 0))
+                terms = terms_of(slot)
+                if terms is not None and _are_plain(terms):
+                    theta, second, first = (0 if one is None else one.data_ptr() for one in _operands(terms))
+                    reads += [one for one in _operands(terms) if one is not None]
+                    windows.append((offset, n, theta, second, first, terms.a, terms.b, terms.c, 0))
                     continue
                 ready = self._reserve(n).zero_()
-                if operands is not None:
-                    self._write(operands, ready)
+                if terms is not None:
+                    self._write(terms, ready)
             reads.append(ready)
             windows.append((offset, n, 0, 0, 0, 0.0, 0.0, 0.0, ready.data_ptr()))
         importance = _native.BucketImportance(windows, self.promise.mean_room(self._world_size))
         importance.reads = reads
         return importance
-
-    def bytes_on_device(
-        self,
-        slots: Sequence[Slot],
-        device: torch.device,
-        loss_scale: float = 1.0,
-        gradient_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """(n,) uint8 on the device: the bytes of all elements of `slots`, one slot after the other; waits for nothing."""
-        *offsets, n_elements = offsets_of(slots)
-        out = torch.empty(n_elements, dtype=torch.uint8, device=device)
-        self.write_on_device(slots, offsets, out, loss_scale, gradient_dtype)
-        return out
 
     def write_on_device(
         self,
@@ -255,23 +241,24 @@ class QuantisationMetric:
         out: Tensor,
         loss_scale: float = 1.0,
         gradient_dtype: torch.dtype | None = None,
-    ) -> None:
-        """As `bytes_on_device`, into `out` (n,) uint8: each slot's from its offset on, and 0 elsewhere."""
-        operands_of = self._reader(loss_scale, gradient_dtype)
+    ) -> Tensor:
+        """`out` (n,) uint8 on a device, where the bytes of each slot are from its offset on, and 0 elsewhere; waits for
+        nothing."""
+        terms_of = self._reader(loss_scale, gradient_dtype)
         out.zero_()
         for slot, offset in zip(slots, offsets, strict=True):
-            operands = operands_of(slot)
-            if operands is not None:
-                self._write(operands, out[offset : offset + slot.numel()])
+            terms = terms_of(slot)
+            if terms is not None:
+                self._write(terms, out[offset : offset + slot.numel()])
+        return out
 
-    def _reader(self, loss_scale: float, gradient_dtype: torch.dtype | None) -> Callable[[Slot], _Operands | None]:
-        """A function of a slot that gives its operands; None: nothing of it may be dropped. Raises: InvalidArgument."""
-        if not (math.isfinite(loss_scale) and loss_scale > 0):
-            raise InvalidArgument(f"loss_scale must be positive and finite, got {loss_scale}")
+    def _reader(self, loss_scale: float, gradient_dtype: torch.dtype | None) -> Callable[[Slot], Terms | None]:
+        """A function of a slot that lays out its terms; None: nothing of it may be dropped. Raises: InvalidArgument."""
+        check_positive("loss_scale", loss_scale)
         places = self.optimizers.places()
         room, is_for_life = self.promise.room(self._world_size), self.promise.horizon == "life"
 
-        def read(slot: Slot) -> _Operands | None:
+        def read(slot: Slot) -> Terms | None:
             parameter = slot.parameter
             if parameter is None or slot.numel() == 0:
                 return None
@@ -282,7 +269,7 @@ class QuantisationMetric:
             factor = room * loss_scale * 2.0**gap / (terms.life if is_for_life else 1.0)
             if parameter.dim() < 2 and parameter.numel() < _FEW_VALUES:
                 factor /= max(1.0, self.promise.tolerance)
-            return _operands(terms, parameter, factor, slice(slot.start, slot.start + slot.numel()))
+            return _lay_out(terms, parameter, factor, slice(slot.start, slot.start + slot.numel()))
 
         return read
 
@@ -319,14 +306,14 @@ class QuantisationMetric:
             self._ready, first, self._n_ready = torch.empty(2 * self._n_ready, dtype=torch.uint8, device="cpu"), 0, n
         return self._ready[first : first + n]
 
-    def _write(self, operands: _Operands, out: Tensor) -> None:
+    def _write(self, terms: Terms, out: Tensor) -> None:
         """The bytes of a parameter that the kernel cannot read where it lies, in its memory order, tile by tile."""
-        terms, device = operands.terms, out.device
+        device = out.device
         for begin in range(0, out.numel(), _TILE_ELEMENTS):
             tile = slice(begin, min(begin + _TILE_ELEMENTS, out.numel()))
             theta_tile, second_tile, first_tile = (
                 None if values is None else self._float32(number, values[tile], device)
-                for number, values in enumerate(operands.in_kernel)
+                for number, values in enumerate(_operands(terms))
             )
             assert theta_tile is not None
             if terms.mean is not None and second_tile is not None:
@@ -345,24 +332,8 @@ class QuantisationMetric:
         return self._tiles[key][: values.numel()].copy_(values)
 
 
-class _Operands(NamedTuple):
-    """The operands of one parameter's metric; tensors are (n,) in the order of its gradient."""
-
-    theta: Tensor
-    terms: Terms
-
-    @property
-    def in_kernel(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return self.theta, self.terms.second_moment, self.terms.first_moment
-
-    @property
-    def are_plain(self) -> bool:
-        """The kernel can read them where they lie."""
-        return self.terms.mean is None and self.terms.shift is None and all(map(_is_plain, self.in_kernel))
-
-
-def _operands(terms: Terms, parameter: Tensor, factor: float, part: slice) -> _Operands | None:
-    """Lay out the operands of one part of a parameter, in its memory order.
+def _lay_out(terms: Terms, parameter: Tensor, factor: float, part: slice) -> Terms | None:
+    """The terms of one part of a parameter, times `factor`: tensors are (n,) in the order of its gradient, it among them.
 
     None where a step size lies beyond float32 (eta below 1e-38, say, or NaN): nothing may be dropped then.
     """
@@ -377,7 +348,16 @@ def _operands(terms: Terms, parameter: Tensor, factor: float, part: slice) -> _O
     second, first = (None if one is None else flat(one) for one in (terms.second_moment, terms.first_moment))
     mean, shift = (None if one is None else (one[0], flat(one[1])) for one in (terms.mean, terms.shift))
     theta = parameter if terms.stands_for is None else terms.stands_for
-    return _Operands(flat(theta), Terms(a, b, c, second, first, mean, shift))
+    return Terms(a, b, c, second, first, mean, shift, stands_for=flat(theta))
+
+
+def _operands(terms: Terms) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return terms.stands_for, terms.second_moment, terms.first_moment
+
+
+def _are_plain(terms: Terms) -> bool:
+    """Return whether the kernel can read the operands where they lie."""
+    return terms.mean is None and terms.shift is None and all(map(_is_plain, _operands(terms)))
 
 
 def _write_on_device(

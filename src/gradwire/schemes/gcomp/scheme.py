@@ -83,12 +83,8 @@ class GComp(Compressed):
         if importance != "paper" and (tolerance, horizon) != (1, "step"):
             raise InvalidArgument(f'tolerance and horizon mean nothing with importance="{importance}": leave them out')
         super().__init__(collective=Ring(self.codec, topology, chunk_elements))
-        self._reads_optimizer, self._format, self._refresh_every = (
-            importance == "paper",
-            self.codec.format,
-            refresh_every,
-        )
-        self._tables, self._bits = TableRefresh(self.codec, refresh_every), bits
+        self._bits, self._format, self._refresh_every = bits, self.codec.format, refresh_every
+        self._tables = TableRefresh(self.codec, refresh_every)
         self._metric: QuantisationMetric | None = None
         self._watches: list[OptimizerWatch] = []
         self._has_odd_states = False
@@ -99,11 +95,11 @@ class GComp(Compressed):
         of_promise = {"tolerance": float(self.promise.tolerance), "horizon": self.promise.horizon}
         of_promise["least_bits"] = self.codec.least_bits
         own = {"refresh_every": self._refresh_every, "format": self._format}
-        return {**self.frame_configuration, **of_codec, **(of_promise if self._reads_optimizer else {}), **own}
+        return {**self.frame_configuration, **of_codec, **(of_promise if self.reads_optimizer else {}), **own}
 
     def bind(self, session: Session) -> None:
         """Raises: InvalidArgument (no optimizer), Unsupported (one whose steps are differentiated)."""
-        if self._reads_optimizer:
+        if self.reads_optimizer:
             self._metric = QuantisationMetric.beside(session, self.promise)
             self._watches = [OptimizerWatch(optimizer, self.object_to) for optimizer in self._metric.optimizers]
             self.codec.bits = self._bits
@@ -129,7 +125,7 @@ class GComp(Compressed):
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Raises: Unsupported (the optimizer that importance is read from is not the one that makes the steps)."""
-        if self._reads_optimizer and bucket.resident is not None and self._is_joining():
+        if self.reads_optimizer and bucket.resident is not None and self._is_joining():
             raise Unsupported(
                 'ddp.join() with importance="paper" sends levels of format 1, for which devices have no kernels: leave '
                 'placement out, or use importance="uniform" or "none"'
@@ -143,7 +139,7 @@ class GComp(Compressed):
         bucket = part.bucket
         self._tables.begin_bucket(bucket.step, wire.communicator, wire.record)
         # A rank that ran out of input (ddp.join) makes no steps: what it would derive is not what the others do.
-        sends_levels = self._reads_optimizer and (self._is_joining() or (self._has_odd_states and not wire.on_device))
+        sends_levels = self.reads_optimizer and (self._is_joining() or (self._has_odd_states and not wire.on_device))
         self.codec.format = 1 if sends_levels else self._format
         importance = self._importance_of(part, wire)
         counts = self._tables.counts_for(bucket.step, bucket.buffer.dtype)

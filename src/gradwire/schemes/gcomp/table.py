@@ -9,7 +9,9 @@ find alike.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,8 +53,12 @@ class TableRefresh:
         self._codec = codec
         self._every = refresh_every
         self._counts = torch.zeros(_NARROW.stop, dtype=torch.int64, device="cpu")
-        self._on_device = _DeviceCounts(wire) if isinstance(wire, DeviceWire) else None
-        self._sum: torch.futures.Future | None = None
+        self._wire = wire if isinstance(wire, DeviceWire) else None
+        if self._wire is not None:
+            with self._wire.stream:
+                self._on_device = torch.zeros(_WIDE.stop, dtype=torch.int64, device=self._wire.device)
+            self._on_host = torch.empty(_WIDE.stop, dtype=torch.int64, pin_memory=True, device="cpu")
+        self._wait_for_sum: Callable[[], object] | None = None
         self._switch_step: int | None = None
         self._n_refreshes = 0
 
@@ -75,7 +81,7 @@ class TableRefresh:
         if self._switch_step is None or step < self._switch_step:
             return
         with record.timing("table"):
-            self._finish_sum(communicator)
+            self._finish_sum()
             for width, counts in _WIDTHS.values():
                 histogram = self._counts[counts]
                 # All ranks hold the same sum, so all of them leave out a step that held an Inf or NaN anywhere.
@@ -87,33 +93,35 @@ class TableRefresh:
                     self._n_refreshes += 1
             self._counts.zero_()
             self._switch_step = None
-        n_counts = self._counts.numel() if self._on_device is None else self._on_device.counts.numel()
-        n_bytes = ring_bytes(n_counts * self._counts.element_size(), communicator.world_size)
-        record.count_exchanged(n_bytes)
+        summed = self._counts if self._wire is None else self._on_device
+        record.count_exchanged(ring_bytes(summed.numel() * summed.element_size(), communicator.world_size))
 
     def end_step(self, step: int, communicator: Communicator) -> None:
         """After the last bucket of a step that was counted: start to sum the counts over the ranks."""
-        if self.counts_in(step) and communicator.world_size > 1:
-            if self._on_device is not None:
-                self._on_device.start_sum()
-            else:
-                self._sum = communicator.start_all_reduce(self._counts)
-            self._switch_step = step + _SWITCH_AFTER
+        if not self.counts_in(step) or communicator.world_size == 1:
+            return
+        self._switch_step = step + _SWITCH_AFTER
+        if self._wire is None:
+            self._wait_for_sum = functools.partial(communicator.finish, communicator.start_all_reduce(self._counts))
+            return
+        with self._wire.stream:
+            self._wire.group.sum(self._on_device)
+            reading = Reading(self._on_device, self._on_host)
+            self._on_device.zero_()
+        self._wait_for_sum = lambda: self._counts[_WIDE].copy_(reading.wait())
 
     def counts_for(self, step: int, dtype: torch.dtype) -> torch.Tensor | None:
         """(256,) or (32,) int64 for the exponents of what is sent of `dtype` in `step`; None: they are not counted."""
         if not self.counts_in(step):
             return None
-        if self._on_device is not None:
-            return self._on_device.counts
+        if self._wire is not None:
+            return self._on_device
         return self._counts[_WIDE if self._codec.exponent_bits(dtype) == 8 else _NARROW]
 
-    def _finish_sum(self, communicator: Communicator) -> None:
-        if self._on_device is not None:
-            self._on_device.finish_sum(self._counts[_WIDE])
-        if self._sum is not None:
-            communicator.finish(self._sum)
-            self._sum = None
+    def _finish_sum(self) -> None:
+        if self._wait_for_sum is not None:
+            self._wait_for_sum()
+            self._wait_for_sum = None
 
     def stats(self) -> dict[str, Any]:
         """The number of refreshes, and the ids of the tables in use."""
@@ -124,7 +132,7 @@ class TableRefresh:
 
     def state_dict(self, communicator: Communicator) -> dict[str, Any]:
         """The tables in use and a refresh that is under way."""
-        communicator.submit(self._finish_sum, communicator).wait()
+        communicator.submit(self._finish_sum).wait()
         tables = {
             name: torch.frombuffer(bytearray(self._codec.table_of_width(width).to_bytes()), dtype=torch.uint8)
             for name, (width, _) in _WIDTHS.items()
@@ -164,25 +172,3 @@ def excess_of(table: HuffmanTable, histogram: torch.Tensor) -> float:
     counted = [(count, n_bits) for count, n_bits in zip(histogram.tolist(), bits, strict=True) if count]
     entropy = sum(count * math.log2(total / count) for count, _ in counted)
     return sum(count * n_bits for count, n_bits in counted) / entropy if entropy > 0 else math.inf
-
-
-class _DeviceCounts:
-    """Exponents that kernels have counted, until those of all ranks are on the host."""
-
-    def __init__(self, wire: DeviceWire) -> None:
-        self._wire = wire
-        with wire.stream:
-            self.counts = torch.zeros(_WIDE.stop, dtype=torch.int64, device=wire.device)
-        self._on_host = torch.empty(_WIDE.stop, dtype=torch.int64, pin_memory=True, device="cpu")
-        self._sum: Reading | None = None
-
-    def start_sum(self) -> None:
-        with self._wire.stream:
-            self._wire.group.sum(self.counts)
-            self._sum = Reading(self.counts, self._on_host)
-            self.counts.zero_()
-
-    def finish_sum(self, out: torch.Tensor) -> None:
-        if self._sum is not None:
-            out.copy_(self._sum.wait())
-            self._sum = None

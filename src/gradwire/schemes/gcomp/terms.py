@@ -70,34 +70,19 @@ def _life_of(momentum: float) -> float:
 
 
 def sgd(parameter: Tensor, group: Group, state: State) -> Terms | None:
-    """theta - eta (g + lambda theta); with momentum, b_t takes g by (1 - tau), and PyTorch's first b is g itself."""
-    eta, decay = float(group["lr"]), float(group["weight_decay"])
-    mu = float(group["momentum"])
+    """theta - eta (g + lambda theta); with momentum theta - eta (mu b + (1 - tau) (g + lambda theta)), and PyTorch's first b
+    is g itself; Nesterov's: theta - eta (mu^2 b + (1 + mu) (g + lambda theta)), where the first b counts as 0."""
+    eta, decay, mu = float(group["lr"]), float(group["weight_decay"]), float(group["momentum"])
     buffer = state.get("momentum_buffer") if mu != 0 else None
+    of_buffer, of_gradient, life = 0.0, 1.0, _life_of(mu)
     if group["nesterov"]:
-        return _nesterov(eta, decay, mu, buffer)
-    if buffer is not None:
-        return _momentum(eta, decay, mu, float(group["dampening"]), buffer)
-    if eta == 0:
-        return None
-    return Terms(a=0.0, b=1 / eta - decay, life=_life_of(mu))
-
-
-def _momentum(eta: float, decay: float, mu: float, tau: float, buffer: Tensor) -> Terms | None:
-    """theta - eta (mu b + (1 - tau) (g + lambda theta))"""
-    gain = eta * (1 - tau)
+        of_buffer, of_gradient, life = mu * mu, 1 + mu, life / (1 + mu)
+    elif buffer is not None:
+        of_buffer, of_gradient = mu, 1 - float(group["dampening"])
+    gain = eta * of_gradient
     if gain == 0:
         return None
-    return Terms(a=0.0, b=1 / gain - decay, c=-mu / (1 - tau), first_moment=buffer, life=_life_of(mu))
-
-
-def _nesterov(eta: float, decay: float, mu: float, buffer: Tensor | None) -> Terms | None:
-    """theta - eta (1 + mu) (g + lambda theta) - eta mu^2 b, where the first b_{t-1} counts as 0"""
-    gain = eta * (1 + mu)
-    if gain == 0:
-        return None
-    life = _life_of(mu) / (1 + mu)
-    return Terms(a=0.0, b=1 / gain - decay, c=-mu * mu / (1 + mu), first_moment=buffer, life=life)
+    return Terms(a=0.0, b=1 / gain - decay, c=-of_buffer / of_gradient, first_moment=buffer, life=life)
 
 
 def adagrad(parameter: Tensor, group: Group, state: State) -> Terms | None:
@@ -142,10 +127,8 @@ def adam(parameter: Tensor, group: Group, state: State) -> Terms | None:
     beta1, beta2 = (float(beta) for beta in group["betas"])
     t = float(state["step"]) + 1
     corrected_gain = eta * (1 - beta1) / (1 - beta1**t)
-    if group["amsgrad"]:
-        a, v = math.sqrt(1 / (1 - beta2**t)) / corrected_gain, state["max_exp_avg_sq"]
-    else:
-        a, v = math.sqrt(beta2 / (1 - beta2**t)) / corrected_gain, state["exp_avg_sq"]
+    least, v = (1.0, state["max_exp_avg_sq"]) if group["amsgrad"] else (beta2, state["exp_avg_sq"])
+    a = math.sqrt(least / (1 - beta2**t)) / corrected_gain
     b, c = float(group["eps"]) / corrected_gain, -beta1 / (1 - beta1)
     if group.get("decoupled_weight_decay", False):
         a, b = a * (1 - eta * decay), b * (1 - eta * decay)

@@ -104,7 +104,10 @@ class OptimizerWatch:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         samples, self._samples = self._samples, {}
-        self._compare_what_is_there()
+        while self._looks and self._looks[0][0].is_there():
+            look, scale = self._looks.pop(0)
+            arrived, now = look.wait().unbind()
+            self._compare(arrived, now, scale)
         self._compare_rates()
         if getattr(optimizer, "grad_scale", None) is not None:
             return  # a fused step under a GradScaler takes the loss scale out by itself
@@ -116,7 +119,9 @@ class OptimizerWatch:
             if arrived.device.type == "cpu":
                 self._compare(arrived, now, scale)
             else:
-                self._look_later(arrived, now, scale)
+                # Nobody waits for a device: what it holds is compared before a later step.
+                arrived.record_stream(torch.accelerator.current_stream(arrived.device))
+                self._looks.append((Reading(torch.stack([arrived, now])), scale))
 
     def _learning_rates(self) -> list[float]:
         """Of the groups; 0 where one is not a number in host memory."""
@@ -133,17 +138,6 @@ class OptimizerWatch:
                 "before the backward pass",
                 faster,
             )
-
-    def _look_later(self, arrived: Tensor, now: Tensor, scale: float) -> None:
-        """Nobody waits for a device: what it holds is compared before a later step."""
-        arrived.record_stream(torch.accelerator.current_stream(arrived.device))
-        self._looks.append((Reading(torch.stack([arrived, now])), scale))
-
-    def _compare_what_is_there(self) -> None:
-        while self._looks and self._looks[0][0].is_there():
-            look, scale = self._looks.pop(0)
-            arrived, now = look.wait().unbind()
-            self._compare(arrived, now, scale)
 
     def _after_step(self, *_: Any) -> None:
         self._n_steps += 1

@@ -121,24 +121,21 @@ class SketchSum:
             part.unsent += values - fixed.quantise(values) * fixed.scale
         while True:
             n_core = self._peel(wire, union) if peel_first else 0
-            if self._has_to_try_again(n_core, attempt):
-                attempt += 1
-                sketch.prepare(union.words, part.bucket.n_elements, attempt)
-                continue
-            cells = wire.scratch("cells", sketch.n_cells, dtype)
-            with wire.timing("encode"):
-                sketch.add(values, union.own, cells, fixed)
-                words = cells if narrow is None else narrow.narrow(cells)
-            total = self._aggregator.start_sum(words, wire) if cells.numel() else None
-            if not peel_first:
-                n_core = self._peel(wire, union)
-            if total is not None:
-                total()
             if not self._has_to_try_again(n_core, attempt):
-                break
-            self.n_resent += 1
+                cells = wire.scratch("cells", sketch.n_cells, dtype)
+                with wire.timing("encode"):
+                    sketch.add(values, union.own, cells, fixed)
+                    words = cells if narrow is None else narrow.narrow(cells)
+                total = self._aggregator.start_sum(words, wire) if cells.numel() else None
+                if not peel_first:
+                    n_core = self._peel(wire, union)
+                if total is not None:
+                    total()
+                if not self._has_to_try_again(n_core, attempt):
+                    break
+                self.n_resent += 1
+                peel_first = True
             attempt += 1
-            peel_first = True
             sketch.prepare(union.words, part.bucket.n_elements, attempt)
         if attempt != self._attempt(key):
             self._learnt.learn("attempts", key, attempt if attempt < MAX_ATTEMPTS else 0)

@@ -183,7 +183,9 @@ class SlimGC(Compressed):
         if self._is_open:
             self.codecs = self._codecs_beside(session)
         if self.reads_optimizer:
-            metric = QuantisationMetric.beside(session, Promise.of(self.codec))
+            codec: Any = self.codec
+            promise = Promise(rounding=codec.rounding, format=codec.format, is_alike=True)
+            metric = QuantisationMetric.beside(session, promise)
             if self.update == "owner":
                 raise Unsupported(
                     'importance="paper" reads the optimizer\'s whole state, and with update="owner" no rank has it: choose '

@@ -37,6 +37,7 @@ def run(name: str, n_ranks: int, *arguments: object, ranks_per_node: int = 1) ->
         ("process_group.py", 2, 1),
         ("two_level.py", 4, 2),
         ("diloco.py", 2, 1),
+        ("diloco_elastic.py", 2, 1),
         ("torchft_manager.py", 2, 1),
     ],
 )

@@ -8,7 +8,7 @@ import traceback
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from campaign import faults, habits, hostile, links, placements, residuals, resuming, soak, trainings
+from campaign import comings, faults, habits, hostile, links, placements, residuals, resuming, soak, trainings
 from campaign.findings import Refused
 
 KINDS: dict[str, ModuleType] = {
@@ -21,11 +21,12 @@ KINDS: dict[str, ModuleType] = {
     "soak": soak,
     "links": links,
     "placements": placements,
+    "comings": comings,
 }
 # The order in which kinds take turns: by what a case of them costs and finds.
 TURNS = ("trainings", "faults", "hostile", "habits", "trainings", "faults", "habits", "resuming")
 # What takes longer, and in how many rounds of these turns it has one.
-SELDOM = {"soak": 8, "links": 4, "residuals": 2, "placements": 1}
+SELDOM = {"soak": 8, "links": 4, "comings": 4, "residuals": 2, "placements": 1}
 
 
 class Case(NamedTuple):

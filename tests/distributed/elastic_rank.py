@@ -36,6 +36,7 @@ def main(
     dies_at: int = -1,
     dies_in_exchange: bool = False,
     quorum_timeout_s: float = 60,
+    round_s: float = 0.0,
 ) -> None:
     """Train until `n_rounds` exchanges are done, or leave or die in the round after so many.
 
@@ -75,6 +76,7 @@ def main(
             break
         while (flag := (waits or {}).get(str(step))) and not Path(flag).exists():
             time.sleep(0.01)
+        time.sleep(round_s)
         start = float(weight.detach()[0, 0])
         while manager.current_step() == step:
             x = torch.randn(8, 16, generator=draw)

@@ -2,77 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import subprocess
-import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torchft.coordination import LighthouseServer
 
 import gradwire
+from elastic import by_step, site
 from ranks import on_ranks, patience
-
-RANK = Path(__file__).with_name("elastic_rank.py")
-
-
-class Site:
-    """A lighthouse, and the ranks that were started at it."""
-
-    def __init__(self, min_replicas: int = 2) -> None:
-        self.lighthouse = LighthouseServer(
-            bind="127.0.0.1:0", min_replicas=min_replicas, join_timeout_ms=20_000, heartbeat_timeout_ms=2_000
-        )
-        self.ranks: dict[int, subprocess.Popen[str]] = {}
-
-    def start(self, name: int, **plan: Any) -> None:
-        told = json.dumps({"lighthouse": self.lighthouse.address(), "name": name, **plan})
-        self.ranks[name] = subprocess.Popen([sys.executable, RANK, told], stdout=subprocess.PIPE, text=True)
-
-    def wait_for(self, name: int, fact: str) -> dict[str, Any]:
-        """The first line of this rank that tells such a fact; what it says before is dropped."""
-        stdout = self.ranks[name].stdout
-        assert stdout is not None
-        for line in stdout:
-            if fact in (told := json.loads(line)):
-                return told
-        raise AssertionError(f"rank {name} ended without saying {fact!r}")
-
-    def end(self) -> tuple[list[dict[str, Any]], dict[int, int]]:
-        """All that was said, and the exit statuses."""
-        said = []
-        for rank in self.ranks.values():
-            assert rank.stdout is not None
-            said += [json.loads(line) for line in rank.stdout]
-            rank.wait(timeout=20 * patience())
-        return said, {name: rank.returncode for name, rank in self.ranks.items()}
-
-
-@contextlib.contextmanager
-def site() -> Iterator[Site]:
-    one = Site()
-    try:
-        yield one
-    finally:
-        for rank in one.ranks.values():
-            rank.kill()
-            rank.wait()
-        one.lighthouse.shutdown()
-
-
-def by_step(said: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    steps = defaultdict(list)
-    for told in said:
-        if "step" in told:
-            steps[told["step"]].append(told)
-    return steps
 
 
 @pytest.mark.parametrize(
@@ -104,7 +43,9 @@ def test_others_go_on_with_the_mean_of_who_is_there(
     assert 9 < came < 30
     steps = by_step(said)
     for name in (0, 3):  # of whom one may have had the mean before a rank died, and the other not
-        assert len({9, *range(11, 30)} - {told["step"] for told in said if told["name"] == name and "step" in told}) <= 1
+        assert (
+            len({9, *range(11, 30)} - {told["step"] for told in said if told["name"] == name and "step" in told}) <= 1
+        )
     for step in range(11, 30):
         told = steps[step]
         assert len({one["bits"] for one in told}) == 1, "all who are there hold the same bits"

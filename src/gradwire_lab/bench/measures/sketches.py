@@ -62,7 +62,7 @@ def recovery(gradient: torch.Tensor, size: float) -> Record:
 
 # ---- sizes by the paper's formulas (Li et al., ICML 2024, 3.3)
 # All in bits for a gradient of `n_elements` values of `value_bits` bits, of which a share `density` is not zero. Whole
-# numbers of hashes, rows and cells are not rounded here: a built sketch is larger by what docs/format.md#count-sketch says.
+# numbers of hashes, rows and cells are not rounded here: a built sketch is larger by what native/sketch/plan.hpp says.
 
 
 def bound_bits(n_elements: float, density: float, value_bits: int) -> float:

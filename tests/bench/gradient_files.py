@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from gradwire_lab.workloads.gradients import GradientFile, load_gradients
+
 
 def adamw_arrays(n_elements: int = 3000, seed: int = 0) -> dict[str, Any]:
     numbers = np.random.default_rng(seed)
@@ -38,3 +40,7 @@ def sparse_arrays(n_elements: int = 5000) -> dict[str, Any]:
 def write(path: Path, arrays: dict[str, Any]) -> Path:
     np.savez(path, **arrays)
     return path
+
+
+def load(folder: Path, arrays: dict[str, Any]) -> GradientFile:
+    return load_gradients(write(folder / "a.npz", arrays))

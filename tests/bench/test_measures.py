@@ -59,8 +59,7 @@ def test_training_in_phases_has_a_record_a_phase(tmp_path: Path, monkeypatch: py
         ]
 
     pretend(monkeypatch, make)
-    specs = ["ddp", "gcomp:importance=uniform,bits=12"]
-    cells = [{"scheme": spec} for spec in specs]
+    cells = [{"scheme": spec} for spec in ("ddp", "gcomp:importance=uniform,bits=12")]
     call = Call("changes", cells, {}, {"rate": "1gbit", "then": ["100mbit", "500mbit"]}, tmp_path)
     found = commands.train(call)
     assert len(found) == 3 * len(call.cells)
@@ -83,14 +82,8 @@ def test_adaptation_trains_its_scheme_on_links_that_change(tmp_path: Path, monke
         called.append(command)
         out = Path(command[command.index("--out") + 1])
         out.mkdir(parents=True)
-        step = {
-            "step": 1,
-            "elapsed_s": 9.0,
-            "iteration_s": 0.5,
-            "loss": 1.0,
-            "bits_per_value": 8.0,
-            "first_bits_per_value": 4.0,
-        }
+        step = {"step": 1, "elapsed_s": 9.0, "iteration_s": 0.5, "loss": 1.0, "bits_per_value": 8.0,
+                "first_bits_per_value": 4.0}  # fmt: skip
         (out / "steps.jsonl").write_text(json.dumps(step))
 
     monkeypatch.setattr(commands, "run_process", run_process)

@@ -26,16 +26,11 @@ CODE = "123456789abc"
 
 
 def record(scheme: str, time_s: float, **more: object) -> dict[str, object]:
-    provenance = {
-        "commit": "abc",
-        "code": CODE,
-        "settings": EXPERIMENT.settings(EXPERIMENT.cells()),
-        "date": "2026-11-22T10:00:00",
-        "load_before": 0.1,
-        "torch": "2.13.0",
-    }
-    return {"rate": "1gbit", "scheme": scheme, "time_s": time_s, "time_s_low": 0.99 * time_s, "time_s_high": 1.01 * time_s,
-            **provenance, **more}  # fmt: skip
+    return {
+        "rate": "1gbit", "scheme": scheme, "time_s": time_s, "time_s_low": 0.99 * time_s, "time_s_high": 1.01 * time_s,
+        "commit": "abc", "code": CODE, "settings": EXPERIMENT.settings(EXPERIMENT.cells()), "date": "2026-11-22T10:00:00",
+        "load_before": 0.1, "torch": "2.13.0", **more,
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -43,14 +38,9 @@ def pages(tmp_path: Path) -> Book:
     (tmp_path / "docs").mkdir()
     (tmp_path / "results").mkdir()
     systems = {"system": "A system", "coverage": "Coverage"}
-    return Book(
-        tmp_path,
-        [EXPERIMENT],
-        systems,
-        {"short": ("speed", Table(TABLE.columns[:1]))},
-        {("GComp", "Fig. 1"): Coverage("cannot be here", "no")},
-        lambda measure: CODE,
-    )
+    snippets = {"short": ("speed", Table(TABLE.columns[:1]))}
+    left_out = {("GComp", "Fig. 1"): Coverage("cannot be here", "no")}
+    return Book(tmp_path, [EXPERIMENT], systems, snippets, left_out, lambda measure: CODE)
 
 
 def measure(pages: Book) -> Store:

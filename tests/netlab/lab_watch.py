@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from gradwire_lab.ranks.netlab import Netlab
+from programs import GRADWIRE
 from ranks import patience
 
-CLI = [sys.executable, "-m", "gradwire", "netlab"]
+CLI = [*GRADWIRE, "netlab"]
 
 
 def rank_command(script: str, *arguments: object) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from lab_watch import child_pids, is_running, network_namespaces, rank_command, wait_until
 
+from programs import GRADWIRE
 from ranks import patience
 
 _ROOT = Path(__file__).parents[2]
@@ -33,14 +34,8 @@ class _Bench:
     def start_command(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "TMPDIR": str(self._folder / "tmp"), "PYTHONPATH": str(_ROOT / "tests")}
         with (self._folder / "said").open("wb") as said:
-            self.process = subprocess.Popen(
-                command,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                cwd=self._folder,
-                start_new_session=True,
-            )
+            options = {"env": environment, "cwd": self._folder, "start_new_session": True}
+            self.process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, **options)
         return self.process
 
     @property
@@ -133,22 +128,19 @@ def test_interrupted_benchmark_goes_on_with_the_same_command(bench: _Bench) -> N
     assert bench.seeds == [1, 1, 2, 2]
 
 
-_GRADWIRE = [sys.executable, "-m", "gradwire"]
-
-
 @pytest.mark.root
 @pytest.mark.parametrize(
-    "command",
+    "words",
     [
-        [*_GRADWIRE, "demo", "--quick"],
-        [*_GRADWIRE, "train", "--ranks", "2", "--rate", "100mbit"],
-        [*_GRADWIRE, "bench", "train", "--scheme", "ddp", "--ranks", "2", "--rate", "100mbit"],
-        [*_GRADWIRE, "netlab", "run", "--ranks", "2", "--", sys.executable, str(_ROOT / "examples" / "ddp_minimal.py")],
+        "demo --quick",
+        "train --ranks 2 --rate 100mbit",
+        "bench train --scheme ddp --ranks 2 --rate 100mbit",
+        f"netlab run --ranks 2 -- {sys.executable} {_ROOT / 'examples' / 'ddp_minimal.py'}",
     ],
-    ids=lambda command: command[3],
+    ids=lambda words: words.split()[0],
 )
-def test_ctrl_c_ends_a_command_and_its_ranks_within_two_seconds(bench: _Bench, command: list[str]) -> None:
-    bench.start_command(command)
+def test_ctrl_c_ends_a_command_and_its_ranks_within_two_seconds(bench: _Bench, words: str) -> None:
+    bench.start_command([*GRADWIRE, *words.split()])
     _interrupt(bench, signal.SIGINT, 130, 2)
 
 

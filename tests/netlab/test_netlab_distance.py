@@ -18,6 +18,7 @@ from gradwire_lab.ranks.netlab.check import measure_rate
 from gradwire_lab.ranks.netlab.lab import parse_event
 from gradwire_lab.ranks.netlab.rate import LabLink, parse_link, with_way
 from gradwire_lab.ranks.network import current_network
+from programs import run_well
 from ranks import patience
 
 
@@ -105,8 +106,7 @@ def echo(lab: Netlab, host: int, n: int = 15) -> tuple[float, int]:
     """Milliseconds there and back from rank 0, and how many of `n` came back."""
     path = lab.namespace_paths[0]
     command = ["nsenter", f"--net={path}", sys.executable, "-c", ECHO, f"10.77.0.{host + 1}", str(n)]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60 * patience(), check=True).stdout
-    median, came = said.split()
+    median, came = run_well(command, 60).split()
     return float(median), int(came)
 
 

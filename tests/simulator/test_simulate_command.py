@@ -56,11 +56,9 @@ def test_a_chrome_trace_nests_and_names_its_rows(tmp_path: Path) -> None:
     for process in range(3):
         for row in range(2):
             # Within a row one thing after another: what Perfetto needs to draw them on one line.
-            times = [
-                (span["ts"], span["ts"] + span["dur"]) for span in spans if (span["pid"], span["tid"]) == (process, row)
-            ]
-            assert times
-            assert all(end <= start + 1e-3 for (_, end), (start, _) in itertools.pairwise(times))
+            mine = [span for span in spans if (span["pid"], span["tid"]) == (process, row)]
+            assert mine
+            assert all(one["ts"] + one["dur"] <= after["ts"] + 1e-3 for one, after in itertools.pairwise(mine))
 
 
 @pytest.mark.parametrize(
@@ -78,10 +76,9 @@ def test_wrong_arguments_end_with_one_line(options: str, capsys: pytest.CaptureF
 def test_without_simpy_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [
-        name for name in sys.modules if name.startswith(("gradwire_lab.simulator", "gradwire_lab.cli.simulate"))
-    ]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in list(sys.modules):
+        if name.startswith(("gradwire_lab.simulator", "gradwire_lab.cli.simulate")):
+            monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert simulate("") == 1
     expected = "gradwire simulate: Unsupported: the simulator needs simpy; pip install 'gradwire[sim]'\n"

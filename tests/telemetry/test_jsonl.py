@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from gradwire.telemetry.jsonl import JsonLines, JsonlSink
 from gradwire.telemetry.recorder import Recorder
+from programs import run as run_program
 
 
 def run(recorder: Recorder, n_steps: int) -> None:
@@ -74,7 +74,7 @@ recorder.close()
 print(recorder.totals()["n_steps"])
 """
     path = tmp_path / "log"
-    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
+    done = run_program([sys.executable, "-c", program, path], check=True)
     assert done.stdout.split() == ["20"]  # the run went on to its end
     assert done.stderr.count("cannot write") == 1
     assert str(path) in done.stderr

@@ -48,10 +48,8 @@ def test_every_kind_of_time_is_summed_apart(kind: str) -> None:
     record.add(kind, 10, 30)
     record.add(kind, 40, 45)
     recorder.close_bucket(record)
-    times = {
-        key: value for key, value in recorder.close_step(0, 0).as_dict().items() if key.removesuffix("_s") in KINDS
-    }
-    assert times == {f"{name}_s": 25e-9 if name == kind else 0.0 for name in KINDS}
+    found = recorder.close_step(0, 0).as_dict()
+    assert {name: found[f"{name}_s"] for name in KINDS} == {name: 25e-9 if name == kind else 0.0 for name in KINDS}
 
 
 def test_totals_outlive_the_bounded_list_of_steps() -> None:
@@ -140,12 +138,8 @@ def test_hook_and_lane_may_count_at_once() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert (record.busy_ns["encode"], record.bytes_sent, record.bytes_received, record.n_messages) == (
-        20000,
-        20000,
-        40000,
-        20000,
-    )
+    assert (record.busy_ns["encode"], record.n_messages) == (20000, 20000)
+    assert (record.bytes_sent, record.bytes_received) == (20000, 40000)
 
 
 def test_spans_are_kept_with_their_thread_only_when_tracing() -> None:

@@ -225,8 +225,8 @@ def test_command_line_says_all_of_a_configuration() -> None:
     words = (
         "--workload resnet --workload-option optimizer=sgd --compute emulate --scheme gcomp:limit=11 --steps 7 --seed 3"
     )
-    words += " --batch-size 4 --no-deterministic --threads 2 --bucket-mb 0.5 --out o --trace --dump-gradients 2 --local-sgd 3"
-    words += " --outer average --feedback-decay 0.9 --no-evaluate"
+    words += " --batch-size 4 --no-deterministic --threads 2 --bucket-mb 0.5 --out o --trace --dump-gradients 2"
+    words += " --local-sgd 3 --outer average --feedback-decay 0.9 --no-evaluate"
     expected = TrainConfig(
         workload="resnet", workload_options={"optimizer": "sgd", "compute": "emulate"}, scheme="gcomp",
         scheme_options={"limit": 11}, steps=7, batch_size=4, seed=3, deterministic=False, n_threads=2, bucket_cap_mb=0.5,

@@ -170,3 +170,21 @@ def test_bound_is_the_exponents_entropy_and_the_other_bits(tmp_path: Path, forma
     n_open = 64 if format == 2 else 1  # format 2: sixteen lanes end in a word each
     assert 0 <= bound - (exponents + 24 * (gradient != 0).sum()) / 8 <= n_open
     assert bound < method.encoded_bytes
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize("name", codec.BASELINES)
+def test_baseline_returns_every_bit(name: str, n_threads: int) -> None:
+    baseline = codec.baseline_by_name(name, n_threads)
+    special = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-42, -1.5, 3.4e38], np.float32)
+    normal = (np.random.default_rng(5).standard_normal(50_000) * 1e-3).astype(np.float32)
+    for array in (normal, np.zeros(10_000, np.float32), np.tile(special, 200)):
+        before = array.copy()
+        decoded = baseline.decode(baseline.encode(array))
+        assert np.array_equal(decoded.view(np.uint32), before.view(np.uint32))
+        assert np.array_equal(array.view(np.uint32), before.view(np.uint32)), "the input was changed"
+
+
+def test_unknown_baseline_is_refused_with_the_names_there_are() -> None:
+    with pytest.raises(InvalidArgument, match="zstd, zlib, lz4, blosc2, zipnn, pcodec"):
+        codec.baseline_by_name("lzma")

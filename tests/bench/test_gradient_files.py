@@ -79,18 +79,20 @@ def test_what_is_no_gradient_file_is_refused(tmp_path: Path) -> None:
         load(tmp_path, {"weights": np.zeros(3, np.float32)})
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "rmsprop", "adam", "adamw"])
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_dumped_optimizer_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
     torch.manual_seed(1)
     parameter = torch.nn.Parameter(torch.randn(40, 5))
-    classes = {
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01),
-        "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
-        "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.01),
-        "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
-    }
-    optimizer = classes[name]([parameter])
+    optimizer = OPTIMIZERS[name]([parameter])
     for _ in range(3):
         parameter.grad = torch.randn(40, 5)
         optimizer.step()

@@ -1,4 +1,4 @@
-"""`bench allreduce` and `bench train` on real ranks: the promised records, and what is refused before a rank starts."""
+"""`bench allreduce` and `bench train` on real ranks: the promised records, verified and counted."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from gradient_files import adamw_arrays, write
 
+from gradwire_lab.bench.driver import needs_switch
 from gradwire_lab.bench.train_methods import TrainMethod
-from gradwire_lab.cli import main
 from gradwire_lab.workloads import by_name
 from programs import GRADWIRE, TORCHRUN, run, run_well
-from ranks import run_ranks
+from ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
@@ -65,7 +65,25 @@ def test_train_starts_a_switch_for_who_sums_there(tmp_path: Path) -> None:
     assert group["loss"] == pytest.approx(ddp["loss"], rel=1e-3)
 
 
-def come_and_go(rank: int, world_size: int) -> None:
+def test_dense_and_sparse_all_reduce_through_the_switch_are_verified_and_counted(tmp_path: Path) -> None:
+    schemes = "ddp dense-switch homomorphic:mode=exact,aggregator=switch"
+    words = "--ranks 2 --n-bytes 1000000 --density 0.01 --rounds 3 --budget 0.1"
+    _, dense, sparse = _bench(tmp_path, f"allreduce --scheme {schemes} {words}")
+    assert dense["verified"] == "equal on all ranks"
+    assert dense["relative_error"] < 1e-6
+    n_packets = -(-250_000 // 256) + 1  # the values, and the exponent
+    assert n_packets * 1064 <= dense["wire_bytes"] < 1.5 * n_packets * 1064
+    assert sparse["wire_bytes"] < 0.1 * dense["wire_bytes"]
+
+
+def test_a_switch_is_started_for_those_who_sum_in_it_alone() -> None:
+    assert needs_switch(["ddp", "dense-switch"])
+    assert needs_switch(["homomorphic:mode=exact,aggregator=switch"])
+    assert not needs_switch(["ddp", "homomorphic", "homomorphic:aggregator=process-group"])
+
+
+@on_ranks(2)
+def test_methods_are_let_go(rank: int, world_size: int) -> None:
     """A method, its model and its optimizer are gone when it is done: the next one may be as large."""
     workload = by_name("gpt", n_layers=1, width=24, n_heads=2, length=8, batch_size=2)
     eager = "slimgc:threshold_bytes=0"
@@ -79,10 +97,6 @@ def come_and_go(rank: int, world_size: int) -> None:
         del method
         gc.collect()
         assert [ref() for ref in seen] == [None] * 3, spec
-
-
-def test_methods_are_let_go() -> None:
-    run_ranks(come_and_go, 2)
 
 
 def test_train_records_split_bytes_and_loss(tmp_path: Path) -> None:
@@ -142,26 +156,3 @@ def test_rank_that_dies_is_named_and_results_so_far_are_kept(tmp_path: Path) -> 
     assert "PeerLost" in result.stderr
     assert "rank 1 ended with status 7" in result.stderr
     assert [record["n_bytes"] for record in json.loads(out.read_text())] == [4096]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("allreduce --scheme nope", "nothing to measure is called 'nope'"),
-        ("allreduce --scheme gcomp:bits", "expected NAME:option=value"),
-        ("allreduce --rate fast", "fast"),
-        ("allreduce --rate 1gbit,1gbit --ranks 3", "2 rates for 3 ranks"),
-        ("allreduce --ranks 0", "--ranks must be at least 1"),
-        ("allreduce --n-bytes 2", "bytes from 4 (one float32)"),
-        ("allreduce --gradients absent.npz", "no such file"),
-        ("allreduce --density 2", "density must be from 0 to 1"),
-        ("train --scheme nope", "nothing to measure is called 'nope'"),
-        ("train --workload nope", "no workload is called 'nope'"),
-        ("train --steps 0", "both count from 1"),
-    ],
-)
-def test_bad_request_is_refused_before_a_rank_starts(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *words.split()]) == 1
-    assert message in capsys.readouterr().err

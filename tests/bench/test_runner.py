@@ -16,7 +16,6 @@ import pytest
 from gradwire.errors import GradwireError
 from gradwire_lab.bench.measures import Call
 from gradwire_lab.bench.runner import Load, Runner
-from gradwire_lab.cli import main
 from gradwire_lab.results.experiment import Cell, Experiment
 from gradwire_lab.results.records import Record, Store, state_of
 
@@ -197,12 +196,6 @@ def test_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "results").write_text("")
     with pytest.raises(GradwireError, match="could not write"):
         _run(tmp_path, _Measures())
-
-
-def test_unknown_experiment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "run", "nope"]) == 1
-    assert "no experiment's key begins with nope" in capsys.readouterr().err
-    assert main(["bench", "run"]) == 1
 
 
 def test_load_beside_a_run_is_that_of_others() -> None:

@@ -72,21 +72,10 @@ def test_hidden_communication_and_exposed_codec_work_follow_from_intervals() -> 
 
 @pytest.mark.parametrize(
     ("spec", "n_steps"),
-    [
-        ("plain", 0),
-        ("slimgc", 12),
-        ("slimgc:warmup_steps=4", 6),
-        ("slimgc:warmup_steps=4,backup=true", 8),
-        ("slimgc:threshold_bytes=0", 0),
-        ("slimgc:threshold_bytes=0,backup=true", 4),
-        ("aqgb", 7),
-        ("dgc:warmup_steps=9", 9),
-        ("top-k:warmup_steps=9", 9),
-        ("acp-sgd", 0),
-        ("acp-sgd:start_step=9", 9),
-        ("power-sgd:start_step=9", 9),
-    ],
-)
+    [("plain", 0), ("slimgc", 12), ("slimgc:warmup_steps=4", 6), ("slimgc:warmup_steps=4,backup=true", 8),
+     ("slimgc:threshold_bytes=0", 0), ("slimgc:threshold_bytes=0,backup=true", 4), ("aqgb", 7), ("dgc:warmup_steps=9", 9),
+     ("top-k:warmup_steps=9", 9), ("acp-sgd", 0), ("acp-sgd:start_step=9", 9), ("power-sgd:start_step=9", 9)],
+)  # fmt: skip
 def test_a_scheme_says_how_many_steps_it_takes_to_settle(spec: str, n_steps: int) -> None:
     name, options = parse_spec(spec)
     assert by_name(name, **options).settling_steps == n_steps

@@ -16,12 +16,13 @@ from gradwire import schemes
 from gradwire.codecs.quantised import OneBit
 from gradwire_lab.bench.train_methods import TrainingThreadQuantiser
 from programs import GRADWIRE, run_well
-from ranks import agree, run_ranks
+from ranks import agree, on_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
 
-def check_conservation(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_the_quantiser_on_the_training_thread_conserves_gradients(rank: int, world_size: int) -> None:
     """mean(result) + mean(residual) = mean(gradient + old residual), the same bits on every rank, time told as spans."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(30, 41), nn.Tanh(), nn.Linear(41, 5))
@@ -59,7 +60,8 @@ def _total(value: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def check_probes_count_to_their_step(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_probes_count_to_their_step(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(20, 60))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for backup in (False, True):
@@ -80,15 +82,6 @@ def check_probes_count_to_their_step(rank: int, world_size: int) -> None:
             assert sent[3] > 2 * sent[1] > 0, sent
             assert sent[4] < 2 * sent[1], sent
         attachment.close()
-
-
-def check_all(rank: int, world_size: int) -> None:
-    check_conservation(rank, world_size)
-    check_probes_count_to_their_step(rank, world_size)
-
-
-def test_the_quantiser_on_the_training_thread_conserves_gradients_and_probes_count_to_their_step() -> None:
-    run_ranks(check_all, 3)
 
 
 def test_steps_count_once_slimgc_has_its_table_and_overlap_is_recorded(tmp_path: Path) -> None:

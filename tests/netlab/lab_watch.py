@@ -23,6 +23,14 @@ def rank_command(script: str, *arguments: object) -> list[str]:
     return [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
 
 
+def lines_of(lab: Netlab, command: list[str], timeout_s: float = 100) -> list[str]:
+    """What all ranks print, who end well."""
+    lines: list[str] = []
+    timeout_s *= patience()
+    lab.run(command, on_line=lambda rank, line: lines.append(line), timeout_s=timeout_s).raise_if_failed()
+    return lines
+
+
 @contextlib.contextmanager
 def streaming(n_ranks: int, rate: Any) -> Iterator[Netlab]:
     """A lab whose ranks are connected, and send to rank 0 without end."""

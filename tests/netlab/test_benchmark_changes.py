@@ -9,7 +9,6 @@ import pytest
 
 from gradwire.errors import GradwireError
 from gradwire_lab.bench.driver import change_links
-from gradwire_lab.cli import main
 from programs import GRADWIRE, run_well
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
@@ -34,23 +33,6 @@ def test_links_change_between_the_phases_and_records_say_so(tmp_path: Path) -> N
     assert by_phase[0]["iteration_s"] < by_phase[1]["iteration_s"]
     assert by_phase[0]["iteration_s"] < by_phase[2]["iteration_s"]
     assert by_phase[2]["network"] == "netlab 1000000000,50000000"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--then 100mbit", "give the rate to begin with"),
-        ("--rate none --then 100mbit", "give the rate to begin with"),
-        ("--rate 1gbit --then none", "expected one rate"),
-        ("--rate 1gbit --then 1gbit,1gbit", "4 with commas between"),
-        ("--rate 1gbit --then fast", "is no rate"),
-    ],
-)
-def test_change_that_cannot_be_is_refused_before_a_rank_starts(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "train", *words.split()]) == 1
-    assert message in capsys.readouterr().err
 
 
 def test_launcher_that_does_not_answer_is_an_error(tmp_path: Path) -> None:

@@ -48,7 +48,6 @@ class _Bench:
         return [json.loads(line)["seed"] for line in path.read_text().splitlines()] if path.exists() else []
 
     def descendants(self) -> list[int]:
-        assert self.process is not None
         found, new = [], [self.process.pid]
         while new:
             try:
@@ -96,7 +95,6 @@ def bench(tmp_path: Path) -> Iterator[_Bench]:
 def _interrupt(bench: _Bench, number: int, status: int, within_s: float = 60) -> None:
     """While ranks train, and see all end that was started."""
     wait_until(lambda: len(bench.ranks()) == 2, "the ranks train", 60)
-    assert bench.process is not None
     started = bench.descendants()
     namespaces = set(map(_namespace, started)) - {_namespace(os.getpid())}
     if number == signal.SIGINT:  # a terminal sends it to the whole group

@@ -6,7 +6,6 @@ import argparse
 import re
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -62,34 +61,30 @@ def test_options_and_events_become_links() -> None:
 
 
 # Sends datagrams to rank 1 and back for as long as standard input says; prints the median in ms and how many came back.
-ECHO = textwrap.dedent(
-    """
-    import socket, statistics, sys, time
-    own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    own.settimeout(1.0)
-    took = []
-    for number in range(int(sys.argv[2])):
-        started = time.perf_counter()
-        own.sendto(number.to_bytes(4, "little"), (sys.argv[1], 7777))
-        try:
-            while int.from_bytes(own.recv(64), "little") != number:
-                pass
-        except TimeoutError:
-            continue
-        took.append(time.perf_counter() - started)
-    print(1e3 * statistics.median(took) if took else -1, len(took))
-    """
-)
-ANSWER = textwrap.dedent(
-    """
-    import socket
-    own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    own.bind(("", 7777))
-    while True:
-        packet, sender = own.recvfrom(64)
-        own.sendto(packet, sender)
-    """
-)
+ECHO = """
+import socket, statistics, sys, time
+own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+own.settimeout(1.0)
+took = []
+for number in range(int(sys.argv[2])):
+    started = time.perf_counter()
+    own.sendto(number.to_bytes(4, "little"), (sys.argv[1], 7777))
+    try:
+        while int.from_bytes(own.recv(64), "little") != number:
+            pass
+    except TimeoutError:
+        continue
+    took.append(time.perf_counter() - started)
+print(1e3 * statistics.median(took) if took else -1, len(took))
+"""
+ANSWER = """
+import socket
+own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+own.bind(("", 7777))
+while True:
+    packet, sender = own.recvfrom(64)
+    own.sendto(packet, sender)
+"""
 
 
 @pytest.fixture(scope="module")

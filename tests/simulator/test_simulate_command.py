@@ -61,18 +61,6 @@ def test_a_chrome_trace_nests_and_names_its_rows(tmp_path: Path) -> None:
             assert all(one["ts"] + one["dur"] <= after["ts"] + 1e-3 for one, after in itertools.pairwise(mine))
 
 
-@pytest.mark.parametrize(
-    "options",
-    ["--scheme nothing", "--rate 0gbit", "--rate none", "--workers 0", "--trace=-1=1gbit", "--workload alexnet",
-     "--plot a.txt", "--chrome-trace a.json --workers 2 4"],
-)  # fmt: skip
-def test_wrong_arguments_end_with_one_line(options: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate(options) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("gradwire simulate: InvalidArgument: ")
-    assert error.count("\n") == 1
-
-
 def test_without_simpy_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

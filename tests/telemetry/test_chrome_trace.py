@@ -93,8 +93,7 @@ def train_two(folder: Path) -> list[Path]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    trace: dict[str, Any] = json.loads(path.read_text())
-    return trace
+    return json.loads(path.read_text())
 
 
 # The beginning of a program that trains.

@@ -48,11 +48,6 @@ def test_seconds_are_counted_to_a_loss_that_all_have_come_down_to() -> None:
     assert seconds == {"ddp": 4.0, "auto": 2.0, "stuck": 10.0}
 
 
-def test_a_demo_of_one_rank_is_refused(capsys: pytest.CaptureFixture) -> None:
-    assert cli.main(["demo", "--ranks", "1"]) == 1
-    assert "nothing to communicate" in capsys.readouterr().err
-
-
 def test_minimal_example_runs_under_torchrun_and_has_at_most_60_lines() -> None:
     example = Path(__file__).parents[2] / "examples" / "ddp_minimal.py"
     assert len(example.read_text().splitlines()) <= 60

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from lab_watch import why_no_lab
 
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire_lab.ranks.netlab import Netlab
@@ -87,14 +88,11 @@ while True:
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def distance() -> None:
     """Skips where there are no TUN devices."""
-    try:
-        with Netlab(1, "none/delay=1ms", require_shaping=True):
-            pass
-    except Unsupported as error:
-        pytest.skip(str(error))
+    if why := why_no_lab("none/delay=1ms"):
+        pytest.skip(why)
 
 
 def echo(lab: Netlab, host: int, n: int = 15) -> tuple[float, int]:

@@ -16,13 +16,13 @@ from gradwire.telemetry.tensorboard import TensorBoardSink
 from programs import run as run_program
 
 
-def run(recorder: Recorder, n_steps: int) -> None:
+def run(recorder: Recorder, n_steps: int, n_buckets: int = 2, exposed_ns: int = 1_000_000) -> None:
     for step in range(n_steps):
-        for bucket in range(2):
+        for bucket in range(n_buckets):
             record = recorder.open_bucket(step, bucket, 400)
-            record.count_sent(100)
+            record.count_sent(100 + step)
             recorder.close_bucket(record)
-        recorder.close_step(step, 1_000_000)
+        recorder.close_step(step, exposed_ns)
     recorder.close()
 
 
@@ -102,13 +102,7 @@ def test_scalars_read_back_as_recorded(tmp_path: Path) -> None:
     accumulator_module = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="the extra `tensorboard` is not installed"
     )
-    recorder = Recorder(0, 2, sinks=[TensorBoardSink(tmp_path, every=2)])
-    for step in range(5):
-        record = recorder.open_bucket(step, 0, 400)
-        record.count_sent(100 + step)
-        recorder.close_bucket(record)
-        recorder.close_step(step, 2_000_000)
-    recorder.close()
+    run(Recorder(0, 2, sinks=[TensorBoardSink(tmp_path, every=2)]), 5, n_buckets=1, exposed_ns=2_000_000)
     events = accumulator_module.EventAccumulator(str(tmp_path))
     events.Reload()
     sent = [(event.step, event.value) for event in events.Scalars("gradwire/bytes/bytes_sent")]

@@ -118,6 +118,24 @@ def test_train_records_split_bytes_and_loss(tmp_path: Path) -> None:
         assert min(record["exposed_s"], record["wait_s"]) >= 0
 
 
+def test_steps_count_once_slimgc_has_its_table_and_overlap_is_recorded(tmp_path: Path) -> None:
+    slimgc = "slimgc:warmup_steps=4"
+    schemes = f"ddp ddp-one-bit ddp-two-bit:threshold=0.5 {slimgc} {slimgc},backup=true"
+    options = (
+        f"--workload gpt:capture={tmp_path / 'capture'},step_ms=20 --compute emulate --steps 3 --warmup 1 --overlap"
+    )
+    records = _bench(tmp_path, f"train --scheme {schemes} --ranks 2 {options}")
+    assert [record["n_warmup"] for record in records] == [1, 1, 1, 6, 8]
+    assert all(record["n_steps"] == 3 for record in records)
+    assert records[0]["overlap_s"] is None
+    for record in records[1:]:
+        assert record["overlap_s"] >= 0
+        assert record["codec_s"] >= 0
+    for record in records[1:3]:
+        assert record["exposed_codec_s"] > 0, "all of it is on the training thread"
+        assert record["wire_bytes"] < records[0]["wire_bytes"] / 10
+
+
 def _altered(folder: Path, alteration: str) -> dict[str, str]:
     """The environment in which every rank begins with `alteration`."""
     lines = ["import os", "if 'RANK' in os.environ:", *(f"    {line}" for line in alteration.splitlines())]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradient_files import adamw_arrays, sparse_arrays, write
+from gradient_files import adamw_arrays, load, sparse_arrays, write
 
 from gradwire.codecs.gcomp import describe
 from gradwire.errors import CorruptMessage, InvalidArgument
@@ -16,33 +16,20 @@ from gradwire_lab.bench import codec
 from gradwire_lab.bench.codec import TimedMethod
 from gradwire_lab.bench.level_rule import allowed_scale, dropped_bits
 from gradwire_lab.cli import main
-from gradwire_lab.workloads.gradients import load_gradients
 
 FIELDS = {
-    "codec": str,
-    "gradients": str,
-    "threads": int,
-    "ratio": float,
-    "encode_gb_per_s": float,
-    "decode_gb_per_s": float,
-    "encode_gb_per_s_low": float,
-    "encode_gb_per_s_high": float,
+    **dict.fromkeys(("codec", "gradients", "commit", "cpu", "torch"), str),
+    **dict.fromkeys(("ratio", "encode_gb_per_s", "decode_gb_per_s", "encode_gb_per_s_low", "encode_gb_per_s_high"), float),
     "encode_vs_zstd": float,
-    "commit": str,
-    "cpu": str,
-    "torch": str,
-}
+    "threads": int,
+}  # fmt: skip
 
 
 def test_records_are_flat_and_have_the_promised_fields(tmp_path: Path) -> None:
-    dense, sparse = (
-        write(tmp_path / "dense.npz", adamw_arrays()),
-        write(tmp_path / "sparse.npz", sparse_arrays()),
-    )
-    out = tmp_path / "out.json"
-    arguments = ["--gradients", str(dense), str(sparse), "--codec", "gcomp", "raw", "zstd", "lz4", "--threads", "1"]
-    table = tmp_path / "out.csv"
-    assert main(["bench", "codec", *arguments, "--rounds", "1", "--json", str(out), "--csv", str(table)]) == 0
+    dense, sparse = write(tmp_path / "dense.npz", adamw_arrays()), write(tmp_path / "sparse.npz", sparse_arrays())
+    out, table = tmp_path / "out.json", tmp_path / "out.csv"
+    words = f"--gradients {dense} {sparse} --codec gcomp raw zstd lz4 --threads 1 --rounds 1 --json {out} --csv {table}"
+    assert main(["bench", "codec", *words.split()]) == 0
     records = json.loads(out.read_text())
     pairs = {(record["gradients"], record["codec"]) for record in records}
     assert pairs == {(file, codec) for file in ("dense.npz", "sparse.npz") for codec in ("gcomp", "raw", "zstd", "lz4")}
@@ -56,37 +43,43 @@ def test_records_are_flat_and_have_the_promised_fields(tmp_path: Path) -> None:
     assert len(table.read_text().splitlines()) == 1 + len(records)
 
 
-def verified(name: str, folder: Path, arrays: dict[str, Any]) -> TimedMethod:
-    """The method, after a round trip that kept its promise."""
-    method = codec.by_spec(name, load_gradients(write(folder / "a.npz", arrays)), 1)
+def encoded(name: str, folder: Path, arrays: dict[str, Any] | None = None) -> TimedMethod:
+    """The method, which has written its message."""
+    method = codec.by_spec(name, load(folder, arrays or adamw_arrays()), 1)
     assert method is not None
     method.encode()
+    return method
+
+
+def verified(name: str, folder: Path, arrays: dict[str, Any] | None = None) -> TimedMethod:
+    """The method, after a round trip that kept its promise."""
+    method = encoded(name, folder, arrays)
     method.poison()
     method.decode()
     method.verify()
     return method
 
 
+def assert_found_out(method: TimedMethod, element: int, value: float) -> None:
+    """If this had been decoded."""
+    decoded = method.decoded().copy()
+    decoded[element] = value
+    method.decoded = lambda: decoded  # type: ignore[method-assign]
+    with pytest.raises(CorruptMessage, match=f"element {element}"):
+        method.verify()
+
+
 @pytest.mark.parametrize("name", codec.choose_specs(["all"]))
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_every_codec_and_baseline_keeps_its_promise(tmp_path: Path, name: str, kind: str) -> None:
-    arrays = adamw_arrays() if kind == "dense" else sparse_arrays()
-    method = verified(name, tmp_path, arrays)
-    assert method.encoded_bytes > 0
+    assert verified(name, tmp_path, {"dense": adamw_arrays, "sparse": sparse_arrays}[kind]()).encoded_bytes > 0
 
 
 _GCOMP = [
-    "gcomp",
-    "gcomp:rounding=truncate",
-    "gcomp:bits=10",
-    "gcomp:format=1",
-    "gcomp:format=1,rounding=nearest",
-    "gcomp:importance=uniform,bits=10",
-    "gcomp:dtype=bfloat16",
-    "gcomp:dtype=float16",
-    "gcomp:dtype=float16,importance=none",
-    "truncate",
-]
+    "gcomp", "gcomp:rounding=truncate", "gcomp:bits=10", "gcomp:format=1", "gcomp:format=1,rounding=nearest",
+    "gcomp:importance=uniform,bits=10", "gcomp:dtype=bfloat16", "gcomp:dtype=float16",
+    "gcomp:dtype=float16,importance=none", "truncate",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["zstd", "raw", *_GCOMP])
@@ -94,18 +87,13 @@ def test_wrong_result_stops_the_run(tmp_path: Path, name: str) -> None:
     arrays = adamw_arrays()
     arrays["gradient"][500] = 0.25
     method = verified(name, tmp_path, arrays)
-    decoded = method.decoded().copy()
-    decoded[500] = np.nextafter(decoded[500], np.float32(1)) if name in ("zstd", "raw") else decoded[500] * 4
-    method.decoded = lambda: decoded  # type: ignore[method-assign]
-    with pytest.raises(CorruptMessage, match="element 500"):
-        method.verify()
+    value = method.decoded()[500]
+    assert_found_out(method, 500, np.nextafter(value, np.float32(1)) if name in ("zstd", "raw") else value * 4)
 
 
 @pytest.mark.parametrize("name", _GCOMP)
 def test_messages_are_of_format_2_unless_asked_and_hold_the_dtype(tmp_path: Path, name: str) -> None:
-    method = codec.by_spec(name, load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
-    assert method is not None
-    method.encode()
+    method = encoded(name, tmp_path)
     parts = describe(method.message)
     assert parts["format_version"] == (1 if "format=1" in name else 2)
     dtype = next((dtype for dtype in ("bfloat16", "float16") if f"dtype={dtype}" in name), "float32")
@@ -116,24 +104,15 @@ def test_messages_are_of_format_2_unless_asked_and_hold_the_dtype(tmp_path: Path
 @pytest.mark.parametrize("name", ["gcomp", "gcomp:rounding=truncate", "gcomp:bits=10"])
 def test_bits_that_count_may_not_be_dropped(tmp_path: Path, name: str) -> None:
     """The largest value may lose some bits; a 128th of it is too much."""
-    method = codec.by_spec(name, load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
-    assert method is not None
-    method.encode()
-    method.decode()
-    method.verify()
-    decoded = method.decoded().copy()
+    method = verified(name, tmp_path)
+    decoded = method.decoded()
     largest = int(np.abs(decoded).argmax())
-    decoded[largest] *= 1 + 2.0**-7
-    method.decoded = lambda: decoded  # type: ignore[method-assign]
-    with pytest.raises(CorruptMessage, match=f"element {largest}"):
-        method.verify()
+    assert_found_out(method, largest, decoded[largest] * (1 + 2.0**-7))
 
 
 @pytest.mark.parametrize("name", ["gcomp", "gcomp:dtype=bfloat16"])
 def test_decoder_that_writes_nothing_is_found_out(tmp_path: Path, name: str) -> None:
-    method = codec.by_spec(name, load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
-    assert method is not None
-    method.encode()
+    method = encoded(name, tmp_path)
     method.poison()
     with pytest.raises(CorruptMessage):
         method.verify()
@@ -146,7 +125,7 @@ def test_level_rule_drops_the_most_bits_that_the_paper_allows() -> None:
 
 
 def test_level_rule_gives_more_to_ranks_whose_number_is_no_power_of_two(tmp_path: Path) -> None:
-    state = load_gradients(write(tmp_path / "a.npz", adamw_arrays())).state
+    state = load(tmp_path, adamw_arrays()).state
     assert state is not None
     one, three, four = (allowed_scale(state, n_ranks)[0] for n_ranks in (1, 3, 4))
     assert np.array_equal(one, four)
@@ -174,7 +153,7 @@ def test_incomplete_file_is_refused_before_anything_is_timed(
 
 
 def test_importance_from_the_paper_without_state_says_what_is_missing(tmp_path: Path) -> None:
-    file = load_gradients(write(tmp_path / "a.npz", sparse_arrays()))
+    file = load(tmp_path, sparse_arrays())
     with pytest.raises(InvalidArgument, match="no 'parameter' and no optimizer state"):
         codec.by_spec("gcomp:importance=paper", file, 1)
 
@@ -182,11 +161,7 @@ def test_importance_from_the_paper_without_state_says_what_is_missing(tmp_path: 
 @pytest.mark.parametrize("format", [1, 2])
 def test_bound_is_the_exponents_entropy_and_the_other_bits(tmp_path: Path, format: int) -> None:
     gradient = adamw_arrays()["gradient"]
-    method = codec.by_spec(
-        f"gcomp:importance=none,format={format}", load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1
-    )
-    assert method is not None
-    method.encode()
+    method = encoded(f"gcomp:importance=none,format={format}", tmp_path)
     _, counts = np.unique(np.frexp(gradient[gradient != 0])[1], return_counts=True)
     share = np.append(counts, (gradient == 0).sum()) / gradient.size
     share = share[share > 0]
@@ -195,3 +170,21 @@ def test_bound_is_the_exponents_entropy_and_the_other_bits(tmp_path: Path, forma
     n_open = 64 if format == 2 else 1  # format 2: sixteen lanes end in a word each
     assert 0 <= bound - (exponents + 24 * (gradient != 0).sum()) / 8 <= n_open
     assert bound < method.encoded_bytes
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize("name", codec.BASELINES)
+def test_baseline_returns_every_bit(name: str, n_threads: int) -> None:
+    baseline = codec.baseline_by_name(name, n_threads)
+    special = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-42, -1.5, 3.4e38], np.float32)
+    normal = (np.random.default_rng(5).standard_normal(50_000) * 1e-3).astype(np.float32)
+    for array in (normal, np.zeros(10_000, np.float32), np.tile(special, 200)):
+        before = array.copy()
+        decoded = baseline.decode(baseline.encode(array))
+        assert np.array_equal(decoded.view(np.uint32), before.view(np.uint32))
+        assert np.array_equal(array.view(np.uint32), before.view(np.uint32)), "the input was changed"
+
+
+def test_unknown_baseline_is_refused_with_the_names_there_are() -> None:
+    with pytest.raises(InvalidArgument, match="zstd, zlib, lz4, blosc2, zipnn, pcodec"):
+        codec.baseline_by_name("lzma")

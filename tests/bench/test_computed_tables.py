@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import schemes
 from gradwire_lab.bench.measures import shapes
-from ranks import run_ranks
+from ranks import on_ranks
 
 RANK, STEPS = 4, 2  # of ACP-SGD a step for each factor
 SPECS = {
@@ -31,9 +31,11 @@ def make_model() -> nn.Sequential:
     )  # fmt: skip
 
 
-def sent_bytes(rank: int, world_size: int) -> dict[str, float]:
-    """Bytes a step that a rank sends, by method."""
-    found = {}
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_traffic_from_shapes_is_what_a_rank_sends(rank: int, world_size: int) -> None:
+    """ACP-SGD's Tables I and II: the same sums give both."""
+    reckoned = shapes.megabytes_of(shapes.sums_of(shapes.sizes_of_model(make_model(), RANK)), world_size)
     for method, (name, options) in SPECS.items():
         ddp = DistributedDataParallel(make_model())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
@@ -44,19 +46,10 @@ def sent_bytes(rank: int, world_size: int) -> dict[str, float]:
             ddp(torch.randn(2, 3, 8, 8, generator=generator)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        found[method] = attachment.stats()["bytes_sent"] / STEPS
+        n_bytes = attachment.stats()["bytes_sent"] / STEPS
         attachment.close()
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_traffic_from_shapes_is_what_a_rank_sends(world_size: int) -> None:
-    """ACP-SGD's Tables I and II: the same sums give both."""
-    reckoned = shapes.megabytes_of(shapes.sums_of(shapes.sizes_of_model(make_model(), RANK)), world_size)
-    for live in run_ranks(sent_bytes, world_size):
-        for method, n_bytes in live.items():
-            # What is above: the headers of messages, and what ranks agree on beside the step.
-            assert n_bytes == pytest.approx(1e6 * reckoned[method], rel=0.005, abs=100 * world_size), method
+        # What is above: the headers of messages, and what ranks agree on beside the step.
+        assert n_bytes == pytest.approx(1e6 * reckoned[method], rel=0.005, abs=100 * world_size), method
 
 
 def test_ratios_are_those_of_the_traffic() -> None:

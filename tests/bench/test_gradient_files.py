@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gradient_files import adamw_arrays, sparse_arrays, write
+from gradient_files import adamw_arrays, load, sparse_arrays, write
 
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire_lab.bench.level_rule import make_optimizer
@@ -15,7 +17,7 @@ from gradwire_lab.workloads.gradients import collect_arrays, load_gradients
 
 
 def test_dense_file_loads_with_the_state_of_its_optimizer(tmp_path: Path) -> None:
-    file = load_gradients(write(tmp_path / "a.npz", adamw_arrays()))
+    file = load(tmp_path, adamw_arrays())
     assert file.name == "a.npz"
     assert file.state is not None
     assert file.state.optimizer == "adamw"
@@ -25,95 +27,74 @@ def test_dense_file_loads_with_the_state_of_its_optimizer(tmp_path: Path) -> Non
 
 def test_sparse_file_loads_as_its_dense_gradient_without_state(tmp_path: Path) -> None:
     arrays = sparse_arrays()
-    file = load_gradients(write(tmp_path / "a.npz", arrays))
+    file = load(tmp_path, arrays)
     assert file.state is None
     assert file.gradient.size == 5000
     assert np.array_equal(np.flatnonzero(file.gradient), arrays["nonzero_index"])
 
 
 def test_gradient_alone_loads_without_state(tmp_path: Path) -> None:
-    file = load_gradients(write(tmp_path / "a.npz", {"gradient": adamw_arrays()["gradient"]}))
+    file = load(tmp_path, {"gradient": adamw_arrays()["gradient"]})
     assert file.state is None
     assert "no 'parameter'" in file.missing
 
 
-@pytest.mark.parametrize("missing", ["parameter", "exp_avg", "exp_avg_sq", "learning_rate", "beta1", "eps", "step"])
-def test_missing_state_is_named(tmp_path: Path, missing: str) -> None:
-    arrays = adamw_arrays()
-    del arrays[missing]
-    with pytest.raises(InvalidArgument, match=missing):
-        load_gradients(write(tmp_path / "a.npz", arrays))
+WRONG: list[tuple[Callable[[], dict[str, Any]], str, np.ndarray | None, str]] = [
+    *((adamw_arrays, missing, None, missing)
+      for missing in ("parameter", "exp_avg", "exp_avg_sq", "learning_rate", "beta1", "eps", "step")),
+    *((sparse_arrays, missing, None, missing) for missing in ("nonzero_index", "nonzero_value", "n_elements")),
+    (adamw_arrays, "exp_avg", np.zeros(7, np.float32), "'exp_avg' has 7 elements, the gradient 3000"),
+    (adamw_arrays, "parameter", np.zeros(3000, np.float64), "'parameter' is float64, expected float32"),
+    (adamw_arrays, "gradient", np.zeros(0, np.float32), "no elements"),
+    (adamw_arrays, "learning_rate", np.zeros(3, np.float32), "'learning_rate' must be a single number"),
+    (adamw_arrays, "optimizer", np.array("lion"), "'lion' is not one of"),
+    *((sparse_arrays, "nonzero_index", index, "100 different integers below 5000")
+      for index in (np.arange(100, dtype=np.int32) + 4950, np.zeros(100, np.int32), np.zeros(100, np.float32),
+                    np.arange(99), -np.arange(100))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("missing", ["nonzero_index", "nonzero_value", "n_elements"])
-def test_missing_part_of_a_sparse_gradient_is_named(tmp_path: Path, missing: str) -> None:
-    arrays = sparse_arrays()
-    del arrays[missing]
-    with pytest.raises(InvalidArgument, match=missing):
-        load_gradients(write(tmp_path / "a.npz", arrays))
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("exp_avg", np.zeros(7, np.float32), "'exp_avg' has 7 elements, the gradient 3000"),
-        ("parameter", np.zeros(3000, np.float64), "'parameter' is float64, expected float32"),
-        ("gradient", np.zeros(0, np.float32), "no elements"),
-        ("learning_rate", np.zeros(3, np.float32), "'learning_rate' must be a single number"),
-        ("optimizer", np.array("lion"), "'lion' is not one of"),
-    ],
-)
-def test_wrong_array_is_named(tmp_path: Path, key: str, value: np.ndarray, message: str) -> None:
+@pytest.mark.parametrize(("arrays", "key", "value", "message"), WRONG)
+def test_missing_or_wrong_array_is_named(
+    tmp_path: Path, arrays: Callable[[], dict[str, Any]], key: str, value: np.ndarray | None, message: str
+) -> None:
+    content = {**arrays(), key: value}
+    if value is None:
+        del content[key]
     with pytest.raises(InvalidArgument, match=message):
-        load_gradients(write(tmp_path / "a.npz", {**adamw_arrays(), key: value}))
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        np.arange(100, dtype=np.int32) + 4950,
-        np.zeros(100, np.int32),
-        np.zeros(100, np.float32),
-        np.arange(99),
-        -np.arange(100),
-    ],
-)
-def test_wrong_sparse_index_is_refused(tmp_path: Path, index: np.ndarray) -> None:
-    with pytest.raises(InvalidArgument, match="100 different integers below 5000"):
-        load_gradients(write(tmp_path / "a.npz", {**sparse_arrays(), "nonzero_index": index}))
+        load(tmp_path, content)
 
 
 def test_what_is_no_gradient_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="no such file"):
-        load_gradients(tmp_path / "absent.npz")
-    (tmp_path / "text.npz").write_text("not an archive")
-    with pytest.raises(InvalidArgument, match="not a readable"):
-        load_gradients(tmp_path / "text.npz")
     whole = write(tmp_path / "a.npz", adamw_arrays()).read_bytes()
+    (tmp_path / "text.npz").write_text("not an archive")
     (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InvalidArgument, match="not a readable"):
-        load_gradients(tmp_path / "cut.npz")
+    for name, message in (("absent", "no such file"), ("text", "not a readable"), ("cut", "not a readable")):
+        with pytest.raises(InvalidArgument, match=message):
+            load_gradients(tmp_path / f"{name}.npz")
     with pytest.raises(InvalidArgument, match="neither 'gradient' nor"):
-        load_gradients(write(tmp_path / "other.npz", {"weights": np.zeros(3, np.float32)}))
+        load(tmp_path, {"weights": np.zeros(3, np.float32)})
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "rmsprop", "adam", "adamw"])
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_dumped_optimizer_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
     torch.manual_seed(1)
     parameter = torch.nn.Parameter(torch.randn(40, 5))
-    classes = {
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01),
-        "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
-        "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.01),
-        "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
-    }
-    optimizer = classes[name]([parameter])
+    optimizer = OPTIMIZERS[name]([parameter])
     for _ in range(3):
         parameter.grad = torch.randn(40, 5)
         optimizer.step()
     parameter.grad = torch.randn(40, 5)
-    file = load_gradients(write(tmp_path / "a.npz", collect_arrays(optimizer, step=4)))
+    file = load(tmp_path, collect_arrays(optimizer, step=4))
     assert file.state is not None
     assert np.array_equal(file.gradient, parameter.grad.numpy().ravel())
     copy = make_optimizer(file.state)

@@ -26,8 +26,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, make: Any) -> list[dict[str, Any]]:
 
     def run_command(bench: str, arguments: dict[str, Any], call: Call) -> list[dict[str, Any]]:
         asked.append(arguments)
-        found: list[dict[str, Any]] = make(arguments)
-        return found
+        return make(arguments)
 
     monkeypatch.setattr(commands, "run_command", run_command)
     monkeypatch.setattr(commands, "gradient_file", lambda name, folder: folder / f"{name}.npz")
@@ -59,8 +58,7 @@ def test_training_in_phases_has_a_record_a_phase(tmp_path: Path, monkeypatch: py
         ]
 
     pretend(monkeypatch, make)
-    specs = ["ddp", "gcomp:importance=uniform,bits=12"]
-    cells = [{"scheme": spec} for spec in specs]
+    cells = [{"scheme": spec} for spec in ("ddp", "gcomp:importance=uniform,bits=12")]
     call = Call("changes", cells, {}, {"rate": "1gbit", "then": ["100mbit", "500mbit"]}, tmp_path)
     found = commands.train(call)
     assert len(found) == 3 * len(call.cells)
@@ -76,6 +74,24 @@ def test_codec_that_is_left_out_has_no_record(tmp_path: Path, monkeypatch: pytes
     assert all(cell["codec"] == record["codec"] for cell, record in found)
 
 
+def write_steps(folder: Path, steps: list[dict[str, Any]]) -> None:
+    (folder / "steps.jsonl").write_text("\n".join(json.dumps(step) for step in steps))
+
+
+def made_step(number: int, elapsed_s: float, bits: float) -> dict[str, Any]:
+    return {"step": number, "elapsed_s": elapsed_s, "iteration_s": 0.5, "loss": 1.0, "bits_per_value": bits,
+            "first_bits_per_value": 4.0, "acknowledged_bps": 1e8}  # fmt: skip
+
+
+def test_steps_of_a_training_become_records_and_windows_of_time(tmp_path: Path) -> None:
+    write_steps(tmp_path, [{"step": 0, "loss": 2.0}, made_step(1, 0.5, 4.0), made_step(2, 1.0, 16.0)])
+    records = commands.read_steps(tmp_path)
+    assert [record["q_ratio"] for record in records] == [0.125, 0.5]
+    (window,) = commands.in_windows(records, 5.0)
+    assert (window["from_s"], window["n_steps"], window["bits_per_value"]) == (0.0, 2, 10.0)
+    assert [one["from_s"] for one in commands.in_windows(records, 0.5)] == [0.5, 1.0]
+
+
 def test_adaptation_trains_its_scheme_on_links_that_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[list[str]] = []
 
@@ -83,15 +99,7 @@ def test_adaptation_trains_its_scheme_on_links_that_change(tmp_path: Path, monke
         called.append(command)
         out = Path(command[command.index("--out") + 1])
         out.mkdir(parents=True)
-        step = {
-            "step": 1,
-            "elapsed_s": 9.0,
-            "iteration_s": 0.5,
-            "loss": 1.0,
-            "bits_per_value": 8.0,
-            "first_bits_per_value": 4.0,
-        }
-        (out / "steps.jsonl").write_text(json.dumps(step))
+        write_steps(out, [made_step(1, 9.0, 8.0)])
 
     monkeypatch.setattr(commands, "run_process", run_process)
     ((_, record),) = commands.adaptation(first_call("aqgb-adaptation", tmp_path))

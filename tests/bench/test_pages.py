@@ -26,16 +26,11 @@ CODE = "123456789abc"
 
 
 def record(scheme: str, time_s: float, **more: object) -> dict[str, object]:
-    provenance = {
-        "commit": "abc",
-        "code": CODE,
-        "settings": EXPERIMENT.settings(EXPERIMENT.cells()),
-        "date": "2026-11-22T10:00:00",
-        "load_before": 0.1,
-        "torch": "2.13.0",
-    }
-    return {"rate": "1gbit", "scheme": scheme, "time_s": time_s, "time_s_low": 0.99 * time_s, "time_s_high": 1.01 * time_s,
-            **provenance, **more}  # fmt: skip
+    return {
+        "rate": "1gbit", "scheme": scheme, "time_s": time_s, "time_s_low": 0.99 * time_s, "time_s_high": 1.01 * time_s,
+        "commit": "abc", "code": CODE, "settings": EXPERIMENT.settings(EXPERIMENT.cells()), "date": "2026-11-22T10:00:00",
+        "load_before": 0.1, "torch": "2.13.0", **more,
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -43,24 +38,20 @@ def pages(tmp_path: Path) -> Book:
     (tmp_path / "docs").mkdir()
     (tmp_path / "results").mkdir()
     systems = {"system": "A system", "coverage": "Coverage"}
-    return Book(
-        tmp_path,
-        [EXPERIMENT],
-        systems,
-        {"short": ("speed", Table(TABLE.columns[:1]))},
-        {("GComp", "Fig. 1"): Coverage("cannot be here", "no")},
-        lambda measure: CODE,
-    )
+    snippets = {"short": ("speed", Table(TABLE.columns[:1]))}
+    left_out = {("GComp", "Fig. 1"): Coverage("cannot be here", "no")}
+    return Book(tmp_path, [EXPERIMENT], systems, snippets, left_out, lambda measure: CODE)
 
 
-def measure(pages: Book) -> Store:
+@pytest.fixture
+def store(pages: Book) -> Store:
+    """With a record for each scheme."""
     store = Store(pages.root / "results", "here-2-cores")
     store.replace(EXPERIMENT, EXPERIMENT.cells(), [record("ddp", 0.1), record("gcomp", 0.04)])
     return store
 
 
-def test_rendered_pages_are_not_stale_until_a_record_changes(pages: Book) -> None:
-    store = measure(pages)
+def test_rendered_pages_are_not_stale_until_a_record_changes(pages: Book, store: Store) -> None:
     assert pages.render()
     assert pages.stale() == []
     assert pages.render() == []
@@ -70,8 +61,7 @@ def test_rendered_pages_are_not_stale_until_a_record_changes(pages: Book) -> Non
     assert pages.stale() == []
 
 
-def test_page_edited_by_hand_or_left_over_is_stale(pages: Book) -> None:
-    measure(pages)
+def test_page_edited_by_hand_or_left_over_is_stale(pages: Book, store: Store) -> None:
     pages.render()
     page = pages.root / "docs" / "results" / "system.md"
     page.write_text(page.read_text().replace("100", "99"))
@@ -79,8 +69,7 @@ def test_page_edited_by_hand_or_left_over_is_stale(pages: Book) -> None:
     assert {path.name for path in pages.stale()} == {"system.md", "gone.md"}
 
 
-def test_page_says_question_values_the_papers_number_and_where_it_was_measured(pages: Book) -> None:
-    measure(pages)
+def test_page_says_question_values_the_papers_number_and_where_it_was_measured(pages: Book, store: Store) -> None:
     note = pages.root / "results" / "notes" / "speed.md"
     note.parent.mkdir()
     note.write_text("What is to be learnt.\n")
@@ -105,26 +94,24 @@ def test_page_is_cut_to_its_length_and_says_what_it_leaves_out(pages: Book) -> N
     assert "more rows." in text
 
 
-def test_coverage_has_four_states(pages: Book) -> None:
-    assert "| Fig. 15 | not measured | `gradwire bench run speed` |" in pages.coverage()
+def test_coverage_has_four_states(pages: Book, store: Store) -> None:
+    other = replace(pages, experiments=[replace(EXPERIMENT, key="other")])
+    assert "| Fig. 15 | not measured | `gradwire bench run other` |" in other.coverage()
     assert "| Fig. 1 | cannot be here | no |" in pages.coverage()
-    measure(pages)
     assert "| Fig. 15 | differs | [speed](system.md#speed): a small model |" in pages.coverage()
     same = replace(pages, experiments=[replace(EXPERIMENT, differs="")])
     assert "| Fig. 15 | as in the paper | [speed](system.md#speed) |" in same.coverage()
     assert "(stale)" in replace(same, code=lambda measure: "another").coverage()
 
 
-def test_overview_is_one_screen_and_leads_to_the_command_in_two_clicks(pages: Book) -> None:
-    measure(pages)
+def test_overview_is_one_screen_and_leads_to_the_command_in_two_clicks(pages: Book, store: Store) -> None:
     overview = pages.overview()
     assert len(overview.splitlines()) < 45
     assert "| [A system](results/system.md) | 1 of 1 | 0 | 1 reached |" in overview
     assert "`gradwire bench render speed`" in pages.page("system")
 
 
-def test_a_table_is_of_the_code_as_it_is_or_says_that_it_is_stale(pages: Book) -> None:
-    store = measure(pages)
+def test_a_table_is_of_the_code_as_it_is_or_says_that_it_is_stale(pages: Book, store: Store) -> None:
     assert "Stale" not in pages.page("system")
     changed = replace(pages, code=lambda measure: "another")
     assert "Stale: code or settings have changed since; here-2-cores; commit abc" in changed.page("system")
@@ -135,8 +122,7 @@ def test_a_table_is_of_the_code_as_it_is_or_says_that_it_is_stale(pages: Book) -
     assert "gcomp" not in pages.page("system"), "what is current stands alone"
 
 
-def test_tables_of_other_pages_stand_between_marks(pages: Book) -> None:
-    measure(pages)
+def test_tables_of_other_pages_stand_between_marks(pages: Book, store: Store) -> None:
     readme = pages.root / "README.md"
     readme.write_text("before\n<!-- generated: bench render short -->\nold\n<!-- end -->\nafter\n")
     assert readme in pages.stale()
@@ -152,8 +138,7 @@ def test_tables_of_other_pages_stand_between_marks(pages: Book) -> None:
         pages.render()
 
 
-def test_records_of_cells_that_are_no_more_are_not_shown(pages: Book) -> None:
-    store = measure(pages)
+def test_records_of_cells_that_are_no_more_are_not_shown(pages: Book, store: Store) -> None:
     lines = store.path("speed").read_text() + json.dumps(record("gone", 9.0)) + "\n"
     store.path("speed").write_text(lines)
     assert "gone" not in pages.page("system")

@@ -1,48 +1,46 @@
-"""`bench allreduce` and `bench train` on real ranks: the promised records, and what is refused before a rank starts."""
+"""`bench allreduce` and `bench train` on real ranks: the promised records, verified and counted."""
 
 from __future__ import annotations
 
 import gc
 import json
 import os
-import subprocess
-import sys
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gradient_files import adamw_arrays, write
 
+from gradwire_lab.bench.driver import needs_switch
 from gradwire_lab.bench.train_methods import TrainMethod
-from gradwire_lab.cli import main
 from gradwire_lab.workloads import by_name
-from ranks import patience, run_ranks
+from programs import GRADWIRE, TORCHRUN, run, run_well
+from ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
 
-def _bench(*arguments: str, timeout_s: float = 150) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gradwire", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+_TRAINING = "--ranks 2 --steps 2 --warmup 1 --batch-size 4"
 
 
-def _check_flat(records: list[dict[str, Any]], fields: set[str]) -> None:
-    for record in records:
-        assert fields <= record.keys()
-        assert all(not isinstance(value, dict | list) for value in record.values())
+def _bench(folder: Path, words: str, launcher: Sequence[str] = GRADWIRE, **options: Any) -> list[dict[str, Any]]:
+    """The flat records that `gradwire bench` writes."""
+    out = folder / "out.json"
+    run_well([*launcher, "bench", *words.split(), "--json", out], **options)
+    records: list[dict[str, Any]] = json.loads(out.read_text())
+    assert all(not isinstance(value, dict | list) for record in records for value in record.values())
+    return records
 
 
 def test_allreduce_records_every_scheme_and_size_verified(tmp_path: Path) -> None:
-    out, file = tmp_path / "out.json", write(tmp_path / "a.npz", adamw_arrays())
+    file = write(tmp_path / "a.npz", adamw_arrays())
     schemes = ["ddp", "ddp-bf16", "plain", "gcomp", "gcomp:importance=uniform,bits=10", "truncate", "zstd"]
-    options = ["--ranks", "3", "--n-bytes", "4", "40000", "--rounds", "2", "--budget", "0.1", "--gradients", str(file)]
-    result = _bench("allreduce", "--scheme", *schemes, *options, "--json", str(out))
-    assert result.returncode == 0, result.stderr
-    records = json.loads(out.read_text())
-    _check_flat(
-        records, {"scheme", "ranks", "rate_bps", "n_bytes", "time_s", "cpu_s", "wire_bytes", "kernel_bytes", "commit"}
-    )
+    options = f"--ranks 3 --n-bytes 4 40000 --rounds 2 --budget 0.1 --gradients {file}"
+    records = _bench(tmp_path, f"allreduce --scheme {' '.join(schemes)} {options}")
+    fields = {"scheme", "ranks", "rate_bps", "n_bytes", "time_s", "cpu_s", "wire_bytes", "kernel_bytes", "commit"}
+    assert all(fields <= record.keys() for record in records)
     assert [(record["n_bytes"], record["scheme"]) for record in records] == [
         (n_bytes, scheme.partition(":")[0]) for n_bytes in (4, 40000) for scheme in schemes
     ]
@@ -55,37 +53,41 @@ def test_allreduce_records_every_scheme_and_size_verified(tmp_path: Path) -> Non
 
 
 def test_allreduce_runs_under_torchrun(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    bench = ["-m", "gradwire", "bench", "allreduce", "--scheme", "ddp", "plain", "--n-bytes", "4096"]
-    command = [*launcher, *bench, "--rounds", "2", "--budget", "0.1", "--json", str(out)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=150 * patience(), check=False)
-    assert result.returncode == 0, result.stderr
-    assert [record["scheme"] for record in json.loads(out.read_text())] == ["ddp", "plain"]
+    words = "allreduce --scheme ddp plain --n-bytes 4096 --rounds 2 --budget 0.1"
+    records = _bench(tmp_path, words, [*TORCHRUN, "-m", "gradwire"])
+    assert [record["scheme"] for record in records] == ["ddp", "plain"]
 
 
 def test_train_starts_a_switch_for_who_sums_there(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    schemes = ["ddp", "homomorphic:mode=exact", "homomorphic:mode=exact,aggregator=switch"]
-    options = ["--workload", "resnet:width=4", "--ranks", "2", "--steps", "2", "--warmup", "1", "--batch-size", "4"]
-    result = _bench("train", "--scheme", *schemes, *options, "--json", str(out))
-    assert result.returncode == 0, result.stderr
-    ddp, group, switch = json.loads(out.read_text())
+    schemes = "ddp homomorphic:mode=exact homomorphic:mode=exact,aggregator=switch"
+    ddp, group, switch = _bench(tmp_path, f"train --scheme {schemes} --workload resnet:width=4 {_TRAINING}")
     assert switch["loss"] == group["loss"]  # the same integers, whoever adds them
     assert group["loss"] == pytest.approx(ddp["loss"], rel=1e-3)
 
 
-def come_and_go(rank: int, world_size: int) -> None:
+def test_dense_and_sparse_all_reduce_through_the_switch_are_verified_and_counted(tmp_path: Path) -> None:
+    schemes = "ddp dense-switch homomorphic:mode=exact,aggregator=switch"
+    words = "--ranks 2 --n-bytes 1000000 --density 0.01 --rounds 3 --budget 0.1"
+    _, dense, sparse = _bench(tmp_path, f"allreduce --scheme {schemes} {words}")
+    assert dense["verified"] == "equal on all ranks"
+    assert dense["relative_error"] < 1e-6
+    n_packets = -(-250_000 // 256) + 1  # the values, and the exponent
+    assert n_packets * 1064 <= dense["wire_bytes"] < 1.5 * n_packets * 1064
+    assert sparse["wire_bytes"] < 0.1 * dense["wire_bytes"]
+
+
+def test_a_switch_is_started_for_those_who_sum_in_it_alone() -> None:
+    assert needs_switch(["ddp", "dense-switch"])
+    assert needs_switch(["homomorphic:mode=exact,aggregator=switch"])
+    assert not needs_switch(["ddp", "homomorphic", "homomorphic:aggregator=process-group"])
+
+
+@on_ranks(2)
+def test_methods_are_let_go(rank: int, world_size: int) -> None:
     """A method, its model and its optimizer are gone when it is done: the next one may be as large."""
     workload = by_name("gpt", n_layers=1, width=24, n_heads=2, length=8, batch_size=2)
-    for spec in (
-        "ddp",
-        "ddp-one-bit",
-        "gcomp",
-        "slimgc:threshold_bytes=0",
-        "slimgc:threshold_bytes=0,backup=true",
-        "aqgb",
-    ):
+    eager = "slimgc:threshold_bytes=0"
+    for spec in ("ddp", "ddp-one-bit", "gcomp", eager, f"{eager},backup=true", "aqgb"):
         method = TrainMethod(spec, workload, seed=0, has_timeline=True)
         for _ in range(4):
             method.step()
@@ -97,19 +99,12 @@ def come_and_go(rank: int, world_size: int) -> None:
         assert [ref() for ref in seen] == [None] * 3, spec
 
 
-def test_methods_are_let_go() -> None:
-    run_ranks(come_and_go, 2)
-
-
 def test_train_records_split_bytes_and_loss(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
     schemes = ["ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8", "plain", "gcomp"]
-    options = ["--workload", "resnet:width=16", "--ranks", "2", "--steps", "2", "--warmup", "1", "--batch-size", "4"]
-    result = _bench("train", "--scheme", *schemes, *options, "--json", str(out))
-    assert result.returncode == 0, result.stderr
-    records = json.loads(out.read_text())
+    records = _bench(tmp_path, f"train --scheme {' '.join(schemes)} --workload resnet:width=16 {_TRAINING}")
     fields = {"scheme", "workload", "ranks", "rate_bps", "iteration_s", "compute_s", "codec_s", "exposed_s", "wait_s"}
-    _check_flat(records, fields | {"wire_bytes", "loss", "samples_per_s", "loss_after_s", "loss_at_s", "commit"})
+    fields |= {"wire_bytes", "loss", "samples_per_s", "loss_after_s", "loss_at_s", "commit"}
+    assert all(fields <= record.keys() for record in records)
     assert [record["scheme"] for record in records] == schemes
     by_scheme = {record["scheme"]: record for record in records}
     plain_bytes = by_scheme["plain"]["wire_bytes"]  # and gradwire's comparison of the layouts
@@ -123,26 +118,38 @@ def test_train_records_split_bytes_and_loss(tmp_path: Path) -> None:
         assert min(record["exposed_s"], record["wait_s"]) >= 0
 
 
-def _bench_altered(folder: Path, alteration: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """As `_bench`, with `alteration` run at the start of every rank."""
+def test_steps_count_once_slimgc_has_its_table_and_overlap_is_recorded(tmp_path: Path) -> None:
+    slimgc = "slimgc:warmup_steps=4"
+    schemes = f"ddp ddp-one-bit ddp-two-bit:threshold=0.5 {slimgc} {slimgc},backup=true"
+    options = (
+        f"--workload gpt:capture={tmp_path / 'capture'},step_ms=20 --compute emulate --steps 3 --warmup 1 --overlap"
+    )
+    records = _bench(tmp_path, f"train --scheme {schemes} --ranks 2 {options}")
+    assert [record["n_warmup"] for record in records] == [1, 1, 1, 6, 8]
+    assert all(record["n_steps"] == 3 for record in records)
+    assert records[0]["overlap_s"] is None
+    for record in records[1:]:
+        assert record["overlap_s"] >= 0
+        assert record["codec_s"] >= 0
+    for record in records[1:3]:
+        assert record["exposed_codec_s"] > 0, "all of it is on the training thread"
+        assert record["wire_bytes"] < records[0]["wire_bytes"] / 10
+
+
+def _altered(folder: Path, alteration: str) -> dict[str, str]:
+    """The environment in which every rank begins with `alteration`."""
     lines = ["import os", "if 'RANK' in os.environ:", *(f"    {line}" for line in alteration.splitlines())]
     (folder / "sitecustomize.py").write_text("\n".join(lines))
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "gradwire", "bench", *arguments]
-    environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=150 * patience(), check=False, env=environment
-    )
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def test_methods_run_one_after_another_where_memory_is_short(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    options = ["--workload", "resnet:width=8", "--ranks", "2", "--steps", "1", "--warmup", "1", "--batch-size", "4"]
-    alteration = "import gradwire_lab.bench.train as bench\nbench._MEMORY_SHARE = 0.0"
-    command = ["train", "--scheme", "plain", "gcomp", "truncate", *options, "--json", str(out)]
-    result = _bench_altered(tmp_path, alteration, *command)
-    assert result.returncode == 0, result.stderr
-    records = json.loads(out.read_text())
+    environment = _altered(tmp_path, "import gradwire_lab.bench.train as bench\nbench._MEMORY_SHARE = 0.0")
+    words = (
+        "train --scheme plain gcomp truncate --workload resnet:width=8 --ranks 2 --steps 1 --warmup 1 --batch-size 4"
+    )
+    records = _bench(tmp_path, words, env=environment)
     assert [record["scheme"] for record in records] == ["plain", "gcomp", "truncate"]
     assert not any(record["is_interleaved"] for record in records)
     assert len({record["loss_at_s"] for record in records}) == 1
@@ -161,32 +168,9 @@ bench.AllReduceBench.run_size = die_at_the_second
 
 def test_rank_that_dies_is_named_and_results_so_far_are_kept(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    command = ["allreduce", "--scheme", "ddp", "--ranks", "2", "--n-bytes", "4096", "8192", "--rounds", "1"]
-    result = _bench_altered(tmp_path, _DIE_AT_THE_SECOND_SIZE, *command, "--json", str(out))
+    words = "bench allreduce --scheme ddp --ranks 2 --n-bytes 4096 8192 --rounds 1 --json"
+    result = run([*GRADWIRE, *words.split(), out], env=_altered(tmp_path, _DIE_AT_THE_SECOND_SIZE))
     assert result.returncode == 1
     assert "PeerLost" in result.stderr
     assert "rank 1 ended with status 7" in result.stderr
     assert [record["n_bytes"] for record in json.loads(out.read_text())] == [4096]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["allreduce", "--scheme", "nope"], "nothing to measure is called 'nope'"),
-        (["allreduce", "--scheme", "gcomp:bits"], "expected NAME:option=value"),
-        (["allreduce", "--rate", "fast"], "fast"),
-        (["allreduce", "--rate", "1gbit,1gbit", "--ranks", "3"], "2 rates for 3 ranks"),
-        (["allreduce", "--ranks", "0"], "--ranks must be at least 1"),
-        (["allreduce", "--n-bytes", "2"], "bytes from 4 (one float32)"),
-        (["allreduce", "--gradients", "absent.npz"], "no such file"),
-        (["allreduce", "--density", "2"], "density must be from 0 to 1"),
-        (["train", "--scheme", "nope"], "nothing to measure is called 'nope'"),
-        (["train", "--workload", "nope"], "no workload is called 'nope'"),
-        (["train", "--steps", "0"], "both count from 1"),
-    ],
-)
-def test_bad_request_is_refused_before_a_rank_starts(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *arguments]) == 1
-    assert message in capsys.readouterr().err

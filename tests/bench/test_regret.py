@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -46,11 +45,8 @@ def test_auto_is_counted_against_ddp_over_all_steps_and_against_the_best_it_may_
 def test_a_machine_that_is_slow_for_some_turns_is_slow_for_both() -> None:
     slow = [1.0, 1.0, 1.7, 1.0, 1.6, 1.8, 1.0, 2.0]  # in turns that the fixed scheme does not take, more often
     machine = [factor for factor in slow for _ in range(10)]
-    turns_s = {
-        "ddp": turns_of([2.0 * factor for factor in machine]),
-        "auto": turns_of(machine),
-        "a": turns_of(machine, every=3),
-    }
+    ddp = turns_of([2.0 * factor for factor in machine])
+    turns_s = {"ddp": ddp, "auto": turns_of(machine), "a": turns_of(machine, every=3)}
     found = make_records(turns_s, {"auto": auto_that([(0, "a")], "a")})["auto"]
     for name in ("x_best", "x_best_last_half", "x_best_last_half_low", "x_best_last_half_high"):
         assert found[name] == pytest.approx(1.0)
@@ -106,31 +102,30 @@ def test_a_cell_below_a_bar_is_named() -> None:
         assert line.startswith("gpt, 2 ranks, 100mbit, exact: ")
 
 
-def parse(*words: str) -> argparse.Namespace:
-    args = parser_of("regret").parse_args(words)
-    args.arguments = list(words)
-    return args
+def run_words(words: str) -> int:
+    args = parser_of("regret").parse_args(words.split())
+    args.arguments = words.split()
+    return run(args)
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--scheme", "auto"], "has to name ddp"),
-        (["--steps", "5"], "20 or more"),
-        (["--workload", "gtp"], "no workload"),
-        (["--then", "1gbit"], "--then changes the links"),
+        ("--scheme auto", "has to name ddp"),
+        ("--steps 5", "20 or more"),
+        ("--workload gtp", "no workload"),
+        ("--then 1gbit", "--then changes the links"),
     ],
 )
-def test_bad_options_say_what_would_do(words: list[str], text: str) -> None:
+def test_bad_options_say_what_would_do(words: str, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
-        run(parse(*words))
+        run_words(words)
 
 
 def test_a_run_writes_a_flat_record_for_each_method(tmp_path: Path) -> None:
     out = tmp_path / "records.json"
-    words = ["--workload", "many-tensors:depth=3", "--ranks", "2", "--steps", "20", "--json", str(out)]
-    words += ["--scheme", "ddp", "auto:fidelity=exact", "auto:fidelity=close"]
-    assert run(parse(*words)) == 0
+    words = f"--workload many-tensors:depth=3 --ranks 2 --steps 20 --json {out}"
+    assert run_words(f"{words} --scheme ddp auto:fidelity=exact auto:fidelity=close") == 0
     ddp, exact, close = json.loads(out.read_text())
     assert (ddp["scheme"], exact["fidelity"], close["fidelity"]) == ("ddp", "exact", "close")
     assert {"plain", "gcomp:tolerance=32,least_bits=7"} <= json.loads(exact["fixed_ms"]).keys()

@@ -16,7 +16,6 @@ import pytest
 from gradwire.errors import GradwireError
 from gradwire_lab.bench.measures import Call
 from gradwire_lab.bench.runner import Load, Runner
-from gradwire_lab.cli import main
 from gradwire_lab.results.experiment import Cell, Experiment
 from gradwire_lab.results.records import Record, Store, state_of
 
@@ -56,34 +55,28 @@ def _run(folder: Path, measures: Any, experiments: Sequence[Experiment] = (ONE, 
     return runner.run(runner.plan(experiments, **options))
 
 
+def _records(folder: Path, key: str) -> list[Record]:
+    return Store(folder / "results", "here").read(key)
+
+
 def _values(folder: Path, key: str) -> list[int]:
-    return [record["value"] for record in Store(folder / "results", "here").read(key)]
+    return [record["value"] for record in _records(folder, key)]
 
 
 def test_finished_runs_are_not_measured_again(tmp_path: Path) -> None:
     measures = _Measures()
     assert _run(tmp_path, measures) == _run(tmp_path, measures) == 0
     assert measures.calls == [("one", "fast"), ("one", "slow"), ("two",)]
-    records = Store(tmp_path / "results", "here").read("one")
-    assert [(r["rate"], r["scheme"], r["value"]) for r in records] == [
+    assert [(r["rate"], r["scheme"], r["value"]) for r in _records(tmp_path, "one")] == [
         ("fast", "a", 1), ("fast", "b", 1), ("slow", "a", 2), ("slow", "b", 2)
     ]  # fmt: skip
 
 
 def test_records_are_flat_and_say_where_they_were_measured(tmp_path: Path) -> None:
     _run(tmp_path, _Measures(), [ONE])
-    for record in Store(tmp_path / "results", "here").read("one"):
-        assert {
-            "commit",
-            "code",
-            "date",
-            "cpu",
-            "n_cores",
-            "torch",
-            "load_before",
-            "load_during",
-            "elapsed_s",
-        } <= record.keys()
+    fields = {"commit", "code", "date", "cpu", "n_cores", "torch", "load_before", "load_during", "elapsed_s"}
+    for record in _records(tmp_path, "one"):
+        assert fields <= record.keys()
         assert record["network_check"] == 0.99
         assert all(not isinstance(value, dict | list) for value in record.values())
 
@@ -113,7 +106,7 @@ def test_run_of_other_code_is_measured_again_unless_it_may_count(
 def test_a_run_is_current_stale_or_was_never_measured(tmp_path: Path) -> None:
     _run(tmp_path, _Measures(), [ONE])
     fast, slow = ONE.groups()
-    records = Store(tmp_path / "results", "here").read("one")
+    records = _records(tmp_path, "one")
     assert state_of(ONE, fast, records, CODE[-1]) == "current"
     assert state_of(ONE, fast, records, "other") == "stale"
     assert state_of(ONE, fast, records[1:], CODE[-1]) == "never"
@@ -179,7 +172,7 @@ def test_cell_that_a_measure_leaves_out_is_told_and_not_tried_for_ever(tmp_path:
 
     experiment = dataclasses.replace(TWO, axes={"scheme": ["a", "missing"]})
     _run(tmp_path, measures, [experiment])
-    assert "absent" in Store(tmp_path / "results", "here").read("two")[1]
+    assert "absent" in _records(tmp_path, "two")[1]
     assert not _runner(tmp_path, measures)[0].plan([experiment])
 
 
@@ -203,12 +196,6 @@ def test_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "results").write_text("")
     with pytest.raises(GradwireError, match="could not write"):
         _run(tmp_path, _Measures())
-
-
-def test_unknown_experiment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "run", "nope"]) == 1
-    assert "no experiment's key begins with nope" in capsys.readouterr().err
-    assert main(["bench", "run"]) == 1
 
 
 def test_load_beside_a_run_is_that_of_others() -> None:

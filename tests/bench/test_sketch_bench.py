@@ -60,11 +60,8 @@ def test_built_sketches_and_indices_are_as_large_as_the_formulas_say(pattern: st
     bloom_filter.query(words, n_elements, shape, 0, candidates)
     built = {}
     for name, held, n_words in (("bitmap", index, index.numel()), ("bloom", candidates, shape.n_words)):
-        n_cells = next(
-            n
-            for n in (sketch.prepare(held, n_elements, attempt) for attempt in range(64))
-            if sketch.peel(held) <= MAX_CORE
-        )
+        sizes = (sketch.prepare(held, n_elements, attempt) for attempt in range(64))
+        n_cells = next(n for n in sizes if sketch.peel(held) <= MAX_CORE)
         built[name] = 32 * (n_words + n_cells)
     share = n_nonzeros / n_elements
     assert sketches.bound_bits(n_elements, share, 32) < built["bitmap"]
@@ -88,8 +85,6 @@ def call(axes: dict[str, list], **fixed: object) -> Call:
 
 def test_every_measure_has_a_record_a_cell() -> None:
     formulas = sketches.measure_formulas(call({"value_bits": [4, 32], "density": [0.01, 0.1]}))
-    assert [(c["value_bits"], c["density"]) for c, _ in formulas] == [
-        (r["value_bits"], r["density"]) for _, r in formulas
-    ]
+    assert all(cell[axis] == record[axis] for cell, record in formulas for axis in ("value_bits", "density"))
     recovery = sketches.measure_recovery(call({"sketch_size": [0.1, 2.0]}, n_elements=65536, density=0.5))
     assert [record["recovery_rate"] for _, record in recovery][1] == 1.0

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gradient_files import sparse_arrays, write
+from gradient_files import load, sparse_arrays
 
 from gradwire.errors import InvalidArgument
 from gradwire_lab.bench.sources import PATTERNS, GradientSource
-from gradwire_lab.workloads.gradients import load_gradients
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -36,7 +35,7 @@ def test_ranks_differ_and_every_process_makes_the_same() -> None:
 
 
 def test_file_gradient_keeps_zeros_and_magnitudes_at_any_length(tmp_path: Path) -> None:
-    file = load_gradients(write(tmp_path / "a.npz", sparse_arrays()))
+    file = load(tmp_path, sparse_arrays())
     gradient = GradientSource(file=file).gradient(2, 12_000)
     original = np.resize(file.gradient, 12_000)
     assert np.array_equal(gradient == 0, original == 0)
@@ -45,7 +44,7 @@ def test_file_gradient_keeps_zeros_and_magnitudes_at_any_length(tmp_path: Path) 
 
 
 def test_impossible_sources_are_refused(tmp_path: Path) -> None:
-    file = load_gradients(write(tmp_path / "a.npz", sparse_arrays()))
+    file = load(tmp_path, sparse_arrays())
     for options in ({"density": 1.5}, {"density": -0.1}, {"pattern": "diagonal"}, {"file": file, "density": 0.5}):
         with pytest.raises(InvalidArgument):
             GradientSource(**options)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Table, ms
-from gradwire_lab.results.tables import Grid, Summary, answer_of, make_grid, show_value, to_markdown, to_text
+from gradwire_lab.results.tables import Grid, Summary, Value, answer_of, make_grid, show_value, to_markdown, to_text
 
 SCHEMES = ["ddp", "plain", "gcomp"]
 SPEED = Experiment(
@@ -23,46 +23,40 @@ ACCURACY = Experiment(
 
 
 def timed(scheme: str, iteration_s: float, spread: float | None = 0.01, **more: Any) -> dict[str, Any]:
-    ends = (
-        {}
-        if spread is None
-        else {"iteration_s_low": iteration_s * (1 - spread), "iteration_s_high": iteration_s * (1 + spread)}
-    )
+    ends = {}
+    if spread is not None:
+        ends = {"iteration_s_low": iteration_s * (1 - spread), "iteration_s_high": iteration_s * (1 + spread)}
     return {"rate": "1gbit", "scheme": scheme, "iteration_s": iteration_s, "code": "x", "commit": "c", **ends, **more}
 
 
-def row(experiment: Experiment, records: list[dict[str, Any]], **where: Any) -> tuple[Summary, dict[str, Any]]:
+def value_of(experiment: Experiment, records: list[dict[str, Any]], column: Column, scheme: str) -> Value:
     summary = Summary(experiment, records)
-    return summary, next(one for one in summary.rows if all(one[key] == value for key, value in where.items()))
+    return summary.value(next(row for row in summary.rows if row["scheme"] == scheme), column)
 
 
 def test_ratio_is_to_the_baseline_of_the_same_run() -> None:
-    summary, gcomp = row(SPEED, [timed("ddp", 2.0), timed("plain", 2.0), timed("gcomp", 1.0)], scheme="gcomp")
-    value = summary.value(gcomp, X_DDP)
+    records = [timed("ddp", 2.0), timed("plain", 2.0), timed("gcomp", 1.0)]
+    value = value_of(SPEED, records, X_DDP, "gcomp")
     assert (value.middle, value.is_noise) == (0.5, False)
-    faster = summary.value(gcomp, dataclasses.replace(X_DDP, kind="speed-up"))
+    faster = value_of(SPEED, records, dataclasses.replace(X_DDP, kind="speed-up"), "gcomp")
     assert faster.middle == 2.0
     assert faster.low < 2.0 < faster.high
-    alone, gcomp = row(SPEED, [timed("gcomp", 1.0)], scheme="gcomp")
-    assert alone.value(gcomp, X_DDP).middle is None
+    assert value_of(SPEED, [timed("gcomp", 1.0)], X_DDP, "gcomp").middle is None
 
 
 def test_nothing_is_claimed_where_quartiles_overlap() -> None:
-    summary, gcomp = row(SPEED, [timed("ddp", 1.0, 0.1), timed("gcomp", 0.95, 0.1)], scheme="gcomp")
-    assert summary.value(gcomp, X_DDP).is_noise
-    grid = make_grid(SPEED, Table([X_DDP]), [timed("ddp", 1.0, 0.1), timed("gcomp", 0.95, 0.1)])
+    records = [timed("ddp", 1.0, 0.1), timed("gcomp", 0.95, 0.1)]
+    assert value_of(SPEED, records, X_DDP, "gcomp").is_noise
+    grid = make_grid(SPEED, Table([X_DDP]), records)
     assert [r[1] for r in grid.rows] == ["1.00", "~0.95"]
     assert "within the noise" in grid.caption
 
 
 def test_nothing_is_claimed_within_what_controls_differ_by() -> None:
     """`plain` sends DDP's very bytes: what it differs by is noise, however narrow the quartiles."""
-    records = [timed("ddp", 1.0), timed("plain", 0.85), timed("gcomp", 0.88)]
-    summary, gcomp = row(SPEED, records, scheme="gcomp")
-    assert summary.value(gcomp, X_DDP).is_noise
-    records[2] = timed("gcomp", 0.5)
-    summary, gcomp = row(SPEED, records, scheme="gcomp")
-    assert not summary.value(gcomp, X_DDP).is_noise
+    for gcomp_s, is_noise in ((0.88, True), (0.5, False)):
+        records = [timed("ddp", 1.0), timed("plain", 0.85), timed("gcomp", gcomp_s)]
+        assert value_of(SPEED, records, X_DDP, "gcomp").is_noise == is_noise
 
 
 def trained(seed: int, scheme: str, accuracy: float | None) -> dict[str, Any]:
@@ -74,13 +68,12 @@ def test_differences_are_paired_and_their_interval_is_students() -> None:
     records = [trained(seed, "bare", bare[seed] / 100) for seed in range(3)]
     records += [trained(seed, "everything", better[seed] / 100) for seed in range(3)]
     records += [trained(3, "everything", None)]  # diverged
-    summary, found = row(ACCURACY, records, scheme="everything")
     column = Column("accuracy", "", 100, ".3f", "difference", "bare", spread=True)
-    value = summary.value(found, column)
+    value = value_of(ACCURACY, records, column, "everything")
     assert value.middle == pytest.approx(2.0)
     assert value.high - value.middle == pytest.approx(4.30 * 1.0 / math.sqrt(3))
     assert value.is_noise, "the interval holds 0"
-    mean = summary.value(found, Column("accuracy", "", 100))
+    mean = value_of(ACCURACY, records, Column("accuracy", "", 100), "everything")
     assert mean.middle == pytest.approx(sum(better) / 3)
     assert show_value(mean, Column("accuracy", form=".1f")) == "82.0, none in 1 run"
     goal = Goal("high", Column("accuracy"), ">=", 0.1, {"scheme": "everything"})
@@ -91,20 +84,17 @@ def test_differences_are_paired_and_their_interval_is_students() -> None:
 def test_mean_and_spread_are_over_seeds_and_a_difference_over_the_seeds_that_both_have() -> None:
     records = [trained(seed, "plain", value) for seed, value in enumerate((1.0, 2.0, 3.0))]
     records += [trained(seed, "bare", value) for seed, value in enumerate((1.5, 2.5))]
-    summary, found = row(ACCURACY, records, scheme="bare")
-    assert summary.value(found, Column("accuracy", kind="difference")).middle == 0.5, "seed 2 does not count"
-    plain = summary.value(row(ACCURACY, records, scheme="plain")[1], Column("accuracy", spread=True))
-    summary, plain_row = row(ACCURACY, records, scheme="plain")
-    plain = summary.value(plain_row, Column("accuracy"))
+    difference = value_of(ACCURACY, records, Column("accuracy", kind="difference"), "bare")
+    assert difference.middle == 0.5, "seed 2 does not count"
+    plain = value_of(ACCURACY, records, Column("accuracy"), "plain")
     assert (plain.middle, plain.low, plain.high) == (2.0, 1.0, 3.0)
 
 
 def test_goals_are_reached_missed_or_undecided() -> None:
     records = [timed("ddp", 1.0), timed("plain", 1.0), timed("gcomp", 0.5)]
     goal = Goal("half", X_DDP, "<=", 0.6, {"scheme": "gcomp"})
-    assert answer_of(SPEED, goal, records).verdict == "reached"
-    assert answer_of(SPEED, dataclasses.replace(goal, bound=0.4), records).verdict == "missed"
-    assert answer_of(SPEED, dataclasses.replace(goal, bound=0.502), records).verdict == "undecided"
+    for bound, verdict in ((0.6, "reached"), (0.4, "missed"), (0.502, "undecided")):
+        assert answer_of(SPEED, dataclasses.replace(goal, bound=bound), records).verdict == verdict
     assert answer_of(SPEED, dataclasses.replace(goal, where={"scheme": "absent"}), records).here == "not measured"
 
 
@@ -120,20 +110,13 @@ def test_axes_that_are_neither_rows_nor_columns_name_rows_too() -> None:
     experiment = dataclasses.replace(SPEED, axes={"rate": {"fast": "1gbit", "slow": "100mbit"}, "scheme": SCHEMES})
     records = [timed("ddp", 1.0, rate=rate, n_bytes=1) for rate in ("1gbit", "100mbit")]
     grid = make_grid(experiment, Table([STEP]), records)
-    assert (list(grid.headings), [row[:2] for row in grid.rows]) == (
-        ["rate", "scheme", "ms"],
-        [["fast", "ddp"], ["slow", "ddp"]],
-    )
+    assert list(grid.headings) == ["rate", "scheme", "ms"]
+    assert [row[:2] for row in grid.rows] == [["fast", "ddp"], ["slow", "ddp"]]
     wide = make_grid(experiment, Table([STEP], across="rate"), records)
     assert (wide.title, wide.headings) == ("ms", ["scheme", "fast", "slow"])
     two = Table([STEP, Column("n_bytes", "bytes")], across="rate")
-    assert make_grid(experiment, two, records).headings == [
-        "scheme",
-        "fast: ms",
-        "fast: bytes",
-        "slow: ms",
-        "slow: bytes",
-    ]
+    headings = ["scheme", "fast: ms", "fast: bytes", "slow: ms", "slow: bytes"]
+    assert make_grid(experiment, two, records).headings == headings
     narrow = make_grid(experiment, two, records, most_columns=4)
     assert (narrow.headings, narrow.caption) == (["scheme", "fast", "slow"], "Also measured: bytes.")
     assert list(make_grid(experiment, Table([STEP], where={"rate": "1gbit"}), records).headings) == ["scheme", "ms"]

@@ -1,13 +1,7 @@
-"""The bare quantiser on the training thread: the mean it takes, what it keeps, and steps that count once all is settled."""
+"""The bare quantiser on the training thread: the mean it takes, and what it keeps; SlimGC's probes count to their step."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,12 +11,11 @@ import gradwire
 from gradwire import schemes
 from gradwire.codecs.quantised import OneBit
 from gradwire_lab.bench.train_methods import TrainingThreadQuantiser
-from ranks import patience, run_ranks
-
-pytestmark = pytest.mark.usefixtures("warm_interpreters")
+from ranks import agree, on_ranks
 
 
-def check_conservation(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_the_quantiser_on_the_training_thread_conserves_gradients(rank: int, world_size: int) -> None:
     """mean(result) + mean(residual) = mean(gradient + old residual), the same bits on every rank, time told as spans."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(30, 41), nn.Tanh(), nn.Linear(41, 5))
@@ -38,9 +31,7 @@ def check_conservation(rank: int, world_size: int) -> None:
         ddp.zero_grad()
         (ddp(inputs) - 1).square().mean().backward()
         results = torch.cat([parameter.grad.reshape(-1) for parameter in parameters if parameter.grad is not None])
-        gathered = [torch.empty_like(results) for _ in range(world_size)]
-        dist.all_gather(gathered, results)
-        assert all(torch.equal(results, other) for other in gathered)
+        assert agree(results)
         if step >= 2:  # DDP has rebuilt its buckets, which residuals belong to
             expected = _total(sum(g.double().sum() for g in own) + before)
             found = world_size * results.double().sum() + _total(_residual_sum(quantiser))
@@ -62,13 +53,13 @@ def _total(value: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def check_probes_count_to_their_step(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_probes_count_to_their_step(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(20, 60))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for backup in (False, True):
-        attachment = gradwire.attach(
-            ddp, optimizer, schemes.by_name("slimgc", codec="one-bit", warmup_steps=4, backup=backup), timeout_s=100
-        )
+        scheme = schemes.by_name("slimgc", codec="one-bit", warmup_steps=4, backup=backup)
+        attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=100)
         sent = []
         for step in range(5):
             optimizer.zero_grad()
@@ -84,50 +75,3 @@ def check_probes_count_to_their_step(rank: int, world_size: int) -> None:
             assert sent[3] > 2 * sent[1] > 0, sent
             assert sent[4] < 2 * sent[1], sent
         attachment.close()
-
-
-def check_all(rank: int, world_size: int) -> None:
-    check_conservation(rank, world_size)
-    check_probes_count_to_their_step(rank, world_size)
-
-
-def test_the_quantiser_on_the_training_thread_conserves_gradients_and_probes_count_to_their_step() -> None:
-    run_ranks(check_all, 3)
-
-
-def test_steps_count_once_slimgc_has_its_table_and_overlap_is_recorded(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    schemes = [
-        "ddp",
-        "ddp-one-bit",
-        "ddp-two-bit:threshold=0.5",
-        "slimgc:warmup_steps=4",
-        "slimgc:warmup_steps=4,backup=true",
-    ]
-    workload = f"gpt:capture={tmp_path / 'capture'},step_ms=20"
-    options = ["--workload", workload, "--compute", "emulate", "--ranks", "2", "--steps", "3",
-               "--warmup", "1", "--overlap"]  # fmt: skip
-    command = [
-        sys.executable,
-        "-m",
-        "gradwire",
-        "bench",
-        "train",
-        "--scheme",
-        *schemes,
-        *options,
-        "--json",
-        str(out),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=150 * patience(), check=False)
-    assert result.returncode == 0, result.stderr
-    records = json.loads(out.read_text())
-    assert [record["n_warmup"] for record in records] == [1, 1, 1, 6, 8]
-    assert all(record["n_steps"] == 3 for record in records)
-    assert records[0]["overlap_s"] is None
-    for record in records[1:]:
-        assert record["overlap_s"] >= 0
-        assert record["codec_s"] >= 0
-    for record in records[1:3]:
-        assert record["exposed_codec_s"] > 0, "all of it is on the training thread"
-        assert record["wire_bytes"] < records[0]["wire_bytes"] / 10

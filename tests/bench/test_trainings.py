@@ -24,15 +24,9 @@ BASELINE = "gcomp:importance=none"
 
 
 def make_run(losses: list[float], step_s: float = 2.0, **summary: Any) -> FinishedRun:
+    times = {"iteration_s": step_s, "cpu_s": step_s / 4}
     steps = [
-        {
-            "step": step,
-            "loss": loss,
-            "ratio": 0.5,
-            "elapsed_s": step_s * (step + 1),
-            "iteration_s": step_s,
-            "cpu_s": step_s / 4,
-        }
+        {"step": step, "loss": loss, "ratio": 0.5, "elapsed_s": step_s * (step + 1), **times}
         for step, loss in enumerate(losses)
     ]
     return FinishedRun({"ranks": 2, "n_cores": 4, "loss_last_10": losses[-1], **summary}, steps)
@@ -140,15 +134,13 @@ def test_one_set_of_real_ranks_trains_every_scheme(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "fixed"),
-    [({"scheme": "gcmp"}, {}), ({"scheme": "plain"}, {"workload": "gtp"}), ({"scheme": "gcomp:importance=all"}, {}),
-     ({"scheme": "acp-sgd:rank=0"}, {}), ({"scheme": "acp-sgd:workload.speed=3"}, {})],
+    ("scheme", "fixed"),
+    [("gcmp", {}), ("plain", {"workload": "gtp"}), ("gcomp:importance=all", {}), ("acp-sgd:rank=0", {}),
+     ("acp-sgd:workload.speed=3", {})],
 )  # fmt: skip
-def test_wrong_names_are_refused_before_anything_is_trained(
-    tmp_path: Path, cell: dict[str, str], fixed: dict[str, str]
-) -> None:
+def test_wrong_names_are_refused_before_anything_is_trained(tmp_path: Path, scheme: str, fixed: dict[str, str]) -> None:
     with pytest.raises(InvalidArgument):
-        trainings.measure(call([{"scheme": "plain"}, cell], tmp_path, **fixed))
+        trainings.measure(call([{"scheme": "plain"}, {"scheme": scheme}], tmp_path, **fixed))
     assert not any(tmp_path.iterdir())
 
 
@@ -160,20 +152,16 @@ def test_a_spec_speaks_of_workload_and_buckets_too(tmp_path: Path) -> None:
 
 
 def test_a_name_is_the_same_method_beside_every_optimizer(tmp_path: Path) -> None:
-    def options_of(spec: str) -> dict[str, object]:
-        return trainings.configure(call([], tmp_path), {}, spec).scheme_options
-
-    assert options_of("one-bit") == {"warmup_steps": 0, "scale_values": "message", "exempt": "none"}
-    assert options_of("acp-sgd:rank=2") == {"start_step": 0, "rank": 2}
-    assert options_of("acp-sgd:start_step=100") == {"start_step": 100}
-    assert options_of("top-k") == {"warmup_steps": 0, "exempt": "none"}
-    assert options_of("two-bit:scale_values=512") == {
-        "warmup_steps": 0,
-        "scale_values": 512,
-        "levels": 3,
-        "exempt": "none",
-    }
-    assert options_of("qsgd") == {"exempt": "none"}
+    said = {"warmup_steps": 0, "exempt": "none"}
+    for spec, options in {
+        "one-bit": said | {"scale_values": "message"},
+        "acp-sgd:rank=2": {"start_step": 0, "rank": 2},
+        "acp-sgd:start_step=100": {"start_step": 100},
+        "top-k": said,
+        "two-bit:scale_values=512": said | {"scale_values": 512, "levels": 3},
+        "qsgd": {"exempt": "none"},
+    }.items():
+        assert trainings.configure(call([], tmp_path), {}, spec).scheme_options == options
 
 
 def test_rates_and_ranks_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

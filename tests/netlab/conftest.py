@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lab_watch import why_no_lab
 
-from gradwire.errors import Unsupported
-from gradwire_lab.ranks.netlab import Netlab
 from gradwire_lab.ranks.netlab.stale import end_stale_labs
 
 
@@ -36,18 +35,7 @@ def _one_at_a_time(no_leftovers: None) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def _lab_possible() -> str | None:
-    try:
-        with Netlab(1, "100mbit", require_shaping=True):
-            return None
-    except Unsupported as error:
-        return str(error)
-
-
 @pytest.fixture(autouse=True)
 def _skip_without_lab(request: pytest.FixtureRequest) -> None:
-    if request.node.get_closest_marker("root") is not None:
-        why = request.getfixturevalue("_lab_possible")
-        if why is not None:
-            pytest.skip(why)
+    if request.node.get_closest_marker("root") is not None and (why := why_no_lab("100mbit")):
+        pytest.skip(why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import sys
@@ -11,15 +12,35 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gradwire.errors import Unsupported
 from gradwire_lab.ranks.netlab import Netlab
+from programs import GRADWIRE
 from ranks import patience
 
-CLI = [sys.executable, "-m", "gradwire", "netlab"]
+CLI = [*GRADWIRE, "netlab"]
 
 
 def rank_command(script: str, *arguments: object) -> list[str]:
     """Returns the command that runs a script of this folder in every rank."""
     return [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
+
+
+@functools.cache
+def why_no_lab(rate: str) -> str | None:
+    """What this machine lacks for a lab with such links, if it lacks something."""
+    try:
+        with Netlab(1, rate, require_shaping=True):
+            return None
+    except Unsupported as error:
+        return str(error)
+
+
+def lines_of(lab: Netlab, command: list[str], timeout_s: float = 100) -> list[str]:
+    """What all ranks print, who end well."""
+    lines: list[str] = []
+    timeout_s *= patience()
+    lab.run(command, on_line=lambda rank, line: lines.append(line), timeout_s=timeout_s).raise_if_failed()
+    return lines
 
 
 @contextlib.contextmanager

@@ -4,26 +4,15 @@
 import json
 import os
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_truth import HEADER_BYTES, read_kernel
 
 import gradwire
 from gradwire.schemes.two_level import TwoLevel
 
 N_STEPS = 3
-# Of every packet, acknowledgements too: Ethernet, IPv4, TCP with its time stamps.
-HEADER_BYTES = 14 + 20 + 32
-
-
-def read_sent() -> tuple[int, int]:
-    """(bytes, packets) by all of this node: its ranks share the interface."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, columns = line.partition(":")
-        if name.strip() == os.environ["GLOO_SOCKET_IFNAME"]:
-            return int(columns.split()[8]), int(columns.split()[9])
-    raise SystemExit("no such interface")
 
 
 def make(name: str, topology: str) -> gradwire.Reducer:
@@ -44,11 +33,11 @@ for case in sys.argv[1:]:
     dist.barrier()
     framed, sent = [], []
     for _ in range(N_STEPS):
-        before = read_sent()
+        before = read_kernel()
         dist.barrier()  # else another rank of the node may have sent some of the step before this one reads
         reducer.all_reduce({"w": values.clone()}).wait()
         dist.barrier()
-        n_bytes, n_packets = (after - earlier for after, earlier in zip(read_sent(), before, strict=True))
+        n_bytes, n_packets = (after - earlier for after, earlier in zip(read_kernel(), before, strict=True))
         dist.barrier()
         framed.append(n_bytes / values.nbytes)
         sent.append((n_bytes - HEADER_BYTES * n_packets) / values.nbytes)

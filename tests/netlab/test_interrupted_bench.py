@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from lab_watch import child_pids, is_running, network_namespaces, rank_command, wait_until
 
+from programs import GRADWIRE
 from ranks import patience
 
 _ROOT = Path(__file__).parents[2]
@@ -33,14 +34,8 @@ class _Bench:
     def start_command(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "TMPDIR": str(self._folder / "tmp"), "PYTHONPATH": str(_ROOT / "tests")}
         with (self._folder / "said").open("wb") as said:
-            self.process = subprocess.Popen(
-                command,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                cwd=self._folder,
-                start_new_session=True,
-            )
+            options = {"env": environment, "cwd": self._folder, "start_new_session": True}
+            self.process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, **options)
         return self.process
 
     @property
@@ -53,7 +48,6 @@ class _Bench:
         return [json.loads(line)["seed"] for line in path.read_text().splitlines()] if path.exists() else []
 
     def descendants(self) -> list[int]:
-        assert self.process is not None
         found, new = [], [self.process.pid]
         while new:
             try:
@@ -101,7 +95,6 @@ def bench(tmp_path: Path) -> Iterator[_Bench]:
 def _interrupt(bench: _Bench, number: int, status: int, within_s: float = 60) -> None:
     """While ranks train, and see all end that was started."""
     wait_until(lambda: len(bench.ranks()) == 2, "the ranks train", 60)
-    assert bench.process is not None
     started = bench.descendants()
     namespaces = set(map(_namespace, started)) - {_namespace(os.getpid())}
     if number == signal.SIGINT:  # a terminal sends it to the whole group
@@ -133,22 +126,19 @@ def test_interrupted_benchmark_goes_on_with_the_same_command(bench: _Bench) -> N
     assert bench.seeds == [1, 1, 2, 2]
 
 
-_GRADWIRE = [sys.executable, "-m", "gradwire"]
-
-
 @pytest.mark.root
 @pytest.mark.parametrize(
-    "command",
+    "words",
     [
-        [*_GRADWIRE, "demo", "--quick"],
-        [*_GRADWIRE, "train", "--ranks", "2", "--rate", "100mbit"],
-        [*_GRADWIRE, "bench", "train", "--scheme", "ddp", "--ranks", "2", "--rate", "100mbit"],
-        [*_GRADWIRE, "netlab", "run", "--ranks", "2", "--", sys.executable, str(_ROOT / "examples" / "ddp_minimal.py")],
+        "demo --quick",
+        "train --ranks 2 --rate 100mbit",
+        "bench train --scheme ddp --ranks 2 --rate 100mbit",
+        f"netlab run --ranks 2 -- {sys.executable} {_ROOT / 'examples' / 'ddp_minimal.py'}",
     ],
-    ids=lambda command: command[3],
+    ids=lambda words: words.split()[0],
 )
-def test_ctrl_c_ends_a_command_and_its_ranks_within_two_seconds(bench: _Bench, command: list[str]) -> None:
-    bench.start_command(command)
+def test_ctrl_c_ends_a_command_and_its_ranks_within_two_seconds(bench: _Bench, words: str) -> None:
+    bench.start_command([*GRADWIRE, *words.split()])
     _interrupt(bench, signal.SIGINT, 130, 2)
 
 

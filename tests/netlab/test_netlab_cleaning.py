@@ -11,6 +11,7 @@ from lab_watch import CLI, child_pids, is_running, network_namespaces, wait_unti
 
 from gradwire_lab.ranks.netlab import Netlab
 from gradwire_lab.ranks.netlab.stale import end_stale_labs, find_stale_labs, lab_identity
+from programs import run_well
 from ranks import patience
 
 pytestmark = pytest.mark.root
@@ -22,15 +23,14 @@ class OwnedLab:
     """A lab that another process owns, with ranks that sleep and one child of a rank that left its session."""
 
     def __init__(self, folder: Path) -> None:
-        self._before = network_namespaces()
+        before = network_namespaces()
         script = f"setsid sleep 100 & echo $$ $! > {folder}/$RANK.new; mv {folder}/$RANK.new {folder}/$RANK; sleep 100"
-        self.owner = subprocess.Popen(
-            [*CLI, "run", "--ranks", str(N_RANKS), "--rate", "1gbit", "--", "sh", "-c", script]
-        )
+        command = [*CLI, "run", "--ranks", str(N_RANKS), "--rate", "1gbit", "--", "sh", "-c", script]
+        self.owner = subprocess.Popen(command)
         files = [folder / str(rank) for rank in range(N_RANKS)]
         wait_until(lambda: all(file.exists() for file in files), "the ranks start")
         self.rank_pids = [int(word) for file in files for word in file.read_text().split()]
-        self.namespaces = network_namespaces() - self._before
+        self.namespaces = network_namespaces() - before
         children = [pid for pid in child_pids(self.owner.pid) if pid not in self.rank_pids]
         (self.fabric,) = [pid for pid in children if b"fabric.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         assert len(self.namespaces) >= N_RANKS
@@ -41,18 +41,13 @@ class OwnedLab:
         wait_until(lambda: not self.namespaces & network_namespaces(), "the namespaces are empty")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_nothing_is_left_after_an_interrupt(number: int, status: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_nothing_is_left_after_an_interrupt_or_a_killed_owner(number: int, status: int, tmp_path: Path) -> None:
     lab = OwnedLab(tmp_path)
     lab.owner.send_signal(number)
     assert lab.owner.wait(30 * patience()) == status
-    lab.assert_all_gone()
-
-
-def test_nothing_is_left_after_the_owner_was_killed(tmp_path: Path) -> None:
-    lab = OwnedLab(tmp_path)
-    lab.owner.kill()
-    lab.owner.wait()
     lab.assert_all_gone()
 
 
@@ -64,8 +59,7 @@ def test_clean_ends_what_is_left_when_owner_and_network_process_are_killed_at_on
         subprocess.run(["kill", f"-{number.value}", str(lab.owner.pid), str(lab.fabric)], check=True)
     lab.owner.wait()
     wait_until(lambda: identity in find_stale_labs(), "the lab is found to be stale")
-    cleaned = subprocess.run([*CLI, "clean"], check=True, capture_output=True, text=True)
-    assert f"a lab of dead process {lab.owner.pid}" in cleaned.stdout
+    assert f"a lab of dead process {lab.owner.pid}" in run_well([*CLI, "clean"])
     lab.assert_all_gone()
     assert identity not in find_stale_labs()
 

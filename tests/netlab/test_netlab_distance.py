@@ -6,11 +6,11 @@ import argparse
 import re
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
+from lab_watch import why_no_lab
 
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire_lab.ranks.netlab import Netlab
@@ -18,6 +18,7 @@ from gradwire_lab.ranks.netlab.check import measure_rate
 from gradwire_lab.ranks.netlab.lab import parse_event
 from gradwire_lab.ranks.netlab.rate import LabLink, parse_link, with_way
 from gradwire_lab.ranks.network import current_network
+from programs import run_well
 from ranks import patience
 
 
@@ -61,52 +62,44 @@ def test_options_and_events_become_links() -> None:
 
 
 # Sends datagrams to rank 1 and back for as long as standard input says; prints the median in ms and how many came back.
-ECHO = textwrap.dedent(
-    """
-    import socket, statistics, sys, time
-    own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    own.settimeout(1.0)
-    took = []
-    for number in range(int(sys.argv[2])):
-        started = time.perf_counter()
-        own.sendto(number.to_bytes(4, "little"), (sys.argv[1], 7777))
-        try:
-            while int.from_bytes(own.recv(64), "little") != number:
-                pass
-        except TimeoutError:
-            continue
-        took.append(time.perf_counter() - started)
-    print(1e3 * statistics.median(took) if took else -1, len(took))
-    """
-)
-ANSWER = textwrap.dedent(
-    """
-    import socket
-    own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    own.bind(("", 7777))
-    while True:
-        packet, sender = own.recvfrom(64)
-        own.sendto(packet, sender)
-    """
-)
+ECHO = """
+import socket, statistics, sys, time
+own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+own.settimeout(1.0)
+took = []
+for number in range(int(sys.argv[2])):
+    started = time.perf_counter()
+    own.sendto(number.to_bytes(4, "little"), (sys.argv[1], 7777))
+    try:
+        while int.from_bytes(own.recv(64), "little") != number:
+            pass
+    except TimeoutError:
+        continue
+    took.append(time.perf_counter() - started)
+print(1e3 * statistics.median(took) if took else -1, len(took))
+"""
+ANSWER = """
+import socket
+own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+own.bind(("", 7777))
+while True:
+    packet, sender = own.recvfrom(64)
+    own.sendto(packet, sender)
+"""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def distance() -> None:
     """Skips where there are no TUN devices."""
-    try:
-        with Netlab(1, "none/delay=1ms", require_shaping=True):
-            pass
-    except Unsupported as error:
-        pytest.skip(str(error))
+    if why := why_no_lab("none/delay=1ms"):
+        pytest.skip(why)
 
 
 def echo(lab: Netlab, host: int, n: int = 15) -> tuple[float, int]:
     """Milliseconds there and back from rank 0, and how many of `n` came back."""
     path = lab.namespace_paths[0]
     command = ["nsenter", f"--net={path}", sys.executable, "-c", ECHO, f"10.77.0.{host + 1}", str(n)]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60 * patience(), check=True).stdout
-    median, came = said.split()
+    median, came = run_well(command, 60).split()
     return float(median), int(came)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import subprocess
 import time
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from lab_watch import CLI, rank_command
 
 from gradwire_lab.ranks.netlab import Netlab
+from programs import run, run_well
 from ranks import patience
 
 pytestmark = pytest.mark.root
@@ -49,9 +49,9 @@ def test_a_short_failure_of_a_link_is_ridden_out_and_a_lasting_one_is_an_error_o
 
 
 def test_events_on_the_command_line_happen_and_the_failed_rank_is_named() -> None:
-    events = ["--at", "0.2:rate:0=10mbit", "--at", "0.3:down:1", "--at", "0.4:up:1", "--at", "0.5:kill:1"]
-    command = [*CLI, "run", "--ranks", "2", "--rate", "100mbit", "--grace", "0", *events, "--", "sleep", "60"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60 * patience())
+    events = "--at 0.2:rate:0=10mbit --at 0.3:down:1 --at 0.4:up:1 --at 0.5:kill:1"
+    command = [*CLI, *f"run --ranks 2 --rate 100mbit --grace 0 {events} -- sleep 60".split()]
+    done = run(command, 60)
     assert done.returncode == 137
     assert "rank 0's link is now at 10mbit" in done.stderr
     assert "rank 1 was killed by SIGKILL (the first to fail; then rank 0 had to be ended)" in done.stderr
@@ -60,9 +60,6 @@ def test_events_on_the_command_line_happen_and_the_failed_rank_is_named() -> Non
 @pytest.mark.usefixtures("warm_interpreters")
 def test_a_rate_check_through_gloo_measures_a_rate(tmp_path: Path) -> None:
     file = tmp_path / "rates.json"
-    command = [*CLI, "check", "--ranks", "2", "--rates", "50mbit", "--seconds", "0.3", "--repeats", "3"]
-    done = subprocess.run(
-        [*command, "--tolerance", "0.15", "--json", str(file)], capture_output=True, text=True, timeout=90 * patience()
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = f"check --ranks 2 --rates 50mbit --seconds 0.3 --repeats 3 --tolerance 0.15 --json {file}"
+    run_well([*CLI, *words.split()], 90)
     assert '"set_bps": 50000000' in file.read_text()

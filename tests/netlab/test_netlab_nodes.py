@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from lab_watch import rank_command
+from lab_watch import lines_of, rank_command
 
 from gradwire_lab.ranks.netlab import Netlab
 from gradwire_lab.ranks.network import Network, current_network
-from ranks import patience
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
@@ -21,20 +20,13 @@ _ONE_BIT = 1 / 32  # c: a bit for each float32; what scales add is less than the
 def test_a_node_sends_what_one_rank_would_and_nothing_of_what_stays_inside(size: int) -> None:
     """Two nodes of `size` ranks, against docs/doors.md's table."""
     cases = ["plain:flat", "plain:two-level", "plain:inside", "one-bit:flat", "one-bit:two-level"]
-    sent: dict[str, float] = {}  # bytes out of node 0 for one step / bytes of the gradient, without headers
-    framed: dict[str, float] = {}
-
-    def on_line(rank: int, line: str) -> None:
-        told = json.loads(line)
-        sent[told["case"]], framed[told["case"]] = told["sent"], told["framed"]
-
     with Netlab(2 * size, "500mbit", ranks_per_node=size) as lab:
         before = lab.counters()
         assert len(before) == 2
-        lab.run(
-            rank_command("rank_two_levels.py", *cases), on_line=on_line, timeout_s=100 * patience()
-        ).raise_if_failed()
+        told = [json.loads(line) for line in lines_of(lab, rank_command("rank_two_levels.py", *cases))]
         of_all = (lab.counters()[0] - before[0]).sent_bytes / _N_BYTES
+    # Bytes out of node 0 for one step / bytes of the gradient: without headers, and with them.
+    sent, framed = ({one["case"]: one[kind] for one in told} for kind in ("sent", "framed"))
     assert 4 * sum(framed.values()) == pytest.approx(of_all, rel=0.05)  # ranks and lab count the same link
     n = 2 * size
     assert sent["plain:two-level"] == pytest.approx(1.0, rel=0.03)  # 2 (M-1) / M

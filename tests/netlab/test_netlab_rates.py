@@ -15,29 +15,18 @@ from gradwire_lab.ranks.network import Network, current_network
 
 @pytest.mark.parametrize(
     ("rate", "rate_bps"),
-    [
-        ("1gbit", 10**9),
-        ("100mbit", 10**8),
-        ("2.5gbit", 2_500_000_000),
-        (" 500 Kbit ", 500_000),
-        ("1000000", 10**6),
-        ("10000bit", 10_000),
-        (5e8, 5 * 10**8),
-        (10**9, 10**9),
-        ("none", None),
-        ("NONE", None),
-        (None, None),
-    ],
-)
+    [("1gbit", 10**9), ("100mbit", 10**8), ("2.5gbit", 2_500_000_000), (" 500 Kbit ", 500_000), ("1000000", 10**6),
+     ("10000bit", 10_000), (5e8, 5 * 10**8), (10**9, 10**9), ("none", None), ("NONE", None), (None, None)],
+)  # fmt: skip
 def test_a_rate_is_read_in_bits_per_second(rate: str | float | None, rate_bps: int | None) -> None:
     assert parse_rate(rate) == rate_bps
 
 
 @pytest.mark.parametrize(
     "rate",
-    ["", "fast", "1gbps", "1 GB/s", "-1gbit", "0", 0, -5, "1e9", "1gbit/s", math.nan, math.inf, True, "33gbit", "1kbit"]
-    + ["1..5gbit", b"1gbit", [1]],
-)
+    ["", "fast", "1gbps", "1 GB/s", "-1gbit", "0", 0, -5, "1e9", "1gbit/s", math.nan, math.inf, True, "33gbit", "1kbit",
+     "1..5gbit", b"1gbit", [1]],
+)  # fmt: skip
 def test_what_is_no_rate_is_refused_with_an_example(rate: object) -> None:
     with pytest.raises(InvalidArgument, match=r"100mbit|10kbit to 32gbit"):
         parse_rate(rate)  # type: ignore[arg-type]
@@ -78,14 +67,9 @@ def test_labs_networks_and_events_that_cannot_be_are_refused(call: Callable[[], 
 
 @pytest.mark.parametrize(
     "network",
-    [
-        Network("netlab", (10**9,), 4),
-        Network("netlab", (10**9, 10**8, 10**9), 3),
-        Network("netlab", (10**9, None), 2),
-        Network("netlab", (None,), 2),
-        Network("loopback", (), 2),
-    ],
-)
+    [Network("netlab", (10**9,), 4), Network("netlab", (10**9, 10**8, 10**9), 3), Network("netlab", (10**9, None), 2),
+     Network("netlab", (None,), 2), Network("loopback", (), 2)],
+)  # fmt: skip
 def test_a_network_told_to_a_rank_reads_back(network: Network) -> None:
     assert current_network(network.to_variables()) == network
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,20 @@ from lab_watch import CLI, is_running, wait_until
 from gradwire.errors import InvalidArgument, PeerLost
 from gradwire_lab.ranks.launch import start_ranks
 from gradwire_lab.ranks.network import current_network
-from gradwire_lab.ranks.supervisor import end_on_signals, run_to_end
+from gradwire_lab.ranks.supervisor import LaunchResult, end_on_signals, run_to_end
+from programs import run
 from ranks import patience
 
-
-def launch_ranks(command: list[str], n_ranks: int, timeout_s: float | None = None, **options: Any) -> int:
-    with start_ranks(command, n_ranks, **options) as launch:
-        result = launch.wait(timeout_s)
-    if result.status:
-        print(result, file=sys.stderr)
-    return result.status
+RUN_ON_LOOPBACK = [*CLI, "run", "--ranks", "2", "--rate", "none", "--"]
 
 
 def shell(script: str) -> list[str]:
     return ["sh", "-c", script]
+
+
+def launch_ranks(command: list[str], n_ranks: int, timeout_s: float | None = None, **options: Any) -> LaunchResult:
+    with start_ranks(command, n_ranks, **options) as launch:
+        return launch.wait(timeout_s or 30 * patience())
 
 
 def lines_of(script: str, n_ranks: int, *rate: str, **options: Any) -> list[str]:
@@ -63,7 +62,7 @@ def test_variables_that_the_caller_sets_win(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_output_is_forwarded_by_line_with_its_rank_and_stream(capfd: pytest.CaptureFixture[str]) -> None:
     script = "printf 'one\\ntwo'; printf 'trouble\\n' >&2"
-    assert launch_ranks(shell(script), 2) == 0
+    assert launch_ranks(shell(script), 2).status == 0
     output = capfd.readouterr()
     assert sorted(output.out.splitlines()) == ["[0] one", "[0] two", "[1] one", "[1] two"]
     assert sorted(output.err.splitlines()) == ["[0] trouble", "[1] trouble"]
@@ -77,25 +76,38 @@ def test_what_a_reader_of_lines_raises_comes_out_of_wait_and_hangs_no_rank() -> 
     def refuse(rank: int, line: str) -> None:
         raise ValueError(f"cannot read {line}")
 
-    with (
-        start_ranks(shell("seq 1 100000"), 2, on_line=refuse) as launch,
-        pytest.raises(ValueError, match="cannot read 1"),
-    ):
-        launch.wait(30 * patience())
+    with pytest.raises(ValueError, match="cannot read 1"):
+        launch_ranks(shell("seq 1 100000"), 2, on_line=refuse)
 
 
-def test_a_rank_that_fails_is_named_and_the_others_are_ended_after_their_grace(
+@pytest.mark.parametrize(
+    ("command", "n_ranks", "options", "status", "words"),
+    [
+        (shell("[ $RANK = 1 ] && exit 7; sleep 100"), 3, {"grace_s": 0.2}, 7,
+         "rank 1 ended with status 7 (the first to fail; then ranks 0, 2 had to be ended)"),
+        (shell("[ $RANK = 0 ] && kill -SEGV $$; sleep 100"), 2, {"grace_s": 0}, 139, "rank 0 was killed by SIGSEGV"),
+        (shell("sleep 100"), 2, {"timeout_s": 0.3}, 124, "time is up; ranks 0, 1 had not finished"),
+        (["/no/such/program"], 2, {"grace_s": 5}, 127, "cannot run /no/such/program"),
+        (["/etc/passwd"], 2, {"grace_s": 5}, 126, "cannot run /etc/passwd"),
+    ],
+    ids=["fails, and the others are ended after their grace", "signal", "too long", "no program", "no permission"],
+)  # fmt: skip
+def test_a_rank_that_fails_is_named_with_the_shells_status(
+    command: list[str],
+    n_ranks: int,
+    options: dict[str, float],
+    status: int,
+    words: str,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    script = "[ $RANK = 1 ] && exit 7; sleep 100"
-    assert launch_ranks(shell(script), 3, grace_s=0.2) == 7
-    assert "rank 1 ended with status 7 (the first to fail; then ranks 0, 2 had to be ended)" in capfd.readouterr().err
+    result = launch_ranks(command, n_ranks, **options)
+    assert result.status == status
+    assert words in str(result) + capfd.readouterr().err
 
 
 def test_the_others_have_their_grace_to_end_by_themselves() -> None:
     script = "[ $RANK = 1 ] && exit 7; sleep 0.5; exit 3"
-    with start_ranks(shell(script), 2, grace_s=30) as launch:
-        result = launch.wait(30 * patience())
+    result = launch_ranks(shell(script), 2, grace_s=30)
     assert result.exit_codes == (3, 7)
     assert result.first_failed == 1
     assert result.ended_by_us == ()
@@ -103,36 +115,16 @@ def test_the_others_have_their_grace_to_end_by_themselves() -> None:
         result.raise_if_failed()
 
 
-def test_a_rank_killed_by_a_signal_gives_the_shells_status() -> None:
-    with start_ranks(shell("[ $RANK = 0 ] && kill -SEGV $$; sleep 100"), 2, grace_s=0) as launch:
-        result = launch.wait(30 * patience())
-    assert result.status == 128 + signal.SIGSEGV
-    assert "rank 0 was killed by SIGSEGV" in str(result)
-
-
 def test_a_rank_that_ignores_sigterm_or_is_stopped_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradwire_lab.ranks.supervisor._TERM_TO_KILL_S", 0.3)
     script = "[ $RANK = 0 ] && exit 1; trap '' TERM; [ $RANK = 1 ] && kill -STOP $$; while :; do sleep 0.1; done"
-    with start_ranks(shell(script), 3, grace_s=0.3) as launch:
-        result = launch.wait(30 * patience())
-    assert result.exit_codes == (1, -signal.SIGKILL, -signal.SIGKILL)
+    assert launch_ranks(shell(script), 3, grace_s=0.3).exit_codes == (1, -signal.SIGKILL, -signal.SIGKILL)
 
 
 def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
     file = tmp_path / "pid"
-    assert launch_ranks(shell(f"sleep 100 & echo $! > {file}"), 1) == 0
+    assert launch_ranks(shell(f"sleep 100 & echo $! > {file}"), 1).status == 0
     wait_until(lambda: not is_running(int(file.read_text())), "the rank's child ends")
-
-
-def test_a_run_that_takes_too_long_is_ended_with_status_124(capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch_ranks(shell("sleep 100"), 2, timeout_s=0.3) == 124
-    assert "time is up; ranks 0, 1 had not finished" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(("command", "status"), [("/no/such/program", 127), ("/etc/passwd", 126)])
-def test_a_command_that_cannot_run_is_named(command: str, status: int, capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch_ranks([command], 2, grace_s=5) == status
-    assert f"cannot run {command}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -157,7 +149,7 @@ def test_ranks_started_from_a_thread_outlive_it() -> None:
 def test_a_signal_to_the_command_line_reaches_the_ranks(number: int, status: int, tmp_path: Path) -> None:
     trap = f"trap 'echo got > {tmp_path}/$RANK; exit 5' INT TERM"
     script = f"{trap}; echo up > {tmp_path}/up$RANK; while :; do sleep 0.1; done"
-    owner = subprocess.Popen([*CLI, "run", "--ranks", "2", "--rate", "none", "--", *shell(script)])
+    owner = subprocess.Popen([*RUN_ON_LOOPBACK, *shell(script)])
     wait_until(lambda: len(list(tmp_path.glob("up*"))) == 2, "the ranks start")
     owner.send_signal(number)
     assert owner.wait(30 * patience()) == status
@@ -191,7 +183,7 @@ def test_a_command_that_ends_by_itself_gives_its_status(tmp_path: Path) -> None:
 
 def test_ranks_on_loopback_die_with_a_killed_owner(tmp_path: Path) -> None:
     script = f"echo $$ > {tmp_path}/$RANK.new; mv {tmp_path}/$RANK.new {tmp_path}/$RANK; exec sleep 100"
-    owner = subprocess.Popen([*CLI, "run", "--ranks", "2", "--rate", "none", "--", *shell(script)])
+    owner = subprocess.Popen([*RUN_ON_LOOPBACK, *shell(script)])
     wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)), "the ranks start")
     pids = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
     owner.kill()
@@ -200,6 +192,5 @@ def test_ranks_on_loopback_die_with_a_killed_owner(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_goes_away_does_not_hang_the_ranks() -> None:
-    script = f"{sys.executable} -m gradwire netlab run --ranks 2 --rate none -- seq 1 300000 | head -1"
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60 * patience(), env=os.environ)
-    assert done.stdout.startswith("[")
+    script = f"{' '.join(RUN_ON_LOOPBACK)} seq 1 300000 | head -1"
+    assert run(shell(script), 60).stdout.startswith("[")

@@ -6,7 +6,7 @@ import json
 import signal
 
 import pytest
-from lab_watch import rank_command, wait_until
+from lab_watch import lines_of, rank_command, wait_until
 
 from gradwire_lab.ranks.launch import start_ranks
 from gradwire_lab.ranks.netlab import Netlab
@@ -18,27 +18,20 @@ pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
 @pytest.mark.parametrize(
     ("rates_bps", "expected_bps"),
-    [
-        ([200_000_000] * 4, 800_000_000),
-        ([100_000_000, 300_000_000], 400_000_000),
-        ([100_000_000, None], None),
-        ([20_000_000_000] * 4, None),
-    ],
-)
+    [([200_000_000] * 4, 800_000_000), ([100_000_000, 300_000_000], 400_000_000), ([100_000_000, None], None),
+     ([20_000_000_000] * 4, None)],
+)  # fmt: skip
 def test_the_switch_has_the_rate_of_all_ranks_together(rates_bps: list[int | None], expected_bps: int | None) -> None:
     assert switch_rate_bps(rates_bps) == expected_bps
 
 
 @pytest.mark.root
 def test_ranks_in_a_lab_sum_through_the_switch_and_its_link_counts_what_all_send() -> None:
-    lines: list[str] = []
     n_values = 300_000
     with Netlab(3, "100mbit", switch=True, require_shaping=True) as lab:
-        lab.start(rank_command("rank_switch_sum.py", n_values), on_line=lambda rank, line: lines.append(line))
-        lab.wait(100 * patience()).raise_if_failed()
+        told = [json.loads(line) for line in lines_of(lab, rank_command("rank_switch_sum.py", n_values))]
         ranks, switch = lab.counters(), lab.switch_counters()
         assert len(ranks) == 3
-    told = [json.loads(line) for line in lines]
     assert sorted(one["rank"] for one in told) == [0, 1, 2]
     assert all(one["is_exact"] for one in told)
     assert {one["address"] for one in told} == {"10.77.0.4:4790"}
@@ -55,9 +48,8 @@ def test_ranks_in_a_lab_sum_through_the_switch_and_its_link_counts_what_all_send
 def test_a_switch_that_is_killed_in_mid_run_raises_peer_lost_in_every_rank() -> None:
     lines: list[str] = []
     with Netlab(2, "20mbit", switch=True, require_shaping=True) as lab:
-        lab.start(
-            rank_command("rank_switch_sum.py", 20_000_000), on_line=lambda rank, line: lines.append(line)
-        )  # 32 s at this rate
+        command = rank_command("rank_switch_sum.py", 20_000_000)  # 32 s at this rate
+        lab.start(command, on_line=lambda rank, line: lines.append(line))
 
         def is_in_mid_run() -> bool:
             return sum("joined" in line for line in lines) == 2 and lab.switch_counters().received_bytes > 1_000_000

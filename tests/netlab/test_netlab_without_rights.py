@@ -10,7 +10,7 @@ import pytest
 from lab_watch import CLI
 
 from gradwire_lab.ranks.netlab.fabric import UnavailableError, become_able
-from ranks import patience
+from programs import run, run_well
 
 # Runs a command as uid 0 without any capability, in a user namespace that may have no further ones below it: what a
 # locked-down kernel looks like from the inside.
@@ -32,8 +32,7 @@ SHOW = ["sh", "-c", "echo $GRADWIRE_NETWORK; grep CapEff /proc/self/status; tail
 
 def run_refused(*arguments: str) -> subprocess.CompletedProcess[str]:
     """`gradwire netlab run` where the kernel refuses every namespace."""
-    command = [sys.executable, "-c", REFUSE, *CLI, "run", "--ranks", "2", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60 * patience())
+    done = run([sys.executable, "-c", REFUSE, *CLI, "run", "--ranks", "2", *arguments], 60)
     if done.returncode == 77:
         pytest.skip("no user namespace here, not even to lock one down in")
     return done
@@ -64,14 +63,14 @@ def test_counters_and_events_say_that_loopback_has_none() -> None:
 
 def test_a_user_without_rights_gets_a_shaped_lab_in_a_user_namespace() -> None:
     command = [*CLI, "run", "--ranks", "2", "--rate", "100mbit", "--counters", "--", *SHOW]
-    if subprocess.run(["id", "-u"], capture_output=True, check=True).stdout != b"0\n":
+    if run_well(["id", "-u"]) != "0\n":
         prefix = []
     elif (setpriv := shutil.which("setpriv")) is None:
         pytest.skip("setpriv (util-linux) is not installed")
     else:  # a real user id; allowed to read files, for Python may be installed where nobody can look
         read = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
         prefix = [setpriv, "--reuid=65534", "--regid=65534", "--clear-groups", *read]
-    done = subprocess.run([*prefix, *command], capture_output=True, text=True, timeout=60 * patience())
+    done = run([*prefix, *command], 60)
     if "user namespace" in done.stderr:
         pytest.skip(f"this kernel refuses unprivileged user namespaces: {done.stderr}")
     assert done.returncode == 0, done.stderr

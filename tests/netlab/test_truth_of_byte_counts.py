@@ -6,25 +6,22 @@ import json
 from typing import Any
 
 import pytest
-from lab_watch import rank_command
+from lab_watch import lines_of, rank_command
+from rank_truth import HEADER_BYTES
 
 from gradwire import schemes
 from gradwire_lab.ranks.netlab import Netlab
-from ranks import patience
 
 pytestmark = pytest.mark.root
 
 N_RANKS = 3
-HEADER_BYTES = 14 + 20 + 32  # Ethernet, IP, TCP with time stamps: of every packet, acknowledgements too
 # Gloo puts headers of its own before every message: 1.2 to 2.4 KB a step with these buckets, whatever is sent.
 BACKEND_BYTES_A_STEP = 3_000
 
 
 def measure(names: list[str]) -> list[dict[str, Any]]:
-    lines: list[str] = []
     with Netlab(N_RANKS, "1gbit") as lab:
-        command = rank_command("rank_truth.py", *names)
-        lab.run(command, on_line=lambda rank, line: lines.append(line), timeout_s=120 * patience()).raise_if_failed()
+        lines = lines_of(lab, rank_command("rank_truth.py", *names), 120)
     found = [json.loads(line) for line in lines if line.startswith("{")]
     assert len(found) == N_RANKS * len(names)
     return found

@@ -48,12 +48,8 @@ def made_record(scheme: str, wire_bytes: float, codec_s: float = 0.0) -> dict[st
 
 def test_a_ring_is_predicted_by_its_bytes_and_the_rest_by_its_own_record() -> None:
     n_bytes = gradient_bytes()
-    records = [
-        made_record("ddp", n_bytes),
-        made_record("gcomp", n_bytes / 2, 1.0),
-        made_record("broadcast", n_bytes / 8),
-        made_record("aqgb", 0.0),
-    ]
+    sent = {"ddp": (n_bytes,), "gcomp": (n_bytes / 2, 1.0), "broadcast": (n_bytes / 8,), "aqgb": (0.0,)}
+    records = [made_record(scheme, *costs) for scheme, costs in sent.items()]
     predicted = {one["scheme"]: one for one in predict(records, {"backend": 0.0, "frames": 0.0}, WORKLOAD)}
     wire_s = 8 * n_bytes / 1e6
     # At 1 Mb/s the wire is everything: from the first bucket's gradient to the end of the last.

@@ -34,9 +34,7 @@ CASES: dict[str, tuple[Any, WorkloadTimes, int, float, dict[str, Any], list[floa
     # 3 copies of 3,200 bits on every down-link of 960 bits a second: 10 s after the backward pass; then all over again.
     "broadcast of one block": (lambda s: FixedBroadcast(s, 32), ONE, 4, 960.0, {}, [13.0, 26.0]),
     # 6 hops of 800 bits at 400 bits a second, each 0.5 s late: 15 s.
-    "ring of 2 (n - 1) parts": (
-        Collective, ONE, 4, 400.0, {"latency_s": 0.5}, [18.0, 36.0],
-    ),
+    "ring of 2 (n - 1) parts": (Collective, ONE, 4, 400.0, {"latency_s": 0.5}, [18.0, 36.0]),
     "direct exchange, which sends as much and waits twice": (
         lambda s: Collective(s, collective="direct"), ONE, 4, 400.0, {"latency_s": 0.5}, [16.0, 32.0],
     ),
@@ -152,12 +150,8 @@ def test_collectives_of_one_block_take_what_their_formulas_say(seed: int) -> Non
     chance = random.Random(seed)
     inside, racks = chance.randint(1, 6), chance.randint(2, 5)
     n, bits, rate = inside * racks, 32 * chance.randint(10_000, 10_000_000), 10 ** chance.uniform(9, 11)
-    latency_s, core_s, loss, streams = (
-        1e-4,
-        chance.choice([0.02, 0.1]),
-        chance.choice([0.0, 1e-3]),
-        chance.randint(1, 4),
-    )
+    latency_s, core_s = 1e-4, chance.choice([0.02, 0.1])
+    loss, streams = chance.choice([0.0, 1e-3]), chance.randint(1, 4)
     far_s = latency_s + core_s
     per_trip = min(3 * 2**20, 1448 * math.sqrt(1.5 / loss)) if loss else 3 * 2**20
     path = min(rate, 8 * streams * per_trip / (2 * core_s))
@@ -200,11 +194,10 @@ def test_slimgc_compresses_from_its_threshold_on() -> None:
     unequal = WorkloadTimes("unequal", (BlockTimes("a", 100, 1.0, 2.0), BlockTimes("b", 10_000, 1.0, 2.0)), "by hand")
     # One bit a value both ways, and a codec of 1 ms a value: worth it where 31 bits take longer than that.
     cost = CodecCost(1e-3, 0.0, 1.0)
-    slow = Simulation(Setting(unequal, 2, 1000.0, jitter=STILL), lambda s: SlimGc(s, cost))
-    fast = Simulation(Setting(unequal, 2, 1e6, jitter=STILL), lambda s: SlimGc(s, cost))
-    assert (slow.scheme.threshold_bytes, fast.scheme.threshold_bytes) == (1, NEVER)  # type: ignore[attr-defined]
+    for rate_bps, threshold_bytes in ((1000.0, 1), (1e6, NEVER)):
+        simulation = Simulation(Setting(unequal, 2, rate_bps, jitter=STILL), lambda s: SlimGc(s, cost))
+        assert simulation.scheme.threshold_bytes == threshold_bytes  # type: ignore[attr-defined]
     # Given: only b, 40,000 bytes, is compressed. b is there at 4 s, takes 5 s to encode, 10 s to the owners and back, and 5 s
     # more for what they answer; then a's 3,200 bits, which have waited for the lane.
-    run = Simulation(Setting(unequal, 2, 1000.0, jitter=STILL), lambda s: SlimGc(s, cost, threshold_bytes=1000))
-    run.run(rounds=1)
-    assert run.round_ends_s == pytest.approx([4.0 + 5.0 + 10.0 + 5.0 + 3.2])
+    made = ends(lambda s: SlimGc(s, cost, threshold_bytes=1000), unequal, 2, 1000.0, rounds=1)
+    assert made == pytest.approx([4.0 + 5.0 + 10.0 + 5.0 + 3.2])

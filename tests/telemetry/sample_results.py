@@ -10,17 +10,10 @@ from pathlib import Path
 from typing import Any
 
 ENVIRONMENT: dict[str, Any] = {
-    "cpu": "Example CPU 3.0 GHz",
-    "n_cores": 2,
-    "memory_bytes": 25_276_510_208,
-    "os": "Linux 6.1",
-    "python": "3.11.7",
-    "torch": "2.13.0+cpu",
-    "gradwire": "0.1.0",
-    "commit": "0123456789ab",
-    "network": "netlab 1000000000",
+    "cpu": "Example CPU 3.0 GHz", "n_cores": 2, "memory_bytes": 25_276_510_208, "os": "Linux 6.1", "python": "3.11.7",
+    "torch": "2.13.0+cpu", "gradwire": "0.1.0", "commit": "0123456789ab", "network": "netlab 1000000000",
     "date": "2025-03-01T12:00:00+00:00",
-}
+}  # fmt: skip
 
 # scheme: (share of a plain ring's bytes, encode s, decode s, size of the deviation of the loss)
 SCHEMES = {
@@ -46,18 +39,10 @@ def write_run(folder: Path, scheme: str, n_steps: int = 300, workload: str = "gp
             sent = int(ring_bytes * (share / warm if scheme == "gcomp" else share) * jitter.uniform(0.99, 1.01))
             communicate_s = sent * 8 / 1e9
             exposed_s = max(0.0, communicate_s + 0.6 * (encode_s + decode_s) - 0.12) * jitter.uniform(0.95, 1.1)
-            record = {
-                "step": step,
-                "loss": loss + strayed,
-                "iteration_s": 0.28 * jitter.uniform(0.97, 1.06) + exposed_s,
-                "bytes_sent": sent,
-                "bytes_received": sent,
-                "ratio": sent / ring_bytes,
-                "encode_s": encode_s,
-                "decode_s": decode_s,
-                "communicate_s": communicate_s,
-                "exposed_s": exposed_s,
-            }
+            times = {"encode_s": encode_s, "decode_s": decode_s, "communicate_s": communicate_s, "exposed_s": exposed_s}
+            counts = {"bytes_sent": sent, "bytes_received": sent, "ratio": sent / ring_bytes}
+            iteration_s = 0.28 * jitter.uniform(0.97, 1.06) + exposed_s
+            record = {"step": step, "loss": loss + strayed, "iteration_s": iteration_s, **counts, **times}
             log.write(json.dumps(record) + "\n")
     config = {"scheme": scheme, "workload": workload, "ranks": 4, "steps": n_steps, "seed": seed, "rate_bps": 1e9}
     (folder / "config.json").write_text(json.dumps({**config, "scheme_options": {}, "data": "real", **ENVIRONMENT}))
@@ -76,24 +61,17 @@ def codec_records() -> list[dict[str, Any]]:
         ("zipnn", "", 0.846, 1.2, 1.7, None),
         ("pcodec", "", 0.839, 0.28, 0.75, None),
     ]
-    return [
-        {
-            "codec": codec,
-            "importance": importance,
-            "gradients": gradients,
-            "threads": threads,
-            "ratio": ratio * factor,
-            "encode_gb_per_s": encode * (1 + 0.8 * (threads - 1)),
-            "encode_gb_per_s_low": 0.95 * encode * (1 + 0.8 * (threads - 1)),
-            "encode_gb_per_s_high": 1.04 * encode * (1 + 0.8 * (threads - 1)),
-            "decode_gb_per_s": decode * (1 + 0.7 * (threads - 1)),
-            "exponent_bits": bits,
-            **ENVIRONMENT,
-        }
-        for gradients, factor in (("gpt_adamw.npz", 1.0), ("resnet_sgd.npz", 0.97))
-        for threads in (1, 2)
-        for codec, importance, ratio, encode, decode, bits in table
-    ]
+    records = []
+    for (gradients, factor), threads in itertools.product((("gpt_adamw.npz", 1.0), ("resnet_sgd.npz", 0.97)), (1, 2)):
+        for codec, importance, ratio, encode, decode, bits in table:
+            encode_gb_per_s = encode * (1 + 0.8 * (threads - 1))
+            records.append({
+                "codec": codec, "importance": importance, "gradients": gradients, "threads": threads, "ratio": ratio * factor,
+                "encode_gb_per_s": encode_gb_per_s, "encode_gb_per_s_low": 0.95 * encode_gb_per_s,
+                "encode_gb_per_s_high": 1.04 * encode_gb_per_s, "decode_gb_per_s": decode * (1 + 0.7 * (threads - 1)),
+                "exponent_bits": bits, **ENVIRONMENT,
+            })  # fmt: skip
+    return records
 
 
 # scheme: (share of a plain ring's bytes, codec s for 25 MB)

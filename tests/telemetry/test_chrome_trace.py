@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire.telemetry.chrome_trace import ChromeTraceSink, merge_traces
 from gradwire.telemetry.recorder import Recorder
+from programs import run
 
 
 def check(trace: dict[str, Any]) -> list[dict[str, Any]]:
@@ -84,56 +84,55 @@ def train(path: Path, rank: int = 0, n_steps: int = 3, **options: Any) -> Record
     return recorder
 
 
-def row_names(trace: dict[str, Any]) -> set[str]:
-    return {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+def train_two(folder: Path) -> list[Path]:
+    """The traces of two ranks."""
+    paths = [folder / f"trace{rank}.json" for rank in range(2)]
+    for rank, path in enumerate(paths):
+        train(path, rank).close()
+    return paths
+
+
+def load(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+# The beginning of a program that trains.
+TRAINS = f"""
+import os, resource, sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
+from pathlib import Path
+from test_chrome_trace import train
+"""
 
 
 def test_trace_is_valid_and_shows_hook_and_lane(tmp_path: Path) -> None:
     train(tmp_path / "trace.json").close()
-    trace = json.loads((tmp_path / "trace.json").read_text())
+    trace = load(tmp_path / "trace.json")
     spans = check(trace)
-    assert {"iterations", "backward hook", "lane"} <= row_names(trace)
-    by_kind = defaultdict(int)
-    for span in spans:
-        by_kind[span["name"].split()[0]] += 1
+    rows = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    assert {"iterations", "backward hook", "lane"} <= rows
+    by_kind = Counter(span["name"].split()[0] for span in spans)
     assert by_kind == {"step": 3, "importance": 6, "encode": 18, "communicate": 6, "decode": 6}
     counters = [event["args"] for event in trace["traceEvents"] if event["ph"] == "C"]
-    assert counters[:3] == [
-        {"sent": 900, "received": 800},
-        {"sent": 1800, "received": 1600},
-        {"sent": 0, "received": 0},
-    ]
+    assert [(one["sent"], one["received"]) for one in counters[:3]] == [(900, 800), (1800, 1600), (0, 0)]
 
 
 def test_trace_of_a_killed_process_is_whole(tmp_path: Path) -> None:
-    program = f"""
-import os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from pathlib import Path
-from test_chrome_trace import train
-train(Path(sys.argv[1]))
-os._exit(9)
-"""
-    path = tmp_path / "trace.json"
-    assert subprocess.run([sys.executable, "-c", program, str(path)], check=False).returncode == 9
-    assert any(span["name"] == "step 2" for span in check(json.loads(path.read_text())))
+    path, program = tmp_path / "trace.json", f"{TRAINS}train(Path(sys.argv[1]))\nos._exit(9)"
+    assert run([sys.executable, "-c", program, path]).returncode == 9
+    assert any(span["name"] == "step 2" for span in check(load(path)))
 
 
 def test_full_disk_leaves_the_whole_steps(tmp_path: Path) -> None:
-    program = f"""
-import resource, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from pathlib import Path
-from test_chrome_trace import train
+    program = f"""{TRAINS}
 resource.setrlimit(resource.RLIMIT_FSIZE, (12000, 12000))
 print(train(Path(sys.argv[1]), n_steps=20).totals()["n_steps"])
 """
     path = tmp_path / "trace.json"
-    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
+    done = run([sys.executable, "-c", program, path], check=True)
     assert done.stdout.split() == ["20"]
     assert done.stderr.count("failed at step") == 1
-    spans = check(json.loads(path.read_text()))
-    assert 0 < sum(span["cat"] == "step" for span in spans) < 20
+    assert 0 < sum(span["cat"] == "step" for span in check(load(path))) < 20
 
 
 def test_trace_stops_at_max_bytes_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -141,7 +140,7 @@ def test_trace_stops_at_max_bytes_and_says_so(tmp_path: Path, caplog: pytest.Log
         train(tmp_path / "trace.json", n_steps=20, max_bytes=12000).close()
     assert (tmp_path / "trace.json").stat().st_size <= 12000
     assert [record.getMessage().count("max_bytes=12000") for record in caplog.records] == [1]
-    check(json.loads((tmp_path / "trace.json").read_text()))
+    check(load(tmp_path / "trace.json"))
 
 
 def test_late_bucket_does_not_break_the_order(tmp_path: Path) -> None:
@@ -156,30 +155,24 @@ def test_late_bucket_does_not_break_the_order(tmp_path: Path) -> None:
     recorder.close_bucket(late)
     recorder.close_step(1, 0)
     recorder.close()
-    assert {"encode", "table"} <= {span["name"] for span in check(json.loads((tmp_path / "trace.json").read_text()))}
+    assert {"encode", "table"} <= {span["name"] for span in check(load(tmp_path / "trace.json"))}
 
 
 def test_ranks_of_one_machine_merge_on_their_common_clock(tmp_path: Path) -> None:
-    paths = [tmp_path / f"trace{rank}.json" for rank in range(2)]
-    for rank, path in enumerate(paths):
-        train(path, rank).close()
-    merged = json.loads(merge_traces(paths, tmp_path / "merged.json").read_text())
+    paths = train_two(tmp_path)
+    merged = load(merge_traces(paths, tmp_path / "merged.json"))
     check(merged)
     assert {event["pid"] for event in merged["traceEvents"]} == {0, 1}
-    events = [json.loads(path.read_text())["traceEvents"] for path in paths]
-    assert merged["traceEvents"] == events[0] + events[1]
+    assert merged["traceEvents"] == load(paths[0])["traceEvents"] + load(paths[1])["traceEvents"]
 
 
 def test_ranks_of_two_machines_merge_by_their_wall_clocks(tmp_path: Path) -> None:
-    paths = [tmp_path / f"trace{rank}.json" for rank in range(2)]
-    for rank, path in enumerate(paths):
-        train(path, rank).close()
-    other = json.loads(paths[1].read_text())
-    other["otherData"]["clock_id"] = "another boot"
-    base = json.loads(paths[0].read_text())["otherData"]["wall_minus_clock_ns"]
-    other["otherData"]["wall_minus_clock_ns"] = base + 7_000_000
+    paths = train_two(tmp_path)
+    base, other = map(load, paths)
+    ahead_ns = base["otherData"]["wall_minus_clock_ns"] + 7_000_000
+    other["otherData"] |= {"clock_id": "another boot", "wall_minus_clock_ns": ahead_ns}
     paths[1].write_text(json.dumps(other))
-    merged = json.loads(merge_traces(paths, tmp_path / "merged.json").read_text())
+    merged = load(merge_traces(paths, tmp_path / "merged.json"))
 
     def first(trace: dict[str, Any]) -> float:
         return next(event["ts"] for event in trace["traceEvents"] if event["pid"] == 1 and event["ph"] == "X")
@@ -189,15 +182,15 @@ def test_ranks_of_two_machines_merge_by_their_wall_clocks(tmp_path: Path) -> Non
 
 def test_merge_refuses_what_it_cannot_merge(tmp_path: Path) -> None:
     train(tmp_path / "a.json").close()
-    with pytest.raises(InvalidArgument, match=r"both of rank 0"):
-        merge_traces([tmp_path / "a.json", tmp_path / "a.json"], tmp_path / "out.json")
-    with pytest.raises(InvalidArgument, match=r"none\.json"):
-        merge_traces([tmp_path / "none.json"], tmp_path / "out.json")
-    with pytest.raises(InvalidArgument, match=r"no trace to merge"):
-        merge_traces([], tmp_path / "out.json")
     (tmp_path / "cut.json").write_bytes((tmp_path / "a.json").read_bytes()[:-20])
     (tmp_path / "foreign.json").write_text('{"traceEvents": []}')
-    for name in ("cut", "foreign"):
-        with pytest.raises(CorruptMessage, match=rf"{name}\.json"):
-            merge_traces([tmp_path / f"{name}.json"], tmp_path / "out.json")
+    for names, error, match in (
+        (["a", "a"], InvalidArgument, r"both of rank 0"),
+        (["none"], InvalidArgument, r"none\.json"),
+        ([], InvalidArgument, r"no trace to merge"),
+        (["cut"], CorruptMessage, r"cut\.json"),
+        (["foreign"], CorruptMessage, r"foreign\.json"),
+    ):
+        with pytest.raises(error, match=match):
+            merge_traces([tmp_path / f"{name}.json" for name in names], tmp_path / "out.json")
     assert not (tmp_path / "out.json").exists()

@@ -6,18 +6,12 @@ import html.parser
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_results import (
-    SCHEMES,
-    allreduce_records,
-    codec_records,
-    train_records,
-    write_all,
-    write_run,
-)
+from sample_results import SCHEMES, allreduce_records, codec_records, train_records, write_all, write_run
 
 from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
 from gradwire.telemetry.chrome_trace import ChromeTraceSink
@@ -26,10 +20,21 @@ from gradwire_lab.report import write_report
 from gradwire_lab.results.captions import describe_network, describe_networks, format_rate
 from gradwire_lab.results.plots import SLOTS, assign_slots
 
+Input = Path | list[dict[str, Any]]  # a file, a folder, or records that are written to a file
 
-def write_json(path: Path, records: list[dict[str, Any]]) -> Path:
-    path.write_text(json.dumps(records, indent=1))
-    return path
+
+def report(folder: Path, *inputs: Input, **options: Any) -> Path:
+    """The page of these."""
+    paths = []
+    for given in inputs:
+        if not isinstance(given, Path):
+            (folder / "bench.json").write_text(json.dumps(given, indent=1))
+        paths.append(given if isinstance(given, Path) else folder / "bench.json")
+    return write_report(paths, folder / "report.html", **options)
+
+
+def sections(page: Path) -> list[str]:
+    return re.findall(r'<section id="([^"]+)"', page.read_text())
 
 
 def figures(page: Path) -> list[str]:
@@ -41,7 +46,7 @@ def text_of(page: Path) -> str:
 
     class Reader(html.parser.HTMLParser):
         def handle_data(self, data: str) -> None:
-            words.append(data.strip())
+            words.extend(data.split())
 
     Reader().feed(page.read_text())
     return " ".join(words)
@@ -69,8 +74,7 @@ def test_names_from_files_stay_text(tmp_path: Path) -> None:
     for record in records:
         record["scheme"] = harm + record["scheme"]
         record.update(workload=harm, cpu=harm)
-    (tmp_path / "train.json").write_text(json.dumps(records))
-    page = write_report([tmp_path / "train.json"], tmp_path / "report.html", title=harm).read_text()
+    page = report(tmp_path, records, title=harm).read_text()
     Reader().feed(page)
     assert page.count("&lt;img src=x onerror=x()&gt;") >= 3
     assert "{{ 7 * 6 }}" in page
@@ -85,66 +89,50 @@ def test_same_input_gives_the_same_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "records", "expected"),
+    ("records", "expected"),
     [
-        ("codec", codec_records(), "codec"),
-        ("allreduce", allreduce_records(), "allreduce0"),
-        ("train", train_records(), "train0"),
+        (codec_records(), ["codec"]),
+        (allreduce_records(), ["allreduce0"]),
+        (train_records(), ["train0"]),
+        ([*train_records()[:2], *codec_records()[:2], *allreduce_records()[:2]], ["train0", "allreduce0", "codec"]),
     ],
 )
-def test_only_sections_with_data_appear(
-    tmp_path: Path, name: str, records: list[dict[str, Any]], expected: str
-) -> None:
-    page = write_report([write_json(tmp_path / f"{name}.json", records)], tmp_path / "report.html")
-    assert re.findall(r'<section id="([^"]+)"', page.read_text()) == [expected, "machine"]
-    assert all(figure.startswith(expected) for figure in figures(page))
-    assert figures(page)
-
-
-def test_one_file_may_hold_records_of_all_kinds(tmp_path: Path) -> None:
-    mixed = write_json(tmp_path / "sweep.json", [*train_records()[:2], *codec_records()[:2], *allreduce_records()[:2]])
-    page = write_report([mixed], tmp_path / "report.html")
-    assert re.findall(r'<section id="([^"]+)"', page.read_text()) == ["train0", "allreduce0", "codec", "machine"]
+def test_only_sections_with_data_appear(tmp_path: Path, records: list[dict[str, Any]], expected: list[str]) -> None:
+    page = report(tmp_path, records)
+    assert sections(page) == [*expected, "machine"]
+    assert {figure.partition("-")[0] for figure in figures(page)} == set(expected)
 
 
 def test_speed_up_is_the_ratio_to_the_baseline_at_the_same_rate(tmp_path: Path) -> None:
-    common = {
-        "workload": "gpt",
-        "ranks": 2,
-        "compute_s": 0.1,
-        "codec_s": 0,
-        "exposed_s": 0.1,
-        "wire_bytes": 10,
-        "loss": 1,
-    }
+    common = {"workload": "gpt", "ranks": 2, "compute_s": 0.1, "codec_s": 0, "exposed_s": 0.1}
+    common |= {"wire_bytes": 10, "loss": 1}
     records = [
         {"scheme": scheme, "rate_bps": rate_bps, "iteration_s": seconds, **common}
         for rate_bps, times in ((1e8, {"plain": 8.0, "gcomp": 2.0}), (None, {"plain": 0.3, "gcomp": 0.4}))
         for scheme, seconds in times.items()
     ]
-    text = text_of(write_report([write_json(tmp_path / "t.json", records)], tmp_path / "report.html"))
-    assert "gcomp 100 Mb/s 2,000.0 4.00" in " ".join(text.split())
-    assert "gcomp unshaped 400.0 0.75" in " ".join(text.split())
+    text = text_of(report(tmp_path, records))
+    assert "gcomp 100 Mb/s 2,000.0 4.00" in text
+    assert "gcomp unshaped 400.0 0.75" in text
 
 
 def test_baseline_can_be_chosen_and_must_exist(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / scheme, scheme, n_steps=30) for scheme in SCHEMES]
-    text = text_of(write_report(runs, tmp_path / "report.html", baseline="zstd"))
-    assert "deviation against zstd" in text
+    assert "deviation against zstd" in text_of(report(tmp_path, *runs, baseline="zstd"))
     with pytest.raises(InvalidArgument, match=r"'none'; there are: gcomp, plain, truncate, zstd"):
-        write_report(runs, tmp_path / "report.html", baseline="none")
+        report(tmp_path, *runs, baseline="none")
 
 
 def test_runs_and_records_of_one_scheme_are_told_apart_by_options_or_folder(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / mode, "gcomp", n_steps=10) for mode in ("paper", "none")]
-    text = text_of(write_report(runs, tmp_path / "report.html"))
+    text = text_of(report(tmp_path, *runs))
     assert "gcomp (paper)" in text
     assert "gcomp (none)" in text
     for run in runs:
         config = json.loads((run / "config.json").read_text())
         (run / "config.json").write_text(json.dumps({**config, "scheme_options": {"importance": run.name}}))
     records = [{**train_records()[0], "options": f"rank={rank}"} for rank in (1, 4)]
-    text = text_of(write_report([*runs, write_json(tmp_path / "t.json", records)], tmp_path / "report.html"))
+    text = text_of(report(tmp_path, *runs, records))
     for label in ("gcomp importance=paper", "gcomp importance=none", "ddp rank=1", "ddp rank=4"):
         assert label in text
 
@@ -153,36 +141,31 @@ def test_what_is_not_the_real_thing_is_marked(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / scheme, scheme, n_steps=10) for scheme in ("plain", "gcomp")]
     (runs[0] / "summary.json").write_text(json.dumps({"wire_bytes_origin": "computed for a ring"}))
     records = [{**record, "data": "shape-only", "compute": "emulate"} for record in train_records()]
-    text = text_of(write_report([*runs, write_json(tmp_path / "t.json", records)], tmp_path / "report.html"))
-    for words in (
-        "Bytes of plain: computed for a ring, not counted",
-        "inputs of the right shape only",
-        "computation emulated",
-    ):
-        assert words in text
+    text = text_of(report(tmp_path, *runs, records))
+    assert "Bytes of plain: computed for a ring, not counted" in text
+    assert "inputs of the right shape only" in text
+    assert "computation emulated" in text
 
 
 def test_runs_of_two_workloads_get_a_section_each(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / workload, "plain", 30, workload) for workload in ("gpt", "resnet")]
-    page = write_report(runs, tmp_path / "report.html")
-    assert re.findall(r'<section id="([^"]+)"', page.read_text()) == ["run0", "run1", "machine"]
+    assert sections(report(tmp_path, *runs)) == ["run0", "run1", "machine"]
 
 
 @pytest.mark.parametrize("n_steps", [1, 2, 3])
 def test_shortest_runs_still_give_a_page(tmp_path: Path, n_steps: int) -> None:
     runs = [write_run(tmp_path / scheme, scheme, n_steps) for scheme in ("plain", "gcomp")]
-    assert len(figures(write_report(runs, tmp_path / "report.html"))) == 3
+    assert len(figures(report(tmp_path, *runs))) == 3
 
 
 def test_run_that_diverged_was_killed_or_resumed_is_shown(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / scheme, scheme, 40) for scheme in ("plain", "gcomp")]
     lines = (runs[1] / "steps.jsonl").read_text().splitlines()
     lost = [json.dumps(json.loads(line) | {"loss": None}) for line in lines[20:]]
-    (runs[1] / "steps.jsonl").write_text(
-        "\n".join([*lines[:28], *lost]) + "\n"
-    )  # steps 20 to 27 twice: once do they count
+    # Steps 20 to 27 twice: once do they count.
+    (runs[1] / "steps.jsonl").write_text("\n".join([*lines[:28], *lost]) + "\n")
     (runs[0] / "summary.json").unlink()
-    text = " ".join(text_of(write_report(runs, tmp_path / "report.html")).split())
+    text = text_of(report(tmp_path, *runs))
     assert "not finite" in text
     assert re.search(r"plain 40 .*gcomp 40 ", text)
 
@@ -220,79 +203,67 @@ def test_names_in_one_figure_differ_in_colour_or_marker() -> None:
 
 
 def test_missing_input_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"nowhere does not exist"):
-        write_report([tmp_path / "nowhere"], tmp_path / "report.html")
-    with pytest.raises(InvalidArgument, match=r"at least one"):
-        write_report([], tmp_path / "report.html")
-    with pytest.raises(InvalidArgument, match=r"holds nothing to report"):
-        write_report([tmp_path], tmp_path / "report.html")
-
-
-def test_run_folder_without_its_config_is_named(tmp_path: Path) -> None:
+    for inputs, message in (([tmp_path / "nowhere"], "nowhere does not exist"), ([], "at least one"),
+                            ([tmp_path], "holds nothing to report")):  # fmt: skip
+        with pytest.raises(InvalidArgument, match=message):
+            report(tmp_path, *inputs)
     run = write_run(tmp_path / "plain", "plain", 5)
     (run / "config.json").unlink()
     with pytest.raises(InvalidArgument, match=r"config\.json"):
-        write_report([run], tmp_path / "report.html")
+        report(tmp_path, run)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"step": 2, "los', r"steps\.jsonl: not JSON"),
-        ("3", r"steps\.jsonl: expected objects"),
-        ('{"step": 2}', r"steps\.jsonl: record 3: loss is missing, expected a number"),
-        (None, r"steps\.jsonl: record 3: bytes_sent is 'many', expected a number"),
-        ("", r"steps\.jsonl: holds no step"),
-    ],
-)
-def test_bad_steps_of_a_run_are_named(tmp_path: Path, line: str | None, message: str) -> None:
-    run = write_run(tmp_path / "plain", "plain", 5)
+def run_with(folder: Path, line: str | dict[str, Any]) -> Path:
+    """Of five steps, the third with this line, or with other fields."""
+    run = write_run(folder / "plain", "plain", 5)
     lines = (run / "steps.jsonl").read_text().splitlines()
-    lines[2] = line if line is not None else json.dumps({**json.loads(lines[2]), "bytes_sent": "many"})
-    (run / "steps.jsonl").write_text("\n".join(lines) if line != "" else "")
-    with pytest.raises(CorruptMessage, match=message):
-        write_report([run], tmp_path / "report.html")
+    lines[2] = line if isinstance(line, str) else json.dumps(json.loads(lines[2]) | line)
+    (run / "steps.jsonl").write_text("\n".join(lines) if line else "")
+    return run
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"ratio": "small"}, r"codec\.json: record 3: ratio is 'small', expected a positive number"),
-        ({"encode_gb_per_s": 0}, r"codec\.json: record 3: encode_gb_per_s is 0, expected a positive number"),
-        ({"threads": None}, r"codec\.json: record 3: threads is None"),
-        ({"exponent_bits": "x"}, r"codec\.json: record 3: exponent_bits is 'x', expected a number or null"),
-    ],
-)
-def test_bad_record_of_a_bench_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def bench_with(folder: Path, change: dict[str, Any]) -> list[dict[str, Any]]:
     records = codec_records()
     records[3].update(change)
-    with pytest.raises(CorruptMessage, match=message):
-        write_report([write_json(tmp_path / "codec.json", records)], tmp_path / "report.html")
+    return records
+
+
+def file_of(folder: Path, content: bytes) -> Path:
+    (folder / "x.json").write_bytes(content)
+    return folder / "x.json"
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("make", "content", "message"),
     [
-        (b'[\n{"a": 1},\n{"a"', "not JSON"),
-        (b'[\n{"a": 1}]', "record 0: its fields are of no kind"),
-        (b'{"a": 1}', "record 0: its fields are of no kind"),
-        (b"[3]", "expected objects"),
-        (b"[\n\xff]", "not JSON"),
+        (run_with, '{"step": 2, "los', "steps.jsonl: not JSON"),
+        (run_with, "3", "steps.jsonl: expected objects"),
+        (run_with, '{"step": 2}', "steps.jsonl: record 3: loss is missing, expected a number"),
+        (run_with, {"bytes_sent": "many"}, "steps.jsonl: record 3: bytes_sent is 'many', expected a number"),
+        (run_with, "", "steps.jsonl: holds no step"),
+        (bench_with, {"ratio": "small"}, "bench.json: record 3: ratio is 'small', expected a positive number"),
+        (bench_with, {"encode_gb_per_s": 0}, "bench.json: record 3: encode_gb_per_s is 0, expected a positive number"),
+        (bench_with, {"threads": None}, "bench.json: record 3: threads is None"),
+        (bench_with, {"exponent_bits": "x"}, "bench.json: record 3: exponent_bits is 'x', expected a number or null"),
+        (file_of, b'[\n{"a": 1},\n{"a"', "x.json: not JSON"),
+        (file_of, b'[\n{"a": 1}]', "x.json: record 0: its fields are of no kind"),
+        (file_of, b'{"a": 1}', "x.json: record 0: its fields are of no kind"),
+        (file_of, b"[3]", "x.json: expected objects"),
+        (file_of, b"[\n\xff]", "x.json: not JSON"),
     ],
 )
-def test_file_that_is_no_list_of_known_records_is_named(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(CorruptMessage, match=rf"x\.json: {message}"):
-        write_report([tmp_path / "x.json"], tmp_path / "report.html")
+def test_what_is_wrong_in_a_file_is_named(
+    tmp_path: Path, make: Callable[[Path, Any], Input], content: Any, message: str
+) -> None:
+    with pytest.raises(CorruptMessage, match=re.escape(message)):
+        report(tmp_path, make(tmp_path, content))
 
 
 def test_error_leaves_an_older_page_as_it_was(tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
-    page.write_text("older")
-    (tmp_path / "x.json").write_text("[3]")
+    (tmp_path / "report.html").write_text("older")
     with pytest.raises(CorruptMessage):
-        write_report([tmp_path / "x.json"], page)
-    assert page.read_text() == "older"
+        report(tmp_path, file_of(tmp_path, b"[3]"))
+    assert (tmp_path / "report.html").read_text() == "older"
 
 
 def test_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
@@ -308,7 +279,7 @@ def test_missing_package_is_named_with_its_cure(tmp_path: Path, monkeypatch: pyt
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(Unsupported, match=r"pip install 'gradwire\[report\]'"):
-        write_report([write_run(tmp_path / "plain", "plain", 3)], tmp_path / "report.html")
+        report(tmp_path, write_run(tmp_path / "plain", "plain", 3))
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -325,18 +296,11 @@ def test_command_writes_the_page_and_the_merged_trace(tmp_path: Path, capsys: py
     assert json.loads(trace.read_text())["otherData"]["ranks"] == [0, 1]
 
 
-def test_command_ends_with_status_1_and_the_message_on_bad_input(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", str(tmp_path / "nowhere")]) == 1
-    assert "nowhere does not exist" in capsys.readouterr().err
-
-
 def test_folder_of_a_demo_is_told_from_runs(tmp_path: Path) -> None:
     (tmp_path / "demo.json").write_text("{}")
     for given in (tmp_path, tmp_path / "demo.json"):
         with pytest.raises(InvalidArgument, match=r"`gradwire demo`.* takes run folders of `gradwire train --out`"):
-            write_report([given], tmp_path / "page.html")
+            report(tmp_path, given)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[" + "9" * 5_000 + "]", '[{"time_s": 1' + "0" * 400 + "}]"])
@@ -345,9 +309,9 @@ def test_json_that_nobody_would_write_is_one_sentence(tmp_path: Path, text: str,
     assert main(["recommend", "--profile", str(tmp_path / "bench.json")]) == 1
     assert "Traceback" not in capsys.readouterr().err
     with pytest.raises(CorruptMessage, match=r"bench\.json:"):
-        write_report([tmp_path / "bench.json"], tmp_path / "page.html")
+        report(tmp_path, tmp_path / "bench.json")
 
 
 def test_page_of_a_machine_without_fields(tmp_path: Path) -> None:
     records = [{**record, "environment": {"os": "x"}} for record in codec_records()]
-    assert write_report([write_json(tmp_path / "bench.json", records)], tmp_path / "page.html").exists()
+    assert report(tmp_path, records).exists()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from browser import Page, find_browser, open_browser
-from sample_results import write_all
+from sample_results import train_records, write_all
 
 from gradwire_lab.report import write_report
 
@@ -94,10 +95,6 @@ def test_figures_follow_the_colour_scheme(page: Page) -> None:
 
 
 def test_names_from_files_cannot_run_script(tmp_path: Path, page: Page) -> None:
-    import json
-
-    from sample_results import train_records
-
     records = train_records()
     for record in records:
         if record["scheme"] == "gcomp":

@@ -1,15 +1,13 @@
 """The demo compares two runs and writes its report; the example runs as it is printed."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from gradwire_lab import cli
 from gradwire_lab.cli import demo
-from ranks import patience
+from programs import TORCHRUN, run_well
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
@@ -50,15 +48,7 @@ def test_seconds_are_counted_to_a_loss_that_all_have_come_down_to() -> None:
     assert seconds == {"ddp": 4.0, "auto": 2.0, "stuck": 10.0}
 
 
-def test_a_demo_of_one_rank_is_refused(capsys: pytest.CaptureFixture) -> None:
-    assert cli.main(["demo", "--ranks", "1"]) == 1
-    assert "nothing to communicate" in capsys.readouterr().err
-
-
 def test_minimal_example_runs_under_torchrun_and_has_at_most_60_lines() -> None:
     example = Path(__file__).parents[2] / "examples" / "ddp_minimal.py"
     assert len(example.read_text().splitlines()) <= 60
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=150 * patience())
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert "epoch 3" in result.stdout
+    assert "epoch 3" in run_well([*TORCHRUN, example])

@@ -13,15 +13,9 @@ from gradwire_lab.training.simulated import SimulatedRanks, train
 from ranks import on_ranks
 
 SPECS = (
-    "embedded-float:bits=4",
-    "embedded-float:bits=5,topology=direct",
-    "truncated-float:bits=8",
-    "gcomp:importance=uniform,bits=7",
-    "one-bit:scale_values=64",
-    "one-bit:error_feedback=False",
-    "two-bit",
-    "qsgd",
-)
+    "embedded-float:bits=4", "embedded-float:bits=5,topology=direct", "truncated-float:bits=8",
+    "gcomp:importance=uniform,bits=7", "one-bit:scale_values=64", "one-bit:error_feedback=False", "two-bit", "qsgd",
+)  # fmt: skip
 
 
 def drawn(rank: int, step: int) -> dict[str, torch.Tensor]:
@@ -40,15 +34,13 @@ def test_simulated_ranks_get_the_bits_of_real_ones(rank: int, world_size: int, d
         for step in range(3):
             tensors = {name: one.to(dtype) for name, one in drawn(rank, step).items()}
             reducer.all_reduce(tensors).wait()
-            every = [
-                torch.cat([one.to(dtype).flatten() for one in drawn(peer, step).values()]) for peer in range(world_size)
-            ]
+            peers = (drawn(peer, step).values() for peer in range(world_size))
+            every = [torch.cat([one.to(dtype).flatten() for one in values]) for values in peers]
             matrix, bias = simulated.mean(every).split([tensors["matrix"].numel(), 70])
             assert torch.equal(tensors["matrix"].flatten(), matrix), (spec, step)
             # Spared, so the backend adds it up, in an order of its own from three ranks on.
-            torch.testing.assert_close(
-                tensors["bias"], bias, rtol=2**-7 * (world_size > 2), atol=2**-7 * (world_size > 2)
-            )
+            tolerance = 2**-7 * (world_size > 2)
+            torch.testing.assert_close(tensors["bias"], bias, rtol=tolerance, atol=tolerance)
         reducer.close()
 
 
@@ -62,9 +54,8 @@ def test_simulated_ranks_get_the_bits_of_real_ones_by_importance_too(rank: int, 
     simulated = SimulatedRanks(schemes.by_name(spec), world_size, {"weight": weight}, [optimizer])
     attachment = gradwire.attach(ddp, optimizer, schemes.by_name(spec))
     for step in range(3):
-        batches = [
-            torch.randn(8, 400, generator=torch.Generator().manual_seed(100 * step + r)) for r in range(world_size)
-        ]
+        seeds = range(100 * step, 100 * step + world_size)
+        batches = [torch.randn(8, 400, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         every = [torch.autograd.grad(ddp.module(one).square().mean(), weight)[0].flatten() for one in batches]
         expected = simulated.mean(every)
         optimizer.zero_grad()

@@ -1,26 +1,28 @@
-"""A JSONL log holds whole lines only, and a full disk costs the log, not the training."""
+"""Sinks: a JSONL log holds whole lines only, a full disk costs the log, not the training; TensorBoard reads its own back."""
 
 from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from gradwire.errors import Unsupported
 from gradwire.telemetry.jsonl import JsonLines, JsonlSink
 from gradwire.telemetry.recorder import Recorder
+from gradwire.telemetry.tensorboard import TensorBoardSink
+from programs import run as run_program
 
 
-def run(recorder: Recorder, n_steps: int) -> None:
+def run(recorder: Recorder, n_steps: int, n_buckets: int = 2, exposed_ns: int = 1_000_000) -> None:
     for step in range(n_steps):
-        for bucket in range(2):
+        for bucket in range(n_buckets):
             record = recorder.open_bucket(step, bucket, 400)
-            record.count_sent(100)
+            record.count_sent(100 + step)
             recorder.close_bucket(record)
-        recorder.close_step(step, 1_000_000)
+        recorder.close_step(step, exposed_ns)
     recorder.close()
 
 
@@ -74,7 +76,7 @@ recorder.close()
 print(recorder.totals()["n_steps"])
 """
     path = tmp_path / "log"
-    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
+    done = run_program([sys.executable, "-c", program, path], check=True)
     assert done.stdout.split() == ["20"]  # the run went on to its end
     assert done.stderr.count("cannot write") == 1
     assert str(path) in done.stderr
@@ -94,3 +96,23 @@ def test_device_without_space_is_an_error_on_the_first_line_only(caplog: pytest.
     log.close()
     assert log.n_dropped == 5
     assert len(caplog.records) == 1
+
+
+def test_scalars_read_back_as_recorded(tmp_path: Path) -> None:
+    accumulator_module = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="the extra `tensorboard` is not installed"
+    )
+    run(Recorder(0, 2, sinks=[TensorBoardSink(tmp_path, every=2)]), 5, n_buckets=1, exposed_ns=2_000_000)
+    events = accumulator_module.EventAccumulator(str(tmp_path))
+    events.Reload()
+    sent = [(event.step, event.value) for event in events.Scalars("gradwire/bytes/bytes_sent")]
+    assert sent == [(0, 100), (2, 102), (4, 104)]
+    assert events.Scalars("gradwire/ratio")[0].value == 0.25
+    assert events.Scalars("gradwire/seconds/exposed")[0].value == pytest.approx(2e-3)
+    assert events.Scalars("gradwire/count/buckets")[0].value == 1
+
+
+def test_missing_tensorboard_is_named_with_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # makes the import fail, as without the package
+    with pytest.raises(Unsupported, match=r"pip install 'gradwire\[tensorboard\]'"):
+        TensorBoardSink(tmp_path)

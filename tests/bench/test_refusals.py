@@ -1,0 +1,62 @@
+"""What a command cannot do it says in one line, before anything runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire_lab.cli import main
+
+REFUSED = [
+    ("bench run nope", "no experiment's key begins with nope"),
+    ("bench run", "name experiments by KEY"),
+    ("bench allreduce --scheme nope", "nothing to measure is called 'nope'"),
+    ("bench allreduce --scheme gcomp:bits", "expected NAME:option=value"),
+    ("bench allreduce --rate fast", "fast"),
+    ("bench allreduce --rate 1gbit,1gbit --ranks 3", "2 rates for 3 ranks"),
+    ("bench allreduce --ranks 0", "--ranks must be at least 1"),
+    ("bench allreduce --n-bytes 2", "bytes from 4 (one float32)"),
+    ("bench allreduce --gradients absent.npz", "no such file"),
+    ("bench allreduce --density 2", "density must be from 0 to 1"),
+    ("bench train --scheme nope", "nothing to measure is called 'nope'"),
+    ("bench train --workload nope", "no workload is called 'nope'"),
+    ("bench train --steps 0", "both count from 1"),
+    ("bench train --then 100mbit", "give the rate to begin with"),
+    ("bench train --rate none --then 100mbit", "give the rate to begin with"),
+    ("bench train --rate 1gbit --then none", "expected one rate"),
+    ("bench train --rate 1gbit --then 1gbit,1gbit", "4 with commas between"),
+    ("bench train --rate 1gbit --then fast", "is no rate"),
+    ("demo --ranks 1", "nothing to communicate"),
+    ("report nowhere", "nowhere does not exist"),
+    ("train --steps 1 --scheme no-such", "no scheme is called 'no-such'"),
+    ("train --steps 1 --scheme plain --workload no-such", "no workload is called 'no-such'"),
+    ("train --steps 1 --scheme ddp --scheme-option a=1", "takes no options"),
+    ("train --steps 1 --scheme ddp-powersgd --scheme-option start=1", "start is a count from 2"),
+    ("train --steps 1 --scheme plain --scheme-option no_such=1", "scheme 'plain'"),
+    ("train --steps 1 --scheme plain --workload-option no_such=1", "no_such"),
+    ("train --steps 1 --scheme plain --resume", "checkpoint"),
+    ("train --steps 0 --scheme plain", "steps is 0; it must be a whole number from 1"),
+    ("train --steps 1 --scheme plain ddp --checkpoint x", "one --scheme"),
+    ("train --steps 1 --scheme plain --trace", "out=RUN_DIR"),
+    ("train --steps 1 --scheme plain --ranks 0", "ranks"),
+    ("train --steps 1 --scheme plain --rate fast", "rate"),
+    ("simulate --scheme nothing", "InvalidArgument: "),
+    ("simulate --rate 0gbit", "InvalidArgument: "),
+    ("simulate --rate none", "InvalidArgument: "),
+    ("simulate --workers 0", "InvalidArgument: "),
+    ("simulate --trace=-1=1gbit", "InvalidArgument: "),
+    ("simulate --workload alexnet", "InvalidArgument: "),
+    ("simulate --plot a.txt", "InvalidArgument: "),
+    ("simulate --chrome-trace a.json --workers 2 4", "InvalidArgument: "),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=[words for words, _ in REFUSED])
+def test_bad_request_is_refused_in_one_line(
+    words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(words.split()) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith(f"gradwire {words.split()[0]}")
+    assert error.count("\n") == 1

@@ -50,7 +50,6 @@ _CANARY = 0xA5
 
 
 def draw(choose: random.Random) -> dict[str, Any]:
-    """One case, as plain values."""
     if choose.random() < 0.1:
         return {"target": "inspect", "draw": choose.randrange(2**31), "n_tries": 40}
     name, options = choose.choice(CODECS)
@@ -58,7 +57,7 @@ def draw(choose: random.Random) -> dict[str, Any]:
         "target": "codec",
         "codec": (name, options),
         "dtype": choose.choice(["float32", "float32", "bfloat16", "float16"]),
-        "pattern": choose.choice([p for p in models.PATTERNS if p not in ("one rank only",)]),
+        "pattern": choose.choice([p for p in models.PATTERNS if p != "one rank only"]),
         "n_values": choose.choice([0, 1, 7, 100, 300, 300, 1_000, 17_000]),
         "attack": choose.choice(ATTACKS),
         "draw": choose.randrange(2**31),
@@ -67,8 +66,7 @@ def draw(choose: random.Random) -> dict[str, Any]:
 
 
 def run(case: dict[str, Any]) -> None:
-    """Raises: Found, Refused."""
-    if case["target"] == "codec" and case["codec"][0] in ("one-bit",) and case["n_values"] == 0:
+    if case["target"] == "codec" and case["codec"][0] == "one-bit" and case["n_values"] == 0:
         case = {**case, "n_values": 1}
     results_of(launch(attack, 1, case))
 

@@ -22,21 +22,15 @@ from typing import Any
 
 import gradwire
 from gradwire_lab.ranks.network import find_free_port
+from warm_interpreters import MODULES
 
 _context = multiprocessing.get_context("forkserver")
 _SOURCES = Path(gradwire.__file__).parent
-# torch._dynamo comes with a rank's first optimizer: 0.8 s of a rank's time, where its test takes 0.1 s; pytest and the
-# schemes, with every file of tests: another 0.1 s.
+# pytest and the schemes come with every file of tests: another 0.1 s.
 _context.set_forkserver_preload(
     [
-        "torch",
-        "torch.distributed.fsdp",
-        "torch.distributed.optim",
-        "torch.nn.parallel",
-        "torch._dynamo",
+        *MODULES,
         "pytest",
-        "gradwire.doors.attachment",
-        "gradwire_lab.training.launching",
         *(
             ".".join(path.relative_to(_SOURCES.parent).with_suffix("").parts)
             for folder in ("codecs", "schemes")
@@ -181,6 +175,14 @@ def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     return outcomes
 
 
+def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What a launcher tells a rank on this machine."""
+    return {
+        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+
+
 def _run_rank(
     function: Callable[..., Any],
     rank: int,
@@ -195,15 +197,7 @@ def _run_rank(
 
     gc.freeze()  # what the server has imported: collecting garbage would walk through it, and copy its pages
     faulthandler.dump_traceback_later(0.9 * timeout_s)  # where a hung rank hangs, before it is killed
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME="lo",
-    )
+    os.environ.update(environment_of(rank, world_size, port))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:

@@ -60,12 +60,7 @@ def best_of(world: World) -> int:
     return min(world.values())
 
 
-def simulate(
-    phases: Sequence[tuple[int, World]],
-    seed: int,
-    sigma: float = 0.10,
-    bias: float = 0.20,
-) -> Outcome:
+def simulate(phases: Sequence[tuple[int, World]], seed: int, sigma: float = 0.10, bias: float = 0.20) -> Outcome:
     """The law as ranks run it: votes come late and in batches, of another link only probes tell, the model errs by family,
     steps are noisy, one in a hundred is double."""
     rng = random.Random(seed)

@@ -27,18 +27,13 @@ from warm_interpreters import MODULES
 _context = multiprocessing.get_context("forkserver")
 _SOURCES = Path(gradwire.__file__).parent
 # pytest and the schemes come with every file of tests: another 0.1 s.
-_context.set_forkserver_preload(
-    [
-        *MODULES,
-        "pytest",
-        *(
-            ".".join(path.relative_to(_SOURCES.parent).with_suffix("").parts)
-            for folder in ("codecs", "schemes")
-            for path in sorted((_SOURCES / folder).rglob("*.py"))
-            if path.name != "__init__.py"
-        ),
-    ]
-)
+_schemes = [
+    ".".join(path.relative_to(_SOURCES.parent).with_suffix("").parts)
+    for folder in ("codecs", "schemes")
+    for path in sorted((_SOURCES / folder).rglob("*.py"))
+    if path.name != "__init__.py"
+]
+_context.set_forkserver_preload([*MODULES, "pytest", *_schemes])
 
 
 @dataclass
@@ -70,10 +65,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
 
 def on_ranks(
-    world_size: int | None = None,
-    timeout_s: float = 120,
-    raises: type[BaseException] | None = None,
-    match: str = "",
+    world_size: int | None = None, timeout_s: float = 120, raises: type[BaseException] | None = None, match: str = ""
 ) -> Callable[[Callable[..., object]], Any]:
     """A test that every rank goes through: `def test_...(rank, world_size, ...)`, with pytest's other arguments.
 
@@ -144,15 +136,12 @@ def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     timeout_s *= patience()
     port = find_free_port()
     results: Any = _context.SimpleQueue()
-    processes = [
-        _context.Process(
-            target=_run_rank, args=(function, rank, world_size, port, results, timeout_s, args), daemon=True
-        )
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    outcomes = [Outcome() for _ in range(world_size)]
+    processes, outcomes = [], []
+    for rank in range(world_size):
+        given = (function, rank, world_size, port, results, timeout_s, args)
+        processes.append(_context.Process(target=_run_rank, args=given, daemon=True))
+        processes[-1].start()
+        outcomes.append(Outcome())
     deadline = time.monotonic() + timeout_s
     while any(process.is_alive() for process in processes) or not results.empty():
         while not results.empty():
@@ -184,13 +173,7 @@ def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def _run_rank(
-    function: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    port: int,
-    results: Any,
-    timeout_s: float,
-    args: tuple[Any, ...],
+    function: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, timeout_s: float, args: Any
 ) -> None:
     import torch
     import torch.distributed as dist

@@ -141,13 +141,11 @@ class Relay:
 
 
 @contextlib.contextmanager
-def clients(
-    port: int | Sequence[int], n: int, job: int = 7, slots: int = 64, timeout_s: float = 100.0
-) -> Iterator[list[Any]]:
+def clients(port: int | Sequence[int], n: int, job: int = 7, slots: int = 64) -> Iterator[list[Any]]:
     """`n` workers of one job, joined; they leave at the end. `port`: of the switch, or of each worker's own."""
     ports = [port] * n if isinstance(port, int) else port
     made = [_native.SwitchClient("127.0.0.1", ports[worker], job, worker, n, slots) for worker in range(n)]
-    at_once([partial(client.join, timeout_s) for client in made])
+    at_once([partial(client.join, 100.0) for client in made])
     try:
         yield made
     finally:

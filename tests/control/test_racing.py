@@ -8,11 +8,10 @@ import random
 import statistics
 from collections.abc import Callable
 
-import measured
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_law import ANY, CLOSE, EXACT, World, best_of, family_of, plain_of, simulate, world_of
+from simulated_law import ANY, CELLS, CLOSE, EXACT, World, best_of, family_of, plain_of, simulate, world_of
 
 from gradwire.schemes.auto.law import CREDIT, LONGEST_BLOCK, PLAIN, PROBE_EVERY, WINDOW, Law, median, variance
 
@@ -20,7 +19,7 @@ from gradwire.schemes.auto.law import CREDIT, LONGEST_BLOCK, PLAIN, PROBE_EVERY,
 
 
 @pytest.mark.parametrize("allowed", [EXACT, CLOSE, ANY], ids=["exact", "close", "any"])
-@pytest.mark.parametrize("cell", measured.CELLS, ids="-".join)
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
 def test_a_thousand_steps_are_never_slower_than_plain_and_end_with_the_best(cell, allowed):
     world = world_of(*cell, allowed)
     outcomes = [simulate([(1000, world)], seed) for seed in range(8)]

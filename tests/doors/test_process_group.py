@@ -27,15 +27,13 @@ N = 40_000  # elements: 64 KiB of 16-bit floats and more
 def restart(backend: str, timeout_s: float = 100) -> None:
     """The default group anew, over the store of the old one."""
     store = dist.PrefixStore(backend, dist.distributed_c10d._get_default_store())
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     dist.destroy_process_group()
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-    )
+    dist.init_process_group(backend, store=store, timeout=timedelta(seconds=timeout_s), **place)
 
 
-def values(rank: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(N, generator=torch.Generator().manual_seed(10 * seed + rank)).to(dtype)
+def values(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(N, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
 def reduced(scheme: str, op: str, tensor: Tensor, group: Any = None) -> Tensor:

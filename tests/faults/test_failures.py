@@ -18,11 +18,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from flipping import flip_what_comes
 from float_messages import Tapped
 from gradwire import schemes
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.core.bucket import Bucket
-from ranks import Outcome, on_ranks, patience, try_ranks
+from ranks import Outcome, bits_of, on_ranks, patience, try_ranks
 
 N_STEPS, BAD_STEP = 4, 2
 
@@ -289,3 +290,45 @@ def test_ranks_in_other_steps_are_told_where_messages_change_their_length(
 ) -> None:
     """The backend ends a process that gets more than it waits for."""
     train(rank, world_size, scheme, count_a_step_too_many, faulty=0, width=20)
+
+
+# ---- one bit of one message is flipped on its way between two real ranks: it is never taken for what was sent
+
+# What travels without a codec's checksum -> where the bit is flipped, in bytes from rank 1 to rank 0.
+FLIPPED: dict[str, tuple[str, dict[str, Any], list[int]]] = {
+    "one-bit raw": ("one-bit", {"pull": "raw", "warmup_steps": 0}, [45, 3_000, 9_000]),
+    "qsgd raw": ("qsgd", {"pull": "raw"}, [45, 9_000, 14_001]),
+    "one-bit": ("one-bit", {"warmup_steps": 0}, [45, 700]),
+    "broadcast": ("broadcast", {"bits": 32}, [3_000, 9_000, 20_002]),
+}
+
+
+def train_beside_a_relay(rank: int, world_size: int, case: str, place: int) -> list[bytes]:
+    name, options, _ = FLIPPED[case]
+    if rank == 0:
+        flip_what_comes(place)
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(60, 50))
+    attachment = gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), 0.1), name, timeout_s=20, **options)
+    (optimizer,) = attachment.session.optimizers
+    for step in range(4):
+        torch.manual_seed(10 * step + rank)
+        ddp(torch.randn(8, 60)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    attachment.close()  # a rank that ends without it may take the last message with it
+    return [bits_of(parameter) for parameter in ddp.parameters()]
+
+
+@pytest.mark.parametrize(("case", "place"), [(case, place) for case in FLIPPED for place in FLIPPED[case][2]])
+def test_flipped_bit_ends_in_an_error_and_never_in_other_replicas(case: str, place: int) -> None:
+    outcomes = try_ranks(train_beside_a_relay, 2, case, place)
+    assert isinstance(outcomes[0].error, gradwire.CorruptMessage | gradwire.RankMismatch), outcomes
+    assert isinstance(outcomes[1].error, gradwire.GradwireError), outcomes
+
+
+@pytest.mark.parametrize("case", FLIPPED)
+def test_without_it_the_replicas_are_equal(case: str) -> None:
+    first, second = try_ranks(train_beside_a_relay, 2, case, 1 << 40)
+    assert first.error is None, first
+    assert first.result == second.result

@@ -14,8 +14,8 @@ from gradwire.errors import IncompatibleVersion, InvalidArgument, PeerLost, Rank
 from switch_cases import ADD, OR, Relay, Serving, Trouble, assert_reduced, at_once, clients, sums, try_at_once
 
 
-def make_client(port: int, worker: int = 0, n_workers: int = 1, job: int = 7, slots: int = 16) -> Any:
-    return _native.SwitchClient("127.0.0.1", port, job, worker, n_workers, slots)
+def make_client(port: int, worker: int = 0, n_workers: int = 1, job: int = 7) -> Any:
+    return _native.SwitchClient("127.0.0.1", port, job, worker, n_workers, 16)
 
 
 def assert_lost(outcomes: list[Any], words: str) -> None:

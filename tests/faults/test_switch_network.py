@@ -58,14 +58,14 @@ def test_results_are_exact_over_a_network_that_misbehaves(n_workers: int, troubl
 
 
 @contextlib.contextmanager
-def two_levels(racks: Sequence[Sequence[int]], trouble: Trouble | None = None, slots: int = 64) -> Iterator[list[int]]:
+def two_levels(racks: Sequence[Sequence[int]], trouble: Trouble | None = None) -> Iterator[list[int]]:
     """A switch above one for each rack: the port of every worker's own. With `trouble`, above and below each rack's."""
     with contextlib.ExitStack() as stack:
-        above = stack.enter_context(Serving(n_slots=slots))
+        above = stack.enter_context(Serving(n_slots=64))
         ports = {}
         for number, ranks in enumerate(racks):
             port = above.port if trouble is None else stack.enter_context(Relay(above.port, trouble, number)).port
-            rack = RackSwitch("127.0.0.1", 0, slots, ("127.0.0.1", port), number, len(racks), ranks)
+            rack = RackSwitch("127.0.0.1", 0, 64, ("127.0.0.1", port), number, len(racks), ranks)
             stack.callback(rack.close)
             stack.enter_context(Serving(server=rack))
             port = rack.port if trouble is None else stack.enter_context(Relay(rack.port, trouble, 9 + number)).port

@@ -72,14 +72,11 @@ def test_both_begin_and_end_alike(
 ) -> None:
     fresh = {name: value for name, value in variables.items() if name != "GRADWIRE_TESTS_WARM"}
     words = [*program, *ending]
-    code, out, err = run(tmp_path, variables, *words, start_new_session=leads)
-    expected = run(tmp_path, fresh, *words, start_new_session=leads)
-    assert (code, out) == expected[:2]
+    found, expected = (run(tmp_path, each, *words, start_new_session=leads) for each in (variables, fresh))
+    assert found[:2] == expected[:2]
     # A traceback of a fork begins with the lines of the server.
-    assert (err.splitlines()[:1], err.splitlines()[-1:]) == (
-        expected[2].splitlines()[:1],
-        expected[2].splitlines()[-1:],
-    )
+    lines, expected_lines = found[2].splitlines(), expected[2].splitlines()
+    assert (lines[:1], lines[-1:]) == (expected_lines[:1], expected_lines[-1:])
 
 
 def test_only_a_warm_one_has_torch_before_its_first_line(tmp_path: Path, variables: dict[str, str]) -> None:

@@ -88,10 +88,8 @@ def _victims(case: dict[str, Any]) -> set[int]:
 
 
 def _check_typed(rank: int, outcome: Outcome) -> None:
-    require(
-        isinstance(outcome.error, gradwire.GradwireError),
-        f"rank {rank} got no typed error (exit code {outcome.exit_code}):\n{outcome.traceback}",
-    )
+    typed = isinstance(outcome.error, gradwire.GradwireError)
+    require(typed, f"rank {rank} got no typed error (exit code {outcome.exit_code}):\n{outcome.traceback}")
     require(len(str(outcome.error)) > 20, f"rank {rank}'s error says nothing: {outcome.error!r}")
 
 

@@ -58,9 +58,8 @@ def run(case: dict[str, Any]) -> None:
             return
         resumed = results_of(launch(resume, world_size, case, folder))
         for rank, (one, expected) in enumerate(zip(resumed, through, strict=True)):
-            require(
-                one["step"] == expected["step"], f"rank {rank} stands at step {one['step']}, not {expected['step']}"
-            )
+            stands = f"rank {rank} stands at step {one['step']}, not {expected['step']}"
+            require(one["step"] == expected["step"], stands)
             what = "after a refused state" if mode == "tampered" else "resumed"
             require(one["hash"] == expected["hash"], f"rank {rank} has other bits {what} than in one go: {one['said']}")
 

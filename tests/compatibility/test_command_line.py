@@ -54,9 +54,8 @@ _RUN_COMMAND = "from gradwire.__main__ import main; sys.argv = ['gradwire', '--h
 
 
 def test_the_command_finds_the_laboratory_by_its_entry_point_and_does_not_wait_for_torch(tmp_path):
-    registered = re.search(
-        r'^\[project\.entry-points\."(.*)"\]\n(.*)$', (_ROOT / "pyproject.toml").read_text(), re.MULTILINE
-    )
+    project = (_ROOT / "pyproject.toml").read_text()
+    registered = re.search(r'^\[project\.entry-points\."(.*)"\]\n(.*)$', project, re.MULTILINE)
     assert registered is not None
     metadata = tmp_path / "gradwire-0.dist-info"
     metadata.mkdir()
@@ -115,10 +114,9 @@ def test_the_page_of_auto_holds_the_table_that_the_code_uses():
     lines = []
     for row in sorted(TABLE, key=lambda row: LEVELS.index(row.level)):
         name = f"`{row.spec}`" + (" (by name only)" if row.by_name_only else "")
-        left_out = set(FAMILIES) - row.families
-        when = {0: "all", 1: "all that are known", 4: "SGD" if "sgd" in row.families else "Adam and its kin"}[
-            len(left_out)
-        ]
+        n_left_out = len(set(FAMILIES) - row.families)
+        one = "SGD" if "sgd" in row.families else "Adam and its kin"
+        when = {0: "all", 1: "all that are known", 4: one}[n_left_out]
         if row.stands_in:
             when = "where one is unknown"
         if row.not_before:

@@ -29,9 +29,7 @@ FIGURE_6 = [(1.0, 28.5, 24.3, 6.3), (1.6, 30.5, 25.3, 6.5), (2.2, 40.2, 28.3, 6.
 
 
 def figure_6() -> ThresholdTable:
-    return ThresholdTable(
-        SizeTimes(int(mb * 1e6), raw / 1e3, compressed / 1e3, codec / 1e3) for mb, raw, compressed, codec in FIGURE_6
-    )
+    return ThresholdTable(SizeTimes(int(mb * 1e6), *(ms / 1e3 for ms in times_ms)) for mb, *times_ms in FIGURE_6)
 
 
 def seconds(line: LinearCost, size_bytes: int) -> float:

@@ -74,15 +74,11 @@ def test_messages_in_the_ring_are_the_same_for_every_thread_count(rank: int, wor
     results = []
     for n_threads in (1, 2, 5, 1):
         gradwire.set_thread_count(n_threads)
-        state = gradwire.HookState(
-            schemes.by_name("gcomp", refresh_every=0, format=1),
-            optimizer=torch.optim.SGD([parameter], lr=0.1),
-            timeout_s=100,
-        )
-        ring = state.scheme.collective
-        ring.codec, digest = listening_to(ring.codec)
+        scheme, optimizer = schemes.by_name("gcomp", refresh_every=0, format=1), torch.optim.SGD([parameter], lr=0.1)
+        state = gradwire.HookState(scheme, optimizer=optimizer, timeout_s=100)
+        scheme.collective.codec, digest = listening_to(scheme.collective.codec)
         bucket = Bucket(gradient.clone(), [parameter], [0])
-        state.scheme.reduce(bucket).wait()
+        scheme.reduce(bucket).wait()
         results.append((digest.hexdigest(), bucket.buffer))
         state.close()
     assert_alike(results)

@@ -120,9 +120,9 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(160, 300), nn.ReLU(), nn.Linear(300, 160))
 
 
-def train(model: Any, rank: int, prepare: Any = None) -> list[Tensor]:
+def train(model: nn.Module, rank: int, has_hook: bool = False) -> list[Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    attachment = prepare(model, optimizer) if prepare else None
+    attachment = gradwire.attach(model, optimizer, LOSSY, timeout_s=100) if has_hook else None
     for step in range(4):
         optimizer.zero_grad()
         batch = torch.randn(8, 160, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -136,11 +136,7 @@ def train(model: Any, rank: int, prepare: Any = None) -> list[Tensor]:
 @on_ranks(4, timeout_s=90)
 def test_ddp_trains_unchanged_with_the_hooks_bits(rank: int, world_size: int) -> list[Tensor]:
     """DDP divides before it sums, the hook afterwards: by a power of two that is the same."""
-    hooked = train(
-        DistributedDataParallel(build(), bucket_cap_mb=0.1),
-        rank,
-        lambda ddp, optimizer: gradwire.attach(ddp, optimizer, LOSSY, timeout_s=100),
-    )
+    hooked = train(DistributedDataParallel(build(), bucket_cap_mb=0.1), rank, has_hook=True)
     plainly = train(DistributedDataParallel(build(), bucket_cap_mb=0.1), rank)
     gradwire.register_backend(LOSSY)
     restart("gradwire")

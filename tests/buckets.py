@@ -31,12 +31,8 @@ class Driver:
         self.bucket_sizes = list(bucket_sizes or [len(self.parameters)])
         slots = slots_by_name({f"p{i}": parameter for i, parameter in enumerate(self.parameters)})
         self.slots = list(slots.values())
-        wire = Wire(self.communicator)
-        scheme.bind(
-            Session(
-                self.communicator, wire, self.recorder, Optimizers(), slots, lambda: self.loss_scale, has_scaler=True
-            )
-        )
+        shared = self.communicator, Wire(self.communicator), self.recorder, Optimizers(), slots
+        scheme.bind(Session(*shared, lambda: self.loss_scale, has_scaler=True))
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One step: the means of `gradients`, one per parameter, in its shape."""
@@ -45,16 +41,8 @@ class Driver:
             mine = range(first, first + size)
             offsets = [sum(self.parameters[j].numel() for j in range(first, i)) for i in mine]
             flat = torch.cat([gradients[i].reshape(-1) for i in mine])
-            buckets.append(
-                Bucket(
-                    flat,
-                    [self.slots[i] for i in mine],
-                    offsets,
-                    index=index,
-                    step=self.step,
-                    is_last=index == len(self.bucket_sizes) - 1,
-                )
-            )
+            slots, is_last = [self.slots[i] for i in mine], index == len(self.bucket_sizes) - 1
+            buckets.append(Bucket(flat, slots, offsets, index=index, step=self.step, is_last=is_last))
             first += size
         self.scheme.begin_step(self.step)
         futures = [self.scheme.reduce(bucket) for bucket in buckets]
@@ -98,12 +86,7 @@ def by_bucket(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [flat(tensors[: LAYOUT[0]]), flat(tensors[LAYOUT[0] :])]
 
 
-def drive(
-    scheme: Scheme | str,
-    options: dict[str, Any] | None = None,
-    dtype: torch.dtype = torch.float32,
-    layout: Sequence[int] | None = LAYOUT,
-) -> Driver:
+def drive(scheme: Scheme | str, options: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32) -> Driver:
     """A scheme, or that of this name, at work on parameters of SHAPES."""
     made = schemes.by_name(scheme, **(options or {})) if isinstance(scheme, str) else scheme
-    return Driver(made, [torch.zeros(shape, dtype=dtype) for shape in SHAPES], layout)
+    return Driver(made, [torch.zeros(shape, dtype=dtype) for shape in SHAPES], LAYOUT)

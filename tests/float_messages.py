@@ -51,6 +51,20 @@ def decode(
     return values
 
 
+class Tapped:
+    """A codec of which every message goes through `tap(out, n_bytes)`, which returns its length: longer by `more_bytes`."""
+
+    def __init__(self, codec: Any, tap: Callable[[torch.Tensor, int], int], more_bytes: int = 0) -> None:
+        self._codec, self._tap, self._more_bytes = codec, tap, more_bytes
+        self.name, self.decode = codec.name, codec.decode
+
+    def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
+        return self._codec.max_encoded_bytes(n_elements, dtype) + self._more_bytes
+
+    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
+        return self._tap(out, self._codec.encode(gradient, out, importance))
+
+
 def there_and_back(codec: Any, gradient: torch.Tensor, **options: Any) -> torch.Tensor:
     """What a message of `gradient` decodes to."""
     return decode(codec, encode(codec, gradient, **options), gradient.numel(), gradient.dtype, **options)

@@ -26,20 +26,14 @@ from warm_interpreters import MODULES
 
 _context = multiprocessing.get_context("forkserver")
 _SOURCES = Path(gradwire.__file__).parent
-# torch._dynamo comes with a rank's first optimizer: 0.8 s of a rank's time, where its test takes 0.1 s; pytest and the
-# schemes, with every file of tests: another 0.1 s.
-_context.set_forkserver_preload(
-    [
-        *MODULES,
-        "pytest",
-        *(
-            ".".join(path.relative_to(_SOURCES.parent).with_suffix("").parts)
-            for folder in ("codecs", "schemes")
-            for path in sorted((_SOURCES / folder).rglob("*.py"))
-            if path.name != "__init__.py"
-        ),
-    ]
-)
+# pytest and the schemes come with every file of tests: another 0.1 s.
+_schemes = [
+    ".".join(path.relative_to(_SOURCES.parent).with_suffix("").parts)
+    for folder in ("codecs", "schemes")
+    for path in sorted((_SOURCES / folder).rglob("*.py"))
+    if path.name != "__init__.py"
+]
+_context.set_forkserver_preload([*MODULES, "pytest", *_schemes])
 
 
 @dataclass
@@ -71,10 +65,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
 
 def on_ranks(
-    world_size: int | None = None,
-    timeout_s: float = 120,
-    raises: type[BaseException] | None = None,
-    match: str = "",
+    world_size: int | None = None, timeout_s: float = 120, raises: type[BaseException] | None = None, match: str = ""
 ) -> Callable[[Callable[..., object]], Any]:
     """A test that every rank goes through: `def test_...(rank, world_size, ...)`, with pytest's other arguments.
 
@@ -145,15 +136,12 @@ def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     timeout_s *= patience()
     port = find_free_port()
     results: Any = _context.SimpleQueue()
-    processes = [
-        _context.Process(
-            target=_run_rank, args=(function, rank, world_size, port, results, timeout_s, args), daemon=True
-        )
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    outcomes = [Outcome() for _ in range(world_size)]
+    processes, outcomes = [], []
+    for rank in range(world_size):
+        given = (function, rank, world_size, port, results, timeout_s, args)
+        processes.append(_context.Process(target=_run_rank, args=given, daemon=True))
+        processes[-1].start()
+        outcomes.append(Outcome())
     deadline = time.monotonic() + timeout_s
     while any(process.is_alive() for process in processes) or not results.empty():
         while not results.empty():
@@ -176,29 +164,23 @@ def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     return outcomes
 
 
+def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What a launcher tells a rank on this machine."""
+    return {
+        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+
+
 def _run_rank(
-    function: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    port: int,
-    results: Any,
-    timeout_s: float,
-    args: tuple[Any, ...],
+    function: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, timeout_s: float, args: Any
 ) -> None:
     import torch
     import torch.distributed as dist
 
     gc.freeze()  # what the server has imported: collecting garbage would walk through it, and copy its pages
     faulthandler.dump_traceback_later(0.9 * timeout_s)  # where a hung rank hangs, before it is killed
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME="lo",
-    )
+    os.environ.update(environment_of(rank, world_size, port))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:

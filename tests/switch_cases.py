@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -140,13 +141,11 @@ class Relay:
 
 
 @contextlib.contextmanager
-def clients(
-    port: int | Sequence[int], n: int, job: int = 7, slots: int = 64, timeout_s: float = 100.0
-) -> Iterator[list[Any]]:
+def clients(port: int | Sequence[int], n: int, job: int = 7, slots: int = 64) -> Iterator[list[Any]]:
     """`n` workers of one job, joined; they leave at the end. `port`: of the switch, or of each worker's own."""
     ports = [port] * n if isinstance(port, int) else port
     made = [_native.SwitchClient("127.0.0.1", ports[worker], job, worker, n, slots) for worker in range(n)]
-    at_once([lambda client=client: client.join(timeout_s) for client in made])
+    at_once([partial(client.join, 100.0) for client in made])
     try:
         yield made
     finally:
@@ -180,20 +179,6 @@ def try_at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     return outcomes
 
 
-def reduce_all(
-    workers: Sequence[Any], arrays: Sequence[IntArray], operation: int = ADD, timeout_s: float = 100.0
-) -> list[IntArray]:
-    """Each worker's result; the arrays stay as they are."""
-    copies = [array.copy() for array in arrays]
-    at_once(
-        [
-            lambda worker=worker, copy=copy: worker.reduce(copy, operation, timeout_s)
-            for worker, copy in zip(workers, copies, strict=True)
-        ]
-    )
-    return copies
-
-
 def draw(n_workers: int, n: int, seed: int) -> list[IntArray]:
     """Arrays over the whole range of int32, so that sums wrap."""
     numbers = np.random.default_rng(seed)
@@ -209,9 +194,18 @@ def expected(arrays: Sequence[IntArray], operation: int) -> IntArray:
     return np.sum(np.stack(arrays), axis=0, dtype=np.int64).astype(np.int32)
 
 
-def assert_reduced(workers: Sequence[Any], n: int, operation: int, seed: int) -> None:
-    """One reduction of `n` values, exact on every worker."""
+def sums(workers: Sequence[Any], timeout_s: float, n: int = 1000, operation: int = ADD) -> list[Callable[[], Any]]:
+    """A call for each worker, whose result nobody looks at."""
+    arrays = draw(len(workers), n, seed=1)
+    return [partial(one.reduce, array, operation, timeout_s) for one, array in zip(workers, arrays, strict=True)]
+
+
+def assert_reduced(
+    workers: Sequence[Any], n: int, operation: int, seed: int, run: Callable[[Any], object] = at_once
+) -> None:
+    """One reduction of `n` values, exact on every worker. `run` makes the workers' calls."""
     arrays = draw(len(workers), n, seed)
     wanted = expected(arrays, operation)
-    for worker, result in enumerate(reduce_all(workers, arrays, operation)):
+    run([partial(worker.reduce, array, operation, 100.0) for worker, array in zip(workers, arrays, strict=True)])
+    for worker, result in enumerate(arrays):
         assert np.array_equal(result, wanted), f"worker {worker} of {len(workers)}, {n} values, operation {operation}"

@@ -105,12 +105,13 @@ class Run:
             {"params": [p for p in self.model.parameters() if p.dim() == 1], "weight_decay": 0.0},
         ]
         self.optimizer = (OPTIMIZERS | MORE_OPTIMIZERS)[optimizer](groups)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3) if amp else None
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3, enabled=amp)
         scheduler = SCHEDULES[schedule](self.optimizer) if scheduler_first else None
         self.attachment = None
         if scheme is not None:
             made = scheme(blocks, max_norm)
-            self.attachment = gradwire.attach(self.ddp, self.optimizer, made, self.scaler, timeout_s=100)
+            scaler = self.scaler if amp else None
+            self.attachment = gradwire.attach(self.ddp, self.optimizer, made, scaler, timeout_s=100)
         self.scheduler = scheduler or SCHEDULES[schedule](self.optimizer)
         self.seen: list[Tensor] = []
         self.n_hook_calls = 0
@@ -129,13 +130,11 @@ class Run:
         if self.attachment is not None:
             assert self.attachment.stats()["n_steps"] == N_STEPS
             self.attachment.close()
-        assert self.scaler is not None or self.n_hook_calls == 2 * N_STEPS
-        state = self.optimizer.state_dict()["state"]
+        assert self.scaler.is_enabled() or self.n_hook_calls == 2 * N_STEPS
         self.seen += [p.detach().clone() for p in self.model.parameters()]
         self.seen += [buffer.clone() for buffer in self.model.buffers()]
-        self.seen += [value.clone() for key in sorted(state) for value in state[key].values() if torch.is_tensor(value)]
-        if self.scaler is not None:
-            self.seen.append(torch.tensor(self.scaler.get_scale()))
+        self.seen += self.momenta()
+        self.seen.append(torch.tensor(self.scaler.get_scale()))
         return self.seen
 
     def take_step(self, step: int) -> None:
@@ -144,18 +143,19 @@ class Run:
             tokens = batch_of(self.rank, self.accumulate * step + part)
             with contextlib.nullcontext() if is_last else self.ddp.no_sync():
                 loss = F.cross_entropy(self.ddp(tokens).flatten(0, 1), tokens.flatten())
-                if self.scaler is not None and step == 2 and self.rank == 0:
+                if self.scaler.is_enabled() and step == 2 and self.rank == 0:
                     loss = loss * torch.inf
                 self.seen.append(loss.detach().clone())
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                self.scaler.scale(loss).backward()
         if self.max_norm is not None and not self.has_scheme:
             nn.utils.clip_grad_norm_(self.ddp.parameters(), self.max_norm)
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=self.set_to_none)
+
+    def momenta(self) -> list[Tensor]:
+        state = self.optimizer.state_dict()["state"]
+        return [value.clone() for key in sorted(state) for value in state[key].values() if torch.is_tensor(value)]
 
     def look_at(self, step: int) -> None:
         """What a script does between two steps."""
@@ -170,15 +170,12 @@ class Run:
                 self.seen.append(self.ddp(batch_of(0, 0)))
         elif self.look == "state_dict":
             self.seen += [value.clone() for value in self.ddp.state_dict().values()]
-            momenta = self.optimizer.state_dict()["state"]
-            self.seen += [
-                value.clone() for key in sorted(momenta) for value in momenta[key].values() if torch.is_tensor(value)
-            ]
+            self.seen += self.momenta()
         elif self.look == "inner state_dict":
             self.seen += [value.clone() for value in self.model.layers[2].state_dict().values()]
-        elif self.look == "flush" and self.attachment is not None:
-            self.attachment.flush()
-        if self.look == "flush":
+        elif self.look == "flush":
+            if self.attachment is not None:
+                self.attachment.flush()
             self.seen += [p.detach().clone() for p in self.model.parameters()]
         if self.look == "copy":
             average = copy.deepcopy(self.model).eval()  # as for an average of weights
@@ -189,6 +186,7 @@ class Run:
             self.model.load_state_dict({key: value * 0.5 for key, value in state.items()})
 
 
+LOOKS = ("evaluation", "forward without gradients", "state_dict", "inner state_dict", "flush", "copy", "load")
 CASES: dict[str, dict[str, Any]] = {
     **{
         f"{name}, {schedule}": {"optimizer": name, "schedule": schedule}
@@ -209,18 +207,7 @@ CASES: dict[str, dict[str, Any]] = {
     "loosely clipped": {"max_norm": 1e6, "optimizer": "adam"},
     "one block": {"blocks": [["layers", "token", "attention", "norm", "head"]]},
     "automatic blocks": {"blocks": 4},
-    **{
-        look: {"look": look, "optimizer": "adamw"}
-        for look in (
-            "evaluation",
-            "forward without gradients",
-            "state_dict",
-            "inner state_dict",
-            "flush",
-            "copy",
-            "load",
-        )
-    },
+    **{look: {"look": look, "optimizer": "adamw"} for look in LOOKS},
 }
 
 

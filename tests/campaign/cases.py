@@ -11,17 +11,10 @@ from typing import Any, NamedTuple
 from campaign import comings, faults, habits, hostile, links, placements, residuals, resuming, soak, trainings
 from campaign.findings import Refused
 
+# Each has draw(random.Random): a case, as plain values; and run(case), which raises Found or Refused.
 KINDS: dict[str, ModuleType] = {
-    "trainings": trainings,
-    "faults": faults,
-    "habits": habits,
-    "resuming": resuming,
-    "residuals": residuals,
-    "hostile": hostile,
-    "soak": soak,
-    "links": links,
-    "placements": placements,
-    "comings": comings,
+    kind.__name__.removeprefix("campaign."): kind
+    for kind in (trainings, faults, habits, resuming, residuals, hostile, soak, links, placements, comings)
 }
 # The order in which kinds take turns: by what a case of them costs and finds.
 TURNS = ("trainings", "faults", "hostile", "habits", "trainings", "faults", "habits", "resuming")

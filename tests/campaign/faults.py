@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from campaign import models
-from campaign.findings import Refused, hash_of, launch, require, require_equal
+from campaign.findings import Refused, hash_of, launch, require, require_equal, results_of
 from campaign.schemes_drawn import draw_variant, optimizer_of, variant_of
 from flipping import flip_what_comes
 from ranks import Outcome
@@ -47,7 +47,6 @@ HARMS = DIES + RAISES + SHARES + LEAVES + HARMLESS + LAWFUL + FLIPS
 
 
 def draw(choose: random.Random) -> dict[str, Any]:
-    """One case, as plain values."""
     harm = choose.choice(HARMS)
     scheme = draw_variant(choose, replicas_may_differ=False, errors_are_ours=True)
     world_size = choose.choice([3, 4] if harm == "kill two" else [2] if harm in FLIPS else [2, 2, 3, 4])
@@ -67,24 +66,14 @@ def draw(choose: random.Random) -> dict[str, Any]:
 
 
 def run(case: dict[str, Any]) -> None:
-    """Raises: Found, Refused."""
     outcomes = launch(train, case["world_size"], case, timeout_s=TIMEOUT_S + GRACE_S)
     harm = case["harm"]
     if all(isinstance(one.error, gradwire.Unsupported | gradwire.InvalidArgument) for one in outcomes):
         raise Refused(str(outcomes[0].error))
-    if harm in LAWFUL:
-        for rank, outcome in enumerate(outcomes):
-            require(outcome.error is None, f"rank {rank} raised, though {harm!r} is lawful:\n{outcome.traceback}")
-        require_equal([outcome.result["hashes"] for outcome in outcomes])
+    if harm in LAWFUL or (harm in HARMLESS + FLIPS and all(outcome.error is None for outcome in outcomes)):
+        require_equal([result["hashes"] for result in results_of(outcomes)])
         return
-    victims = _victims(case)
-    if harm in FLIPS and any(outcome.error for outcome in outcomes):
-        for rank, outcome in enumerate(outcomes):
-            _check_typed(rank, outcome)
-        return
-    if harm in HARMLESS + FLIPS and all(outcome.error is None for outcome in outcomes):
-        require_equal([outcome.result["hashes"] for outcome in outcomes])
-        return
+    victims = set() if harm in FLIPS else _victims(case)
     for rank, outcome in enumerate(outcomes):
         if rank in victims:
             _check_victim(harm, rank, outcome)
@@ -99,10 +88,8 @@ def _victims(case: dict[str, Any]) -> set[int]:
 
 
 def _check_typed(rank: int, outcome: Outcome) -> None:
-    require(
-        isinstance(outcome.error, gradwire.GradwireError),
-        f"rank {rank} got no typed error (exit code {outcome.exit_code}):\n{outcome.traceback}",
-    )
+    typed = isinstance(outcome.error, gradwire.GradwireError)
+    require(typed, f"rank {rank} got no typed error (exit code {outcome.exit_code}):\n{outcome.traceback}")
     require(len(str(outcome.error)) > 20, f"rank {rank}'s error says nothing: {outcome.error!r}")
 
 
@@ -155,7 +142,8 @@ def train(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
                 if harm == "leave":
                     return {"hashes": hashes}
                 do_harm(case, ddp, optimizer, attachment)
-            take_step(ddp, optimizer, models.batch_for(rank, step), bad=harm == "nan" and is_victim and step == 3)
+            factor = torch.nan if harm == "nan" and is_victim and step == 3 else 1.0
+            models.take_step(ddp, models.batch_for(rank, step), optimizer, factor=factor)
         except (gradwire.GradwireError, UsersOwn):
             if plant == "untyped":
                 raise RuntimeError("planted") from None
@@ -176,19 +164,11 @@ def train(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
             continue
         step += 1
         if plant == "drift":
-            with torch.no_grad():
-                ddp.module[0].weight.view(-1)[:1] += 1.0
+            models.nudge(ddp.module[0].weight)
         if not variant.owns_step:
             hashes.append(hash_of(ddp.module))
     attachment.close()
     return {"hashes": [*hashes, hash_of(ddp.module)]}
-
-
-def take_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, bad: bool = False) -> None:
-    optimizer.zero_grad()
-    loss = (ddp(batch) - 1).square().mean()
-    (loss * torch.nan if bad else loss).backward()
-    optimizer.step()
 
 
 def do_harm(case: dict[str, Any], ddp: Any, optimizer: Any, attachment: Any) -> None:
@@ -200,7 +180,7 @@ def do_harm(case: dict[str, Any], ddp: Any, optimizer: Any, attachment: Any) -> 
     elif harm == "kill in mid-step":
         threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
         while True:  # the timer ends it, sooner or later in one of these
-            take_step(ddp, optimizer, models.batch_for(0, 0))
+            models.take_step(ddp, models.batch_for(0, 0), optimizer)
             time.sleep(1e-3)
     elif harm == "exit":
         os._exit(3)

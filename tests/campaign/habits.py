@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from campaign import models
 from campaign.findings import hash_of, launch, require, require_equal, results_of
 from campaign.schemes_drawn import draw_variant, optimizer_of, variant_of
 from gradwire.schemes.auto.scheme import Auto
@@ -42,7 +43,6 @@ class RacingAuto(Auto):
 
 
 def draw(choose: random.Random) -> dict[str, Any]:
-    """One case, as plain values."""
     habit = choose.choice(HABITS)
     racing = choose.random() < 0.5 or habit in ("loads a state", "switches to auto and back")
     return {
@@ -59,7 +59,6 @@ def draw(choose: random.Random) -> dict[str, Any]:
 
 
 def run(case: dict[str, Any]) -> None:
-    """Raises: Found, Refused."""
     outcomes = launch(train, case["world_size"] + (case["habit"] == "trains in a group without rank 0"), case)
     results = [result for result in results_of(outcomes) if result is not None]
     require_equal([result["hashes"] for result in results])
@@ -75,8 +74,7 @@ def train(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any] | 
     if case["habit"] == "starts local SGD apart":
         return _local_sgd(rank, case)
     if case["habit"] == "makes folds and closes none":
-        held = []
-        kept = []
+        held, kept = [], []
         for _ in range(6):
             _train(rank, case)
             if case.get("plant") == "descriptors":
@@ -100,6 +98,10 @@ def _model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(20, 48), nn.LayerNorm(48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 8))
 
 
+def _batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 20, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
 def _train(rank: int, case: dict[str, Any], group: Any = None) -> list[str]:
     """The parameters' fingerprints after every step."""
     habit, model = case["habit"], _model()
@@ -116,7 +118,7 @@ def _train(rank: int, case: dict[str, Any], group: Any = None) -> list[str]:
     given: Any = optimizers if len(optimizers) > 1 else optimizers[0]
     scheme: Any = variant_of(case).make() if case["fidelity"] is None else RacingAuto(case["fidelity"])
     attachment = gradwire.attach(ddp, given, scheme, timeout_s=60 * patience())
-    inputs = [torch.randn(4, 20, generator=torch.Generator().manual_seed(100 * rank + s)) for s in range(case["steps"])]
+    inputs = [_batch(rank, step) for step in range(case["steps"])]
     if habit == "sets a default dtype":
         torch.set_default_dtype(_DTYPES[case["dtype"]])
     elif habit == "sets a default device":
@@ -136,14 +138,9 @@ def _train(rank: int, case: dict[str, Any], group: Any = None) -> list[str]:
                         attachment = gradwire.attach(ddp, given, "plain", timeout_s=60 * patience())
             elif step == case["at"] + 1 and habit == "switches to auto and back":
                 attachment.switch(RacingAuto(case["fidelity"]))
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            (ddp(batch) - 1).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
+            models.take_step(ddp, batch, *optimizers)
             if (case.get("plant") == "drift" and rank) or (case.get("plant") == "default" and "default" in habit):
-                with torch.no_grad():
-                    model[0].weight.view(-1)[:1] += 1.0
+                models.nudge(model[0].weight)
             hashes.append(hash_of(model))
     finally:
         torch.set_default_dtype(torch.float32)
@@ -163,10 +160,7 @@ def _local_sgd(rank: int, case: dict[str, Any]) -> dict[str, Any]:
     local = gradwire.LocalSgd(model, optimizer, "plain", every=3, timeout_s=60 * patience())
     hashes = []
     for step in range(9):
-        batch = torch.randn(4, 20, generator=torch.Generator().manual_seed(100 * rank + step))
-        optimizer.zero_grad()
-        (model(batch) - 1).square().mean().backward()
-        optimizer.step()
+        models.take_step(model, _batch(rank, step), optimizer)
         if step % 3 == 2:
             hashes.append(hash_of(model))
     local.close()

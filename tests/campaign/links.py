@@ -37,7 +37,6 @@ N_STEPS = 40  # after a short harm; a lasting one ends the training
 
 
 def draw(choose: random.Random) -> dict[str, Any]:
-    """One case, as plain values."""
     world_size = choose.choice([2, 2, 3, 4])
     harm = choose.choice(HARMS)
     ways = [way for way in WAYS if way or harm not in DISTANT]
@@ -57,7 +56,6 @@ def draw(choose: random.Random) -> dict[str, Any]:
 
 
 def run(case: dict[str, Any]) -> None:
-    """Raises: Found, Refused."""
     harm, victim = case["harm"], case["victim"]
     told: dict[int, dict[str, Any]] = {}
     began: list[float] = []
@@ -136,7 +134,7 @@ def _train(case: dict[str, Any], rank: int) -> dict[str, Any]:
     hashes = []
     for step in range(case["step"] + N_STEPS if case["harm"] in SHORT else 100_000):
         print(json.dumps({"step": step}), flush=True)
-        faults.take_step(ddp, optimizer, models.batch_for(rank, step))
+        models.take_step(ddp, models.batch_for(rank, step), optimizer)
         if not variant.owns_step:
             hashes.append(hash_of(ddp.module))
         time.sleep(STEP_S)

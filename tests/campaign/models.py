@@ -158,8 +158,23 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def batch_for(rank: int, step: int, rows: int = 4) -> Tensor:
-    return torch.randn(rows, 20, generator=torch.Generator().manual_seed(1_000 * rank + step))
+def batch_for(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 20, generator=torch.Generator().manual_seed(1_000 * rank + step))
+
+
+def take_step(model: nn.Module, batch: Tensor, *optimizers: torch.optim.Optimizer, factor: float = 1.0) -> None:
+    """Of every optimizer, by the gradients of the loss times `factor`."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    ((model(batch) - 1).square().mean() * factor).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def nudge(parameter: Tensor) -> None:
+    """The least change: the first value becomes its neighbour."""
+    first = parameter.detach().view(-1)[:1]
+    first.copy_(torch.nextafter(first, first + 1))
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire
+from campaign import models
 from campaign.findings import Refused, launch, require, results_of
 from ranks import patience
 
@@ -29,14 +30,12 @@ import late_cases  # noqa: E402
 import test_on_device  # noqa: E402
 
 PLACEMENTS = {"staged": late_cases.SCHEMES, "device": test_on_device.SCHEMES}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FEATURES = ("accumulate", "clip", "views", "overflow", "loads a state", "switches", "closes and goes on")
 # Do not serve every feature: they own the step, or follow the clock.
 _ON_THEIR_OWN = ("auto", "aqgb", "broadcast", "periodic", "slimgc backup", "slimgc that measures")
 
 
 def draw(choose: random.Random) -> dict[str, Any]:
-    """One case, as plain values."""
     placement = choose.choice(list(PLACEMENTS))
     scheme = choose.choice([name for name in PLACEMENTS[placement] if name not in _ON_THEIR_OWN])
     needs_adam = "adam" in scheme
@@ -55,7 +54,6 @@ def draw(choose: random.Random) -> dict[str, Any]:
 
 
 def run(case: dict[str, Any]) -> None:
-    """Raises: Found, Refused."""
     try:
         libraries = late.build(), emulated.build()
     except Exception as error:
@@ -86,7 +84,7 @@ def train_on_both(rank: int, world_size: int, libraries: tuple[Path, Path], case
 
 
 def _train(rank: int, place: Any, case: dict[str, Any]) -> Tensor:
-    features, dtype, is_late = case["features"], DTYPES[case["dtype"]], place.device != late_cases.CPU
+    features, dtype, is_late = case["features"], models.DTYPES[case["dtype"]], place.device != late_cases.CPU
     torch.manual_seed(1)
     sizes = [20, *case["widths"], 3]
     layers = [nn.Linear(*ends) for ends in itertools.pairwise(sizes)]

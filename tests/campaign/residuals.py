@@ -37,7 +37,6 @@ FED_BACK += [Variant(name) for name in ("thc",)] + [_slimgc(name) for name in co
 
 
 def draw(choose: random.Random) -> dict[str, Any]:
-    """One case, as plain values."""
     chosen = choose.choice(FED_BACK)
     return {
         "scheme": (chosen.name, dict(chosen.options)),
@@ -50,7 +49,6 @@ def draw(choose: random.Random) -> dict[str, Any]:
 
 
 def run(case: dict[str, Any]) -> None:
-    """Raises: Found, Refused."""
     first, last = results_of(launch(look, case["world_size"], case))[0]
     said = f"a residual of {first:.3g} gradients after {LOOKS[0]} steps and of {last:.3g} after {LOOKS[1]}"
     most_growth = MOST_GROWTH_IN_TAILS if case["power"] > 1 and case["in_common"] == 1.0 else MOST_GROWTH

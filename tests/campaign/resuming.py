@@ -22,23 +22,12 @@ from campaign.schemes_drawn import draw_variant, optimizer_of, variant_of
 from ranks import patience
 
 TAMPERINGS = (
-    "drop a field",
-    "other type",
-    "other version",
-    "other scheme",
-    "other rank",
-    "drop in state",
-    "other type in state",
-    "other shape in state",
-    "extra name in state",
-    "flip bytes",
-    "cut off",
-    "not a state",
-)
+    "drop a field", "other type", "other version", "other scheme", "other rank", "drop in state", "other type in state",
+    "other shape in state", "extra name in state", "flip bytes", "cut off", "not a state",
+)  # fmt: skip
 
 
 def draw(choose: random.Random) -> dict[str, Any]:
-    """One case, as plain values."""
     mode = choose.choice(["exact", "exact", "other world size", "tampered", "tampered"])
     n_before = choose.randint(1, 6)
     return {
@@ -56,7 +45,6 @@ def draw(choose: random.Random) -> dict[str, Any]:
 
 
 def run(case: dict[str, Any]) -> None:
-    """Raises: Found, Refused."""
     world_size, mode = case["world_size"], case["mode"]
     may_differ = variant_of(case).replicas_may_differ
     with tempfile.TemporaryDirectory() as folder:
@@ -70,9 +58,8 @@ def run(case: dict[str, Any]) -> None:
             return
         resumed = results_of(launch(resume, world_size, case, folder))
         for rank, (one, expected) in enumerate(zip(resumed, through, strict=True)):
-            require(
-                one["step"] == expected["step"], f"rank {rank} stands at step {one['step']}, not {expected['step']}"
-            )
+            stands = f"rank {rank} stands at step {one['step']}, not {expected['step']}"
+            require(one["step"] == expected["step"], stands)
             what = "after a refused state" if mode == "tampered" else "resumed"
             require(one["hash"] == expected["hash"], f"rank {rank} has other bits {what} than in one go: {one['said']}")
 
@@ -85,22 +72,18 @@ class _Training:
         # unused; and where buckets end decides how sums are rounded, with DDP alone too.
         self.ddp = DistributedDataParallel(models.MODELS[case["model"]](), find_unused_parameters=True)
         self.optimizer = models.OPTIMIZERS[optimizer_of(case)](self.ddp.parameters())
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) if case["amp"] else None
-        self.attachment = gradwire.attach(
-            self.ddp, self.optimizer, variant_of(case).make(), scaler=self.scaler, timeout_s=60 * patience()
-        )
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3, enabled=case["amp"])
+        scaler = self.scaler if case["amp"] else None
+        made = variant_of(case).make()
+        self.attachment = gradwire.attach(self.ddp, self.optimizer, made, scaler=scaler, timeout_s=60 * patience())
 
     def train(self, first: int, end: int) -> None:
         for step in range(first, end):
             self.optimizer.zero_grad()
             loss = (self.ddp(models.batch_for(self.rank, step)) - 1).square().mean()
-            if self.scaler is None:
-                loss.backward()
-                self.optimizer.step()
-            else:
-                self.scaler.scale(loss).backward()
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
 
     def save(self, path: Path) -> None:
         # Ours first: it takes the steps that were called for.
@@ -108,15 +91,14 @@ class _Training:
             "gradwire": self.attachment.state_dict(),
             "model": self.ddp.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scaler": {} if self.scaler is None else self.scaler.state_dict(),
+            "scaler": self.scaler.state_dict(),
         }
         torch.save(state, path)
 
     def load(self, saved: dict[str, Any]) -> None:
         self.ddp.module.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
-        if self.scaler is not None:
-            self.scaler.load_state_dict(saved["scaler"])
+        self.scaler.load_state_dict(saved["scaler"])
         self.attachment.load_state_dict(saved["gradwire"])
 
     def end(self, said: str = "") -> dict[str, Any]:
@@ -139,8 +121,7 @@ def resume(rank: int, world_size: int, case: dict[str, Any], folder: str) -> dic
     raw = (Path(folder) / f"{rank}.pt").read_bytes()
     saved = torch.load(io.BytesIO(raw), weights_only=True)
     if case.get("plant") == "stale":
-        first = next(iter(saved["model"].values())).view(-1)
-        first[:1] = torch.nextafter(first[:1], first[:1] + 1)
+        models.nudge(next(iter(saved["model"].values())))
     training.load(saved)
     said = ""
     if case["mode"] == "tampered":

@@ -24,7 +24,6 @@ MAX_GROWTH_BYTES = 6_000_000
 
 
 def draw(choose: random.Random) -> dict[str, Any]:
-    """One case, as plain values."""
     many = choose.random() < 0.7
     return {
         "scheme": draw_variant(choose),
@@ -41,7 +40,6 @@ def draw(choose: random.Random) -> dict[str, Any]:
 
 
 def run(case: dict[str, Any]) -> None:
-    """Raises: Found, Refused."""
     results = results_of(launch(wear, case["world_size"], case, timeout_s=400))
     if not variant_of(case).replicas_may_differ:
         require_equal([[result["hash"]] for result in results])
@@ -61,9 +59,7 @@ def wear(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
     for _ in range(case["n_attachments"]):
         attachment = gradwire.attach(ddp, optimizer, variant_of(case).make(), timeout_s=60 * patience())
         for _ in range(case["n_steps"]):
-            optimizer.zero_grad()
-            (ddp(models.batch_for(rank, n_done % 50)) - 1).square().mean().backward()
-            optimizer.step()
+            models.take_step(ddp, models.batch_for(rank, n_done % 50), optimizer)
             n_done += 1
             if n_done == n_total // 3:
                 first = holdings()

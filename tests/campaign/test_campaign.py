@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from campaign import __main__, hostile, models, residuals, schemes_drawn
 from campaign.cases import KINDS, Case, run_case
@@ -35,16 +36,8 @@ _HOSTILE = {
     "target": "codec", "codec": ("qsgd", {}), "dtype": "float32", "pattern": "normal", "n_values": 300,
     "attack": "flip", "draw": 1, "n_tries": 20,
 }  # fmt: skip
-_SOAK = {
-    "scheme": ("plain", {}), "world_size": 2, "model": "mlp", "dtype": "float32", "optimizer": "sgd",
-    "bucket_cap_mb": 0.01, "view": False, "static_graph": False, "n_attachments": 1, "n_steps": 150,
-}  # fmt: skip
-
-_LINKS = {
-    "harm": "down", "way": "", "scheme": ("gcomp", {}), "world_size": 2, "victim": 1, "step": 2, "delay_ms": 0,
-    "down_s": 0.3, "width": 20, "bucket_cap_mb": 25, "optimizer": "sgd",
-}  # fmt: skip
-
+_SOAK = {**_TRAINING, "n_attachments": 1, "n_steps": 150}
+_LINKS = {**_FAULT, "harm": "down", "way": "", "scheme": ("gcomp", {}), "down_s": 0.3}
 _RESIDUALS = {
     "scheme": ("slimgc", {"codec": "qsgd", "threshold_bytes": 0}), "world_size": 2,
     "shapes": [[24, 18], [64, 33], [50]], "in_common": 1.0, "power": 1, "seed": 0,
@@ -113,26 +106,20 @@ def test_rank_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.root
 @pytest.mark.usefixtures("warm_interpreters")
 @pytest.mark.parametrize(
-    ("harm", "way"),
-    [("down and up", ""), ("host gone", "/delay=5ms"), ("lossy for a moment", "/delay=20ms/jitter=2ms/loss=0.05%")],
+    ("drawn", "verdict", "words"),
+    [
+        ({"harm": "down and up"}, "passed", ""),
+        ({"harm": "host gone", "way": "/delay=5ms"}, "passed", ""),
+        ({"harm": "lossy for a moment", "way": "/delay=20ms/jitter=2ms/loss=0.05%"}, "passed", ""),
+        ({"plant": "silent"}, "failed", "noticed nothing"),
+    ],
 )
-def test_links_fail_and_what_follows_is_judged(harm: str, way: str) -> None:
-    _expect({**_LINKS, "harm": harm, "way": way}, "passed")
-
-
-@pytest.mark.root
-@pytest.mark.usefixtures("warm_interpreters")
-def test_fault_planted_behind_a_link_is_found() -> None:
-    assert "noticed nothing" in _expect({**_LINKS, "plant": "silent"}, "failed")
-
-
-def _expect(drawn: dict[str, Any], verdict: str) -> str:
-    """What was found. Skips where this machine makes no network namespaces."""
-    record = run_case("links", drawn)
-    if record["verdict"] == "refused":
+def test_links_fail_and_what_follows_is_judged(drawn: dict[str, Any], verdict: str, words: str) -> None:
+    record = run_case("links", {**_LINKS, **drawn})
+    if record["verdict"] == "refused":  # this machine makes no network namespaces
         pytest.skip(record["found"])
     assert record["verdict"] == verdict, record["found"]
-    return str(record["found"])
+    assert words in record["found"]
 
 
 def test_case_is_drawn_from_its_name_alone() -> None:
@@ -175,14 +162,12 @@ def test_seals_are_those_of_the_formats() -> None:
 def _seal_all(rank: int, world_size: int) -> int:
     n_sealed = 0
     for name, options in hostile.CODECS:
-        message = hostile._encode(codecs.by_name(name, **options), hostile._values("normal", *_FLOATS))
+        values = hostile._values("normal", torch.float32, 300, 1)
+        message = hostile._encode(codecs.by_name(name, **options), values)
         sealed = bytearray(message)
         n_sealed += hostile.seal(sealed)
         assert bytes(sealed) == message, name
     return n_sealed
-
-
-_FLOATS = (models.DTYPES["float32"], 300, 1)
 
 
 def test_campaign_goes_on_where_it_ended_and_sums_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,17 +178,7 @@ def test_campaign_goes_on_where_it_ended_and_sums_up(tmp_path: Path, capsys: pyt
     assert cases == ["hostile:5:0", "hostile:5:1", "hostile:5:2"]
     assert "hostile            3" in capsys.readouterr().out
     with (tmp_path / "5.jsonl").open("a") as file:
-        file.write(
-            json.dumps(
-                {
-                    "case": "faults:5:0",
-                    "kind": "faults",
-                    "commit": "x",
-                    "verdict": "failed",
-                    "found": "no",
-                    "seconds": 1,
-                }
-            )
-        )
+        failed = {"case": "faults:5:0", "kind": "faults", "verdict": "failed", "found": "no", "seconds": 1}
+        file.write(json.dumps({**failed, "commit": "x"}))
     assert __main__.main(["--summary", "--folder", str(tmp_path)]) == 1
     assert 'make campaign CAMPAIGN_ARGS="--case faults:5:0"' in capsys.readouterr().out

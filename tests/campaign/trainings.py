@@ -25,7 +25,6 @@ FEATURES_OF_OWNERS = ("accumulate", "evaluate", "look", "schedule")
 
 
 def draw(choose: random.Random) -> dict[str, Any]:
-    """One case, as plain values."""
     owner = choose.random() < 0.2
     scheme = draw_variant(choose, owns_step=owner)
     is_given = not owner and choose.random() < 0.5
@@ -66,7 +65,6 @@ def draw(choose: random.Random) -> dict[str, Any]:
 
 
 def run(case: dict[str, Any]) -> None:
-    """Raises: Found, Refused."""
     results = results_of(launch(train, case["world_size"], case))
     variant = variant_of(case)
     if not variant.replicas_may_differ:
@@ -157,16 +155,15 @@ class _Run:
         parameters = [p for p in self.ddp.parameters() if p.requires_grad]
         self.kept_back = parameters[-1:] if "late group" in self.features else []
         self.optimizer = models.OPTIMIZERS[optimizer_of(case)](parameters[: len(parameters) - len(self.kept_back)])
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) if case["amp"] else None
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2, enabled=case["amp"])
         self.variant = variant_of(case)
         self.attachment = self._attach() if has_scheme else None
         schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.schedule = schedule if "schedule" in self.features else None
 
     def _attach(self) -> Any:
-        return gradwire.attach(
-            self.ddp, self.optimizer, self.variant.make(), scaler=self.scaler, timeout_s=60 * patience()
-        )
+        scaler = self.scaler if self.case["amp"] else None
+        return gradwire.attach(self.ddp, self.optimizer, self.variant.make(), scaler=scaler, timeout_s=60 * patience())
 
     def train(self) -> dict[str, Any]:
         hashes, gradients, residuals = [], [], [self._residuals()]
@@ -175,9 +172,7 @@ class _Run:
             gradients.append(self._step(step))
             residuals.append(self._residuals())
             if self.plant == "drift" and step == 2:
-                with torch.no_grad():
-                    first = next(self.ddp.parameters()).view(-1)
-                    first[:1] = torch.nextafter(first[:1], first[:1] + 1)
+                models.nudge(next(self.ddp.parameters()))
             if not self.variant.owns_step:
                 hashes.append(hash_of(self.ddp.module))
         if "join" in self.features:  # at the end: torch makes the models equal then, but not the optimizers
@@ -225,30 +220,23 @@ class _Run:
         self.optimizer.zero_grad()
         if "accumulate" in self.features:
             with self.ddp.no_sync():
-                self._backward(self._loss(step + 50))
+                self.scaler.scale(self._loss(step + 50)).backward()
         loss = self._loss(step)
-        if self.scaler is not None and step == 3 and self.rank == 0:
+        if self.case["amp"] and step == 3 and self.rank == 0:
             loss = loss * torch.inf  # one rank's overflow: all skip the step
-        self._backward(loss)
+        self.scaler.scale(loss).backward()
         given = self.case["model"] == "given"
         gradients = _flat([p.grad for p in self.ddp.parameters()]) if given else torch.empty(0)
         if self.case.get("plant") == "scaled" and given:
             gradients = gradients * 1.01
         if "clip" in self.features:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
+            self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.ddp.parameters(), 0.1)
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         if self.schedule is not None:
             self.schedule.step()
         return gradients
-
-    def _backward(self, loss: Tensor) -> None:
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def _residuals(self) -> Tensor:
         """(n,) this rank's residuals in the parameters' order, where the case asks for them."""

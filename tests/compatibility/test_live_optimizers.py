@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,13 +37,15 @@ def parameter_of(*shape: int, seed: int = 0) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3)
 
 
-def take_steps(optimizer: torch.optim.Optimizer, n_steps: int = 1) -> None:
+def take_steps(optimizer: torch.optim.Optimizer, n_steps: int = 1) -> torch.optim.Optimizer:
+    """The optimizer, after that."""
     random = torch.Generator().manual_seed(1)
     for _ in range(n_steps):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.randn(parameter.shape, generator=random).to(parameter.dtype).mul_(0.01)
         optimizer.step()
+    return optimizer
 
 
 def fresh(optimizer: torch.optim.Optimizer, *parameters: Tensor) -> list[Tensor]:
@@ -91,8 +95,7 @@ def test_groups_added_and_state_loaded_after_the_metric_was_made_are_seen() -> N
 
 def test_momentum_switched_off_leaves_its_buffer_out() -> None:
     p = parameter_of(1000)
-    optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
-    take_steps(optimizer)
+    optimizer = take_steps(torch.optim.SGD([p], lr=0.1, momentum=0.9))
     optimizer.param_groups[0]["momentum"] = 0.0
     assert torch.equal(importance_of(optimizer, p)[0], importance_of(torch.optim.SGD([p], lr=0.1), p)[0])
 
@@ -120,8 +123,7 @@ def test_reading_leaves_the_optimizer_as_it_was() -> None:
 def test_a_step_size_of_zero_or_beyond_float32_drops_nothing(lr: float) -> None:
     p = parameter_of(1000)
     for momentum in (0.0, 0.9):
-        optimizer = torch.optim.SGD([p], lr=lr, momentum=momentum)
-        take_steps(optimizer)
+        optimizer = take_steps(torch.optim.SGD([p], lr=lr, momentum=momentum))
         assert (importance_of(optimizer, p)[0].count_nonzero() == 0) == (lr < 0.1)
 
 
@@ -149,20 +151,19 @@ def test_a_frozen_or_foreign_parameter_keeps_all_its_bits() -> None:
     assert at_foreign.count_nonzero() == 0
 
 
-@pytest.mark.parametrize("layout", ["channels_last", "transposed", "sliced"])
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels_last": lambda values: values.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda values: values.permute(3, 1, 0, 2),
+    "sliced": lambda values: values[:, :, ::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("momentum_layout", ["own", "contiguous"])
 def test_bytes_come_in_the_order_of_the_gradient_in_a_bucket(layout: str, momentum_layout: str) -> None:
     # The layout contract of DDP's reducer: dense parameters keep their memory order, others go row by row.
-    values = torch.randn(4, 3, 5, 6)
-    if layout == "channels_last":
-        values = values.contiguous(memory_format=torch.channels_last)
-    elif layout == "transposed":
-        values = values.permute(3, 1, 0, 2)
-    else:
-        values = values[:, :, ::2]
-    p = torch.nn.Parameter(values)
-    optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
-    take_steps(optimizer)
+    p = torch.nn.Parameter(LAYOUTS[layout](torch.randn(4, 3, 5, 6)))
+    optimizer = take_steps(torch.optim.SGD([p], lr=0.1, momentum=0.9))
     if momentum_layout == "contiguous":
         optimizer.state[p]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"].contiguous()
     found = importance_of(optimizer, p)[0]
@@ -180,32 +181,27 @@ def test_bytes_come_in_the_order_of_the_gradient_in_a_bucket(layout: str, moment
 @pytest.mark.parametrize("n_elements", [1, (1 << 18) - 1, (1 << 18) + 1, 3 << 18])
 def test_half_precision_goes_tile_by_tile_without_a_seam(n_elements: int) -> None:
     p = torch.nn.Parameter(parameter_of(n_elements).detach().to(torch.bfloat16))
-    optimizer = torch.optim.Adam([p], lr=0.01)
-    take_steps(optimizer, 2)
+    optimizer = take_steps(torch.optim.Adam([p], lr=0.01), 2)
     wide = torch.nn.Parameter(p.detach().float())
     twin = torch.optim.Adam([wide], lr=0.01)
     twin.state[wide] = {name: value.float() for name, value in optimizer.state[p].items()}
     assert torch.equal(importance_of(optimizer, p)[0], importance_of(twin, wide)[0])
 
 
-def test_a_subclass_that_inherits_step_is_known() -> None:
-    class Renamed(torch.optim.AdamW):
-        pass
-
+@pytest.mark.parametrize(
+    ("make", "decay"),
+    [
+        (type("InheritsStep", (torch.optim.AdamW,), {}), 1e-2),
+        (functools.partial(torch.optim.Adam, decoupled_weight_decay=True), 0.9),
+    ],
+    ids=["subclass", "decoupled Adam"],
+)
+def test_what_steps_as_adamw_does_is_adamw(make: Any, decay: float) -> None:
     p = parameter_of(1000)
-    optimizer, plain = Renamed([p], lr=0.01), torch.optim.AdamW([p], lr=0.01)
-    take_steps(optimizer)
-    plain.load_state_dict(optimizer.state_dict())
-    assert torch.equal(importance_of(optimizer, p)[0], importance_of(plain, p)[0])
-
-
-def test_adam_with_decoupled_weight_decay_is_adamw() -> None:
-    p = parameter_of(1000)
-    adam = torch.optim.Adam([p], lr=0.01, weight_decay=0.9, decoupled_weight_decay=True)
-    adamw = torch.optim.AdamW([p], lr=0.01, weight_decay=0.9)
-    take_steps(adam)
-    adamw.load_state_dict(adam.state_dict())
-    assert torch.equal(importance_of(adam, p)[0], importance_of(adamw, p)[0])
+    adamw = torch.optim.AdamW([p], lr=0.01, weight_decay=decay)
+    optimizer = take_steps(make([p], lr=0.01, weight_decay=decay))
+    adamw.load_state_dict(optimizer.state_dict())
+    assert torch.equal(importance_of(optimizer, p)[0], importance_of(adamw, p)[0])
 
 
 class OwnStep(torch.optim.SGD):
@@ -335,8 +331,7 @@ def test_differentiable_is_refused_at_once_and_when_a_group_brings_it() -> None:
 
 def test_incomplete_or_foreign_state_is_refused() -> None:
     p = parameter_of(10)
-    optimizer = torch.optim.Adam([p])
-    take_steps(optimizer)
+    optimizer = take_steps(torch.optim.Adam([p]))
     optimizer.param_groups[0]["amsgrad"] = True
     with pytest.raises(Unsupported, match="max_exp_avg_sq"):
         importance_of(optimizer, p)
@@ -359,11 +354,8 @@ def test_complex_parameters_are_refused() -> None:
         (torch.zeros(20, dtype=torch.uint8)[::2], 0, 1.0),
         (torch.zeros(2, 10, dtype=torch.uint8), 0, 1.0),
         (torch.zeros(9, dtype=torch.uint8), 0, 1.0),
-        (torch.zeros(12, dtype=torch.uint8), 3, 1.0),
-        (torch.zeros(12, dtype=torch.uint8), -1, 1.0),
-        (torch.zeros(10, dtype=torch.uint8), 0, 0.0),
-        (torch.zeros(10, dtype=torch.uint8), 0, float("inf")),
-        (torch.zeros(10, dtype=torch.uint8), 0, float("nan")),
+        *((torch.zeros(12, dtype=torch.uint8), offset, 1.0) for offset in (3, -1)),
+        *((torch.zeros(10, dtype=torch.uint8), 0, loss_scale) for loss_scale in (0.0, math.inf, math.nan)),
     ],
 )
 def test_bad_arguments_are_refused(out: Tensor, offset: int, loss_scale: float) -> None:
@@ -375,10 +367,9 @@ def test_bad_arguments_are_refused(out: Tensor, offset: int, loss_scale: float) 
 @pytest.mark.parametrize("offsets", [[], [0, 0]])
 def test_one_offset_per_parameter_is_asked_for(offsets: list[int]) -> None:
     p = parameter_of(10)
+    metric = QuantisationMetric(torch.optim.SGD([p], lr=0.1), 1)
     with pytest.raises(GradwireError, match="offset"):
-        QuantisationMetric(torch.optim.SGD([p], lr=0.1), 1).write_importance(
-            [p], offsets, torch.zeros(10, dtype=torch.uint8)
-        )
+        metric.write_importance([p], offsets, torch.zeros(10, dtype=torch.uint8))
 
 
 def test_a_world_of_no_ranks_is_refused() -> None:

@@ -1,15 +1,29 @@
-"""The law as ranks run it, on step times that were measured: what its tests share."""
+"""Step times measured on a quiet machine, and the law as ranks run it on them: what tests of laws and models share."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import measured
+from pathlib import Path
+from typing import Any
 
 from gradwire.schemes.auto.law import PLAIN, Law
+
+# Workload -> a row a scheme.
+TABLES: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("measured_steps.json").read_text())
+del TABLES["comment"]
+RATES = ("100mbit", "1gbit", "unshaped")
+
+
+def step_us(workload: str, rate: str) -> dict[str, int]:
+    """{scheme: microseconds}; DDP's own row is under "ddp"."""
+    return {row["scheme"]: int(1000 * row[f"ms_{rate}"]) for row in TABLES[workload] if row[f"ms_{rate}"] is not None}
+
+
+CELLS = [(workload, rate) for workload in TABLES for rate in RATES if step_us(workload, rate)]
 
 World = dict[str, int]  # microseconds a step of each scheme
 
@@ -17,9 +31,10 @@ EXACT = (PLAIN, "gcomp", "homomorphic")
 CLOSE = (*EXACT, "terngrad", "qsgd", "embedded-float", "truncated-float", "one-bit", "two-bit", "thc")
 ANY = (*CLOSE, "acp-sgd", "power-sgd", "top-k", "sign-sgd")
 N_PROBES, BATCH = 3, 5  # as the scheme has them
-FAMILIES = dict.fromkeys(["gcomp", "embedded-float", "truncated-float"], "ring") | dict.fromkeys(
-    ["one-bit", "two-bit", "qsgd"], "push"
-)
+FAMILIES = {
+    "gcomp": "ring", "embedded-float": "ring", "truncated-float": "ring",
+    "one-bit": "push", "two-bit": "push", "qsgd": "push",
+}  # fmt: skip
 
 
 def family_of(name: str) -> str:
@@ -28,7 +43,7 @@ def family_of(name: str) -> str:
 
 def world_of(workload: str, rate: str, allowed: Sequence[str]) -> World:
     """As measured; "plain" under auto is as light as DDP, so it is the row of the scheme `plain`."""
-    steps = measured.step_us(workload, rate)
+    steps = step_us(workload, rate)
     return {name: steps[name] for name in allowed if name in steps}
 
 
@@ -60,12 +75,7 @@ def best_of(world: World) -> int:
     return min(world.values())
 
 
-def simulate(
-    phases: Sequence[tuple[int, World]],
-    seed: int,
-    sigma: float = 0.10,
-    bias: float = 0.20,
-) -> Outcome:
+def simulate(phases: Sequence[tuple[int, World]], seed: int, sigma: float = 0.10, bias: float = 0.20) -> Outcome:
     """The law as ranks run it: votes come late and in batches, of another link only probes tell, the model errs by family,
     steps are noisy, one in a hundred is double."""
     rng = random.Random(seed)

@@ -8,11 +8,10 @@ import random
 import statistics
 from collections.abc import Callable
 
-import measured
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_law import ANY, CLOSE, EXACT, World, best_of, family_of, plain_of, simulate, world_of
+from simulated_law import ANY, CELLS, CLOSE, EXACT, World, best_of, family_of, plain_of, simulate, world_of
 
 from gradwire.schemes.auto.law import CREDIT, LONGEST_BLOCK, PLAIN, PROBE_EVERY, WINDOW, Law, median, variance
 
@@ -20,7 +19,7 @@ from gradwire.schemes.auto.law import CREDIT, LONGEST_BLOCK, PLAIN, PROBE_EVERY,
 
 
 @pytest.mark.parametrize("allowed", [EXACT, CLOSE, ANY], ids=["exact", "close", "any"])
-@pytest.mark.parametrize("cell", measured.CELLS, ids="-".join)
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
 def test_a_thousand_steps_are_never_slower_than_plain_and_end_with_the_best(cell, allowed):
     world = world_of(*cell, allowed)
     outcomes = [simulate([(1000, world)], seed) for seed in range(8)]
@@ -117,11 +116,23 @@ def test_the_order_in_which_candidates_are_named_and_the_lag_change_nothing_in_w
 # ---- case by case
 
 
-def run(law: Law, world: World, n_steps: int, waiting: float = 0.5, first: int = 0) -> list[str]:
-    schemes = []
+def run(
+    law: Law,
+    world: World | Callable[[int, str], int],
+    n_steps: int,
+    waiting: float = 0.5,
+    first: int = 0,
+    lag: int = 0,
+) -> list[str]:
+    """What ran. `world` may depend on the step; steps are observed `lag` steps after they began, as votes are."""
+    schemes: list[str] = []
+    took_us: list[int] = []
     for step in range(first, first + n_steps):
         schemes.append(law.scheme_of(step))
-        law.observe(step, world[schemes[-1]], int(waiting * world[schemes[-1]]))
+        took_us.append(world[schemes[-1]] if isinstance(world, dict) else world(step, schemes[-1]))
+        if step - lag >= first:
+            us = took_us[step - lag - first]
+            law.observe(step - lag, us, int(waiting * us))
     return schemes
 
 
@@ -169,40 +180,29 @@ def test_steps_that_say_nothing_end_no_race_and_do_not_count():
     assert any("no step of its race" in decision.why for decision in law.decisions)
 
 
-def run_with_lag(law: Law, lag: int, n_steps: int, took_us: Callable[[int, str], int]) -> list[tuple[str, int]]:
-    """Steps are observed `lag` steps after they began, as votes are."""
-    done = []
-    for step in range(n_steps):
-        scheme = law.scheme_of(step)
-        done.append((scheme, took_us(step, scheme)))
-        if step >= lag:
-            us = done[step - lag][1]
-            law.observe(step - lag, us, us // 2)
-    return done
-
-
 # As it was on a busy machine: many small tensors at 100 Mb/s. Plain steps took 65 ms, and while another program ran the first
 # steps of a scheme that was expected to take 45 took 245 each: a whole turn of it cost 0.72 s of a run of 30 steps.
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_trial_that_costs_more_than_its_budget_ends_in_the_middle_of_a_turn(lag):
     law = Law({PLAIN: 65_000, "a": 45_000})
-    done = run_with_lag(law, lag, 30, lambda step, scheme: 65_000 if scheme == PLAIN else 245_000)
-    excess_us = sum(us - 65_000 for scheme, us in done if scheme != PLAIN)
+    n_tried = run(law, {PLAIN: 65_000, "a": 245_000}, 30, lag=lag).count("a")
+    excess_us = n_tried * 180_000
     assert excess_us == law.spent_us
     budget_us = CREDIT * 65_000 + law.elapsed_us // 100
     assert excess_us <= budget_us + (1 + lag) * 180_000
-    assert sum(scheme != PLAIN for scheme, _ in done) <= 1 + lag
+    assert n_tried <= 1 + lag
     assert [decision.kind for decision in law.decisions] == ["try", "reject"]
 
 
 def test_what_was_broken_off_while_the_machine_was_busy_wins_when_it_is_not():
+    def took_us(step: int, scheme: str) -> int:
+        return 65_000 if scheme == PLAIN else 245_000 if step < 30 else 45_000
+
     law = Law({PLAIN: 65_000, "a": 45_000})
-    done = run_with_lag(
-        law, 0, 200, lambda step, scheme: 65_000 if scheme == PLAIN else 245_000 if step < 30 else 45_000
-    )
+    done = run(law, took_us, 200)
     assert "which is all that it may" in law.decisions[1].why
     assert law.incumbent == "a"
-    assert sum(us for _, us in done) < 200 * 65_000
+    assert sum(took_us(step, scheme) for step, scheme in enumerate(done)) < 200 * 65_000
 
 
 def test_without_a_budget_nothing_is_ever_tried():
@@ -228,10 +228,7 @@ def test_races_do_not_put_off_the_probe_of_the_link():
 def test_steps_of_very_different_length_leave_the_incumbent():
     rng = random.Random(5)
     law = Law({PLAIN: 100_000, "a": 95_000})
-    for step in range(3000):
-        law.scheme_of(step)
-        us = rng.choice([30_000, 100_000, 400_000])
-        law.observe(step, us, us // 2)
+    run(law, lambda *_: rng.choice([30_000, 100_000, 400_000]), 3000)
     assert sum(decision.kind == "switch" for decision in law.decisions) <= 8
     assert law.spent_us <= CREDIT * 200_000 + law.elapsed_us // 50
 
@@ -349,11 +346,8 @@ def test_equal_samples_still_have_a_variance(value, n):
 def test_a_few_slow_steps_do_not_make_a_slower_scheme_win(n_steps: int):
     """Another process took the cores for a moment: the steps before a race say little, so plain has a turn in it."""
     law = Law({PLAIN: 22_000, "a": 22_000})
-    for step in range(200):
-        us = {PLAIN: 22_000, "a": 30_000}[law.scheme_of(step)]
-        if 20 <= step < 20 + n_steps:
-            us = 55_000
-        law.observe(step, us, us // 4)
+    took_us = {PLAIN: 22_000, "a": 30_000}
+    run(law, lambda step, scheme: 55_000 if 20 <= step < 20 + n_steps else took_us[scheme], 200, waiting=0.25)
     assert any(decision.kind == "drift" for decision in law.decisions), "nothing was disturbed"
     assert not any(decision.kind == "switch" for decision in law.decisions)
     assert law.incumbent == PLAIN

@@ -29,9 +29,7 @@ FIGURE_6 = [(1.0, 28.5, 24.3, 6.3), (1.6, 30.5, 25.3, 6.5), (2.2, 40.2, 28.3, 6.
 
 
 def figure_6() -> ThresholdTable:
-    return ThresholdTable(
-        SizeTimes(int(mb * 1e6), raw / 1e3, compressed / 1e3, codec / 1e3) for mb, raw, compressed, codec in FIGURE_6
-    )
+    return ThresholdTable(SizeTimes(int(mb * 1e6), *(ms / 1e3 for ms in times_ms)) for mb, *times_ms in FIGURE_6)
 
 
 def seconds(line: LinearCost, size_bytes: int) -> float:
@@ -68,9 +66,7 @@ def test_threshold_is_the_smallest_size_above_which_all_sizes_win() -> None:
     assert ThresholdTable(even).threshold_bytes("fit") == NEVER
 
 
-@given(
-    st.floats(0, 1e-2), st.floats(1e-10, 1e-7), st.floats(0, 1e-2), st.floats(1e-10, 1e-7),
-)  # fmt: skip
+@given(st.floats(0, 1e-2), st.floats(1e-10, 1e-7), st.floats(0, 1e-2), st.floats(1e-10, 1e-7))
 def test_fit_finds_the_crossing_of_two_lines_from_their_points(
     raw_alpha: float, raw_beta: float, alpha: float, beta: float
 ) -> None:
@@ -131,15 +127,10 @@ def test_table_survives_its_plain_values() -> None:
 @pytest.mark.parametrize(
     ("size", "raw", "compressed", "codec"),
     [
-        (0, 1.0, 1.0, 1.0),
-        (-4, 1.0, 1.0, 1.0),
-        (4.5, 1.0, 1.0, 1.0),
-        (True, 1.0, 1.0, 1.0),
-        (4, 0.0, 1.0, 1.0),
-        (4, -1.0, 1.0, 1.0),
-        (4, 1.0, math.nan, 1.0),
+        *((size, 1.0, 1.0, 1.0) for size in (0, -4, 4.5, True)),
+        *((4, raw, 1.0, 1.0) for raw in (0.0, -1.0)),
+        *((4, 1.0, compressed, 1.0) for compressed in (math.nan, "1")),
         (4, 1.0, 1.0, math.inf),
-        (4, 1.0, "1", 1.0),
     ],
 )
 def test_impossible_measurements_are_refused(size: Any, raw: Any, compressed: Any, codec: Any) -> None:

@@ -37,14 +37,9 @@ N_VALUES = 3 * 65_536 + 4_321  # several chunks and tasks, of every codec
 SIZES = [*range(200), 255, 256, 257, 289, 511, 513, 1_023, 1_025, 4_095, 4_097]
 Case = tuple[str, dict[str, Any]]
 QUANTISERS: list[Case] = [
-    ("one-bit", {}),
-    ("one-bit", {"scale": "two-means"}),
-    ("two-bit", {}),
-    ("ternary", {"seed": 3}),
-    ("qsgd", {"seed": 3}),
-    ("qsgd", {"levels": 127, "block": 128, "seed": 3}),
-    ("thc", {"seed": 3}),
-]
+    ("one-bit", {}), ("one-bit", {"scale": "two-means"}), ("two-bit", {}), ("ternary", {"seed": 3}),
+    ("qsgd", {"seed": 3}), ("qsgd", {"levels": 127, "block": 128, "seed": 3}), ("thc", {"seed": 3}),
+]  # fmt: skip
 GCOMP: list[Case] = [
     ("gcomp", {"importance": mode, "bits": bits, "format": format})
     for format, modes in (

@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import gradwire
+from float_messages import Tapped
 from gradwire import _native, codecs, schemes
 from gradwire.core import threads
 from gradwire.core.bucket import Bucket
@@ -52,17 +54,15 @@ def test_count_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> Non
             gradwire.set_thread_count(wrong)
 
 
-class Listening:
-    """A codec that hashes every message that it writes."""
+def listening_to(codec: codecs.Codec) -> tuple[Tapped, Any]:
+    """The codec, and the hash of every message that it writes."""
+    digest = hashlib.blake2b(digest_size=16)
 
-    def __init__(self, codec: codecs.Codec) -> None:
-        self._codec, self.digest = codec, hashlib.blake2b(digest_size=16)
-        self.name, self.max_encoded_bytes, self.decode = codec.name, codec.max_encoded_bytes, codec.decode
-
-    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
-        n_bytes = self._codec.encode(gradient, out, importance)
-        self.digest.update(out[:n_bytes].numpy().tobytes())
+    def listen(out: torch.Tensor, n_bytes: int) -> int:
+        digest.update(out[:n_bytes].numpy().tobytes())
         return n_bytes
+
+    return Tapped(codec, listen), digest
 
 
 @on_ranks(2, timeout_s=60)
@@ -74,16 +74,12 @@ def test_messages_in_the_ring_are_the_same_for_every_thread_count(rank: int, wor
     results = []
     for n_threads in (1, 2, 5, 1):
         gradwire.set_thread_count(n_threads)
-        state = gradwire.HookState(
-            schemes.by_name("gcomp", refresh_every=0, format=1),
-            optimizer=torch.optim.SGD([parameter], lr=0.1),
-            timeout_s=100,
-        )
-        ring = state.scheme.collective
-        listening = ring.codec = Listening(ring.codec)
+        scheme, optimizer = schemes.by_name("gcomp", refresh_every=0, format=1), torch.optim.SGD([parameter], lr=0.1)
+        state = gradwire.HookState(scheme, optimizer=optimizer, timeout_s=100)
+        scheme.collective.codec, digest = listening_to(scheme.collective.codec)
         bucket = Bucket(gradient.clone(), [parameter], [0])
-        state.scheme.reduce(bucket).wait()
-        results.append((listening.digest.hexdigest(), bucket.buffer))
+        scheme.reduce(bucket).wait()
+        results.append((digest.hexdigest(), bucket.buffer))
         state.close()
     assert_alike(results)
     return results[0][1]

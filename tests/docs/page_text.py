@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 RESULTS = ROOT / "results"
 # Pages that `gradwire bench render` writes are held against the records by `bench render --check`.
 GENERATED = {DOCS / "results.md", *(DOCS / "results").glob("*.md")}

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from page_text import PAGES, ROOT, name_of
+from page_text import DOCS, PAGES, ROOT, name_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from float_messages import encode
 from gradwire import codecs
 from ranks import patience, run_ranks
 
@@ -29,7 +30,7 @@ FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 # First words of a Python block -> what runs it instead, or why nothing does.
 PYTHON_ELSEWHERE = {
-    "import torch": "tests/docs/test_quickstart.py",  # the whole script of the quick start
+    "import torch": "tests/docs/test_blocks.py",  # the whole script of the quick start: at the end of this file
     "from gradwire_lab.ranks.netlab import Netlab": "tests/netlab/test_netlab_links.py",  # needs the right to shape links
     "from gradwire_lab.simulator.search": "tests/simulator/test_inputs.py",  # needs the files of the page
     'attachment = gradwire.attach(ddp, optimizer, gradwire.schemes.by_name("homomorphic", mode="exact",': (
@@ -145,15 +146,17 @@ def test_python_on_the_page_runs(page: Path, number: int, tmp_path: Path) -> Non
 # ---- commands
 
 
+def run(command: list[str], folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, **options)
+
+
 def run_here(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     for pattern, shorter in SHORTER:
         line = re.sub(pattern, shorter, line)
     words = [sys.executable if word == "python" else word for word in shlex.split(line)]
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", *words], cwd=folder, env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=200 * patience(),
-    )  # fmt: skip
+    return run([sys.executable, "-m", *words], folder, timeout=200 * patience())
 
 
 PAGES_WITH_COMMANDS = [page for page in PAGES if commands(page)]
@@ -165,9 +168,8 @@ def test_commands_on_the_page_run(page: Path, tmp_path: Path) -> None:
     for package in ("simpy", "matplotlib", "jinja2") if lines else ():
         pytest.importorskip(package)
     (tmp_path / "train.py").write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
-    codec, message = codecs.by_name("zlib"), torch.zeros(4_096, dtype=torch.uint8)
-    size = codec.encode(torch.ones(100), message)
-    (tmp_path / "message.bin").write_bytes(bytes(message[:size].tolist()))
+    message = encode(codecs.by_name("zlib"), torch.ones(100))
+    (tmp_path / "message.bin").write_bytes(bytes(message.tolist()))
     for line in lines:
         ended = run_here(line, tmp_path)
         assert ended.returncode == 0, f"{line}\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
@@ -186,3 +188,18 @@ def test_commands_are_told_from_output() -> None:
     found = [line for page in PAGES for line in commands(page)]
     assert len(found) > 45
     assert not any(line.startswith("gradwire") and line.endswith(":") for line in found)
+
+
+def test_the_script_and_the_commands_of_the_quick_start_run(tmp_path: Path) -> None:
+    page = (DOCS / "quickstart.md").read_text()
+    script = re.search(r'```python title="train.py"\n(.*?)```', page, re.DOTALL)
+    commands = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
+    assert script is not None
+    (tmp_path / "train.py").write_text(script[1])
+    commands = commands.replace("torchrun ", f"{sys.executable} -m torch.distributed.run --standalone ")
+    done = run(["bash", "-e"], tmp_path, input=commands, timeout=300 * patience())
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = re.findall(r"loss ([0-9.]+), ratio ([0-9.]+)", done.stdout)
+    assert len(said) == 2, done.stdout
+    assert 0.2 < float(said[0][1]) <= 1.0  # auto: plain, or already trying something
+    assert 0.2 < float(said[1][1]) < 0.3  # eight bits a value

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire import codecs, errors, registry, schemes
+from gradwire import attach, codecs, errors, registry, schemes
 from gradwire.core.bucket import check_gradient
 from gradwire_lab.cli import main
 from ranks import patience, try_ranks
@@ -40,108 +41,92 @@ def step(ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def attach_twice() -> None:
-    ddp, optimizer = wrapped()
-    gradwire.attach(ddp, optimizer, "plain")
-    gradwire.attach(ddp, optimizer, "gcomp")
+def load_altered(attachment: Any, **fields: int) -> None:
+    attachment.load_state_dict({**attachment.state_dict(), **fields})
 
 
-def attach_beside_a_hook() -> None:
-    ddp, optimizer = wrapped()
+def attach_beside_a_hook(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
     ddp.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
-    gradwire.attach(ddp, optimizer)
+    attach(ddp, optimizer)
 
 
-def swap_the_arguments() -> None:
-    ddp, _ = wrapped()
-    gradwire.attach(ddp, ddp)  # type: ignore[arg-type]
-
-
-def attach_before_ddp() -> None:
-    ddp, _ = wrapped()
-    gradwire.attach(ddp, torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1))
-
-
-def load_a_models_checkpoint() -> None:
-    ddp, optimizer = wrapped()
-    gradwire.attach(ddp, optimizer, "one-bit").load_state_dict(ddp.state_dict())
-
-
-def load_another_schemes_checkpoint() -> None:
-    saved = gradwire.attach(*wrapped(), "gcomp").state_dict()
-    gradwire.attach(*wrapped(), "one-bit").load_state_dict(saved)
-
-
-def load_another_worlds_checkpoint() -> None:
-    attachment = gradwire.attach(*wrapped(), "one-bit")
-    attachment.load_state_dict({**attachment.state_dict(), "world_size": 8})
-
-
-def load_another_ranks_checkpoint() -> None:
-    attachment = gradwire.attach(*wrapped(), "one-bit")
-    attachment.load_state_dict({**attachment.state_dict(), "rank": 1 - dist.get_rank()})
-
-
-def clip_where_the_scheme_steps() -> None:
-    ddp, optimizer = wrapped()
-    gradwire.attach(ddp, optimizer, "broadcast")
+def clip_where_the_scheme_steps(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    attach(ddp, optimizer, "broadcast")
     ddp(torch.ones(2, 8)).sum().backward()
     nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
     optimizer.step()
 
 
-def train_with_sparse_gradients() -> None:
-    ddp = DistributedDataParallel(nn.EmbeddingBag(10, 4, sparse=True))
-    gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "one-bit")
-    ddp(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+def train_another(model: nn.Module, batch: torch.Tensor) -> None:
+    ddp = DistributedDataParallel(model)
+    attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "one-bit")
+    ddp(batch).sum().backward()
 
 
-def train_in_double() -> None:
-    ddp = DistributedDataParallel(nn.Linear(3, 2).double())
-    gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "one-bit")
-    ddp(torch.ones(1, 3).double()).sum().backward()
-
-
-def go_on_after_close() -> None:
-    attachment = gradwire.attach(*wrapped(), "one-bit")
+def go_on_after_close(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    attachment = attach(ddp, optimizer, "one-bit")
     attachment.close()
     attachment.switch("gcomp")
 
 
-# What a user does -> the error, what it says is wrong and where, and what it says to do.
-MISTAKES: dict[Callable[[], None], tuple[type[Exception], list[str], str]] = {
-    attach_twice: (errors.Unsupported, ["has an attachment already"], "attachment.switch(scheme), or close()"),
-    attach_beside_a_hook: (
-        errors.Unsupported,
-        ["has a communication hook already"],
-        "leave out its register_comm_hook",
+# What a user does, with a model and its optimizer -> the error, what it says is wrong and where, and what it says to do.
+MISTAKES: dict[str, tuple[Callable[..., object], type[Exception], list[str], str]] = {
+    "attach twice": (
+        lambda ddp, optimizer: [attach(ddp, optimizer, scheme) for scheme in ("plain", "gcomp")],
+        errors.Unsupported, ["has an attachment already"], "attachment.switch(scheme), or close()",
     ),
-    swap_the_arguments: (errors.Unsupported, ["got DistributedDataParallel"], "attach(ddp, optimizer, scheme)"),
-    attach_before_ddp: (errors.InvalidArgument, ["none of the model's parameters"], "after DDP(...)"),
-    load_a_models_checkpoint: (errors.CorruptMessage, ["not a gradwire state_dict"], "attachment.state_dict()"),
-    load_another_schemes_checkpoint: (
-        errors.InvalidArgument,
-        ["'gcomp'", "'one-bit' is"],
-        "attach 'gcomp', load, then",
+    "attach beside a hook": (
+        attach_beside_a_hook,
+        errors.Unsupported, ["has a communication hook already"], "leave out its register_comm_hook",
     ),
-    load_another_worlds_checkpoint: (errors.InvalidArgument, ["8 ranks", "has 2"], "state_dict(all_ranks=True)"),
-    load_another_ranks_checkpoint: (errors.InvalidArgument, ["rank 0", "rank 1"], "load each rank's own file"),
-    clip_where_the_scheme_steps: (errors.Unsupported, ["parameter 0.weight"], "max_grad_norm="),
-    train_with_sparse_gradients: (errors.Unsupported, ["sparse gradient"], "Embedding(sparse=False)"),
-    train_in_double: (errors.InvalidArgument, ["torch.float64", "float32, bfloat16, float16"], "convert the model"),
-    go_on_after_close: (errors.InvalidArgument, ["is closed"], "attach a scheme again"),
-}
+    "swap the arguments": (
+        lambda ddp, _: attach(ddp, ddp),
+        errors.Unsupported, ["got DistributedDataParallel"], "attach(ddp, optimizer, scheme)",
+    ),
+    "attach before DDP": (
+        lambda ddp, _: attach(ddp, torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)),
+        errors.InvalidArgument, ["none of the model's parameters"], "after DDP(...)",
+    ),
+    "load a model's checkpoint": (
+        lambda ddp, optimizer: attach(ddp, optimizer, "one-bit").load_state_dict(ddp.state_dict()),
+        errors.CorruptMessage, ["not a gradwire state_dict"], "attachment.state_dict()",
+    ),
+    "load another scheme's checkpoint": (
+        lambda *given: attach(*wrapped(), "one-bit").load_state_dict(attach(*given, "gcomp").state_dict()),
+        errors.InvalidArgument, ["'gcomp'", "'one-bit' is"], "attach 'gcomp', load, then",
+    ),
+    "load another world's checkpoint": (
+        lambda *given: load_altered(attach(*given, "one-bit"), world_size=8),
+        errors.InvalidArgument, ["8 ranks", "has 2"], "state_dict(all_ranks=True)",
+    ),
+    "load another rank's checkpoint": (
+        lambda *given: load_altered(attach(*given, "one-bit"), rank=1 - dist.get_rank()),
+        errors.InvalidArgument, ["rank 0", "rank 1"], "load each rank's own file",
+    ),
+    "clip where the scheme steps": (
+        clip_where_the_scheme_steps, errors.Unsupported, ["parameter 0.weight"], "max_grad_norm=",
+    ),
+    "train with sparse gradients": (
+        lambda *_: train_another(nn.EmbeddingBag(10, 4, sparse=True), torch.zeros(1, 2, dtype=torch.int64)),
+        errors.Unsupported, ["sparse gradient"], "Embedding(sparse=False)",
+    ),
+    "train in double": (
+        lambda *_: train_another(nn.Linear(3, 2).double(), torch.ones(1, 3).double()),
+        errors.InvalidArgument, ["torch.float64", "float32, bfloat16, float16"], "convert the model",
+    ),
+    "go on after close": (go_on_after_close, errors.InvalidArgument, ["is closed"], "attach a scheme again"),
+}  # fmt: skip
 
 
 def commit(rank: int, world_size: int) -> Said:
     """Every mistake on every rank, each with a model of its own."""
     said = {}
-    for mistake in MISTAKES:
+    for mistake, (make, *_) in MISTAKES.items():
         try:
-            mistake()
-            said[mistake.__name__] = ("nothing", "")
+            make(*wrapped())
+            said[mistake] = ("nothing", "")
         except Exception as error:
-            said[mistake.__name__] = (type(error).__name__, str(error))
+            said[mistake] = (type(error).__name__, str(error))
     return said
 
 
@@ -152,11 +137,11 @@ def said() -> list[Said]:
     return [outcome.result for outcome in outcomes]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
-def test_message_says_what_where_and_what_next(said: list[Said], mistake: Callable[[], None]) -> None:
-    kind, what, cure = MISTAKES[mistake]
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_message_says_what_where_and_what_next(said: list[Said], mistake: str) -> None:
+    _, kind, what, cure = MISTAKES[mistake]
     for of_rank in said:
-        name, message = of_rank[mistake.__name__]
+        name, message = of_rank[mistake]
         assert name == kind.__name__, message
         assert [words for words in [*what, cure] if words not in message] == [], message
 
@@ -164,10 +149,7 @@ def test_message_says_what_where_and_what_next(said: list[Said], mistake: Callab
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (
-            lambda: schemes.by_name("gcmop"),
-            ["no scheme is called 'gcmop'; did you mean 'gcomp'? there are: acp-sgd, "],
-        ),
+        (lambda: schemes.by_name("gcmop"), ["no scheme is called 'gcmop'; did you mean 'gcomp'? there are: acp-sgd, "]),
         (lambda: schemes.by_name("Power_SGD"), ["did you mean 'power-sgd'"]),
         (lambda: schemes.by_name("acp-sgd", rnk=4), ["has no option 'rnk'; did you mean 'rank'? there are: "]),
         (lambda: schemes.by_name("one-bit:scale=best"), ["scale", "best"]),
@@ -190,10 +172,9 @@ def test_tensor_on_a_device_without_a_door_is_told_where_to_go() -> None:
 def test_attach_without_a_process_group_names_both_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")  # as a launcher says
     model = nn.Linear(3, 2)
-    with pytest.raises(
-        errors.InvalidArgument, match=r"not initialised: .*torchrun.*init_process_group\('gloo'\) before"
-    ):
-        gradwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "plain")
+    words = r"not initialised: .*torchrun.*init_process_group\('gloo'\) before"
+    with pytest.raises(errors.InvalidArgument, match=words):
+        attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "plain")
 
 
 def test_missing_extra_names_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +192,7 @@ def test_a_baseline_of_the_laboratory_says_what_registers_it(monkeypatch: pytest
 
 def attach_another_scheme(rank: int, world_size: int) -> None:
     ddp, optimizer = wrapped()
-    gradwire.attach(ddp, optimizer, "gcomp" if rank == 0 else "one-bit")
+    attach(ddp, optimizer, "gcomp" if rank == 0 else "one-bit")
     step(ddp, optimizer)
 
 
@@ -225,7 +206,7 @@ def test_ranks_that_differ_are_told_field_ranks_and_cure() -> None:
 
 def come_late(rank: int, world_size: int) -> None:
     ddp, optimizer = wrapped()
-    gradwire.attach(ddp, optimizer, "one-bit", timeout_s=1)
+    attach(ddp, optimizer, "one-bit", timeout_s=1)
     step(ddp, optimizer)
     step(ddp, optimizer)  # DDP makes its buckets anew before it, and waits for that by itself
     time.sleep(4 * rank)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from page_text import DOCS, ROOT
 
+from float_messages import encode
 from gradwire import _native, codecs
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.wire.preamble import Preamble
@@ -37,9 +38,7 @@ def number(text: str) -> int:
 
 
 def encoded(codec: codecs.Codec) -> bytes:
-    values = torch.randn(100, generator=torch.Generator().manual_seed(1))
-    out = torch.zeros(codec.max_encoded_bytes(100, torch.float32), dtype=torch.uint8)
-    return bytes(out[: codec.encode(values, out)].tolist())
+    return bytes(encode(codec, torch.randn(100, generator=torch.Generator().manual_seed(1))).tolist())
 
 
 WRITTEN: dict[str, tuple[str, Callable[[], bytes]]] = {

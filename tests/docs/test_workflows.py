@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_text import ROOT
+from page_text import MAKE_TARGETS, ROOT
 
 yaml = pytest.importorskip("yaml")
 
+_PINNED = re.compile(r"[\w-]+/[\w/-]+@(v\d[\w.]*|release/v\d+|[0-9a-f]{40})")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def faults_of(workflow: dict[str, Any]) -> list[str]:
@@ -23,18 +23,17 @@ def faults_of(workflow: dict[str, Any]) -> list[str]:
     jobs = workflow["jobs"]
     for name, job in jobs.items():
         needs = job.get("needs", [])
-        found += [
-            f"{name} needs {other}" for other in ([needs] if isinstance(needs, str) else needs) if other not in jobs
-        ]
+        needs = [needs] if isinstance(needs, str) else needs
+        found += [f"{name} needs {other}" for other in needs if other not in jobs]
         if "timeout-minutes" not in job:
             found.append(f"{name} has no timeout-minutes")
         for step in job["steps"]:
-            if "uses" in step and not re.fullmatch(
-                r"[\w-]+/[\w/-]+@(v\d[\w.]*|release/v\d+|[0-9a-f]{40})", step["uses"]
-            ):
+            if "uses" in step and not _PINNED.fullmatch(step["uses"]):
                 found.append(f"{step['uses']} is not pinned")
             command = step.get("run", "")
-            found += [f"make {target}" for target in re.findall(r"\bmake ([a-z-]+)", command) if target not in _TARGETS]
+            found += [
+                f"make {target}" for target in re.findall(r"\bmake ([a-z-]+)", command) if target not in MAKE_TARGETS
+            ]
             paths = re.findall(r"(?:^|\s)(\.?[a-z]+/[\w./-]+)", command)
             found += [f"no file {path}" for path in paths if not (ROOT / path).is_file()]
     return found

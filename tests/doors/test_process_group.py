@@ -27,15 +27,13 @@ N = 40_000  # elements: 64 KiB of 16-bit floats and more
 def restart(backend: str, timeout_s: float = 100) -> None:
     """The default group anew, over the store of the old one."""
     store = dist.PrefixStore(backend, dist.distributed_c10d._get_default_store())
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     dist.destroy_process_group()
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-    )
+    dist.init_process_group(backend, store=store, timeout=timedelta(seconds=timeout_s), **place)
 
 
-def values(rank: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(N, generator=torch.Generator().manual_seed(10 * seed + rank)).to(dtype)
+def values(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(N, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
 def reduced(scheme: str, op: str, tensor: Tensor, group: Any = None) -> Tensor:
@@ -122,9 +120,9 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(160, 300), nn.ReLU(), nn.Linear(300, 160))
 
 
-def train(model: Any, rank: int, prepare: Any = None) -> list[Tensor]:
+def train(model: nn.Module, rank: int, has_hook: bool = False) -> list[Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    attachment = prepare(model, optimizer) if prepare else None
+    attachment = gradwire.attach(model, optimizer, LOSSY, timeout_s=100) if has_hook else None
     for step in range(4):
         optimizer.zero_grad()
         batch = torch.randn(8, 160, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -138,11 +136,7 @@ def train(model: Any, rank: int, prepare: Any = None) -> list[Tensor]:
 @on_ranks(4, timeout_s=90)
 def test_ddp_trains_unchanged_with_the_hooks_bits(rank: int, world_size: int) -> list[Tensor]:
     """DDP divides before it sums, the hook afterwards: by a power of two that is the same."""
-    hooked = train(
-        DistributedDataParallel(build(), bucket_cap_mb=0.1),
-        rank,
-        lambda ddp, optimizer: gradwire.attach(ddp, optimizer, LOSSY, timeout_s=100),
-    )
+    hooked = train(DistributedDataParallel(build(), bucket_cap_mb=0.1), rank, has_hook=True)
     plainly = train(DistributedDataParallel(build(), bucket_cap_mb=0.1), rank)
     gradwire.register_backend(LOSSY)
     restart("gradwire")

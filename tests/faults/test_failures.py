@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,17 +18,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from flipping import flip_what_comes
+from float_messages import Tapped
 from gradwire import schemes
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.core.bucket import Bucket
-from ranks import Outcome, on_ranks, patience, try_ranks
+from ranks import Outcome, bits_of, on_ranks, patience, try_ranks
 
-N_STEPS = 4
-BAD_STEP = 2
+N_STEPS, BAD_STEP = 4, 2
 
 
 def train(
     rank: int,
+    world_size: int,
     scheme: Any,
     fault: Any = None,
     faulty: int = 1,
@@ -70,41 +74,29 @@ def count_a_step_too_many(attachment: Any) -> None:
     attachment.load_state_dict({**state, "step": state["step"] + 1})
 
 
-def train_with_death(rank: int, world_size: int, scheme: str, options: dict) -> None:
-    # Survivors notice by the closed connection: with this timeout, a rank that waited for it would hang the test.
-    train(rank, schemes.by_name(scheme, **options), die, timeout_s=1_000)
+def sleep(seconds: float, attachment: Any) -> None:
+    time.sleep(seconds)
+
+
+def leave_a_note(note: str, attachment: Any) -> None:
+    communicator = attachment.communicator
+    communicator._store.set(communicator._name + "/failure", note)
+    os._exit(9)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "scheme", "options"),
+    ("world_size", "scheme"),
     [
-        (2, "plain", {}),
-        (3, "gcomp", {}),
-        (4, "gcomp", {}),
-        (3, "gcomp", {"topology": "direct"}),
-        (3, "acp-sgd", {}),
-        (2, "power-sgd", {}),
-        (3, "power-sgd-overlap", {}),
-        (2, "sign-sgd", {}),
-        (3, "top-k", {}),
-        (3, "one-bit", {}),
-        (3, "slimgc", {"threshold_bytes": 0}),
-        (2, "slimgc", {"threshold_bytes": 0, "codec": "zlib"}),
+        (2, "plain"), (3, "gcomp"), (4, "gcomp"), (3, "gcomp:topology=direct"), (3, "acp-sgd"), (2, "power-sgd"),
+        (3, "power-sgd-overlap"), (2, "sign-sgd"), (3, "top-k"), (3, "one-bit"), (3, "slimgc:threshold_bytes=0"),
+        (2, "slimgc:threshold_bytes=0,codec=zlib"),
     ],
-)
-def test_death_of_a_rank_raises_peer_lost_on_the_others(world_size: int, scheme: str, options: dict) -> None:
-    outcomes = try_ranks(train_with_death, world_size, scheme, options)
+)  # fmt: skip
+def test_death_of_a_rank_raises_peer_lost_on_the_others(world_size: int, scheme: str) -> None:
+    # Survivors notice by the closed connection: with this timeout, a rank that waited for it would hang the test.
+    outcomes = try_ranks(partial(train, scheme=scheme, fault=die, timeout_s=1_000), world_size)
     assert outcomes[1].exit_code == 9
     check_all_raised(outcomes, gradwire.PeerLost, "restart from the last checkpoint", dead=(1,))
-
-
-def train_with_planted_note(rank: int, world_size: int, note: str) -> None:
-    def leave_a_note(attachment: Any) -> None:
-        communicator = attachment.communicator
-        communicator._store.set(communicator._name + "/failure", note)
-        os._exit(9)
-
-    train(rank, "gcomp", leave_a_note)
 
 
 @pytest.mark.parametrize(
@@ -119,25 +111,9 @@ def train_with_planted_note(rank: int, world_size: int, note: str) -> None:
     ],
 )
 def test_note_that_no_rank_of_ours_wrote_is_still_a_typed_error(note: str, words: str) -> None:
-    outcomes = try_ranks(train_with_planted_note, 2, note)
+    outcomes = try_ranks(partial(train, scheme="gcomp", fault=partial(leave_a_note, note)), 2)
     assert outcomes[1].exit_code == 9, outcomes[1].traceback
     check_all_raised(outcomes, gradwire.PeerLost, words, dead=(1,))
-
-
-class Sabotaged:
-    """A codec that does harm to a message on one rank, from its fifth call on; messages may be longer than those of others."""
-
-    def __init__(self, codec: Any, harm: Callable[[torch.Tensor, int], int], more_bytes: int = 0) -> None:
-        self._codec, self._harm, self._more_bytes, self._calls_left = codec, harm, more_bytes, 5
-        self.name, self.decode = codec.name, codec.decode
-
-    def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
-        return self._codec.max_encoded_bytes(n_elements, dtype) + self._more_bytes
-
-    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: Any = None) -> int:
-        n_bytes = self._codec.encode(gradient, out, importance)
-        self._calls_left -= 1
-        return n_bytes if self._calls_left > 0 else self._harm(out, n_bytes)
 
 
 def raise_error(message: torch.Tensor, n_bytes: int) -> int:
@@ -168,8 +144,13 @@ def train_sabotaged(rank: int, world_size: int, how: str, topology: str) -> None
     scheme = schemes.by_name("truncate", topology=topology)
     if rank == 1:
         harm, more_bytes, *_ = HARMS[how]
-        scheme.collective.codec = Sabotaged(scheme.collective.codec, harm, more_bytes)
-    train(rank, scheme)
+        calls = itertools.count(1)
+
+        def harm_from_the_fifth_on(message: torch.Tensor, n_bytes: int) -> int:
+            return harm(message, n_bytes) if next(calls) >= 5 else n_bytes
+
+        scheme.collective.codec = Tapped(scheme.collective.codec, harm_from_the_fifth_on, more_bytes)
+    train(rank, world_size, scheme)
 
 
 @pytest.mark.parametrize("topology", ["ring", "direct"])
@@ -185,21 +166,16 @@ def test_message_with_an_unknown_table_names_the_table_on_all_ranks(rank: int, w
         histogram = torch.zeros(256, dtype=torch.int64)
         histogram[100:130] = 1
         scheme.collective.codec.use_table(HuffmanTable.from_histogram(histogram))
-    train(rank, scheme)
+    train(rank, world_size, scheme)
 
 
 @pytest.mark.parametrize("scheme", ["plain", "gcomp"])
 def test_rank_that_does_not_come_ends_in_peer_lost_after_the_timeout(scheme: str) -> None:
-    outcomes = try_ranks(train_with_sleep, 3, scheme)
+    outcomes = try_ranks(partial(train, scheme=scheme, fault=partial(sleep, 8), timeout_s=2), 3)
     check_all_raised(outcomes, gradwire.PeerLost, "timeout_s=2")
-    for survivor in outcomes[
-        ::2
-    ]:  # not since it asked, which `plain` does when the sum should have been there long ago
+    # Not since it asked, which `plain` does when the sum should have been there long ago.
+    for survivor in outcomes[::2]:
         assert re.search(r"waited [2-7]\.\d s", str(survivor.error)), survivor
-
-
-def train_with_sleep(rank: int, world_size: int, scheme: str) -> None:
-    train(rank, scheme, lambda attachment: time.sleep(8), timeout_s=2)
 
 
 @pytest.mark.parametrize(
@@ -218,13 +194,13 @@ def train_with_sleep(rank: int, world_size: int, scheme: str) -> None:
 def test_ranks_with_other_schemes_or_options_are_named_on_all_of_them(
     rank: int, world_size: int, others: str, own: str
 ) -> None:
-    train(rank, own if rank == 1 else others)
+    train(rank, world_size, own if rank == 1 else others)
 
 
 @pytest.mark.parametrize("scheme", ["gcomp", "plain"])
 @on_ranks(3, raises=gradwire.RankMismatch, match="disagree on step.*What to do:")
 def test_ranks_in_other_steps_are_named_on_all_of_them(rank: int, world_size: int, scheme: str) -> None:
-    train(rank, scheme, count_a_step_too_many)
+    train(rank, world_size, scheme, count_a_step_too_many)
 
 
 @on_ranks(2, raises=gradwire.RankMismatch, match="disagree on layout.*rank 1")
@@ -237,14 +213,14 @@ def test_models_that_differ_are_named_on_all_ranks(rank: int, world_size: int) -
 
 @on_ranks(2, raises=gradwire.InvalidArgument, match=r"torch\.float64.*convert the model")
 def test_gradient_of_another_dtype_is_refused_with_advice(rank: int, world_size: int) -> None:
-    train(rank, "gcomp", dtype=torch.float64)
+    train(rank, world_size, "gcomp", dtype=torch.float64)
 
 
 @on_ranks(2)
 def test_a_new_attachment_works_after_a_failure(rank: int, world_size: int) -> None:
     with pytest.raises(gradwire.RankMismatch):
         train_sabotaged(rank, world_size, "error", "ring")
-    train(rank, "truncate")  # a new attachment over the same ranks starts with connections of its own
+    train(rank, world_size, "truncate")  # a new attachment over the same ranks starts with connections of its own
 
 
 def train_and_close_alone(rank: int, world_size: int, scheme: str) -> None:
@@ -254,7 +230,7 @@ def train_and_close_alone(rank: int, world_size: int, scheme: str) -> None:
 
     attached: list[Any] = []
     try:
-        train(rank, scheme, close, timeout_s=60, attached=attached)
+        train(rank, world_size, scheme, close, timeout_s=60, attached=attached)
     except gradwire.PeerLost:
         attached[0].close()
         dist.barrier()
@@ -266,9 +242,8 @@ def train_and_close_alone(rank: int, world_size: int, scheme: str) -> None:
 @pytest.mark.parametrize(("scheme", "world_size"), [("plain", 2), ("gcomp", 3), ("acp-sgd", 3), ("broadcast", 2)])
 def test_rank_that_closes_alone_is_told_and_so_are_the_others(scheme: str, world_size: int) -> None:
     outcomes = try_ranks(train_and_close_alone, world_size, scheme)
-    alone = outcomes.pop(1)
-    assert type(alone.error) is gradwire.RankMismatch, alone
-    assert f"this rank closed its attachment at step {BAD_STEP}, the others did not" in str(alone.error)
+    told = f"this rank closed its attachment at step {BAD_STEP}, the others did not"
+    check_all_raised([outcomes.pop(1)], gradwire.RankMismatch, told)
     check_all_raised(outcomes, gradwire.PeerLost, f"rank 1 closed its attachment at step {BAD_STEP}")
 
 
@@ -282,8 +257,7 @@ def attach_on_rank_0_only(rank: int, world_size: int) -> None:
 
 def test_rank_that_attaches_alone_is_told_that_every_rank_calls_attach() -> None:
     outcomes = try_ranks(attach_on_rank_0_only, 2)
-    assert type(outcomes[0].error) is gradwire.PeerLost, outcomes[0]
-    assert "Every rank of the model calls attach()" in str(outcomes[0].error)
+    check_all_raised(outcomes, gradwire.PeerLost, r"Every rank of the model calls attach\(\)", dead=(1,))
 
 
 @on_ranks(2)
@@ -295,28 +269,66 @@ def test_timeout_is_the_process_groups_own_unless_it_is_given(rank: int, world_s
         assert attachment.communicator.timeout_s == expected_s
 
 
-def train_with_a_late_rank(rank: int, world_size: int) -> None:
-    train(rank, "plain", lambda attachment: time.sleep(3), faulty=0, timeout_s=1)  # as one that evaluates alone
-
-
 def test_error_of_a_rank_that_was_only_slow_says_which_argument_to_raise() -> None:
-    outcome = try_ranks(train_with_a_late_rank, 2)[1]
-    assert type(outcome.error) is gradwire.PeerLost
-    assert "pass attach(..., timeout_s=) more" in str(outcome.error)
+    evaluates_alone = partial(train, scheme="plain", fault=partial(sleep, 3), faulty=0, timeout_s=1)
+    outcomes = try_ranks(evaluates_alone, 2)
+    check_all_raised(outcomes, gradwire.PeerLost, r"pass attach\(\.\.\., timeout_s=\) more", dead=(0,))
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    "scheme",
     [
-        ("dgc", {"share": 0.01, "warmup_steps": 3}),
-        ("top-k", {"share": 0.01, "warmup_steps": 3}),
-        ("one-bit", {"warmup_steps": 3}),
-        ("acp-sgd", {"rank": 1, "start_step": 3}),
+        "dgc:share=0.01,warmup_steps=3",
+        "top-k:share=0.01,warmup_steps=3",
+        "one-bit:warmup_steps=3",
+        "acp-sgd:rank=1,start_step=3",
     ],
 )
 @on_ranks(3, raises=gradwire.RankMismatch, match="disagree on step.*rank 0: 3")
 def test_ranks_in_other_steps_are_told_where_messages_change_their_length(
-    rank: int, world_size: int, name: str, options: dict[str, Any]
+    rank: int, world_size: int, scheme: str
 ) -> None:
     """The backend ends a process that gets more than it waits for."""
-    train(rank, schemes.by_name(name, **options), count_a_step_too_many, faulty=0, width=20)
+    train(rank, world_size, scheme, count_a_step_too_many, faulty=0, width=20)
+
+
+# ---- one bit of one message is flipped on its way between two real ranks: it is never taken for what was sent
+
+# What travels without a codec's checksum -> where the bit is flipped, in bytes from rank 1 to rank 0.
+FLIPPED: dict[str, tuple[str, dict[str, Any], list[int]]] = {
+    "one-bit raw": ("one-bit", {"pull": "raw", "warmup_steps": 0}, [45, 3_000, 9_000]),
+    "qsgd raw": ("qsgd", {"pull": "raw"}, [45, 9_000, 14_001]),
+    "one-bit": ("one-bit", {"warmup_steps": 0}, [45, 700]),
+    "broadcast": ("broadcast", {"bits": 32}, [3_000, 9_000, 20_002]),
+}
+
+
+def train_beside_a_relay(rank: int, world_size: int, case: str, place: int) -> list[bytes]:
+    name, options, _ = FLIPPED[case]
+    if rank == 0:
+        flip_what_comes(place)
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(60, 50))
+    attachment = gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), 0.1), name, timeout_s=20, **options)
+    (optimizer,) = attachment.session.optimizers
+    for step in range(4):
+        torch.manual_seed(10 * step + rank)
+        ddp(torch.randn(8, 60)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    attachment.close()  # a rank that ends without it may take the last message with it
+    return [bits_of(parameter) for parameter in ddp.parameters()]
+
+
+@pytest.mark.parametrize(("case", "place"), [(case, place) for case in FLIPPED for place in FLIPPED[case][2]])
+def test_flipped_bit_ends_in_an_error_and_never_in_other_replicas(case: str, place: int) -> None:
+    outcomes = try_ranks(train_beside_a_relay, 2, case, place)
+    assert isinstance(outcomes[0].error, gradwire.CorruptMessage | gradwire.RankMismatch), outcomes
+    assert isinstance(outcomes[1].error, gradwire.GradwireError), outcomes
+
+
+@pytest.mark.parametrize("case", FLIPPED)
+def test_without_it_the_replicas_are_equal(case: str) -> None:
+    first, second = try_ranks(train_beside_a_relay, 2, case, 1 << 40)
+    assert first.error is None, first
+    assert first.result == second.result

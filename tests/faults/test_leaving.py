@@ -8,12 +8,14 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 from gradwire_lab.ranks.network import find_free_port
-from ranks import patience
+from ranks import environment_of, patience
 
+SOURCES = str(Path(__file__).parents[2] / "src")
 SCRIPT = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
@@ -42,27 +44,12 @@ for _ in range(3):
 
 def run_script(ending: str, scheme: str, world_size: int = 2) -> list[subprocess.CompletedProcess[str]]:
     """Start `world_size` ranks of SCRIPT + `ending`; how each of them ended. A rank that hangs fails the test."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(find_free_port()),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "SCHEME": scheme,
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-c", SCRIPT + textwrap.dedent(ending)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
+    port = find_free_port()
+    command = [sys.executable, "-X", "faulthandler", "-c", SCRIPT + textwrap.dedent(ending)]
+    processes = []
+    for rank in range(world_size):
+        variables = {**os.environ, **environment_of(rank, world_size, port), "PYTHONPATH": SOURCES, "SCHEME": scheme}
+        processes.append(subprocess.Popen(command, env=variables, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True))
     ended = []
     try:
         for process in processes:  # in turn: the next one's stdin is open until this one has ended
@@ -192,10 +179,7 @@ def test_stopped_peer_is_lost_after_the_timeout_and_is_told_so_when_it_goes_on(s
 
 
 def test_torchrun_trains_with_two_ranks(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        SCRIPT
-        + textwrap.dedent("""
+    ending = """
     stats = attachment.stats()
     sums = [None, None]
     dist.all_gather_object(sums, float(sum(p.double().sum() for p in model.parameters())))
@@ -204,15 +188,14 @@ def test_torchrun_trains_with_two_ranks(tmp_path: Path) -> None:
     dist.destroy_process_group()
     if rank == 0:
         print("trained", stats["world_size"], stats["n_steps"], gradwire.thread_count())
-    """)
-    )
+    """
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT + textwrap.dedent(ending))
     ended = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "SCHEME": "gcomp"},
-        capture_output=True,
-        text=True,
-        timeout=150 * patience(),
-    )
+        env={**os.environ, "PYTHONPATH": SOURCES, "SCHEME": "gcomp"},
+        capture_output=True, text=True, timeout=150 * patience(),
+    )  # fmt: skip
     n_threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == f"trained 2 3 {n_threads}\n"

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import socket
 import time
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
 from gradwire import _native
 from gradwire.errors import IncompatibleVersion, InvalidArgument, PeerLost, RankMismatch, Unsupported
-from switch_cases import ADD, OR, Relay, Serving, Trouble, assert_reduced, at_once, clients, draw, try_at_once
+from switch_cases import ADD, OR, Relay, Serving, Trouble, assert_reduced, at_once, clients, sums, try_at_once
 
 
-def make_client(port: int, worker: int = 0, n_workers: int = 1, job: int = 7, slots: int = 16) -> Any:
-    return _native.SwitchClient("127.0.0.1", port, job, worker, n_workers, slots)
+def make_client(port: int, worker: int = 0, n_workers: int = 1, job: int = 7) -> Any:
+    return _native.SwitchClient("127.0.0.1", port, job, worker, n_workers, 16)
 
 
 def assert_lost(outcomes: list[Any], words: str) -> None:
@@ -43,7 +43,7 @@ def test_ranks_may_come_before_the_switch() -> None:
         time.sleep(0.2)
         return Serving(port=port)
 
-    *_, late = at_once([*(lambda one=one: one.join(10.0) for one in clients_of_it), start_late])
+    *_, late = at_once([*(partial(one.join, 10.0) for one in clients_of_it), start_late])
     with late:
         assert_reduced(clients_of_it, 1000, ADD, seed=0)
 
@@ -52,10 +52,8 @@ def test_a_switch_that_dies_in_mid_sum_raises_peer_lost_on_every_rank() -> None:
     serving = Serving()
     with clients(serving.port, 3) as workers:
         assert_reduced(workers, 1000, ADD, seed=0)
-        arrays = draw(3, 1000, seed=1)
         # Rank 2 keeps out, so that the sum cannot end before the switch does.
-        calls = [lambda w=w, a=a: w.reduce(a, ADD, 30.0) for w, a in zip(workers[:2], arrays, strict=False)]
-        outcomes = try_at_once([*calls, lambda: (time.sleep(0.2), serving.end())])
+        outcomes = try_at_once([*sums(workers[:2], 30.0), lambda: (time.sleep(0.2), serving.end())])
         assert_lost(outcomes[:2], "nobody listens there any more")
 
 
@@ -63,7 +61,7 @@ def test_a_switch_that_falls_silent_raises_peer_lost_after_the_time_out() -> Non
     with Serving() as serving, Relay(serving.port, Trouble(), seed=0) as relay, clients(relay.port, 2) as workers:
         assert_reduced(workers, 1000, ADD, seed=0)
         relay._trouble = Trouble(lost=1.0)
-        outcomes = try_at_once([lambda w=w: w.reduce(draw(1, 1000, 1)[0], ADD, 0.5) for w in workers])
+        outcomes = try_at_once(sums(workers, 0.5))
         relay._trouble = Trouble()
         assert_lost(outcomes, "did not answer for 0.5 s")
 
@@ -76,43 +74,30 @@ def test_a_restarted_switch_raises_peer_lost_that_says_so() -> None:
         serving.end()
         with Serving(port=port) as again:
             assert again.server.epoch != epoch
-            outcomes = try_at_once([lambda w=w: w.reduce(draw(1, 1000, 1)[0], ADD, 30.0) for w in workers])
-            assert_lost(outcomes, "restarted")
+            assert_lost(try_at_once(sums(workers, 30.0)), "restarted")
 
 
 def test_a_rank_that_sends_nothing_is_named_by_the_others() -> None:
     with Serving() as serving, clients(serving.port, 4) as workers:
         assert_reduced(workers, 1000, ADD, seed=0)
-        outcomes = try_at_once(
-            [lambda w=w: w.reduce(draw(1, 9000, 1)[0], ADD, 0.7) for w in workers if w is not workers[2]]
-        )
+        outcomes = try_at_once(sums([*workers[:2], workers[3]], 0.7, n=9000))
         assert_lost(outcomes, "rank 2 sent nothing")
 
 
 def test_a_slow_rank_is_waited_for_without_sending_everything_again() -> None:
     with Serving() as serving, clients(serving.port, 2, slots=1024) as workers:
         assert_reduced(workers, 1000, ADD, seed=0)
-        arrays = draw(2, 256 * 1000, seed=1)
-        wanted = (arrays[0].astype(np.int64) + arrays[1]).astype(np.int32)
 
-        def come_late() -> None:
-            time.sleep(1.0)
-            workers[1].reduce(arrays[1], ADD, 20.0)
+        def run_apart(calls: Any) -> None:
+            at_once([calls[0], lambda: (time.sleep(1.0), calls[1]())])
 
-        at_once([lambda: workers[0].reduce(arrays[0], ADD, 20.0), come_late])
-        assert np.array_equal(arrays[0], wanted)
-        assert np.array_equal(arrays[1], wanted)
+        assert_reduced(workers, 256 * 1000, ADD, seed=1, run=run_apart)
 
 
 def test_a_rank_that_leaves_in_mid_sum_is_named_by_the_others_at_once() -> None:
     with Serving() as serving, clients(serving.port, 3) as workers:
         assert_reduced(workers, 1000, ADD, seed=0)
-        outcomes = try_at_once(
-            [
-                *(lambda w=w: w.reduce(draw(1, 1000, 1)[0], ADD, 60.0) for w in workers[:2]),
-                lambda: (time.sleep(0.1), workers[2].leave()),
-            ]
-        )
+        outcomes = try_at_once([*sums(workers[:2], 60.0), lambda: (time.sleep(0.1), workers[2].leave())])
         assert_lost(outcomes[:2], "rank 2 has left")
 
 
@@ -123,26 +108,16 @@ def test_a_rank_that_leaves_after_a_sum_takes_no_result_from_the_others() -> Non
         Relay(serving.port, trouble, seed=3) as relay,
         clients(relay.port, 2, slots=4) as workers,
     ):
-        arrays = draw(2, 2_000, seed=1)
-        wanted = (arrays[0].astype(np.int64) + arrays[1]).astype(np.int32)
 
-        def run(worker: Any, array: Any) -> None:
-            worker.reduce(array, ADD, 20.0)
-            worker.leave()
+        def run_and_leave(calls: Any) -> None:
+            at_once([lambda c=c, w=w: (c(), w.leave()) for c, w in zip(calls, workers, strict=True)])
 
-        at_once([lambda w=w, a=a: run(w, a) for w, a in zip(workers, arrays, strict=True)])
-        assert np.array_equal(arrays[0], wanted)
-        assert np.array_equal(arrays[1], wanted)
+        assert_reduced(workers, 2_000, ADD, seed=1, run=run_and_leave)
 
 
 def test_ranks_in_different_calls_raise_rank_mismatch() -> None:
     with Serving() as serving, clients(serving.port, 2) as workers:
-        outcomes = try_at_once(
-            [
-                lambda: workers[0].reduce(draw(1, 1000, 1)[0], ADD, 1.0),
-                lambda: workers[1].reduce(draw(1, 1000, 1)[0], OR, 1.0),
-            ]
-        )
+        outcomes = try_at_once([*sums(workers[:1], 1.0), *sums(workers[1:], 1.0, operation=OR)])
         # Whoever comes second is told; the other hears of it through the process group, or when its time is up.
         kinds = {type(outcome) for outcome in outcomes}
         assert RankMismatch in kinds
@@ -164,7 +139,7 @@ def test_a_silent_job_loses_its_slots_only_after_its_lease_and_is_told() -> None
         with clients(serving.port, 1, job=2, slots=16) as new:
             assert_reduced(new, 100, ADD, seed=0)
             with pytest.raises(PeerLost, match="silent"):
-                old[0].reduce(draw(1, 100, 1)[0], ADD, 5.0)
+                at_once(sums(old, 5.0, n=100))
         assert serving.counters()["jobs_evicted"] == 1
 
 
@@ -199,9 +174,7 @@ def test_a_rank_of_another_version_is_told_by_the_switch() -> None:
 
 def test_a_stopped_client_ends_its_sum() -> None:
     with Serving() as serving, clients(serving.port, 2) as workers:
-        outcome, _ = try_at_once(
-            [lambda: workers[0].reduce(draw(1, 1000, 1)[0], ADD, 60.0), lambda: (time.sleep(0.1), workers[0].stop())]
-        )
+        outcome, _ = try_at_once([*sums(workers[:1], 60.0), lambda: (time.sleep(0.1), workers[0].stop())])
         assert isinstance(outcome, PeerLost)
 
 

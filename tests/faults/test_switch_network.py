@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from gradwire import _native
 from gradwire.errors import PeerLost, RankMismatch, Unsupported
 from gradwire_lab.ranks.rack_switch import RackSwitch
 from ranks import patience
-from switch_cases import ADD, MAXIMUM, OR, Relay, Serving, Trouble, assert_reduced, at_once, clients, draw, try_at_once
+from switch_cases import ADD, MAXIMUM, OR, Relay, Serving, Trouble, assert_reduced, at_once, clients, sums, try_at_once
 
 LENGTHS = (0, 1, 255, 256, 257, 5_000)
 
@@ -58,14 +58,14 @@ def test_results_are_exact_over_a_network_that_misbehaves(n_workers: int, troubl
 
 
 @contextlib.contextmanager
-def two_levels(racks: Sequence[Sequence[int]], trouble: Trouble | None = None, slots: int = 64) -> Iterator[list[int]]:
+def two_levels(racks: Sequence[Sequence[int]], trouble: Trouble | None = None) -> Iterator[list[int]]:
     """A switch above one for each rack: the port of every worker's own. With `trouble`, above and below each rack's."""
     with contextlib.ExitStack() as stack:
-        above = stack.enter_context(Serving(n_slots=slots))
+        above = stack.enter_context(Serving(n_slots=64))
         ports = {}
         for number, ranks in enumerate(racks):
             port = above.port if trouble is None else stack.enter_context(Relay(above.port, trouble, number)).port
-            rack = RackSwitch("127.0.0.1", 0, slots, ("127.0.0.1", port), number, len(racks), ranks)
+            rack = RackSwitch("127.0.0.1", 0, 64, ("127.0.0.1", port), number, len(racks), ranks)
             stack.callback(rack.close)
             stack.enter_context(Serving(server=rack))
             port = rack.port if trouble is None else stack.enter_context(Relay(rack.port, trouble, 9 + number)).port
@@ -85,12 +85,11 @@ def test_two_levels_of_switches_give_the_bits_of_one(racks: list[list[int]], tro
 
 def test_two_levels_say_who_is_missing_or_elsewhere() -> None:
     with two_levels([[0, 1], [2]]) as ports, clients(ports, 3, slots=16) as workers:
-        numbers = draw(3, 300, 1)
-        errors = try_at_once([lambda i=i: workers[i].reduce(numbers[i], ADD, 1.0 * patience()) for i in (0, 1)])
+        errors = try_at_once(sums(workers[:2], 1.0 * patience(), n=300))
         assert all(isinstance(error, PeerLost) and "rank 2 sent nothing" in str(error) for error in errors), errors
     with two_levels([[0, 1], [2]]) as ports, clients(ports, 3, slots=16) as workers:
-        workers[2].reduce(numbers[0][:0], ADD, 9.0)  # a call that the others do not make
-        errors = try_at_once([lambda i=i: workers[i].reduce(numbers[i], ADD, 20.0) for i in range(3)])
+        at_once(sums(workers[2:], 9.0, n=0))  # a call that the others do not make
+        errors = try_at_once(sums(workers, 20.0, n=300))
         assert any(isinstance(error, RankMismatch) for error in errors), errors
     with two_levels([[0, 1], [2]]) as ports:
         stranger = _native.SwitchClient("127.0.0.1", ports[0], 7, 2, 3, 16)  # in the other rack
@@ -112,54 +111,53 @@ def test_two_jobs_at_once_do_not_touch_each_other() -> None:
         assert serving.counters()["n_free_slots"] == 32
 
 
+@contextlib.contextmanager
+def stranger_at_work(send: Callable[[socket.socket], None]) -> Iterator[None]:
+    """Meanwhile a thread calls `send`, time and again; the ranks want this core, too."""
+    is_over = threading.Event()
+
+    def flood() -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            while not is_over.wait(0.001):
+                send(stranger)
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def test_a_flood_of_foreign_packets_changes_no_result() -> None:
     numbers = np.random.default_rng(5)
     with Serving(n_slots=64) as serving, clients(serving.port, 3, job=99, slots=32) as workers:
-        is_over = threading.Event()
+        to = ("127.0.0.1", serving.port)
+        spoofed = _native.SwitchClient(*to, 99, 0, 3, 32)  # another process as worker 0
 
-        def flood() -> None:
+        def send(stranger: socket.socket) -> None:
             """Noise, packets of ours with a wrong sender, and others' jobs that ask for slots and send values."""
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
-                stranger.setblocking(False)
-                to = ("127.0.0.1", serving.port)
-                spoofed = _native.SwitchClient("127.0.0.1", serving.port, 99, 0, 3, 32)  # another process as worker 0
-                while not is_over.wait(0.001):
-                    for size in (0, 1, 39, 40, 41, 1063, 1064, 1065, 9000):
-                        stranger.sendto(numbers.bytes(size), to)
-                    stranger.sendto(b"GWSW\x01" + numbers.bytes(1059), to)
-                    with pytest.raises((Unsupported, PeerLost)):
-                        spoofed.join(0.001)
+            stranger.setblocking(False)
+            for size in (0, 1, 39, 40, 41, 1063, 1064, 1065, 9000):
+                stranger.sendto(numbers.bytes(size), to)
+            stranger.sendto(b"GWSW\x01" + numbers.bytes(1059), to)
+            with pytest.raises((Unsupported, PeerLost)):
+                spoofed.join(0.001)
 
-        thread = threading.Thread(target=flood)
-        thread.start()
-        try:
+        with stranger_at_work(send):
             for seed in range(4):
                 assert_reduced(workers, 30_000, ADD, seed)
-        finally:
-            is_over.set()
-            thread.join()
         assert serving.counters()["foreign"] > 0
         assert serving.counters()["n_jobs"] == 1
 
 
 def test_what_a_stranger_sends_to_a_rank_is_not_taken_for_a_result() -> None:
     with Serving() as serving, clients(serving.port, 2) as workers:
-        arrays = draw(2, 50_000, seed=1)
-        is_over = threading.Event()
 
-        def flood() -> None:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
-                while not is_over.wait(0.001):  # the ranks want this core, too
-                    for port in range(32_768, 61_000, 97):  # the ranks' sockets are connected: the kernel turns it away
-                        stranger.sendto(os.urandom(64), ("127.0.0.1", port))
+        def send(stranger: socket.socket) -> None:
+            for port in range(32_768, 61_000, 97):  # the ranks' sockets are connected: the kernel turns it away
+                stranger.sendto(os.urandom(64), ("127.0.0.1", port))
 
-        thread = threading.Thread(target=flood)
-        thread.start()
-        try:
-            wanted = (arrays[0].astype(np.int64) + arrays[1]).astype(np.int32)
-            at_once([lambda w=w, a=a: w.reduce(a, ADD, 100.0) for w, a in zip(workers, arrays, strict=True)])
-        finally:
-            is_over.set()
-            thread.join()
-        assert np.array_equal(arrays[0], wanted)
-        assert np.array_equal(arrays[1], wanted)
+        with stranger_at_work(send):
+            assert_reduced(workers, 50_000, ADD, seed=1)

@@ -32,13 +32,10 @@ _SOURCES = "src/gradwire"
 # What is said to the user, and what is drawn or logged, is not counted as behaviour here.
 _SAID = {"warning", "info", "debug", "error", "exception"}
 _OPERATORS = (
-    "core/ReplaceBinaryOperator",
-    "core/ReplaceComparisonOperator",
-    "core/ReplaceUnaryOperator",
-    "core/AddNot",
-)
-_OPERATORS += ("core/NumberReplacer", "core/ReplaceTrueWithFalse", "core/ReplaceFalseWithTrue", "core/ReplaceAndWithOr")
-_OPERATORS += ("core/ReplaceOrWithAnd", "core/ReplaceBreakWithContinue", "core/ReplaceContinueWithBreak")
+    "core/ReplaceBinaryOperator", "core/ReplaceComparisonOperator", "core/ReplaceUnaryOperator", "core/AddNot",
+    "core/NumberReplacer", "core/ReplaceTrueWithFalse", "core/ReplaceFalseWithTrue", "core/ReplaceAndWithOr",
+    "core/ReplaceOrWithAnd", "core/ReplaceBreakWithContinue", "core/ReplaceContinueWithBreak",
+)  # fmt: skip
 
 
 class Area(NamedTuple):
@@ -52,59 +49,40 @@ AREAS = {
     "feedback": Area(
         ("core/feedback.py",),
         (
-            "recovery/test_residuals.py",
-            "distributed/test_conservation.py",
-            "distributed/test_not_finite.py",
-            "distributed/test_quantised_schemes.py",
-            "distributed/test_sign_and_sparse_schemes.py",
-            "distributed/test_restart.py",
-            "distributed/test_other_world.py",
+            "recovery/test_residuals.py", "distributed/test_conservation.py", "distributed/test_not_finite.py",
+            "distributed/test_quantised_schemes.py", "distributed/test_sign_and_sparse_schemes.py",
+            "distributed/test_restart.py", "distributed/test_other_world.py",
         ),
     ),
     "agreement": Area(
         ("wire/preamble.py", "schemes/plain.py"),
         (
-            "corruption/test_preamble.py",
-            "distributed/test_collectives.py",
-            "distributed/test_attach.py",
-            "distributed/test_auto_leaves_alone.py",
-            "distributed/test_warm_up.py",
-            "distributed/test_low_rank_schemes.py",
-            "faults/test_failures.py",
+            "corruption/test_preamble.py", "distributed/test_collectives.py", "distributed/test_attach.py",
+            "distributed/test_auto_leaves_alone.py", "distributed/test_warm_up.py",
+            "distributed/test_low_rank_schemes.py", "faults/test_failures.py",
         ),
     ),
     "checksums and averages": Area(
         ("wire/wire.py", "schemes/compressed.py"),
         (
-            "distributed/test_collectives.py",
-            "distributed/test_not_finite.py",
-            "distributed/test_summed_and_dgc_schemes.py",
-            "distributed/test_quantised_schemes.py",
-            "distributed/test_sign_and_sparse_schemes.py",
-            "distributed/test_warm_up.py",
+            "distributed/test_collectives.py", "distributed/test_not_finite.py",
+            "distributed/test_summed_and_dgc_schemes.py", "distributed/test_quantised_schemes.py",
+            "distributed/test_sign_and_sparse_schemes.py", "distributed/test_warm_up.py",
         ),
     ),
     "rounding": Area(
         ("codecs/ternary.py", "codecs/selection.py", "codecs/quantised.py"),
         (
-            "recovery/test_quantisers.py",
-            "recovery/test_arguments.py",
-            "recovery/test_top_k_selection.py",
-            "device/test_codecs_on_device.py",
-            "device/test_selection_kernels.py",
-            "distributed/test_summed_and_dgc_schemes.py",
-            "distributed/test_sign_and_sparse_schemes.py",
+            "recovery/test_quantisers.py", "recovery/test_arguments.py", "recovery/test_top_k_selection.py",
+            "device/test_codecs_on_device.py", "device/test_selection_kernels.py",
+            "distributed/test_summed_and_dgc_schemes.py", "distributed/test_sign_and_sparse_schemes.py",
         ),
     ),
     "auto's hand-over": Area(
         ("schemes/auto/votes.py", "schemes/auto/scheme.py"),
-        (
-            "control/test_racing.py",
-            "distributed/test_auto.py",
-            "distributed/test_attach.py",
-        ),
+        ("control/test_racing.py", "distributed/test_auto.py", "distributed/test_attach.py"),
     ),
-}
+}  # fmt: skip
 
 # Changes that cannot be noticed: (module, the changed line as it stands, why).
 EQUAL: tuple[tuple[str, str, str], ...] = ()
@@ -116,28 +94,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--n", type=int, default=100, help="how many changes to try (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="draws them (default: %(default)s)")
     parser.add_argument("--areas", nargs="+", choices=AREAS, default=list(AREAS), metavar="AREA")
-    parser.add_argument(
-        "--timeout", type=float, default=600, help="seconds for the tests of one (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--results", type=Path, default=Path("runs/mutation.jsonl"), help="goes on with what lies there"
-    )
+    parser.add_argument("--timeout", type=float, default=600, help="of the tests of one, in s (default: %(default)s)")
+    results = Path("runs/mutation.jsonl")
+    parser.add_argument("--results", type=Path, default=results, help="goes on with what lies there")
     args = parser.parse_args(arguments)
     if subprocess.run(["git", "diff", "--quiet", "--", _SOURCES], cwd=_ROOT).returncode:
         parser.error(
-            "src/gradwire has changes that are not committed; files are changed in place, so commit them first"
+            "src/gradwire has changes that are not committed: files are changed in place, so commit them first"
         )
     for area in args.areas:
         if subprocess.run(_command(area), cwd=_ROOT).returncode:
             parser.error(f"the tests of {area} fail without any change: mend them first")
     drawn = list(_draw(args.areas, args.n, args.seed))
     args.results.parent.mkdir(parents=True, exist_ok=True)
-    done = (
-        {one["key"]: one for one in map(json.loads, args.results.read_text().splitlines())}
-        if args.results.exists()
-        else {}
-    )
-    with args.results.open("a") as file:
+    with args.results.open("a+") as file:
+        file.seek(0)
+        done = {one["key"]: one for one in map(json.loads, file)}
         for number, (area, spec) in enumerate(drawn, 1):
             key = f"{_commit()} {spec.module_path} {spec.operator_name} {spec.occurrence}"
             if key not in done:
@@ -236,9 +208,8 @@ def _sum_up(results: list[dict[str, object]]) -> int:
 
 
 def _commit() -> str:
-    return subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True
-    ).stdout.strip()
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

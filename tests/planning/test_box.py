@@ -97,14 +97,10 @@ def test_a_machine_with_nvlink_is_told_to_leave_gradwire_out_and_a_fast_bus_too(
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"plain_s": 6.4, "bus_rate": 1e9},
-        {},
-        {"plain_s": 1.3},
-        {"ranks": 1, "plain_s": 6.4},
-        {"gradient_bits": 8, "plain_s": 6.4},
-        {"parameters": 0, "plain_s": 6.4},
+        {}, {"plain_s": 1.3},
+        *({"plain_s": 6.4, **wrong} for wrong in ({"bus_rate": 1e9}, {"ranks": 1}, {"gradient_bits": 8}, {"parameters": 0})),
     ],
-)
+)  # fmt: skip
 def test_a_box_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidArgument):
         plan_box(**{"ranks": 8, "parameters": 1.2e9, "compute_s": 1.4, **wrong})

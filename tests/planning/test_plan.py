@@ -31,8 +31,8 @@ def profile(rate_bps: float, n_ranks: int = 2) -> CostProfile:
     )
 
 
-def plan_at(rate_bps: float, fidelity: str = "any") -> Plan:
-    made = Plan(profile(rate_bps), 0.1, 1.0, {}, fidelity, False, is_here=False)
+def plan_at(rate_bps: float) -> Plan:
+    made = Plan(profile(rate_bps), 0.1, 1.0, {}, "any", False, is_here=False)
     return made.elsewhere(rate_bps=rate_bps)
 
 
@@ -74,24 +74,14 @@ def test_a_plan_survives_json_and_grows() -> None:
 
 
 def test_a_rank_behind_a_slow_link_is_named() -> None:
-    links = (
-        (0, 1, 1e9, 1e-4),
-        (0, 2, 1e8, 1e-4),
-        (1, 2, 1e8, 1e-4),
-        (0, 3, 1e9, 1e-4),
-        (1, 3, 1e9, 1e-4),
-        (2, 3, 1e8, 1e-4),
-    )
+    pairs = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
+    links = tuple((*pair, 1e8 if 2 in pair else 1e9, 1e-4) for pair in pairs)
     assert Plan(profile(1e9, 4), 0.1, 0.2, {}, "any", False, links).slow_ranks() == [2]
 
 
 def test_rates_read_as_people_say_them() -> None:
-    assert [describe_rate(rate) for rate in (None, float("inf"), 2.5e9, 97e6)] == [
-        "never",
-        "always",
-        "2.5 Gb/s",
-        "97 Mb/s",
-    ]
+    said = {None: "never", float("inf"): "always", 2.5e9: "2.5 Gb/s", 97e6: "97 Mb/s"}
+    assert {rate: describe_rate(rate) for rate in said} == said
 
 
 def test_buckets_are_cut_as_ddp_cuts_them_and_codecs_have_a_speed() -> None:

@@ -1,17 +1,20 @@
-"""A process that begins warm is, to whoever starts it, what a fresh interpreter is: tests may start either."""
+"""How tests start processes: one that begins warm is, to whoever starts it, what a fresh interpreter is."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+import ranks
 from ranks import patience
 
 SCRIPT = """
@@ -69,14 +72,11 @@ def test_both_begin_and_end_alike(
 ) -> None:
     fresh = {name: value for name, value in variables.items() if name != "GRADWIRE_TESTS_WARM"}
     words = [*program, *ending]
-    code, out, err = run(tmp_path, variables, *words, start_new_session=leads)
-    expected = run(tmp_path, fresh, *words, start_new_session=leads)
-    assert (code, out) == expected[:2]
+    found, expected = (run(tmp_path, each, *words, start_new_session=leads) for each in (variables, fresh))
+    assert found[:2] == expected[:2]
     # A traceback of a fork begins with the lines of the server.
-    assert (err.splitlines()[:1], err.splitlines()[-1:]) == (
-        expected[2].splitlines()[:1],
-        expected[2].splitlines()[-1:],
-    )
+    lines, expected_lines = found[2].splitlines(), expected[2].splitlines()
+    assert (lines[:1], lines[-1:]) == (expected_lines[:1], expected_lines[-1:])
 
 
 def test_only_a_warm_one_has_torch_before_its_first_line(tmp_path: Path, variables: dict[str, str]) -> None:
@@ -110,3 +110,17 @@ def test_signals_arrive_and_a_killed_process_takes_its_fork_along(tmp_path: Path
         while Path(f"/proc/{pid}").exists():
             assert time.monotonic() < give_up, "the fork still runs"
             time.sleep(0.01)
+
+
+def name_itself(rank: int, world_size: int) -> int:
+    return rank
+
+
+def test_ranks_start_again_where_another_program_has_taken_their_port() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", ranks.find_free_port()))
+        taken.listen()
+        ports = [taken.getsockname()[1], ranks.find_free_port()]
+        with mock.patch.object(ranks, "find_free_port", side_effect=ports) as found:
+            assert ranks.run_ranks(name_itself, 2) == [0, 1]
+        assert found.call_count == 2

@@ -1,6 +1,8 @@
-"""AQGB's control law: the paper's worked examples, and its bounds for every input."""
+"""AQGB's control law: the paper's worked examples, its bounds for every input, and the metrics of overlap."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 from hypothesis import given
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from gradwire.schemes.aqgb.law import (
     WORD_BITS,
+    BitCeiling,
     Deadlines,
     Profile,
     RateEstimate,
@@ -17,6 +20,8 @@ from gradwire.schemes.aqgb.law import (
     second_stage_bits,
     second_stage_ratio,
 )
+from gradwire.schemes.aqgb.overlap import length_s, osf, overlap_s, row, union, without
+from gradwire.schemes.aqgb.pacing import Pacing, read_core_times
 
 
 def first_stage_bits(*arguments, **options) -> int:
@@ -148,3 +153,122 @@ def test_a_deadline_is_the_latest_of_all_ranks_on_whatever_clock():
     assert deadlines.remaining_s(1, 100.5) == pytest.approx(2.6)
     deadlines.tell(0, [0.1, 0.2], now_s=100.6)
     assert deadlines.remaining_s(0, 101.0) == pytest.approx(-0.3)
+
+
+# ---- how many bits the processors have time for: from injected times, and agreed between two ranks
+
+FREE, CROWDED = (1.0, 0.0), (1.0, 1.0)  # running and waiting seconds of a round
+
+
+def run(ceiling: BitCeiling, times: tuple[float, float], n_rounds: int) -> list[int]:
+    seen = []
+    for _ in range(n_rounds):
+        ceiling.observe(*times, agreed_bits=ceiling.bits)
+        seen.append(ceiling.bits)
+    return seen
+
+
+def test_free_processors_let_the_bits_double_up_to_the_most():
+    assert run(BitCeiling(4, 32), FREE, 4) == [8, 16, 32, 32]
+    assert run(BitCeiling(4, 20), FREE, 4) == [8, 16, 20, 20]
+
+
+def test_crowded_processors_halve_the_bits_every_second_round_down_to_the_floor():
+    ceiling = BitCeiling(4, 32)
+    run(ceiling, FREE, 3)
+    # Half of the runnable time is waited from the first round on: 0.25 on average, then 0.375, ...
+    assert run(ceiling, CROWDED, 9) == [32, 16, 16, 8, 8, 4, 4, 4, 4]
+
+
+def test_after_a_decrease_bits_rise_by_addition():
+    ceiling = BitCeiling(4, 32)
+    run(ceiling, FREE, 3)
+    run(ceiling, CROWDED, 2)
+    assert ceiling.bits == 16
+    ceiling.observe(*FREE, agreed_bits=16)  # settles
+    assert run(ceiling, FREE, 3) == [18, 20, 22]
+
+
+def test_a_rank_with_free_processors_follows_the_one_without():
+    ceiling = BitCeiling(4, 32)
+    run(ceiling, FREE, 3)
+    ceiling.observe(*FREE, agreed_bits=8)
+    assert ceiling.bits == 10
+
+
+def test_a_limit_of_one_never_lowers_the_bits():
+    ceiling = BitCeiling(4, 32, max_contention=1.0)
+    assert run(ceiling, (0.0, 1.0), 5)[-1] == 32
+
+
+def test_all_ranks_send_with_the_lowest_ceiling():
+    running = [0.0]
+
+    def core_times() -> tuple[float, float]:
+        running[0] += 1.0
+        return running[0], 0.0
+
+    pacing = Pacing(0, 3, [10], lambda: 1.0, core_times=core_times)
+    assert pacing.ceiling_bits == 4
+    for _ in range(3):
+        pacing.begin_step()
+    assert (pacing.own_ceiling_bits, pacing.ceiling_bits) == (32, 32)
+    pacing.hear(1, 0, 0, None, ceiling_bits=32)
+    pacing.hear(2, 0, 0, None, ceiling_bits=6)
+    assert pacing.ceiling_bits == 32, "within a round it stays"
+    pacing.begin_step()
+    assert pacing.ceiling_bits == 6
+    pacing.begin_step()
+    assert pacing.own_ceiling_bits == 8
+
+
+def test_without_core_times_only_the_network_bounds_the_bits():
+    for core_times in (None, lambda: None):
+        pacing = Pacing(0, 2, [10], lambda: 1.0, core_times=core_times)
+        pacing.begin_step()
+        assert pacing.ceiling_bits == 32
+
+
+def test_this_process_has_run_and_time_does_not_go_back():
+    before, after = read_core_times(), read_core_times()
+    if before is None or after is None:
+        pytest.skip("this system does not count how long threads wait for a core")
+    assert after[0] >= before[0] > 0
+    assert after[1] >= before[1] >= 0
+
+
+# ---- ROW, T_wait and OSF, from intervals: worked examples and bounds
+
+intervals = st.lists(
+    st.tuples(st.integers(0, 100), st.integers(0, 20)).map(lambda pair: (float(pair[0]), float(sum(pair)))), max_size=12
+)
+
+
+def covers(some: list[tuple[float, float]], moment: float) -> bool:
+    return any(start <= moment < end for start, end in some)
+
+
+@given(intervals, intervals)
+def test_overlap_counts_every_moment_that_both_cover_once(first, second):
+    seconds = [moment + 0.5 for moment in range(121)]
+    assert overlap_s(first, second) == sum(covers(first, at) and covers(second, at) for at in seconds)
+    assert length_s(first) == sum(covers(first, at) for at in seconds)
+    assert length_s(without(first, second)) == length_s(first) - overlap_s(first, second)
+    assert overlap_s(first, second) == overlap_s(second, first) <= min(length_s(first), length_s(second))
+
+
+def test_union_sorts_and_joins():
+    assert union([(3.0, 4.0), (0.0, 1.0), (1.0, 2.0), (3.5, 3.6)]) == [(0.0, 2.0), (3.0, 4.0)]
+
+
+def test_row_is_the_least_overlap_by_the_longest_wait():
+    assert row([2.0, 3.0], [0.5, 1.0]) == 2.0  # Eq. 2
+    assert row([2.0], [0.0]) == math.inf
+    assert row([0.0, 1.0], [0.0, 0.0]) == 0.0
+
+
+def test_osf_of_a_round_without_overlap_into_the_forward_pass():
+    # Fig. 3(b) in form: 6 s of backward and forward, synchronised from 1 s to 5 s, of which 2 s wait.
+    compute, update = [(0.0, 3.0), (5.0, 8.0)], (1.0, 5.0)
+    assert osf(compute, update) == pytest.approx(6 / (6 + 4 - 2))
+    assert osf(compute, update) == pytest.approx(6 / (6 + 2))  # = T_comp / (T_comp + T_wait), as the paper derives

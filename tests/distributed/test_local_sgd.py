@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_cases import Net, build, make_mesh, shards_of, train
+from fsdp2_cases import Sharded, make_mesh, sgd
 from reducing_cases import FAILURES, assert_failure_is_told
 from torch import nn
 
@@ -43,7 +43,7 @@ def step_inner(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step
 
 def by_hand(
     net: nn.Module,
-    train: Callable[[range], None],
+    train: Callable[[range], Any],
     n_fragments: int,
     every: int,
     delay: int,
@@ -129,27 +129,18 @@ def test_shards_of_fsdp2_are_exchanged_between_nodes(rank: int, world_size: int)
     """As written by hand, on the shards; and as nodes with whole models, whose ranks take their mean, to rounding."""
     mesh = make_mesh()
     inside, between = mesh.get_group("shard"), mesh.get_group("replicate")
-
-    def start(net: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[range], None]]:
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        return optimizer, lambda steps: train(net, optimizer, rank, steps)
-
-    net, by_shards = build(mesh["shard"])[0], build(mesh["shard"])[0]
-    optimizer, take_steps = start(net)
-    loop = gradwire.LocalSgd(net, optimizer, "plain", 2, group=between, timeout_s=100)
-    take_steps(range(6))
+    ours, by_shards, whole = (Sharded(rank, one, optimizer=sgd) for one in (mesh["shard"], mesh["shard"], None))
+    loop = gradwire.LocalSgd(ours.net, ours.optimizer, "plain", 2, group=between, timeout_s=100)
+    ours.take_steps(range(6))
     loop.close()
-    by_hand(by_shards, start(by_shards)[1], 1, 2, 0, 3, between)
-    for mine, theirs in zip(shards_of(net), shards_of(by_shards), strict=True):
-        assert torch.equal(mine, theirs)
-        assert agree(mine, between)
-    torch.manual_seed(1)
-    whole = Net()
-    for p in whole.parameters():
+    by_hand(by_shards.net, by_shards.take_steps, 1, 2, 0, 3, between)
+    assert ours.has_bits_of(by_shards)
+    assert all(agree(mine, between) for mine in ours.shards())
+    for p in whole.net.parameters():
         p.register_post_accumulate_grad_hook(lambda p: mean_over(p.grad, inside))
-    by_hand(whole, start(whole)[1], 1, 2, 0, 3, between)
-    for sharded, p in zip(net.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(sharded.full_tensor(), p, rtol=1e-5, atol=1e-5)  # type: ignore[attr-defined]
+    by_hand(whole.net, whole.take_steps, 1, 2, 0, 3, between)
+    for sharded, p in zip(ours.net.parameters(), whole.net.parameters(), strict=True):
+        torch.testing.assert_close(sharded.full_tensor(), p, rtol=1e-5, atol=1e-5)
 
 
 def mean_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -8,23 +8,19 @@ from unittest import mock
 
 import pytest
 import torch
-from fsdp2_cases import build, shards_of, train
+from fsdp2_cases import Sharded
 from test_shards import mesh_of
 
 import gradwire
 from gradwire.schemes.auto.law import PLAIN
 from gradwire.schemes.auto.shards import ShardsAuto
 from gradwire.telemetry.stopwatch import Lap
-from ranks import assert_alike, bits_of, on_ranks
+from ranks import assert_alike, on_ranks
 
 EXACT, GCOMP = "gradients=plain,weights=exact", "gradients=gcomp,weights=exact"
 CLOSE = "gradients=embedded-float:bits=8,weights=close"
-OURS_WINS = {
-    PLAIN: (100, 80),
-    EXACT: (70, 40),
-    GCOMP: (50, 25),
-    CLOSE: (30, 5),
-}  # milliseconds: a step's, of them waiting
+# Milliseconds: a step's, of them waiting.
+OURS_WINS = {PLAIN: (100, 80), EXACT: (70, 40), GCOMP: (50, 25), CLOSE: (30, 5)}
 THEIRS_WINS = {PLAIN: (22, 5), EXACT: (40, 2), GCOMP: (45, 2), CLOSE: (50, 2)}
 
 
@@ -41,29 +37,21 @@ def times(of: Callable[[int], dict[str, tuple[int, int]]], rank: int) -> Any:
 
 def run(
     rank: int, of: Callable[[int], dict[str, tuple[int, int]]], n_steps: int = 30, case: str = "", **options: Any
-) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    net, optimizer = build(mesh_of(2), case)
+) -> tuple[dict[str, Any], Sharded]:
     with times(of, rank):
-        state = gradwire.attach(net, optimizer, timeout_s=20, **options)
-        train(net, optimizer, rank, range(n_steps))
-        stats = state.stats()
-        state.close()
-    return stats, shards_of(net)
-
-
-def theirs(rank: int, n_steps: int, case: str = "") -> list[torch.Tensor]:
-    net, optimizer = build(mesh_of(2), case)
-    train(net, optimizer, rank, range(n_steps))
-    return shards_of(net)
+        ours = Sharded(rank, mesh_of(2), case, "auto", **options).take_steps(range(n_steps))
+        stats = ours.state.stats()
+        ours.state.close()
+    return stats, ours
 
 
 @on_ranks(2)
 def test_where_nothing_is_won_fsdp2_is_left_alone(rank: int, world_size: int) -> None:
     """No bits differ, whatever was tried; and what hides its communication is not even tried."""
-    stats, shards = run(rank, lambda step: THEIRS_WINS, weights="exact", fidelity=["plain"])
+    stats, ours = run(rank, lambda step: THEIRS_WINS, weights="exact", fidelity=["plain"])
     assert stats["auto"]["scheme"] == PLAIN
     assert [one["kind"] for one in stats["auto"]["decisions"]][:2] == ["try", "reject"]
-    assert_alike([[bits_of(one) for one in shards], [bits_of(one) for one in theirs(rank, 30)]])
+    assert ours.has_bits_of(Sharded(rank, mesh_of(2)).take_steps(range(30)))
     stats, _ = run(rank, lambda step: {PLAIN: (100, 1)}, 8)
     assert [one["kind"] for one in stats["auto"]["decisions"]] == ["stay"]
     assert stats["weights_bytes_sent"] == stats["weights_original_bytes"] > 0
@@ -90,38 +78,34 @@ def gather(value: Any) -> list[Any]:
 @on_ranks(2)
 def test_it_keeps_every_bit_while_it_changes_and_follows_the_network(rank: int, world_size: int) -> None:
     """Slow, then fast: back to FSDP2's own; all the while plain gradients and exact weights are FSDP2's bits."""
-    stats, shards = run(
+    stats, ours = run(
         rank, lambda step: OURS_WINS if step < 40 else THEIRS_WINS, 160, weights="exact", fidelity=["plain"]
     )
     order = [name for _, name in stats["auto"]["schedule"]]
     assert order[0] == order[-1] == PLAIN, stats["auto"]["decisions"]
     assert any(one["kind"] == "switch" and one["scheme"] == EXACT for one in stats["auto"]["decisions"])
-    assert_alike([[bits_of(one) for one in shards], [bits_of(one) for one in theirs(rank, 160)]])
+    assert ours.has_bits_of(Sharded(rank, mesh_of(2)).take_steps(range(160)))
 
 
 @on_ranks(2)
 def test_a_resumed_run_goes_on_with_what_was_best(rank: int, world_size: int) -> None:
-    net, optimizer = build(mesh_of(2))
     with times(lambda step: OURS_WINS, rank):
-        state = gradwire.attach(net, optimizer, timeout_s=20)
-        train(net, optimizer, rank, range(40))
-        saved, before = state.state_dict(), state.stats()["auto"]["scheme"]
-        state.close()
-        again = gradwire.attach(net, optimizer, timeout_s=20)
-        again.load_state_dict(saved)
-        train(net, optimizer, rank, range(40, 42))
-        stats = again.stats()["auto"]
-        again.switch("plain")
-        train(net, optimizer, rank, range(42, 44))
-        assert again.stats()["scheme"] == "plain"
-        again.close()
+        ours = Sharded(rank, mesh_of(2), "", "auto").take_steps(range(40))
+        saved, before = ours.state.state_dict(), ours.state.stats()["auto"]["scheme"]
+        ours.state.close()
+        ours.attach("auto")
+        ours.state.load_state_dict(saved)
+        stats = ours.take_steps(range(40, 42)).state.stats()["auto"]
+        ours.state.switch("plain")
+        assert ours.take_steps(range(42, 44)).state.stats()["scheme"] == "plain"
+        ours.state.close()
     assert before == stats["scheme"] == GCOMP
     assert stats["schedule"][-1] == (40, GCOMP)
 
 
 @on_ranks(2)
 def test_wrong_arguments_are_refused_at_attach(rank: int, world_size: int) -> None:
-    net, optimizer = build(mesh_of(2))
+    ours = Sharded(rank, mesh_of(2))
     for options, words in [
         ({"fidelity": "precise"}, "no fidelity is called"),
         ({"fidelity": ["one-bit"]}, "keeps error feedback"),
@@ -129,4 +113,4 @@ def test_wrong_arguments_are_refused_at_attach(rank: int, world_size: int) -> No
         ({"budget": 2}, "share of the time"),
     ]:
         with pytest.raises((gradwire.InvalidArgument, gradwire.Unsupported), match=words):
-            gradwire.attach(net, optimizer, timeout_s=20, **options)
+            ours.attach("auto", **options)

@@ -9,7 +9,7 @@ import tracemalloc
 
 import pytest
 import torch
-from ddp_cases import batches, sgd, wrap
+from ddp_cases import batch_of, sgd, start
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -105,16 +105,15 @@ def rss_bytes() -> int:
 def test_thousand_steps_do_not_grow(rank: int, world_size: int, name: str) -> None:
     """1,000 StepRecords of telemetry are kept, about 0.7 KB each; a leak of one frame or bucket a step would be 20 MB."""
     torch.manual_seed(1)
-    ddp = wrap(nn.Sequential(nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 20)), gradient_as_bucket_view=True)
-    optimizer = sgd(ddp)
-    attachment = gradwire.attach(ddp, optimizer, name, timeout_s=60)
-    batch = next(batches(rank))
+    model = nn.Sequential(nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 20))
+    training = start(rank, name, lambda: model, sgd, gradient_as_bucket_view=True)
+    batch = batch_of(rank, 0)
 
     def take_steps(n_steps: int) -> None:
         for _ in range(n_steps):
-            optimizer.zero_grad(set_to_none=False)
-            ddp(batch).square().mean().backward()
-            optimizer.step()
+            training.optimizer.zero_grad(set_to_none=False)
+            training.ddp(batch).square().mean().backward()
+            training.optimizer.step()
 
     take_steps(20)
     tracemalloc.start()
@@ -124,7 +123,7 @@ def test_thousand_steps_do_not_grow(rank: int, world_size: int, name: str) -> No
     gc.collect()
     python_after, rss_after = tracemalloc.get_traced_memory()[0], rss_bytes()
     tracemalloc.stop()
-    attachment.close()
+    training.close()
     assert python_after - python_before < 2 << 20, "Python's own objects"
     assert rss_after - rss_before < 16 << 20, "the whole process"
 

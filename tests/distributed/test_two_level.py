@@ -10,7 +10,7 @@ import pytest
 import reducing_cases as cases
 import torch
 import torch.distributed as dist
-from ddp_cases import batches, build_model, sgd, take_step, wrap
+from ddp_cases import N_STEPS, sgd, start
 
 import gradwire
 from gradwire import schemes
@@ -92,31 +92,29 @@ def check_conserved(
 
 @on_ranks(4)
 def test_ddp_rebuilds_its_buckets_and_no_residual_is_orphaned(rank: int, world_size: int) -> None:
-    ddp = wrap(build_model())
-    optimizer = sgd(ddp)
-    attachment = gradwire.attach(ddp, optimizer, TwoLevel("one-bit", 2), timeout_s=100)
-    named = dict(ddp.module.named_parameters())
+    training = start(rank, TwoLevel("one-bit", 2), optimizer=sgd)
+    attachment, named = training.attachment, dict(training.ddp.module.named_parameters())
     missing = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in named.items()}
 
     def give(name: str, gradient: torch.Tensor) -> None:
         missing[name] += gradient.double() / world_size
 
     handles = [p.register_hook(functools.partial(give, name)) for name, p in named.items()]
-    for batch in list(batches(rank)) * 2:
-        take_step(ddp, optimizer, batch)
+    for step in [*range(N_STEPS)] * 2:
+        training.take_steps([step])
         for name, p in named.items():
             assert p.grad is not None
             missing[name] -= p.grad.double() / world_size  # the same on all ranks
     for handle in handles:
         handle.remove()
     check_conserved(missing, attachment.state_dict()["state"]["residuals"], world_size, 2)
-    assert agree(torch.cat([p.detach().flatten() for p in ddp.parameters()]))
+    assert agree(training.flat())
     state = attachment.state_dict()["state"]["residuals"]
     n = torch.tensor([sum(residual.numel() for residual in state.values())])
     dist.all_reduce(n)
-    assert int(n) == 2 * sum(p.numel() for p in ddp.parameters())  # every element once a node: none is an orphan
+    assert int(n) == 2 * training.flat().numel()  # every element once a node: none is an orphan
     attachment.switch(TwoLevel("gcomp", 2))
-    take_step(ddp, optimizer, next(iter(batches(rank))))
+    training.take_steps([0])
     attachment.close()
 
 
@@ -172,9 +170,8 @@ def test_groups_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
             gradwire.Reducer(TwoLevel("plain", nodes), timeout_s=5)
     with pytest.raises(gradwire.InvalidArgument, match='"paper" reads the optimizer'):  # what it is around refuses
         gradwire.Reducer(TwoLevel("gcomp", 2), timeout_s=100)
-    ddp = wrap(torch.nn.Linear(4, 4))
     with pytest.raises(gradwire.InvalidArgument, match="exempt='nosuch' matches no tensor; there are weight, bias"):
-        gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), 0.1), TwoLevel("one-bit", 2, exempt=["nosuch"]))
+        start(rank, TwoLevel("one-bit", 2, exempt=["nosuch"]), lambda: torch.nn.Linear(4, 4), sgd)
     for name in ("aqgb", "periodic"):
         with pytest.raises(gradwire.Unsupported, match=name):
             TwoLevel(name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -43,23 +46,18 @@ def test_terngrad_follows_its_transcription(rank: int, world_size: int, per: str
         results = by_bucket(driver.reduce(of_unlike_sizes(rank, step)))
         for index, result in enumerate(results):
             mine = [ranks[:2] if index == 0 else ranks[2:] for ranks in everyone]
+            shares = [flat(tensors).numpy() for tensors in mine]
             if per == "bucket":
                 mine = [[flat(tensors)] for tensors in mine]
             scales = [
                 max(oracle.ternary_scale(one.reshape(-1).numpy(), 2.5) if one.numel() else 0.0 for one in tensors)
                 for tensors in zip(*mine, strict=True)
             ]
-            sizes = [tensor.numel() for tensor in mine[0]]
-            by_value = np.repeat(np.array(scales, np.float32), sizes)
-            shared = scales[0] if per == "bucket" else np.float32(1)
-            shares = (
-                [flat(tensors).numpy() for tensors in mine]
-                if per == "bucket"
-                else [
-                    np.divide(flat(tensors).numpy(), by_value, out=np.zeros_like(by_value), where=by_value > 0)
-                    for tensors in mine
-                ]
-            )
+            by_value = np.repeat(np.array(scales, np.float32), [tensor.numel() for tensor in mine[0]])
+            shared = scales[0]
+            if per == "layer":
+                shared, zeros = np.float32(1), np.zeros_like(by_value)
+                shares = [np.divide(one, by_value, out=zeros.copy(), where=by_value > 0) for one in shares]
             drawn = [
                 oracle.ternary(one, shared, SEED, place_of(step, index).draw(other)) for other, one in enumerate(shares)
             ]
@@ -102,6 +100,13 @@ def test_thc_follows_its_transcription(rank: int, world_size: int) -> None:
         driver.close()
 
 
+def layers_of(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    """The places of each matrix in a bucket of these."""
+    ends = itertools.accumulate(math.prod(shape) for shape in shapes)
+    spans = [torch.arange(end - math.prod(shape), end) for shape, end in zip(shapes, ends, strict=True)]
+    return [span for shape, span in zip(shapes, spans, strict=True) if len(shape) > 1 and len(span)]
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
 def test_dgc_follows_its_float64_transcription(rank: int, world_size: int) -> None:
@@ -110,9 +115,11 @@ def test_dgc_follows_its_float64_transcription(rank: int, world_size: int) -> No
         driver = drive(Dgc(**{"share": 0.05, "per": "bucket", **options}))
         momentum = options.get("momentum", 0.9)
         is_whole = [flat([torch.full(shape, len(shape) < 2) for shape in part]) for part in (SHAPES[:2], SHAPES[2:])]
+        places = [[torch.where(~whole)[0]] for whole in is_whole]  # among which a share is chosen
+        if "per" in options:
+            places = [layers_of(SHAPES[:2]), layers_of(SHAPES[2:])]
         sizes = [one.numel() for one in is_whole]
-        u = [[torch.zeros(size, dtype=torch.float64) for size in sizes] for _ in range(world_size)]
-        v = [[torch.zeros(size, dtype=torch.float64) for size in sizes] for _ in range(world_size)]
+        u, v = ([[torch.zeros(size).double() for size in sizes] for _ in range(world_size)] for _ in range(2))
         for step in range(6):
             driver.loss_scale = 2.0**step
             everyone = [[one.double() for one in gradients_of(other, step)] for other in range(world_size)]
@@ -132,19 +139,11 @@ def test_dgc_follows_its_float64_transcription(rank: int, world_size: int) -> No
                     u[other][index] = momentum * u[other][index] + torch.where(whole, means, gradient)
                     update = gradient + momentum * u[other][index] if "nesterov" in options else u[other][index]
                     v[other][index] = torch.where(whole, 0, v[other][index] + update)
-                    parts = [torch.where(~whole)[0]]
-                    if "per" in options:
-                        shapes = SHAPES[:2] if index == 0 else SHAPES[2:]
-                        ends = np.cumsum([int(np.prod(shape)) for shape in shapes]).tolist()
-                        parts = [
-                            torch.arange(end - int(np.prod(shape)), end)
-                            for shape, end in zip(shapes, ends, strict=True)
-                            if len(shape) > 1 and np.prod(shape)
-                        ]
+                    sizes_of_all = v[other][index].abs()
                     chosen = torch.cat(
                         [
-                            one[v[other][index][one].abs().topk(max(1, round(share * one.numel()))).indices]
-                            for one in parts
+                            one[sizes_of_all[one].topk(max(1, round(share * one.numel()))).indices]
+                            for one in places[index]
                         ]
                     )
                     expected[chosen] += v[other][index][chosen] / world_size

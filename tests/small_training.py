@@ -46,6 +46,10 @@ def mean_square(module: nn.Module, rank: int, step: int) -> Tensor:
     return module(batch_of(rank, step)).square().mean()
 
 
+def from_one(module: nn.Module, rank: int, step: int) -> Tensor:
+    return (module(batch_of(rank, step)) - 1).square().mean()
+
+
 def small_layers(seed: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 3)).to(dtype)
@@ -105,6 +109,11 @@ class Training:
                 one.step()
         return losses
 
+    def after(self, steps: Iterable[int]) -> Training:
+        """Itself, these steps later."""
+        self.take_steps(steps)
+        return self
+
     def take_scaled_step(self, scaler: torch.amp.GradScaler, step: int, factor: float = 1.0) -> None:
         self.ddp.zero_grad()
         scaler.scale(factor * self.loss(self.ddp, self.rank, step)).backward()
@@ -130,10 +139,10 @@ class Training:
             self.attachment.close()
         return stats
 
-    def state(self) -> tuple[Any, ...]:
-        """Of model, optimizer and attachment, as a file gives it back."""
-        file = io.BytesIO()
-        torch.save([one.state_dict() for one in (self.ddp.module, *self.optimizers, self.attachment)], file)
+    def state(self, **options: Any) -> tuple[Any, ...]:
+        """Of model, optimizers and, with these options, attachment, as a file gives it back."""
+        file, own = io.BytesIO(), [one.state_dict() for one in (self.ddp.module, *self.optimizers)]
+        torch.save([*own, self.attachment.state_dict(**options)], file)
         file.seek(0)
         return tuple(torch.load(file, weights_only=True))
 

@@ -25,8 +25,7 @@ def train(
     rank: int, scheme: Scheme | None, look_at: Callable[[Training], None] | None = None, **options: Any
 ) -> Tensor:
     """N_STEPS steps, and a look at the training before it is closed."""
-    training = start(rank, scheme, **options)
-    training.take_steps(range(N_STEPS))
+    training = start(rank, scheme, **options).after(range(N_STEPS))
     if look_at is not None:
         look_at(training)
     return finish(training)

@@ -52,8 +52,7 @@ def test_two_models_over_the_same_ranks_train_at_once(rank: int, world_size: int
 
 
 def train_over(group: dist.ProcessGroup | None, rank: int, name: str | None, seed: int) -> Tensor:
-    training = of_seed(seed, rank, name, sgd, process_group=group)
-    training.take_steps(range(N_STEPS))
+    training = of_seed(seed, rank, name, sgd, process_group=group).after(range(N_STEPS))
     return finish(training)
 
 
@@ -74,8 +73,7 @@ def test_subgroups_of_different_ranks_train_side_by_side(rank: int, world_size: 
 
 @on_ranks(2)
 def test_closed_attachment_keeps_no_model_alive(rank: int, world_size: int) -> None:
-    training = start(rank, "gcomp")
-    training.take_steps([0])
+    training = start(rank, "gcomp").after([0])
     training.close()
     attachment, parameter = training.attachment, weakref.ref(next(training.ddp.parameters()))
     del training

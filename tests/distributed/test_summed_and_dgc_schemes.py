@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import gradwire
 import quantiser_oracles as oracle
 from buckets import SHAPES, Driver, by_bucket, drive, flat, gradients_of
 from gradwire import schemes
@@ -186,24 +184,24 @@ def test_dgc_alone_is_sgd_with_momentum_and_weight_decay(rank: int, world_size: 
 @on_ranks(2)
 def test_dgc_takes_weight_decay_into_what_it_sends(rank: int, world_size: int) -> None:
     """Everything is sent, so that factor masking forgets all momentum: each step is Nesterov's first, of the ranks' mean."""
-    torch.manual_seed(0)
-    model = nn.Linear(6, 4, bias=False)
-    twin = nn.Linear(6, 4, bias=False)
-    twin.load_state_dict(model.state_dict())
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    attachment = gradwire.attach(ddp, optimizer, Dgc(share=1.0, momentum=0.5, nesterov=True, weight_decay=0.2))
+
+    def linear() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(6, 4, bias=False)
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return model(torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
+
+    scheme = Dgc(share=1.0, momentum=0.5, nesterov=True, weight_decay=0.2)
+    training, twin = Training(rank, scheme, lambda p: torch.optim.SGD(p, 0.1), linear, loss), linear()
     for step in range(4):
-        inputs = [torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + one)) for one in (0, 1)]
-        optimizer.zero_grad()
-        ddp(inputs[rank]).square().mean().backward()
-        optimizer.step()
+        training.take_steps([step])
         theirs = torch.optim.SGD(twin.parameters(), 0.1, momentum=0.5, nesterov=True, weight_decay=0.2)
         theirs.zero_grad()
-        (sum(twin(one).square().mean() for one in inputs) / 2).backward()
+        (sum(loss(twin, one, step) for one in range(world_size)) / world_size).backward()
         theirs.step()
-        assert torch.allclose(model.weight, twin.weight, rtol=1e-5, atol=1e-6)
-    attachment.close()
+        assert torch.allclose(training.ddp.module.weight, twin.weight, rtol=1e-5, atol=1e-6)
+    training.close()
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -59,6 +60,28 @@ def copying(module: nn.Module, rank: int, step: int) -> Tensor:
     """The loss of a model that is to give back the first values of its input."""
     inputs = batch_of(rank, step).to(next(module.parameters()).dtype)
     return (module(inputs) - inputs[:, :3]).square().mean()
+
+
+class Given(nn.Module):
+    """Its gradient is what `forward` is told, to the bit: a backward pass by multiplication would change it."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, math.prod(shape)).view(shape).to(dtype))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return _Give.apply(self.weight, gradient)
+
+
+class _Give(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(gradient)
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.saved_tensors[0], None
 
 
 def flat(module: nn.Module) -> Tensor:

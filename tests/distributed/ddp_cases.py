@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from reducing_cases import REDUCING
 from torch import Tensor, nn
 
 from gradwire import schemes
@@ -18,15 +19,10 @@ N_STEPS = 5
 ONE_BIT = "one-bit:warmup_steps=0"
 
 # Schemes that take the optimizer's step themselves have tests of their own (tests/stepping, tests/broadcast): what
-# scripts may do to `.grad` is not the same there.
-STEP_OWNERS = ("aqgb", "broadcast")
-# Every other scheme of the registry, and the lossless gcomp; tables are refreshed within the few steps of a test.
+# scripts may do to `.grad` is not the same there. Here is every other one, and the lossless gcomp; tables are refreshed
+# within the few steps of a test.
 SCHEMES: dict[str, Callable[[], Scheme]] = {
-    **{
-        name: lambda name=name: schemes.by_name(name, **schemes.as_published(name, {}))
-        for name in schemes.names()
-        if name not in ("auto", "gcomp", "periodic", *STEP_OWNERS) and not schemes.needs_momenta(name)
-    },
+    **{name: lambda name=name: schemes.by_name(name, **schemes.as_published(name, {})) for name in REDUCING},
     # Every step through a hook of its own, from the first step on; what it decides is test_auto.py's matter.
     "auto": lambda: schemes.by_name(
         "auto", fidelity=["bf16", ONE_BIT], replay=[(0, "bf16"), (2, ONE_BIT), (3, "bf16")]

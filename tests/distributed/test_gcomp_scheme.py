@@ -17,7 +17,7 @@ from gcomp_gradients import make_gradient
 from gradwire import _native, schemes
 from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 from ranks import on_ranks
-from small_training import MakeOptimizer, Training, adamw, batch_of, from_one, layers, sgd
+from small_training import Given, MakeOptimizer, Training, adamw, batch_of, from_one, layers, sgd
 
 
 @pytest.mark.parametrize(
@@ -209,35 +209,13 @@ def test_fused_steps_of_16_bits_round_otherwise_on_ranks_and_levels_are_sent(
     return [parameter.grad for parameter in training.ddp.parameters() if parameter.grad is not None]
 
 
-class Given(nn.Module):
-    """Its gradient is what `forward` is told, to the bit: a backward pass by multiplication would change it."""
-
-    def __init__(self, n: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, n).to(dtype))
-
-    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
-        return _Give.apply(self.weight, gradient)
-
-
-class _Give(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.save_for_backward(gradient)
-        return weight.sum()
-
-    @staticmethod
-    def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return ctx.saved_tensors[0], None
-
-
 def mean_of(rank: int, scheme: schemes.Scheme, gradient: Tensor, rate: float) -> Tensor:
     """What stands in `.grad` after a backward pass of this gradient."""
 
     def loss(module: nn.Module, rank: int, step: int) -> Tensor:
         return module(gradient)
 
-    model = partial(Given, gradient.numel(), gradient.dtype)
+    model = partial(Given, (gradient.numel(),), gradient.dtype)
     training = Training(rank, scheme, partial(torch.optim.SGD, lr=rate), model, loss)
     training.backward(0)
     training.close()

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,6 +15,7 @@ from buckets import Driver, flat
 from gradwire import schemes
 from gradwire.schemes.matrices import draw_factor
 from ranks import on_ranks
+from small_training import Given
 
 SHAPES = [(24, 18), (7,), (24, 18), (10, 4, 3, 3), (1, 9), (9, 1), (0, 5), (30, 50), (), (24, 18)]
 MATRICES = {i: shape for i, shape in enumerate(SHAPES) if len(shape) > 1 and np.prod(shape)}
@@ -142,21 +142,10 @@ def test_full_rank_gives_the_exact_mean(
 ROWS, COLUMNS, N_FACTORS, STEPS = 30, 40, 4, 6
 
 
-class Weight(nn.Module):
-    """A matrix whose gradient is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(ROWS, COLUMNS))
-
-    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
-        return (self.weight * gradient).sum()
-
-
 @pytest.mark.parametrize("name", ["power-sgd", "power-sgd-overlap"])
 @on_ranks(2)
 def test_means_and_errors_are_those_of_powersgd_hook(rank: int, world_size: int, name: str) -> None:
-    model = DistributedDataParallel(Weight())
+    model = DistributedDataParallel(Given((ROWS, COLUMNS)))
     state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=N_FACTORS, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     driver = Driver(schemes.by_name(name, rank=N_FACTORS), [torch.zeros(ROWS, COLUMNS)])

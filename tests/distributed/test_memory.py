@@ -10,6 +10,7 @@ import tracemalloc
 import pytest
 import torch
 from ddp_cases import batch_of, sgd, start
+from reducing_cases import REDUCING
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -85,11 +86,9 @@ def reduce_warm(rank: int, world_size: int, name: str) -> list[int]:
 # These allocate what they send anew every step, the size of the compressed gradient; their stacks of matrices and
 # residuals are kept. So they do not promise what the next test checks.
 ALLOCATES_MESSAGES = {"acp-sgd", "dgc", "power-sgd", "power-sgd-overlap", "sign-sgd", "top-k"}
-# These (and auto) need a model and an optimizer, which this test does without.
-OWN_THE_STEP = {name for name in schemes.names() if schemes.owns_step(name) or schemes.needs_momenta(name)}
 
 
-@pytest.mark.parametrize("name", sorted(set(schemes.names()) - ALLOCATES_MESSAGES - OWN_THE_STEP - {"auto"}))
+@pytest.mark.parametrize("name", sorted({*REDUCING, "periodic"} - ALLOCATES_MESSAGES))
 def test_no_tensor_is_allocated_once_warm(name: str) -> None:
     for sizes in run_ranks(reduce_warm, 2, name):
         assert max(sizes, default=0) <= 8  # torch wraps the divisor of `div_` in a tensor of its own

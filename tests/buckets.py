@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gradwire import schemes
 from gradwire.core.bucket import Bucket, slots_by_name
@@ -59,9 +60,9 @@ class Driver:
         ]
 
     def state(self, kind: str = "residuals") -> torch.Tensor:
-        """(n,): what the scheme keeps of every parameter, one after the other."""
+        """(n,): what the scheme keeps of every parameter, one after the other; zeros of those it keeps nothing of."""
         kept = self.scheme.state_dict()[kind]
-        return torch.cat([kept[f"p{i}"].reshape(-1) for i in range(len(self.parameters))])
+        return flat([kept.get(f"p{i}", torch.zeros(own.shape)) for i, own in enumerate(self.parameters)])
 
     def close(self) -> None:
         self.scheme.close()
@@ -73,13 +74,22 @@ SHAPES = [(24, 18), (7,), (30, 11), (0, 5), (), (50,)]
 LAYOUT = [2, 4]
 
 
-def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def gradients_of(
+    rank: int, step: int, dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * rank + step)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """In float64; every rank of the default group has to ask."""
+    summed = values.to(torch.float64, copy=True)
+    dist.all_reduce(summed)
+    return summed / dist.get_world_size()
 
 
 def by_bucket(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

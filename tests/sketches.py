@@ -60,6 +60,13 @@ def gradient_of(
     return (values * mine).to(dtype)
 
 
+def gradients_of(
+    pattern: str, n_elements: int, world_size: int, density: float, dtype: torch.dtype, seed: int
+) -> torch.Tensor:
+    """(world_size, n_elements): those of all ranks."""
+    return torch.stack([gradient_of(pattern, n_elements, rank, density, dtype, seed) for rank in range(world_size)])
+
+
 @dataclass
 class Sketches:
     """What the ranks hold after the index and the sketch were summed."""

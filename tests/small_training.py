@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -46,6 +47,10 @@ def mean_square(module: nn.Module, rank: int, step: int) -> Tensor:
     return module(batch_of(rank, step)).square().mean()
 
 
+def from_one(module: nn.Module, rank: int, step: int) -> Tensor:
+    return (module(batch_of(rank, step)) - 1).square().mean()
+
+
 def small_layers(seed: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 3)).to(dtype)
@@ -55,6 +60,28 @@ def copying(module: nn.Module, rank: int, step: int) -> Tensor:
     """The loss of a model that is to give back the first values of its input."""
     inputs = batch_of(rank, step).to(next(module.parameters()).dtype)
     return (module(inputs) - inputs[:, :3]).square().mean()
+
+
+class Given(nn.Module):
+    """Its gradient is what `forward` is told, to the bit: a backward pass by multiplication would change it."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, math.prod(shape)).view(shape).to(dtype))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return _Give.apply(self.weight, gradient)
+
+
+class _Give(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(gradient)
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.saved_tensors[0], None
 
 
 def flat(module: nn.Module) -> Tensor:
@@ -105,6 +132,11 @@ class Training:
                 one.step()
         return losses
 
+    def after(self, steps: Iterable[int]) -> Training:
+        """Itself, these steps later."""
+        self.take_steps(steps)
+        return self
+
     def take_scaled_step(self, scaler: torch.amp.GradScaler, step: int, factor: float = 1.0) -> None:
         self.ddp.zero_grad()
         scaler.scale(factor * self.loss(self.ddp, self.rank, step)).backward()
@@ -130,10 +162,10 @@ class Training:
             self.attachment.close()
         return stats
 
-    def state(self) -> tuple[Any, ...]:
-        """Of model, optimizer and attachment, as a file gives it back."""
-        file = io.BytesIO()
-        torch.save([one.state_dict() for one in (self.ddp.module, *self.optimizers, self.attachment)], file)
+    def state(self, **options: Any) -> tuple[Any, ...]:
+        """Of model, optimizers and, with these options, attachment, as a file gives it back."""
+        file, own = io.BytesIO(), [one.state_dict() for one in (self.ddp.module, *self.optimizers)]
+        torch.save([*own, self.attachment.state_dict(**options)], file)
         file.seek(0)
         return tuple(torch.load(file, weights_only=True))
 

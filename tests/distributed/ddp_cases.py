@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from reducing_cases import REDUCING
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-import gradwire
 from gradwire import schemes
 from gradwire.schemes import Scheme
 from ranks import agree
+from small_training import Loss, MakeOptimizer, Training, adamw
 
 N_STEPS = 5
 ONE_BIT = "one-bit:warmup_steps=0"
 
 # Schemes that take the optimizer's step themselves have tests of their own (tests/stepping, tests/broadcast): what
-# scripts may do to `.grad` is not the same there.
-STEP_OWNERS = ("aqgb", "broadcast")
-# Every other scheme of the registry, and the lossless gcomp; tables are refreshed within the few steps of a test.
+# scripts may do to `.grad` is not the same there. Here is every other one, and the lossless gcomp; tables are refreshed
+# within the few steps of a test.
 SCHEMES: dict[str, Callable[[], Scheme]] = {
-    **{
-        name: lambda name=name: schemes.by_name(name, **schemes.as_published(name, {}))
-        for name in schemes.names()
-        if name not in ("auto", "gcomp", "periodic", *STEP_OWNERS) and not schemes.needs_momenta(name)
-    },
+    **{name: lambda name=name: schemes.by_name(name, **schemes.as_published(name, {})) for name in REDUCING},
     # Every step through a hook of its own, from the first step on; what it decides is test_auto.py's matter.
     "auto": lambda: schemes.by_name(
         "auto", fidelity=["bf16", ONE_BIT], replay=[(0, "bf16"), (2, ONE_BIT), (3, "bf16")]
@@ -60,65 +55,42 @@ def build_model(seed: int = 1) -> nn.Sequential:
     return nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 3))
 
 
-def wrap(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """A DDP model with several buckets, which DDP rebuilds after the first step."""
-    return DistributedDataParallel(model, **{"bucket_cap_mb": 0.01, **options})
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+def batch_of(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 20, generator=torch.Generator().manual_seed(1_000 * rank + step))
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+def from_one(module: nn.Module, rank: int, step: int) -> Tensor:
+    return (module(batch_of(rank, step)).float() - 1.0).square().mean()
 
 
-def batches(rank: int, n_steps: int = N_STEPS, width: int = 20) -> Iterator[Tensor]:
-    for step in range(n_steps):
-        yield torch.randn(4, width, generator=torch.Generator().manual_seed(1_000 * rank + step))
+def start(
+    rank: int,
+    scheme: Any = None,
+    model: Callable[[], nn.Module] = build_model,
+    optimizer: MakeOptimizer = adamw,
+    loss: Loss = from_one,
+    scaler: Any = None,
+    **ddp: Any,
+) -> Training:
+    """With a scheme or DDP alone, in several buckets, which DDP rebuilds after the first step; `ddp` are its options."""
+    return Training(rank, scheme, optimizer, model, loss, {"bucket_cap_mb": 0.01, **ddp}, timeout_s=100, scaler=scaler)
 
 
-def attach(ddp: nn.Module, optimizer: torch.optim.Optimizer, scheme: Scheme | None, **options: Any) -> Any:
-    """The attachment, or None for the run of DDP alone."""
-    return gradwire.attach(ddp, optimizer, scheme, timeout_s=100, **options) if scheme else None
-
-
-def take_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, goal: float = 1.0) -> None:
-    optimizer.zero_grad()
-    (ddp(batch).float() - goal).square().mean().backward()
-    optimizer.step()
-
-
-def finish(ddp: nn.Module, attachment: Any) -> Tensor:
+def finish(training: Training) -> Tensor:
     """(n,) float64: all parameters. Every attachment must have seen steps, lost none, and close."""
+    attachment = training.attachment
     if attachment is not None:
-        stats = attachment.stats()
+        stats = training.close()
         assert stats["n_steps"] == attachment.step > 0
         assert stats["bytes_sent"] > 0
-        attachment.close()
-    return torch.cat([parameter.detach().double().reshape(-1) for parameter in ddp.parameters()])
+    return training.flat().double()
 
 
-def train(
-    rank: int,
-    scheme: Scheme | None,
-    ddp: Any,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
-    step: Callable[[Any, torch.optim.Optimizer, Tensor], None] = take_step,
-    look_at: Callable[[Any], None] = lambda attachment: None,
-    **options: Any,
-) -> Tensor:
-    """All parameters after N_STEPS steps, before whose end `look_at` sees the attachment; `options` are its own."""
-    made = optimizer(ddp)
-    attachment = attach(ddp, made, scheme, **options)
-    for batch in batches(rank):
-        step(ddp, made, batch)
-    if attachment is not None:
-        look_at(attachment)
-    return finish(ddp, attachment)
-
-
-def check_case(rank: int, world_size: int, case: Case, tolerance: float = 1.0) -> None:
+def check_case(rank: int, case: Case, tolerance: float = 1.0) -> None:
     """Run `case` with DDP alone, then with every scheme: ranks agree, and no scheme is farther off than it may be.
 
     `tolerance`: factor on TOLERANCE, for dtypes coarser than float32.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
+from ranks import bits_of
 
 VOCABULARY, WIDTH = 53, 37
 
@@ -52,9 +54,12 @@ def make_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-def build(mesh: DeviceMesh, case: str = "", checkpointing: str = "") -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(mesh: DeviceMesh | None, case: str = "") -> nn.Module:
+    """A net behind FSDP2, of which the words of `case` say what it is asked for; by itself where there is no mesh."""
     torch.manual_seed(1)
-    net = Net(checkpointing)
+    net = Net(next((kind for kind in ("ordinary", "reentrant") if kind in case), ""))
+    if mesh is None:
+        return net
     options: dict[str, Any] = {}
     if "bf16" in case or "mixed32" in case:
         reduced = torch.float32 if "mixed32" in case else torch.bfloat16
@@ -69,21 +74,21 @@ def build(mesh: DeviceMesh, case: str = "", checkpointing: str = "") -> tuple[nn
         net.head.weight = net.embed.weight
     if "frozen" in case:
         net.blocks[0].requires_grad_(False)
-        net.blocks[1].inner.requires_grad_(False)  # type: ignore[union-attr]
+        net.blocks[1].inner.requires_grad_(False)
     for block in net.blocks:
         if "compile" in case:
             block.compile(backend="aot_eager")
         fully_shard(block, mesh=mesh, **options)
     fully_shard(net, mesh=mesh, **options)
     if "prefetch" in case:
-        net.set_modules_to_forward_prefetch(list(net.blocks))  # type: ignore[attr-defined]
-        net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1], net.blocks[2]])  # type: ignore[union-attr,operator]
-        net.blocks[2].set_modules_to_backward_prefetch([net.blocks[1], net.blocks[0]])  # type: ignore[union-attr,operator]
+        net.set_modules_to_forward_prefetch(list(net.blocks))
+        net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1], net.blocks[2]])
+        net.blocks[2].set_modules_to_backward_prefetch([net.blocks[1], net.blocks[0]])
     if "divided" in case:
         for part in (*net.blocks, net):
-            part.set_gradient_divide_factor(3.0)  # type: ignore[operator,union-attr]
-            part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator,union-attr]
-    return net, torch.optim.AdamW(net.parameters(), 1e-2)
+            part.set_gradient_divide_factor(3.0)
+            part.set_force_sum_reduction_for_comms(True)
+    return net
 
 
 def batch_of(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,34 +97,66 @@ def batch_of(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return drawn[0], drawn[1]
 
 
-def train(
-    net: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    rank: int,
-    steps: range = range(5),
-    micro: int = 1,
-    between: Any = lambda is_last: None,
-    clip: bool = False,
-) -> None:
-    """`between(is_last)`: what accumulation does before each micro-batch; may give back a context."""
-    for step in steps:
-        for part in range(micro):
-            x, y = batch_of(rank, 10 * step + part)
-            with between(part == micro - 1) or contextlib.nullcontext():
-                nn.functional.cross_entropy(net(x).flatten(0, 1).float(), y.flatten()).backward()
-        if clip:
-            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-2)
 
 
-def shards_of(net: nn.Module) -> list[torch.Tensor]:
-    return [parameter.to_local().detach().clone() for parameter in net.parameters()]  # type: ignore[attr-defined]
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1)
 
 
-def attach(
-    net: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, scheme: Any = "plain", **options: Any
-) -> gradwire.Attachment:
-    """Between the nodes, in small buckets."""
-    options = {"bucket_mb": 0.01, "timeout_s": 20, **options}
-    return gradwire.attach(net, optimizer, scheme, group=mesh.get_group("replicate"), **options)
+class Sharded:
+    """The net of a case, its optimizer and, where a scheme is given, the attachment; steps have numbers.
+
+    Args:
+        options: of `attach`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        mesh: DeviceMesh | None,
+        case: str = "",
+        scheme: Any = None,
+        optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+        **options: Any,
+    ) -> None:
+        self.rank, self.mesh, self.case = rank, mesh, case
+        self.net: Any = build(mesh, case)
+        self.optimizer = optimizer(self.net.parameters())
+        self.state: Any = None
+        if scheme is not None:
+            self.attach(scheme, **options)
+
+    def attach(self, scheme: Any = "plain", **options: Any) -> None:
+        self.state = gradwire.attach(self.net, self.optimizer, scheme, **{"timeout_s": 20, **options})
+
+    def take_steps(self, steps: Iterable[int], n_parts: int = 1) -> Sharded:
+        """Of `n_parts` micro-batches each, or of three in a case of them."""
+        n_parts = 3 if "micro" in self.case else n_parts
+        for step in steps:
+            for part in range(n_parts):
+                x, y = batch_of(self.rank, 10 * step + part)
+                with self._accumulating(part == n_parts - 1):
+                    nn.functional.cross_entropy(self.net(x).flatten(0, 1).float(), y.flatten()).backward()
+            if "clip" in self.case:
+                nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+    def _accumulating(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        """As the case wants it: through FSDP2, or through the attachment where FSDP2 does not all-reduce."""
+        if "sync" in self.case:
+            self.net.set_requires_gradient_sync(is_last)
+        elif "all-reduce" in self.case and self.mesh.ndim == 2:
+            self.net.set_requires_all_reduce(is_last)
+        elif "all-reduce" in self.case and not is_last:
+            return self.state.no_sync()
+        return contextlib.nullcontext()
+
+    def shards(self) -> list[torch.Tensor]:
+        return [parameter.to_local().detach().clone() for parameter in self.net.parameters()]
+
+    def has_bits_of(self, other: Sharded) -> bool:
+        return all(bits_of(mine) == bits_of(theirs) for mine, theirs in zip(self.shards(), other.shards(), strict=True))

@@ -32,25 +32,28 @@ def draw(shapes: Shapes, rank: int, step: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
+def reduced(reducer: gradwire.Reducer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`tensors`, which hold their means now."""
+    reducer.all_reduce(tensors).wait()
+    return tensors
+
+
 def reduce_and_resume(rank: int, make: Callable[[], schemes.Scheme], shapes: Shapes) -> dict[str, Any]:
     """Three steps, the second and third under way at once, whose bits all ranks share; a resumed run goes on with the bits
     of one that was not. Returns the state that was resumed."""
     reducer = gradwire.Reducer(make(), bucket_mb=4 / 1024, timeout_s=100)
-    reducer.all_reduce(draw(shapes, rank, 0)).wait()
+    reduced(reducer, draw(shapes, rank, 0))
     pair = draw(shapes, rank, 1), draw(shapes, rank, 2)
     for work in [reducer.all_reduce(tensors) for tensors in pair]:
         work.wait()
-    for tensors in pair:
-        for key, tensor in tensors.items():
-            assert agree(tensor), (reducer.scheme.name, key)
+    for key, tensor in (*pair[0].items(), *pair[1].items()):
+        assert agree(tensor), (reducer.scheme.name, key)
     state = copy.deepcopy(reducer.state_dict())
     resumed = gradwire.Reducer(make(), names=draw(shapes, rank, 0), bucket_mb=4 / 1024, timeout_s=100)
     resumed.load_state_dict(state)
-    ends = []
-    for one in (reducer, resumed):
-        ends.append(draw(shapes, rank, 3))
-        one.all_reduce(ends[-1]).wait()
-        one.close()
+    ends = [reduced(one, draw(shapes, rank, 3)) for one in (reducer, resumed)]
+    reducer.close()
+    resumed.close()
     assert all(torch.equal(ends[0][key], ends[1][key]) for key in shapes), reducer.scheme.name
     return state
 
@@ -65,10 +68,9 @@ FAILURES: dict[str, tuple[type[Exception], str]] = {
 def assert_failure_is_told(how: str, outcomes: list[Outcome], lost: str = "") -> None:
     """Rank 1 has ended with exit code 7 if it is death, of which others say `lost`; all others raise the error."""
     error, words = FAILURES[how]
-    words = words or lost
     for rank, outcome in enumerate(outcomes):
         if how == "death" and rank == 1:
             assert outcome.exit_code == 7
         else:
             assert isinstance(outcome.error, error), (rank, outcome)
-            assert words in str(outcome.error)
+            assert (words or lost) in str(outcome.error)

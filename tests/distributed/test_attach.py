@@ -15,9 +15,7 @@ from small_training import MakeOptimizer, Training, muon_and_adamw, sgd
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
 def test_plain_gives_the_bits_of_ddp_without_a_hook(rank: int, world_size: int, optimizer: MakeOptimizer) -> None:
-    alone, plain = Training(rank, optimizer=optimizer), Training(rank, "plain", optimizer)
-    alone.take_steps(range(4))
-    plain.take_steps(range(4))
+    alone, plain = (Training(rank, scheme, optimizer).after(range(4)) for scheme in (None, "plain"))
     assert plain.close()["scheme"] == "plain"
     assert torch.equal(alone.flat(), plain.flat())
 

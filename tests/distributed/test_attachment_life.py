@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_cases import adamw, attach, batches, build_model, finish, sgd, take_step, wrap
+from ddp_cases import build_model, finish, sgd, start
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -25,8 +25,7 @@ from gradwire import codecs, schemes
 from gradwire.core.bucket import Bucket
 from gradwire_lab.schemes.baselines import CodecRing
 from ranks import agree, on_ranks
-from small_training import Training
-from small_training import adamw as adamw_of
+from small_training import Training, adamw, flat
 
 
 def gradwire_free_hook(state, bucket):  # type: ignore[no-untyped-def]
@@ -37,9 +36,8 @@ def gradwire_free_hook(state, bucket):  # type: ignore[no-untyped-def]
 
 @on_ranks(2)
 def test_what_cannot_be_attached_is_refused_by_name(rank: int, world_size: int) -> None:
-    ddp = wrap(build_model())
-    optimizer = sgd(ddp)
-    bare = build_model()
+    training, bare = start(rank, optimizer=sgd), build_model()
+    ddp, optimizer = training.ddp, training.optimizer
     sharded = FullyShardedDataParallel(build_model(), device_id=torch.device("cpu"))
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     for model, given, scheme, error, words in [
@@ -48,22 +46,15 @@ def test_what_cannot_be_attached_is_refused_by_name(rank: int, world_size: int) 
         (sharded, optimizer, "gcomp", gradwire.Unsupported, "FSDP1 models are not supported"),
         (ddp, zero, "gcomp", gradwire.Unsupported, "ZeroRedundancyOptimizer is not supported yet"),
         (ddp, None, "gcomp", gradwire.Unsupported, "torch.optim.Optimizer second, .* got NoneType"),
-        (
-            ddp,
-            optimizer,
-            "gcmop",
-            gradwire.InvalidArgument,
-            "'gcmop'; did you mean 'gcomp'\\? there are: acp-sgd, ",
-        ),
+        (ddp, optimizer, "gcmop", gradwire.InvalidArgument, r"'gcmop'; did you mean 'gcomp'\? there are: acp-sgd, "),
         (ddp, optimizer, "GComp", gradwire.InvalidArgument, "did you mean 'gcomp'"),
-        (ddp, sgd(bare), "gcomp", gradwire.InvalidArgument, "steps none of the model's parameters"),
+        (ddp, sgd(bare.parameters()), "gcomp", gradwire.InvalidArgument, "steps none of the model's parameters"),
         (ddp, optimizer, 7, gradwire.InvalidArgument, "got int"),
     ]:
         with pytest.raises(error, match=words):
             gradwire.attach(model, given, scheme)
-    with pytest.raises(gradwire.InvalidArgument, match="timeout_s is a number of seconds above 0"):
-        gradwire.attach(ddp, optimizer, "plain", timeout_s=0)
     for given, options, words in [
+        ("plain", {"timeout_s": 0}, "timeout_s is a number of seconds above 0"),
         ("one-bit", {"floor": 0.5}, "has no option 'floor'"),
         (schemes.by_name("plain"), {"seed": 1}, "options go with a scheme's name"),
         ("gcomp", {"bucket_mb": 3}, "DDP has its own bucket_mb"),
@@ -72,17 +63,17 @@ def test_what_cannot_be_attached_is_refused_by_name(rank: int, world_size: int) 
             gradwire.attach(ddp, optimizer, given, **options)
     for door, more in ((ddp, {}), (bare, {"bucket_mb": 1})):
         torch.manual_seed(0)
-        attachment = gradwire.attach(door, sgd(door), "top-k", share=0.25, timeout_s=100, **more)
+        attachment = gradwire.attach(door, sgd(door.parameters()), "top-k", share=0.25, timeout_s=100, **more)
         assert attachment.scheme.configuration["share"] == 0.25
         attachment.close()
     attachment = gradwire.attach(ddp, optimizer, "plain", timeout_s=100)
     with pytest.raises(gradwire.Unsupported, match=r"attachment\.switch"):
         gradwire.attach(ddp, optimizer, "gcomp")
     attachment.close()
-    hooked = wrap(build_model())
+    hooked = start(rank).ddp
     hooked.register_comm_hook(None, gradwire_free_hook)
     with pytest.raises(gradwire.Unsupported, match="has a communication hook already"):
-        gradwire.attach(hooked, sgd(hooked), "plain", timeout_s=100)
+        gradwire.attach(hooked, sgd(hooked.parameters()), "plain", timeout_s=100)
 
 
 @pytest.mark.parametrize("registry", [schemes, codecs])
@@ -116,8 +107,7 @@ def test_switch_goes_on_from_the_same_bits_on_all_ranks(rank: int, world_size: i
 
 @on_ranks(3, raises=gradwire.RankMismatch, match="disagree on scheme.*rank 2: zlib; the others: plain")
 def test_ranks_that_switch_to_different_schemes_are_named_on_all_of_them(rank: int, world_size: int) -> None:
-    training = Training(rank, "gcomp", timeout_s=100)
-    training.take_steps([0])
+    training = Training(rank, "gcomp", timeout_s=100).after([0])
     training.attachment.switch("zlib" if rank == 2 else "plain")
     training.take_steps([1])
 
@@ -146,8 +136,7 @@ class FailsAtTheEnd(CodecRing):
 
 @on_ranks(2)
 def test_stats_count_every_fallback(rank: int, world_size: int) -> None:
-    training = Training(rank, FallsBack("zlib", {}), timeout_s=100)
-    training.take_steps(range(3))
+    training = Training(rank, FallsBack("zlib", {}), timeout_s=100).after(range(3))
     recorder = training.attachment.recorder
     assert training.close()["n_fallbacks"] == recorder.steps[1].n_buckets > 1
     assert recorder.fallback_reasons == {"not compressible": recorder.steps[1].n_buckets}
@@ -170,8 +159,7 @@ def test_exception_at_the_end_of_a_step_is_raised_on_all_ranks(rank: int, world_
 @on_ranks(2)
 def test_error_of_the_users_between_two_steps_harms_nothing(rank: int, world_size: int) -> None:
     """The user's own error, caught by the user: one rank loses a batch's forward pass and takes another."""
-    training = Training(rank, "gcomp", timeout_s=100)
-    training.take_steps(range(2))
+    training = Training(rank, "gcomp", timeout_s=100).after(range(2))
     if rank == 1:
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             training.ddp(torch.ones(4, 3))
@@ -193,27 +181,23 @@ def saved_and_loaded(ddp: Any) -> Any:
 @on_ranks(2)
 def test_model_with_an_attachment_is_copied_and_saved_as_any_other(rank: int, world_size: int) -> None:
     for scheme in ("gcomp", "one-bit", "broadcast"):
-        ddp = wrap(build_model())
-        optimizer = adamw(ddp)
-        attachment = attach(ddp, optimizer, schemes.by_name(scheme, **schemes.as_published(scheme, {})))
+        training = start(rank, schemes.by_name(scheme, **schemes.as_published(scheme, {})))
         for state in ("attached", "closed"):
-            for batch in batches(rank, 2):
-                take_step(ddp, optimizer, batch)
+            training.take_steps(range(2))
             if state == "closed":
-                attachment.close()
-            attachment.flush()
-            twins = [copy.deepcopy(ddp), saved_and_loaded(ddp), AveragedModel(ddp).module]
+                training.close()
+            training.attachment.flush()
+            twins = [copy.deepcopy(training.ddp), saved_and_loaded(training.ddp), AveragedModel(training.ddp).module]
             for twin in twins:
-                for mine, theirs in zip(ddp.parameters(), twin.parameters(), strict=True):
-                    assert torch.equal(mine, theirs), (scheme, state)
+                assert torch.equal(training.flat(), flat(twin)), (scheme, state)
+        training.attachment = None
         for twin in twins:  # a copy trains by itself, and with an attachment of its own
-            twin_optimizer = sgd(twin)
-            take_step(twin, twin_optimizer, next(batches(rank)))
-            again = gradwire.attach(twin, twin_optimizer, scheme, timeout_s=100)
-            for batch in batches(rank, 3):
-                take_step(twin, twin_optimizer, batch)
-            assert agree(finish(twin, again)), scheme
-    hooked = wrap(build_model())
+            training.ddp, training.optimizers = twin, [sgd(twin.parameters())]
+            training.take_steps([0])
+            training.attachment = gradwire.attach(twin, training.optimizers[0], scheme, timeout_s=100)
+            training.take_steps(range(3))
+            assert agree(finish(training)), scheme
+    hooked = start(rank).ddp
     state = gradwire.HookState("plain", timeout_s=100)
     hooked.register_comm_hook(state, gradwire.ddp_hook)
     assert saved_and_loaded(copy.deepcopy(hooked)).module is not hooked.module
@@ -243,16 +227,14 @@ class HandedThrough(torch.optim.Optimizer):
 
 @on_ranks(2)
 def test_optimizer_that_hands_through_to_another_is_taken_for_the_one_inside(rank: int, world_size: int) -> None:
-    ddp = wrap(build_model())
     with pytest.raises(gradwire.Unsupported, match=r"attach the optimizer inside it \(AdamW\)"):
-        gradwire.attach(ddp, HandedThrough(adamw(ddp)), "broadcast", timeout_s=100)
+        start(rank, "broadcast", optimizer=lambda p: HandedThrough(adamw(p)))
     HandedThrough.__module__ = "accelerate.optimizer"
     for scheme in ("gcomp", "broadcast", "acp-sgd"):
         ends = []
         for given in (HandedThrough, lambda optimizer: optimizer):
             made = schemes.by_name(scheme, **schemes.as_published(scheme, {}))
-            training = Training(rank, made, lambda p, given=given: given(adamw_of(p)), timeout_s=100)
-            training.take_steps(range(5))
+            training = Training(rank, made, lambda p, given=given: given(adamw(p)), timeout_s=100).after(range(5))
             training.close()
             ends.append(training.flat())
         assert torch.equal(*ends), scheme
@@ -261,9 +243,9 @@ def test_optimizer_that_hands_through_to_another_is_taken_for_the_one_inside(ran
 @pytest.mark.parametrize("what", ["nothing", "group"])
 @on_ranks(2, raises=Exception, match="needs a gradwire.HookState, got")
 def test_hook_with_another_state_says_what_it_needs(rank: int, world_size: int, what: str) -> None:
-    ddp = wrap(build_model())
-    ddp.register_comm_hook(None if what == "nothing" else ddp.process_group, gradwire.ddp_hook)
-    take_step(ddp, sgd(ddp), next(batches(rank)))
+    training = start(rank)
+    training.ddp.register_comm_hook(None if what == "nothing" else training.ddp.process_group, gradwire.ddp_hook)
+    training.take_steps([0])
 
 
 # ---- What scripts do around a training: set torch's defaults, forget the scaler, never close

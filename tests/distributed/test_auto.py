@@ -31,8 +31,7 @@ THROUGH_ALL = [
 
 
 def trained(rank: int, n_steps: int, scheme: Any = None, **options: Any) -> Training:
-    training = Training(rank, scheme, **options)
-    training.take_steps(range(n_steps))
+    training = Training(rank, scheme, **options).after(range(n_steps))
     return training
 
 
@@ -118,13 +117,8 @@ def test_what_one_scheme_has_not_sent_the_next_one_does(rank: int, world_size: i
     order = ["one-bit", "plain", "two-bit", "one-bit", "two-bit", "plain"]
     auto = Auto(fidelity=["one-bit", "two-bit"], replay=[(s, order[s // 4 % len(order)]) for s in range(0, 84, 4)])
     torch.manual_seed(0)
-    training = Training(
-        rank,
-        auto,
-        lambda p: torch.optim.SGD(p, lr=0.0),
-        lambda: nn.Linear(64, 32, bias=False),
-        ddp={"bucket_cap_mb": 25},
-    )
+    still = lambda p: torch.optim.SGD(p, lr=0.0)  # noqa: E731
+    training = Training(rank, auto, still, lambda: nn.Linear(64, 32, bias=False), ddp={"bucket_cap_mb": 25})
     generator = torch.Generator().manual_seed(rank)
     given, applied = (torch.zeros(32, 64, dtype=torch.float64) for _ in range(2))
     for _ in range(84):
@@ -240,8 +234,7 @@ def test_a_rank_that_stalls_in_its_steps_parts_nobody(rank: int, world_size: int
 
 
 def trained_a_while(rank: int, world_size: int) -> tuple[str, dict[str, Any]]:
-    training = Training(rank, quick(rank))
-    training.take_steps(range(40))
+    training = trained(rank, 40, quick(rank))
     state = training.attachment.state_dict(all_ranks=True)
     return training.close()["auto"]["scheme"], state
 
@@ -266,8 +259,7 @@ def test_any_rank_may_ask_to_think_again_whatever_is_on_its_ballot(
     rank: int, world_size: int, asks_at: int
 ) -> tuple[Any, Tensor]:
     auto = Quick(rank, {"one-bit": 3.0}, noise=0.01)
-    training = Training(rank, auto)
-    training.take_steps(range(asks_at))
+    training = trained(rank, asks_at, auto)
     if rank == 1:
         auto.reconsider()
     training.take_steps(range(asks_at, 70))
@@ -283,9 +275,7 @@ def test_a_torch_without_ddps_private_timers_does(rank: int, world_size: int) ->
 
     for name in ("_set_ddp_runtime_logging_sample_rate", "_get_ddp_logging_data"):
         setattr(DistributedDataParallel, name, gone)
-    training = Training(rank, quick(rank))
-    training.take_steps(range(40))
-    assert training.close()["auto"]["scheme"] == "one-bit"
+    assert trained(rank, 40, quick(rank)).close()["auto"]["scheme"] == "one-bit"
 
 
 @on_ranks(2, raises=RankMismatch, match="no such luck")

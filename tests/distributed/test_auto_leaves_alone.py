@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +24,12 @@ def test_a_switch_and_a_state_in_mid_run_are_gone_on_from(
     rank: int, world_size: int, how: str, ends_at: int
 ) -> torch.Tensor:
     """Long enough after whatever it is: votes are of five steps, and read two steps later."""
-    training = Training(rank)
-    ddp, optimizer = training.ddp, training.optimizer
     quick = Quick(rank, {"one-bit": 2.0}, fidelity=["one-bit"])
-    attachment = gradwire.attach(ddp, optimizer, "gcomp" if how == "switch" else quick, timeout_s=100)
-    saved: Any = None
+    training = Training(rank, "gcomp" if how == "switch" else quick, timeout_s=100)
+    attachment, saved = training.attachment, ()
     for step in range(42):
         if step == 3:
-            saved = copy.deepcopy((ddp.module.state_dict(), optimizer.state_dict(), attachment.state_dict()))
+            saved = training.state()
         if step == 13 + 17 * (how == "load late"):  # late: with residuals
             if how == "switch":
                 attachment.switch(Quick(rank, {}, fidelity=["bf16"]))
@@ -40,15 +37,13 @@ def test_a_switch_and_a_state_in_mid_run_are_gone_on_from(
                 attachment.switch("gcomp")
                 attachment.switch("auto")
             else:
-                ddp.module.load_state_dict(saved[0])
-                optimizer.load_state_dict(saved[1])
-                attachment.load_state_dict(saved[2])
+                training.load(saved)
                 assert attachment.step == 3
                 assert not attachment.session.feedback.state_by_name(attachment.session.slots)
         training.take_steps([step])
     assert attachment.step == ends_at
     attachment.close()
-    gradwire.attach(ddp, optimizer, timeout_s=100).close()  # and it may be attached again
+    gradwire.attach(training.ddp, training.optimizer, timeout_s=100).close()  # and it may be attached again
     return training.flat()
 
 

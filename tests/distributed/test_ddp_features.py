@@ -4,48 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from ddp_cases import (
-    N_STEPS,
-    adamw,
-    attach,
-    batches,
-    build_model,
-    check_case,
-    finish,
-    sgd,
-    take_step,
-    train,
-    wrap,
-)
+from ddp_cases import N_STEPS, Case, batch_of, build_model, check_case, finish, from_one, sgd, start
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
 from gradwire import schemes
 from gradwire.schemes import Scheme
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
+from small_training import Training
 
 
-def rebuild_buckets(rank: int, scheme: Scheme | None) -> Tensor:
-    def count(attachment: Any) -> None:
-        counts = [step.n_buckets for step in attachment.recorder.steps]
+def train(
+    rank: int, scheme: Scheme | None, look_at: Callable[[Training], None] | None = None, **options: Any
+) -> Tensor:
+    """N_STEPS steps, and a look at the training before it is closed."""
+    training = start(rank, scheme, **options).after(range(N_STEPS))
+    if look_at is not None:
+        look_at(training)
+    return finish(training)
+
+
+def buckets_were_rebuilt(training: Training) -> None:
+    if training.attachment is not None:
+        counts = [step.n_buckets for step in training.attachment.recorder.steps]
         assert counts[0] == 1 < counts[1] == counts[-1], counts  # one bucket for all, then several
-
-    return train(rank, scheme, wrap(build_model()), look_at=count)
-
-
-def view_buckets(rank: int, scheme: Scheme | None) -> Tensor:
-    return train(rank, scheme, wrap(build_model(), gradient_as_bucket_view=True))
-
-
-def keep_graph_static(rank: int, scheme: Scheme | None) -> Tensor:
-    return train(rank, scheme, wrap(build_model(), static_graph=True))
 
 
 class Branches(nn.Module):
@@ -61,37 +50,29 @@ class Branches(nn.Module):
         return branch(self.trunk(batch).relu())
 
 
-def leave_parameters_unused(rank: int, scheme: Scheme | None) -> Tensor:
-    ddp = wrap(Branches(), find_unused_parameters=True)
-    result = train(rank, scheme, ddp)
-    assert ddp.module.spare.weight.grad is None
-    return result
+def spare_has_no_gradient(training: Training) -> None:
+    assert training.ddp.module.spare.weight.grad is None
 
 
 def accumulate_without_sync(rank: int, scheme: Scheme | None) -> Tensor:
-    ddp = wrap(build_model())
-    optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer, scheme)
-    for step, batch in enumerate(batches(rank, 2 * N_STEPS)):
-        with ddp.no_sync() if step % 2 == 0 else contextlib.nullcontext():
-            ddp(batch).square().mean().backward()
+    training = start(rank, scheme)
+    for step in range(2 * N_STEPS):
+        with training.ddp.no_sync() if step % 2 == 0 else contextlib.nullcontext():
+            training.ddp(batch_of(rank, step)).square().mean().backward()
         if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert attachment is None or attachment.step == N_STEPS
-    return finish(ddp, attachment)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    assert scheme is None or training.attachment.step == N_STEPS
+    return finish(training)
 
 
 def join_with_uneven_inputs(rank: int, scheme: Scheme | None) -> Tensor:
-    ddp = wrap(build_model())
-    optimizer = sgd(ddp)
-    attachment = attach(ddp, optimizer, scheme)
-    with ddp.join():
-        for batch in batches(rank, N_STEPS + 2 * rank):
-            take_step(ddp, optimizer, batch)
+    training = start(rank, scheme, optimizer=sgd)
+    with training.ddp.join():
+        training.take_steps(range(N_STEPS + 2 * rank))
     # Rank 0 shadowed the last two; under auto nobody decides while ranks may run out, and plain steps are DDP's own.
-    assert attachment is None or attachment.step == N_STEPS + 2 or attachment.scheme.name == "auto"
-    return finish(ddp, attachment)  # DDP broadcasts the parameters of the last rank to those that left early
+    assert scheme is None or training.attachment.step == N_STEPS + 2 or scheme.name == "auto"
+    return finish(training)  # DDP broadcasts the parameters of the last rank to those that left early
 
 
 class Oddments(nn.Module):
@@ -112,21 +93,18 @@ class Oddments(nn.Module):
         return hidden @ self.turned.t() + self.empty.sum() + self.nothing.sum()
 
 
-def train_odd_parameters(rank: int, scheme: Scheme | None) -> Tensor:
-    ddp = wrap(Oddments())
-    result = train(rank, scheme, ddp)
-    assert torch.equal(ddp.module.frozen, torch.ones(20))
-    return result
+def frozen_has_not_moved(training: Training) -> None:
+    assert torch.equal(training.ddp.module.frozen, torch.ones(20))
 
 
 def clip_after_backward(rank: int, scheme: Scheme | None) -> Tensor:
-    def step(ddp: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-        optimizer.zero_grad()
-        (10 * ddp(batch)).square().mean().backward()
-        assert torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.5) > 0.5
-        optimizer.step()
-
-    return train(rank, scheme, wrap(build_model()), sgd, step)
+    loss = lambda module, rank, step: (10 * module(batch_of(rank, step))).square().mean()  # noqa: E731
+    training = start(rank, scheme, optimizer=sgd, loss=loss)
+    for step in range(N_STEPS):
+        training.backward(step)
+        assert torch.nn.utils.clip_grad_norm_(training.ddp.parameters(), 0.5) > 0.5
+        training.optimizer.step()
+    return finish(training)
 
 
 class Recomputed(nn.Module):
@@ -141,52 +119,49 @@ class Recomputed(nn.Module):
         return self.layers[4](checkpoint(self.layers[1:4], hidden, use_reentrant=True))
 
 
-def recompute_activations(rank: int, scheme: Scheme | None) -> Tensor:
-    return train(rank, scheme, wrap(Recomputed()))
-
-
 def compile_the_model(rank: int, scheme: Scheme | None) -> Tensor:
-    # torch.compile cuts the graph at buckets, none below DDP's first of 1 MB
-    return train(rank, scheme, torch.compile(wrap(build_model(), bucket_cap_mb=1), backend="aot_eager"))
+    training = start(rank, bucket_cap_mb=1)  # torch.compile cuts the graph at buckets, none below DDP's first of 1 MB
+    training.ddp = torch.compile(training.ddp, backend="aot_eager")
+    if scheme:
+        training.attachment = gradwire.attach(training.ddp, training.optimizer, scheme, timeout_s=100)
+    training.take_steps(range(N_STEPS))
+    return finish(training)
 
 
 def register_the_hook_alone(rank: int, scheme: Scheme | None) -> Tensor:
-    ddp = wrap(build_model())
-    optimizer = adamw(ddp)
-    module = ddp if scheme and scheme.name == "auto" else None  # whose steps it times, from the second one on
-    state = gradwire.HookState(scheme, module, optimizer=optimizer, timeout_s=100) if scheme else None
+    training = start(rank)
+    module = training.ddp if scheme and scheme.name == "auto" else None  # whose steps it times, from the second one on
+    state = gradwire.HookState(scheme, module, optimizer=training.optimizer, timeout_s=100) if scheme else None
     if state:
-        ddp.register_comm_hook(state, gradwire.ddp_hook)
-    for batch in batches(rank):
-        take_step(ddp, optimizer, batch)
+        training.ddp.register_comm_hook(state, gradwire.ddp_hook)
+    training.take_steps(range(N_STEPS))
     if state:
         assert state.recorder.totals()["n_steps"] == N_STEPS - (module is not None)
         state.close()
-    return finish(ddp, None)
+    return finish(training)
 
 
 def change_the_optimizer_on_the_way(rank: int, scheme: Scheme | None) -> Tensor:
     """Another learning rate, and parameters that join the optimizer later: both are read at every step."""
-    ddp = wrap(build_model())
-    optimizer = torch.optim.AdamW(ddp.module[:4].parameters(), lr=1e-3)
-    attachment = attach(ddp, optimizer, scheme)
-    for step, batch in enumerate(batches(rank, N_STEPS + 3)):
+    training = start(rank, scheme, optimizer=lambda parameters: torch.optim.AdamW(list(parameters)[:4], lr=1e-3))
+    ddp, optimizer = training.ddp, training.optimizer
+    for step in range(N_STEPS + 3):
         if step == 2:
             optimizer.param_groups[0].update(lr=3e-3, weight_decay=0.1, betas=(0.8, 0.99))
         if step == 3:
             optimizer.add_param_group({"params": list(ddp.module[4].parameters()), "lr": 1e-2})
-        take_step(ddp, optimizer, batch)
-    return finish(ddp, attachment)
+        optimizer.zero_grad()
+        from_one(ddp, rank, step).backward()
+        optimizer.step()
+    return finish(training)
 
 
 def go_on_after_closing(rank: int, scheme: Scheme | None) -> Tensor:
     """After close(), DDP's own all-reduce, bit by bit; then a new attachment through the same door."""
-    ddp, alone = wrap(build_model()), wrap(build_model())
-    optimizer, optimizer_alone = sgd(ddp), sgd(alone)
-    attachment = attach(ddp, optimizer, scheme)
-    for batch in batches(rank, 3):
-        take_step(ddp, optimizer, batch)
-        take_step(alone, optimizer_alone, batch)
+    training, alone = start(rank, scheme, optimizer=sgd), start(rank, optimizer=sgd)
+    attachment = training.attachment
+    for one in (training, alone):
+        one.take_steps(range(3))
     if attachment:
         attachment.close()
         attachment.close()
@@ -195,39 +170,15 @@ def go_on_after_closing(rank: int, scheme: Scheme | None) -> Tensor:
             attachment.state_dict()
         with pytest.raises(gradwire.InvalidArgument, match="closed"):
             attachment.switch("plain")
-        alone.load_state_dict(ddp.state_dict())
-        optimizer_alone.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares the tensors
-    for batch in batches(rank, 3):
-        take_step(ddp, optimizer, batch)
-        take_step(alone, optimizer_alone, batch)
-    for mine, theirs in zip(ddp.parameters(), alone.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-    again = attach(ddp, optimizer, scheme)  # the same scheme object, free again
-    for batch in batches(rank, 4):
-        take_step(ddp, optimizer, batch)
-    return finish(ddp, again)
-
-
-FEATURES: list[Callable[[int, Scheme | None], Tensor]] = [
-    rebuild_buckets,
-    view_buckets,
-    keep_graph_static,
-    leave_parameters_unused,
-    accumulate_without_sync,
-    join_with_uneven_inputs,
-    train_odd_parameters,
-    clip_after_backward,
-    recompute_activations,
-    compile_the_model,
-    register_the_hook_alone,
-    change_the_optimizer_on_the_way,
-    go_on_after_closing,
-]
-
-
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
-def test_feature_works_with_every_scheme(feature: Callable[[int, Scheme | None], Tensor]) -> None:
-    run_ranks(check_case, 2, feature, timeout_s=120)
+        alone.ddp.load_state_dict(training.ddp.state_dict())
+        alone.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))  # torch shares the tensors
+    for one in (training, alone):
+        one.take_steps(range(3))
+    assert torch.equal(training.flat(), alone.flat())
+    if scheme:  # the same object, free again
+        training.attachment = gradwire.attach(training.ddp, training.optimizer, scheme, timeout_s=100)
+    training.take_steps(range(4))
+    return finish(training)
 
 
 @on_ranks(2)
@@ -238,55 +189,45 @@ def test_accumulation_under_auto_that_stays_plain_has_the_bits_of_ddp(rank: int,
 
 @on_ranks(2)
 def test_join_that_changes_the_divisor_is_refused(rank: int, world_size: int) -> None:
-    ddp = wrap(build_model())
-    optimizer = sgd(ddp)
-    attachment = gradwire.attach(ddp, optimizer, "plain", timeout_s=100)
+    training = start(rank, "plain", optimizer=sgd)
     with (
         pytest.raises(gradwire.Unsupported, match="divide_by_initial_world_size"),
-        ddp.join(divide_by_initial_world_size=False),
+        training.ddp.join(divide_by_initial_world_size=False),
     ):
-        take_step(ddp, optimizer, next(batches(rank)))
-    attachment.close()
+        training.take_steps([0])
+    training.attachment.close()
 
 
-# ---- Mixed precision in all its forms works with every scheme: autocast, GradScaler, 16-bit and mixed parameters
+# ---- Mixed precision in all its forms: autocast, GradScaler, 16-bit and mixed parameters
 
 
-def train_with_autocast(rank: int, scheme: Scheme | None) -> Tensor:
-    def step(ddp: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = ddp(batch).float().square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return train(rank, scheme, wrap(build_model()), step=step)
+def under_autocast(module: nn.Module, rank: int, step: int) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return module(batch_of(rank, step)).float().square().mean()
 
 
 def train_with_scaler(rank: int, scheme: Scheme | None) -> Tensor:
     """An Inf on one rank in step 1: the scaler skips that step on all ranks, and halves its scale."""
-    ddp = wrap(build_model())
-    optimizer = sgd(ddp)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
-    attachment = attach(ddp, optimizer, scheme, scaler=scaler)
+    training = start(rank, scheme, optimizer=sgd, scaler=scaler)
     drifts = scheme is not None and scheme.name == "periodic"
-    for step, batch in enumerate(batches(rank)):
-        optimizer.zero_grad()
-        loss = ddp(batch).square().mean()
+    for step in range(N_STEPS):
+        training.optimizer.zero_grad()
+        loss = training.ddp(batch_of(rank, step)).square().mean()
         scaler.scale(loss * float("inf") if (rank, step) == (1, 1) and not drifts else loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-        scaler.step(optimizer)
+        scaler.unscale_(training.optimizer)
+        torch.nn.utils.clip_grad_norm_(training.ddp.parameters(), 1.0)
+        scaler.step(training.optimizer)
         scaler.update()
     assert scaler.get_scale() == (2.0**14 if drifts else 2.0**13)
-    return finish(ddp, attachment)
+    return finish(training)
 
 
-def train_in(dtype: torch.dtype, rank: int, scheme: Scheme | None) -> Tensor:
-    def step(ddp: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-        take_step(ddp, optimizer, batch.to(dtype))
+def train_in(dtype: torch.dtype) -> Case:
+    def loss(module: nn.Module, rank: int, step: int) -> Tensor:
+        return (module(batch_of(rank, step).to(dtype)).float() - 1.0).square().mean()
 
-    return train(rank, scheme, wrap(build_model().to(dtype)), sgd, step)
+    return partial(train, model=lambda: build_model().to(dtype), optimizer=sgd, loss=loss)
 
 
 class Mixed(nn.Module):
@@ -302,25 +243,39 @@ class Mixed(nn.Module):
         return self.narrow(hidden.half()).float()
 
 
-def train_mixed_dtypes(rank: int, scheme: Scheme | None) -> Tensor:
-    def count(attachment: Any) -> None:
-        assert min(step.n_buckets for step in attachment.recorder.steps) >= 3
-
-    return train(rank, scheme, wrap(Mixed()), sgd, look_at=count)
+def every_dtype_has_a_bucket(training: Training) -> None:
+    if training.attachment is not None:
+        assert min(step.n_buckets for step in training.attachment.recorder.steps) >= 3
 
 
-# A unit in the last place of bfloat16 is 2^16 of float32's, of float16 2^13: near-lossless means as much less there.
-CASES: dict[str, tuple[Callable[[int, Scheme | None], Tensor], float]] = {
-    # The activations' rounding to bfloat16 magnifies a difference in float32's last place.
-    "autocast": (train_with_autocast, 100),
-    "scaler": (train_with_scaler, 1),
-    "bfloat16": (functools.partial(train_in, torch.bfloat16), 2**14),
-    "float16": (functools.partial(train_in, torch.float16), 2**12),
-    "mixed": (train_mixed_dtypes, 2**14),
+FEATURES: dict[str, Case] = {
+    "rebuild_buckets": partial(train, look_at=buckets_were_rebuilt),
+    "view_buckets": partial(train, gradient_as_bucket_view=True),
+    "keep_graph_static": partial(train, static_graph=True),
+    "leave_parameters_unused": partial(
+        train, look_at=spare_has_no_gradient, model=Branches, find_unused_parameters=True
+    ),
+    "accumulate_without_sync": accumulate_without_sync,
+    "join_with_uneven_inputs": join_with_uneven_inputs,
+    "train_odd_parameters": partial(train, look_at=frozen_has_not_moved, model=Oddments),
+    "clip_after_backward": clip_after_backward,
+    "recompute_activations": partial(train, model=Recomputed),
+    "compile_the_model": compile_the_model,
+    "register_the_hook_alone": register_the_hook_alone,
+    "change_the_optimizer_on_the_way": change_the_optimizer_on_the_way,
+    "go_on_after_closing": go_on_after_closing,
+    "autocast": partial(train, loss=under_autocast),
+    "scaler": train_with_scaler,
+    "bfloat16": train_in(torch.bfloat16),
+    "float16": train_in(torch.float16),
+    "mixed": partial(train, look_at=every_dtype_has_a_bucket, model=Mixed, optimizer=sgd),
 }
+# A unit in the last place of bfloat16 is 2^16 of float32's, of float16 2^13: near-lossless means as much less there; and
+# the activations' rounding to bfloat16 magnifies a difference in float32's last place.
+COARSER = {"autocast": 100, "bfloat16": 2**14, "float16": 2**12, "mixed": 2**14}
 
 
-@pytest.mark.parametrize("case", CASES)
-@on_ranks(2)
-def test_dtype_works_with_every_scheme(rank: int, world_size: int, case: str) -> None:
-    check_case(rank, world_size, *CASES[case])
+@pytest.mark.parametrize("feature", FEATURES)
+@on_ranks(2, timeout_s=120)
+def test_feature_works_with_every_scheme(rank: int, world_size: int, feature: str) -> None:
+    check_case(rank, FEATURES[feature], COARSER.get(feature, 1))

@@ -12,7 +12,7 @@ from buckets import Driver
 from gradwire import schemes
 from gradwire.exchange.aggregators.process_group import ProcessGroup
 from ranks import agree, on_ranks
-from sketches import DTYPES, EPSILON, PATTERNS, SMALLEST, check_mean, gradient_of
+from sketches import DTYPES, EPSILON, PATTERNS, SMALLEST, check_mean, gradients_of
 
 N = 30_011
 UP = (0.0, 0.0, 1e-4, 0.002, 0.0, 0.03, 0.3, 0.6, 0.8, 0.87, 0.95, 1.0)
@@ -55,9 +55,7 @@ def test_densities_from_none_to_all_and_back_in_one_run(rank: int, world_size: i
         cell_bytes = cell_bytes_of(options, dtype)
         was_dense = False
         for step, density in enumerate(DENSITIES):
-            shares = torch.stack(
-                [gradient_of(pattern, N, other, density, dtype, step + 1) for other in range(world_size)]
-            )
+            shares = gradients_of(pattern, N, world_size, density, dtype, step + 1)
             (mean,) = driver.reduce([shares[rank].clone()])
             where = (options, dtype, step, density)
             assert agree(mean), where
@@ -96,9 +94,7 @@ def test_values_at_the_ends_of_their_dtype_arrive(rank: int, world_size: int) ->
         info = torch.finfo(dtype)
         driver = Driver(schemes.by_name("homomorphic", **options), [torch.zeros(N, dtype=dtype)])
         for step in range(3):
-            shares = torch.stack(
-                [gradient_of("random", N, other, 0.02, dtype, step + 1) for other in range(world_size)]
-            )
+            shares = gradients_of("random", N, world_size, 0.02, dtype, step + 1)
             shares[:, 0] = info.max
             shares[0, 1], shares[1:, 1] = info.max, -info.max
             shares[:, 2] = SMALLEST[dtype]

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-import gradwire
 from gradwire import InvalidArgument, Unsupported, schemes
 from gradwire.core.bucket import slot_of
 from gradwire.schemes.frozen_adam import FLOOR_SHARE
 from logs import log_of
 from ranks import on_ranks, run_ranks
-from small_training import Training
+from small_training import Loss, MakeOptimizer, Training
 from small_training import adamw as adamw_by_default
 
 LR, BETAS, EPS, DECAY, FREEZE, STEPS = 0.01, (0.9, 0.99), 1e-8, 0.1, 4, 10
@@ -31,12 +29,8 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 5))
 
 
-def adamw_of(parameters: Any, **options: Any) -> torch.optim.AdamW:
+def adamw(parameters: Any, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, LR, BETAS, EPS, DECAY, **options)
-
-
-def adamw(module: nn.Module, **options: Any) -> torch.optim.AdamW:
-    return adamw_of(module.parameters(), **options)
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -56,18 +50,17 @@ def quantised(values: Tensor) -> Tensor:
     return torch.cat([torch.where(group < 0, -scale, scale) for group, scale in zip(groups, scales, strict=True)])
 
 
-def attach(ddp: Any, optimizer: Any, scaler: Any = None, **options: Any) -> Any:
-    made = schemes.by_name("one-bit-adam", **{"freeze_step": FREEZE, **options})
-    return gradwire.attach(ddp, optimizer, made, scaler)
-
-
 def start(
-    rank: int, adam: dict[str, Any] | None = None, ddp: Any = None, scaler: Any = None, **options: Any
+    rank: int,
+    optimizer: MakeOptimizer = adamw,
+    of: tuple[Callable[[], nn.Module], Loss] = (model, loss_of),
+    ddp: Any = None,
+    scaler: Any = None,
+    **options: Any,
 ) -> Training:
-    """The training that is transcribed; `adam`, `ddp`: options of AdamW and of DDP, `options` those of the scheme."""
+    """The training that is transcribed, or that of another model and its loss; `options` are those of the scheme."""
     made = schemes.by_name("one-bit-adam", **{"freeze_step": FREEZE, **options})
-    ddp = {"bucket_cap_mb": 25, **(ddp or {})}
-    return Training(rank, made, lambda p: adamw_of(p, **(adam or {})), model, loss_of, ddp, scaler=scaler)
+    return Training(rank, made, optimizer, *of, {"bucket_cap_mb": 25, **(ddp or {})}, scaler=scaler)
 
 
 def check(ours: list[Tensor], expected: list[Tensor]) -> list[Tensor]:
@@ -94,7 +87,7 @@ class OneBit:
         self.starts, self.residuals = starts, [torch.zeros(total, dtype=torch.float64) for _ in range(n_ranks)]
         self.parts = [(total * rank // n_ranks, total * (rank + 1) // n_ranks) for rank in range(n_ranks)]
 
-    def __call__(self, m: Tensor, gradients: list[Tensor], root: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, m: Tensor, gradients: list[Tensor]) -> Tensor:
         own = [BETAS[0] * m + (1 - BETAS[0]) * gradient for gradient in gradients]
         new, residuals = torch.empty_like(m), self.residuals
         for owner, (first, last) in enumerate(self.parts):
@@ -109,7 +102,7 @@ class OneBit:
             sent = self.through_codec(term, first, last)
             residuals[owner][first:last] = term - sent
             new[first:last] = sent / len(own)
-        return new, new
+        return new
 
     def through_codec(self, values: Tensor, first: int, last: int) -> Tensor:
         cuts = [first, *(start for start in self.starts if first < start < last), last]
@@ -140,12 +133,12 @@ def transcribed(
         if step < FREEZE:
             mean = torch.stack(gradients).mean(0)
             m, v = BETAS[0] * m + (1 - BETAS[0]) * mean, BETAS[1] * v + (1 - BETAS[1]) * mean.square()
-            taken, root = m, v.sqrt()
+            root = v.sqrt()
         else:
             root = torch.cat([_floored(v[span]).sqrt() for span in spans])
-            m, taken = exchange(m, gradients, root)
+            m = exchange(m, gradients)
         corrected = root / (1 - BETAS[1] ** min(step + 1, FREEZE)) ** 0.5 + EPS
-        update = taken / (1 - BETAS[0] ** (step + 1)) / corrected
+        update = m / (1 - BETAS[0] ** (step + 1)) / corrected
         for name, span in zip(names, spans, strict=True):
             with torch.no_grad():
                 rate, decay = rates(step, name)
@@ -174,8 +167,7 @@ def ended(training: Training) -> list[Tensor]:
 @pytest.mark.parametrize("adam", [{}, {"foreach": True}])
 @on_ranks(2)
 def test_a_training_is_the_transcription(rank: int, world_size: int, adam: dict[str, Any]) -> list[Tensor]:
-    training = start(rank, adam, scale_values=Q)
-    training.take_steps(range(STEPS))
+    training = start(rank, partial(adamw, **adam), scale_values=Q).after(range(STEPS))
     assert training.stats()["n_frozen"] == 4
     return check(ended(training), transcribed(2))
 
@@ -216,8 +208,7 @@ def looked_up(module: nn.Module, rank: int, step: int) -> Tensor:
 @on_ranks(2)
 def test_zeros_in_the_variance_and_parameters_that_train_late(rank: int, world_size: int) -> Tensor:
     """Rows without a gradient before the freeze divide by the floor, and a late layer has a freeze of its own."""
-    made = schemes.by_name("one-bit-adam", freeze_step=FREEZE)
-    training = Training(rank, made, adamw_by_default, Late, looked_up, {"bucket_cap_mb": 25})
+    training = start(rank, adamw_by_default, (Late, looked_up))
     begin = training.flat()
     training.take_steps(range(8))
     training.optimizer.param_groups[0]["lr"] = 1e-2  # a restart of the learning rate
@@ -240,14 +231,12 @@ def test_resume_before_in_and_after_the_freeze(rank: int, world_size: int, at: i
     DDP does not rebuild its buckets where it looks for unused parameters, so both cut them alike.
     """
     ddp = {"find_unused_parameters": True}
-    through, first = start(rank, ddp=ddp), start(rank, ddp=ddp)
-    through.take_steps(range(STEPS))
+    through = start(rank, ddp=ddp).after(range(STEPS))
     through.close()
-    first.take_steps(range(at))
+    first = start(rank, ddp=ddp).after(range(at))
     saved = first.state()
     first.close()
-    resumed = start(rank, ddp=ddp).load(saved)
-    resumed.take_steps(range(at, STEPS))
+    resumed = start(rank, ddp=ddp).load(saved).after(range(at, STEPS))
     resumed.close()
     assert torch.equal(through.flat(), resumed.flat())
 
@@ -257,14 +246,13 @@ def test_overflow_in_the_step_of_the_freeze(rank: int, world_size: int) -> Tenso
     """A GradScaler, Inf on one rank in the step of the freeze and in a later one."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     training = start(rank, scaler=scaler)
-    ddp, optimizer = training.ddp, training.optimizer
     for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(ddp, rank, step)
+        training.optimizer.zero_grad()
+        loss = loss_of(training.ddp, rank, step)
         scaler.scale(loss * (math.inf if rank == 1 and step in (FREEZE, FREEZE + 2) else 1.0)).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 100.0)
-        scaler.step(optimizer)
+        scaler.unscale_(training.optimizer)
+        torch.nn.utils.clip_grad_norm_(training.ddp.parameters(), 100.0)
+        scaler.step(training.optimizer)
         scaler.update()
     training.close()
     assert n_updates_of(training) == STEPS - 2
@@ -274,27 +262,21 @@ def test_overflow_in_the_step_of_the_freeze(rank: int, world_size: int) -> Tenso
 
 @on_ranks(2)
 def test_what_is_refused_and_how(rank: int, world_size: int) -> None:
-    ddp = DistributedDataParallel(model())
-    with pytest.raises(Unsupported, match=r"one-bit-adam.* SGD.*give attach\(\) the AdamW, or take one-bit"):
-        attach(ddp, torch.optim.SGD(ddp.parameters(), 0.1))
-    with pytest.raises(Unsupported, match=r"one-bit-adam.*use AdamW"):
-        attach(ddp, torch.optim.Adam(ddp.parameters(), weight_decay=0.1))
-    for option in ("maximize", "fused"):
-        with pytest.raises(Unsupported, match=f"{option}=True"):
-            attach(ddp, adamw(ddp, **{option: True}))
-    with pytest.raises(
-        InvalidArgument, match=r"exempt='head\*' matches no tensor; there are 0.weight, 0.bias, 2.weight"
-    ):
-        attach(ddp, adamw(ddp), exempt="head*")
-    with pytest.raises(InvalidArgument, match="leave nothing"):
-        attach(ddp, adamw(ddp), only="*.bias", exempt="*.bias")
-    optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer, freeze_step=1)
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of(ddp, rank, step).backward()
-        if step == 0:
-            optimizer.step()
+    refused: list[tuple[MakeOptimizer, dict[str, str], str]] = [
+        (partial(torch.optim.SGD, lr=0.1), {}, r"one-bit-adam.* SGD.*give attach\(\) the AdamW, or take one-bit"),
+        (partial(torch.optim.Adam, weight_decay=0.1), {}, r"one-bit-adam.*use AdamW"),
+        (partial(adamw, maximize=True), {}, "maximize=True"),
+        (partial(adamw, fused=True), {}, "fused=True"),
+        (adamw, {"exempt": "head*"}, r"exempt='head\*' matches no tensor; there are 0.weight, 0.bias, 2.weight"),
+        (adamw, {"only": "*.bias", "exempt": "*.bias"}, "leave nothing"),
+    ]
+    for optimizer, options, words in refused:
+        with pytest.raises(InvalidArgument if options else Unsupported, match=words):
+            start(rank, optimizer, **options)
+    training = start(rank, freeze_step=1)
+    optimizer, attachment = training.optimizer, training.attachment
+    training.take_steps([0])
+    training.backward(1)
     with pytest.raises(Unsupported, match=r"one-bit-adam.*closure"):
         optimizer.step(lambda: 0.0)
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "maximize": True})
@@ -325,8 +307,7 @@ def test_gradients_that_outgrow_the_variance_are_told_once(rank: int, world_size
 @on_ranks(1)
 def test_a_run_that_ends_before_the_freeze_is_told(rank: int, world_size: int, freeze_step: int) -> None:
     texts = log_of("gradwire.schemes.plain_steps")
-    training = start(rank, freeze_step=freeze_step)
-    training.take_steps(range(2))
+    training = start(rank, freeze_step=freeze_step).after(range(2))
     training.close()
     if freeze_step == 1:
         assert len(texts) == 1
@@ -340,26 +321,27 @@ def test_a_run_that_ends_before_the_freeze_is_told(rank: int, world_size: int, f
 @on_ranks(2)
 def test_moments_lie_as_their_bucket_does(rank: int, world_size: int) -> None:
     """A bucket holds channels_last weights in the order of memory, and so must the moments that it is joined with."""
-    torch.manual_seed(0)
-    net = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
-    ddp = DistributedDataParallel(net)
-    optimizer = adamw(net)
-    attachment = attach(ddp, optimizer)
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(STEPS):
-        x = torch.randn(4, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)
-        optimizer.zero_grad()
-        ddp(x).square().mean().backward()
-        optimizer.step()
-    first = optimizer.state[net.weight]["exp_avg"]
+
+    def convolution() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+
+    def loss(module: nn.Module, rank: int, step: int) -> Tensor:
+        return (
+            module(torch.randn(4, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)).square().mean()
+        )
+
+    training = start(rank, of=(convolution, loss)).after(range(STEPS))
+    weight = training.ddp.module.weight
+    first = training.optimizer.state[weight]["exp_avg"]
     assert not first.is_contiguous()
-    adam = attachment.scheme.adam
-    momentum, beta1 = adam.momentum(slot_of(net.weight))
+    adam = training.attachment.scheme.adam
+    momentum, beta1 = adam.momentum(slot_of(weight))
     assert beta1 == BETAS[0]
     assert torch.equal(momentum, first.permute(0, 2, 3, 1).reshape(-1))
-    n_frozen = len(adam.frozen_at)
-    attachment.close()
-    assert n_frozen == 2
+    assert len(adam.frozen_at) == 2
+    training.close()
 
 
 # ---- one-bit-adam in a training that changes: its learning rate, parameter groups, number of ranks
@@ -397,8 +379,7 @@ def test_groups_cut_anew_after_the_freeze_rule_from_the_next_step_on(
             return LR, DECAY
         return change.get("lr", LR), change.get("weight_decay", DECAY)
 
-    training = begin(rank)
-    training.take_steps(range(CHANGE))
+    training = begin(rank).after(range(CHANGE))
     group = training.optimizer.param_groups[0]
     parameters, group["params"] = group["params"], group["params"][2:]
     training.optimizer.add_param_group({"params": parameters[:2], **change})
@@ -406,40 +387,37 @@ def test_groups_cut_anew_after_the_freeze_rule_from_the_next_step_on(
     return check(ended(training), transcribed(2, rates))
 
 
-def save(rank: int, world_size: int) -> list[Any]:
-    training = begin(rank)
-    training.take_steps(range(CHANGE))
-    saved = [*training.state(), copy.deepcopy(training.attachment.state_dict(all_ranks=True))]
+def save(rank: int, world_size: int) -> tuple[Any, Any]:
+    """A rank's own state, and that for all ranks."""
+    training = begin(rank).after(range(CHANGE))
+    saved = training.state(), training.state(all_ranks=True)
     training.close()
     return saved
 
 
-def go_on(rank: int, world_size: int, saved: list[Any]) -> tuple[dict[str, Any], list[Tensor]]:
+def go_on(rank: int, world_size: int, own: Any, whole: Any) -> tuple[dict[str, Any], list[Tensor]]:
     """Load another number's checkpoint; the state that it becomes, and the parameters in the end."""
     training = begin(rank)
-    attachment, optimizer = training.attachment, training.optimizer
     with pytest.raises(InvalidArgument, match=r"written by 2 ranks.*state_dict\(all_ranks=True\)"):
-        attachment.load_state_dict(saved[2], strict=False)
-    training.load((*saved[:2], saved[3]))
-    loaded = copy.deepcopy(attachment.state_dict()["state"])
-    before = [state["exp_avg_sq"].clone() for state in optimizer.state.values()]
+        training.attachment.load_state_dict(own[-1], strict=False)
+    loaded = training.load(whole).state()[-1]["state"]
+    before = variance_of(training)
     training.take_steps(range(CHANGE, STEPS))
-    after = [state["exp_avg_sq"] for state in optimizer.state.values()]
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True)), "the variance stays frozen"
-    assert training.stats()["n_frozen"] == len(before)
+    assert torch.equal(before, variance_of(training)), "the variance stays frozen"
+    assert training.stats()["n_frozen"] == len(training.optimizer.state)
     return loaded, ended(training)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_checkpoint_of_another_number_of_ranks_keeps_the_freeze_and_what_was_not_sent(world_size: int) -> None:
     saved = run_ranks(save, 2)
-    written = [states[2]["state"] for states in saved]
+    written = [own[-1]["state"] for own, _ in saved]
     assert written[0]["frozen_at"] == dict.fromkeys(["0.weight", "0.bias", "2.weight", "2.bias"], FREEZE)
-    ranks = run_ranks(go_on, world_size, saved[0])
+    ranks = run_ranks(go_on, world_size, *saved[0])
     for loaded, ours in ranks:
         assert loaded["frozen_at"] == written[0]["frozen_at"]
         assert all(torch.equal(one, other) for one, other in zip(ours, ranks[0][1], strict=True))
-        moved = [float((one - start).norm()) for one, start in zip(ours, saved[0][0].values(), strict=True)]
+        moved = [float((one - start).norm()) for one, start in zip(ours, saved[0][0][0].values(), strict=True)]
         assert all(0 < one < 10 for one in moved)
     for name, own in written[0]["residuals"].items():
         mean = (own + written[1]["residuals"][name]) / 2

@@ -6,14 +6,17 @@ import copy
 import os
 import re
 import signal
+import time
 from typing import Any
 
 import pytest
 import reducing_cases as cases
 import torch
 import torch.distributed as dist
-from fsdp2_cases import attach, batch_of, build, make_mesh, shards_of, train
+from fsdp2_cases import Sharded, batch_of, make_mesh, sgd
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import gradwire
 from gradwire import schemes
@@ -21,74 +24,54 @@ from gradwire.core.bucket import Slot, local_of
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from ranks import agree, on_ranks, patience, try_ranks
 
-CASES = ["", "clip", "noreshard", "mixed32", "offload", "bf16", "micro sync", "micro all-reduce", "compile"]
-CHECKPOINTING = ["ordinary", "reentrant"]
+CASES = [
+    "", "clip", "noreshard", "mixed32", "offload", "bf16", "micro sync", "micro all-reduce", "compile", "ordinary", "reentrant",
+]  # fmt: skip
 
 
-def options_of(case: str) -> dict[str, Any]:
-    return {"clip": "clip" in case, "micro": 3 if "micro" in case else 1}
+def between(mesh: DeviceMesh) -> dict[str, Any]:
+    """Options of `attach`: between the nodes, in small buckets."""
+    return {"group": mesh.get_group("replicate"), "bucket_mb": 0.01}
+
+
+def start(rank: int, mesh: DeviceMesh, scheme: Any = "plain", case: str = "", **options: Any) -> Sharded:
+    return Sharded(rank, mesh["shard"], case, scheme, **{**between(mesh), **options})
 
 
 @on_ranks(4)
 def test_plain_between_nodes_gives_the_bits_of_native_hsdp(rank: int, world_size: int) -> None:
     mesh = make_mesh()
-    for case, checkpointing in [(case, "") for case in CASES] + [("", kind) for kind in CHECKPOINTING]:
-        native, optimizer = build(mesh, case, checkpointing)
-        between = lambda is_last: None  # noqa: E731
-        if "sync" in case:
-            between = native.set_requires_gradient_sync  # type: ignore[assignment]
-        elif "all-reduce" in case:
-            between = native.set_requires_all_reduce  # type: ignore[assignment]
-        train(native, optimizer, rank, between=between, **options_of(case))
-
-        ours, optimizer = build(mesh["shard"], case, checkpointing)
-        state = attach(ours, optimizer, mesh, bucket_dtype=torch.bfloat16 if "bf16" in case else None)
-        if "sync" in case:
-            between = ours.set_requires_gradient_sync  # type: ignore[assignment]
-        elif "all-reduce" in case:
-            between = lambda is_last: None if is_last else state.no_sync()  # type: ignore[attr-defined,return-value]  # noqa: E731,B023
-        train(ours, optimizer, rank, between=between, **options_of(case))
-        assert state.step == 5, case
-        state.close()
-        for mine, theirs in zip(shards_of(ours), shards_of(native), strict=True):
-            assert torch.equal(mine, theirs), (case, checkpointing)
+    for case in CASES:
+        native = Sharded(rank, mesh, case).take_steps(range(5))
+        ours = start(rank, mesh, case=case, bucket_dtype=torch.bfloat16 if "bf16" in case else None)
+        assert ours.take_steps(range(5)).state.step == 5, case
+        ours.state.close()
+        assert ours.has_bits_of(native), case
 
 
 @on_ranks(4)
 def test_accumulation_without_no_sync_costs_a_step_each_and_is_right(rank: int, world_size: int) -> None:
     """Every backward pass then is a step of the scheme, and sends what is new: the sum of both means, as under native HSDP."""
     mesh = make_mesh()
-    ended = []
-    for is_native in (True, False):
-        net, _ = build(mesh if is_native else mesh["shard"])
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        state = None if is_native else attach(net, optimizer, mesh)
-        train(net, optimizer, rank, micro=2)
-        if state is not None:
-            assert state.step == 10
-            state.close()
-        ended.append(shards_of(net))
-    for native, ours in zip(*ended, strict=True):
-        torch.testing.assert_close(ours, native, rtol=1e-5, atol=1e-6)
+    native = Sharded(rank, mesh, optimizer=sgd).take_steps(range(5), 2)
+    ours = start(rank, mesh, optimizer=sgd).take_steps(range(5), 2)
+    assert ours.state.step == 10
+    ours.state.close()
+    torch.testing.assert_close(ours.shards(), native.shards(), rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(4)
 def test_float16_reductions_differ_from_native_hsdp_by_their_rounding(rank: int, world_size: int) -> None:
     """torch divides float16 in two steps around its sums, gradwire before them: equal to the dtype's rounding."""
     mesh = make_mesh()
-    ended = []
-    for is_native in (True, False):
-        net, _ = build(mesh if is_native else mesh["shard"], "fp16")
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        state = None if is_native else attach(net, optimizer, mesh, bucket_dtype=torch.float16)
-        train(net, optimizer, rank)
-        if state is not None:
-            state.close()
-        ended.append(shards_of(net))
-    start, _ = build(mesh, "fp16")
-    for native, ours, before in zip(*ended, shards_of(start), strict=True):
-        moved = float((native - before).abs().max()) if native.numel() else 0.0
-        torch.testing.assert_close(ours, native, rtol=0, atol=4 * 2.0**-11 * moved + 1e-7)
+    native = Sharded(rank, mesh, "fp16", optimizer=sgd)
+    begin = native.shards()
+    native.take_steps(range(5))
+    ours = start(rank, mesh, case="fp16", optimizer=sgd, bucket_dtype=torch.float16).take_steps(range(5))
+    ours.state.close()
+    for mine, theirs, before in zip(ours.shards(), native.shards(), begin, strict=True):
+        moved = float((theirs - before).abs().max()) if theirs.numel() else 0.0
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=4 * 2.0**-11 * moved + 1e-7)
 
 
 @on_ranks(4)
@@ -96,26 +79,21 @@ def test_a_native_hsdp_model_is_taken_over_as_it_is(rank: int, world_size: int) 
     """A native HSDP model gets the `attach` line only; after `close` it all-reduces by itself again."""
     mesh = make_mesh()
     for case in ("clip", "micro sync", "micro all-reduce", "noreshard", "unfrozen"):
-        nets = []
-        for is_ours in (False, True):
-            net, optimizer = build(mesh, case)
-            net.blocks[0].requires_grad_(case != "unfrozen")  # type: ignore[index,union-attr,operator]
-            state = gradwire.attach(net, optimizer, "plain", bucket_mb=0.01, timeout_s=100) if is_ours else None
-            between: Any = lambda is_last: None  # noqa: E731
-            if "micro" in case:
-                between = net.set_requires_gradient_sync if "sync" in case else net.set_requires_all_reduce
-            train(net, optimizer, rank, steps=range(2), between=between, **options_of(case))
-            net.blocks[0].requires_grad_(True)  # type: ignore[index,union-attr,operator]
-            train(net, optimizer, rank, steps=range(2, 5), between=between, **options_of(case))
-            if state is not None:
-                assert state.step == 5
-                assert state.stats()["bytes_sent"] > 0
-                state.close()
-            train(net, optimizer, rank, steps=range(5, 7), between=between, **options_of(case))
-            nets.append(net)
-        assert "Replicate" in str(next(nets[1].parameters()).placements)  # type: ignore[attr-defined]
-        for mine, theirs in zip(shards_of(nets[1]), shards_of(nets[0]), strict=True):
-            assert torch.equal(mine, theirs), case
+        native, ours = Sharded(rank, mesh, case), Sharded(rank, mesh, case)
+        for one in (native, ours):
+            one.net.blocks[0].requires_grad_(case != "unfrozen")
+            if one is ours:
+                one.attach(bucket_mb=0.01, timeout_s=100)
+            one.take_steps(range(2))
+            one.net.blocks[0].requires_grad_(True)
+            one.take_steps(range(2, 5))
+            if one is ours:
+                assert one.state.step == 5
+                assert one.state.stats()["bytes_sent"] > 0
+                one.state.close()
+            one.take_steps(range(5, 7))
+        assert "Replicate" in str(next(ours.net.parameters()).placements)
+        assert ours.has_bits_of(native), case
 
 
 # gcomp reads the optimizer here.
@@ -132,28 +110,18 @@ def test_every_reducing_scheme_serves_shards_and_resumes(rank: int, world_size: 
     """Replicas stay equal, and a resumed run goes on with the same bits."""
     mesh = make_mesh()
     for name in cases.STATEFUL:
-        net, optimizer = build(mesh["shard"])
-        state = attach(net, optimizer, mesh, as_published(name))
-        train(net, optimizer, rank, range(3))
-        saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), state.state_dict()))
-        train(net, optimizer, rank, range(3, 5))
-        state.close()
-        assert all(agree(shard, mesh.get_group("replicate")) for shard in shards_of(net)), name
-        again, optimizer = build(mesh["shard"])
-        state = attach(again, optimizer, mesh, as_published(name))
-        again.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-        state.load_state_dict(saved[2])
-        train(again, optimizer, rank, range(3, 5))
-        state.close()
-        assert all(torch.equal(a, b) for a, b in zip(shards_of(again), shards_of(net), strict=True)), name
+        first, again = (start(rank, mesh, as_published(name)) for _ in range(2))
+        first.take_steps(range(3))
+        for one, other in ((first.net, again.net), (first.optimizer, again.optimizer), (first.state, again.state)):
+            other.load_state_dict(copy.deepcopy(one.state_dict()))
+        for one in (first, again):
+            one.take_steps(range(3, 5)).state.close()
+        assert all(agree(shard, mesh.get_group("replicate")) for shard in first.shards()), name
+        assert again.has_bits_of(first), name
 
 
 @on_ranks(2)
 def test_importance_of_shards_is_that_of_the_whole(rank: int, world_size: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     nets = []
     for is_sharded in (False, True):
         torch.manual_seed(0)
@@ -180,41 +148,34 @@ def test_importance_of_shards_is_that_of_the_whole(rank: int, world_size: int) -
 @on_ranks(4)
 def test_the_backward_pass_waits_for_no_mean(rank: int, world_size: int) -> None:
     """Arrivals never block: the first layer's backward pass begins before the first mean is there."""
-    mesh = make_mesh()
-    net, optimizer = build(mesh["shard"])
-    state = attach(net, optimizer, mesh)
-    events: list[str] = []
+    ours = start(rank, make_mesh())
+    state, events = ours.state, []
     reduce = state.scheme.reduce
 
     def slowly(bucket: Any) -> torch.futures.Future:
         if bucket.index == 0:
-            import time
-
             state.communicator.submit(time.sleep, 0.5)
         done = reduce(bucket)
         done.add_done_callback(lambda _: events.append("mean"))
         return done
 
-    state.scheme.reduce = slowly  # type: ignore[method-assign]
-    net.blocks[0].register_full_backward_pre_hook(lambda *_: events.append("first layer"))  # type: ignore[union-attr,operator]
-    train(net, optimizer, rank, range(1))
+    state.scheme.reduce = slowly
+    ours.net.blocks[0].register_full_backward_pre_hook(lambda *_: events.append("first layer"))
+    ours.take_steps([0])
     assert events.index("first layer") < events.index("mean")
     state.close()
 
 
 def break_it(rank: int, world_size: int, how: str) -> None:
-    mesh = make_mesh()
-    net, optimizer = build(mesh["shard"])
     bits = 7 if how == "mismatch" and rank >= 2 else 8
     timeout_s = 100 if how == "death" else max(5, patience())
-    state = attach(net, optimizer, mesh, schemes.by_name("embedded-float", bits=bits), timeout_s=timeout_s)
+    ours = start(rank, make_mesh(), schemes.by_name("embedded-float", bits=bits), timeout_s=timeout_s)
     if how == "codec" and rank == 1:
-        state.scheme.collective.codec = None  # type: ignore[attr-defined]
-    train(net, optimizer, rank, range(2))
+        ours.state.scheme.collective.codec = None
+    ours.take_steps(range(2))
     if how == "death" and rank == 3:  # in the middle of a backward pass
-        net.blocks[1].register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[union-attr,operator]
-    train(net, optimizer, rank, range(2, 5))
-    state.close()
+        ours.net.blocks[1].register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    ours.take_steps(range(2, 5)).state.close()
 
 
 @pytest.mark.parametrize("how", cases.FAILURES)
@@ -235,26 +196,27 @@ def test_what_one_rank_fails_of_is_named_on_all(how: str) -> None:
 @on_ranks(4)
 def test_what_this_door_cannot_serve_is_refused_by_name(rank: int, world_size: int) -> None:
     mesh = make_mesh()
-    net, optimizer = build(mesh["shard"])
-    for options, error, words in [
-        ({}, gradwire.InvalidArgument, "which ranks hold the same shard"),
-        ({"group": mesh.get_group("shard")}, gradwire.InvalidArgument, "hold other shards"),
-        ({"group": list(range(4))}, gradwire.InvalidArgument, "hold other shards"),
-        ({"group": mesh.get_group("replicate"), "op": "max"}, gradwire.InvalidArgument, "op is one of"),
+    ours = Sharded(rank, mesh["shard"])
+    for options, words in [
+        ({}, "which ranks hold the same shard"),
+        ({"group": mesh.get_group("shard")}, "hold other shards"),
+        ({"group": list(range(4))}, "hold other shards"),
+        ({"group": mesh.get_group("replicate"), "op": "max"}, "op is one of"),
     ]:
-        with pytest.raises(error, match=words):
-            gradwire.attach(net, optimizer, "plain", **options)
+        with pytest.raises(gradwire.InvalidArgument, match=words):
+            ours.attach(**options)
     for name in sorted(name for name in schemes.names() if schemes.owns_step(name)):
         with pytest.raises(gradwire.Unsupported, match=name):
-            attach(net, optimizer, mesh, name)
-    state = attach(net, optimizer, mesh)
+            ours.attach(name, **between(mesh))
+    ours.attach(**between(mesh))
     with pytest.raises(gradwire.Unsupported, match="close\\(\\) the attachment"):
-        attach(net, optimizer, mesh)
-    state.close()
-    attach(net, optimizer, mesh).close()
-    net.spare.weight.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[union-attr,operator]
+        ours.attach(**between(mesh))
+    ours.state.close()
+    ours.attach(**between(mesh))
+    ours.state.close()
+    ours.net.spare.weight.register_post_accumulate_grad_hook(lambda _: None)
     with pytest.raises(gradwire.Unsupported, match=r"spare\.weight has a post-accumulate hook"):
-        attach(net, optimizer, mesh)
+        ours.attach(**between(mesh))
     dist.barrier()  # rank 0 holds the store, and waits for the ranks of its own group only
 
 
@@ -265,13 +227,9 @@ def raise_error(*_: Any) -> None:
 @on_ranks(2)
 def test_a_bare_module_needs_no_ddp(rank: int, world_size: int) -> None:
     """A module that nothing else reduces: replicas stay equal, and a parameter used on one rank only is stepped on all."""
-
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(1)
-        net = nn.ModuleDict({"body": nn.Linear(9, 9), "extra": nn.Linear(9, 9)})
-        return net, torch.optim.SGD(net.parameters(), 0.1)
-
-    net, optimizer = make()
+    torch.manual_seed(1)
+    net = nn.ModuleDict({"body": nn.Linear(9, 9), "extra": nn.Linear(9, 9)})
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
     hooked = nn.Sequential(net["body"], net["extra"])
     state = gradwire.attach(hooked, optimizer, "plain", timeout_s=100)
     x = torch.randn(4, 9, generator=torch.Generator().manual_seed(rank))
@@ -310,11 +268,10 @@ def test_a_bare_module_needs_no_ddp(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_a_nan_on_one_rank_is_seen_by_all(rank: int, world_size: int) -> None:
-    mesh = make_mesh()
-    net, optimizer = build(mesh["shard"])
-    state = attach(net, optimizer, mesh, "one-bit")
+    ours = start(rank, make_mesh(), "one-bit")
+    net = ours.net
     x, y = batch_of(rank, 0)
     loss = nn.functional.cross_entropy(net(x).flatten(0, 1), y.flatten())
     (loss * (float("nan") if rank == 2 else 1.0)).backward()
-    assert all(not local_of(p.grad).isfinite().all() for p in net.head.parameters() if p.grad is not None)  # type: ignore[union-attr]
-    state.close()
+    assert all(not local_of(p.grad).isfinite().all() for p in net.head.parameters() if p.grad is not None)
+    ours.state.close()

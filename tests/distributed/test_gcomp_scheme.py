@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +17,7 @@ from gcomp_gradients import make_gradient
 from gradwire import _native, schemes
 from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 from ranks import on_ranks
-from small_training import MakeOptimizer, Training, adamw, batch_of, layers, sgd
-
-
-def from_one(module: nn.Module, rank: int, step: int) -> Tensor:
-    return (module(batch_of(rank, step)) - 1).square().mean()
+from small_training import Given, MakeOptimizer, Training, adamw, batch_of, from_one, layers, sgd
 
 
 @pytest.mark.parametrize(
@@ -114,16 +113,14 @@ def test_what_is_missing_is_named(rank: int, world_size: int) -> None:
 
 @on_ranks(2, raises=gradwire.Unsupported, match="makes the steps, attach that one")
 def test_steps_of_another_optimizer_are_noticed(rank: int, world_size: int) -> None:
-    training = Training(rank, "gcomp", adamw)
-    training.take_steps(range(2))
+    training = Training(rank, "gcomp", adamw).after(range(2))
     training.optimizers = [torch.optim.AdamW(training.ddp.parameters(), lr=1e-4)]
     training.take_steps(range(2, 6))
 
 
 @on_ranks(2, raises=gradwire.Unsupported, match="8 times as large")
 def test_gradients_that_were_scaled_are_noticed(rank: int, world_size: int) -> None:
-    training = Training(rank, "gcomp")
-    training.take_steps(range(2))
+    training = Training(rank, "gcomp").after(range(2))
     training.backward(2)
     for parameter in training.ddp.parameters():
         parameter.grad.mul_(8.0)
@@ -171,28 +168,25 @@ def test_table_is_refreshed_by_need_and_not_without(rank: int, world_size: int) 
 # ---- Levels that the receiver derives: what happens where ranks would derive others; and what float16 needs
 
 
-@pytest.mark.parametrize("how", ["learning rate", "betas", "eps", "step", "parameter", "anew", "state"])
+# What may become of an optimizer's group, its states and its first parameter.
+DIVERGED: dict[str, Callable[[dict[str, Any], dict[Tensor, Any], nn.Parameter], Any]] = {
+    "learning rate": lambda group, states, first: group.update(lr=2 * group["lr"]),
+    "betas": lambda group, states, first: group.update(betas=(0.9, 0.5)),
+    "eps": lambda group, states, first: group.update(eps=1e-2),
+    "step": lambda group, states, first: states[first]["step"].add_(100),
+    "parameter": lambda group, states, first: first.data.mul_(4),
+    "anew": lambda group, states, first: states.clear(),
+    "state": lambda group, states, first: states[first]["exp_avg_sq"].mul_(4),
+}
+
+
+@pytest.mark.parametrize("how", DIVERGED)
 @on_ranks(3, raises=gradwire.RankMismatch, match="hyper-parameters")
 def test_optimizer_that_diverged_on_one_rank_raises_on_all(rank: int, world_size: int, how: str) -> None:
-    training = Training(rank, "gcomp", adamw)
-    training.take_steps(range(2))
+    training = Training(rank, "gcomp", adamw).after(range(2))
     if rank == 1:
         optimizer = training.optimizer
-        group, first = optimizer.param_groups[0], next(iter(training.ddp.parameters()))
-        if how == "learning rate":
-            group["lr"] *= 2
-        elif how == "betas":
-            group["betas"] = (0.9, 0.5)
-        elif how == "eps":
-            group["eps"] = 1e-2
-        elif how == "step":
-            optimizer.state[first]["step"] += 100
-        elif how == "parameter":
-            first.data.mul_(4)
-        elif how == "anew":
-            optimizer.state.clear()
-        else:
-            optimizer.state[first]["exp_avg_sq"].mul_(4)
+        DIVERGED[how](optimizer.param_groups[0], optimizer.state, next(training.ddp.parameters()))
     training.take_steps(range(2, 4))
 
 
@@ -204,7 +198,7 @@ def test_fused_steps_of_16_bits_round_otherwise_on_ranks_and_levels_are_sent(
     training = Training(
         rank,
         "gcomp",
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
         lambda: layers().bfloat16(),
         lambda module, rank, step: module(batch_of(rank, step).bfloat16()).square().mean(),
     )
@@ -215,26 +209,17 @@ def test_fused_steps_of_16_bits_round_otherwise_on_ranks_and_levels_are_sent(
     return [parameter.grad for parameter in training.ddp.parameters() if parameter.grad is not None]
 
 
-class Given(nn.Module):
-    """Its gradient is what `forward` is told, to the bit: a backward pass by multiplication would change it."""
+def mean_of(rank: int, scheme: schemes.Scheme, gradient: Tensor, rate: float) -> Tensor:
+    """What stands in `.grad` after a backward pass of this gradient."""
 
-    def __init__(self, n: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, n).to(dtype))
+    def loss(module: nn.Module, rank: int, step: int) -> Tensor:
+        return module(gradient)
 
-    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
-        return _Give.apply(self.weight, gradient)
-
-
-class _Give(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.save_for_backward(gradient)
-        return weight.sum()
-
-    @staticmethod
-    def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return ctx.saved_tensors[0], None
+    model = partial(Given, (gradient.numel(),), gradient.dtype)
+    training = Training(rank, scheme, partial(torch.optim.SGD, lr=rate), model, loss)
+    training.backward(0)
+    training.close()
+    return training.gradient()
 
 
 @on_ranks(4)
@@ -253,14 +238,10 @@ def test_mean_of_large_float16_values_does_not_overflow_in_any_scheme_through_a_
         ("embedded-float", {"bits": 16}),
         ("truncated-float", {"bits": 16}),
     ):
-        ddp = DistributedDataParallel(Given(500, torch.float16))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-        attachment = gradwire.attach(ddp, optimizer, schemes.by_name(name, **options))
-        ddp(torch.full((500,), 30_000.0, dtype=torch.float16)).backward()
-        (parameter,) = ddp.parameters()
+        gradient = torch.full((500,), 30_000.0, dtype=torch.float16)
+        mean = mean_of(rank, schemes.by_name(name, **options), gradient, 1.0)
         # Four hops that truncate 2 of 10 bits may take 4 x 3 x 16 away.
-        assert (parameter.grad - 30_000).abs().max() <= (192 if name == "truncate" else 16), (name, options)
-        attachment.close()
+        assert (mean - 30_000).abs().max() <= (192 if name == "truncate" else 16), (name, options)
 
 
 @on_ranks(3)
@@ -268,16 +249,11 @@ def test_special_values_of_every_dtype_arrive_alike_on_all_ranks(rank: int, worl
     """Through every hop: NaN, Inf, -0, subnormals and the largest finite value, against the ordered sum by torch."""
     results = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        ddp = DistributedDataParallel(Given(3000, dtype))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         gradients = [make_gradient("special", 3000, dtype, seed) for seed in range(world_size)]
         exact = torch.stack([gradient.double() for gradient in gradients]).mean(0)
         for options in ({"importance": "none"}, {"importance": "none", "topology": "direct"}, {}, {"bits": 4}):
-            attachment = gradwire.attach(ddp, optimizer, schemes.by_name("gcomp", **options))
-            optimizer.zero_grad(set_to_none=True)
-            ddp(gradients[rank]).backward()
-            (parameter,) = ddp.parameters()
-            mean = parameter.grad.double()
+            results.append(mean_of(rank, schemes.by_name("gcomp", **options), gradients[rank], 0.1))
+            mean = results[-1].double()
             nonfinite = ~exact.isfinite()
             assert bool((~mean[nonfinite].isfinite()).all()), (dtype, options)
             small = exact.abs() < 0.2 * torch.finfo(dtype).max  # sums of the largest values may overflow
@@ -287,8 +263,6 @@ def test_special_values_of_every_dtype_arrive_alike_on_all_ranks(rank: int, worl
             tolerance = 4 * last_place * size + 4 * torch.finfo(dtype).tiny
             close = (mean - exact).abs() <= tolerance
             assert bool(close[small & ~nonfinite].all()), (dtype, options)
-            results.append(parameter.grad.clone())
-            attachment.close()
     return results
 
 
@@ -296,8 +270,7 @@ def test_special_values_of_every_dtype_arrive_alike_on_all_ranks(rank: int, worl
 def test_cap_beside_the_papers_rule_sends_fewer_bytes(rank: int, world_size: int) -> None:
     n_bytes = []
     for options in ({"bits": 6}, {}):
-        training = Training(rank, schemes.by_name("gcomp", **options), adamw)
-        training.take_steps(range(3))
+        training = Training(rank, schemes.by_name("gcomp", **options), adamw).after(range(3))
         n_bytes.append(training.close()["bytes_sent"])
     assert n_bytes[0] < 0.7 * n_bytes[1]
 

@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from buckets import LAYOUT, Driver, flat
+from buckets import LAYOUT, Driver, flat, mean_over_ranks
 from gradwire import schemes
 from gradwire.exchange.aggregators import Sum
 from gradwire.exchange.aggregators.process_group import ProcessGroup
 from gradwire.wire.wire import Wire
 from ranks import agree, on_ranks
 from sketches import DTYPES, EPSILON, SMALLEST, check_mean, sparse_gradients
-from small_training import Training
+from small_training import Loss, Training
 
 N_ROWS, N_USERS, N_ITEMS, N_WORDS = 3_000, 1_500, 1_200, 1_800
 N_STEPS = 4
@@ -37,8 +36,7 @@ class Rows(nn.Module):
         self.embedding, self.head = nn.Embedding(N_ROWS, 16), nn.Linear(16, 1)
 
     def forward(self, places: Tensor) -> Tensor:
-        output: Tensor = self.head(self.embedding(places % N_ROWS).sum(1).tanh())
-        return output
+        return self.head(self.embedding(places % N_ROWS).sum(1).tanh())
 
 
 class Filtering(nn.Module):
@@ -53,8 +51,7 @@ class Filtering(nn.Module):
     def forward(self, places: Tensor) -> Tensor:
         user, item = self.users(places[:, 0] % N_USERS), self.items(places[:, 1] % N_ITEMS)
         deep = self.layers(torch.cat([user[:, 8:], item[:, 8:]], 1))
-        output: Tensor = self.head(torch.cat([user[:, :8] * item[:, :8], deep], 1))
-        return output
+        return self.head(torch.cat([user[:, :8] * item[:, :8], deep], 1))
 
 
 class Reading(nn.Module):
@@ -66,8 +63,7 @@ class Reading(nn.Module):
 
     def forward(self, places: Tensor) -> Tensor:
         hidden, _ = self.lstm(self.embedding(places.t() % N_WORDS))
-        output: Tensor = self.head(hidden[-1])
-        return output
+        return self.head(hidden[-1])
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"embedding": Rows, "ncf": Filtering, "lstm": Reading}
@@ -87,9 +83,24 @@ def batch(rank: int, step: int) -> Tensor:
     return places
 
 
-def loss_of(model: nn.Module, places: Tensor) -> Tensor:
-    loss: Tensor = (model(places).float().view(-1) - (places.sum(1) % 3 - 1)).square().mean()
-    return loss
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    places = batch(rank, step)
+    return (model(places).float().view(-1) - (places.sum(1) % 3 - 1)).square().mean()
+
+
+def start(
+    rank: int,
+    name: str,
+    options: dict[str, Any] | None,
+    rate: float = 0.3,
+    dtype: torch.dtype = torch.float32,
+    loss: Loss = loss_of,
+    **ddp: Any,
+) -> Training:
+    """The model of this name under SGD, with homomorphic's options or by DDP alone, in one bucket; `ddp`: DDP's options."""
+    scheme = None if options is None else make(**options)
+    ddp = {"bucket_cap_mb": 25, **ddp}
+    return Training(rank, scheme, lambda p: torch.optim.SGD(p, rate), lambda: build(name, dtype), loss, ddp)
 
 
 SHAPES = [(40, 300), (7,), (70, 11), (0, 5), (), (30_000,)]
@@ -98,10 +109,9 @@ SHAPES = [(40, 300), (7,), (70, 11), (0, 5), (), (30_000,)]
 def gradients_of(
     rank: int, world_size: int, step: int, density: float, dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
-    n_elements = sum(torch.Size(shape).numel() for shape in SHAPES)
-    values = sparse_gradients(n_elements, density, world_size, run=(1, 32)[step % 2], seed=step)[rank]
-    values.clamp_(-60_000, 60_000)
-    parts = values.to(dtype).split([torch.Size(shape).numel() for shape in SHAPES])
+    sizes = [math.prod(shape) for shape in SHAPES]
+    values = sparse_gradients(sum(sizes), density, world_size, run=(1, 32)[step % 2], seed=step)[rank]
+    parts = values.clamp_(-60_000, 60_000).to(dtype).split(sizes)
     return [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)]
 
 
@@ -223,16 +233,10 @@ def test_error_feedback_of_estimates_does_not_grow_without_bound(rank: int, worl
     n_steps = 120
     for _ in range(n_steps):
         total += flat(driver.reduce([g.clone() for g in gradient])).double()
-    state = driver.scheme.state_dict()["residuals"]
-    residual = torch.cat([state[f"p{i}"].view(-1) for i in range(len(SHAPES))])
-    means = []
-    for mine in (residual, flat(gradient)):
-        everyone = driver.communicator.submit(driver.communicator.all_gather, mine)
-        everyone.wait()
-        means.append(everyone.value().double().mean(0))
+    left, given = mean_over_ranks(driver.state()), mean_over_ranks(flat(gradient))
     driver.close()
-    assert float(means[0].norm() / means[1].norm()) < 40
-    assert float((total / n_steps - means[1]).norm() / means[1].norm()) < 0.5
+    assert float(left.norm() / given.norm()) < 40
+    assert float((total / n_steps - given).norm() / given.norm()) < 0.5
 
 
 @on_ranks(3)
@@ -256,16 +260,12 @@ def test_sum_of_sparsified_gradients_is_that_of_top_k_without_gathering(rank: in
 
 def loss_in_turn(module: nn.Module, rank: int, step: int) -> torch.Tensor:
     """Of five batches."""
-    return loss_of(module, batch(rank, step % 5))
+    return loss_of(module, rank, step % 5)
 
 
 OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"mode": "sketch"},
-    {"mode": "exact"},
-    {"sparsifier": "top-k"},
-    {"mode": "lossy", "budget": 0.2},
-]
+    {}, {"mode": "sketch"}, {"mode": "exact"}, {"sparsifier": "top-k"}, {"mode": "lossy", "budget": 0.2},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -273,19 +273,12 @@ OPTIONS: list[dict[str, Any]] = [
 def test_embeddings_train_alike_on_all_ranks_and_resume_bit_by_bit(rank: int, world_size: int) -> list[torch.Tensor]:
     results = []
     for options in OPTIONS:
-
-        def start(options: dict[str, Any] = options) -> Training:
-            ddp = {"bucket_cap_mb": 25}
-            return Training(
-                rank, make(**options), lambda p: torch.optim.SGD(p, lr=0.3), lambda: build("ncf"), loss_in_turn, ddp
-            )
-
-        training, runs = start(), []
+        training, runs = start(rank, "ncf", options, loss=loss_in_turn), []
         losses = training.take_steps(range(10))
         saved = training.state()
         training.close()
         for _ in range(2):
-            resumed = start().load(saved)
+            resumed = start(rank, "ncf", options, loss=loss_in_turn).load(saved)
             saved = resumed.state()
             later = resumed.take_steps(range(10, 35))
             stats = resumed.close()
@@ -421,19 +414,15 @@ MODES: dict[str, dict[str, Any]] = {
 HEADER_BYTES = 48
 
 
-def flat_gradient(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
-
-
-def shares_of(model: nn.Module, world_size: int, step: int) -> list[Tensor]:
-    """Every rank's own gradient, (n,) each, made here: the same code on the same batch."""
+def shares_of(model: nn.Module, world_size: int, step: int) -> Tensor:
+    """(world_size, n): every rank's own gradient, made here: the same code on the same batch."""
     shares = []
     for rank in range(world_size):
         alone = copy.deepcopy(model)
         alone.zero_grad()
-        loss_of(alone, batch(rank, step)).backward()
-        shares.append(flat_gradient(alone))
-    return shares
+        loss_of(alone, rank, step).backward()
+        shares.append(torch.cat([parameter.grad.reshape(-1) for parameter in alone.parameters()]))
+    return torch.stack(shares)
 
 
 def check_values(mode: str, mean: Tensor, shares: Tensor) -> None:
@@ -467,24 +456,19 @@ def check_bytes(mode: str, index: str, gradient: Tensor, n_nonzeros: int, n_byte
 @on_ranks(timeout_s=200)
 def test_sparse_gradients_are_sent_compressed_and_summed_exactly(rank: int, world_size: int, name: str) -> None:
     for (mode, options), dtype, index in itertools.product(MODES.items(), DTYPES, ("bitmap", "auto")):
-        model = build(name, dtype)
-        ddp = DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        attachment = gradwire.attach(ddp, optimizer, schemes.by_name("homomorphic", index=index, **options))
+        training = start(rank, name, {"index": index, **options}, 0.1, dtype)
         for step in range(N_STEPS):
-            shares = shares_of(model, world_size, step)
-            optimizer.zero_grad()
-            loss_of(ddp, batch(rank, step)).backward()
-            mean = flat_gradient(model)
+            shares = shares_of(training.ddp.module, world_size, step)
+            training.backward(step)
+            mean = training.gradient()
             assert agree(mean), (mode, dtype, index)
-            check_values(mode, mean, torch.stack(shares))
-            (record,) = (bucket for bucket in attachment.recorder.last_buckets if bucket.bucket >= 0)
+            check_values(mode, mean, shares)
+            (record,) = (bucket for bucket in training.attachment.recorder.last_buckets if bucket.bucket >= 0)
             if world_size > 1:
-                n_nonzeros = int((torch.stack(shares) != 0).any(0).sum())
+                n_nonzeros = int((shares != 0).any(0).sum())
                 check_bytes(mode, index, mean, n_nonzeros, record.bytes_sent, world_size)
-            optimizer.step()
-        stats = attachment.stats()
-        attachment.close()
+            training.optimizer.step()
+        stats = training.close()
         assert stats["n_buckets_too_dense"] == stats["n_steps_not_finite"] == stats["n_sketches_resent"] == 0
         assert stats["n_fallbacks"] == stats["n_bloom_fallbacks"]
 
@@ -503,15 +487,16 @@ FEATURES: dict[str, dict[str, bool]] = {
 }
 
 
-def take_step(feature: str, ddp: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
+def take_step(feature: str, training: Training, step: int) -> None:
     """Where losses are masked, rank 1's is in every second step, and all ranks' in the last one."""
+    rank, ddp, optimizer = training.rank, training.ddp, training.optimizer
     is_masked = feature == "masked" and (step == N_STEPS - 1 or (rank == 1 and step % 2 == 1))
     n_parts = 2 if feature == "accumulated" else 1
     optimizer.zero_grad()
     for part in range(n_parts):
         with ddp.no_sync() if part < n_parts - 1 else contextlib.nullcontext():
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=feature == "autocast"):
-                loss = loss_of(ddp, batch(rank, n_parts * step + part))
+                loss = loss_of(ddp, rank, n_parts * step + part)
             (loss * (0.0 if is_masked else 1.0)).backward()
     if feature == "clipped":
         torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
@@ -528,19 +513,14 @@ def test_features_of_ddp_with_sparse_models_train_as_ddp_does(rank: int, world_s
     for name in MODELS:
         results: dict[str, Tensor] = {}
         for mode in ("ddp", *MODES):
-            ddp = DistributedDataParallel(build(name), **FEATURES[feature])
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.3)
-            attachment = None
-            if mode != "ddp":
-                attachment = gradwire.attach(ddp, optimizer, schemes.by_name("homomorphic", **MODES[mode]))
+            training = start(rank, name, MODES.get(mode), **FEATURES[feature])
             for step in range(2 * N_STEPS):
-                take_step(feature, ddp, optimizer, rank, step % N_STEPS)
-            if attachment is not None:
-                stats = attachment.stats()
-                attachment.close()
+                take_step(feature, training, step % N_STEPS)
+            stats = training.close()
+            if mode != "ddp":
                 assert stats["n_buckets_too_dense"] == stats["n_steps_not_finite"] == 0, (name, mode)
                 assert 0 < stats["ratio"] < 0.5, (name, mode, stats["ratio"])
-            results[mode] = torch.cat([parameter.detach().view(-1) for parameter in ddp.parameters()])
+            results[mode] = training.flat()
             assert agree(results[mode]), (name, mode)
             deviation = float((results[mode] - results["ddp"]).abs().max())
             assert deviation <= TOLERANCES.get(mode, 0.0) * float(results["ddp"].abs().max()), (name, mode, deviation)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import warnings
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_cases import Net, build, make_mesh, shards_of, train
+from fsdp2_cases import Sharded, make_mesh, sgd
 from reducing_cases import FAILURES, assert_failure_is_told
 from torch import nn
 
@@ -27,23 +26,37 @@ from small_training import flat
 EVERY = 4
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 5))
-    return net, torch.optim.AdamW(net.parameters(), 2e-3)
+class Local:
+    """One rank's net and its optimizer, by themselves until a loop is started; steps have numbers."""
 
+    loop: gradwire.LocalSgd
 
-def step_inner(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
-    for step in steps:
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * step + rank))
-        nn.functional.cross_entropy(net(x), x[:, :5].argmax(1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(3)
+        self.rank, self.net = rank, nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 5))
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), 2e-3)
+
+    def start(self, scheme: Any = "plain", every: int = EVERY, *outer: Any, **options: Any) -> Local:
+        self.loop = gradwire.LocalSgd(self.net, self.optimizer, scheme, every, *outer, **{"timeout_s": 100, **options})
+        return self
+
+    def loss(self, step: int) -> torch.Tensor:
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * step + self.rank))
+        return nn.functional.cross_entropy(self.net(x), x[:, :5].argmax(1))
+
+    def take_steps(self, steps: range) -> None:
+        for step in steps:
+            self.loss(step).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def flat(self) -> torch.Tensor:
+        return flat(self.net)
 
 
 def by_hand(
     net: nn.Module,
-    train: Callable[[range], None],
+    train: Callable[[range], Any],
     n_fragments: int,
     every: int,
     delay: int,
@@ -74,54 +87,46 @@ def by_hand(
 def test_plain_is_the_loop_written_by_hand(rank: int, world_size: int) -> None:
     """Whole or in two fragments, which are exchanged in turn."""
     for n_fragments, delay in ((1, 0), (1, 3), (2, 0), (2, 1)):
-        expected, optimizer = make()
-        train = functools.partial(step_inner, expected, optimizer, rank)
-        by_hand(expected, train, n_fragments, EVERY // n_fragments, delay, 3 * n_fragments)
-        net, optimizer = make()
-        loop = gradwire.LocalSgd(net, optimizer, "plain", EVERY, delay=delay, fragments=n_fragments, timeout_s=100)
-        step_inner(net, optimizer, rank, range(3 * EVERY))
-        assert loop.reducer.step == 3 * n_fragments
-        assert all(torch.equal(a, b) for a, b in zip(net.parameters(), expected.parameters(), strict=True)), delay
-        assert not torch.equal(next(make()[0].parameters()), next(net.parameters()))
+        expected, local = Local(rank), Local(rank).start(delay=delay, fragments=n_fragments)
+        by_hand(expected.net, expected.take_steps, n_fragments, EVERY // n_fragments, delay, 3 * n_fragments)
+        local.take_steps(range(3 * EVERY))
+        assert local.loop.reducer.step == 3 * n_fragments
+        assert torch.equal(local.flat(), expected.flat()), delay
+        assert not torch.equal(Local(rank).net[0].weight, local.net[0].weight)
         if n_fragments > 1:
-            step_inner(net, optimizer, rank, range(1))
-            assert not agree(flat(net))
-            loop.take_shared()
-            assert agree(flat(net))
-        loop.close()
-        step_inner(net, optimizer, rank, range(2 * EVERY))  # no exchange any more
-        assert not agree(flat(net))
-    net, optimizer = make()  # more parts than tensors: nothing is left out, nothing comes twice
-    loop = gradwire.LocalSgd(net, optimizer, "plain", 12, fragments=12, timeout_s=100)
-    step_inner(net, optimizer, rank, range(12))
+            local.take_steps(range(1))
+            assert not agree(local.flat())
+            local.loop.take_shared()
+            assert agree(local.flat())
+        local.loop.close()
+        local.take_steps(range(2 * EVERY))  # no exchange any more
+        assert not agree(local.flat())
+    local = Local(rank).start("plain", 12, fragments=12)  # more parts than tensors: nothing is left out or comes twice
+    local.take_steps(range(12))
+    loop = local.loop
     assert loop.reducer.step == len({tuple(loop._fragment(i)) for i in range(12)} - {()})
-    assert sorted(name for i in range(12) for name in loop._fragment(i)) == sorted(dict(net.named_parameters()))
+    assert sorted(name for i in range(12) for name in loop._fragment(i)) == sorted(dict(local.net.named_parameters()))
     loop.close()
+
+
+def momentum_free(anchors: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(anchors, 1.0)
 
 
 @on_ranks(2)
 def test_it_resumes_in_mid_interval_bit_for_bit(rank: int, world_size: int) -> None:
     """In mid-interval, with every kind of state; replicas are equal after each outer step."""
     for name in ("plain", "two-bit", "one-bit", "acp-sgd", "top-k", "top-k:share=0.01,code=chunks,warmup_steps=0"):
-        nets, n_fragments = [], 1 + name.endswith("k")
-        saved: Any = None
-        for is_resumed in (False, True):
-            net, optimizer = make()
-            momentum_free = lambda anchors: torch.optim.SGD(anchors, 1.0)  # noqa: E731
-            loop = gradwire.LocalSgd(net, optimizer, name, EVERY, momentum_free, fragments=n_fragments, timeout_s=100)
-            cut = EVERY + 2
-            if is_resumed:
-                net.load_state_dict(saved[0])
-                optimizer.load_state_dict(saved[1])
-                loop.load_state_dict(saved[2])
-            else:
-                step_inner(net, optimizer, rank, range(cut))
-                saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), loop.state_dict()))
-            step_inner(net, optimizer, rank, range(cut, 3 * EVERY))
-            loop.close()
-            nets.append(flat(net))
-        assert torch.equal(*nets), name
-        assert n_fragments > 1 or agree(nets[0]), name  # of fragments only the last one's are equal now
+        n_fragments, cut = 1 + name.endswith("k"), EVERY + 2
+        first, again = (Local(rank).start(name, EVERY, momentum_free, fragments=n_fragments) for _ in range(2))
+        first.take_steps(range(cut))
+        for one, other in ((first.net, again.net), (first.optimizer, again.optimizer), (first.loop, again.loop)):
+            other.load_state_dict(copy.deepcopy(one.state_dict()))  # type: ignore[arg-type]
+        for local in (first, again):
+            local.take_steps(range(cut, 3 * EVERY))
+            local.loop.close()
+        assert torch.equal(first.flat(), again.flat()), name
+        assert n_fragments > 1 or agree(first.flat()), name  # of fragments only the last one's are equal now
 
 
 @on_ranks(4)
@@ -129,27 +134,18 @@ def test_shards_of_fsdp2_are_exchanged_between_nodes(rank: int, world_size: int)
     """As written by hand, on the shards; and as nodes with whole models, whose ranks take their mean, to rounding."""
     mesh = make_mesh()
     inside, between = mesh.get_group("shard"), mesh.get_group("replicate")
-
-    def start(net: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[range], None]]:
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        return optimizer, lambda steps: train(net, optimizer, rank, steps)
-
-    net, by_shards = build(mesh["shard"])[0], build(mesh["shard"])[0]
-    optimizer, take_steps = start(net)
-    loop = gradwire.LocalSgd(net, optimizer, "plain", 2, group=between, timeout_s=100)
-    take_steps(range(6))
+    ours, by_shards, whole = (Sharded(rank, one, optimizer=sgd) for one in (mesh["shard"], mesh["shard"], None))
+    loop = gradwire.LocalSgd(ours.net, ours.optimizer, "plain", 2, group=between, timeout_s=100)
+    ours.take_steps(range(6))
     loop.close()
-    by_hand(by_shards, start(by_shards)[1], 1, 2, 0, 3, between)
-    for mine, theirs in zip(shards_of(net), shards_of(by_shards), strict=True):
-        assert torch.equal(mine, theirs)
-        assert agree(mine, between)
-    torch.manual_seed(1)
-    whole = Net()
-    for p in whole.parameters():
+    by_hand(by_shards.net, by_shards.take_steps, 1, 2, 0, 3, between)
+    assert ours.has_bits_of(by_shards)
+    assert all(agree(mine, between) for mine in ours.shards())
+    for p in whole.net.parameters():
         p.register_post_accumulate_grad_hook(lambda p: mean_over(p.grad, inside))
-    by_hand(whole, start(whole)[1], 1, 2, 0, 3, between)
-    for sharded, p in zip(net.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(sharded.full_tensor(), p, rtol=1e-5, atol=1e-5)  # type: ignore[attr-defined]
+    by_hand(whole.net, whole.take_steps, 1, 2, 0, 3, between)
+    for sharded, p in zip(ours.net.parameters(), whole.net.parameters(), strict=True):
+        torch.testing.assert_close(sharded.full_tensor(), p, rtol=1e-5, atol=1e-5)
 
 
 def mean_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -159,25 +155,25 @@ def mean_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_misuse_is_named_and_feedback_meets_no_momentum(rank: int, world_size: int) -> None:
-    net, optimizer = make()
+    local = Local(rank)
     for every, delay, fragments in ((0, 0, 1), (3, 3, 1), (3, -1, 1), (3, 0, 4), (3, 0, 0), (6, 3, 2)):
         with pytest.raises(gradwire.InvalidArgument, match="delay from 0 to every // fragments - 1"):
-            gradwire.LocalSgd(net, optimizer, "plain", every, delay=delay, fragments=fragments)
+            local.start("plain", every, delay=delay, fragments=fragments)
     with pytest.raises(gradwire.Unsupported, match="aqgb"):
-        gradwire.LocalSgd(net, optimizer, "aqgb", 3)
+        local.start("aqgb", 3)
     with pytest.warns(UserWarning, match=r"momentum of 0\.9 do not go together.*is used without"):
-        loop = gradwire.LocalSgd(net, optimizer, "two-bit", 3, delay=1, timeout_s=100)
+        loop = local.start("two-bit", 3, delay=1).loop
     assert not loop.reducer.scheme.error_feedback  # type: ignore[attr-defined]
-    step_inner(net, optimizer, rank, range(2))
+    local.take_steps(range(2))
     with pytest.raises(gradwire.InvalidArgument, match="exchange is under way: save in the first 1 steps"):
         loop.state_dict()
     with pytest.raises(gradwire.CorruptMessage, match="not the state of a LocalSgd"):
         loop.load_state_dict({"anchors": {}})
-    step_inner(net, optimizer, rank, range(1))
+    local.take_steps(range(1))
     loop.close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        gradwire.LocalSgd(net, optimizer, "embedded-float", 3, timeout_s=100).close()
+        local.start("embedded-float", 3).loop.close()
 
 
 @on_ranks(2)
@@ -185,18 +181,18 @@ def test_misuse_is_named_and_feedback_meets_no_momentum(rank: int, world_size: i
 def test_ranks_stay_equal_where_steps_are_skipped_and_parameters_unfrozen(
     rank: int, world_size: int, case: str
 ) -> None:
-    net, optimizer = make()
+    local = Local(rank)
+    net, optimizer = local.net, local.optimizer
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     net[0].requires_grad_(case != "unfrozen")
-    loop = gradwire.LocalSgd(net, optimizer, "plain", EVERY, delay=2 * (case == "unfrozen"), timeout_s=100)
+    loop = local.start(delay=2 * (case == "unfrozen")).loop
     for step in range(3 * EVERY):
         if step == EVERY + 3:  # under way
             net[0].requires_grad_(True)
         if case == "skips" and rank and step in (0, 3, 4):
             scaler.scale(sum(p.sum() for p in net.parameters()) * torch.inf).backward()
         else:
-            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * step + rank))
-            scaler.scale(nn.functional.cross_entropy(net(x), x[:, :5].argmax(1))).backward()
+            scaler.scale(local.loss(step)).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -209,12 +205,12 @@ def test_ranks_stay_equal_where_steps_are_skipped_and_parameters_unfrozen(
 
 @on_ranks(2)
 def test_unequal_starts_are_refused(rank: int, world_size: int) -> None:
-    net, optimizer = make()
+    local = Local(rank)
     with torch.no_grad():
-        next(net.parameters()).add_(rank)
-    gradwire.LocalSgd(net, optimizer, "plain", EVERY, timeout_s=100)
+        local.net[0].weight.add_(rank)
+    local.start()
     with pytest.raises(gradwire.InvalidArgument, match=r"ranks \[1\] have other parameters than rank 0"):
-        step_inner(net, optimizer, rank, range(1))
+        local.take_steps(range(1))
 
 
 DECAY = 0.5
@@ -234,7 +230,7 @@ def test_a_fading_residual_is_top_k_written_by_hand(rank: int, world_size: int) 
         net = nn.ParameterList([parameter])
         loop = gradwire.LocalSgd(
             net, optimizer, schemes.by_name("top-k", share=share, error_feedback=error_feedback), 1,
-            outer=lambda anchors: torch.optim.SGD(anchors, lr=1.0), feedback_decay=decay, timeout_s=100,
+            momentum_free, feedback_decay=decay, timeout_s=100,
         )  # fmt: skip
         for step in range(n_outer):
             parameter.grad = given(step, rank)
@@ -256,22 +252,20 @@ def test_a_fading_residual_is_top_k_written_by_hand(rank: int, world_size: int) 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.1, float("nan")])
 def test_a_decay_that_is_no_share_is_refused(wrong: float) -> None:
-    net, optimizer = make()
     with pytest.raises(gradwire.InvalidArgument, match="feedback_decay"):
-        gradwire.LocalSgd(net, optimizer, "top-k", EVERY, feedback_decay=wrong)
+        Local(0).start("top-k", feedback_decay=wrong)
 
 
 def break_it(rank: int, world_size: int, how: str) -> None:
-    net, optimizer = make()
     scheme = schemes.by_name("embedded-float", bits=7 if how == "mismatch" and rank == 1 else 8)
-    loop = gradwire.LocalSgd(net, optimizer, scheme, EVERY, timeout_s=max(5, patience()))
-    step_inner(net, optimizer, rank, range(EVERY))
+    local = Local(rank).start(scheme, timeout_s=max(5, patience()))
+    local.take_steps(range(EVERY))
     if rank == 1 and how == "death":
         os._exit(7)
     if rank == 1 and how == "codec":
         scheme.collective.codec = None  # type: ignore[attr-defined]
-    step_inner(net, optimizer, rank, range(EVERY))
-    loop.close()
+    local.take_steps(range(EVERY))
+    local.loop.close()
 
 
 @pytest.mark.parametrize("how", FAILURES)
@@ -282,14 +276,12 @@ def test_what_one_rank_fails_of_is_raised_on_all(how: str) -> None:
 @on_ranks(2)
 def test_a_loss_that_is_not_finite_is_seen_by_all(rank: int, world_size: int) -> None:
     """One rank's loss was NaN: every rank sees it, as behind DDP, and none has other parameters than the others."""
-    net, optimizer = make()
-    loop = gradwire.LocalSgd(net, optimizer, "two-bit", EVERY, timeout_s=100)
-    step_inner(net, optimizer, rank, range(EVERY - 1))
+    local = Local(rank).start("two-bit")
+    first = local.net[0].weight.detach()
+    local.take_steps(range(EVERY - 1))
     if rank == 1:
-        with torch.no_grad():
-            next(net.parameters()).fill_(float("nan"))
-    step_inner(net, optimizer, rank, range(1))
-    first = next(net.parameters()).detach()
+        first.fill_(float("nan"))
+    local.take_steps(range(1))
     assert not bool(torch.isfinite(first).all())
     assert agree(first.isnan())
-    loop.close()
+    local.loop.close()

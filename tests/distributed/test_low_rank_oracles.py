@@ -8,29 +8,30 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from buckets import Driver
+from buckets import Driver, flat
 from gradwire import schemes
 from gradwire.schemes.matrices import draw_factor
 from ranks import on_ranks
+from small_training import Given
 
 SHAPES = [(24, 18), (7,), (24, 18), (10, 4, 3, 3), (1, 9), (9, 1), (0, 5), (30, 50), (), (24, 18)]
-LAYOUTS = [[10], [2, 3, 1, 4]]
+MATRICES = {i: shape for i, shape in enumerate(SHAPES) if len(shape) > 1 and np.prod(shape)}
 RANK = 3
 SCHEMES = ("acp-sgd", "power-sgd", "power-sgd-overlap")
 
 
-def parameters_of(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
+def drive(scheme: str, bucket_sizes: list[int], **options: Any) -> Driver:
+    made = schemes.by_name(scheme, rank=RANK, min_compression_rate=0, **options)
+    return Driver(made, [torch.zeros(shape) for shape in SHAPES], bucket_sizes)
 
 
-def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def gradients_of(rank: int, step: int) -> list[torch.Tensor]:
     """What the ranks share and what is their own, about alike in size."""
     own, shared = torch.Generator().manual_seed(100 * rank + step + 1), torch.Generator().manual_seed(step // 4)
-    return [(torch.randn(shape, generator=own) + torch.randn(shape, generator=shared)).to(dtype) for shape in SHAPES]
+    return [torch.randn(shape, generator=own) + torch.randn(shape, generator=shared) for shape in SHAPES]
 
 
 def matrix(tensor: torch.Tensor) -> np.ndarray:
@@ -54,24 +55,21 @@ class Transcription:
         if self.scheme != "acp-sgd":
             self.p = np.linalg.qr(sum(x @ self.q for x in corrected) / self.world_size)[0]
             self.q = sum(x.T @ self.p for x in corrected) / self.world_size
-            result = self.p @ self.q.T
-            new_errors = [x - result for x in corrected]
+            new_errors = [x - self.p @ self.q.T for x in corrected]
         elif self.computes_p:
             self.q = np.linalg.qr(self.q)[0]
             local = [x @ self.q for x in corrected]
             new_errors = [x - p @ self.q.T for x, p in zip(corrected, local, strict=True)]
             self.p = sum(local) / self.world_size
-            result = self.p @ self.q.T
         else:
             self.p = np.linalg.qr(self.p)[0]
             local = [x.T @ self.p for x in corrected]
             new_errors = [x - self.p @ q.T for x, q in zip(corrected, local, strict=True)]
             self.q = sum(local) / self.world_size
-            result = self.p @ self.q.T
         self.computes_p = not self.computes_p
         if self.feedback:
             self.errors = new_errors
-        return result
+        return self.p @ self.q.T
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -80,14 +78,9 @@ class Transcription:
 def test_scheme_follows_its_float64_transcription(
     rank: int, world_size: int, scheme: str, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run a scheme next to its transcription; every rank computes all ranks' gradients."""
-    driver = Driver(schemes.by_name(scheme, rank=RANK, min_compression_rate=0, **options), parameters_of(), LAYOUTS[1])
+    driver = drive(scheme, [2, 3, 1, 4], **options)
     feedback = options.get("error_feedback", True)
-    oracles = {
-        i: Transcription(scheme, shape, f"p{i}", world_size, feedback)
-        for i, shape in enumerate(SHAPES)
-        if len(shape) > 1 and np.prod(shape)
-    }
+    oracles = {i: Transcription(scheme, shape, f"p{i}", world_size, feedback) for i, shape in MATRICES.items()}
     digest = []
     for step in range(12):
         everyone = [gradients_of(other, step) for other in range(world_size)]
@@ -99,7 +92,7 @@ def test_scheme_follows_its_float64_transcription(
             elif result.numel():
                 mean = torch.stack([gradients[i] for gradients in everyone]).mean(0)
                 assert torch.allclose(result, mean, atol=1e-6)
-        digest.append(torch.cat([result.reshape(-1) for result in results]))
+        digest.append(flat(results))
     state = driver.scheme.state_dict()
     for i, oracle in oracles.items():
         if feedback:
@@ -111,17 +104,15 @@ def test_scheme_follows_its_float64_transcription(
 
 @on_ranks(2)
 def test_two_steps_on_a_constant_gradient_are_one_step_of_power_sgd(rank: int, world_size: int) -> None:
-    """Two alternating steps on one gradient are one step of Power-SGD from the same start, in float64."""
-    scheme = schemes.by_name("acp-sgd", rank=RANK, min_compression_rate=0, error_feedback=False)
-    driver = Driver(scheme, parameters_of(), LAYOUTS[0])
+    """From the same start, in float64."""
+    driver = drive("acp-sgd", [10], error_feedback=False)
     everyone = [gradients_of(other, 0) for other in range(world_size)]
     driver.reduce(everyone[rank])
     results = driver.reduce(everyone[rank])
-    for i, shape in enumerate(SHAPES):
-        if len(shape) > 1 and np.prod(shape):
-            oracle = Transcription("power-sgd", shape, f"p{i}", world_size, feedback=False)
-            expected = oracle.step([matrix(gradients[i]) for gradients in everyone])
-            assert np.allclose(matrix(results[i]), expected, rtol=1e-4, atol=1e-5), i
+    for i, shape in MATRICES.items():
+        oracle = Transcription("power-sgd", shape, f"p{i}", world_size, feedback=False)
+        expected = oracle.step([matrix(gradients[i]) for gradients in everyone])
+        assert np.allclose(matrix(results[i]), expected, rtol=1e-4, atol=1e-5), i
     driver.close()
 
 
@@ -151,21 +142,10 @@ def test_full_rank_gives_the_exact_mean(
 ROWS, COLUMNS, N_FACTORS, STEPS = 30, 40, 4, 6
 
 
-class Weight(nn.Module):
-    """A matrix whose gradient is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(ROWS, COLUMNS))
-
-    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
-        return (self.weight * gradient).sum()
-
-
 @pytest.mark.parametrize("name", ["power-sgd", "power-sgd-overlap"])
 @on_ranks(2)
 def test_means_and_errors_are_those_of_powersgd_hook(rank: int, world_size: int, name: str) -> None:
-    model = DistributedDataParallel(Weight())
+    model = DistributedDataParallel(Given((ROWS, COLUMNS)))
     state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=N_FACTORS, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     driver = Driver(schemes.by_name(name, rank=N_FACTORS), [torch.zeros(ROWS, COLUMNS)])

@@ -110,8 +110,7 @@ def test_resumed_run_continues_bit_by_bit(rank: int, world_size: int, scheme: st
 @pytest.mark.parametrize("scheme", SCHEMES)
 @on_ranks(3)
 def test_factors_that_differ_between_ranks_are_named_on_every_rank(rank: int, world_size: int, scheme: str) -> None:
-    training = start(rank, scheme)
-    training.take_steps(range(2))
+    training = start(rank, scheme).after(range(2))
     state = training.attachment.state_dict()
     if rank == 2:
         state["state"]["factors"]["hidden.0.weight"][0, 0] += 1e-3
@@ -135,8 +134,7 @@ def test_zero_gradients_are_zero_means_and_do_no_harm(rank: int, world_size: int
 
 @on_ranks(2)
 def test_state_of_another_rank_scheme_or_model_is_refused(rank: int, world_size: int) -> None:
-    training = start(rank, "acp-sgd")
-    training.take_steps(range(2))
+    training = start(rank, "acp-sgd").after(range(2))
     saved = training.attachment.state_dict()
     training.close()
     reshaped = copy.deepcopy(saved)

@@ -9,7 +9,8 @@ import tracemalloc
 
 import pytest
 import torch
-from ddp_cases import batches, sgd, wrap
+from ddp_cases import batch_of, sgd, start
+from reducing_cases import REDUCING
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -85,11 +86,9 @@ def reduce_warm(rank: int, world_size: int, name: str) -> list[int]:
 # These allocate what they send anew every step, the size of the compressed gradient; their stacks of matrices and
 # residuals are kept. So they do not promise what the next test checks.
 ALLOCATES_MESSAGES = {"acp-sgd", "dgc", "power-sgd", "power-sgd-overlap", "sign-sgd", "top-k"}
-# These (and auto) need a model and an optimizer, which this test does without.
-OWN_THE_STEP = {name for name in schemes.names() if schemes.owns_step(name) or schemes.needs_momenta(name)}
 
 
-@pytest.mark.parametrize("name", sorted(set(schemes.names()) - ALLOCATES_MESSAGES - OWN_THE_STEP - {"auto"}))
+@pytest.mark.parametrize("name", sorted({*REDUCING, "periodic"} - ALLOCATES_MESSAGES))
 def test_no_tensor_is_allocated_once_warm(name: str) -> None:
     for sizes in run_ranks(reduce_warm, 2, name):
         assert max(sizes, default=0) <= 8  # torch wraps the divisor of `div_` in a tensor of its own
@@ -105,16 +104,15 @@ def rss_bytes() -> int:
 def test_thousand_steps_do_not_grow(rank: int, world_size: int, name: str) -> None:
     """1,000 StepRecords of telemetry are kept, about 0.7 KB each; a leak of one frame or bucket a step would be 20 MB."""
     torch.manual_seed(1)
-    ddp = wrap(nn.Sequential(nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 20)), gradient_as_bucket_view=True)
-    optimizer = sgd(ddp)
-    attachment = gradwire.attach(ddp, optimizer, name, timeout_s=60)
-    batch = next(batches(rank))
+    model = nn.Sequential(nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 20))
+    training = start(rank, name, lambda: model, sgd, gradient_as_bucket_view=True)
+    batch = batch_of(rank, 0)
 
     def take_steps(n_steps: int) -> None:
         for _ in range(n_steps):
-            optimizer.zero_grad(set_to_none=False)
-            ddp(batch).square().mean().backward()
-            optimizer.step()
+            training.optimizer.zero_grad(set_to_none=False)
+            training.ddp(batch).square().mean().backward()
+            training.optimizer.step()
 
     take_steps(20)
     tracemalloc.start()
@@ -124,7 +122,7 @@ def test_thousand_steps_do_not_grow(rank: int, world_size: int, name: str) -> No
     gc.collect()
     python_after, rss_after = tracemalloc.get_traced_memory()[0], rss_bytes()
     tracemalloc.stop()
-    attachment.close()
+    training.close()
     assert python_after - python_before < 2 << 20, "Python's own objects"
     assert rss_after - rss_before < 16 << 20, "the whole process"
 

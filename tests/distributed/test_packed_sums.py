@@ -14,7 +14,7 @@ from gcomp_gradients import make_gradient
 from gradwire import schemes
 from gradwire.exchange import aggregators
 from ranks import assert_alike, bits_of, on_ranks, run_ranks
-from sketches import DTYPES, PATTERNS, gradient_of
+from sketches import DTYPES, EPSILON, PATTERNS, gradients_of
 from switch_cases import Serving
 
 N = 40_013
@@ -40,14 +40,13 @@ def test_packed_sums_are_the_backends_own_bit_by_bit(rank: int, world_size: int)
         for pattern in PATTERNS:
             driver = Driver(schemes.by_name("homomorphic"), [torch.zeros(N, dtype=dtype)])
             for step, density in enumerate(DENSITIES):
-                everyone = [gradient_of(pattern, N, other, density, dtype, step + 1) for other in range(world_size)]
+                everyone = gradients_of(pattern, N, world_size, density, dtype, step + 1)
                 (mean,) = driver.reduce([everyone[rank].clone()])
-                union = torch.stack([gradient != 0 for gradient in everyone]).any(0)
-                everywhere = torch.ones(N, dtype=torch.bool)
+                union, everywhere = (everyone != 0).any(0), torch.ones(N, dtype=torch.bool)
                 expected = summed(everyone[rank], everywhere if density == 1 else union)
                 assert same(mean, expected), (dtype, pattern, density)
                 if dtype == torch.float32:
-                    shares = torch.stack(everyone).double()
+                    shares = everyone.double()
                     error = (mean.double() - shares.sum(0) / world_size).abs()
                     assert bool((error <= world_size * 2.0**-23 * shares.abs().sum(0) + 1e-44).all())
                 if world_size == 2:  # two values have but one order of summation: plain's bits
@@ -77,9 +76,9 @@ def test_special_values_of_every_dtype_are_summed_as_the_backend_sums_them(rank:
         # A Bloom filter's false positives move the places at which the backend's sum begins with another rank.
         driver = Driver(schemes.by_name("homomorphic", index="bitmap"), [torch.zeros(N, dtype=dtype)])
         for step in range(6):
-            everyone = [specials_of(dtype, other, step) for other in range(world_size)]
+            everyone = torch.stack([specials_of(dtype, other, step) for other in range(world_size)])
             (mean,) = driver.reduce([everyone[rank].clone()])
-            union = torch.stack([gradient != 0 for gradient in everyone]).any(0)
+            union = (everyone != 0).any(0)
             if step >= 3:  # which hold Inf and NaN
                 assert bool(mean.isnan().all()), (dtype, step)
                 continue
@@ -98,15 +97,14 @@ def reduce_by_switch(rank: int, world_size: int, address: str) -> torch.Tensor:
         options: dict[str, Any] = {"mode": mode, "integer_bits": bits, "error_feedback": None if bits > 16 else False}
         driver = Driver(schemes.by_name("homomorphic", aggregator=switch, **options), [torch.zeros(N, dtype=dtype)])
         for step, density in enumerate((0.05, 0.0, 0.4 if bits <= 32 and mode == "packed" else 0.1)):
-            everyone = [gradient_of("random", N, other, density, dtype, step + 1) for other in range(world_size)]
+            everyone = gradients_of("random", N, world_size, density, dtype, step + 1)
             (mean,) = driver.reduce([everyone[rank].clone()])
-            shares = torch.stack(everyone).double()
+            shares = everyone.double()
             largest = float(shares.abs().max())
             # Each rank rounds to half a unit of 2^(e - bits + ceil(log2 ranks)), the result to its dtype once.
             unit = 4 * 2.0**-kept * 2 * largest
             expected = shares.sum(0) / world_size
-            rounding = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
-            assert bool(((mean.double() - expected).abs() <= unit + rounding * expected.abs() + 2.0**-25).all())
+            assert bool(((mean.double() - expected).abs() <= unit + EPSILON[dtype] * expected.abs() + 2.0**-25).all())
             assert not bool(mean[(shares == 0).all(0)].any())
             assert not any("too dense" in why for why in driver.last_buckets[0].record.fallbacks)
             results.append(mean.float())

@@ -4,36 +4,39 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_cases import SCHEMES, adamw, attach, batches, build_model, finish, sgd, take_step, wrap
+from ddp_cases import N_STEPS, SCHEMES, batch_of, build_model, finish, sgd, start
 from torch import Tensor
 
 import gradwire
 from gradwire import schemes
 from gradwire.wire.communicator import Communicator
 from ranks import agree, on_ranks
+from small_training import MakeOptimizer, Training, adamw
+
+
+def of_seed(seed: int, rank: int, name: str | None, optimizer: MakeOptimizer, **options: Any) -> Training:
+    scheme = SCHEMES[name]() if name else None
+    return start(rank, scheme, lambda: build_model(seed), optimizer, **options)
 
 
 def train_two_models(rank: int, names: tuple[str | None, str | None]) -> list[Tensor]:
     """Two models over the same ranks, whose backward passes alternate, one of them in a common pass."""
-    models = [wrap(build_model(seed)) for seed in (1, 2)]
-    optimizers = [adamw(models[0]), sgd(models[1])]
-    attachments = [
-        attach(model, optimizer, SCHEMES[name]() if name else None)
-        for model, optimizer, name in zip(models, optimizers, names, strict=True)
-    ]
-    for batch in batches(rank):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        (models[0](batch) - models[1](batch)).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        for model, optimizer in zip(models, optimizers, strict=True):
-            take_step(model, optimizer, batch)
-    return [finish(model, attachment) for model, attachment in zip(models, attachments, strict=True)]
+    both = first, second = of_seed(1, rank, names[0], adamw), of_seed(2, rank, names[1], sgd)
+    for step in range(N_STEPS):
+        batch = batch_of(rank, step)
+        for one in both:
+            one.optimizer.zero_grad()
+        (first.ddp(batch) - second.ddp(batch)).square().mean().backward()
+        for one in both:
+            one.optimizer.step()
+        for one in both:
+            one.take_steps([step])
+    return [finish(one) for one in both]
 
 
 @on_ranks(2, timeout_s=60)
@@ -49,12 +52,8 @@ def test_two_models_over_the_same_ranks_train_at_once(rank: int, world_size: int
 
 
 def train_over(group: dist.ProcessGroup | None, rank: int, name: str | None, seed: int) -> Tensor:
-    ddp = wrap(build_model(seed), process_group=group)
-    optimizer = sgd(ddp)
-    attachment = attach(ddp, optimizer, SCHEMES[name]() if name else None)
-    for batch in batches(rank):
-        take_step(ddp, optimizer, batch)
-    return finish(ddp, attachment)
+    training = of_seed(seed, rank, name, sgd, process_group=group).after(range(N_STEPS))
+    return finish(training)
 
 
 @on_ranks(3, timeout_s=60)
@@ -74,13 +73,10 @@ def test_subgroups_of_different_ranks_train_side_by_side(rank: int, world_size: 
 
 @on_ranks(2)
 def test_closed_attachment_keeps_no_model_alive(rank: int, world_size: int) -> None:
-    ddp = wrap(build_model())
-    optimizer = adamw(ddp)
-    attachment = gradwire.attach(ddp, optimizer, "gcomp", timeout_s=100)
-    take_step(ddp, optimizer, next(batches(rank)))
-    attachment.close()
-    parameter = weakref.ref(next(ddp.parameters()))
-    del ddp, optimizer
+    training = start(rank, "gcomp").after([0])
+    training.close()
+    attachment, parameter = training.attachment, weakref.ref(next(training.ddp.parameters()))
+    del training
     gc.collect()
     assert parameter() is None
     assert attachment.stats()["n_steps"] == 1
@@ -89,15 +85,14 @@ def test_closed_attachment_keeps_no_model_alive(rank: int, world_size: int) -> N
 @on_ranks(2)
 def test_scheme_object_serves_one_attachment_at_a_time(rank: int, world_size: int) -> None:
     scheme = schemes.by_name("gcomp")
-    first, second = wrap(build_model(1)), wrap(build_model(2))
-    attachment = gradwire.attach(first, adamw(first), scheme, timeout_s=100)
+    first = start(rank, scheme)
     with pytest.raises(gradwire.InvalidArgument, match="make one for each"):
-        gradwire.attach(second, adamw(second), scheme)
-    attachment.switch("plain")
-    other = gradwire.attach(second, adamw(second), scheme, timeout_s=100)  # free again
+        start(rank, scheme)
+    first.attachment.switch("plain")
+    other = start(rank, scheme)  # free again
     with pytest.raises(gradwire.InvalidArgument, match="make one for each"):
-        attachment.switch(scheme)
-    attachment.close()
+        first.attachment.switch(scheme)
+    first.close()
     other.close()
 
 

@@ -38,9 +38,8 @@ def test_plain_gives_the_bits_of_all_reduce(rank: int, world_size: int) -> None:
     assert reducer.stats()["n_buckets"] >= 3
     reducer.close()
     total = gradwire.Reducer("plain", op="sum", timeout_s=100)
-    tensor = torch.full((5,), float(rank + 1))
-    total.all_reduce({"x": tensor}).wait()
-    assert tensor.tolist() == [world_size * (world_size + 1) / 2] * 5
+    mean = cases.reduced(total, {"x": torch.full((5,), float(rank + 1))})
+    assert mean["x"].tolist() == [world_size * (world_size + 1) / 2] * 5
     total.close()
 
 
@@ -63,8 +62,7 @@ def test_error_feedback_belongs_to_the_name(rank: int, world_size: int) -> None:
             tensors = dict(reversed(tensors.items()))
         for name, tensor in tensors.items():
             given[name] += tensor.double()
-        reducer.all_reduce(tensors).wait()
-        for name, tensor in tensors.items():
+        for name, tensor in cases.reduced(reducer, tensors).items():
             sent[name] += tensor.double()
     left = reducer.state_dict()["state"]["residuals"]
     for name in SHAPES:
@@ -123,9 +121,8 @@ def test_a_restarted_rank_does_not_meet_the_names_of_its_life_before(monkeypatch
 def test_a_group_is_a_list_of_ranks_too(rank: int, world_size: int) -> None:
     mine = [0, 2] if rank % 2 == 0 else [1, 3]
     reducer = gradwire.Reducer("plain", group=mine, timeout_s=100)
-    tensor = torch.full((3,), float(rank))
-    reducer.all_reduce({"x": tensor}).wait()
-    assert tensor.tolist() == [sum(mine) / 2] * 3
+    mean = cases.reduced(reducer, {"x": torch.full((3,), float(rank))})
+    assert mean["x"].tolist() == [sum(mine) / 2] * 3
     reducer.close()
     for wrong in ([0, 9], [0, 0, rank], [rank - 1, rank + 1]):
         with pytest.raises(gradwire.InvalidArgument, match="group"):

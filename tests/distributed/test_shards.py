@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp2_cases import batch_of, build, make_mesh, shards_of, train
+from fsdp2_cases import Sharded, batch_of, make_mesh
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gradwire
 from gradwire import _native
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.codecs.tensors import bytes_of, dtype_code
+from gradwire.schemes.auto.law import PLAIN
+from gradwire.schemes.auto.shards import ShardsAuto
+from gradwire.telemetry.stopwatch import Lap
 from logs import log_of
-from ranks import agree, bits_of, on_ranks, patience, try_ranks
+from ranks import agree, assert_alike, bits_of, on_ranks, patience, try_ranks
 
 CASES = [
     "", "clip", "noreshard", "mixed32", "bf16", "fp16", "offload", "compile", "micro sync", "micro", "mixed32 micro", "tied",
@@ -34,15 +40,6 @@ CASES = [
 
 def mesh_of(world_size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world_size,))
-
-
-def attach(net: nn.Module, optimizer: torch.optim.Optimizer, scheme: str = "plain", **options: Any) -> Any:
-    return gradwire.attach(net, optimizer, scheme, **{"timeout_s": 20, **options})
-
-
-def run(rank: int, net: nn.Module, optimizer: torch.optim.Optimizer, case: str, steps: range = range(12)) -> None:
-    between: Any = net.set_requires_gradient_sync if "sync" in case else lambda is_last: None
-    train(net, optimizer, rank, steps, 3 if "micro" in case else 1, between, "clip" in case)
 
 
 UNEVEN = ["", "mixed32", "bf16", "tied", "frozen", "micro sync"]
@@ -57,29 +54,20 @@ def test_plain_gradients_give_the_bits_of_fsdp2(rank: int, world_size: int, weig
     """In all that FSDP2 does; over three ranks shards are uneven, and some hold nothing of a bias."""
     mesh = mesh_of(world_size)
     for case in cases:
-        checkpointing = case.split()[-1] if case.endswith(("ordinary", "reentrant")) else ""
-        theirs, optimizer = build(mesh, case, checkpointing)
-        run(rank, theirs, optimizer, case)
-        ours, optimizer = build(mesh, case, checkpointing)
-        state = attach(ours, optimizer, weights=weights)
-        run(rank, ours, optimizer, case)
-        assert state.step == (36 if case.endswith("micro") else 12), case
-        state.close()
-        for mine, other in zip(shards_of(ours), shards_of(theirs), strict=True):
-            assert bits_of(mine) == bits_of(other), case
-        run(rank, ours, optimizer, case, range(12, 13))  # FSDP2 goes on by itself
+        theirs = Sharded(rank, mesh, case).take_steps(range(12))
+        ours = Sharded(rank, mesh, case, "plain", weights=weights).take_steps(range(12))
+        assert ours.state.step == (36 if case.endswith("micro") else 12), case
+        ours.state.close()
+        assert ours.has_bits_of(theirs), case
+        ours.take_steps([12])  # FSDP2 goes on by itself
 
 
 @on_ranks(2)
 def test_two_ranks_lose_nothing_where_all_is_bfloat16(rank: int, world_size: int) -> None:
     """A float32 sum of two bfloat16 values, rounded, is their sum in bfloat16: gcomp's default there keeps every bit."""
-    theirs, optimizer = build(mesh_of(2), "bf16")
-    run(rank, theirs, optimizer, "")
-    ours, optimizer = build(mesh_of(2), "bf16")
-    state = attach(ours, optimizer, "gcomp")
-    run(rank, ours, optimizer, "")
-    state.close()
-    assert all(bits_of(a) == bits_of(b) for a, b in zip(shards_of(ours), shards_of(theirs), strict=True))
+    theirs, ours = (Sharded(rank, mesh_of(2), "bf16", scheme).take_steps(range(12)) for scheme in (None, "gcomp"))
+    ours.state.close()
+    assert ours.has_bits_of(theirs)
 
 
 class Watched(nn.Linear):
@@ -90,15 +78,22 @@ class Watched(nn.Linear):
         return super().forward(x)
 
 
-def wide(mesh: DeviceMesh, **policy: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Layers that are large enough for headers not to count."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+POLICIES: list[dict[str, Any]] = [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}]
 
+
+def wide(world_size: int, policy: dict[str, Any], scheme: str, weights: str) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """Layers that are large enough for headers not to count, their optimizer and attachment."""
     torch.manual_seed(3)
     net = nn.Sequential(*(Watched(512, 512) for _ in range(2)))
     for layer in (*net, net):
-        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))  # type: ignore[arg-type]
-    return net, torch.optim.AdamW(net.parameters(), 1e-3)
+        fully_shard(layer, mesh=mesh_of(world_size), mp_policy=MixedPrecisionPolicy(**policy))
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    return net, optimizer, gradwire.attach(net, optimizer, scheme, weights=weights, timeout_s=20)
+
+
+def wide_loss(net: nn.Module, rank: int) -> torch.Tensor:
+    x = torch.randn(16, 512, generator=torch.Generator().manual_seed(rank))
+    return (net(x).float() - x).square().mean()
 
 
 RATIOS = {"plain": 1.0, "bf16": 0.5, "gcomp": 0.56, "embedded-float": 0.26, "truncated-float": 0.26, "qsgd": 0.14}
@@ -116,39 +111,31 @@ def test_bytes_of_weights_and_gradients(
     rank: int, world_size: int, weights: str, of_float32: float, of_bfloat16: float, names: list[str]
 ) -> None:
     """Every scheme stays within reach of the mean."""
-    for scheme in names:
-        for policy in ({}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}):
-            net, optimizer = wide(mesh_of(3), **policy)
-            state = attach(net, optimizer, scheme, weights=weights)
-            x = torch.randn(16, 512, generator=torch.Generator().manual_seed(rank))
-            for _ in range(5):
-                loss = (net(x).float() - x).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            stats = state.stats()
-            state.close()
-            of_weights = of_bfloat16 if policy else of_float32
-            assert stats["weights_bytes_sent"] <= of_weights * stats["weights_original_bytes"], (scheme, policy, stats)
-            assert stats["gradients_bytes_sent"] <= (RATIOS[scheme] + 0.01) * stats["gradients_original_bytes"], (
-                scheme,
-                stats,
-            )
-            assert float(loss) < 1.05, (scheme, float(loss))
+    for scheme, policy in itertools.product(names, POLICIES):
+        net, optimizer, state = wide(world_size, policy, scheme, weights)
+        for _ in range(5):
+            loss = wide_loss(net, rank)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = state.stats()
+        state.close()
+        of_weights, of_gradients = of_bfloat16 if policy else of_float32, RATIOS[scheme] + 0.01
+        assert stats["weights_bytes_sent"] <= of_weights * stats["weights_original_bytes"], (scheme, policy, stats)
+        assert stats["gradients_bytes_sent"] <= of_gradients * stats["gradients_original_bytes"], (scheme, stats)
+        assert float(loss) < 1.05, (scheme, float(loss))
 
 
 @on_ranks(2)
 def test_small_tensors_are_spared_inside_shards(rank: int, world_size: int) -> None:
     """Four bits are for matrices: the mean of a bias comes in 16, as behind DDP; and nowhere if gradients are summed."""
-    for policy in ({}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}):
+    for policy in POLICIES:
         gradients = []
         for scheme in ("plain", "embedded-float:bits=4"):
-            net, optimizer = wide(mesh_of(2), **policy)
-            state = attach(net, optimizer, scheme, weights="plain")
-            x = torch.randn(16, 512, generator=torch.Generator().manual_seed(rank))
-            (net(x).float() - x).square().mean().backward()
+            net, _, state = wide(world_size, policy, scheme, "plain")
+            wide_loss(net, rank).backward()
             state.close()
-            gradients.append([parameter.grad.to_local() for parameter in net.parameters()])  # type: ignore[union-attr]
+            gradients.append([parameter.grad.to_local() for parameter in net.parameters()])
         for exact, ours in zip(*gradients, strict=True):
             error = float((exact - ours).abs().max() / exact.abs().max())
             assert error < 2**-7 if exact.dim() == 1 else 2**-7 < error < 0.2
@@ -158,66 +145,54 @@ def test_small_tensors_are_spared_inside_shards(rank: int, world_size: int) -> N
 def test_inside_and_between_have_a_scheme_each(rank: int, world_size: int) -> None:
     """HSDP, and shards with a group: plain everywhere has native HSDP's bits, others count both ways."""
     mesh = make_mesh()
-    theirs, optimizer = build(mesh)
-    run(rank, theirs, optimizer, "")
+    theirs = Sharded(rank, mesh).take_steps(range(12))
     for sharded, options in [(mesh, {}), (mesh["shard"], {"group": mesh.get_group("replicate")})]:
-        ours, optimizer = build(sharded)
-        state = attach(ours, optimizer, weights="exact", **options)
-        run(rank, ours, optimizer, "")
-        assert state.stats()["inside"]["weights_bytes_sent"] > 0
-        state.close()
-        assert all(bits_of(a) == bits_of(b) for a, b in zip(shards_of(ours), shards_of(theirs), strict=True))
-    ours, optimizer = build(mesh)
-    del optimizer.param_groups[0]["params"][0]
+        ours = Sharded(rank, sharded, "", "plain", weights="exact", **options).take_steps(range(12))
+        assert ours.state.stats()["inside"]["weights_bytes_sent"] > 0
+        ours.state.close()
+        assert ours.has_bits_of(theirs)
+    ours = Sharded(rank, mesh)
+    del ours.optimizer.param_groups[0]["params"][0]
     texts = log_of("gradwire")
-    state = attach(ours, optimizer, "qsgd", inside="gcomp")
+    ours.attach("qsgd", inside="gcomp")
     told = torch.tensor(sum("none of the optimizers" in text for text in texts))
     dist.all_reduce(told)
     assert told == 1  # by one rank, of one of its two groups
-    run(rank, ours, optimizer, "")
-    stats = state.stats()
+    stats = ours.take_steps(range(12)).state.stats()
     assert stats["inside"]["gradients_bytes_sent"] < 0.6 * stats["inside"]["gradients_original_bytes"]
     assert stats["ratio"] < 1
-    state.close()
-    assert all(agree(shard, mesh.get_group("replicate")) for shard in shards_of(ours))
+    ours.state.close()
+    assert all(agree(shard, mesh.get_group("replicate")) for shard in ours.shards())
 
 
 @on_ranks(2)
 def test_a_run_resumes_from_a_distributed_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
-    mesh = mesh_of(2)
-    net, optimizer = build(mesh, "mixed32")
-    state = attach(net, optimizer, "gcomp")
-    run(rank, net, optimizer, "", range(6))
-    saved = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
+    first, again = (Sharded(rank, mesh_of(2), "mixed32", "gcomp") for _ in range(2))
+    first.take_steps(range(6))
+    saved = dict(zip(("model", "optimizer"), get_state_dict(first.net, first.optimizer), strict=True))
     dcp.save(saved, checkpoint_id=tmp_path)
-    own = state.state_dict()
-    run(rank, net, optimizer, "", range(6, 10))
-    state.close()
-    again, optimizer = build(mesh, "mixed32")
-    state = attach(again, optimizer, "gcomp")
-    state.load_state_dict(own)
-    loaded = dict(zip(("model", "optimizer"), get_state_dict(again, optimizer), strict=True))
+    again.state.load_state_dict(first.state.state_dict())
+    loaded = dict(zip(("model", "optimizer"), get_state_dict(again.net, again.optimizer), strict=True))
     dcp.load(loaded, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-    set_state_dict(again, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    assert state.step == 6
-    run(rank, again, optimizer, "", range(6, 10))
-    state.close()
-    assert all(bits_of(a) == bits_of(b) for a, b in zip(shards_of(again), shards_of(net), strict=True))
+    set_state_dict(again.net, again.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    assert again.state.step == 6
+    for one in (first, again):
+        one.take_steps(range(6, 10)).state.close()
+    assert again.has_bits_of(first)
 
 
 @on_ranks(2)
 def test_a_scheme_is_switched_and_a_model_without_gradients_is_served(rank: int, world_size: int) -> None:
-    net, optimizer = build(mesh_of(2))
-    state = attach(net, optimizer, "embedded-float", weights="close")
-    run(rank, net, optimizer, "", range(2))
+    ours = Sharded(rank, mesh_of(2), "", "embedded-float", weights="close").take_steps(range(2))
+    net, state = ours.net, ours.state
     state.switch("gcomp")
-    run(rank, net, optimizer, "", range(2, 4))
+    ours.take_steps(range(2, 4))
     x, _ = batch_of(rank, 9)
     with torch.no_grad():
         net.eval()(x)
     assert (state.step, state.stats()["scheme"]) == (4, "gcomp")
     (net(x) * float("nan") if rank else net(x)).sum().backward()
-    assert not net.head.weight.grad.to_local().isfinite().all()  # type: ignore[union-attr,operator]
+    assert not net.head.weight.grad.to_local().isfinite().all()
     state.close()
 
 
@@ -251,10 +226,8 @@ def test_exact_values_keep_every_bit_and_say_what_is_not_whole(dtype: torch.dtyp
         assert message.numel() <= 8 + values.numel() * values.element_size()
         assert bits_of(decode(message, values.numel())) == bits_of(values)
     message = encode(mixed)
-    assert (
-        message.numel()
-        < {torch.float32: 0.9, torch.bfloat16: 0.8, torch.float16: 0.95}[dtype] * mixed.numel() * mixed.element_size()
-    )
+    share = {torch.float32: 0.9, torch.bfloat16: 0.8, torch.float16: 0.95}[dtype]
+    assert message.numel() < share * mixed.numel() * mixed.element_size()
     for broken in (message[:0], message[:7], message[:-1], torch.cat([message, message[:1]])):
         with pytest.raises(gradwire.CorruptMessage):
             decode(broken, mixed.numel())
@@ -270,8 +243,7 @@ class OfSomebodyElse:
 
 @on_ranks(2)
 def test_what_cannot_be_served_is_refused_by_name(rank: int, world_size: int) -> None:
-    mesh = mesh_of(2)
-    net, optimizer = build(mesh)
+    ours = Sharded(rank, mesh_of(2))
     for scheme, options, error, words in [
         ("one-bit", {}, gradwire.Unsupported, "keeps error feedback"),
         ("gcomp", {"importance": "paper"}, gradwire.Unsupported, "reads the optimizer's state"),
@@ -281,41 +253,39 @@ def test_what_cannot_be_served_is_refused_by_name(rank: int, world_size: int) ->
         ("plain", {"bucket_mb": 3}, gradwire.InvalidArgument, "bucket_mb"),
     ]:
         with pytest.raises(error, match=words):
-            attach(net, optimizer, scheme, **options)
-    net.blocks[1].set_custom_all_gather(OfSomebodyElse())  # type: ignore[union-attr,operator]
+            ours.attach(scheme, **options)
+    ours.net.blocks[1].set_custom_all_gather(OfSomebodyElse())
     with pytest.raises(gradwire.Unsupported, match=r"blocks\.1 has another collective already.*OfSomebodyElse"):
-        attach(net, optimizer)
-    net, optimizer = build(mesh)
-    state = attach(net, optimizer)
+        ours.attach()
+    ours = Sharded(rank, mesh_of(2), "", "plain")
     with pytest.raises(gradwire.Unsupported, match="close\\(\\) the attachment"):
-        attach(net, optimizer)
-    state.close()
-    for part in (*net.blocks, net):  # type: ignore[misc]
+        ours.attach()
+    ours.state.close()
+    for part in (*ours.net.blocks, ours.net):
         part.set_gradient_divide_factor(3.0)
-    state = attach(net, optimizer)
+    ours.attach()
     with pytest.raises(gradwire.Unsupported, match="set_force_sum_reduction_for_comms"):
-        run(rank, net, optimizer, "")
-    state.close()
+        ours.take_steps(range(12))
+    ours.state.close()
     dist.barrier()
 
 
 def go_wrong(rank: int, world_size: int, how: str) -> None:
-    net, optimizer = build(mesh_of(world_size))
     is_odd = rank == 1
     scheme = "embedded-float:bits=7" if is_odd and how == "scheme" else "embedded-float"
     weights = "close" if is_odd and how == "weights" else "exact"
-    attach(net, optimizer, scheme, weights=weights, timeout_s=max(5, patience()))
+    ours = Sharded(rank, mesh_of(world_size), "", scheme, weights=weights, timeout_s=max(5, patience()))
     if is_odd and how == "order":
-        net.blocks = nn.ModuleList(list(net.blocks)[::-1])  # type: ignore[arg-type]
-    run(rank, net, optimizer, "", range(3))
+        ours.net.blocks = nn.ModuleList(list(ours.net.blocks)[::-1])
+    ours.take_steps(range(3))
     if is_odd and how == "death":
-        net.blocks[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[union-attr,operator]
+        ours.net.blocks[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     if is_odd and how == "lie":
-        codec = net._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm._unit.codec  # type: ignore[operator,union-attr]
+        codec = ours.net._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm._unit.codec
         counts = torch.zeros(256, dtype=torch.int64)
         codec.histogram(torch.randn(5_000), counts)
         codec.use_table(HuffmanTable.from_histogram(counts))
-    run(rank, net, optimizer, "", range(3, 5))
+    ours.take_steps(range(3, 5))
 
 
 @pytest.mark.parametrize(
@@ -335,3 +305,105 @@ def test_what_goes_wrong_on_one_rank_is_named_on_all(how: str, error: type[BaseE
     for outcome in outcomes:
         assert isinstance(outcome.error, error), outcome
         assert re.search(words, str(outcome.error)), outcome
+
+
+# ---- `auto` between the shards: what it keeps, takes, follows and refuses, by step times that a test gives
+
+
+EXACT, GCOMP = "gradients=plain,weights=exact", "gradients=gcomp,weights=exact"
+CLOSE = "gradients=embedded-float:bits=8,weights=close"
+# Milliseconds: a step's, of them waiting.
+OURS_WINS = {PLAIN: (100, 80), EXACT: (70, 40), GCOMP: (50, 25), CLOSE: (30, 5)}
+THEIRS_WINS = {PLAIN: (22, 5), EXACT: (40, 2), GCOMP: (45, 2), CLOSE: (50, 2)}
+
+
+def times(of: Callable[[int], dict[str, tuple[int, int]]], rank: int) -> Any:
+    """Tells `auto` these times of its steps, a little longer on each rank."""
+    real = ShardsAuto.end_watched_step
+
+    def end(auto: ShardsAuto, step: int, lap: Lap) -> None:
+        took_ms, waited_ms = of(step).get(auto._active, (40, 10))
+        real(auto, step, Lap(1_000_000 * took_ms + 1000 * rank, 1_000_000 * waited_ms))
+
+    return mock.patch.object(ShardsAuto, "end_watched_step", end)
+
+
+def run_timed(
+    rank: int, of: Callable[[int], dict[str, tuple[int, int]]], n_steps: int = 30, case: str = "", **options: Any
+) -> tuple[dict[str, Any], Sharded]:
+    with times(of, rank):
+        ours = Sharded(rank, mesh_of(2), case, "auto", **options).take_steps(range(n_steps))
+        stats = ours.state.stats()
+        ours.state.close()
+    return stats, ours
+
+
+@on_ranks(2)
+def test_where_nothing_is_won_fsdp2_is_left_alone(rank: int, world_size: int) -> None:
+    """No bits differ, whatever was tried; and what hides its communication is not even tried."""
+    stats, ours = run_timed(rank, lambda step: THEIRS_WINS, weights="exact", fidelity=["plain"])
+    assert stats["auto"]["scheme"] == PLAIN
+    assert [one["kind"] for one in stats["auto"]["decisions"]][:2] == ["try", "reject"]
+    assert ours.has_bits_of(Sharded(rank, mesh_of(2)).take_steps(range(30)))
+    stats, _ = run_timed(rank, lambda step: {PLAIN: (100, 1)}, 8)
+    assert [one["kind"] for one in stats["auto"]["decisions"]] == ["stay"]
+    assert stats["weights_bytes_sent"] == stats["weights_original_bytes"] > 0
+    assert stats["gradients_bytes_sent"] == stats["gradients_original_bytes"] > 0
+
+
+@pytest.mark.parametrize(("fidelity", "best"), [("exact", GCOMP), ("close", CLOSE)])
+@on_ranks(2)
+def test_the_fastest_pair_of_its_level_is_taken(rank: int, world_size: int, fidelity: str, best: str) -> None:
+    stats, _ = run_timed(rank, lambda step: OURS_WINS, 60, "mixed32", fidelity=fidelity)
+    assert stats["auto"]["scheme"] == best
+    assert stats["scheme"] == "auto"
+    assert stats["gradients_bytes_sent"] < 0.9 * stats["gradients_original_bytes"]
+    assert_alike(gather(stats["auto"]["schedule"]))
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's."""
+    everyones: list[Any] = [None, None]
+    torch.distributed.all_gather_object(everyones, value)
+    return everyones
+
+
+@on_ranks(2)
+def test_it_keeps_every_bit_while_it_changes_and_follows_the_network(rank: int, world_size: int) -> None:
+    """Slow, then fast: back to FSDP2's own; all the while plain gradients and exact weights are FSDP2's bits."""
+    stats, ours = run_timed(
+        rank, lambda step: OURS_WINS if step < 40 else THEIRS_WINS, 160, weights="exact", fidelity=["plain"]
+    )
+    order = [name for _, name in stats["auto"]["schedule"]]
+    assert order[0] == order[-1] == PLAIN, stats["auto"]["decisions"]
+    assert any(one["kind"] == "switch" and one["scheme"] == EXACT for one in stats["auto"]["decisions"])
+    assert ours.has_bits_of(Sharded(rank, mesh_of(2)).take_steps(range(160)))
+
+
+@on_ranks(2)
+def test_a_resumed_run_goes_on_with_what_was_best(rank: int, world_size: int) -> None:
+    with times(lambda step: OURS_WINS, rank):
+        ours = Sharded(rank, mesh_of(2), "", "auto").take_steps(range(40))
+        saved, before = ours.state.state_dict(), ours.state.stats()["auto"]["scheme"]
+        ours.state.close()
+        ours.attach("auto")
+        ours.state.load_state_dict(saved)
+        stats = ours.take_steps(range(40, 42)).state.stats()["auto"]
+        ours.state.switch("plain")
+        assert ours.take_steps(range(42, 44)).state.stats()["scheme"] == "plain"
+        ours.state.close()
+    assert before == stats["scheme"] == GCOMP
+    assert stats["schedule"][-1] == (40, GCOMP)
+
+
+@on_ranks(2)
+def test_wrong_arguments_are_refused_at_attach(rank: int, world_size: int) -> None:
+    ours = Sharded(rank, mesh_of(2))
+    for options, words in [
+        ({"fidelity": "precise"}, "no fidelity is called"),
+        ({"fidelity": ["one-bit"]}, "keeps error feedback"),
+        ({"fidelity": [3]}, "NAME:option=value"),
+        ({"budget": 2}, "share of the time"),
+    ]:
+        with pytest.raises((gradwire.InvalidArgument, gradwire.Unsupported), match=words):
+            ours.attach("auto", **options)

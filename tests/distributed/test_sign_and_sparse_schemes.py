@@ -71,10 +71,8 @@ def test_top_k_follows_its_float64_transcription(rank: int, world_size: int, fee
         n = given.shape[-1]
         means, left = top_k(given, torch.zeros(world_size, n), max(1, round(share * n)), float(feedback))
         for step, expected in enumerate(means):
-            assert torch.allclose(by_bucket(results[step])[index].double() / 2.0**step, expected, atol=1e-5), (
-                step,
-                index,
-            )
+            found = by_bucket(results[step])[index].double() / 2.0**step
+            assert torch.allclose(found, expected, atol=1e-5), (step, index)
         kept.append(left[rank])
     if feedback:
         assert torch.allclose(driver.state().double(), torch.cat(kept), atol=1e-5)

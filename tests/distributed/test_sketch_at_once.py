@@ -10,11 +10,11 @@ import torch
 import gradwire
 from buckets import Driver
 from gradwire import schemes
-from gradwire.codecs.count_sketch import MAX_CORE, CountSketch, FixedPoint, Outcome, index_words, write_index
+from gradwire.codecs.count_sketch import MAX_CORE, CountSketch, FixedPoint, Outcome
 from gradwire.exchange.aggregators import Sum
 from gradwire.exchange.aggregators.process_group import ProcessGroup
 from ranks import agree, on_ranks
-from sketches import PATTERNS, gradient_of, quantise, sparse_gradients
+from sketches import PATTERNS, gradients_of, index_of, quantise, sparse_gradients
 
 N = 50_021
 
@@ -48,9 +48,7 @@ def test_warm_sketch_takes_one_aggregation_a_bucket(rank: int, world_size: int, 
         driver = Driver(scheme, [torch.zeros(N)])
         n_calls = []
         for step in range(6):
-            shares = torch.stack(
-                [gradient_of("random", N, r, 0.05, torch.float32, step + 1) for r in range(world_size)]
-            )
+            shares = gradients_of("random", N, world_size, 0.05, torch.float32, step + 1)
             before = aggregator.n_calls
             (mean,) = driver.reduce([shares[rank].clone()])
             n_calls.append(aggregator.n_calls - before)
@@ -73,7 +71,7 @@ def test_density_that_changes_is_sent_again_or_learnt_anew(rank: int, world_size
     """More non-zeros than the table was made for: sent again, at the right size; far fewer: learnt anew."""
     driver = Driver(schemes.by_name("homomorphic", mode="sketch"), [torch.zeros(N)])
     for step, density in enumerate((0.02, 0.02, 0.3, 0.3, 0.02, 0.02, 0.0, 0.0, 0.02, 0.02, 0.02)):
-        shares = torch.stack([gradient_of(pattern, N, r, density, torch.float32, step + 1) for r in range(world_size)])
+        shares = gradients_of(pattern, N, world_size, density, torch.float32, step + 1)
         (mean,) = driver.reduce([shares[rank].clone()])
         assert agree(mean)
         error = (mean.double() - shares.double().mean(0)).abs()
@@ -102,12 +100,9 @@ def test_density_that_changes_is_sent_again_or_learnt_anew(rank: int, world_size
 
 @pytest.mark.parametrize("n_elements", [3_000, 200_003, 3_000_000])
 def test_assumed_tables_give_back_the_exact_sums(n_elements: int) -> None:
-    gradients = sparse_gradients(n_elements, 0.05, 3)
+    gradients = [gradient.clamp_(-1000, 1000) for gradient in sparse_gradients(n_elements, 0.05, 3)]
     fixed = FixedPoint.fit(10, 3, torch.int64)
-    own = [torch.empty(index_words(n_elements), dtype=torch.int32) for _ in gradients]
-    for gradient, words in zip(gradients, own, strict=True):
-        gradient.clamp_(-1000, 1000)
-        write_index(gradient, words)
+    own = [index_of(gradient) for gradient in gradients]
     index = own[0] | own[1] | own[2]
     known = CountSketch()
     known.prepare(index, n_elements)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from buckets import Driver
+import buckets
+from buckets import Driver, flat, mean_over_ranks
 from gradwire import codecs, schemes
 from gradwire.core.checkpoint import take
 from gradwire.errors import InvalidArgument, RankMismatch
@@ -32,9 +35,7 @@ LAYOUT = [3, 4]
 COARSE = {"codec": "truncate", "bits": 22}  # one bit of mantissa: every value loses something
 
 
-def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+gradients_of = functools.partial(buckets.gradients_of, shapes=SHAPES)
 
 
 def by_clock(took: Callable[[int, int], tuple[float, float]]) -> None:
@@ -53,23 +54,8 @@ def like_any_network(n_values: int, mode: int) -> tuple[float, float]:
     return (1e-3, 1e-4) if mode else (4e-6 * n_values, 0.0)
 
 
-def flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1).float() for tensor in tensors])
-
-
-def driver_of(scheme: SlimGC, dtype: torch.dtype = torch.float32) -> Driver:
-    return Driver(scheme, [torch.zeros(shape, dtype=dtype) for shape in SHAPES], LAYOUT)
-
-
-def residuals_of(driver: Driver) -> Tensor:
-    state = driver.scheme.state_dict()["residuals"]
-    return flat([state.get(f"p{i}", torch.zeros(math.prod(shape))) for i, shape in enumerate(SHAPES)])
-
-
-def mean_over_ranks(values: Tensor) -> Tensor:
-    summed = values.double()
-    torch.distributed.all_reduce(summed)
-    return summed / torch.distributed.get_world_size()
+def driver_of(scheme: SlimGC, dtype: torch.dtype = torch.float32, layout: Sequence[int] = LAYOUT) -> Driver:
+    return Driver(scheme, [torch.zeros(shape, dtype=dtype) for shape in SHAPES], layout)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -105,7 +91,7 @@ def test_gradients_are_conserved_in_every_mode(rank: int, world_size: int) -> No
                     gradients[0].zero_()  # unused: DDP throws its result away, so what was left out of it stays
                 result = driver.reduce([gradient * driver.loss_scale for gradient in gradients])
                 assert agree(flat(result)), (options, dtype, step)
-                new = residuals_of(driver)
+                new = driver.state()
                 is_compressed = bool(new.any())
                 kinds.add(is_compressed)
                 expected = mean_over_ranks(flat(gradients) + old)
@@ -179,7 +165,7 @@ def test_non_finite_steps_change_nothing(rank: int, world_size: int) -> None:
         for tensor, value in ((0, math.nan), (0, -math.inf), (1, math.nan)):
             driver = driver_of(SlimGC(**options, threshold_bytes=400))
             driver.reduce(gradients_of(rank, 0))
-            before, n_messages = residuals_of(driver), [bucket.record.n_messages for bucket in driver.last_buckets]
+            before, n_messages = driver.state(), [bucket.record.n_messages for bucket in driver.last_buckets]
             gradients = gradients_of(rank, 1)
             if rank == world_size - 1:
                 gradients[tensor].view(-1)[2] = value
@@ -187,7 +173,7 @@ def test_non_finite_steps_change_nothing(rank: int, world_size: int) -> None:
             assert agree(flat(result)), options
             assert not result[tensor].view(-1)[2].isfinite(), options
             assert flat(result[:tensor] + result[tensor + 1 :]).isfinite().all(), options
-            assert torch.equal(residuals_of(driver), before), options
+            assert torch.equal(driver.state(), before), options
             assert driver.scheme.stats()["n_steps_not_finite"] == 1
             assert [bucket.record.n_messages for bucket in driver.last_buckets] == n_messages, "nothing is sent again"
             assert flat(driver.reduce(gradients_of(rank, 2))).isfinite().all()
@@ -204,7 +190,7 @@ def test_all_are_compressed_or_none(rank: int, world_size: int) -> None:
         expected = mean_over_ranks(flat(gradients_of(rank, 0))).float()
         assert torch.allclose(result, expected, atol=1e-6)
         assert driver.scheme.stats()["n_tensors_compressed"] == n_compressed
-        assert not residuals_of(driver).any()
+        assert not driver.state().any()
         driver.close()
 
 
@@ -232,8 +218,8 @@ def test_a_resumed_run_goes_on_bit_by_bit(rank: int, world_size: int) -> None:
     """A run that stops after any step and goes on elsewhere ends with the same bits; tables and residuals included."""
     by_clock(like_any_network)
     for scheme_options in ({"codec": "one-bit"}, {"codec": "qsgd"}, {**COARSE, "topology": "all-reduce"}):
-        whole = driver_of(SlimGC(**scheme_options, warmup_steps=4, drift_every=3, drift_factor=1e9))
-        parts = driver_of(SlimGC(**scheme_options, warmup_steps=4, drift_every=3, drift_factor=1e9))
+        make = functools.partial(SlimGC, **scheme_options, warmup_steps=4, drift_every=3, drift_factor=1e9)
+        whole, parts = driver_of(make()), driver_of(make())
         for step in range(10):
             expected = flat(whole.reduce(gradients_of(rank, step)))
             found = flat(parts.reduce(gradients_of(rank, step)))
@@ -242,7 +228,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(rank: int, world_size: int) -> None:
             torch.save(parts.scheme.state_dict(), stored)
             stored.seek(0)
             parts.close()
-            parts = driver_of(SlimGC(**scheme_options, warmup_steps=4, drift_every=3, drift_factor=1e9))
+            parts = driver_of(make())
             parts.step = step + 1
             parts.scheme.load_state_dict(torch.load(stored, weights_only=True))
         assert whole.scheme.stats()["threshold_measured"] == 1
@@ -260,7 +246,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(rank: int, world_size: int) -> None:
         ):
             with pytest.raises(InvalidArgument):
                 take(whole.scheme, bad)
-        assert torch.equal(residuals_of(whole), residuals_of(parts))
+        assert torch.equal(whole.state(), parts.state())
         whole.close()
         parts.close()
 
@@ -275,12 +261,12 @@ def test_each_tensor_gets_one_of_several_codecs_and_gradients_are_conserved(rank
     lines = [(0.1, 4e-3), (0.2, 2e-3), (2.0, 4e-3), (1.0, 1e-4)]
     by_clock(lambda n_values, mode: (lines[mode][0] + lines[mode][1] * n_values * (1 + 0.1 * rank), 0.0))
     driver = driver_of(SlimGC(SEVERAL, drift_every=0, plain_steps=11))
-    old, results = residuals_of(driver), []
+    old, results = driver.state(), []
     for step in range(16):
         driver.loss_scale = 2.0 ** (step % 3)
         gradients = gradients_of(rank, step)
         found = flat(driver.reduce([one * driver.loss_scale for one in gradients])) / driver.loss_scale
-        new = residuals_of(driver)
+        new = driver.state()
         balance = mean_over_ranks(found + new) - mean_over_ranks(flat(gradients) + old)
         assert float(balance.abs().max()) < 1e-5, step
         assert bool(new.any()) == (step >= 11)
@@ -305,8 +291,7 @@ def test_each_tensor_gets_one_of_several_codecs_and_gradients_are_conserved(rank
 def test_ranks_with_different_tables_get_an_error_before_their_gradients_meet(
     rank: int, world_size: int, n_before: int
 ) -> None:
-    training = Training(rank, SlimGC("one-bit"), timeout_s=100)
-    training.take_steps(range(n_before))
+    training = Training(rank, SlimGC("one-bit"), timeout_s=100).after(range(n_before))
     state = training.attachment.state_dict()
     state["state"]["threshold_bytes"] = 1_000 + rank
     training.attachment.load_state_dict(state)
@@ -344,8 +329,7 @@ def test_values_are_encoded_where_they_lie_with_the_same_bits(rank: int, world_s
     ):
         runs = []
         for method in (mean, of_sum):
-            FusedExchange.mean = method  # type: ignore[assignment,method-assign]
-            try:
+            with mock.patch.object(FusedExchange, "mean", method):
                 driver = driver_of(SlimGC(**{"threshold_bytes": 0, **options}))
                 results = []
                 for step in range(5):
@@ -354,11 +338,9 @@ def test_values_are_encoded_where_they_lie_with_the_same_bits(rank: int, world_s
                         gradients[0].zero_()
                     results.append(flat(driver.reduce(gradients)))
                     assert agree(results[-1])
-                    results.append(residuals_of(driver))
+                    results.append(driver.state())
                 runs.append(torch.cat(results))
                 driver.close()
-            finally:
-                FusedExchange.mean = mean  # type: ignore[method-assign]
         assert torch.equal(runs[0], runs[1]), options
 
 
@@ -390,27 +372,23 @@ def test_buckets_that_overlap_give_the_bits_of_one_after_the_other(rank: int, wo
     ):
         runs = []
         for order in orders:
-            exchange._PULL_BYTES_AHEAD, Communicator.submit = n_bytes, order  # type: ignore[method-assign]
-            try:
-                driver = Driver(
-                    SlimGC(**{"threshold_bytes": 0, **options}),
-                    [torch.zeros(shape) for shape in SHAPES],
-                    [1, 1, 1, 2, 2],
-                )
+            with (
+                mock.patch.object(exchange, "_PULL_BYTES_AHEAD", n_bytes),
+                mock.patch.object(Communicator, "submit", order),
+            ):
+                driver = driver_of(SlimGC(**{"threshold_bytes": 0, **options}), layout=[1, 1, 1, 2, 2])
                 results = []
                 for step in range(5):
-                    gradients, before = gradients_of(rank, step), residuals_of(driver)
+                    gradients, before = gradients_of(rank, step), driver.state()
                     if step == 3 and rank == world_size - 1:
                         gradients[2].view(-1)[7] = math.inf
                     reduced = flat(driver.reduce(gradients))
                     assert agree(reduced)
-                    results += [reduced.view(torch.int32), residuals_of(driver).view(torch.int32)]
-                    assert torch.equal(residuals_of(driver), before) == (step == 3)
+                    results += [reduced.view(torch.int32), driver.state().view(torch.int32)]
+                    assert torch.equal(driver.state(), before) == (step == 3)
                 assert driver.scheme.stats()["n_steps_not_finite"] == 1
                 runs.append(torch.cat(results))
                 driver.close()
-            finally:
-                exchange._PULL_BYTES_AHEAD, Communicator.submit = bytes_ahead, submit  # type: ignore[method-assign]
         assert torch.equal(runs[0], runs[1]), options
         assert torch.equal(runs[0], runs[2]), options
 
@@ -430,11 +408,9 @@ def test_a_raw_bucket_that_is_finite_does_not_hide_a_nan_in_another(rank: int, w
     shapes = (7, 300, 300)  # raw, compressed, compressed
     driver = Driver(SlimGC("two-bit", threshold_bytes=100), [torch.zeros(n) for n in shapes], [1, 1, 1])
     for step in range(3):
-        gradients, before = [torch.full((n,), 0.1 + step) for n in shapes], driver.scheme.state_dict()["residuals"]
+        gradients, before = [torch.full((n,), 0.1 + step) for n in shapes], driver.state()
         if step == 1:
             gradients[1][7] = math.inf
         driver.reduce(gradients)
-        after = driver.scheme.state_dict()["residuals"]
-        is_unchanged = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-        assert is_unchanged == (step == 1)
+        assert torch.equal(before, driver.state()) == (step == 1)
     driver.close()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import gradwire
 import quantiser_oracles as oracle
 from buckets import SHAPES, Driver, by_bucket, drive, flat, gradients_of
 from gradwire import schemes
@@ -43,23 +44,18 @@ def test_terngrad_follows_its_transcription(rank: int, world_size: int, per: str
         results = by_bucket(driver.reduce(of_unlike_sizes(rank, step)))
         for index, result in enumerate(results):
             mine = [ranks[:2] if index == 0 else ranks[2:] for ranks in everyone]
+            shares = [flat(tensors).numpy() for tensors in mine]
             if per == "bucket":
                 mine = [[flat(tensors)] for tensors in mine]
             scales = [
                 max(oracle.ternary_scale(one.reshape(-1).numpy(), 2.5) if one.numel() else 0.0 for one in tensors)
                 for tensors in zip(*mine, strict=True)
             ]
-            sizes = [tensor.numel() for tensor in mine[0]]
-            by_value = np.repeat(np.array(scales, np.float32), sizes)
-            shared = scales[0] if per == "bucket" else np.float32(1)
-            shares = (
-                [flat(tensors).numpy() for tensors in mine]
-                if per == "bucket"
-                else [
-                    np.divide(flat(tensors).numpy(), by_value, out=np.zeros_like(by_value), where=by_value > 0)
-                    for tensors in mine
-                ]
-            )
+            by_value = np.repeat(np.array(scales, np.float32), [tensor.numel() for tensor in mine[0]])
+            shared = scales[0]
+            if per == "layer":
+                shared, zeros = np.float32(1), np.zeros_like(by_value)
+                shares = [np.divide(one, by_value, out=zeros.copy(), where=by_value > 0) for one in shares]
             drawn = [
                 oracle.ternary(one, shared, SEED, place_of(step, index).draw(other)) for other, one in enumerate(shares)
             ]
@@ -102,6 +98,13 @@ def test_thc_follows_its_transcription(rank: int, world_size: int) -> None:
         driver.close()
 
 
+def layers_of(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    """The places of each matrix in a bucket of these."""
+    ends = itertools.accumulate(math.prod(shape) for shape in shapes)
+    spans = [torch.arange(end - math.prod(shape), end) for shape, end in zip(shapes, ends, strict=True)]
+    return [span for shape, span in zip(shapes, spans, strict=True) if len(shape) > 1 and len(span)]
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
 def test_dgc_follows_its_float64_transcription(rank: int, world_size: int) -> None:
@@ -110,9 +113,11 @@ def test_dgc_follows_its_float64_transcription(rank: int, world_size: int) -> No
         driver = drive(Dgc(**{"share": 0.05, "per": "bucket", **options}))
         momentum = options.get("momentum", 0.9)
         is_whole = [flat([torch.full(shape, len(shape) < 2) for shape in part]) for part in (SHAPES[:2], SHAPES[2:])]
+        places = [[torch.where(~whole)[0]] for whole in is_whole]  # among which a share is chosen
+        if "per" in options:
+            places = [layers_of(SHAPES[:2]), layers_of(SHAPES[2:])]
         sizes = [one.numel() for one in is_whole]
-        u = [[torch.zeros(size, dtype=torch.float64) for size in sizes] for _ in range(world_size)]
-        v = [[torch.zeros(size, dtype=torch.float64) for size in sizes] for _ in range(world_size)]
+        u, v = ([[torch.zeros(size).double() for size in sizes] for _ in range(world_size)] for _ in range(2))
         for step in range(6):
             driver.loss_scale = 2.0**step
             everyone = [[one.double() for one in gradients_of(other, step)] for other in range(world_size)]
@@ -132,19 +137,11 @@ def test_dgc_follows_its_float64_transcription(rank: int, world_size: int) -> No
                     u[other][index] = momentum * u[other][index] + torch.where(whole, means, gradient)
                     update = gradient + momentum * u[other][index] if "nesterov" in options else u[other][index]
                     v[other][index] = torch.where(whole, 0, v[other][index] + update)
-                    parts = [torch.where(~whole)[0]]
-                    if "per" in options:
-                        shapes = SHAPES[:2] if index == 0 else SHAPES[2:]
-                        ends = np.cumsum([int(np.prod(shape)) for shape in shapes]).tolist()
-                        parts = [
-                            torch.arange(end - int(np.prod(shape)), end)
-                            for shape, end in zip(shapes, ends, strict=True)
-                            if len(shape) > 1 and np.prod(shape)
-                        ]
+                    sizes_of_all = v[other][index].abs()
                     chosen = torch.cat(
                         [
-                            one[v[other][index][one].abs().topk(max(1, round(share * one.numel()))).indices]
-                            for one in parts
+                            one[sizes_of_all[one].topk(max(1, round(share * one.numel()))).indices]
+                            for one in places[index]
                         ]
                     )
                     expected[chosen] += v[other][index][chosen] / world_size
@@ -187,24 +184,24 @@ def test_dgc_alone_is_sgd_with_momentum_and_weight_decay(rank: int, world_size: 
 @on_ranks(2)
 def test_dgc_takes_weight_decay_into_what_it_sends(rank: int, world_size: int) -> None:
     """Everything is sent, so that factor masking forgets all momentum: each step is Nesterov's first, of the ranks' mean."""
-    torch.manual_seed(0)
-    model = nn.Linear(6, 4, bias=False)
-    twin = nn.Linear(6, 4, bias=False)
-    twin.load_state_dict(model.state_dict())
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    attachment = gradwire.attach(ddp, optimizer, Dgc(share=1.0, momentum=0.5, nesterov=True, weight_decay=0.2))
+
+    def linear() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(6, 4, bias=False)
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return model(torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
+
+    scheme = Dgc(share=1.0, momentum=0.5, nesterov=True, weight_decay=0.2)
+    training, twin = Training(rank, scheme, lambda p: torch.optim.SGD(p, 0.1), linear, loss), linear()
     for step in range(4):
-        inputs = [torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + one)) for one in (0, 1)]
-        optimizer.zero_grad()
-        ddp(inputs[rank]).square().mean().backward()
-        optimizer.step()
+        training.take_steps([step])
         theirs = torch.optim.SGD(twin.parameters(), 0.1, momentum=0.5, nesterov=True, weight_decay=0.2)
         theirs.zero_grad()
-        (sum(twin(one).square().mean() for one in inputs) / 2).backward()
+        (sum(loss(twin, one, step) for one in range(world_size)) / world_size).backward()
         theirs.step()
-        assert torch.allclose(model.weight, twin.weight, rtol=1e-5, atol=1e-6)
-    attachment.close()
+        assert torch.allclose(training.ddp.module.weight, twin.weight, rtol=1e-5, atol=1e-6)
+    training.close()
 
 
 @on_ranks(2)

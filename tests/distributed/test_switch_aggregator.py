@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,8 +46,7 @@ def reduce_everything(rank: int, world_size: int, address: str) -> dict[str, Any
             aggregator.max_int32(largest, wire)
             short, long = values_of(rank, n, torch.int32), values_of(rank, n, torch.int64)
             long_too = values_of(rank + 50, n, torch.int64)
-            sums = [aggregator.start_sum(values, wire) for values in (short, long, long_too)]
-            for one in sums:
+            for one in [aggregator.start_sum(values, wire) for values in (short, long, long_too)]:
                 one()
                 one()  # the second does nothing
             results[str(n)] = (words, largest, short, long, long_too)
@@ -122,38 +122,35 @@ def end_while_others_wait(rank: int, world_size: int, address: str, dies: bool) 
     communicator.submit(on_lane).wait()
 
 
-def test_a_rank_that_fails_outside_the_switch_ends_the_others_sums_with_its_error() -> None:
+@pytest.mark.parametrize(
+    ("world_size", "dies", "error", "words"),
+    [
+        (2, False, CorruptMessage, "rank 1 raised: a sketch of rank 1 was damaged"),
+        (3, True, PeerLost, "rank 1 sent nothing"),  # when the time is up
+    ],
+)
+def test_a_rank_that_fails_or_dies_outside_the_switch_ends_the_others_sums(
+    world_size: int, dies: bool, error: type[Exception], words: str
+) -> None:
     with Serving() as serving:
-        outcomes = try_ranks(end_while_others_wait, 2, f"127.0.0.1:{serving.port}", False)
-    assert isinstance(outcomes[1].error, CorruptMessage)
-    assert isinstance(outcomes[0].error, CorruptMessage)
-    assert "rank 1 raised: a sketch of rank 1 was damaged" in str(outcomes[0].error)
-
-
-def test_a_rank_that_dies_is_named_when_the_time_is_up() -> None:
-    with Serving() as serving:
-        outcomes = try_ranks(end_while_others_wait, 3, f"127.0.0.1:{serving.port}", True)
-    assert outcomes[1].exit_code == 3
-    for rank in (0, 2):
-        assert isinstance(outcomes[rank].error, PeerLost), outcomes[rank].traceback
-        assert "rank 1 sent nothing" in str(outcomes[rank].error)
+        outcomes = try_ranks(end_while_others_wait, world_size, f"127.0.0.1:{serving.port}", dies)
+    first_to_end = outcomes.pop(1)
+    assert first_to_end.exit_code == 3 if dies else isinstance(first_to_end.error, CorruptMessage)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, error), outcome.traceback
+        assert words in str(outcome.error)
 
 
 def test_addresses_that_lead_nowhere_are_refused_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Two:
-        world_size = 2
-
-    class Many:
-        world_size = 33
-
+    two, many = SimpleNamespace(world_size=2), SimpleNamespace(world_size=33)
     monkeypatch.delenv("GRADWIRE_SWITCH", raising=False)
     for address in (None, "", "host", "host:", ":1", "host:0", "host:65536", "host:x"):
         with pytest.raises(InvalidArgument, match=r"host:port"):
-            aggregators.by_name("switch", address=address).bind(Two(), None)  # type: ignore[arg-type]
+            aggregators.by_name("switch", address=address).bind(two, None)
     monkeypatch.setenv("GRADWIRE_SWITCH", "127.0.0.1:4790")
-    aggregators.by_name("switch").bind(Two(), None)  # type: ignore[arg-type]
+    aggregators.by_name("switch").bind(two, None)
     with pytest.raises(Unsupported, match="process-group"):
-        aggregators.by_name("switch").bind(Many(), None)  # type: ignore[arg-type]
+        aggregators.by_name("switch").bind(many, None)
     for slots in (0, 3, 1 << 21):
         with pytest.raises(InvalidArgument):
             aggregators.by_name("switch", slots=slots)

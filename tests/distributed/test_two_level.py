@@ -10,7 +10,7 @@ import pytest
 import reducing_cases as cases
 import torch
 import torch.distributed as dist
-from ddp_cases import batches, build_model, sgd, take_step, wrap
+from ddp_cases import N_STEPS, sgd, start
 
 import gradwire
 from gradwire import schemes
@@ -19,7 +19,6 @@ from gradwire.schemes.two_level import TwoLevel, cut_rows
 from ranks import agree, on_ranks, patience, try_ranks
 
 SHAPES = {"a": (40, 30), "b": (31,), "empty": (0, 3), "scalar": (), "c": (1, 50), "d": (9, 5, 6)}
-N_ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 draw = functools.partial(cases.draw, SHAPES)
 
 
@@ -47,10 +46,10 @@ def test_every_inner_scheme_gives_all_ranks_the_same_bits_and_resumes(
         )
     if "plain" in names:  # as flat, but for rounding
         reducer = gradwire.Reducer(TwoLevel("plain", size), bucket_mb=4 / 1024, timeout_s=100)
-        tensors, exact = draw(rank, 0), draw(rank, 0)
-        reducer.all_reduce(tensors).wait()
+        exact = draw(rank, 0)
+        means = cases.reduced(reducer, draw(rank, 0))
         reducer.close()
-        for key, tensor in tensors.items():
+        for key, tensor in means.items():
             dist.all_reduce(exact[key])
             assert torch.allclose(tensor, exact[key] / world_size, atol=1e-6), key
 
@@ -62,13 +61,11 @@ def test_what_is_sent_and_what_is_left_is_what_was_given(rank: int, world_size: 
     reducer = gradwire.Reducer(TwoLevel("one-bit", size), bucket_mb=4 / 1024, timeout_s=100)
     missing = {key: torch.zeros(shape, dtype=torch.float64) for key, shape in SHAPES.items()}
     for step in range(6):
-        tensors = draw(rank, step)
-        reducer.all_reduce(tensors).wait()
-        for key, tensor in tensors.items():
+        for key, tensor in cases.reduced(reducer, draw(rank, step)).items():
             given = [draw(other, step)[key].double() for other in range(world_size)]
             missing[key] += torch.stack(given).mean(0) - tensor
-    check_conserved({key: value / world_size for key, value in missing.items()},
-                    reducer.state_dict()["state"]["residuals"], world_size, size)  # fmt: skip
+    shares = {key: value / world_size for key, value in missing.items()}
+    check_conserved(shares, reducer.state_dict()["state"]["residuals"], world_size, size)
     reducer.close()
 
 
@@ -92,31 +89,29 @@ def check_conserved(
 
 @on_ranks(4)
 def test_ddp_rebuilds_its_buckets_and_no_residual_is_orphaned(rank: int, world_size: int) -> None:
-    ddp = wrap(build_model())
-    optimizer = sgd(ddp)
-    attachment = gradwire.attach(ddp, optimizer, TwoLevel("one-bit", 2), timeout_s=100)
-    named = dict(ddp.module.named_parameters())
+    training = start(rank, TwoLevel("one-bit", 2), optimizer=sgd)
+    attachment, named = training.attachment, dict(training.ddp.module.named_parameters())
     missing = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in named.items()}
 
     def give(name: str, gradient: torch.Tensor) -> None:
         missing[name] += gradient.double() / world_size
 
     handles = [p.register_hook(functools.partial(give, name)) for name, p in named.items()]
-    for batch in list(batches(rank)) * 2:
-        take_step(ddp, optimizer, batch)
+    for step in [*range(N_STEPS)] * 2:
+        training.take_steps([step])
         for name, p in named.items():
             assert p.grad is not None
             missing[name] -= p.grad.double() / world_size  # the same on all ranks
     for handle in handles:
         handle.remove()
-    check_conserved(missing, attachment.state_dict()["state"]["residuals"], world_size, 2)
-    assert agree(torch.cat([p.detach().flatten() for p in ddp.parameters()]))
     state = attachment.state_dict()["state"]["residuals"]
+    check_conserved(missing, state, world_size, 2)
+    assert agree(training.flat())
     n = torch.tensor([sum(residual.numel() for residual in state.values())])
     dist.all_reduce(n)
-    assert int(n) == 2 * sum(p.numel() for p in ddp.parameters())  # every element once a node: none is an orphan
+    assert int(n) == 2 * training.flat().numel()  # every element once a node: none is an orphan
     attachment.switch(TwoLevel("gcomp", 2))
-    take_step(ddp, optimizer, next(iter(batches(rank))))
+    training.take_steps([0])
     attachment.close()
 
 
@@ -151,14 +146,13 @@ def test_what_one_rank_fails_of_is_raised_on_all(how: str) -> None:
 
 @on_ranks(4)
 def test_a_nan_is_seen_by_all_and_nothing_of_its_step_is_kept(rank: int, world_size: int) -> None:
-    """A NaN is seen by all ranks, and no rank keeps anything of that step."""
     reducer = gradwire.Reducer(TwoLevel("one-bit", 2), timeout_s=100)
     reducer.all_reduce(draw(rank, 0)).wait()
     before = copy.deepcopy(reducer.state_dict()["state"]["residuals"])
     tensors = draw(rank, 1)
     if rank == 3:
         tensors["a"][0, 0] = float("nan")
-    reducer.all_reduce(tensors).wait()
+    cases.reduced(reducer, tensors)
     assert not all(tensor.isfinite().all() for tensor in tensors.values())
     after = reducer.state_dict()["state"]["residuals"]
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -172,14 +166,13 @@ def test_groups_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
             gradwire.Reducer(TwoLevel("plain", nodes), timeout_s=5)
     with pytest.raises(gradwire.InvalidArgument, match='"paper" reads the optimizer'):  # what it is around refuses
         gradwire.Reducer(TwoLevel("gcomp", 2), timeout_s=100)
-    ddp = wrap(torch.nn.Linear(4, 4))
     with pytest.raises(gradwire.InvalidArgument, match="exempt='nosuch' matches no tensor; there are weight, bias"):
-        gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), 0.1), TwoLevel("one-bit", 2, exempt=["nosuch"]))
+        start(rank, TwoLevel("one-bit", 2, exempt=["nosuch"]), lambda: torch.nn.Linear(4, 4), sgd)
     for name in ("aqgb", "periodic"):
         with pytest.raises(gradwire.Unsupported, match=name):
             TwoLevel(name)
     crossed = gradwire.Reducer(TwoLevel("plain", [[0, 2], [1, 3]]), timeout_s=100)
     tensor = torch.full((5,), float(rank))
-    crossed.all_reduce({"x": tensor}).wait()
+    cases.reduced(crossed, {"x": tensor})
     assert tensor.tolist() == [1.5] * 5
     crossed.close()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from buckets import Driver
@@ -18,6 +16,7 @@ from gradwire.schemes import plain_steps
 from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, TABLE
 from logs import log_of
 from ranks import on_ranks, run_ranks
+from small_training import Training
 
 N = 1_000
 SHAPE = (50, 20)  # of N values; low rank compresses matrices
@@ -132,26 +131,24 @@ def test_one_fixed_scale_stays_one(name: str, options: dict[str, Any]) -> None:
     assert chosen == {"warmup_steps": 50, "scale_values": None}
 
 
-def train(rank: int, name: str, steps: range, state: dict[str, Any] | None) -> tuple[torch.Tensor, dict[str, Any]]:
-    """A linear model under AdamW, with all defaults of a scheme; without one where `state` is None."""
+def linear() -> torch.nn.Module:
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(torch.nn.Linear(40, 40, bias=False))  # one tensor: DDP rebuilds no buckets
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
-    attachment = None if state is None else gradwire.attach(ddp, optimizer, name)
-    if attachment is not None and state:
-        ddp.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        attachment.load_state_dict(state["gradwire"])
-    for step in steps:
-        optimizer.zero_grad()
-        ddp(gradient_of(rank, step)[:400].view(10, 40)).square().mean().backward()
-        optimizer.step()
-    saved = {"model": ddp.state_dict(), "optimizer": optimizer.state_dict()}
-    weights = ddp.module.weight.detach().clone()
-    if attachment is not None:
-        saved = copy.deepcopy(saved | {"gradwire": attachment.state_dict()})
-        attachment.close()
-    return weights, saved
+    return torch.nn.Linear(40, 40, bias=False)  # one tensor: DDP rebuilds no buckets
+
+
+def loss_of(module: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+    return module(gradient_of(rank, step)[:400].view(10, 40)).square().mean()
+
+
+def train(rank: int, name: str | None, steps: range, state: Any = None) -> tuple[torch.Tensor, Any]:
+    """A linear model under AdamW, with all defaults of a scheme, or without one; from a state on, if there is one."""
+    training = Training(rank, name, lambda p: torch.optim.AdamW(p, lr=0.01), linear, loss_of)
+    if state:
+        training.load(state)
+    training.take_steps(steps)
+    saved = training.state() if name else None
+    training.close()
+    return training.flat(), saved
 
 
 @pytest.mark.parametrize(("name", "n_plain"), [(name, n) for name, n in BESIDE_ADAM.items() if name != "two-bit"])
@@ -161,10 +158,10 @@ def test_beside_adam_first_steps_are_plain_and_a_resumed_training_counts_on(
 ) -> None:
     """Weights after the plain steps and after four more, without a scheme, with one, and resumed along the way."""
     end = n_plain + 4
-    found = {f"alone {n}": train(rank, name, range(n), None)[0] for n in (n_plain, end)}
-    found |= {f"whole {n}": train(rank, name, range(n), {})[0] for n in (n_plain, end)}
+    found = {f"alone {n}": train(rank, None, range(n))[0] for n in (n_plain, end)}
+    found |= {f"whole {n}": train(rank, name, range(n))[0] for n in (n_plain, end)}
     for cut in (n_plain - 20, n_plain, n_plain + 1, n_plain + 2):
-        _, state = train(rank, name, range(cut), {})
+        _, state = train(rank, name, range(cut))
         found[f"from {cut}"] = train(rank, name, range(cut, end), state)[0]
     whole = found[f"whole {end}"]
     assert torch.equal(found[f"alone {n_plain}"], found[f"whole {n_plain}"])

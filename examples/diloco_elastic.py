@@ -39,7 +39,7 @@ manager = Manager(
     rank=0, world_size=1, store_addr=host, store_port=store.port, lighthouse_addr=address,
     replica_id=f"rank{number}", quorum_timeout=datetime.timedelta(minutes=10),
 )  # fmt: skip
-loop = gradwire.LocalSgd(model, optimizer, "embedded-float:bits=4", every=10, manager=manager)
+loop = gradwire.LocalSgd(model, optimizer, "embedded-float:bits=4", every=10, group=manager)
 
 generator = torch.Generator().manual_seed(number)
 while manager.current_step() < 8:  # exchanges that are done

@@ -65,7 +65,7 @@ def main(
     gradwire.Reducer.all_reduce = look  # type: ignore[assignment,method-assign]
     say(name=name, starts=True)
     outer = OUTER["nesterov" if fragments > 1 else "average"]
-    loop = gradwire.LocalSgd(net, optimizer, scheme, 4, outer, manager=manager, fragments=fragments, timeout_s=30)
+    loop = gradwire.LocalSgd(net, optimizer, scheme, 4, outer, manager, fragments=fragments, timeout_s=30)
     say(name=name, came=manager.current_step())
     draw = torch.Generator().manual_seed(name)
     weight = net[0].weight

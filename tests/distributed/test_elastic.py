@@ -88,9 +88,13 @@ def test_too_few_ranks_for_a_quorum_end_with_peer_lost() -> None:
 
 @on_ranks(1)
 def test_managers_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
+    class Manager:
+        def start_quorum(self) -> None:
+            """A manager's, but it is not torchft's."""
+
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     with pytest.raises(gradwire.InvalidArgument, match=r"Manager\(pg=gradwire.Members\(\), use_async_quorum=False"):
-        gradwire.LocalSgd(net, optimizer, "plain", 2, manager=object())
-    with pytest.raises(gradwire.InvalidArgument, match="leave out group= and delay="):
-        gradwire.LocalSgd(net, optimizer, "plain", 2, manager=object(), delay=1)
+        gradwire.LocalSgd(net, optimizer, "plain", 2, group=Manager())
+    with pytest.raises(gradwire.InvalidArgument, match="leave out delay="):
+        gradwire.LocalSgd(net, optimizer, "plain", 2, group=Manager(), delay=1)

@@ -110,11 +110,11 @@ def test_a_restarted_rank_does_not_meet_the_names_of_its_life_before(monkeypatch
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     store, new_store = dist.HashStore(), dist.HashStore()
-    first, second = name_group(store, [0, 1]), name_group(store, [0, 1])
+    first, second = name_group(store, [0, 1], 0), name_group(store, [0, 1], 0)
     assert first != second
-    assert name_group(new_store, [0, 1]) == first  # as whoever has come with it finds it
+    assert name_group(new_store, [0, 1], 0) == first  # as whoever has come with it finds it
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert name_group(store, [0, 1]) not in (first, second)
+    assert name_group(store, [0, 1], 0) not in (first, second)
 
 
 @on_ranks(4)

@@ -2,7 +2,7 @@
 
     members = gradwire.Members()
     manager = torchft.Manager(pg=members, min_replica_size=2, use_async_quorum=False, ...)
-    loop = gradwire.LocalSgd(model, optimizer, "top-k", every=500, manager=manager)
+    loop = gradwire.LocalSgd(model, optimizer, "top-k", every=500, group=manager)
 
 torchft's lighthouse waits for who lives, and gives a comer one of their states. Here ranks meet among those, exchange, and try
 again among who is left where one was lost meanwhile. torchft is not imported: a manager is what has its methods.
@@ -62,8 +62,8 @@ class Quorum:
         members = getattr(manager, "_pg", None)
         if not isinstance(members, Members) or getattr(manager, "_use_async_quorum", True):
             raise InvalidArgument(
-                "manager= is torchft's Manager(pg=gradwire.Members(), use_async_quorum=False, ...): its quorum is asked for at "
-                "each outer step, and is there before the exchange"
+                "group= may be torchft's Manager(pg=gradwire.Members(), use_async_quorum=False, ...): its quorum is asked "
+                "for at each outer step, and is there before the exchange"
             )
         self.reducer: Reducer | None = None
         self._manager, self._members, self._make, self._take_shared = manager, members, make, take_shared

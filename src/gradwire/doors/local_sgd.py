@@ -65,15 +65,15 @@ class LocalSgd:
             error feedback off where the outer optimizer has a momentum above 0.5.
         every: H, inner steps between two outer ones.
         outer: makes the outer optimizer of the anchors, the parameters after the last outer step.
-        group: who exchanges (default: all ranks); with FSDP2 those that hold the same shard.
+        group: who exchanges (default: all ranks); with FSDP2 those that hold the same shard. Or torchft's Manager, with
+            `pg=gradwire.Members()`, if ranks may leave, die and join at outer steps; without `delay`. The constructor waits
+            for the others' next outer step then, and takes what they share.
         delay: inner steps that the exchange may overlap with (0: none). Their updates are kept.
         fragments: parts of the model, about equally large, that are exchanged in turn, each every `every` steps: as many bytes
             in all, of which as few times fewer come at once. An exchange ends before the next begins.
         feedback_decay: of a scheme with error feedback, the share of a residual that is kept from one exchange to the next:
             1 keeps all of it; below, what was left out long ago fades, and takes the outer momentum's place
             (SparseLoCo, arXiv 2508.15706).
-        manager: torchft's Manager, with `pg=gradwire.Members()`, if ranks may leave, die and join at outer steps; without
-            `group` and `delay`. The constructor waits for the others' next outer step, and takes what they share.
         options: as for Reducer: bucket_mb, timeout_s, trace; and `scaler`, the GradScaler, which need not be given: a step that
             any GradScaler skips counts as a step.
     Raises: InvalidArgument, Unsupported; the first `optimizer.step()` InvalidArgument, on all ranks, if these start apart.
@@ -90,7 +90,6 @@ class LocalSgd:
         delay: int = 0,
         fragments: int = 1,
         feedback_decay: float = 1.0,
-        manager: Any = None,
         **options: Any,
     ) -> None:
         if not 1 <= fragments <= every or not 0 <= delay < every // fragments:
@@ -100,8 +99,9 @@ class LocalSgd:
             )
         if not 0 <= feedback_decay <= 1:
             raise InvalidArgument(f"feedback_decay is a share from 0 to 1, got {feedback_decay}")
-        if manager is not None and (group is not None or delay):
-            raise InvalidArgument("manager= says who exchanges, and when: leave out group= and delay=")
+        manager = group if hasattr(group, "start_quorum") else None
+        if manager is not None and delay:
+            raise InvalidArgument("an exchange among ranks that come and go overlaps with nothing: leave out delay=")
         options.pop("scaler", None)
         self._every, self._delay, self._count = every, delay, 0
         self._ends = [every * (number + 1) // fragments for number in range(fragments)]  # of the fragments' exchanges

@@ -143,7 +143,8 @@ class StepCheck:
             return
         (started, mine, factors), self._pending = self._pending, None
         self._communicator.finish(started)
-        if self._extremes.sum(0).any():
+        largest, negated = self._extremes.tolist()
+        if largest != [-fact for fact in negated]:
             compare_preambles(self._communicator, mine, record)
             name_other_factors(self._communicator, mine, factors)
 

@@ -180,7 +180,7 @@ void bind_embedded_float(nb::module_& m) {
     return dict_of("codec", "embedded-float", "format_version", header.settings.format, "dtype",
                    floats::name_of(header.dtype), "first_bit", header.range.first, "n_bits", header.range.n,
                    "partition", header.settings.partition, "n_elements", header.n_elements, "holds_nonfinite",
-                   (header.flags & embedded_float::kFlagNonfinite) != 0, "message_bytes", header.message_bytes);
+                   (header.flags & embedded_float::kFlagNonfinite) != 0, "message_bytes", message.size());
   });
 }
 
@@ -231,7 +231,7 @@ void bind_quantisers(nb::module_& m) {
   m.def("quantiser_describe", [](ConstBytes message) {
     const quantisers::Header header = quantisers::read_header(message);
     return dict_of("codec", quantisers::name_of(header.kind), "format_version", header.version, "n_elements",
-                   header.n_elements, "message_bytes", message.size(), "is_finite", header.is_finite, "levels",
+                   header.n_elements, "message_bytes", message.size(), "is_finite", header.is_finite(), "levels",
                    header.levels, "block", header.block, "first_scale", header.first, "second_scale", header.second);
   });
   def_unlocked(m, "random_numbers", [](std::uint64_t seed, std::uint64_t step, std::uint64_t first_group, Words out) {

@@ -34,18 +34,14 @@ std::uint64_t max_message_bytes(std::uint64_t n_elements, std::size_t partition,
 }
 
 ChunkEntry load_entry(const std::uint8_t* message, std::size_t chunk) {
-  const std::uint8_t* const at = message + kFront.table_end(chunk);
-  return {load<std::uint32_t>(at), load<std::uint32_t>(at + 4)};
+  return load<ChunkEntry>(message + kFront.table_end(chunk));
 }
 
 Header read_header(ConstBytes message) {
   const floats::Head head = floats::read_head(kFront, message);
-  const Header header{{head.partition, head.version},
-                      head.dtype,
-                      {head.first_code, head.second_code},
-                      head.flags,
-                      head.n_elements,
-                      head.message_bytes};
+  const Settings settings{head.partition, head.version};
+  const planes::Range range{head.first_code, head.second_code};
+  const Header header{settings, head.dtype, range, head.flags, head.n_elements};
   // The first test keeps sums from overflowing: each table entry stands for at most 16,384 values.
   const std::uint64_t n_entries = (message.size() - kFront.header_bytes) / kChunkEntryBytes;
   const std::uint64_t n_elements = header.n_elements, n_chunks = chunks_of(n_elements);
@@ -53,8 +49,8 @@ Header read_header(ConstBytes message) {
     fail_message(kFront.name, n_elements, " values in ", message.size(), " bytes");
   const std::uint8_t* const at = message.data();
   check_checksum(kFront, at, n_chunks);
-  if (header.range.n < 1 || header.range.first + header.range.n > kPlanes)
-    fail_message(kFront.name, "planes ", header.range.first, " and ", header.range.n, " more of 32");
+  if (range.n < 1 || range.first + range.n > kPlanes)
+    fail_message(kFront.name, "planes ", range.first, " and ", range.n, " more of 32");
   std::uint64_t n_escapes = 0;
   for (std::uint64_t chunk = 0; chunk < n_chunks; ++chunk) {
     const std::uint32_t n = load_entry(at, chunk).n_escapes;
@@ -62,9 +58,8 @@ Header read_header(ConstBytes message) {
       fail_message(kFront.name, "chunk ", chunk, ": ", n, " escapes");
     n_escapes += n;
   }
-  const std::uint64_t expected = kFront.table_end(n_chunks) +
-                                 payload_bytes(n_elements, header.settings.partition, header.range) +
-                                 n_escapes * kEscapeBytes;
+  const std::uint64_t expected =
+      kFront.table_end(n_chunks) + payload_bytes(n_elements, settings.partition, range) + n_escapes * kEscapeBytes;
   if (expected != message.size())
     fail_message(kFront.name, "its content takes ", expected, " bytes, not ", message.size());
   return header;
@@ -73,18 +68,7 @@ Header read_header(ConstBytes message) {
 namespace {
 
 void write_entry(const ChunkEntry& entry, std::size_t chunk, std::uint8_t* message) {
-  std::uint8_t* const at = message + kFront.table_end(chunk);
-  store(at, entry.checksum);
-  store(at + 4, entry.n_escapes);
-}
-
-// The header's fields and the checksum over header and chunk table, which is in place already.
-void write_header(const Header& header, std::uint8_t* message) {
-  const auto& [settings, dtype, range, flags, n_elements, message_bytes] = header;
-  floats::write_head(
-      kFront, {settings.format, dtype, range.first, range.n, flags, settings.partition, n_elements, message_bytes},
-      message);
-  write_checksum(kFront, message, chunks_of(n_elements));
+  store(message + kFront.table_end(chunk), entry);
 }
 
 constexpr std::size_t padded(std::size_t n) { return (n + planes::kGroup - 1) / planes::kGroup * planes::kGroup; }
@@ -243,9 +227,9 @@ std::uint64_t encode(ConstBytes values, Dtype dtype, const Settings& settings, p
   const std::size_t partition = settings.partition;
   const std::size_t value_bytes = floats::bytes_of(dtype);
   const std::uint64_t n_elements = elements_of(values, dtype);
-  const std::uint64_t max_bytes = max_message_bytes(n_elements, partition, range);
-  check_room(kFront.name, out, max_bytes);
-  Header header{settings, dtype, range, 0, n_elements, max_bytes};
+  std::uint64_t message_bytes = max_message_bytes(n_elements, partition, range);
+  check_room(kFront.name, out, message_bytes);
+  const Header header{settings, dtype, range, 0, n_elements};
   const Kernels& kernels = kernels_for(dtype, settings.format);
   std::uint8_t* const message = out.data();
   std::atomic<bool> holds_nonfinite{false};
@@ -292,11 +276,18 @@ std::uint64_t encode(ConstBytes values, Dtype dtype, const Settings& settings, p
       entry.checksum = crc32c({begin, entry.n_escapes * kEscapeBytes}, entry.checksum);
       write_entry(entry, chunk.index, message);
     });
-    header.message_bytes = offsets.back();
+    message_bytes = offsets.back();
   }
-  if (holds_nonfinite.load()) header.flags = kFlagNonfinite;
-  write_header(header, message);
-  return header.message_bytes;
+  const floats::Head head{.version = static_cast<std::uint8_t>(settings.format),
+                          .dtype = dtype,
+                          .first_code = static_cast<std::uint8_t>(range.first),
+                          .second_code = static_cast<std::uint8_t>(range.n),
+                          .n_elements = n_elements,
+                          .partition = static_cast<std::uint16_t>(partition),
+                          .flags = holds_nonfinite ? kFlagNonfinite : std::uint16_t{0},
+                          .message_bytes = message_bytes};
+  write_header(kFront, head, message, chunks_of(n_elements));
+  return message_bytes;
 }
 
 void decode(ConstBytes message, Dtype dtype, Bytes values) {

@@ -37,7 +37,6 @@ struct Header {
   planes::Range range;
   std::uint16_t flags;
   std::uint64_t n_elements;
-  std::uint64_t message_bytes;
 
   bool holds_exponents() const { return range.first == 0; }
   bool is_last() const { return range.first + range.n == kPlanes; }

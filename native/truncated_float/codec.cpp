@@ -56,10 +56,8 @@ std::uint64_t max_message_bytes(std::uint64_t n_elements, const Settings& settin
 Header read_header(ConstBytes message) {
   const floats::Head head = floats::read_head(kFront, message);
   if (head.first_code >= kFormats) fail_message(kFront.name, "unknown format code ", head.first_code);
-  const Header header{{head.dtype, static_cast<Format>(head.first_code), head.second_code, head.partition},
-                      head.flags,
-                      head.n_elements};
-  const Settings& settings = header.settings;
+  const Settings settings{head.dtype, static_cast<Format>(head.first_code), head.second_code, head.partition};
+  const Header header{settings, head.flags, head.n_elements};
   if (settings.n_bits < 2 || settings.n_bits > settings.layout().width)
     fail_message(kFront.name, settings.n_bits, " bits of format ", name_of(settings.format));
   if (header.holds_nonfinite() && settings.is_exact()) fail_message(kFront.name, "unknown flags");
@@ -77,19 +75,6 @@ namespace {
 
 constexpr std::uint32_t kInfinity = 0x7F800000;
 constexpr std::size_t kMaxPartitionsAChunk = kChunkValues / kMinPartition;
-
-// Writes header and checksum; chunk table and marks are in place. Returns the message's bytes.
-std::uint64_t write_header(const Header& header, std::uint8_t* message) {
-  const Settings& settings = header.settings;
-  const std::uint64_t end = payload_end(header.n_elements, settings);
-  const std::uint64_t n_marks = header.holds_nonfinite() ? marks_bytes(header.n_elements, settings.partition) : 0;
-  floats::write_head(kFront,
-                     {1, settings.dtype, static_cast<int>(settings.format), settings.n_bits, header.flags,
-                      settings.partition, header.n_elements, end + n_marks},
-                     message);
-  write_checksum(kFront, message, chunks_of(header.n_elements), {message + end, n_marks});
-  return end + n_marks;
-}
 
 floats::Chunk chunk_at(std::size_t index, std::uint64_t n_elements, const Settings& settings) {
   return floats::chunk_at(index, n_elements, settings.partition, kFront.table_end(chunks_of(n_elements)),
@@ -206,7 +191,17 @@ std::uint64_t encode(ConstBytes values, const Settings& settings, Rounding round
     }
     store(message + kFront.table_end(index), crc32c({message + chunk.begin, chunk.end - chunk.begin}));
   });
-  return write_header({settings, holds_nonfinite.load() ? kFlagNonfinite : std::uint16_t{0}, n_elements}, message);
+  const std::uint64_t n_marks = holds_nonfinite ? marks_bytes(n_elements, settings.partition) : 0;
+  const floats::Head head{.version = 1,
+                          .dtype = settings.dtype,
+                          .first_code = static_cast<std::uint8_t>(settings.format),
+                          .second_code = static_cast<std::uint8_t>(settings.n_bits),
+                          .n_elements = n_elements,
+                          .partition = static_cast<std::uint16_t>(settings.partition),
+                          .flags = holds_nonfinite ? kFlagNonfinite : std::uint16_t{0},
+                          .message_bytes = payload_end(n_elements, settings) + n_marks};
+  write_header(kFront, head, message, chunks_of(n_elements), {marks, n_marks});
+  return head.message_bytes;
 }
 
 void decode(ConstBytes message, Dtype dtype, Bytes values) {

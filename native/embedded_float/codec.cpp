@@ -13,7 +13,7 @@
 namespace gradwire::embedded_float {
 
 void check_settings(const Settings& settings, planes::Range range) {
-  floats::check_partition(settings.partition);
+  check_partition(settings.partition);
   if (settings.format < kLinear || settings.format > kRoots)
     throw InvalidArgument("embedded-float: format ", settings.format, ": there are 1 and 2");
   if (range.first < 0 || range.n < 1 || range.first > kPlanes || range.n > kPlanes - range.first)
@@ -38,7 +38,7 @@ ChunkEntry load_entry(const std::uint8_t* message, std::size_t chunk) {
 }
 
 Header read_header(ConstBytes message) {
-  const floats::Head head = floats::read_head(kFront, message);
+  const Head head = read_head(kFront, message);
   const Settings settings{head.partition, head.version};
   const planes::Range range{head.first_code, head.second_code};
   const Header header{settings, head.dtype, range, head.flags, head.n_elements};
@@ -78,7 +78,7 @@ struct Partition {
   std::size_t index, first, n, plane_bytes;
 };
 template <class Body>
-void for_partitions(const floats::Chunk& chunk, std::size_t partition, const Body& body) {
+void for_partitions(const Chunk& chunk, std::size_t partition, const Body& body) {
   for (std::size_t index = 0; index < chunk.n_partitions; ++index) {
     const std::size_t first = index * partition, n = std::min(partition, chunk.n - first);
     body(Partition{index, first, n, (n + 7) / 8});
@@ -161,17 +161,17 @@ class Reader {
     if (header.is_last()) offsets_ = escape_offsets(message_, n_elements, header.settings.partition, header.range);
   }
 
-  const std::uint8_t* payload(const floats::Chunk& chunk) const { return message_ + chunk.begin; }
-  const std::uint8_t* planes(const floats::Chunk& chunk) const {
+  const std::uint8_t* payload(const Chunk& chunk) const { return message_ + chunk.begin; }
+  const std::uint8_t* planes(const Chunk& chunk) const {
     return payload(chunk) + (header.holds_exponents() ? chunk.n_partitions : 0);
   }
-  Escapes escapes(const floats::Chunk& chunk) const {
+  Escapes escapes(const Chunk& chunk) const {
     if (!header.is_last()) return {nullptr, 0};
     return {message_ + offsets_[chunk.index], load_entry(message_, chunk.index).n_escapes};
   }
 
   // Checksum, exponents, order of escapes. Exponents come from the message or, later, from `known`.
-  void check(const floats::Chunk& chunk, const std::uint8_t* exponents) const {
+  void check(const Chunk& chunk, const std::uint8_t* exponents) const {
     const Escapes extra = escapes(chunk);
     const std::uint32_t crc = crc32c({payload(chunk), chunk.end - chunk.begin});
     if (crc32c({extra.begin, extra.n * kEscapeBytes}, crc) != load_entry(message_, chunk.index).checksum)
@@ -225,7 +225,7 @@ void finish(const Kernels& kernels, std::uint32_t* codes, std::size_t n, std::ui
 std::uint64_t encode(ConstBytes values, Dtype dtype, const Settings& settings, planes::Range range, Bytes out) {
   check_settings(settings, range);
   const std::size_t partition = settings.partition;
-  const std::size_t value_bytes = floats::bytes_of(dtype);
+  const std::size_t value_bytes = bytes_of(dtype);
   const std::uint64_t n_elements = elements_of(values, dtype);
   std::uint64_t message_bytes = max_message_bytes(n_elements, partition, range);
   check_room(kFront.name, out, message_bytes);
@@ -233,7 +233,7 @@ std::uint64_t encode(ConstBytes values, Dtype dtype, const Settings& settings, p
   const Kernels& kernels = kernels_for(dtype, settings.format);
   std::uint8_t* const message = out.data();
   std::atomic<bool> holds_nonfinite{false};
-  for_chunks(n_elements, partition, range, [&](const floats::Chunk& chunk) {
+  for_chunks(n_elements, partition, range, [&](const Chunk& chunk) {
     std::uint8_t* exponents = header.holds_exponents() ? message + chunk.begin : nullptr;
     std::uint8_t* planes_out = message + chunk.begin + (exponents != nullptr ? chunk.n_partitions : 0);
     ChunkEntry entry{0, 0};
@@ -256,7 +256,7 @@ std::uint64_t encode(ConstBytes values, Dtype dtype, const Settings& settings, p
   if (header.is_last()) {
     // Their number had to be known before any could be put in place.
     const std::vector<std::uint64_t> offsets = escape_offsets(message, n_elements, partition, range);
-    for_chunks(n_elements, partition, range, [&](const floats::Chunk& chunk) {
+    for_chunks(n_elements, partition, range, [&](const Chunk& chunk) {
       ChunkEntry entry = load_entry(message, chunk.index);
       std::uint8_t* const begin = message + offsets[chunk.index];
       std::uint8_t* indices = begin;
@@ -278,27 +278,27 @@ std::uint64_t encode(ConstBytes values, Dtype dtype, const Settings& settings, p
     });
     message_bytes = offsets.back();
   }
-  const floats::Head head{.version = static_cast<std::uint8_t>(settings.format),
-                          .dtype = dtype,
-                          .first_code = static_cast<std::uint8_t>(range.first),
-                          .second_code = static_cast<std::uint8_t>(range.n),
-                          .n_elements = n_elements,
-                          .partition = static_cast<std::uint16_t>(partition),
-                          .flags = holds_nonfinite ? kFlagNonfinite : std::uint16_t{0},
-                          .message_bytes = message_bytes};
+  const Head head{.version = static_cast<std::uint8_t>(settings.format),
+                  .dtype = dtype,
+                  .first_code = static_cast<std::uint8_t>(range.first),
+                  .second_code = static_cast<std::uint8_t>(range.n),
+                  .n_elements = n_elements,
+                  .partition = static_cast<std::uint16_t>(partition),
+                  .flags = holds_nonfinite ? kFlagNonfinite : std::uint16_t{0},
+                  .message_bytes = message_bytes};
   write_header(kFront, head, message, chunks_of(n_elements));
   return message_bytes;
 }
 
 void decode(ConstBytes message, Dtype dtype, Bytes values) {
-  const std::size_t value_bytes = floats::bytes_of(dtype);
+  const std::size_t value_bytes = bytes_of(dtype);
   const Reader reader(message, dtype, values.size() / value_bytes);
   const Header& header = reader.header;
   if (!header.holds_exponents())
     fail_message(kFront.name, "it begins with plane ", header.range.first,
                  ": it refines what came before, and is nothing by itself");
   const Kernels& kernels = kernels_for(dtype, header.settings.format);
-  for_chunks(header.n_elements, header.settings.partition, header.range, [&](const floats::Chunk& chunk) {
+  for_chunks(header.n_elements, header.settings.partition, header.range, [&](const Chunk& chunk) {
     const std::uint8_t* const exponents = reader.payload(chunk);
     reader.check(chunk, exponents);
     const Escapes escapes = reader.escapes(chunk);
@@ -329,13 +329,13 @@ int refine(ConstBytes message, const Known& known) {
   if (header.range.first != known.n_known)
     fail_message(kFront.name, "it begins with plane ", header.range.first, "; the next one to come is ", known.n_known);
   const std::size_t partitions_a_chunk = kChunkValues / header.settings.partition;
-  const auto exponents_of = [&](const floats::Chunk& chunk) -> const std::uint8_t* {
+  const auto exponents_of = [&](const Chunk& chunk) -> const std::uint8_t* {
     return header.holds_exponents() ? reader.payload(chunk) : known.exponents.data() + chunk.index * partitions_a_chunk;
   };
   for_chunks(header.n_elements, header.settings.partition, header.range,
-             [&](const floats::Chunk& chunk) { reader.check(chunk, exponents_of(chunk)); });
+             [&](const Chunk& chunk) { reader.check(chunk, exponents_of(chunk)); });
   const Kernels& kernels = kernels_for(known.dtype, known.settings.format);
-  for_chunks(header.n_elements, header.settings.partition, header.range, [&](const floats::Chunk& chunk) {
+  for_chunks(header.n_elements, header.settings.partition, header.range, [&](const Chunk& chunk) {
     const std::uint8_t* const exponents = exponents_of(chunk);
     const std::uint8_t* from = reader.planes(chunk);
     std::uint32_t* const codes = known.codes.data() + chunk.first;
@@ -366,7 +366,7 @@ namespace {
 // body(first value, n, exponent, codes) of each partition.
 template <class Body>
 void for_known(const Known& known, const Body& body) {
-  for_chunks(known.codes.size(), known.settings.partition, {0, 1}, [&](const floats::Chunk& chunk) {
+  for_chunks(known.codes.size(), known.settings.partition, {0, 1}, [&](const Chunk& chunk) {
     for_partitions(chunk, known.settings.partition, [&](const Partition& part) {
       const std::size_t at = chunk.first + part.first;
       body(at, part.n, std::uint32_t{known.exponents[at / known.settings.partition]}, known.codes.data() + at);
@@ -379,7 +379,7 @@ void for_known(const Known& known, const Body& body) {
 void write(const Known& known, Bytes values) {
   const Kernels& kernels = kernels_for(known.dtype, known.settings.format);
   for_known(known, [&](std::size_t at, std::size_t n, std::uint32_t exponent, const std::uint32_t* codes) {
-    write_partition(kernels, codes, n, exponent, known.n_known, values.data() + at * floats::bytes_of(known.dtype));
+    write_partition(kernels, codes, n, exponent, known.n_known, values.data() + at * bytes_of(known.dtype));
   });
 }
 
@@ -408,9 +408,9 @@ void quantise(ConstBytes values, Dtype dtype, const Settings& settings, int n_kn
     return;
   }
   const Kernels& kernels = kernels_for(dtype, settings.format);
-  const std::size_t value_bytes = floats::bytes_of(dtype);
+  const std::size_t value_bytes = bytes_of(dtype);
   const std::uint32_t mask = ~std::uint32_t{0} << (32 - n_known);
-  for_chunks(values.size() / value_bytes, partition, {0, n_known}, [&](const floats::Chunk& chunk) {
+  for_chunks(values.size() / value_bytes, partition, {0, n_known}, [&](const Chunk& chunk) {
     for_partitions(chunk, partition, [&](const Partition& part) {
       const std::size_t n = part.n, at = (chunk.first + part.first) * value_bytes;
       std::uint32_t codes[kMaxPartition];

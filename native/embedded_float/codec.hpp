@@ -12,12 +12,7 @@
 
 namespace gradwire::embedded_float {
 
-using floats::chunks_of;
-using floats::Dtype;
-using floats::kChunkValues;
-using floats::kFlagNonfinite;
-using floats::kMaxPartition;
-using floats::partitions_of;
+using namespace floats;
 
 inline constexpr int kPlanes = 32;             // the sign, then 31 bits of magnitude
 inline constexpr int kLinear = 1, kRoots = 2;  // formats: what the magnitudes of codes are
@@ -112,7 +107,7 @@ struct Kernels {
   void (*load)(const void* values, std::size_t n, std::uint32_t* words);
 };
 
-using AllKernels = std::array<std::array<Kernels, floats::kDtypes>, 2>;  // by format less 1, then dtype
+using AllKernels = std::array<std::array<Kernels, kDtypes>, 2>;  // by format less 1, then dtype
 GW_KERNELS(AllKernels, kernels, 1)
 inline const Kernels& kernels_for(Dtype dtype, int format) { return kernels()[format - 1][static_cast<int>(dtype)]; }
 

@@ -17,7 +17,7 @@ constexpr std::size_t kChecksumBytes = 4;
 constexpr std::int32_t kUnknownUs = std::numeric_limits<std::int32_t>::min();
 constexpr const char* kAdvice = "; check that all ranks run the same gradwire, and the host's memory and network";
 
-#pragma pack(push, 1)
+// A head begins with these, as they travel.
 struct Fixed {
   std::uint16_t magic;
   std::uint8_t version, flags;
@@ -26,7 +26,6 @@ struct Fixed {
   std::uint16_t ceiling_bits;
   std::uint32_t body_bytes, sequence, step, configuration, blocks;
 };
-#pragma pack(pop)
 static_assert(sizeof(Fixed) == 32);
 
 std::int32_t microseconds(double seconds) {
@@ -53,20 +52,11 @@ HeadFormat::HeadFormat(std::size_t n_blocks, std::size_t world_size, std::uint32
       n_bytes_(sizeof(Fixed) + ended_bytes(n_blocks) + 4 * n_blocks + 16 * world_size + 16 + kChecksumBytes) {}
 
 void HeadFormat::pack(const Head& head, std::uint32_t step, Bytes out) const {
-  const Fixed fixed{kMagic,
-                    kHeadVersion,
-                    static_cast<std::uint8_t>(head.is_plain | head.is_answer << 1),
-                    head.origin,
-                    head.block,
-                    static_cast<std::uint8_t>(head.first_bit),
-                    static_cast<std::uint8_t>(head.n_bits),
-                    static_cast<std::uint16_t>(head.ceiling_bits),
-                    head.body_bytes,
-                    head.sequence,
-                    step,
-                    configuration_,
+  const auto flags = static_cast<std::uint8_t>(head.is_plain | head.is_answer << 1);
+  const Fixed fixed{kMagic,      kHeadVersion,      flags,           head.origin,   head.block, head.first_bit,
+                    head.n_bits, head.ceiling_bits, head.body_bytes, head.sequence, step,       configuration_,
                     blocks_};
-  std::memcpy(out.data(), &fixed, sizeof fixed);
+  store(out.data(), fixed);
   std::memset(out.data() + sizeof fixed, 0, ended_bytes(n_blocks_));
   for (std::size_t block = 0; block < n_blocks_; ++block)
     if (head.ended[block]) out[sizeof fixed + block / 8] |= static_cast<std::uint8_t>(1 << block % 8);
@@ -87,8 +77,7 @@ Head HeadFormat::unpack(ConstBytes raw, std::uint32_t step, int peer) const {
   const std::string who = "rank " + std::to_string(peer) + " sent";
   if (raw.size() < n_bytes_) throw CorruptMessage(who, " ", raw.size(), " bytes, fewer than a head has");
   raw = raw.first(n_bytes_);
-  Fixed fixed;
-  std::memcpy(&fixed, raw.data(), sizeof fixed);
+  const auto fixed = load<Fixed>(raw.data());
   if (fixed.magic == kMagic && fixed.version != kHeadVersion)
     throw IncompatibleVersion("rank ", peer, " sends broadcast heads of version ", fixed.version, ", this build reads ",
                               kHeadVersion, "; install the same gradwire on every host");
@@ -106,40 +95,27 @@ Head HeadFormat::unpack(ConstBytes raw, std::uint32_t step, int peer) const {
   const bool is_alone = fixed.block == kNoBlock && fixed.body_bytes == 0;
   const bool is_sane = fixed.flags <= 3 && fixed.ceiling_bits >= 1 && fixed.ceiling_bits <= kWordBits &&
                        fixed.origin < world_size_ && (has_bits || is_alone);
-  Head head{fixed.origin,
-            fixed.block,
-            fixed.first_bit,
-            fixed.n_bits,
-            (fixed.flags & 1) != 0,
-            (fixed.flags & 2) != 0,
-            fixed.body_bytes,
-            fixed.sequence,
-            fixed.ceiling_bits,
-            {},
-            {},
-            {},
-            {},
-            {}};
+  const bool is_plain = (fixed.flags & 1) != 0, is_answer = (fixed.flags & 2) != 0;
+  Head head{fixed.origin, fixed.block,      fixed.first_bit, fixed.n_bits,      is_plain,
+            is_answer,    fixed.body_bytes, fixed.sequence,  fixed.ceiling_bits};
   const ConstBytes bits = raw.subspan(sizeof fixed, ended_bytes(n_blocks_));
   for (std::size_t block = 0; block < n_blocks_; ++block) head.ended.push_back(bits[block / 8] >> block % 8 & 1);
   const bool has_more = n_blocks_ % 8 != 0 && bits.back() >> n_blocks_ % 8 != 0;
   if (!is_sane || has_more) throw CorruptMessage(who, " a head out of range", when);
   const std::uint8_t* at = bits.data() + bits.size();
-  const auto get = [&at]() {
-    at += 8;
-    return load<std::uint64_t>(at - 8);
+  const auto get = [&at](auto& number) {
+    std::memcpy(&number, at, sizeof number);
+    at += sizeof number;
   };
-  bool knows = true;
-  for (std::size_t block = 0; block < n_blocks_; ++block) {
-    const auto us = load<std::int32_t>(at);
-    at += sizeof us;
-    knows = knows && us != kUnknownUs;
-    head.remaining_s.push_back(us / 1e6);
-  }
-  if (!knows) head.remaining_s.clear();
-  for (std::size_t rank = 0; rank < world_size_; ++rank) head.received_bytes.push_back(get());
-  for (std::size_t rank = 0; rank < world_size_; ++rank) head.receiving_us.push_back(get());
-  for (std::uint64_t& us : head.hidden_us) us = get();
+  std::vector<std::int32_t> remaining_us(n_blocks_);
+  head.received_bytes.resize(world_size_);
+  head.receiving_us.resize(world_size_);
+  for (std::int32_t& us : remaining_us) get(us);
+  for (std::uint64_t& n : head.received_bytes) get(n);
+  for (std::uint64_t& us : head.receiving_us) get(us);
+  for (std::uint64_t& us : head.hidden_us) get(us);
+  if (std::ranges::find(remaining_us, kUnknownUs) == remaining_us.end())
+    for (const std::int32_t us : remaining_us) head.remaining_s.push_back(us / 1e6);
   return head;
 }
 
@@ -243,8 +219,8 @@ std::size_t Broadcast::encode(std::size_t block, const Values& gradient, int n_b
   embedded_float::check_settings(settings_, {first_bit, n_bits});
   next_ = {};
   next_.block = static_cast<std::uint16_t>(block);
-  next_.first_bit = first_bit;
-  next_.n_bits = n_bits;
+  next_.first_bit = static_cast<std::uint8_t>(first_bit);
+  next_.n_bits = static_cast<std::uint8_t>(n_bits);
   next_.is_plain = n_bits == kWordBits;
   messages_.clear();
   std::size_t largest = 0;
@@ -318,7 +294,7 @@ Sent Broadcast::send(const std::vector<std::size_t>& ended, int ceiling_bits, st
   const std::size_t block = next_.block;
   next_.remaining_s = std::move(remaining_s);
   const std::lock_guard order(answer_mutex_);
-  ceiling_bits_ = ceiling_bits;
+  ceiling_bits_ = static_cast<std::uint16_t>(ceiling_bits);
   hidden_us_ = hidden_us;
   {
     const std::lock_guard lock(mutex_);
@@ -500,16 +476,12 @@ bool Broadcast::answer(std::size_t block, std::vector<std::size_t>& sent_bytes) 
     const auto [first, count] = part_of(block, rank_);
     const wire::Message memory = mesh_.pool().take(4 * count);
     const Floats sum = memory.floats(count);
-    std::fill(sum.begin(), sum.end(), 0.0f);
-    for (std::size_t rank = 0; rank < world_; ++rank)
-      if (rank == rank_)
-        add_to(sum, shared.own.slice(first, count));
-      else
-        add_copy(copies_[block][rank], block, rank, sum);
+    sum_copies(block, shared.own.slice(first, count), sum);
     const Floats known = shared.sum.floats(blocks_[block].n).subspan(first, count);
     subtract(values_of(sum), values_of(known));
     // What a second answer adds is as small as what the first one left out: its sign and as many bits as came.
-    head.n_bits = shared.answered_bits == 0 ? most_bits : std::clamp(most_bits - shared.answered_bits + 1, 2, 31);
+    const int more_bits = std::clamp(most_bits - shared.answered_bits + 1, 2, 31);
+    head.n_bits = static_cast<std::uint8_t>(shared.answered_bits == 0 ? most_bits : more_bits);
     head.is_plain = head.n_bits == kWordBits;
     head.block = static_cast<std::uint16_t>(block);
     head.origin = static_cast<std::uint16_t>(rank_);
@@ -550,9 +522,7 @@ void Broadcast::mean_of_parts(std::size_t block, const Values& gradient, const V
     if (count > 0) std::memcpy(part.data, own.data, own.bytes().size());
     subtract(part, {sent.block->data(), count, own.dtype});
   }
-  const auto share = static_cast<float>(1.0 / static_cast<double>(world_));
-  for (float& value : sum) value *= share;
-  narrow(sum, gradient);
+  write_mean(sum, gradient);
   shared.sum = {};
 }
 
@@ -575,17 +545,24 @@ void Broadcast::mean(std::size_t block, const Values& gradient, const Values& le
     if (bytes > 0) std::memcpy(left_out.data, gradient.data, bytes);
     subtract(left_out, own);
   }
-  // The sum is float32 whatever the dtype, and begins with +0.
-  const Floats sums = sum_memory.floats(n);
-  std::fill(sums.begin(), sums.end(), 0.0f);
+  sum_copies(block, own, sum_memory.floats(n));
+  write_mean(sum_memory.floats(n), gradient);
+}
+
+// The sum is float32 whatever the dtype, and begins with +0.
+void Broadcast::sum_copies(std::size_t block, const Values& own, Floats sums) {
+  std::ranges::fill(sums, 0.0f);
   for (std::size_t rank = 0; rank < world_; ++rank)
     if (rank == rank_)
       add_to(sums, own);
     else
       add_copy(copies_[block][rank], block, rank, sums);
+}
+
+void Broadcast::write_mean(Floats sums, const Values& mean) const {
   const auto share = static_cast<float>(1.0 / static_cast<double>(world_));
   for (float& value : sums) value *= share;
-  narrow(sums, gradient);
+  narrow(sums, mean);
 }
 
 void Broadcast::add_copy(Copy& copy, std::size_t block, std::size_t rank, Floats sums) {

@@ -13,7 +13,7 @@
 namespace gradwire::floats {
 namespace {
 
-constexpr std::uint32_t kSign = 0x80000000, kMagnitude = 0x7FFFFFFF, kInfinity = 0x7F800000, kQuietNan = 0x7FC00000;
+constexpr std::uint32_t kQuietNan = 0x7FC00000;
 
 // a if `first`, else b. Spelt out: a conditional would become a branch around floating-point operations.
 inline std::uint32_t choose(bool first, std::uint32_t a, std::uint32_t b) {

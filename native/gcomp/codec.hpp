@@ -6,14 +6,10 @@
 
 namespace gradwire::gcomp {
 
-using floats::bytes_of;
-using floats::chunks_of;
-using floats::Dtype;
-using floats::kChunkValues;
-using floats::kDtypes;
+using namespace floats;
 using floats::name_of;
-enum class Mode : std::uint8_t { none = 0, paper = 1, uniform = 2, truncate = 3 };
 
+enum class Mode : std::uint8_t { none = 0, paper = 1, uniform = 2, truncate = 3 };
 inline constexpr int kModes = 4;
 // Format 1 sends levels; in format 2 the receiver derives what was kept.
 enum class Version : std::uint8_t { levels = 1, derived = 2 };

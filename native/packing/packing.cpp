@@ -39,10 +39,13 @@ void check_item(std::size_t item_bytes, std::size_t a, std::size_t b) {
 
 }  // namespace
 
+void check_index_size(ConstWords words, std::size_t n_values) {
+  if (words.size() != words_for(n_values))
+    throw InvalidArgument("the index of ", n_values, " values has ", words_for(n_values), " words, not ", words.size());
+}
+
 void check_index(ConstWords words, std::size_t n_values) {
-  if (words.size() != (n_values + 31) / 32)
-    throw InvalidArgument("the index of ", n_values, " values has ", (n_values + 31) / 32, " words, not ",
-                          words.size());
+  check_index_size(words, n_values);
   if (n_values % 32 != 0 && words.back() >> (n_values % 32) != 0)
     throw CorruptMessage("the index has bits set past its ", n_values,
                          " values: it is of another gradient, or was altered on its way");

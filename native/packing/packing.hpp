@@ -6,7 +6,8 @@
 
 namespace gradwire::packing {
 
-// Throws InvalidArgument (another number of words than `n_values` have), CorruptMessage (bits past the end).
+// Throw InvalidArgument (another number of words than `n_values` have), CorruptMessage (bits past the end).
+void check_index_size(ConstWords words, std::size_t n_values);
 void check_index(ConstWords words, std::size_t n_values);
 
 // Writes the value of each set bit, in order. Values are of `item_bytes` bytes, 2 or 4; bit i % 32 of word i / 32

@@ -58,15 +58,15 @@ std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value);
 // ---- dtypes and arithmetic
 
 void widen(const void* values, Dtype dtype, std::size_t n, float* out) {
-  floats::with_dtype(dtype, [=](auto type) {
-    for (std::size_t i = 0; i < n; ++i) out[i] = std::bit_cast<float>(floats::load_word<type()>(values, i));
+  with_dtype(dtype, [=](auto type) {
+    for (std::size_t i = 0; i < n; ++i) out[i] = std::bit_cast<float>(load_word<type()>(values, i));
   });
 }
 
 void narrow(const float* values, Dtype dtype, std::size_t n, void* out) {
-  floats::with_dtype(dtype, [values, n, to = out](auto type) {
+  with_dtype(dtype, [values, n, to = out](auto type) {
     void* __restrict const out = to;
-    for (std::size_t i = 0; i < n; ++i) floats::store_word<type(), floats::Specials::quiet>(out, i, bits_of(values[i]));
+    for (std::size_t i = 0; i < n; ++i) store_word<type(), Specials::quiet>(out, i, bits_of(values[i]));
   });
 }
 

@@ -18,7 +18,7 @@ namespace {
 
 template <Dtype dtype>
 float value_at(const void* values, std::size_t i) {
-  return std::bit_cast<float>(floats::load_word<dtype>(values, i));
+  return std::bit_cast<float>(load_word<dtype>(values, i));
 }
 
 // The granules of one batch that hold non-zeros.
@@ -264,7 +264,7 @@ Outcome recover_block(const Geometry& geometry, const Block& block, const Entry*
     });
   const auto write = [&](std::uint32_t position, T sum) {
     const auto value = static_cast<float>(static_cast<double>(sum) * scale);
-    floats::store_word<dtype, floats::Specials::quiet>(values, position, std::bit_cast<std::uint32_t>(value));
+    store_word<dtype, Specials::quiet>(values, position, std::bit_cast<std::uint32_t>(value));
   };
   const auto signed_cell = [&](std::uint32_t cell) { return signed_by(cells[cell & ~kNegative], cell); };
   bool all_finite = true;

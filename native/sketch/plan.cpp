@@ -27,12 +27,6 @@ constexpr std::size_t kIndexChunk = 1 << 18;
 // The index as granules of 16 bits: halves of words, in order on little-endian machines, which gradwire requires.
 const std::uint16_t* granules_of(ConstWords words) { return reinterpret_cast<const std::uint16_t*>(words.data()); }
 
-void check_words(ConstWords words, std::size_t n_elements) {
-  if (words.size() != words_for(n_elements))
-    throw InvalidArgument("the index of ", n_elements, " values has ", words_for(n_elements), " words, not ",
-                          words.size());
-}
-
 void check_dtype(Dtype dtype) {
   if (static_cast<int>(dtype) >= kDtypes) throw InvalidArgument("a sketch takes float32 or bfloat16");
 }
@@ -49,7 +43,7 @@ void check_shape(std::size_t n_elements, std::size_t batch_values) {
 IndexFacts write_index(ConstBytes values, Dtype dtype, Words words) {
   check_dtype(dtype);
   const std::size_t n = values.size() / bytes_of(dtype);
-  check_words(words, n);
+  packing::check_index_size(words, n);
   std::atomic<std::size_t> n_nonzeros{0};
   std::atomic<std::uint32_t> max_magnitude{0};
   const auto index = kernels().index[static_cast<int>(dtype)];
@@ -170,7 +164,7 @@ void Plan::add(ConstBytes values, Dtype dtype, ConstWords own_words, Cells kind,
                Bytes cells) const {
   check_dtype(dtype);
   if (values.size() != geometry_.n_elements * bytes_of(dtype)) throw InvalidArgument("the plan is of another length");
-  check_words(own_words, geometry_.n_elements);
+  packing::check_index_size(own_words, geometry_.n_elements);
   if (cells.size() != n_cells_ * bytes_of(kind)) throw InvalidArgument("the cells do not fit the plan");
   const Source source{values.data(), granules_of(own_words)};
   const Quantiser quantiser{std::ldexp(1.0, shift), limit};

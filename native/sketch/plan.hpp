@@ -21,8 +21,6 @@ inline constexpr std::size_t kGranuleValues = 16;  // 64 bytes of float32: a cac
 inline constexpr std::size_t kMinBatchValues = kGranuleValues, kMaxBatchValues = 1024;
 inline constexpr int kRows = 3;  // rows a value is added to
 
-constexpr std::size_t words_for(std::size_t n_elements) { return (n_elements + 31) / 32; }
-
 // How a gradient is cut into batches.
 struct Geometry {
   std::size_t n_elements = 0;
@@ -132,8 +130,7 @@ inline Place place_of(std::uint64_t key, std::size_t batch, std::uint32_t first_
 
 // A count sketch of one gradient: its size from the OR-ed index, the sums, the order of peeling, and the recovery.
 
-using floats::bytes_of;
-using floats::Dtype;
+using namespace floats;
 inline constexpr int kDtypes = 2;  // float16 is not sketched
 enum class Cells : int { float32 = 0, int32 = 1, int64 = 2 };
 inline constexpr int kCellKinds = 3;

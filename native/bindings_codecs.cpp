@@ -83,17 +83,14 @@ void bind_huffman(nb::module_& m) {
 }
 
 void bind_gcomp(nb::module_& m) {
-  using gcomp::Dtype;
   using OptionalFloats = std::optional<ConstFloats>;
-  m.attr("GCOMP_CHUNK_VALUES") = gcomp::kChunkValues;
   m.def("gcomp_max_encoded_bytes", &gcomp::max_message_bytes);
-  def_unlocked(m, "gcomp_encode",
-               [](ConstBytes values, OrNone<ConstBytes> importance, Dtype dtype, gcomp::Mode mode, int kept_bits,
-                  bool truncates, gcomp::Version version, const HuffmanTable& table, Bytes out, int least_bits) {
-                 const auto rounding = truncates ? gcomp::Rounding::truncate : gcomp::Rounding::nearest;
-                 return gcomp::encode(values, importance, {dtype, mode, kept_bits, rounding, version, least_bits},
-                                      table, out);
-               });
+  def_unlocked(
+      m, "gcomp_encode",
+      [](ConstBytes values, OrNone<ConstBytes> importance, Dtype dtype, gcomp::Mode mode, int kept_bits,
+         gcomp::Rounding rounding, gcomp::Version version, const HuffmanTable& table, Bytes out, int least_bits) {
+        return gcomp::encode(values, importance, {dtype, mode, kept_bits, rounding, version, least_bits}, table, out);
+      });
   def_unlocked(m, "gcomp_decode",
                [](ConstBytes message, Dtype dtype, const HuffmanTable& table, OrNone<ConstBytes> importance,
                   std::optional<ConstBytes> addend, float divisor, Bytes values) {
@@ -140,7 +137,6 @@ embedded_float::Known known_of(std::span<std::int32_t> codes, Bytes exponents, f
 }
 
 void bind_embedded_float(nb::module_& m) {
-  using floats::Dtype;
   using Codes = std::span<std::int32_t>;
   m.def("embedded_float_max_bytes", [](std::uint64_t n_elements, std::size_t partition, int first_bit, int n_bits) {
     embedded_float::check_settings({partition, embedded_float::kRoots}, {first_bit, n_bits});
@@ -185,7 +181,6 @@ void bind_embedded_float(nb::module_& m) {
 }
 
 void bind_truncated_float(nb::module_& m) {
-  using floats::Dtype;
   using truncated_float::Format;
   m.def("truncated_float_max_bytes",
         [](std::uint64_t n_elements, Dtype dtype, Format format, int n_bits, std::size_t partition) {
@@ -210,7 +205,6 @@ void bind_truncated_float(nb::module_& m) {
 }
 
 void bind_quantisers(nb::module_& m) {
-  using quantisers::Dtype;
   using quantisers::Kind;
   m.def("quantiser_max_bytes",
         [](Kind kind, int levels, std::uint32_t block, std::uint64_t n_elements, std::uint64_t n_cuts) {

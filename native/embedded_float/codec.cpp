@@ -11,65 +11,7 @@
 #include "parallel/thread_pool.hpp"
 
 namespace gradwire::embedded_float {
-
-void check_settings(const Settings& settings, planes::Range range) {
-  check_partition(settings.partition);
-  if (settings.format < kLinear || settings.format > kRoots)
-    throw InvalidArgument("embedded-float: format ", settings.format, ": there are 1 and 2");
-  if (range.first < 0 || range.n < 1 || range.first > kPlanes || range.n > kPlanes - range.first)
-    throw InvalidArgument("planes ", range.first, " to ", range.first + range.n - 1,
-                          ": there are 32, 0 to 31, and a message holds at least one");
-}
-
-std::uint64_t payload_bytes(std::uint64_t n_values, std::size_t partition, planes::Range range) {
-  const std::uint64_t n_full = n_values / partition * partition, n_rest = n_values - n_full;
-  const std::uint64_t plane_bytes = n_full / 8 + (n_rest + 7) / 8;
-  return (range.first == 0 ? partitions_of(n_values, partition) : 0) +
-         plane_bytes * static_cast<std::uint64_t>(range.n);
-}
-
-std::uint64_t max_message_bytes(std::uint64_t n_elements, std::size_t partition, planes::Range range) {
-  const std::uint64_t escapes = range.first + range.n == kPlanes ? n_elements * kEscapeBytes : 0;
-  return kFront.table_end(chunks_of(n_elements)) + payload_bytes(n_elements, partition, range) + escapes;
-}
-
-ChunkEntry load_entry(const std::uint8_t* message, std::size_t chunk) {
-  return load<ChunkEntry>(message + kFront.table_end(chunk));
-}
-
-Header read_header(ConstBytes message) {
-  const Head head = read_head(kFront, message);
-  const Settings settings{head.partition, head.version};
-  const planes::Range range{head.first_code, head.second_code};
-  const Header header{settings, head.dtype, range, head.flags, head.n_elements};
-  // The first test keeps sums from overflowing: each table entry stands for at most 16,384 values.
-  const std::uint64_t n_entries = (message.size() - kFront.header_bytes) / kChunkEntryBytes;
-  const std::uint64_t n_elements = header.n_elements, n_chunks = chunks_of(n_elements);
-  if (n_elements > n_entries * kChunkValues || n_chunks > n_entries)
-    fail_message(kFront.name, n_elements, " values in ", message.size(), " bytes");
-  const std::uint8_t* const at = message.data();
-  check_checksum(kFront, at, n_chunks);
-  if (range.n < 1 || range.first + range.n > kPlanes)
-    fail_message(kFront.name, "planes ", range.first, " and ", range.n, " more of 32");
-  std::uint64_t n_escapes = 0;
-  for (std::uint64_t chunk = 0; chunk < n_chunks; ++chunk) {
-    const std::uint32_t n = load_entry(at, chunk).n_escapes;
-    if (n > (header.is_last() ? std::min<std::uint64_t>(kChunkValues, n_elements - chunk * kChunkValues) : 0))
-      fail_message(kFront.name, "chunk ", chunk, ": ", n, " escapes");
-    n_escapes += n;
-  }
-  const std::uint64_t expected =
-      kFront.table_end(n_chunks) + payload_bytes(n_elements, settings.partition, range) + n_escapes * kEscapeBytes;
-  if (expected != message.size())
-    fail_message(kFront.name, "its content takes ", expected, " bytes, not ", message.size());
-  return header;
-}
-
 namespace {
-
-void write_entry(const ChunkEntry& entry, std::size_t chunk, std::uint8_t* message) {
-  store(message + kFront.table_end(chunk), entry);
-}
 
 constexpr std::size_t padded(std::size_t n) { return (n + planes::kGroup - 1) / planes::kGroup * planes::kGroup; }
 
@@ -220,7 +162,71 @@ void finish(const Kernels& kernels, std::uint32_t* codes, std::size_t n, std::ui
   std::memcpy(codes, words, 4 * n);
 }
 
+// body(first value, n, exponent, codes) of each partition.
+template <class Body>
+void for_known(const Known& known, const Body& body) {
+  for_chunks(known.codes.size(), known.settings.partition, {0, 1}, [&](const Chunk& chunk) {
+    for_partitions(chunk, known.settings.partition, [&](const Partition& part) {
+      const std::size_t at = chunk.first + part.first;
+      body(at, part.n, std::uint32_t{known.exponents[at / known.settings.partition]}, known.codes.data() + at);
+    });
+  });
+}
+
 }  // namespace
+
+void check_settings(const Settings& settings, planes::Range range) {
+  check_partition(settings.partition);
+  if (settings.format < kLinear || settings.format > kRoots)
+    throw InvalidArgument("embedded-float: format ", settings.format, ": there are 1 and 2");
+  if (range.first < 0 || range.n < 1 || range.first > kPlanes || range.n > kPlanes - range.first)
+    throw InvalidArgument("planes ", range.first, " to ", range.first + range.n - 1,
+                          ": there are 32, 0 to 31, and a message holds at least one");
+}
+
+std::uint64_t payload_bytes(std::uint64_t n_values, std::size_t partition, planes::Range range) {
+  const std::uint64_t n_full = n_values / partition * partition, n_rest = n_values - n_full;
+  const std::uint64_t plane_bytes = n_full / 8 + (n_rest + 7) / 8;
+  return (range.first == 0 ? partitions_of(n_values, partition) : 0) +
+         plane_bytes * static_cast<std::uint64_t>(range.n);
+}
+
+std::uint64_t max_message_bytes(std::uint64_t n_elements, std::size_t partition, planes::Range range) {
+  const std::uint64_t escapes = range.first + range.n == kPlanes ? n_elements * kEscapeBytes : 0;
+  return kFront.table_end(chunks_of(n_elements)) + payload_bytes(n_elements, partition, range) + escapes;
+}
+
+ChunkEntry load_entry(const std::uint8_t* message, std::size_t chunk) {
+  return load<ChunkEntry>(message + kFront.table_end(chunk));
+}
+
+Header read_header(ConstBytes message) {
+  const Head head = read_head(kFront, message);
+  const Settings settings{head.partition, head.version};
+  const planes::Range range{head.first_code, head.second_code};
+  const Header header{settings, head.dtype, range, head.flags, head.n_elements};
+  // The first test keeps sums from overflowing: each table entry stands for at most 16,384 values.
+  const std::uint64_t n_entries = (message.size() - kFront.header_bytes) / kChunkEntryBytes;
+  const std::uint64_t n_elements = header.n_elements, n_chunks = chunks_of(n_elements);
+  if (n_elements > n_entries * kChunkValues || n_chunks > n_entries)
+    fail_message(kFront.name, n_elements, " values in ", message.size(), " bytes");
+  const std::uint8_t* const at = message.data();
+  check_checksum(kFront, at, n_chunks);
+  if (range.n < 1 || range.first + range.n > kPlanes)
+    fail_message(kFront.name, "planes ", range.first, " and ", range.n, " more of 32");
+  std::uint64_t n_escapes = 0;
+  for (std::uint64_t chunk = 0; chunk < n_chunks; ++chunk) {
+    const std::uint32_t n = load_entry(at, chunk).n_escapes;
+    if (n > (header.is_last() ? std::min<std::uint64_t>(kChunkValues, n_elements - chunk * kChunkValues) : 0))
+      fail_message(kFront.name, "chunk ", chunk, ": ", n, " escapes");
+    n_escapes += n;
+  }
+  const std::uint64_t expected =
+      kFront.table_end(n_chunks) + payload_bytes(n_elements, settings.partition, range) + n_escapes * kEscapeBytes;
+  if (expected != message.size())
+    fail_message(kFront.name, "its content takes ", expected, " bytes, not ", message.size());
+  return header;
+}
 
 std::uint64_t encode(ConstBytes values, Dtype dtype, const Settings& settings, planes::Range range, Bytes out) {
   check_settings(settings, range);
@@ -251,7 +257,7 @@ std::uint64_t encode(ConstBytes values, Dtype dtype, const Settings& settings, p
       planes_out += plane_bytes * static_cast<std::size_t>(range.n);
     });
     entry.checksum = crc32c({message + chunk.begin, chunk.end - chunk.begin});
-    write_entry(entry, chunk.index, message);
+    store(message + kFront.table_end(chunk.index), entry);
   });
   if (header.is_last()) {
     // Their number had to be known before any could be put in place.
@@ -274,7 +280,7 @@ std::uint64_t encode(ConstBytes values, Dtype dtype, const Settings& settings, p
         });
       });
       entry.checksum = crc32c({begin, entry.n_escapes * kEscapeBytes}, entry.checksum);
-      write_entry(entry, chunk.index, message);
+      store(message + kFront.table_end(chunk.index), entry);
     });
     message_bytes = offsets.back();
   }
@@ -360,21 +366,6 @@ int refine(ConstBytes message, const Known& known) {
   });
   return header.range.first + header.range.n;
 }
-
-namespace {
-
-// body(first value, n, exponent, codes) of each partition.
-template <class Body>
-void for_known(const Known& known, const Body& body) {
-  for_chunks(known.codes.size(), known.settings.partition, {0, 1}, [&](const Chunk& chunk) {
-    for_partitions(chunk, known.settings.partition, [&](const Partition& part) {
-      const std::size_t at = chunk.first + part.first;
-      body(at, part.n, std::uint32_t{known.exponents[at / known.settings.partition]}, known.codes.data() + at);
-    });
-  });
-}
-
-}  // namespace
 
 void write(const Known& known, Bytes values) {
   const Kernels& kernels = kernels_for(known.dtype, known.settings.format);

@@ -15,6 +15,8 @@ namespace {
 constexpr std::uint16_t kMagic = 0x4257;  // "WB"
 constexpr std::size_t kChecksumBytes = 4;
 constexpr std::int32_t kUnknownUs = std::numeric_limits<std::int32_t>::min();
+constexpr std::size_t kAlignment = 64;  // a body begins at a multiple of it, so that its words are aligned
+constexpr const char* kSameGradwire = "; check that all ranks run the same gradwire";
 constexpr const char* kAdvice = "; check that all ranks run the same gradwire, and the host's memory and network";
 
 // A head begins with these, as they travel.
@@ -41,6 +43,9 @@ void compare(const char* name, const char* advice, std::uint32_t mine, std::uint
     throw RankMismatch("ranks disagree on ", name, ": ", mine, " here, ", theirs, " on rank ", origin, " (step ", step,
                        " here). What to do: ", advice, ".");
 }
+
+std::string rank_name(std::size_t rank) { return "rank " + std::to_string(rank); }
+std::string block_name(const BlockShape& block) { return "block '" + block.name + "'"; }
 
 }  // namespace
 
@@ -118,16 +123,6 @@ Head HeadFormat::unpack(ConstBytes raw, std::uint32_t step, int peer) const {
     for (const std::int32_t us : remaining_us) head.remaining_s.push_back(us / 1e6);
   return head;
 }
-
-namespace {
-
-constexpr std::size_t kAlignment = 64;  // a body begins at a multiple of it, so that its words are aligned
-constexpr const char* kSameGradwire = "; check that all ranks run the same gradwire";
-
-std::string rank_name(std::size_t rank) { return "rank " + std::to_string(rank); }
-std::string block_name(const BlockShape& block) { return "block '" + block.name + "'"; }
-
-}  // namespace
 
 Broadcast::Broadcast(wire::Mesh& mesh, std::uint32_t stream, Topology topology, std::vector<BlockShape> blocks,
                      const embedded_float::Settings& settings, std::uint32_t configuration, std::uint32_t blocks_hash)
@@ -217,11 +212,10 @@ std::size_t Broadcast::encode(std::size_t block, const Values& gradient, int n_b
   if (gradient.n != n || gradient.dtype != dtype) throw InvalidArgument("the gradient is not of this block");
   const int first_bit = sent_bits_[block];
   embedded_float::check_settings(settings_, {first_bit, n_bits});
-  next_ = {};
-  next_.block = static_cast<std::uint16_t>(block);
-  next_.first_bit = static_cast<std::uint8_t>(first_bit);
-  next_.n_bits = static_cast<std::uint8_t>(n_bits);
-  next_.is_plain = n_bits == kWordBits;
+  next_ = {.block = static_cast<std::uint16_t>(block),
+           .first_bit = static_cast<std::uint8_t>(first_bit),
+           .n_bits = static_cast<std::uint8_t>(n_bits),
+           .is_plain = n_bits == kWordBits};
   messages_.clear();
   std::size_t largest = 0;
   for (std::size_t receiver = 0; receiver < (has_owners() ? receivers_.size() : 1); ++receiver) {
@@ -289,7 +283,6 @@ Sent Broadcast::send(const std::vector<std::size_t>& ended, int ceiling_bits, st
   if (messages_.empty()) {
     messages_ = {mesh_.pool().take(head_bytes_)};
     next_ = {};
-    next_.block = kNoBlock;
   }
   const std::size_t block = next_.block;
   next_.remaining_s = std::move(remaining_s);
@@ -307,8 +300,7 @@ Sent Broadcast::send(const std::vector<std::size_t>& ended, int ceiling_bits, st
     return sent;
   }
   for (std::size_t one = 0; one < blocks_.size(); ++one)
-    if ((one == block || std::find(ended.begin(), ended.end(), one) != ended.end()) && answer(one, sent.answers))
-      sent.ended.push_back(one);
+    if ((one == block || std::ranges::count(ended, one) != 0) && answer(one, sent.answers)) sent.ended.push_back(one);
   return sent;
 }
 
@@ -320,25 +312,20 @@ std::optional<Heard> Broadcast::receive(std::uint32_t step) {
     const std::lock_guard lock(mutex_);
     if (step_ != step) return std::nullopt;
     // What others send belongs to the next step.
+    const auto is_over = [&](int origin) {
+      return std::ranges::count(ended_[origin], false) == 0 &&
+             (!has_owners() || std::ranges::count(answered_[origin], false) == 0);
+    };
     for (const Source& source : sources_)
-      if (!std::all_of(source.origins.begin(), source.origins.end(), [&](int origin) {
-            const auto is_over = [&](const std::vector<bool>& blocks) {
-              return std::find(blocks.begin(), blocks.end(), false) == blocks.end();
-            };
-            return is_over(ended_[origin]) && (!has_owners() || is_over(answered_[origin]));
-          }))
-        peers.push_back(source.peer);
+      if (!std::ranges::all_of(source.origins, is_over)) peers.push_back(source.peer);
   }
   if (peers.empty()) return std::nullopt;
   wire::Arrival arrival = mesh_.receive_any(stream_, peers);
   const wire::Message& message = arrival.message;
   Heard heard{heads_.unpack(message.bytes(), step, arrival.peer), arrival.duration_ns, now_ns(), 0, {}, {}};
   const Head& head = heard.head;
-  const auto source =
-      std::find_if(sources_.begin(), sources_.end(), [&](const Source& one) { return one.peer == arrival.peer; });
-  const bool is_origin =
-      std::find(source->origins.begin(), source->origins.end(), head.origin) != source->origins.end();
-  if (!is_origin || head.sequence != expected_[head.origin])
+  const auto source = std::ranges::find(sources_, arrival.peer, &Source::peer);
+  if (std::ranges::count(source->origins, head.origin) == 0 || head.sequence != expected_[head.origin])
     throw CorruptMessage(rank_name(arrival.peer), " sent head ", head.sequence, " of ", rank_name(head.origin),
                          " in step ", step, ", out of turn", kSameGradwire, " with the same topology");
   ++expected_[head.origin];
@@ -378,8 +365,7 @@ std::optional<Heard> Broadcast::receive(std::uint32_t step) {
     return heard;
   }
   for (std::size_t block = 0; block < blocks_.size(); ++block)
-    if ((block == head.block || std::find(newly.begin(), newly.end(), block) != newly.end()) &&
-        answer(block, heard.sent_bytes))
+    if ((block == head.block || std::ranges::count(newly, block) != 0) && answer(block, heard.sent_bytes))
       heard.newly_ended.push_back(block);
   return heard;
 }
@@ -424,15 +410,15 @@ void Broadcast::take(const Head& head, const wire::Message& message) {
 
 // ---- owners
 
+bool Broadcast::is_set(const std::vector<std::vector<bool>>& flags, std::size_t rank, std::size_t block) {
+  const std::lock_guard lock(mutex_);
+  return flags[rank][block];
+}
+
 void Broadcast::take_answer(const Head& head, const wire::Message& message) {
   const auto [first, count] = part_of(head.block, head.origin);
   Shared& shared = shared_[head.block];
-  bool was_last;
-  {
-    const std::lock_guard lock(mutex_);
-    was_last = answered_[head.origin][head.block];
-  }
-  if (!shared.sum.block || was_last)
+  if (!shared.sum.block || is_set(answered_, head.origin, head.block))
     throw CorruptMessage(rank_name(head.origin), " answered ", block_name(blocks_[head.block]),
                          " before it had anything of it, or after its last answer", kSameGradwire);
   const Floats sum = shared.sum.floats(blocks_[head.block].n);
@@ -450,11 +436,7 @@ bool Broadcast::answer(std::size_t block, std::vector<std::size_t>& sent_bytes) 
   std::size_t n_known = static_cast<std::size_t>(most_bits);
   if (shared.is_final || most_bits == 0) return false;
   for (std::size_t rank = 0; rank < world_; ++rank) {
-    bool has_ended;
-    {
-      const std::lock_guard lock(mutex_);
-      has_ended = ended_[rank][block];
-    }
+    const bool has_ended = is_set(ended_, rank, block);
     all_ended = all_ended && has_ended;
     if (rank == rank_) continue;
     const Copy& copy = copies_[block][rank];
@@ -466,9 +448,7 @@ bool Broadcast::answer(std::size_t block, std::vector<std::size_t>& sent_bytes) 
   }
   if (shared.answered_bits != 0 && !all_ended) return false;
   shared.is_final = all_ended;
-  Head head{};
-  head.is_answer = true;
-  head.block = kNoBlock;
+  Head head{.is_answer = true};
   std::vector<wire::Message> messages;
   if (shared.n_known == n_known) {
     messages.push_back(mesh_.pool().take(head_bytes_));

@@ -5,7 +5,7 @@
 #include <atomic>
 #include <bit>
 #include <cstring>
-#include <string>
+#include <functional>
 
 #include "bits/bit_io.hpp"
 #include "checksum/crc32c.hpp"
@@ -18,8 +18,6 @@ namespace {
 
 static_assert(kChunkValues == kMaxSegmentValues);
 
-std::string got(std::uint64_t expected, std::uint64_t actual) { return text("expected ", expected, ", got ", actual); }
-
 // Bytes that no chunk of n_values exceeds, what its encoder scribbles past the end included.
 std::size_t max_chunk_bytes(std::size_t n_values, Dtype dtype, Mode mode, Version version) {
   // The exponent segment is at most one byte a value, but touches max_segment_bytes before that shows.
@@ -30,53 +28,12 @@ std::size_t max_chunk_bytes(std::size_t n_values, Dtype dtype, Mode mode, Versio
   return std::max(n_values + rest, max_segment_bytes(n_values)) + kPackSlackBytes;
 }
 
-}  // namespace
-
-const char* name_of(Mode mode) {
-  constexpr const char* names[kModes] = {"none", "paper", "uniform", "truncate"};
-  return names[static_cast<int>(mode)];
-}
-
-std::uint64_t max_message_bytes(std::uint64_t n_elements, Dtype dtype, Mode mode, Version version) {
-  const std::uint64_t n_full = n_elements / kChunkValues, n_rest = n_elements % kChunkValues;
-  return kFront.table_end(chunks_of(n_elements)) + n_full * max_chunk_bytes(kChunkValues, dtype, mode, version) +
-         (n_rest > 0 ? max_chunk_bytes(n_rest, dtype, mode, version) : 0);
-}
-
-BlockHeader read_block_header(ConstBytes message) {
-  const auto header = load_header<BlockHeader>(kFront, message);
-  const std::uint64_t n_elements = header.n_elements, n_chunks = header.n_chunks;
-  expect(kName, "length in bytes", header.message_bytes, message.size());
-  // The first test keeps the sums below from overflowing: a chunk header stands for at most 16,384 values.
-  if (n_chunks > (message.size() - kBlockHeaderBytes) / kChunkHeaderBytes || n_elements > n_chunks * kChunkValues ||
-      n_chunks != chunks_of(n_elements))
-    fail_message(kName, n_chunks, " chunks for ", n_elements, " values in ", message.size(), " bytes");
-  check_checksum(kFront, message.data(), n_chunks);
-  check_dtype(kName, header.dtype);
-  if (static_cast<int>(header.mode) >= kModes) fail_message(kName, "unknown mode code ", static_cast<int>(header.mode));
-  // Format 2 may cap what mode paper keeps.
-  const bool keeps_all = header.mode == Mode::none || (header.mode == Mode::paper && header.version == Version::levels);
-  const int mantissa_bits = layout_of(header.dtype).mantissa_bits;
-  const bool has_least = header.mode == Mode::paper && header.version == Version::derived;
-  if (header.kept_bits > mantissa_bits || (keeps_all && header.kept_bits != mantissa_bits) ||
-      (header.least_bits != 0 && !has_least))
-    fail_message(kName, int{header.kept_bits}, " mantissa bits kept of ", mantissa_bits);
-  if ((header.flags & ~kFlagNonfinite) != 0 || header.zero != 0) fail_message(kName, "unknown flags");
-  return header;
-}
-
-namespace {
-
-void write_chunk_header(const ChunkHeader& header, std::size_t chunk, std::uint8_t* message) {
-  store(message + kFront.table_end(chunk), header);
-}
-
 // The header of one chunk: number of values, lengths and offsets are possible and lie within the message.
 ChunkHeader read_chunk_header(ConstBytes message, const BlockHeader& block, std::size_t chunk) {
   const ChunkHeader header = load_chunk_header(message.data(), chunk);
   const auto in_chunk = [&](const auto&... what) { fail_in_chunk(kName, chunk, what...); };
   const std::uint64_t n_values = std::min<std::uint64_t>(kChunkValues, block.n_elements - chunk * kChunkValues);
-  if (header.n_values != n_values) in_chunk("number of values: ", got(n_values, header.n_values));
+  if (header.n_values != n_values) in_chunk("number of values: expected ", n_values, ", got ", header.n_values);
   const DtypeLayout& layout = layout_of(block.dtype);
   if (header.exponent_bytes > n_values || (header.flags & ~kFlagRawExponents) != 0 ||
       ((header.flags & kFlagRawExponents) != 0 && header.exponent_bytes != n_values))
@@ -103,7 +60,7 @@ void check_chunks_adjoin(ConstBytes message, const BlockHeader& block) {
   std::uint64_t end = kFront.table_end(block.n_chunks);
   for (std::size_t chunk = 0; chunk < block.n_chunks; ++chunk) {
     const ChunkHeader header = read_chunk_header(message, block, chunk);
-    if (header.offset != end) fail_in_chunk(kName, chunk, "its first byte: ", got(end, header.offset));
+    if (header.offset != end) fail_in_chunk(kName, chunk, "its first byte: expected ", end, ", got ", header.offset);
     end = header.end_offset(block.version);
   }
   expect(kName, "bytes used by its chunks", message.size(), end);
@@ -342,6 +299,39 @@ void decode_chunk(const MessageCoding& coding, ConstBytes message, const BlockHe
 
 }  // namespace
 
+const char* name_of(Mode mode) {
+  constexpr const char* names[kModes] = {"none", "paper", "uniform", "truncate"};
+  return names[static_cast<int>(mode)];
+}
+
+std::uint64_t max_message_bytes(std::uint64_t n_elements, Dtype dtype, Mode mode, Version version) {
+  const std::uint64_t n_full = n_elements / kChunkValues, n_rest = n_elements % kChunkValues;
+  return kFront.table_end(chunks_of(n_elements)) + n_full * max_chunk_bytes(kChunkValues, dtype, mode, version) +
+         (n_rest > 0 ? max_chunk_bytes(n_rest, dtype, mode, version) : 0);
+}
+
+BlockHeader read_block_header(ConstBytes message) {
+  const auto header = load_header<BlockHeader>(kFront, message);
+  const std::uint64_t n_elements = header.n_elements, n_chunks = header.n_chunks;
+  expect(kName, "length in bytes", header.message_bytes, message.size());
+  // The first test keeps the sums below from overflowing: a chunk header stands for at most 16,384 values.
+  if (n_chunks > (message.size() - kBlockHeaderBytes) / kChunkHeaderBytes || n_elements > n_chunks * kChunkValues ||
+      n_chunks != chunks_of(n_elements))
+    fail_message(kName, n_chunks, " chunks for ", n_elements, " values in ", message.size(), " bytes");
+  check_checksum(kFront, message.data(), n_chunks);
+  check_dtype(kName, header.dtype);
+  if (static_cast<int>(header.mode) >= kModes) fail_message(kName, "unknown mode code ", static_cast<int>(header.mode));
+  // Format 2 may cap what mode paper keeps.
+  const bool keeps_all = header.mode == Mode::none || (header.mode == Mode::paper && header.version == Version::levels);
+  const int mantissa_bits = layout_of(header.dtype).mantissa_bits;
+  const bool has_least = header.mode == Mode::paper && header.version == Version::derived;
+  if (header.kept_bits > mantissa_bits || (keeps_all && header.kept_bits != mantissa_bits) ||
+      (header.least_bits != 0 && !has_least))
+    fail_message(kName, int{header.kept_bits}, " mantissa bits kept of ", mantissa_bits);
+  if ((header.flags & ~kFlagNonfinite) != 0 || header.zero != 0) fail_message(kName, "unknown flags");
+  return header;
+}
+
 std::uint64_t encode(ConstBytes values, ConstBytes importance, const EncodeOptions& options, const HuffmanTable& table,
                      Bytes out, const Mean& mean) {
   const DtypeLayout& layout = layout_of(options.dtype);
@@ -374,7 +364,7 @@ std::uint64_t encode(ConstBytes values, ConstBytes importance, const EncodeOptio
         out.data(), offset, {mean.values == nullptr ? nullptr : mean.values + first_byte, mean.divisor}, nonfinite);
     const std::uint64_t end = header.end_offset(options.version);
     header.checksum = crc32c({out.data() + offset, out.data() + end});
-    write_chunk_header(header, chunk, out.data());
+    store(out.data() + kFront.table_end(chunk), header);
     return end;
   };
   const std::size_t n_chunks = chunks_of(n_elements);
@@ -392,14 +382,14 @@ std::uint64_t encode(ConstBytes values, ConstBytes importance, const EncodeOptio
       encode_chunk(chunk, first_offset + chunk * slot_bytes, nonfinite);
       if (nonfinite) any_nonfinite.store(true, std::memory_order_relaxed);
     };
-    parallel_for(n_chunks, [&encode_into_slot](std::size_t chunk) { encode_into_slot(chunk); });
+    parallel_for(n_chunks, std::cref(encode_into_slot));
     holds_nonfinite = any_nonfinite.load();
     for (std::size_t chunk = 0; chunk < n_chunks; ++chunk) {
       ChunkHeader header = load_chunk_header(out.data(), chunk);
       const std::uint64_t n_bytes = header.end_offset(options.version) - header.offset;
       std::memmove(out.data() + end, out.data() + header.offset, n_bytes);
       header.offset = end;
-      write_chunk_header(header, chunk, out.data());
+      store(out.data() + kFront.table_end(chunk), header);
       end += n_bytes;
     }
   }
@@ -438,7 +428,7 @@ void decode(ConstBytes message, Dtype dtype, const HuffmanTable& table, ConstByt
     decode_chunk(coding, message, block, chunk, derives ? importance.data() + first : nullptr,
                  {finish.addend == nullptr ? nullptr : finish.addend + offset, finish.divisor}, values.data() + offset);
   };
-  parallel_for(block.n_chunks, [&decode_one](std::size_t chunk) { decode_one(chunk); });
+  parallel_for(block.n_chunks, std::cref(decode_one));
 }
 
 void count_exponents(ConstBytes values, Dtype dtype, Version version, std::span<std::int64_t> histogram) {

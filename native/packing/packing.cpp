@@ -21,7 +21,8 @@ void for_each_chunk(std::size_t n_values, std::size_t n_packed, ConstWords words
   const auto count = kernels().count;
   parallel_for(n_chunks, [&](std::size_t chunk) {
     const std::size_t first = chunk * kChunkWords;
-    starts[chunk + 1] = count(words.data() + first, std::min(kChunkWords, words.size() - first));
+    starts[chunk + 1] = count(reinterpret_cast<const std::uint16_t*>(words.data() + first),
+                              2 * std::min(kChunkWords, words.size() - first));
   });
   for (std::size_t chunk = 0; chunk < n_chunks; ++chunk) starts[chunk + 1] += starts[chunk];
   if (starts.back() != n_packed)

@@ -19,7 +19,8 @@ void unpack(ConstBytes packed, std::size_t item_bytes, ConstWords words, Bytes v
 
 // The loops of packing: loops.cpp. They touch nothing past their range.
 struct Kernels {
-  std::size_t (*count)(const std::uint32_t* words, std::size_t n_words);
+  // Bits set in halves of words.
+  std::size_t (*count)(const std::uint16_t* granules, std::size_t n_granules);
   // n values, whose first is bit 0 of the first word; by size: 2 bytes, 4 bytes.
   void (*pack[2])(const void* values, const std::uint32_t* words, std::size_t n, void* packed);
   void (*unpack[2])(const void* packed, const std::uint32_t* words, std::size_t n, void* values);

@@ -46,8 +46,6 @@ Header read_header(ConstBytes message) {
 
 namespace {
 
-std::size_t blocks_of(std::size_t n) { return (n + kBlock - 1) / kBlock; }
-
 Fields fields_of(int levels) { return levels <= 7 ? Fields::nibbles : Fields::bytes; }
 
 // Payload bytes of up to kBlock values, norms apart.
@@ -77,9 +75,6 @@ std::uint64_t payload_bytes(const Header& header) {
 float draws_per_unit(float scale) { return scale >= 0x1p-100f ? 0x1p24f / scale : 0.0f; }
 
 // ---- between one block and its part of the payload
-
-// How a QSGD block is cut: the step between two levels of each norm.
-float step_of(float norm, int levels) { return norm / static_cast<float>(levels); }
 
 void pack_block(const Header& header, const random::Stream& stream, const float* values, std::size_t block,
                 std::size_t n, std::uint8_t* payload, std::atomic<bool>& is_finite) {
@@ -142,7 +137,8 @@ bool unpack_block(const Header& header, const std::uint8_t* payload, std::size_t
         std::memcpy(&norm, payload + 4 * ((block * kBlock + begin) / header.block), sizeof norm);
         if (std::bit_cast<std::uint32_t>(norm) >= kInfinity) return false;
         valid &= on.unpack_levels(codes.bytes.data() + bytes_for(begin, fields_of(header.levels)), count,
-                                  step_of(norm, header.levels), header.levels, fields_of(header.levels), out + begin);
+                                  norm / static_cast<float>(header.levels), header.levels, fields_of(header.levels),
+                                  out + begin);
       }
       return valid;
   }
@@ -160,7 +156,7 @@ struct Sums {
 Sums measure(const Source& source, bool wants_squares) {
   static thread_local std::vector<Sums> kept;
   std::vector<Sums>& parts = kept;
-  parts.assign(blocks_of(source.n_elements()), {});
+  parts.assign((source.n_elements() + kBlock - 1) / kBlock, {});
   if (wants_squares)
     for_blocks(source, [&](std::size_t block, const float* values, std::size_t n) {
       const Squares found = kernels().squares(values, n);

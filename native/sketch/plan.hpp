@@ -264,7 +264,6 @@ struct Quantiser {
 struct Kernels {
   // Values [first, end) of one gradient, first a multiple of 32; the words of that range.
   IndexFacts (*index[kDtypes])(const void* values, std::size_t first, std::size_t end, std::uint32_t* words);
-  std::size_t (*count_bits)(const std::uint16_t* granule_bits, std::size_t n_granules);
   // False if a value is beyond the limit.
   bool (*add[kCellKinds][kDtypes])(const Geometry& geometry, const Block& block, std::uint64_t key,
                                    const Source& source, const Quantiser& quantiser, void* cells);

@@ -25,53 +25,6 @@ std::uint64_t payload_end(std::uint64_t n_elements, const Settings& settings) {
          payload_bytes(n_elements - n_full * kChunkValues, settings);
 }
 
-}  // namespace
-
-const char* name_of(Format format) {
-  constexpr const char* names[kFormats] = {"native", "fp16", "fp8-e4m3", "fp8-e5m2", "fp4-e2m1", "fp6-e3m2"};
-  return names[static_cast<int>(format)];
-}
-
-const Layout& layout_of(Format format, Dtype dtype) {
-  return format == Format::native ? kNative[static_cast<int>(dtype)] : kCompact[static_cast<int>(format) - 1];
-}
-
-void check_settings(const Settings& settings) {
-  if (settings.n_bits < 2 || settings.n_bits > settings.layout().width)
-    throw InvalidArgument("bits=", settings.n_bits, ": format ", name_of(settings.format), " of ",
-                          floats::name_of(settings.dtype), " keeps 2 to ", settings.layout().width);
-  check_partition(settings.partition);
-}
-
-std::uint64_t payload_bytes(std::uint64_t n_values, const Settings& settings) {
-  const std::uint64_t scales = settings.has_scales() ? kScaleBytes * partitions_of(n_values, settings.partition) : 0;
-  return scales + word_packing::packed_bytes(n_values, settings.n_bits);
-}
-
-std::uint64_t max_message_bytes(std::uint64_t n_elements, const Settings& settings) {
-  return payload_end(n_elements, settings) + (settings.is_exact() ? 0 : marks_bytes(n_elements, settings.partition));
-}
-
-Header read_header(ConstBytes message) {
-  const Head head = read_head(kFront, message);
-  if (head.first_code >= kFormats) fail_message(kFront.name, "unknown format code ", head.first_code);
-  const Settings settings{head.dtype, static_cast<Format>(head.first_code), head.second_code, head.partition};
-  const Header header{settings, head.flags, head.n_elements};
-  if (settings.n_bits < 2 || settings.n_bits > settings.layout().width)
-    fail_message(kFront.name, settings.n_bits, " bits of format ", name_of(settings.format));
-  if (header.holds_nonfinite() && settings.is_exact()) fail_message(kFront.name, "unknown flags");
-  // The first test keeps sums from overflowing: a value takes two bits or more.
-  const bool is_short = header.n_elements > 4 * std::uint64_t{message.size()};
-  const std::uint64_t end = is_short ? 0 : payload_end(header.n_elements, settings);
-  const std::uint64_t n_marks = header.holds_nonfinite() ? marks_bytes(header.n_elements, settings.partition) : 0;
-  if (is_short || end + n_marks != message.size())
-    fail_message(kFront.name, header.n_elements, " values in ", message.size(), " bytes");
-  check_checksum(kFront, message.data(), chunks_of(header.n_elements), message.subspan(end));
-  return header;
-}
-
-namespace {
-
 constexpr std::size_t kMaxPartitionsAChunk = kChunkValues / kMinPartition;
 
 Chunk chunk_at(std::size_t index, std::uint64_t n_elements, const Settings& settings) {
@@ -124,9 +77,50 @@ std::uint32_t scale_for(std::uint32_t largest, const Settings& settings, float n
   return std::max((quotient + below) & ~below, kMinScale);
 }
 
-[[noreturn]] void fail_at(std::size_t chunk, const char* what) { fail_in_chunk(kFront.name, chunk, what); }
-
 }  // namespace
+
+const char* name_of(Format format) {
+  constexpr const char* names[kFormats] = {"native", "fp16", "fp8-e4m3", "fp8-e5m2", "fp4-e2m1", "fp6-e3m2"};
+  return names[static_cast<int>(format)];
+}
+
+const Layout& layout_of(Format format, Dtype dtype) {
+  return format == Format::native ? kNative[static_cast<int>(dtype)] : kCompact[static_cast<int>(format) - 1];
+}
+
+void check_settings(const Settings& settings) {
+  if (settings.n_bits < 2 || settings.n_bits > settings.layout().width)
+    throw InvalidArgument("bits=", settings.n_bits, ": format ", name_of(settings.format), " of ",
+                          floats::name_of(settings.dtype), " keeps 2 to ", settings.layout().width);
+  check_partition(settings.partition);
+}
+
+std::uint64_t payload_bytes(std::uint64_t n_values, const Settings& settings) {
+  const std::uint64_t scales = settings.has_scales() ? kScaleBytes * partitions_of(n_values, settings.partition) : 0;
+  return scales + word_packing::packed_bytes(n_values, settings.n_bits);
+}
+
+std::uint64_t max_message_bytes(std::uint64_t n_elements, const Settings& settings) {
+  return payload_end(n_elements, settings) + (settings.is_exact() ? 0 : marks_bytes(n_elements, settings.partition));
+}
+
+Header read_header(ConstBytes message) {
+  const Head head = read_head(kFront, message);
+  if (head.first_code >= kFormats) fail_message(kFront.name, "unknown format code ", head.first_code);
+  const Settings settings{head.dtype, static_cast<Format>(head.first_code), head.second_code, head.partition};
+  const Header header{settings, head.flags, head.n_elements};
+  if (settings.n_bits < 2 || settings.n_bits > settings.layout().width)
+    fail_message(kFront.name, settings.n_bits, " bits of format ", name_of(settings.format));
+  if (header.holds_nonfinite() && settings.is_exact()) fail_message(kFront.name, "unknown flags");
+  // The first test keeps sums from overflowing: a value takes two bits or more.
+  const bool is_short = header.n_elements > 4 * std::uint64_t{message.size()};
+  const std::uint64_t end = is_short ? 0 : payload_end(header.n_elements, settings);
+  const std::uint64_t n_marks = header.holds_nonfinite() ? marks_bytes(header.n_elements, settings.partition) : 0;
+  if (is_short || end + n_marks != message.size())
+    fail_message(kFront.name, header.n_elements, " values in ", message.size(), " bytes");
+  check_checksum(kFront, message.data(), chunks_of(header.n_elements), message.subspan(end));
+  return header;
+}
 
 std::uint64_t encode(ConstBytes values, const Settings& settings, Rounding rounding, const random::Stream& stream,
                      Bytes out) {
@@ -215,14 +209,15 @@ void decode(ConstBytes message, Dtype dtype, Bytes values) {
     const Chunk chunk = chunk_at(index, header.n_elements, settings);
     const std::uint8_t* from = message.data() + chunk.begin;
     if (crc32c({from, chunk.end - chunk.begin}) != load<std::uint32_t>(message.data() + kFront.table_end(index)))
-      fail_at(index, "the checksum does not match: bytes were changed on the way");
+      fail_in_chunk(kFront.name, index, "the checksum does not match: bytes were changed on the way");
     std::uint32_t scales[kMaxPartitionsAChunk];
     for (std::size_t i = 0; i < chunk.n_partitions; ++i) {
       scales[i] = kUnitScale;
       if (settings.has_scales()) {
         scales[i] = std::uint32_t{load<std::uint16_t>(from)} << 16;
         from += kScaleBytes;
-        if (scales[i] < kMinScale || scales[i] >= kInfinity) fail_at(index, "a scale is out of range");
+        if (scales[i] < kMinScale || scales[i] >= kInfinity)
+          fail_in_chunk(kFront.name, index, "a scale is out of range");
       }
     }
     std::uint8_t* const to = values.data() + chunk.first * value_bytes;

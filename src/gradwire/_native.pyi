@@ -43,7 +43,6 @@ def huffman_decode_table(table: HuffmanTable, segment: Any, exponents: Any) -> N
 def huffman_decode_tree(table: HuffmanTable, segment: Any, exponents: Any) -> None: ...
 
 # GComp messages. dtype: 0 float32, 1 bfloat16, 2 float16; values as uint8; mode: 0 none, 1 paper, 2 uniform, 3 truncate.
-GCOMP_CHUNK_VALUES: int
 
 def gcomp_max_encoded_bytes(n_elements: int, dtype: int, mode: int, version: int) -> int: ...
 def gcomp_encode(

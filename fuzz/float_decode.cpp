@@ -43,8 +43,8 @@ std::uint32_t crc_of(const Bytes& message, std::uint64_t begin, std::uint64_t en
 std::uint64_t seal(Bytes& message, bool is_embedded) {
   if (message.size() < 40) return 0;
   const gradwire::Front& front = is_embedded ? embedded_float::kFront : truncated_float::kFront;
-  gradwire::write_front(front, is_embedded ? 1 + message[4] % 2 : 1, message[5], message[6], message[7],
-                        message.data());
+  std::memcpy(message.data(), front.letters, 4);
+  message[4] = is_embedded ? 1 + message[4] % 2 : 1;
   write(message, 24, std::uint64_t{message.size()});
   const auto n_elements = read<std::uint64_t>(message, 8);
   const std::size_t partition = read<std::uint16_t>(message, 16);

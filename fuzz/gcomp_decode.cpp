@@ -33,14 +33,15 @@ void write(std::vector<std::uint8_t>& bytes, std::size_t offset, Word word) {
 void seal(std::vector<std::uint8_t>& message, std::uint64_t table_id) {
   if (message.size() < gcomp::kBlockHeaderBytes) return;
   const auto version = message[4] % 2 == 0 ? gcomp::Version::derived : gcomp::Version::levels;
-  gradwire::write_front(gcomp::kFront, static_cast<int>(version), message[5], message[6], message[7], message.data());
+  std::memcpy(message.data(), gcomp::kFront.letters, 4);
+  message[4] = static_cast<std::uint8_t>(version);
   write(message, 8, table_id);
   write(message, 24, std::uint64_t{message.size()});
   const std::size_t room = (message.size() - gcomp::kBlockHeaderBytes) / gcomp::kChunkHeaderBytes;
   const std::size_t n_chunks = std::min<std::size_t>(read<std::uint32_t>(message, 32), room);
   for (std::size_t chunk = 0; chunk < n_chunks; ++chunk) {
-    const gcomp::ChunkHeader header = gcomp::load_chunk_header(message.data(), version, chunk);
-    const std::uint64_t end = header.end_offset();
+    const gcomp::ChunkHeader header = gcomp::load_chunk_header(message.data(), chunk);
+    const std::uint64_t end = header.end_offset(version);
     if (header.offset > message.size() || end > message.size() || end < header.offset) continue;
     if (version == gcomp::Version::derived && message[6] == static_cast<std::uint8_t>(gcomp::Mode::paper)) {
       static const auto importance = gradwire::fuzz::importance_bytes(kMaxValues);

@@ -86,7 +86,7 @@ struct Door {
   std::array<std::atomic<long>, kWorld> n_welcome{};
   std::vector<wire::Descriptor> listeners = listen();
   wire::Doorkeeper keeper{std::move(listeners), kDoor, kWorld, kSecret,
-                          [this](int peer, wire::Descriptor connection, ConstBytes answer) {
+                          [this](int peer, wire::Descriptor connection, gradwire::ConstBytes answer) {
                             if (wire::send_at_once(connection, answer)) ++n_welcome[static_cast<std::size_t>(peer)];
                           }};
   std::vector<wire::Descriptor> listen() {
@@ -185,20 +185,8 @@ void introduce(std::uint8_t how, Input input) {
 void read_head(std::uint8_t how, Input input) {
   const std::size_t n_blocks = 1 + how % 32, world = 1 + how % 5;
   const gradwire::exchange::HeadFormat format(n_blocks, world, 7, 8);
-  const gradwire::exchange::Head head{0,
-                                      0,
-                                      0,
-                                      32,
-                                      false,
-                                      false,
-                                      5,
-                                      6,
-                                      9,
-                                      std::vector<bool>(n_blocks),
-                                      {},
-                                      std::vector<std::uint64_t>(world),
-                                      std::vector<std::uint64_t>(world),
-                                      {}};
+  gradwire::exchange::Head head{0, 0, 0, 32, false, false, 5, 6, 9, std::vector<bool>(n_blocks)};
+  head.received_bytes = head.receiving_us = std::vector<std::uint64_t>(world);
   Bytes raw(format.n_bytes());
   format.pack(head, 3, raw);
   const bool is_cut = how % 16 == 15 && !input.empty();
@@ -209,7 +197,7 @@ void read_head(std::uint8_t how, Input input) {
     const auto read = format.unpack(raw, 3, 0);
     require(raw.size() == format.n_bytes() && read.origin < world && read.ended.size() == n_blocks);
     require(read.block < n_blocks || (read.block == gradwire::exchange::kNoBlock && read.body_bytes == 0));
-    require(read.block >= n_blocks || (read.n_bits >= 1 && read.first_bit >= 0 && read.first_bit + read.n_bits <= 32));
+    require(read.block >= n_blocks || (read.n_bits >= 1 && read.first_bit + read.n_bits <= 32));
     require(read.ceiling_bits >= 1 && read.ceiling_bits <= 32);
     require(read.remaining_s.empty() || read.remaining_s.size() == n_blocks);
     require(read.received_bytes.size() == world && read.receiving_us.size() == world);

@@ -73,11 +73,11 @@ void check_sketch(const Words& words, std::size_t n_values, std::span<const std:
   std::vector<std::int64_t> core(n_core);
   plan.write_core(core);
   for (const std::int64_t position : core) require(is_set(words, static_cast<std::size_t>(position)));
-  Bytes cells(plan.n_cells() * sketch::bytes_of(kind)), values(n_values * sketch::bytes_of(dtype));
+  Bytes cells(plan.n_cells() * sketch::bytes_of(kind)), values(n_values * gradwire::floats::bytes_of(dtype));
   for (std::size_t i = 0; i < cells.size(); ++i) cells[i] = rest.empty() ? 0 : rest[i % rest.size()];
   const bool estimate = seed % 2 == 0;
   if (plan.recover(cells, kind, 0.25, estimate, 1e30f, values, dtype) == sketch::Outcome::nonfinite) return;
-  const std::size_t item_bytes = sketch::bytes_of(dtype);
+  const std::size_t item_bytes = gradwire::floats::bytes_of(dtype);
   for (std::size_t i = 0; i < n_values; ++i)
     for (std::size_t byte = 0; byte < item_bytes && !is_set(words, i); ++byte)
       require(values[i * item_bytes + byte] == 0);

@@ -12,8 +12,6 @@
 
 namespace {
 
-using quantisers::Dtype;
-
 quantisers::Fields fields_of(int bits) {
   if (bits != 4 && bits != 8) throw InvalidArgument("fields have 4 or 8 bits");
   return static_cast<quantisers::Fields>(bits);
@@ -130,7 +128,6 @@ NB_MODULE(_native, m) {
       },
       "allow_avx2"_a, "allow_avx512"_a = true);
   m.def("crc32c", &crc32c, "data"_a, "crc"_a = 0, unlocked);
-  m.attr("LINE_BYTES") = sizeof(netlab::Line);
   def_unlocked(m, "relay_packets", [](const std::vector<int>& devices, Bytes lines, int stop) {
     const std::size_t n = lines.size() / sizeof(netlab::Line);
     if (n != devices.size()) throw InvalidArgument("relay_packets() takes a line for each device");

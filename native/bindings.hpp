@@ -23,6 +23,7 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 using namespace gradwire;
+using floats::Dtype;
 
 constexpr nb::call_guard<nb::gil_scoped_release> unlocked;
 template <class Scope, class Body>
@@ -101,28 +102,20 @@ struct CodeCaster {
  private:
   make_caster<int> code_;
 };
-
-template <>
-struct type_caster<floats::Dtype> : CodeCaster<floats::Dtype, floats::kDtypes> {};
-template <>
-struct type_caster<gcomp::Mode> : CodeCaster<gcomp::Mode, gcomp::kModes> {};
-template <>
-struct type_caster<gcomp::Version> : CodeCaster<gcomp::Version, 2, 1> {};
-template <>
-struct type_caster<truncated_float::Format> : CodeCaster<truncated_float::Format, truncated_float::kFormats> {};
-template <>
-struct type_caster<truncated_float::Rounding> : CodeCaster<truncated_float::Rounding, truncated_float::kRoundings> {};
-template <>
-struct type_caster<quantisers::Kind> : CodeCaster<quantisers::Kind, quantisers::kKinds> {};
-template <>
-struct type_caster<quantisers::Options::Rule> : CodeCaster<quantisers::Options::Rule, 3> {};
-template <>
-struct type_caster<sketch::Cells> : CodeCaster<sketch::Cells, sketch::kCellKinds> {};
-template <>
-struct type_caster<sketch::Outcome> : CodeCaster<sketch::Outcome, 3> {};
-template <>
-struct type_caster<innet::Operation> : CodeCaster<innet::Operation, 3, 1> {};
-template <>
-struct type_caster<innet::Check> : CodeCaster<innet::Check, 3> {};
+#define GW_CODES(Enum, ...) \
+  template <>               \
+  struct type_caster<Enum> : CodeCaster<Enum, __VA_ARGS__> {};
+GW_CODES(floats::Dtype, floats::kDtypes)
+GW_CODES(gcomp::Mode, gcomp::kModes)
+GW_CODES(gcomp::Rounding, 2)
+GW_CODES(gcomp::Version, 2, 1)
+GW_CODES(truncated_float::Format, truncated_float::kFormats)
+GW_CODES(truncated_float::Rounding, truncated_float::kRoundings)
+GW_CODES(quantisers::Kind, quantisers::kKinds)
+GW_CODES(quantisers::Options::Rule, 3)
+GW_CODES(sketch::Cells, sketch::kCellKinds)
+GW_CODES(sketch::Outcome, 3)
+GW_CODES(innet::Operation, 3, 1)
+GW_CODES(innet::Check, 3)
 
 }  // namespace nanobind::detail

@@ -83,16 +83,14 @@ void bind_huffman(nb::module_& m) {
 }
 
 void bind_gcomp(nb::module_& m) {
-  using gcomp::Dtype;
   using OptionalFloats = std::optional<ConstFloats>;
   m.def("gcomp_max_encoded_bytes", &gcomp::max_message_bytes);
-  def_unlocked(m, "gcomp_encode",
-               [](ConstBytes values, OrNone<ConstBytes> importance, Dtype dtype, gcomp::Mode mode, int kept_bits,
-                  bool truncates, gcomp::Version version, const HuffmanTable& table, Bytes out, int least_bits) {
-                 const auto rounding = truncates ? gcomp::Rounding::truncate : gcomp::Rounding::nearest;
-                 return gcomp::encode(values, importance, {dtype, mode, kept_bits, rounding, version, least_bits},
-                                      table, out);
-               });
+  def_unlocked(
+      m, "gcomp_encode",
+      [](ConstBytes values, OrNone<ConstBytes> importance, Dtype dtype, gcomp::Mode mode, int kept_bits,
+         gcomp::Rounding rounding, gcomp::Version version, const HuffmanTable& table, Bytes out, int least_bits) {
+        return gcomp::encode(values, importance, {dtype, mode, kept_bits, rounding, version, least_bits}, table, out);
+      });
   def_unlocked(m, "gcomp_decode",
                [](ConstBytes message, Dtype dtype, const std::vector<const HuffmanTable*>& known,
                   OrNone<ConstBytes> importance, bool adds, float divisor, Bytes values) {
@@ -133,7 +131,6 @@ embedded_float::Known known_of(std::span<std::int32_t> codes, Bytes exponents, f
 }
 
 void bind_embedded_float(nb::module_& m) {
-  using floats::Dtype;
   using Codes = std::span<std::int32_t>;
   m.def("embedded_float_max_bytes", [](std::uint64_t n_elements, std::size_t partition, int first_bit, int n_bits) {
     embedded_float::check_settings({partition, embedded_float::kRoots}, {first_bit, n_bits});
@@ -173,12 +170,11 @@ void bind_embedded_float(nb::module_& m) {
     return dict_of("codec", "embedded-float", "format_version", header.settings.format, "dtype",
                    floats::name_of(header.dtype), "first_bit", header.range.first, "n_bits", header.range.n,
                    "partition", header.settings.partition, "n_elements", header.n_elements, "holds_nonfinite",
-                   (header.flags & embedded_float::kFlagNonfinite) != 0, "message_bytes", header.message_bytes);
+                   (header.flags & embedded_float::kFlagNonfinite) != 0, "message_bytes", message.size());
   });
 }
 
 void bind_truncated_float(nb::module_& m) {
-  using floats::Dtype;
   using truncated_float::Format;
   m.def("truncated_float_max_bytes",
         [](std::uint64_t n_elements, Dtype dtype, Format format, int n_bits, std::size_t partition) {
@@ -203,7 +199,6 @@ void bind_truncated_float(nb::module_& m) {
 }
 
 void bind_quantisers(nb::module_& m) {
-  using quantisers::Dtype;
   using quantisers::Kind;
   m.def("quantiser_max_bytes",
         [](Kind kind, int levels, std::uint32_t block, std::uint64_t n_elements, std::uint64_t n_cuts) {
@@ -224,7 +219,7 @@ void bind_quantisers(nb::module_& m) {
   m.def("quantiser_describe", [](ConstBytes message) {
     const quantisers::Header header = quantisers::read_header(message);
     return dict_of("codec", quantisers::name_of(header.kind), "format_version", header.version, "n_elements",
-                   header.n_elements, "message_bytes", message.size(), "is_finite", header.is_finite, "levels",
+                   header.n_elements, "message_bytes", message.size(), "is_finite", header.is_finite(), "levels",
                    header.levels, "block", header.block, "first_scale", header.first, "second_scale", header.second);
   });
   def_unlocked(m, "random_numbers", [](std::uint64_t seed, std::uint64_t step, std::uint64_t first_group, Words out) {

@@ -15,8 +15,9 @@
 
 namespace {
 
+using exchange::Codec;
 using exchange::Values;
-using floats::Dtype;
+using wire::Mesh;
 using Facts = std::array<std::uint32_t, 4>;
 
 wire::Facts facts_of(const Facts& facts) { return {facts[0], facts[1], facts[2], facts[3]}; }
@@ -60,7 +61,6 @@ nb::object tensor_of(const void* data, std::size_t n, nb::dlpack::dtype dtype, n
 
 void bind_mesh(nb::module_& m) {
   using Place = std::pair<std::string, std::uint16_t>;
-  using wire::Mesh;
   m.attr("MESSAGE_HEADER_BYTES") = wire::kHeaderBytes;
   m.attr("MESSAGE_VERSION") = wire::kVersion;
   m.attr("MESH_SECRET_BYTES") = wire::kSecretBytes;
@@ -168,7 +168,6 @@ class PythonCodec final : public exchange::Codec {
 };
 
 void bind_exchange_codecs(nb::module_& m) {
-  using exchange::Codec;
   using gcomp::BucketImportance;
   using Made = std::unique_ptr<Codec>;
   // offset, n, addresses of parameter and moments (0: none), a, b, c, address of bytes that are ready (0: none)
@@ -191,10 +190,9 @@ void bind_exchange_codecs(nb::module_& m) {
   // Arguments are kept by whoever makes a codec, for as long as it is used.
   m.def(
       "gcomp_exchange_codec",
-      [](Dtype dtype, gcomp::Mode mode, int kept_bits, bool truncates, gcomp::Version version,
+      [](Dtype dtype, gcomp::Mode mode, int kept_bits, gcomp::Rounding rounding, gcomp::Version version,
          const HuffmanTable& table, const std::vector<const HuffmanTable*>& known, const BucketImportance* importance,
          OrNone<std::span<std::int64_t>> counts, int least_bits) -> Made {
-        const auto rounding = truncates ? gcomp::Rounding::truncate : gcomp::Rounding::nearest;
         const gcomp::EncodeOptions options{dtype, mode, kept_bits, rounding, version, least_bits};
         return std::make_unique<exchange::GCompCodec>(options, table, known, importance, counts);
       },
@@ -230,8 +228,6 @@ void bind_exchange_codecs(nb::module_& m) {
 // ---- exchanges
 
 void bind_means(nb::module_& m) {
-  using exchange::Codec;
-  using wire::Mesh;
   def_unlocked(m, "ring_mean",
                [](Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& codec, Bytes buffer, Dtype dtype,
                   OrNone<Bytes> left_out, std::size_t n_chunks, std::size_t n_ahead) {
@@ -266,8 +262,6 @@ void bind_means(nb::module_& m) {
 }
 
 void bind_shards(nb::module_& m) {
-  using exchange::Codec;
-  using wire::Mesh;
   def_unlocked(m, "gather_parts",
                [](Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& codec, Bytes all, Dtype dtype,
                   bool adopts_own, std::size_t n_chunks) {
@@ -301,9 +295,9 @@ struct PieceGroups {
 
 class PieceExchange {
  public:
-  PieceExchange(wire::Mesh& mesh, std::uint32_t stream, const Facts& facts, exchange::Codec& push,
-                exchange::Codec& pull, const PieceGroups& groups, Floats values, OrNone<ConstFloats> residual,
-                Floats left_out, std::uint64_t first_draw, bool has_pull, std::size_t pull_bytes_ahead) {
+  PieceExchange(Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& push, Codec& pull,
+                const PieceGroups& groups, Floats values, OrNone<ConstFloats> residual, Floats left_out,
+                std::uint64_t first_draw, bool has_pull, std::size_t pull_bytes_ahead) {
     if (groups.by_part.size() != static_cast<std::size_t>(mesh.world_size()))
       throw InvalidArgument("an exchange needs the groups of every part");
     const exchange::PieceBucket bucket{values, residual, left_out, first_draw, has_pull};
@@ -330,7 +324,6 @@ class PieceExchange {
 };
 
 void bind_pieces(nb::module_& m) {
-  using exchange::Codec;
   using Sizes = std::vector<std::int64_t>;
   using Parts = std::vector<std::vector<std::tuple<std::size_t, std::size_t, Sizes>>>;
   m.def("max_group_bytes",
@@ -356,8 +349,8 @@ void bind_pieces(nb::module_& m) {
     new (place) PieceGroups{std::move(by_part)};
   });
   nb::class_<PieceExchange>(m, "PieceExchange")
-      .def(nb::init<wire::Mesh&, std::uint32_t, const Facts&, Codec&, Codec&, const PieceGroups&, Floats,
-                    OrNone<ConstFloats>, Floats, std::uint64_t, bool, std::size_t>(),
+      .def(nb::init<Mesh&, std::uint32_t, const Facts&, Codec&, Codec&, const PieceGroups&, Floats, OrNone<ConstFloats>,
+                    Floats, std::uint64_t, bool, std::size_t>(),
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(),
            nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>())
       .def("run", &PieceExchange::run, unlocked)
@@ -385,8 +378,8 @@ void bind_broadcast(nb::module_& m) {
   nb::class_<Broadcast> broadcast(m, "Broadcast");
   broadcast.def(
       "__init__",
-      [](Broadcast* place, wire::Mesh& mesh, std::uint32_t stream, int topology, const Shapes& shapes,
-         std::size_t partition, int format, std::uint32_t configuration, std::uint32_t blocks_hash) {
+      [](Broadcast* place, Mesh& mesh, std::uint32_t stream, int topology, const Shapes& shapes, std::size_t partition,
+         int format, std::uint32_t configuration, std::uint32_t blocks_hash) {
         std::vector<exchange::BlockShape> blocks;
         for (const auto& [name, n, dtype] : shapes) blocks.push_back({name, n, dtype});
         new (place) Broadcast(mesh, stream, static_cast<exchange::Topology>(topology), std::move(blocks),

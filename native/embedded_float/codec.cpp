@@ -11,81 +11,7 @@
 #include "parallel/thread_pool.hpp"
 
 namespace gradwire::embedded_float {
-
-void check_settings(const Settings& settings, planes::Range range) {
-  floats::check_partition(settings.partition);
-  if (settings.format < kLinear || settings.format > kRoots)
-    throw InvalidArgument("embedded-float: format ", settings.format, ": there are 1 and 2");
-  if (range.first < 0 || range.n < 1 || range.first > kPlanes || range.n > kPlanes - range.first)
-    throw InvalidArgument("planes ", range.first, " to ", range.first + range.n - 1,
-                          ": there are 32, 0 to 31, and a message holds at least one");
-}
-
-std::uint64_t payload_bytes(std::uint64_t n_values, std::size_t partition, planes::Range range) {
-  const std::uint64_t n_full = n_values / partition * partition, n_rest = n_values - n_full;
-  const std::uint64_t plane_bytes = n_full / 8 + (n_rest + 7) / 8;
-  return (range.first == 0 ? partitions_of(n_values, partition) : 0) +
-         plane_bytes * static_cast<std::uint64_t>(range.n);
-}
-
-std::uint64_t max_message_bytes(std::uint64_t n_elements, std::size_t partition, planes::Range range) {
-  const std::uint64_t escapes = range.first + range.n == kPlanes ? n_elements * kEscapeBytes : 0;
-  return kFront.table_end(chunks_of(n_elements)) + payload_bytes(n_elements, partition, range) + escapes;
-}
-
-ChunkEntry load_entry(const std::uint8_t* message, std::size_t chunk) {
-  const std::uint8_t* const at = message + kFront.table_end(chunk);
-  return {load<std::uint32_t>(at), load<std::uint32_t>(at + 4)};
-}
-
-Header read_header(ConstBytes message) {
-  const floats::Head head = floats::read_head(kFront, message);
-  const Header header{{head.partition, head.version},
-                      head.dtype,
-                      {head.first_code, head.second_code},
-                      head.flags,
-                      head.n_elements,
-                      head.message_bytes};
-  // The first test keeps sums from overflowing: each table entry stands for at most 16,384 values.
-  const std::uint64_t n_entries = (message.size() - kFront.header_bytes) / kChunkEntryBytes;
-  const std::uint64_t n_elements = header.n_elements, n_chunks = chunks_of(n_elements);
-  if (n_elements > n_entries * kChunkValues || n_chunks > n_entries)
-    fail_message(kFront.name, n_elements, " values in ", message.size(), " bytes");
-  const std::uint8_t* const at = message.data();
-  check_checksum(kFront, at, n_chunks);
-  if (header.range.n < 1 || header.range.first + header.range.n > kPlanes)
-    fail_message(kFront.name, "planes ", header.range.first, " and ", header.range.n, " more of 32");
-  std::uint64_t n_escapes = 0;
-  for (std::uint64_t chunk = 0; chunk < n_chunks; ++chunk) {
-    const std::uint32_t n = load_entry(at, chunk).n_escapes;
-    if (n > (header.is_last() ? std::min<std::uint64_t>(kChunkValues, n_elements - chunk * kChunkValues) : 0))
-      fail_message(kFront.name, "chunk ", chunk, ": ", n, " escapes");
-    n_escapes += n;
-  }
-  const std::uint64_t expected = kFront.table_end(n_chunks) +
-                                 payload_bytes(n_elements, header.settings.partition, header.range) +
-                                 n_escapes * kEscapeBytes;
-  if (expected != message.size())
-    fail_message(kFront.name, "its content takes ", expected, " bytes, not ", message.size());
-  return header;
-}
-
 namespace {
-
-void write_entry(const ChunkEntry& entry, std::size_t chunk, std::uint8_t* message) {
-  std::uint8_t* const at = message + kFront.table_end(chunk);
-  store(at, entry.checksum);
-  store(at + 4, entry.n_escapes);
-}
-
-// The header's fields and the checksum over header and chunk table, which is in place already.
-void write_header(const Header& header, std::uint8_t* message) {
-  const auto& [settings, dtype, range, flags, n_elements, message_bytes] = header;
-  floats::write_head(
-      kFront, {settings.format, dtype, range.first, range.n, flags, settings.partition, n_elements, message_bytes},
-      message);
-  write_checksum(kFront, message, chunks_of(n_elements));
-}
 
 constexpr std::size_t padded(std::size_t n) { return (n + planes::kGroup - 1) / planes::kGroup * planes::kGroup; }
 
@@ -94,7 +20,7 @@ struct Partition {
   std::size_t index, first, n, plane_bytes;
 };
 template <class Body>
-void for_partitions(const floats::Chunk& chunk, std::size_t partition, const Body& body) {
+void for_partitions(const Chunk& chunk, std::size_t partition, const Body& body) {
   for (std::size_t index = 0; index < chunk.n_partitions; ++index) {
     const std::size_t first = index * partition, n = std::min(partition, chunk.n - first);
     body(Partition{index, first, n, (n + 7) / 8});
@@ -177,17 +103,17 @@ class Reader {
     if (header.is_last()) offsets_ = escape_offsets(message_, n_elements, header.settings.partition, header.range);
   }
 
-  const std::uint8_t* payload(const floats::Chunk& chunk) const { return message_ + chunk.begin; }
-  const std::uint8_t* planes(const floats::Chunk& chunk) const {
+  const std::uint8_t* payload(const Chunk& chunk) const { return message_ + chunk.begin; }
+  const std::uint8_t* planes(const Chunk& chunk) const {
     return payload(chunk) + (header.holds_exponents() ? chunk.n_partitions : 0);
   }
-  Escapes escapes(const floats::Chunk& chunk) const {
+  Escapes escapes(const Chunk& chunk) const {
     if (!header.is_last()) return {nullptr, 0};
     return {message_ + offsets_[chunk.index], load_entry(message_, chunk.index).n_escapes};
   }
 
   // Checksum, exponents, order of escapes. Exponents come from the message or, later, from `known`.
-  void check(const floats::Chunk& chunk, const std::uint8_t* exponents) const {
+  void check(const Chunk& chunk, const std::uint8_t* exponents) const {
     const Escapes extra = escapes(chunk);
     const std::uint32_t crc = crc32c({payload(chunk), chunk.end - chunk.begin});
     if (crc32c({extra.begin, extra.n * kEscapeBytes}, crc) != load_entry(message_, chunk.index).checksum)
@@ -236,20 +162,84 @@ void finish(const Kernels& kernels, std::uint32_t* codes, std::size_t n, std::ui
   std::memcpy(codes, words, 4 * n);
 }
 
+// body(first value, n, exponent, codes) of each partition.
+template <class Body>
+void for_known(const Known& known, const Body& body) {
+  for_chunks(known.codes.size(), known.settings.partition, {0, 1}, [&](const Chunk& chunk) {
+    for_partitions(chunk, known.settings.partition, [&](const Partition& part) {
+      const std::size_t at = chunk.first + part.first;
+      body(at, part.n, std::uint32_t{known.exponents[at / known.settings.partition]}, known.codes.data() + at);
+    });
+  });
+}
+
 }  // namespace
+
+void check_settings(const Settings& settings, planes::Range range) {
+  check_partition(settings.partition);
+  if (settings.format < kLinear || settings.format > kRoots)
+    throw InvalidArgument("embedded-float: format ", settings.format, ": there are 1 and 2");
+  if (range.first < 0 || range.n < 1 || range.first > kPlanes || range.n > kPlanes - range.first)
+    throw InvalidArgument("planes ", range.first, " to ", range.first + range.n - 1,
+                          ": there are 32, 0 to 31, and a message holds at least one");
+}
+
+std::uint64_t payload_bytes(std::uint64_t n_values, std::size_t partition, planes::Range range) {
+  const std::uint64_t n_full = n_values / partition * partition, n_rest = n_values - n_full;
+  const std::uint64_t plane_bytes = n_full / 8 + (n_rest + 7) / 8;
+  return (range.first == 0 ? partitions_of(n_values, partition) : 0) +
+         plane_bytes * static_cast<std::uint64_t>(range.n);
+}
+
+std::uint64_t max_message_bytes(std::uint64_t n_elements, std::size_t partition, planes::Range range) {
+  const std::uint64_t escapes = range.first + range.n == kPlanes ? n_elements * kEscapeBytes : 0;
+  return kFront.table_end(chunks_of(n_elements)) + payload_bytes(n_elements, partition, range) + escapes;
+}
+
+ChunkEntry load_entry(const std::uint8_t* message, std::size_t chunk) {
+  return load<ChunkEntry>(message + kFront.table_end(chunk));
+}
+
+Header read_header(ConstBytes message) {
+  const Head head = read_head(kFront, message);
+  const Settings settings{head.partition, head.version};
+  const planes::Range range{head.first_code, head.second_code};
+  const Header header{settings, head.dtype, range, head.flags, head.n_elements};
+  // The first test keeps sums from overflowing: each table entry stands for at most 16,384 values.
+  const std::uint64_t n_entries = (message.size() - kFront.header_bytes) / kChunkEntryBytes;
+  const std::uint64_t n_elements = header.n_elements, n_chunks = chunks_of(n_elements);
+  if (n_elements > n_entries * kChunkValues || n_chunks > n_entries)
+    fail_message(kFront.name, n_elements, " values in ", message.size(), " bytes");
+  const std::uint8_t* const at = message.data();
+  check_checksum(kFront, at, n_chunks);
+  if (range.n < 1 || range.first + range.n > kPlanes)
+    fail_message(kFront.name, "planes ", range.first, " and ", range.n, " more of 32");
+  std::uint64_t n_escapes = 0;
+  for (std::uint64_t chunk = 0; chunk < n_chunks; ++chunk) {
+    const std::uint32_t n = load_entry(at, chunk).n_escapes;
+    if (n > (header.is_last() ? std::min<std::uint64_t>(kChunkValues, n_elements - chunk * kChunkValues) : 0))
+      fail_message(kFront.name, "chunk ", chunk, ": ", n, " escapes");
+    n_escapes += n;
+  }
+  const std::uint64_t expected =
+      kFront.table_end(n_chunks) + payload_bytes(n_elements, settings.partition, range) + n_escapes * kEscapeBytes;
+  if (expected != message.size())
+    fail_message(kFront.name, "its content takes ", expected, " bytes, not ", message.size());
+  return header;
+}
 
 std::uint64_t encode(ConstBytes values, Dtype dtype, const Settings& settings, planes::Range range, Bytes out) {
   check_settings(settings, range);
   const std::size_t partition = settings.partition;
-  const std::size_t value_bytes = floats::bytes_of(dtype);
+  const std::size_t value_bytes = bytes_of(dtype);
   const std::uint64_t n_elements = elements_of(values, dtype);
-  const std::uint64_t max_bytes = max_message_bytes(n_elements, partition, range);
-  check_room(kFront.name, out, max_bytes);
-  Header header{settings, dtype, range, 0, n_elements, max_bytes};
+  std::uint64_t message_bytes = max_message_bytes(n_elements, partition, range);
+  check_room(kFront.name, out, message_bytes);
+  const Header header{settings, dtype, range, 0, n_elements};
   const Kernels& kernels = kernels_for(dtype, settings.format);
   std::uint8_t* const message = out.data();
   std::atomic<bool> holds_nonfinite{false};
-  for_chunks(n_elements, partition, range, [&](const floats::Chunk& chunk) {
+  for_chunks(n_elements, partition, range, [&](const Chunk& chunk) {
     std::uint8_t* exponents = header.holds_exponents() ? message + chunk.begin : nullptr;
     std::uint8_t* planes_out = message + chunk.begin + (exponents != nullptr ? chunk.n_partitions : 0);
     ChunkEntry entry{0, 0};
@@ -267,12 +257,12 @@ std::uint64_t encode(ConstBytes values, Dtype dtype, const Settings& settings, p
       planes_out += plane_bytes * static_cast<std::size_t>(range.n);
     });
     entry.checksum = crc32c({message + chunk.begin, chunk.end - chunk.begin});
-    write_entry(entry, chunk.index, message);
+    store(message + kFront.table_end(chunk.index), entry);
   });
   if (header.is_last()) {
     // Their number had to be known before any could be put in place.
     const std::vector<std::uint64_t> offsets = escape_offsets(message, n_elements, partition, range);
-    for_chunks(n_elements, partition, range, [&](const floats::Chunk& chunk) {
+    for_chunks(n_elements, partition, range, [&](const Chunk& chunk) {
       ChunkEntry entry = load_entry(message, chunk.index);
       std::uint8_t* const begin = message + offsets[chunk.index];
       std::uint8_t* indices = begin;
@@ -290,24 +280,31 @@ std::uint64_t encode(ConstBytes values, Dtype dtype, const Settings& settings, p
         });
       });
       entry.checksum = crc32c({begin, entry.n_escapes * kEscapeBytes}, entry.checksum);
-      write_entry(entry, chunk.index, message);
+      store(message + kFront.table_end(chunk.index), entry);
     });
-    header.message_bytes = offsets.back();
+    message_bytes = offsets.back();
   }
-  if (holds_nonfinite.load()) header.flags = kFlagNonfinite;
-  write_header(header, message);
-  return header.message_bytes;
+  const Head head{.version = static_cast<std::uint8_t>(settings.format),
+                  .dtype = dtype,
+                  .first_code = static_cast<std::uint8_t>(range.first),
+                  .second_code = static_cast<std::uint8_t>(range.n),
+                  .n_elements = n_elements,
+                  .partition = static_cast<std::uint16_t>(partition),
+                  .flags = holds_nonfinite ? kFlagNonfinite : std::uint16_t{0},
+                  .message_bytes = message_bytes};
+  write_header(kFront, head, message, chunks_of(n_elements));
+  return message_bytes;
 }
 
 void decode(ConstBytes message, Dtype dtype, Bytes values) {
-  const std::size_t value_bytes = floats::bytes_of(dtype);
+  const std::size_t value_bytes = bytes_of(dtype);
   const Reader reader(message, dtype, values.size() / value_bytes);
   const Header& header = reader.header;
   if (!header.holds_exponents())
     fail_message(kFront.name, "it begins with plane ", header.range.first,
                  ": it refines what came before, and is nothing by itself");
   const Kernels& kernels = kernels_for(dtype, header.settings.format);
-  for_chunks(header.n_elements, header.settings.partition, header.range, [&](const floats::Chunk& chunk) {
+  for_chunks(header.n_elements, header.settings.partition, header.range, [&](const Chunk& chunk) {
     const std::uint8_t* const exponents = reader.payload(chunk);
     reader.check(chunk, exponents);
     const Escapes escapes = reader.escapes(chunk);
@@ -338,13 +335,13 @@ int refine(ConstBytes message, const Known& known) {
   if (header.range.first != known.n_known)
     fail_message(kFront.name, "it begins with plane ", header.range.first, "; the next one to come is ", known.n_known);
   const std::size_t partitions_a_chunk = kChunkValues / header.settings.partition;
-  const auto exponents_of = [&](const floats::Chunk& chunk) -> const std::uint8_t* {
+  const auto exponents_of = [&](const Chunk& chunk) -> const std::uint8_t* {
     return header.holds_exponents() ? reader.payload(chunk) : known.exponents.data() + chunk.index * partitions_a_chunk;
   };
   for_chunks(header.n_elements, header.settings.partition, header.range,
-             [&](const floats::Chunk& chunk) { reader.check(chunk, exponents_of(chunk)); });
+             [&](const Chunk& chunk) { reader.check(chunk, exponents_of(chunk)); });
   const Kernels& kernels = kernels_for(known.dtype, known.settings.format);
-  for_chunks(header.n_elements, header.settings.partition, header.range, [&](const floats::Chunk& chunk) {
+  for_chunks(header.n_elements, header.settings.partition, header.range, [&](const Chunk& chunk) {
     const std::uint8_t* const exponents = exponents_of(chunk);
     const std::uint8_t* from = reader.planes(chunk);
     std::uint32_t* const codes = known.codes.data() + chunk.first;
@@ -370,25 +367,10 @@ int refine(ConstBytes message, const Known& known) {
   return header.range.first + header.range.n;
 }
 
-namespace {
-
-// body(first value, n, exponent, codes) of each partition.
-template <class Body>
-void for_known(const Known& known, const Body& body) {
-  for_chunks(known.codes.size(), known.settings.partition, {0, 1}, [&](const floats::Chunk& chunk) {
-    for_partitions(chunk, known.settings.partition, [&](const Partition& part) {
-      const std::size_t at = chunk.first + part.first;
-      body(at, part.n, std::uint32_t{known.exponents[at / known.settings.partition]}, known.codes.data() + at);
-    });
-  });
-}
-
-}  // namespace
-
 void write(const Known& known, Bytes values) {
   const Kernels& kernels = kernels_for(known.dtype, known.settings.format);
   for_known(known, [&](std::size_t at, std::size_t n, std::uint32_t exponent, const std::uint32_t* codes) {
-    write_partition(kernels, codes, n, exponent, known.n_known, values.data() + at * floats::bytes_of(known.dtype));
+    write_partition(kernels, codes, n, exponent, known.n_known, values.data() + at * bytes_of(known.dtype));
   });
 }
 
@@ -417,9 +399,9 @@ void quantise(ConstBytes values, Dtype dtype, const Settings& settings, int n_kn
     return;
   }
   const Kernels& kernels = kernels_for(dtype, settings.format);
-  const std::size_t value_bytes = floats::bytes_of(dtype);
+  const std::size_t value_bytes = bytes_of(dtype);
   const std::uint32_t mask = ~std::uint32_t{0} << (32 - n_known);
-  for_chunks(values.size() / value_bytes, partition, {0, n_known}, [&](const floats::Chunk& chunk) {
+  for_chunks(values.size() / value_bytes, partition, {0, n_known}, [&](const Chunk& chunk) {
     for_partitions(chunk, partition, [&](const Partition& part) {
       const std::size_t n = part.n, at = (chunk.first + part.first) * value_bytes;
       std::uint32_t codes[kMaxPartition];

@@ -12,12 +12,7 @@
 
 namespace gradwire::embedded_float {
 
-using floats::chunks_of;
-using floats::Dtype;
-using floats::kChunkValues;
-using floats::kFlagNonfinite;
-using floats::kMaxPartition;
-using floats::partitions_of;
+using namespace floats;
 
 inline constexpr int kPlanes = 32;             // the sign, then 31 bits of magnitude
 inline constexpr int kLinear = 1, kRoots = 2;  // formats: what the magnitudes of codes are
@@ -37,7 +32,6 @@ struct Header {
   planes::Range range;
   std::uint16_t flags;
   std::uint64_t n_elements;
-  std::uint64_t message_bytes;
 
   bool holds_exponents() const { return range.first == 0; }
   bool is_last() const { return range.first + range.n == kPlanes; }
@@ -113,7 +107,7 @@ struct Kernels {
   void (*load)(const void* values, std::size_t n, std::uint32_t* words);
 };
 
-using AllKernels = std::array<std::array<Kernels, floats::kDtypes>, 2>;  // by format less 1, then dtype
+using AllKernels = std::array<std::array<Kernels, kDtypes>, 2>;  // by format less 1, then dtype
 GW_KERNELS(AllKernels, kernels, 1)
 inline const Kernels& kernels_for(Dtype dtype, int format) { return kernels()[format - 1][static_cast<int>(dtype)]; }
 

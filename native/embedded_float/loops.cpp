@@ -10,16 +10,13 @@
 namespace gradwire::embedded_float {
 namespace {
 
-using floats::kMagnitude;
-using floats::kSign;
-
 template <Dtype dtype, int format>
 std::uint32_t to_codes(const void* values, std::size_t n, std::size_t n_padded, std::uint32_t* __restrict codes) {
-  std::uint32_t exponent = floats::largest_magnitude<dtype>(values, n) >> 23;
+  std::uint32_t exponent = largest_magnitude<dtype>(values, n) >> 23;
   exponent = exponent > kMinExponent ? exponent : kMinExponent;
   if (n_padded > n) std::memset(codes + n, 0, 4 * (n_padded - n));
   if (exponent == kRawExponent) {
-    floats::load_raw<dtype>(values, n, codes);
+    load_raw<dtype>(values, n, codes);
     return exponent;
   }
   std::uint32_t buffer[kMaxPartition];
@@ -27,7 +24,7 @@ std::uint32_t to_codes(const void* values, std::size_t n, std::size_t n_padded, 
   if constexpr (dtype == Dtype::float32)
     words = static_cast<const std::uint32_t*>(values);
   else
-    floats::load_words<dtype>(values, n, buffer);
+    load_words<dtype>(values, n, buffer);
   const std::uint32_t odd = (~exponent & 1) << 23;
   for (std::size_t i = 0; i < n; ++i) {
     const std::uint32_t word = words[i], own = word >> 23 & 0xFF, distance = exponent - own;
@@ -95,9 +92,9 @@ void to_words(const std::uint32_t* __restrict codes, std::size_t n, std::uint32_
 template <Dtype dtype>
 void store(const std::uint32_t* words, std::size_t n, bool is_raw, void* values) {
   if (is_raw)
-    floats::store_raw<dtype>(words, n, values);
+    store_raw<dtype>(words, n, values);
   else
-    floats::store_words<dtype>(words, n, values);
+    store_words<dtype>(words, n, values);
 }
 
 void add(const std::uint32_t* __restrict words, std::size_t n, float* __restrict sums) {
@@ -106,8 +103,7 @@ void add(const std::uint32_t* __restrict words, std::size_t n, float* __restrict
 
 template <Dtype dtype, int format>
 constexpr Kernels make_kernels() {
-  return {to_codes<dtype, format>, to_words<format>,         store<dtype>, add,
-          floats::fill_nan<dtype>, floats::load_words<dtype>};
+  return {to_codes<dtype, format>, to_words<format>, store<dtype>, add, fill_nan<dtype>, load_words<dtype>};
 }
 
 template <int format>

@@ -15,9 +15,11 @@ namespace {
 constexpr std::uint16_t kMagic = 0x4257;  // "WB"
 constexpr std::size_t kChecksumBytes = 4;
 constexpr std::int32_t kUnknownUs = std::numeric_limits<std::int32_t>::min();
+constexpr std::size_t kAlignment = 64;  // a body begins at a multiple of it, so that its words are aligned
+constexpr const char* kSameGradwire = "; check that all ranks run the same gradwire";
 constexpr const char* kAdvice = "; check that all ranks run the same gradwire, and the host's memory and network";
 
-#pragma pack(push, 1)
+// A head begins with these, as they travel.
 struct Fixed {
   std::uint16_t magic;
   std::uint8_t version, flags;
@@ -26,7 +28,6 @@ struct Fixed {
   std::uint16_t ceiling_bits;
   std::uint32_t body_bytes, sequence, step, configuration, blocks;
 };
-#pragma pack(pop)
 static_assert(sizeof(Fixed) == 32);
 
 std::int32_t microseconds(double seconds) {
@@ -43,6 +44,9 @@ void compare(const char* name, const char* advice, std::uint32_t mine, std::uint
                        " here). What to do: ", advice, ".");
 }
 
+std::string rank_name(std::size_t rank) { return "rank " + std::to_string(rank); }
+std::string block_name(const BlockShape& block) { return "block '" + block.name + "'"; }
+
 }  // namespace
 
 HeadFormat::HeadFormat(std::size_t n_blocks, std::size_t world_size, std::uint32_t configuration, std::uint32_t blocks)
@@ -53,20 +57,11 @@ HeadFormat::HeadFormat(std::size_t n_blocks, std::size_t world_size, std::uint32
       n_bytes_(sizeof(Fixed) + ended_bytes(n_blocks) + 4 * n_blocks + 16 * world_size + 16 + kChecksumBytes) {}
 
 void HeadFormat::pack(const Head& head, std::uint32_t step, Bytes out) const {
-  const Fixed fixed{kMagic,
-                    kHeadVersion,
-                    static_cast<std::uint8_t>(head.is_plain | head.is_answer << 1),
-                    head.origin,
-                    head.block,
-                    static_cast<std::uint8_t>(head.first_bit),
-                    static_cast<std::uint8_t>(head.n_bits),
-                    static_cast<std::uint16_t>(head.ceiling_bits),
-                    head.body_bytes,
-                    head.sequence,
-                    step,
-                    configuration_,
+  const auto flags = static_cast<std::uint8_t>(head.is_plain | head.is_answer << 1);
+  const Fixed fixed{kMagic,      kHeadVersion,      flags,           head.origin,   head.block, head.first_bit,
+                    head.n_bits, head.ceiling_bits, head.body_bytes, head.sequence, step,       configuration_,
                     blocks_};
-  std::memcpy(out.data(), &fixed, sizeof fixed);
+  store(out.data(), fixed);
   std::memset(out.data() + sizeof fixed, 0, ended_bytes(n_blocks_));
   for (std::size_t block = 0; block < n_blocks_; ++block)
     if (head.ended[block]) out[sizeof fixed + block / 8] |= static_cast<std::uint8_t>(1 << block % 8);
@@ -87,8 +82,7 @@ Head HeadFormat::unpack(ConstBytes raw, std::uint32_t step, int peer) const {
   const std::string who = "rank " + std::to_string(peer) + " sent";
   if (raw.size() < n_bytes_) throw CorruptMessage(who, " ", raw.size(), " bytes, fewer than a head has");
   raw = raw.first(n_bytes_);
-  Fixed fixed;
-  std::memcpy(&fixed, raw.data(), sizeof fixed);
+  const auto fixed = load<Fixed>(raw.data());
   if (fixed.magic == kMagic && fixed.version != kHeadVersion)
     throw IncompatibleVersion("rank ", peer, " sends broadcast heads of version ", fixed.version, ", this build reads ",
                               kHeadVersion, "; install the same gradwire on every host");
@@ -106,52 +100,29 @@ Head HeadFormat::unpack(ConstBytes raw, std::uint32_t step, int peer) const {
   const bool is_alone = fixed.block == kNoBlock && fixed.body_bytes == 0;
   const bool is_sane = fixed.flags <= 3 && fixed.ceiling_bits >= 1 && fixed.ceiling_bits <= kWordBits &&
                        fixed.origin < world_size_ && (has_bits || is_alone);
-  Head head{fixed.origin,
-            fixed.block,
-            fixed.first_bit,
-            fixed.n_bits,
-            (fixed.flags & 1) != 0,
-            (fixed.flags & 2) != 0,
-            fixed.body_bytes,
-            fixed.sequence,
-            fixed.ceiling_bits,
-            {},
-            {},
-            {},
-            {},
-            {}};
+  const bool is_plain = (fixed.flags & 1) != 0, is_answer = (fixed.flags & 2) != 0;
+  Head head{fixed.origin, fixed.block,      fixed.first_bit, fixed.n_bits,      is_plain,
+            is_answer,    fixed.body_bytes, fixed.sequence,  fixed.ceiling_bits};
   const ConstBytes bits = raw.subspan(sizeof fixed, ended_bytes(n_blocks_));
   for (std::size_t block = 0; block < n_blocks_; ++block) head.ended.push_back(bits[block / 8] >> block % 8 & 1);
   const bool has_more = n_blocks_ % 8 != 0 && bits.back() >> n_blocks_ % 8 != 0;
   if (!is_sane || has_more) throw CorruptMessage(who, " a head out of range", when);
   const std::uint8_t* at = bits.data() + bits.size();
-  const auto get = [&at]() {
-    at += 8;
-    return load<std::uint64_t>(at - 8);
+  const auto get = [&at](auto& number) {
+    std::memcpy(&number, at, sizeof number);
+    at += sizeof number;
   };
-  bool knows = true;
-  for (std::size_t block = 0; block < n_blocks_; ++block) {
-    const auto us = load<std::int32_t>(at);
-    at += sizeof us;
-    knows = knows && us != kUnknownUs;
-    head.remaining_s.push_back(us / 1e6);
-  }
-  if (!knows) head.remaining_s.clear();
-  for (std::size_t rank = 0; rank < world_size_; ++rank) head.received_bytes.push_back(get());
-  for (std::size_t rank = 0; rank < world_size_; ++rank) head.receiving_us.push_back(get());
-  for (std::uint64_t& us : head.hidden_us) us = get();
+  std::vector<std::int32_t> remaining_us(n_blocks_);
+  head.received_bytes.resize(world_size_);
+  head.receiving_us.resize(world_size_);
+  for (std::int32_t& us : remaining_us) get(us);
+  for (std::uint64_t& n : head.received_bytes) get(n);
+  for (std::uint64_t& us : head.receiving_us) get(us);
+  for (std::uint64_t& us : head.hidden_us) get(us);
+  if (std::ranges::find(remaining_us, kUnknownUs) == remaining_us.end())
+    for (const std::int32_t us : remaining_us) head.remaining_s.push_back(us / 1e6);
   return head;
 }
-
-namespace {
-
-constexpr std::size_t kAlignment = 64;  // a body begins at a multiple of it, so that its words are aligned
-constexpr const char* kSameGradwire = "; check that all ranks run the same gradwire";
-
-std::string rank_name(std::size_t rank) { return "rank " + std::to_string(rank); }
-std::string block_name(const BlockShape& block) { return "block '" + block.name + "'"; }
-
-}  // namespace
 
 Broadcast::Broadcast(wire::Mesh& mesh, std::uint32_t stream, Topology topology, std::vector<BlockShape> blocks,
                      const embedded_float::Settings& settings, std::uint32_t configuration, std::uint32_t blocks_hash)
@@ -241,11 +212,10 @@ std::size_t Broadcast::encode(std::size_t block, const Values& gradient, int n_b
   if (gradient.n != n || gradient.dtype != dtype) throw InvalidArgument("the gradient is not of this block");
   const int first_bit = sent_bits_[block];
   embedded_float::check_settings(settings_, {first_bit, n_bits});
-  next_ = {};
-  next_.block = static_cast<std::uint16_t>(block);
-  next_.first_bit = first_bit;
-  next_.n_bits = n_bits;
-  next_.is_plain = n_bits == kWordBits;
+  next_ = {.block = static_cast<std::uint16_t>(block),
+           .first_bit = static_cast<std::uint8_t>(first_bit),
+           .n_bits = static_cast<std::uint8_t>(n_bits),
+           .is_plain = n_bits == kWordBits};
   messages_.clear();
   std::size_t largest = 0;
   for (std::size_t receiver = 0; receiver < (has_owners() ? receivers_.size() : 1); ++receiver) {
@@ -313,12 +283,11 @@ Sent Broadcast::send(const std::vector<std::size_t>& ended, int ceiling_bits, st
   if (messages_.empty()) {
     messages_ = {mesh_.pool().take(head_bytes_)};
     next_ = {};
-    next_.block = kNoBlock;
   }
   const std::size_t block = next_.block;
   next_.remaining_s = std::move(remaining_s);
   const std::lock_guard order(answer_mutex_);
-  ceiling_bits_ = ceiling_bits;
+  ceiling_bits_ = static_cast<std::uint16_t>(ceiling_bits);
   hidden_us_ = hidden_us;
   {
     const std::lock_guard lock(mutex_);
@@ -331,8 +300,7 @@ Sent Broadcast::send(const std::vector<std::size_t>& ended, int ceiling_bits, st
     return sent;
   }
   for (std::size_t one = 0; one < blocks_.size(); ++one)
-    if ((one == block || std::find(ended.begin(), ended.end(), one) != ended.end()) && answer(one, sent.answers))
-      sent.ended.push_back(one);
+    if ((one == block || std::ranges::count(ended, one) != 0) && answer(one, sent.answers)) sent.ended.push_back(one);
   return sent;
 }
 
@@ -344,25 +312,20 @@ std::optional<Heard> Broadcast::receive(std::uint32_t step) {
     const std::lock_guard lock(mutex_);
     if (step_ != step) return std::nullopt;
     // What others send belongs to the next step.
+    const auto is_over = [&](int origin) {
+      return std::ranges::count(ended_[origin], false) == 0 &&
+             (!has_owners() || std::ranges::count(answered_[origin], false) == 0);
+    };
     for (const Source& source : sources_)
-      if (!std::all_of(source.origins.begin(), source.origins.end(), [&](int origin) {
-            const auto is_over = [&](const std::vector<bool>& blocks) {
-              return std::find(blocks.begin(), blocks.end(), false) == blocks.end();
-            };
-            return is_over(ended_[origin]) && (!has_owners() || is_over(answered_[origin]));
-          }))
-        peers.push_back(source.peer);
+      if (!std::ranges::all_of(source.origins, is_over)) peers.push_back(source.peer);
   }
   if (peers.empty()) return std::nullopt;
   wire::Arrival arrival = mesh_.receive_any(stream_, peers);
   const wire::Message& message = arrival.message;
   Heard heard{heads_.unpack(message.bytes(), step, arrival.peer), arrival.duration_ns, now_ns(), 0, {}, {}};
   const Head& head = heard.head;
-  const auto source =
-      std::find_if(sources_.begin(), sources_.end(), [&](const Source& one) { return one.peer == arrival.peer; });
-  const bool is_origin =
-      std::find(source->origins.begin(), source->origins.end(), head.origin) != source->origins.end();
-  if (!is_origin || head.sequence != expected_[head.origin])
+  const auto source = std::ranges::find(sources_, arrival.peer, &Source::peer);
+  if (std::ranges::count(source->origins, head.origin) == 0 || head.sequence != expected_[head.origin])
     throw CorruptMessage(rank_name(arrival.peer), " sent head ", head.sequence, " of ", rank_name(head.origin),
                          " in step ", step, ", out of turn", kSameGradwire, " with the same topology");
   ++expected_[head.origin];
@@ -402,8 +365,7 @@ std::optional<Heard> Broadcast::receive(std::uint32_t step) {
     return heard;
   }
   for (std::size_t block = 0; block < blocks_.size(); ++block)
-    if ((block == head.block || std::find(newly.begin(), newly.end(), block) != newly.end()) &&
-        answer(block, heard.sent_bytes))
+    if ((block == head.block || std::ranges::count(newly, block) != 0) && answer(block, heard.sent_bytes))
       heard.newly_ended.push_back(block);
   return heard;
 }
@@ -448,15 +410,15 @@ void Broadcast::take(const Head& head, const wire::Message& message) {
 
 // ---- owners
 
+bool Broadcast::is_set(const std::vector<std::vector<bool>>& flags, std::size_t rank, std::size_t block) {
+  const std::lock_guard lock(mutex_);
+  return flags[rank][block];
+}
+
 void Broadcast::take_answer(const Head& head, const wire::Message& message) {
   const auto [first, count] = part_of(head.block, head.origin);
   Shared& shared = shared_[head.block];
-  bool was_last;
-  {
-    const std::lock_guard lock(mutex_);
-    was_last = answered_[head.origin][head.block];
-  }
-  if (!shared.sum.block || was_last)
+  if (!shared.sum.block || is_set(answered_, head.origin, head.block))
     throw CorruptMessage(rank_name(head.origin), " answered ", block_name(blocks_[head.block]),
                          " before it had anything of it, or after its last answer", kSameGradwire);
   const Floats sum = shared.sum.floats(blocks_[head.block].n);
@@ -474,11 +436,7 @@ bool Broadcast::answer(std::size_t block, std::vector<std::size_t>& sent_bytes) 
   std::size_t n_known = static_cast<std::size_t>(most_bits);
   if (shared.is_final || most_bits == 0) return false;
   for (std::size_t rank = 0; rank < world_; ++rank) {
-    bool has_ended;
-    {
-      const std::lock_guard lock(mutex_);
-      has_ended = ended_[rank][block];
-    }
+    const bool has_ended = is_set(ended_, rank, block);
     all_ended = all_ended && has_ended;
     if (rank == rank_) continue;
     const Copy& copy = copies_[block][rank];
@@ -490,9 +448,7 @@ bool Broadcast::answer(std::size_t block, std::vector<std::size_t>& sent_bytes) 
   }
   if (shared.answered_bits != 0 && !all_ended) return false;
   shared.is_final = all_ended;
-  Head head{};
-  head.is_answer = true;
-  head.block = kNoBlock;
+  Head head{.is_answer = true};
   std::vector<wire::Message> messages;
   if (shared.n_known == n_known) {
     messages.push_back(mesh_.pool().take(head_bytes_));
@@ -500,16 +456,12 @@ bool Broadcast::answer(std::size_t block, std::vector<std::size_t>& sent_bytes) 
     const auto [first, count] = part_of(block, rank_);
     const wire::Message memory = mesh_.pool().take(4 * count);
     const Floats sum = memory.floats(count);
-    std::fill(sum.begin(), sum.end(), 0.0f);
-    for (std::size_t rank = 0; rank < world_; ++rank)
-      if (rank == rank_)
-        add_to(sum, shared.own.slice(first, count));
-      else
-        add_copy(copies_[block][rank], block, rank, sum);
+    sum_copies(block, shared.own.slice(first, count), sum);
     const Floats known = shared.sum.floats(blocks_[block].n).subspan(first, count);
     subtract(values_of(sum), values_of(known));
     // What a second answer adds is as small as what the first one left out: its sign and as many bits as came.
-    head.n_bits = shared.answered_bits == 0 ? most_bits : std::clamp(most_bits - shared.answered_bits + 1, 2, 31);
+    const int more_bits = std::clamp(most_bits - shared.answered_bits + 1, 2, 31);
+    head.n_bits = static_cast<std::uint8_t>(shared.answered_bits == 0 ? most_bits : more_bits);
     head.is_plain = head.n_bits == kWordBits;
     head.block = static_cast<std::uint16_t>(block);
     head.origin = static_cast<std::uint16_t>(rank_);
@@ -550,9 +502,7 @@ void Broadcast::mean_of_parts(std::size_t block, const Values& gradient, const V
     if (count > 0) std::memcpy(part.data, own.data, own.bytes().size());
     subtract(part, {sent.block->data(), count, own.dtype});
   }
-  const auto share = static_cast<float>(1.0 / static_cast<double>(world_));
-  for (float& value : sum) value *= share;
-  narrow(sum, gradient);
+  write_mean(sum, gradient);
   shared.sum = {};
 }
 
@@ -575,17 +525,24 @@ void Broadcast::mean(std::size_t block, const Values& gradient, const Values& le
     if (bytes > 0) std::memcpy(left_out.data, gradient.data, bytes);
     subtract(left_out, own);
   }
-  // The sum is float32 whatever the dtype, and begins with +0.
-  const Floats sums = sum_memory.floats(n);
-  std::fill(sums.begin(), sums.end(), 0.0f);
+  sum_copies(block, own, sum_memory.floats(n));
+  write_mean(sum_memory.floats(n), gradient);
+}
+
+// The sum is float32 whatever the dtype, and begins with +0.
+void Broadcast::sum_copies(std::size_t block, const Values& own, Floats sums) {
+  std::ranges::fill(sums, 0.0f);
   for (std::size_t rank = 0; rank < world_; ++rank)
     if (rank == rank_)
       add_to(sums, own);
     else
       add_copy(copies_[block][rank], block, rank, sums);
+}
+
+void Broadcast::write_mean(Floats sums, const Values& mean) const {
   const auto share = static_cast<float>(1.0 / static_cast<double>(world_));
   for (float& value : sums) value *= share;
-  narrow(sums, gradient);
+  narrow(sums, mean);
 }
 
 void Broadcast::add_copy(Copy& copy, std::size_t block, std::size_t rank, Floats sums) {

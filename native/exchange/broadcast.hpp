@@ -20,20 +20,21 @@ inline constexpr int kWordBits = 32;
 
 // What a rank says with each body.
 struct Head {
-  std::uint16_t origin;   // the rank whose gradient the body holds
-  std::uint16_t block;    // its block, or kNoBlock
-  int first_bit, n_bits;  // which bits of each value the body holds; 0 and 32 also for a body of plain words
-  bool is_plain;          // the body holds the words themselves, not a codec's message
-  bool is_answer;         // of an owner: the body is of the sum of its part, or of what that lacks, as float32
-  std::uint32_t body_bytes;
-  std::uint32_t sequence;   // heads of this origin and step before this one
-  int ceiling_bits;         // of a value, that this origin's processors have time for
-  std::vector<bool> ended;  // by block: whether this origin sends no more of it in this step
+  std::uint16_t origin = 0;        // the rank whose gradient the body holds
+  std::uint16_t block = kNoBlock;  // its block
+  std::uint8_t first_bit = 0,
+               n_bits = 0;  // which bits of each value the body holds; 0 and 32 also for a body of plain words
+  bool is_plain = false;    // the body holds the words themselves, not a codec's message
+  bool is_answer = false;   // of an owner: the body is of the sum of its part, or of what that lacks, as float32
+  std::uint32_t body_bytes = 0;
+  std::uint32_t sequence = 0;      // heads of this origin and step before this one
+  std::uint16_t ceiling_bits = 0;  // of a value, that this origin's processors have time for
+  std::vector<bool> ended{};       // by block: whether this origin sends no more of it in this step
   // By block: from the head's arrival until this origin's next forward pass needs it; empty if it cannot tell yet.
-  std::vector<double> remaining_s;
+  std::vector<double> remaining_s{};
   // By rank: what this origin has received of its bodies since it was attached, and how long those transfers took.
-  std::vector<std::uint64_t> received_bytes, receiving_us;
-  std::array<std::uint64_t, 2> hidden_us;  // how long communication overlapped with computation, and was waited for
+  std::vector<std::uint64_t> received_bytes{}, receiving_us{};
+  std::array<std::uint64_t, 2> hidden_us{};  // how long communication overlapped with computation, and was waited for
 };
 
 // Heads of one run: their size follows from the numbers of blocks and ranks.
@@ -141,12 +142,15 @@ class Broadcast {
   Cut::Range part_of(std::size_t block, std::size_t rank) const;
   std::size_t body_bytes(std::size_t n, Dtype dtype, int n_bits, int first_bit) const;
   std::size_t write_body(const Values& values, int n_bits, int first_bit, const Bytes& body) const;
+  bool is_set(const std::vector<std::vector<bool>>& flags, std::size_t rank, std::size_t block);
   void post(Head& head, const std::vector<wire::Message>& messages);
   void check_body(const Head& head) const;
   void take(const Head& head, const wire::Message& message);
   void take_answer(const Head& head, const wire::Message& message);
   // Answers where that is due; whether it was the last time. Throws PeerLost, CorruptMessage.
   bool answer(std::size_t block, std::vector<std::size_t>& sent_bytes);
+  void sum_copies(std::size_t block, const Values& own, Floats sums);
+  void write_mean(Floats sums, const Values& mean) const;
   void add_copy(Copy& copy, std::size_t block, std::size_t rank, Floats sums);
   void mean_of_parts(std::size_t block, const Values& gradient, const Values& left_out);
 
@@ -168,7 +172,7 @@ class Broadcast {
 
   std::mutex answer_mutex_;  // taken before the other: of what the sender's thread too answers from, and of the order
   std::uint32_t sequence_ = 0;
-  int ceiling_bits_ = kWordBits;
+  std::uint16_t ceiling_bits_ = kWordBits;
   std::array<std::uint64_t, 2> hidden_us_{};
   std::vector<int> sent_bits_;  // by block
   std::vector<Shared> shared_;  // by block; with owners

@@ -117,13 +117,6 @@ Coder::Coder(Codec& codec, const Values& buffer, const Values& left_out, std::si
   divide(buffer, divided_by_);
 }
 
-std::int64_t Coder::weigh(std::size_t first, std::size_t n) {
-  const std::int64_t started = now_ns();
-  if (!codec_.weigh(first, n)) return started;
-  account_.add(Kind::importance, started);
-  return account_.spans.back().end_ns;
-}
-
 std::size_t Coder::encode(const Values& values, std::size_t first, Bytes out) {
   const Timed timed(account_, Kind::encode, weigh(first, values.n));
   const std::size_t n_bytes = codec_.encode(values, first, out);

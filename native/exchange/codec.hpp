@@ -27,6 +27,12 @@ struct Account {
   std::vector<Span> spans;
 
   void add(Kind kind, std::int64_t start_ns) { spans.push_back({kind, start_ns, now_ns()}); }
+  // Returns when what comes after begins.
+  std::int64_t add_importance(std::int64_t start_ns, bool has_weighed) {
+    if (!has_weighed) return start_ns;
+    add(Kind::importance, start_ns);
+    return spans.back().end_ns;
+  }
 };
 
 // Adds the time until it goes.
@@ -143,8 +149,10 @@ class Coder {
   std::size_t max_message_bytes(std::size_t n_values) const { return codec_.max_message_bytes(n_values); }
 
  private:
-  // Returns when what comes after begins.
-  std::int64_t weigh(std::size_t first, std::size_t n);
+  std::int64_t weigh(std::size_t first, std::size_t n) {
+    const std::int64_t started = now_ns();
+    return account_.add_importance(started, codec_.weigh(first, n));
+  }
 
   Codec& codec_;
   const Values left_out_;

@@ -20,15 +20,11 @@ void ring_mean(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Value
   Channel channel(mesh, ticket.stream, ticket.facts, max_bytes, peers, account);
   wire::Message scratch = channel.take(cut.largest() * buffer.element_bytes());
 
-  const auto encode = [&](const Values& values, std::size_t first) {
+  // `mean`: where that is written, of the message that ends a sum.
+  const auto encode = [&](const Values& values, std::size_t first, const Values* mean) {
     wire::Message message = channel.take(max_bytes);
-    message.n_bytes = coder.encode(values, first, message.room());
-    message.is_sealed = true;
-    return message;
-  };
-  const auto encode_mean = [&](const Values& total, std::size_t first, const Values& mean) {
-    wire::Message message = channel.take(max_bytes);
-    message.n_bytes = coder.encode_mean(total, first, mean, message.room());
+    message.n_bytes = mean != nullptr ? coder.encode_mean(values, first, *mean, message.room())
+                                      : coder.encode(values, first, message.room());
     message.is_sealed = true;
     return message;
   };
@@ -41,7 +37,7 @@ void ring_mean(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Value
     const std::size_t hop = number / n_chunks, index = number % n_chunks;
     if (hop == 0) {
       const auto [first, count] = cut.chunk(rank, index);
-      outbox[index] = encode(buffer.slice(first, count), first);
+      outbox[index] = encode(buffer.slice(first, count), first, nullptr);
     }
     channel.send(right, outbox[index], ahead);
     outbox[index] = {};
@@ -55,7 +51,7 @@ void ring_mean(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Value
     if (number < first_gathered) {
       const Values total{scratch.block->data(), count, buffer.dtype};
       coder.decode_sum(message.bytes(), first, own, total);
-      outbox[index] = hop == world - 2 ? encode_mean(total, first, own) : encode(total, first);
+      outbox[index] = encode(total, first, hop == world - 2 ? &own : nullptr);
     } else {
       coder.adopt(message.bytes(), first, own);
       if (hop < 2 * (world - 1) - 1) outbox[index] = std::move(message);
@@ -68,12 +64,8 @@ void ring_mean(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Value
   channel.finish();
 }
 
-namespace {
-
 // Groups that may be on their way while this rank works: k+1 is encoded while k travels while k-1 is decoded.
 constexpr std::size_t kGroupsAhead = 2;
-
-}  // namespace
 
 OwnersExchange::OwnersExchange(wire::Mesh& mesh, const Ticket& ticket, Ends& ends, std::vector<std::size_t> n_groups,
                                bool has_pull, std::size_t pull_bytes_ahead, Account& account)
@@ -302,7 +294,7 @@ class QuantisedEnds final : public Ends {
     note_finiteness(message, total.size());
     const auto [first, count] = cut_.chunk(rank_, group);
     const Flags& is_used = is_used_by_[source];
-    if (std::find(is_used.begin(), is_used.end(), false) == is_used.end()) {
+    if (std::ranges::count(is_used, false) == 0) {
       decode(message, total, {.adds = true});
     } else {  // a bit alone cannot say zero
       wire::Message scratch = pool_.take(4 * count);
@@ -584,13 +576,6 @@ void add_group(Codec& codec, ConstBytes message, std::size_t first, Sizes sizes,
 
 // ---- the mean of them
 
-namespace {
-
-// Sums of a group, or what is added to them.
-Floats floats_of(const wire::Message& memory, const Group& group) { return memory.floats(group.end - group.start); }
-
-}  // namespace
-
 PieceEnds::PieceEnds(wire::Mesh& mesh, Codec& push, Codec& pull, const Groups& groups, PieceBucket bucket,
                      Account& account)
     : push_(push),
@@ -609,7 +594,7 @@ PieceEnds::PieceEnds(wire::Mesh& mesh, Codec& push, Codec& pull, const Groups& g
       if (group.start > group.end || group.end > n) throw InvalidArgument("a group lies outside of the values");
       max_push_bytes_ = std::max(max_push_bytes_, max_group_bytes(push, group.sizes));
       max_pull_bytes_ = std::max(max_pull_bytes_, max_group_bytes(pull, group.sizes));
-      largest = std::max(largest, group.end - group.start);
+      largest = std::max(largest, group.n());
     }
   total_ = mesh.pool().take(4 * largest);
   scratch_ = mesh.pool().take(4 * largest);
@@ -618,15 +603,13 @@ PieceEnds::PieceEnds(wire::Mesh& mesh, Codec& push, Codec& pull, const Groups& g
 std::int64_t PieceEnds::weigh(Codec& codec, const Group& group) {
   const std::int64_t started = now_ns();
   bool has_weighed = false;
-  for_pieces(group.sizes, group.end - group.start,
+  for_pieces(group.sizes, group.n(),
              [&](std::size_t begin, std::size_t n) { has_weighed |= codec.weigh(group.start + begin, n); });
-  if (!has_weighed) return started;
-  account_.add(Kind::importance, started);
-  return account_.spans.back().end_ns;
+  return account_.add_importance(started, has_weighed);
 }
 
 Feedback PieceEnds::feedback_of(const Group& group, bool has_residual) const {
-  const std::size_t n = group.end - group.start;
+  const std::size_t n = group.n();
   Feedback feedback{{}, bucket_.left_out.subspan(group.start, n), bucket_.first_draw + group.start};
   if (has_residual && !bucket_.residual.empty()) feedback.residual = bucket_.residual.subspan(group.start, n);
   return feedback;
@@ -635,7 +618,7 @@ Feedback PieceEnds::feedback_of(const Group& group, bool has_residual) const {
 std::size_t PieceEnds::encode_push(std::size_t part, std::size_t number, Bytes out) {
   const Group& group = groups_[part][number];
   const Timed timed(account_, Kind::encode, weigh(push_, group));
-  const Floats values = bucket_.values.subspan(group.start, group.end - group.start);
+  const Floats values = bucket_.values.subspan(group.start, group.n());
   return encode_group(push_, values, group.start, group.sizes, feedback_of(group, true), out);
 }
 
@@ -643,16 +626,16 @@ void PieceEnds::add_pushed(std::size_t source, std::size_t number, ConstBytes me
   const Group& group = groups_[rank_][number];
   const Timed timed(account_, Kind::decode, weigh(push_, group));
   if (source == 0)
-    decode_group(push_, message, group.start, group.sizes, 1, floats_of(total_, group));
+    decode_group(push_, message, group.start, group.sizes, 1, total_.floats(group.n()));
   else
-    add_group(push_, message, group.start, group.sizes, floats_of(total_, group), floats_of(scratch_, group));
+    add_group(push_, message, group.start, group.sizes, total_.floats(group.n()), scratch_.floats(group.n()));
 }
 
 // Its own values never leave this rank, so they stay exact; what was left out of them before is in the sum.
 void PieceEnds::add_own(std::size_t number) {
   const Timed timed(account_, Kind::decode);
   const Group& group = groups_[rank_][number];
-  const Floats total = floats_of(total_, group), own = bucket_.values.subspan(group.start, total.size());
+  const Floats total = total_.floats(group.n()), own = bucket_.values.subspan(group.start, total.size());
   float* __restrict sum = total.data();
   const float* __restrict mine = own.data();
   if (bucket_.residual.empty()) {
@@ -669,7 +652,7 @@ void PieceEnds::add_own(std::size_t number) {
 std::size_t PieceEnds::encode_pull(std::size_t number, Bytes out) {
   const Group& group = groups_[rank_][number];
   const Timed timed(account_, Kind::encode, bucket_.has_pull ? weigh(pull_, group) : now_ns());
-  const Floats total = floats_of(total_, group);
+  const Floats total = total_.floats(group.n());
   std::size_t n_bytes = 0;
   if (bucket_.has_pull) {
     // It will adopt the very values that the others decode: sum - what the encoding lost would round differently.
@@ -686,7 +669,7 @@ std::size_t PieceEnds::encode_pull(std::size_t number, Bytes out) {
 void PieceEnds::adopt(std::size_t part, std::size_t number, const wire::Message& message) {
   const Group& group = groups_[part][number];
   const Timed timed(account_, Kind::decode, weigh(pull_, group));
-  const Floats values = bucket_.values.subspan(group.start, group.end - group.start);
+  const Floats values = bucket_.values.subspan(group.start, group.n());
   decode_group(pull_, message.bytes(), group.start, group.sizes, world_, values);
 }
 

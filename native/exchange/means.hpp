@@ -188,6 +188,7 @@ void add_group(Codec& codec, ConstBytes message, std::size_t first, Sizes sizes,
 struct Group {
   std::size_t start, end;  // of the bucket
   std::vector<std::int64_t> sizes;
+  std::size_t n() const { return end - start; }
 };
 using Groups = std::vector<std::vector<Group>>;  // by part, in order
 

@@ -16,36 +16,31 @@ constexpr std::size_t kShareOfOdd = 16;  // more odd values than one in so many:
 constexpr std::size_t kMessagesAhead = 2;
 
 // What the codec does not keep: of exponent 0 all but the positive zero; of float16, which is coded as float32, the
-// negative zero.
+// negative zero. False if there are more than `most`.
 template <class Word, Word exponent, Word sign>
-struct Odd {
-  static bool is(Word word) { return exponent == 0 ? word == sign : (word & exponent) == 0 && word != 0; }
-
-  static bool find(const std::uint8_t* data, std::size_t n, std::size_t most, std::vector<std::uint32_t>& places) {
-    for (std::size_t begin = 0; begin < n; begin += kWindow) {
-      const std::size_t end = std::min(n, begin + kWindow);
-      std::uint32_t n_odd = 0;
-      for (std::size_t i = begin; i < end; ++i) n_odd += is(load<Word>(data + sizeof(Word) * i));
-      if (n_odd == 0) continue;
-      if (places.size() + n_odd > most) return false;
-      for (std::size_t i = begin; i < end; ++i)
-        if (is(load<Word>(data + sizeof(Word) * i))) places.push_back(static_cast<std::uint32_t>(i));
-    }
-    return true;
+bool find_odd_words(const Values& values, std::size_t most, std::vector<std::uint32_t>& places) {
+  const auto is_odd = [data = values.data](std::size_t i) {
+    const auto word = load<Word>(data + sizeof(Word) * i);
+    return exponent == 0 ? word == sign : (word & exponent) == 0 && word != 0;
+  };
+  for (std::size_t begin = 0; begin < values.n; begin += kWindow) {
+    const std::size_t end = std::min(values.n, begin + kWindow);
+    std::uint32_t n_odd = 0;
+    for (std::size_t i = begin; i < end; ++i) n_odd += is_odd(i);
+    if (n_odd == 0) continue;
+    if (places.size() + n_odd > most) return false;
+    for (std::size_t i = begin; i < end; ++i)
+      if (is_odd(i)) places.push_back(static_cast<std::uint32_t>(i));
   }
-};
+  return true;
+}
 
-// False if there are more than `most`.
 bool find_odd(const Values& values, std::size_t most, std::vector<std::uint32_t>& places) {
   places.clear();
-  switch (values.dtype) {
-    case Dtype::float32:
-      return Odd<std::uint32_t, 0x7f800000, 0x80000000>::find(values.data, values.n, most, places);
-    case Dtype::bfloat16:
-      return Odd<std::uint16_t, 0x7f80, 0x8000>::find(values.data, values.n, most, places);
-    default:
-      return Odd<std::uint16_t, 0, 0x8000>::find(values.data, values.n, most, places);
-  }
+  if (values.dtype == Dtype::float32)
+    return find_odd_words<std::uint32_t, floats::kInfinity, floats::kSign>(values, most, places);
+  return values.dtype == Dtype::bfloat16 ? find_odd_words<std::uint16_t, 0x7F80, 0x8000>(values, most, places)
+                                         : find_odd_words<std::uint16_t, 0, 0x8000>(values, most, places);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include <bit>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "spans.hpp"
@@ -13,7 +14,7 @@
 namespace gradwire::floats {
 namespace {
 
-constexpr std::uint32_t kSign = 0x80000000, kMagnitude = 0x7FFFFFFF, kInfinity = 0x7F800000, kQuietNan = 0x7FC00000;
+constexpr std::uint32_t kQuietNan = 0x7FC00000;
 
 // a if `first`, else b. Spelt out: a conditional would become a branch around floating-point operations.
 inline std::uint32_t choose(bool first, std::uint32_t a, std::uint32_t b) {
@@ -131,34 +132,20 @@ void store_raw(const std::uint32_t* __restrict words, std::size_t n, void* __res
 
 template <Dtype dtype>
 void fill_nan(std::size_t n, void* values) {
-  if constexpr (dtype == Dtype::float32) {
-    for (std::size_t i = 0; i < n; ++i) std::memcpy(static_cast<std::uint8_t*>(values) + 4 * i, &kQuietNan, 4);
-  } else {
-    const std::uint16_t word = dtype == Dtype::bfloat16 ? 0x7FC0 : 0x7E00;
-    for (std::size_t i = 0; i < n; ++i) static_cast<std::uint16_t*>(values)[i] = word;
-  }
+  for (std::size_t i = 0; i < n; ++i) store_word<dtype, Specials::canonical>(values, i, kQuietNan);
 }
 
 // The largest magnitude as a float32 word; at least kInfinity if any value is Inf or NaN.
 template <Dtype dtype>
 std::uint32_t largest_magnitude(const void* values, std::size_t n) {
-  if constexpr (dtype == Dtype::float32) {
-    const std::uint32_t* const from = static_cast<const std::uint32_t*>(values);
-    std::uint32_t largest = 0;
-    for (std::size_t i = 0; i < n; ++i) {
-      const std::uint32_t magnitude = from[i] & kMagnitude;
-      largest = largest > magnitude ? largest : magnitude;
-    }
-    return largest;
-  } else {
-    const std::uint16_t* const from = static_cast<const std::uint16_t*>(values);
-    std::uint16_t largest = 0;
-    for (std::size_t i = 0; i < n; ++i) {
-      const std::uint16_t magnitude = from[i] & 0x7FFF;
-      largest = largest > magnitude ? largest : magnitude;
-    }
-    return dtype == Dtype::bfloat16 ? static_cast<std::uint32_t>(largest) << 16 : widen(largest);
+  using Word = std::conditional_t<dtype == Dtype::float32, std::uint32_t, std::uint16_t>;
+  const Word* const from = static_cast<const Word*>(values);
+  Word largest = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    const Word magnitude = from[i] & (std::numeric_limits<Word>::max() / 2);
+    largest = largest > magnitude ? largest : magnitude;
   }
+  return load_word<dtype>(&largest, 0);
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 #include <cinttypes>
 #include <cstdio>
 #include <cstring>
-#include <string>
+#include <functional>
 
 #include "bits/bit_io.hpp"
 #include "checksum/crc32c.hpp"
@@ -20,8 +20,6 @@ namespace {
 
 static_assert(kChunkValues == kMaxSegmentValues);
 
-std::string got(std::uint64_t expected, std::uint64_t actual) { return text("expected ", expected, ", got ", actual); }
-
 // Bytes that no chunk of n_values exceeds, what its encoder scribbles past the end included.
 std::size_t max_chunk_bytes(std::size_t n_values, Dtype dtype, Mode mode, Version version) {
   // The exponent segment is at most one byte a value, but touches max_segment_bytes before that shows.
@@ -32,112 +30,29 @@ std::size_t max_chunk_bytes(std::size_t n_values, Dtype dtype, Mode mode, Versio
   return std::max(n_values + rest, max_segment_bytes(n_values)) + kPackSlackBytes;
 }
 
-}  // namespace
-
-const char* name_of(Mode mode) {
-  constexpr const char* names[kModes] = {"none", "paper", "uniform", "truncate"};
-  return names[static_cast<int>(mode)];
-}
-
-std::uint64_t max_message_bytes(std::uint64_t n_elements, Dtype dtype, Mode mode, Version version) {
-  const std::uint64_t n_full = n_elements / kChunkValues, n_rest = n_elements % kChunkValues;
-  return kFront.table_end(chunks_of(n_elements)) + n_full * max_chunk_bytes(kChunkValues, dtype, mode, version) +
-         (n_rest > 0 ? max_chunk_bytes(n_rest, dtype, mode, version) : 0);
-}
-
-ChunkHeader load_chunk_header(const std::uint8_t* message, Version version, std::size_t chunk) {
-  const std::uint8_t* const at = message + kFront.table_end(chunk);
-  const auto third = load<std::uint32_t>(at + 12);
-  const bool is_derived = version == Version::derived;
-  return {load<std::uint64_t>(at),      load<std::uint32_t>(at + 8),  is_derived ? 0 : third,
-          is_derived ? third : 0,       load<std::uint32_t>(at + 16), load<std::uint32_t>(at + 20),
-          load<std::uint32_t>(at + 24), load<std::uint32_t>(at + 28)};
-}
-
-BlockHeader read_block_header(ConstBytes message) {
-  check_front(kFront, message);
-  const std::uint8_t* const at = message.data();
-  const auto message_bytes = load<std::uint64_t>(at + 24);
-  expect(kName, "length in bytes", message_bytes, message.size());
-  const auto n_elements = load<std::uint64_t>(at + 16);
-  const auto n_chunks = load<std::uint32_t>(at + 32);
-  // The first test keeps the sums below from overflowing: a chunk header stands for at most 16,384 values.
-  if (n_chunks > (message.size() - kBlockHeaderBytes) / kChunkHeaderBytes || n_elements > n_chunks * kChunkValues ||
-      n_chunks != chunks_of(n_elements))
-    fail_message(kName, n_chunks, " chunks for ", n_elements, " values in ", message.size(), " bytes");
-  check_checksum(kFront, at, n_chunks);
-  if (at[5] >= kDtypes) fail_message(kName, "unknown dtype code ", at[5]);
-  if (at[6] >= kModes) fail_message(kName, "unknown mode code ", at[6]);
-  const BlockHeader header{static_cast<Version>(at[4]),
-                           static_cast<Dtype>(at[5]),
-                           static_cast<Mode>(at[6]),
-                           static_cast<std::uint8_t>(at[7] & ((1 << kKeptBits) - 1)),
-                           static_cast<std::uint8_t>(at[7] >> kKeptBits),
-                           load<std::uint32_t>(at + 36),
-                           n_chunks,
-                           load<std::uint64_t>(at + 8),
-                           n_elements,
-                           message_bytes};
-  // Format 2 may cap what mode paper keeps.
-  const bool keeps_all = header.mode == Mode::none || (header.mode == Mode::paper && header.version == Version::levels);
-  const int mantissa_bits = layout_of(header.dtype).mantissa_bits;
-  const bool has_least = header.mode == Mode::paper && header.version == Version::derived;
-  if (header.kept_bits > mantissa_bits || (keeps_all && header.kept_bits != mantissa_bits) ||
-      (header.least_bits != 0 && !has_least))
-    fail_message(kName, header.kept_bits, " mantissa bits kept of ", mantissa_bits);
-  if ((header.flags & ~kFlagNonfinite) != 0 || load<std::uint32_t>(at + 40) != 0) fail_message(kName, "unknown flags");
-  return header;
-}
-
-namespace {
-
-// Both headers' fields and the checksum over them; the chunk headers are in place already.
-void write_block_header(const BlockHeader& header, std::uint8_t* message) {
-  write_front(kFront, static_cast<int>(header.version), static_cast<int>(header.dtype), static_cast<int>(header.mode),
-              header.kept_bits | header.least_bits << kKeptBits, message);
-  store(message + 8, header.table_id);
-  store(message + 16, header.n_elements);
-  store(message + 24, header.message_bytes);
-  store(message + 32, header.n_chunks);
-  store(message + 36, header.flags);
-  store(message + 40, std::uint32_t{0});
-  write_checksum(kFront, message, header.n_chunks);
-}
-
-void write_chunk_header(const ChunkHeader& header, Version version, std::size_t chunk, std::uint8_t* message) {
-  std::uint8_t* const at = message + kFront.table_end(chunk);
-  store(at, header.offset);
-  store(at + 8, header.exponent_bytes);
-  store(at + 12, version == Version::levels ? header.level_bits : header.importance_checksum);
-  store(at + 16, header.mantissa_bits);
-  store(at + 20, header.n_values);
-  store(at + 24, header.flags);
-  store(at + 28, header.checksum);
-}
-
 // The header of one chunk: number of values, lengths and offsets are possible and lie within the message.
 ChunkHeader read_chunk_header(ConstBytes message, const BlockHeader& block, std::size_t chunk) {
-  const ChunkHeader header = load_chunk_header(message.data(), block.version, chunk);
+  const ChunkHeader header = load_chunk_header(message.data(), chunk);
   const auto in_chunk = [&](const auto&... what) { fail_in_chunk(kName, chunk, what...); };
   const std::uint64_t n_values = std::min<std::uint64_t>(kChunkValues, block.n_elements - chunk * kChunkValues);
-  if (header.n_values != n_values) in_chunk("number of values: ", got(n_values, header.n_values));
+  if (header.n_values != n_values) in_chunk("number of values: expected ", n_values, ", got ", header.n_values);
   const DtypeLayout& layout = layout_of(block.dtype);
   if (header.exponent_bytes > n_values || (header.flags & ~kFlagRawExponents) != 0 ||
       ((header.flags & kFlagRawExponents) != 0 && header.exponent_bytes != n_values))
     in_chunk("impossible exponent segment");
   const std::uint64_t most_bits = n_values * (1 + layout.mantissa_bits);
   if (block.version == Version::levels) {
-    if (header.level_bits > (block.mode == Mode::paper ? 2 * n_values : 0)) in_chunk("impossible level segment");
+    if (header.own > (block.mode == Mode::paper ? 2 * n_values : 0)) in_chunk("impossible level segment");
     if (header.mantissa_bits > most_bits) in_chunk("impossible mantissa segment");
   } else {
-    if (block.mode != Mode::paper && header.importance_checksum != 0) in_chunk("a checksum of importance bytes");
+    if (block.mode != Mode::paper && header.own != 0) in_chunk("a checksum of importance bytes");
     if (header.mantissa_bits % 32 != 0 || header.mantissa_bits < 8 * kLaneTailBytes ||
         header.mantissa_bits - 8 * kLaneTailBytes > most_bits)
       in_chunk("impossible mantissa segment");
   }
   // The lengths are bounded by now; a huge offset must not wrap around.
   if (header.offset < kFront.table_end(block.n_chunks) || header.offset > message.size() ||
-      header.end_offset() > message.size())
+      header.end_offset(block.version) > message.size())
     in_chunk("its segments lie outside the message");
   return header;
 }
@@ -147,8 +62,8 @@ void check_chunks_adjoin(ConstBytes message, const BlockHeader& block) {
   std::uint64_t end = kFront.table_end(block.n_chunks);
   for (std::size_t chunk = 0; chunk < block.n_chunks; ++chunk) {
     const ChunkHeader header = read_chunk_header(message, block, chunk);
-    if (header.offset != end) fail_in_chunk(kName, chunk, "its first byte: ", got(end, header.offset));
-    end = header.end_offset();
+    if (header.offset != end) fail_in_chunk(kName, chunk, "its first byte: expected ", end, ", got ", header.offset);
+    end = header.end_offset(block.version);
   }
   expect(kName, "bytes used by its chunks", message.size(), end);
 }
@@ -213,14 +128,14 @@ ChunkHeader encode_levels_chunk(const MessageCoding& coding, const std::uint8_t*
   header.offset = offset;
   header.n_values = static_cast<std::uint32_t>(n_values);
   write_exponents(coding.table, {exponents, n_values}, message + offset, header);
-  if (coding.packing.mode == Mode::paper) header.level_bits = static_cast<std::uint32_t>(2 * summary.n_nonzero);
+  if (coding.packing.mode == Mode::paper) header.own = static_cast<std::uint32_t>(2 * summary.n_nonzero);
 
   // Levels are few: they go to scratch first, because packing scribbles past their end.
-  std::uint8_t* const mantissa_begin = message + header.mantissa_offset();
-  const SegmentBits bits =
-      coding.kernels.pack(values, exponents, importance, n_values, coding.packing, buffers.levels, mantissa_begin);
+  std::uint8_t* const level_begin = message + offset + header.exponent_bytes;
+  const SegmentBits bits = coding.kernels.pack(values, exponents, importance, n_values, coding.packing, buffers.levels,
+                                               level_begin + header.level_bytes(coding.version));
   header.mantissa_bits = static_cast<std::uint32_t>(bits.mantissas);
-  std::memcpy(message + header.level_offset(), buffers.levels, bytes_of_bits(bits.levels));
+  std::memcpy(level_begin, buffers.levels, bytes_of_bits(bits.levels));
   return header;
 }
 
@@ -233,11 +148,11 @@ void decode_levels_chunk(const MessageCoding& coding, ConstBytes message, const 
   read_exponents(coding.table, message.subspan(header.offset, header.exponent_bytes), chunk,
                  (header.flags & kFlagRawExponents) != 0, end, exponents);
   const bool is_done = finish.addend == nullptr && finish.divisor == 1;
-  const SegmentSpan levels{message.data() + header.level_offset(), header.level_bits, end};
-  const SegmentSpan mantissas{message.data() + header.mantissa_offset(), header.mantissa_bits, end};
+  const SegmentSpan levels{message.data() + header.offset + header.exponent_bytes, header.own, end};
+  const SegmentSpan mantissas{levels.data + header.level_bytes(coding.version), header.mantissa_bits, end};
   const SegmentBits asked = coding.kernels.unpack(exponents.data(), exponents.size(), coding.packing, levels, mantissas,
                                                   is_done ? values : buffers.words);
-  if (asked.levels != header.level_bits || asked.mantissas != header.mantissa_bits)
+  if (asked.levels != header.own || asked.mantissas != header.mantissa_bits)
     fail_in_chunk(kName, chunk, "the exponents announce other levels or mantissas than there are");
   if (is_done) return;
   const auto dtype = static_cast<int>(coding.dtype);
@@ -255,7 +170,7 @@ void decode_levels_chunk(const MessageCoding& coding, ConstBytes message, const 
 constexpr int kLowestOfHalf = 103, kHighestOfHalf = 142;  // 2^-24 and 2^15 as exponents of float32
 
 void check_importance(const ChunkHeader& header, std::size_t chunk, const std::uint8_t* importance) {
-  if (crc32c({importance, header.n_values}) != header.importance_checksum)
+  if (crc32c({importance, header.n_values}) != header.own)
     throw RankMismatch(
         "GComp message: chunk ", chunk,
         ": the sender derives other importance bytes for these values than this rank. Both have to hold the same "
@@ -321,7 +236,7 @@ ChunkHeader encode_lanes_chunk(const MessageCoding& coding, const std::uint8_t* 
   header.offset = offset;
   header.n_values = static_cast<std::uint32_t>(n_values);
   header.mantissa_bits = static_cast<std::uint32_t>(8 * (at - begin));
-  if (importance != nullptr) header.importance_checksum = crc32c({importance, n_values});
+  if (importance != nullptr) header.own = crc32c({importance, n_values});
   write_exponents(coding.table, {buffers.exponents, n_values}, at, header);
   return header;
 }
@@ -378,13 +293,46 @@ void require_table(const HuffmanTable& table, Dtype dtype, Version version) {
 void decode_chunk(const MessageCoding& coding, ConstBytes message, const BlockHeader& block, std::size_t chunk,
                   const std::uint8_t* importance, const Finish& finish, std::uint8_t* values) {
   const ChunkHeader header = read_chunk_header(message, block, chunk);
-  if (crc32c(message.subspan(header.offset, header.end_offset() - header.offset)) != header.checksum)
+  if (crc32c(message.subspan(header.offset, header.end_offset(block.version) - header.offset)) != header.checksum)
     fail_in_chunk(kName, chunk, "the checksum does not match: bytes were changed on the way");
   const auto decode_with = block.version == Version::levels ? decode_levels_chunk : decode_lanes_chunk;
   decode_with(coding, message, header, chunk, importance, finish, values);
 }
 
 }  // namespace
+
+const char* name_of(Mode mode) {
+  constexpr const char* names[kModes] = {"none", "paper", "uniform", "truncate"};
+  return names[static_cast<int>(mode)];
+}
+
+std::uint64_t max_message_bytes(std::uint64_t n_elements, Dtype dtype, Mode mode, Version version) {
+  const std::uint64_t n_full = n_elements / kChunkValues, n_rest = n_elements % kChunkValues;
+  return kFront.table_end(chunks_of(n_elements)) + n_full * max_chunk_bytes(kChunkValues, dtype, mode, version) +
+         (n_rest > 0 ? max_chunk_bytes(n_rest, dtype, mode, version) : 0);
+}
+
+BlockHeader read_block_header(ConstBytes message) {
+  const auto header = load_header<BlockHeader>(kFront, message);
+  const std::uint64_t n_elements = header.n_elements, n_chunks = header.n_chunks;
+  expect(kName, "length in bytes", header.message_bytes, message.size());
+  // The first test keeps the sums below from overflowing: a chunk header stands for at most 16,384 values.
+  if (n_chunks > (message.size() - kBlockHeaderBytes) / kChunkHeaderBytes || n_elements > n_chunks * kChunkValues ||
+      n_chunks != chunks_of(n_elements))
+    fail_message(kName, n_chunks, " chunks for ", n_elements, " values in ", message.size(), " bytes");
+  check_checksum(kFront, message.data(), n_chunks);
+  check_dtype(kName, header.dtype);
+  if (static_cast<int>(header.mode) >= kModes) fail_message(kName, "unknown mode code ", static_cast<int>(header.mode));
+  // Format 2 may cap what mode paper keeps.
+  const bool keeps_all = header.mode == Mode::none || (header.mode == Mode::paper && header.version == Version::levels);
+  const int mantissa_bits = layout_of(header.dtype).mantissa_bits;
+  const bool has_least = header.mode == Mode::paper && header.version == Version::derived;
+  if (header.kept_bits > mantissa_bits || (keeps_all && header.kept_bits != mantissa_bits) ||
+      (header.least_bits != 0 && !has_least))
+    fail_message(kName, int{header.kept_bits}, " mantissa bits kept of ", mantissa_bits);
+  if ((header.flags & ~kFlagNonfinite) != 0 || header.zero != 0) fail_message(kName, "unknown flags");
+  return header;
+}
 
 std::uint64_t encode(ConstBytes values, ConstBytes importance, const EncodeOptions& options, const HuffmanTable& table,
                      Bytes out, const Mean& mean) {
@@ -416,9 +364,10 @@ std::uint64_t encode(ConstBytes values, ConstBytes importance, const EncodeOptio
     ChunkHeader header = encode_with(
         coding, values.data() + first_byte, importance.empty() ? nullptr : importance.data() + first, n_values,
         out.data(), offset, {mean.values == nullptr ? nullptr : mean.values + first_byte, mean.divisor}, nonfinite);
-    header.checksum = crc32c({out.data() + offset, out.data() + header.end_offset()});
-    write_chunk_header(header, options.version, chunk, out.data());
-    return header.end_offset();
+    const std::uint64_t end = header.end_offset(options.version);
+    header.checksum = crc32c({out.data() + offset, out.data() + end});
+    store(out.data() + kFront.table_end(chunk), header);
+    return end;
   };
   const std::size_t n_chunks = chunks_of(n_elements);
   const std::uint64_t first_offset = kBlockHeaderBytes + n_chunks * kChunkHeaderBytes;
@@ -435,21 +384,28 @@ std::uint64_t encode(ConstBytes values, ConstBytes importance, const EncodeOptio
       encode_chunk(chunk, first_offset + chunk * slot_bytes, nonfinite);
       if (nonfinite) any_nonfinite.store(true, std::memory_order_relaxed);
     };
-    parallel_for(n_chunks, [&encode_into_slot](std::size_t chunk) { encode_into_slot(chunk); });
+    parallel_for(n_chunks, std::cref(encode_into_slot));
     holds_nonfinite = any_nonfinite.load();
     for (std::size_t chunk = 0; chunk < n_chunks; ++chunk) {
-      ChunkHeader header = load_chunk_header(out.data(), options.version, chunk);
-      const std::uint64_t n_bytes = header.end_offset() - header.offset;
+      ChunkHeader header = load_chunk_header(out.data(), chunk);
+      const std::uint64_t n_bytes = header.end_offset(options.version) - header.offset;
       std::memmove(out.data() + end, out.data() + header.offset, n_bytes);
       header.offset = end;
-      write_chunk_header(header, options.version, chunk, out.data());
+      store(out.data() + kFront.table_end(chunk), header);
       end += n_bytes;
     }
   }
-  write_block_header({options.version, options.dtype, options.mode, static_cast<std::uint8_t>(kept_bits),
-                      static_cast<std::uint8_t>(least_bits), holds_nonfinite ? kFlagNonfinite : 0,
-                      static_cast<std::uint32_t>(n_chunks), table.id(), n_elements, end},
-                     out.data());
+  const BlockHeader header{.version = options.version,
+                           .dtype = options.dtype,
+                           .mode = options.mode,
+                           .kept_bits = static_cast<std::uint8_t>(kept_bits),
+                           .least_bits = static_cast<std::uint8_t>(least_bits),
+                           .table_id = table.id(),
+                           .n_elements = n_elements,
+                           .message_bytes = end,
+                           .n_chunks = static_cast<std::uint32_t>(n_chunks),
+                           .flags = holds_nonfinite ? kFlagNonfinite : 0};
+  write_header(kFront, header, out.data(), n_chunks);
   if (mean.values != nullptr && options.version == Version::levels)
     decode(out.first(end), options.dtype, table, importance, {nullptr, mean.divisor}, {mean.values, values.size()});
   return end;
@@ -489,7 +445,7 @@ void decode(ConstBytes message, Dtype dtype, const HuffmanTable& table, ConstByt
     decode_chunk(coding, message, block, chunk, derives ? importance.data() + first : nullptr,
                  {finish.addend == nullptr ? nullptr : finish.addend + offset, finish.divisor}, values.data() + offset);
   };
-  parallel_for(block.n_chunks, [&decode_one](std::size_t chunk) { decode_one(chunk); });
+  parallel_for(block.n_chunks, std::cref(decode_one));
 }
 
 void count_exponents(ConstBytes values, Dtype dtype, Version version, std::span<std::int64_t> histogram) {
@@ -526,10 +482,10 @@ Description describe(ConstBytes message) {
   check_chunks_adjoin(message, sums.header);
   sums.header_bytes = kBlockHeaderBytes + std::uint64_t{sums.header.n_chunks} * kChunkHeaderBytes;
   for (std::size_t chunk = 0; chunk < sums.header.n_chunks; ++chunk) {
-    const ChunkHeader header = load_chunk_header(message.data(), sums.header.version, chunk);
+    const ChunkHeader header = load_chunk_header(message.data(), chunk);
     sums.exponent_bytes += header.exponent_bytes;
-    sums.level_bytes += header.mantissa_offset() - header.level_offset();
-    sums.mantissa_bytes += header.end_offset() - header.mantissa_offset();
+    sums.level_bytes += header.level_bytes(sums.header.version);
+    sums.mantissa_bytes += header.mantissa_bytes();
     sums.n_raw_chunks += (header.flags & kFlagRawExponents) != 0;
   }
   return sums;

@@ -6,14 +6,10 @@
 
 namespace gradwire::gcomp {
 
-using floats::bytes_of;
-using floats::chunks_of;
-using floats::Dtype;
-using floats::kChunkValues;
-using floats::kDtypes;
+using namespace floats;
 using floats::name_of;
-enum class Mode : std::uint8_t { none = 0, paper = 1, uniform = 2, truncate = 3 };
 
+enum class Mode : std::uint8_t { none = 0, paper = 1, uniform = 2, truncate = 3 };
 inline constexpr int kModes = 4;
 // Format 1 sends levels; in format 2 the receiver derives what was kept.
 enum class Version : std::uint8_t { levels = 1, derived = 2 };
@@ -38,39 +34,46 @@ inline int exponent_bits_of(Dtype dtype, Version version) {
 }
 
 struct BlockHeader {
+  char letters[4]{};
   Version version;
   Dtype dtype;
   Mode mode;
-  std::uint8_t kept_bits;   // of the mantissa: at level 0, or at most
-  std::uint8_t least_bits;  // format 2, mode paper: of every value
-  std::uint32_t flags;
-  std::uint32_t n_chunks;
+  std::uint8_t kept_bits : 5;   // of the mantissa: at level 0, or at most
+  std::uint8_t least_bits : 3;  // format 2, mode paper: of every value
   std::uint64_t table_id;
   std::uint64_t n_elements;
   std::uint64_t message_bytes;
+  std::uint32_t n_chunks;
+  std::uint32_t flags;
+  std::uint32_t zero = 0, checksum = 0;
 };
+static_assert(sizeof(BlockHeader) == kBlockHeaderBytes);
 
 // Format 1: exponents, levels, mantissas; format 2: mantissas (whole words), exponents.
 struct ChunkHeader {
   std::uint64_t offset;  // from the message's first byte; the segments follow one another
   std::uint32_t exponent_bytes;
-  std::uint32_t level_bits;           // format 1, else 0
-  std::uint32_t importance_checksum;  // format 2: CRC32C of the importance bytes (mode paper), else 0
+  std::uint32_t own;  // format 1: bits of levels; format 2: CRC32C of the importance bytes (mode paper), else 0
   std::uint32_t mantissa_bits;
   std::uint32_t n_values;
   std::uint32_t flags;
   std::uint32_t checksum;  // CRC32C of the chunk's segments
 
-  std::uint64_t level_offset() const { return offset + exponent_bytes; }
-  std::uint64_t mantissa_offset() const { return level_offset() + (std::uint64_t{level_bits} + 7) / 8; }
-  std::uint64_t end_offset() const { return mantissa_offset() + (std::uint64_t{mantissa_bits} + 7) / 8; }
+  std::uint64_t level_bytes(Version version) const { return version == Version::levels ? bytes_of_bits(own) : 0; }
+  std::uint64_t mantissa_bytes() const { return bytes_of_bits(mantissa_bits); }
+  std::uint64_t end_offset(Version version) const {
+    return offset + exponent_bytes + level_bytes(version) + mantissa_bytes();
+  }
 };
+static_assert(sizeof(ChunkHeader) == kChunkHeaderBytes);
 
 // Bytes that no message of n_elements values exceeds.
 std::uint64_t max_message_bytes(std::uint64_t n_elements, Dtype dtype, Mode mode, Version version);
 
 // Unchecked: for headers that were checked before, or just written.
-ChunkHeader load_chunk_header(const std::uint8_t* message, Version version, std::size_t chunk);
+inline ChunkHeader load_chunk_header(const std::uint8_t* message, std::size_t chunk) {
+  return load<ChunkHeader>(message + kFront.table_end(chunk));
+}
 
 // The block header of `message`: magic, version, lengths, known codes and the checksum over all headers are right.
 // Throws CorruptMessage, IncompatibleVersion.
@@ -98,8 +101,7 @@ struct EncodeOptions {
   Version version = Version::derived;
   int least_bits = 0;  // format 2, mode paper: of the mantissa of every value; 0 to kMostLeastBits
 };
-// What is left of the byte of a message that holds kept_bits, too.
-inline constexpr int kMostLeastBits = 7, kKeptBits = 5;
+inline constexpr int kMostLeastBits = 7;
 
 // Writes `values` (little-endian floats of options.dtype) as one message into `out` of at least max_message_bytes;
 // returns its bytes. `importance`: one byte a value in mode paper, else empty. `table` is of exponent_bits_of(dtype,

@@ -28,26 +28,6 @@ void write_tiles(const ImportanceTile& all, const ImportanceTerms& terms) {
   });
 }
 
-}  // namespace
-
-void write_importance(ConstFloats parameter, std::optional<ConstFloats> second_moment,
-                      std::optional<ConstFloats> first_moment, float a, float b, float c, Bytes out) {
-  const std::size_t n_elements = parameter.size();
-  require_length("out", n_elements, out.size());
-  const auto data_of = [&](const char* name, const std::optional<ConstFloats>& moment) -> const float* {
-    if (!moment) return nullptr;
-    require_length(name, n_elements, moment->size());
-    return moment->data();
-  };
-  write_tiles({parameter.data(), data_of("second_moment", second_moment), data_of("first_moment", first_moment),
-               out.data(), n_elements},
-              {a, b, c});
-}
-
-// ---- of a bucket
-
-namespace {
-
 // Memory that past buckets' bytes lay in, at most as much as were alive at a time: a warm step allocates none.
 class SpareBytes {
  public:
@@ -72,6 +52,20 @@ class SpareBytes {
 SpareBytes spare_bytes;
 
 }  // namespace
+
+void write_importance(ConstFloats parameter, std::optional<ConstFloats> second_moment,
+                      std::optional<ConstFloats> first_moment, float a, float b, float c, Bytes out) {
+  const std::size_t n_elements = parameter.size();
+  require_length("out", n_elements, out.size());
+  const auto data_of = [&](const char* name, const std::optional<ConstFloats>& moment) -> const float* {
+    if (!moment) return nullptr;
+    require_length(name, n_elements, moment->size());
+    return moment->data();
+  };
+  write_tiles({parameter.data(), data_of("second_moment", second_moment), data_of("first_moment", first_moment),
+               out.data(), n_elements},
+              {a, b, c});
+}
 
 BucketImportance::BucketImportance(std::vector<Window> windows, std::uint8_t mean_room)
     : windows_(std::move(windows)), mean_room_(mean_room) {

@@ -9,8 +9,6 @@
 namespace gradwire::gcomp {
 namespace {
 
-constexpr std::int32_t kInfinity = 0x7F800000;
-
 // Bytes 0 to n - 1 from value `first` on; without a branch, so that the compiler makes vectors of it.
 template <bool has_second_moment, bool has_first_moment, class Count>
 void write_run(const ImportanceTile& tile, const ImportanceTerms& terms, std::size_t first, Count n,
@@ -29,7 +27,7 @@ void write_run(const ImportanceTile& tile, const ImportanceTerms& terms, std::si
     float scale = parameter[i] * factor;
     if constexpr (has_first_moment) scale = scale + terms.c * first_moment[i];
     const std::int32_t magnitude = std::bit_cast<std::int32_t>(scale) & 0x7FFFFFFF;
-    const std::int32_t is_number = magnitude <= kInfinity ? -1 : 0;
+    const std::int32_t is_number = magnitude <= std::int32_t{floats::kInfinity} ? -1 : 0;
     codes[i] = ((magnitude >> 21) - kImportanceOffset) & known & is_number;
   }
 }

@@ -14,7 +14,7 @@ namespace {
 
 template <Dtype kDtype>
 void widen_loop(const std::uint8_t* values, std::size_t n, std::uint8_t* words) {
-  floats::load_words<kDtype>(values, n, reinterpret_cast<std::uint32_t*>(words));
+  load_words<kDtype>(values, n, reinterpret_cast<std::uint32_t*>(words));
 }
 
 template <Dtype kDtype, bool kAdds, bool kScales, bool kDivides>
@@ -25,12 +25,12 @@ void finish_values(const std::uint8_t* __restrict words, const std::uint8_t* add
     auto word = load<std::uint32_t>(words + 4 * i);
     if constexpr (kAdds || kScales || kDivides) {
       float value = std::bit_cast<float>(word);
-      if constexpr (kAdds) value += std::bit_cast<float>(floats::load_word<kDtype>(addend, i));
+      if constexpr (kAdds) value += std::bit_cast<float>(load_word<kDtype>(addend, i));
       if constexpr (kScales) value *= factor;
       if constexpr (kDivides) value /= divisor;
       word = std::bit_cast<std::uint32_t>(value);
     }
-    floats::store_word<kDtype, floats::Specials::cut>(values, i, word);
+    store_word<kDtype, Specials::cut>(values, i, word);
   }
 }
 

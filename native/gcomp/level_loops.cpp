@@ -5,13 +5,11 @@
 #include <type_traits>
 
 #include "bits/bit_io.hpp"
+#include "gcomp/importance.hpp"
 #include "gcomp/kernels.hpp"
 
 namespace gradwire::gcomp {
 namespace {
-
-// Importance bytes count quarter octaves (exponent and two mantissa bits of a float32) from 2^-40 on.
-inline constexpr int kImportanceOffset = 4 * (127 - 40);
 
 template <Dtype kDtype>
 struct Float {

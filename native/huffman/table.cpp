@@ -65,30 +65,6 @@ std::vector<int> limited_code_lengths(std::span<const std::uint64_t> weights, in
   return lengths;
 }
 
-}  // namespace
-
-std::vector<int> native_code_lengths(std::span<const std::uint64_t> weights) {
-  std::vector<int> lengths(weights.size(), 0);
-  const std::vector<int> order = sorted_by_weight(weights);
-  if (order.size() == 1) lengths[order[0]] = 1;
-  using Tree = std::tuple<std::uint64_t, std::size_t, std::vector<int>>;  // weight, order of creation, symbols
-  std::priority_queue<Tree, std::vector<Tree>, std::greater<>> queue;
-  for (const int symbol : order) queue.emplace(weights[symbol], queue.size(), std::vector{symbol});
-  for (std::size_t age = order.size(); queue.size() > 1; ++age) {
-    auto [weight, own_age, symbols] = queue.top();
-    queue.pop();
-    const auto& [more_weight, more_age, more] = queue.top();
-    symbols.insert(symbols.end(), more.begin(), more.end());
-    for (const int symbol : symbols) ++lengths[symbol];
-    weight += more_weight;
-    queue.pop();
-    queue.emplace(weight, age, std::move(symbols));
-  }
-  return lengths;
-}
-
-namespace {
-
 // Code lengths of every symbol of `histogram`, with the escape's appended as the last entry; 0: no code, escape it.
 // Which of the rare symbols are escaped (escape code + 8 raw bits) is chosen so that the coded histogram is shortest.
 // The escape has a code if and only if some symbol has none. The histogram's sum is in [1, 2^56).
@@ -160,6 +136,26 @@ const char* find_flaw(ConstBytes lengths) {
 
 }  // namespace
 
+std::vector<int> native_code_lengths(std::span<const std::uint64_t> weights) {
+  std::vector<int> lengths(weights.size(), 0);
+  const std::vector<int> order = sorted_by_weight(weights);
+  if (order.size() == 1) lengths[order[0]] = 1;
+  using Tree = std::tuple<std::uint64_t, std::size_t, std::vector<int>>;  // weight, order of creation, symbols
+  std::priority_queue<Tree, std::vector<Tree>, std::greater<>> queue;
+  for (const int symbol : order) queue.emplace(weights[symbol], queue.size(), std::vector{symbol});
+  for (std::size_t age = order.size(); queue.size() > 1; ++age) {
+    auto [weight, own_age, symbols] = queue.top();
+    queue.pop();
+    const auto& [more_weight, more_age, more] = queue.top();
+    symbols.insert(symbols.end(), more.begin(), more.end());
+    for (const int symbol : symbols) ++lengths[symbol];
+    weight += more_weight;
+    queue.pop();
+    queue.emplace(weight, age, std::move(symbols));
+  }
+  return lengths;
+}
+
 HuffmanTable::HuffmanTable(ConstBytes lengths, int exponent_bits)
     : exponent_bits_(exponent_bits), lengths_(lengths.begin(), lengths.end()) {
   const std::size_t escape = n_symbols();
@@ -217,7 +213,7 @@ HuffmanTable HuffmanTable::from_histogram(std::span<const std::int64_t> histogra
   }
   if (total == 0) throw InvalidArgument("the histogram is empty: count at least one value, or keep the table in use");
   const std::vector<int> lengths = escaped_code_lengths(counts, kCodeLengthLimit);
-  return from_lengths(std::vector<std::uint8_t>(lengths.begin(), lengths.end()), exponent_bits);
+  return {std::vector<std::uint8_t>(lengths.begin(), lengths.end()), exponent_bits};
 }
 
 HuffmanTable HuffmanTable::prior(int exponent_bits) {
@@ -234,11 +230,6 @@ HuffmanTable HuffmanTable::prior(int exponent_bits) {
   }
   weights[0] = std::accumulate(weights.begin(), weights.end(), std::int64_t{0}) / 16;
   return from_histogram(weights, exponent_bits);
-}
-
-HuffmanTable HuffmanTable::from_lengths(ConstBytes lengths, int exponent_bits) {
-  if (const char* flaw = find_flaw(lengths)) throw InvalidArgument("Huffman table: ", flaw);
-  return HuffmanTable(lengths, exponent_bits);
 }
 
 std::vector<std::uint8_t> HuffmanTable::to_bytes() const {

@@ -23,8 +23,6 @@ class HuffmanTable {
   static HuffmanTable from_histogram(std::span<const std::int64_t> histogram, int exponent_bits);
   // The code to start from, before any gradient has been seen.
   static HuffmanTable prior(int exponent_bits);
-  // 2^exponent_bits lengths, then the escape's. Must be a complete code with an escape exactly where one is needed.
-  static HuffmanTable from_lengths(ConstBytes lengths, int exponent_bits);
   static HuffmanTable from_bytes(ConstBytes bytes);
   std::vector<std::uint8_t> to_bytes() const;
 
@@ -53,6 +51,7 @@ class HuffmanTable {
   const std::uint16_t* lookup_single() const { return lookup_single_.data(); }
 
  private:
+  // 2^exponent_bits lengths, then the escape's: a complete code with an escape exactly where one is needed.
   HuffmanTable(ConstBytes lengths, int exponent_bits);
 
   int exponent_bits_;

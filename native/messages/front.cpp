@@ -3,7 +3,6 @@
 #include <bit>
 #include <cstring>
 
-#include "bits/bit_io.hpp"
 #include "checksum/crc32c.hpp"
 
 namespace gradwire {
@@ -31,12 +30,6 @@ void expect_values(const char* name, floats::Dtype dtype, std::uint64_t n_elemen
   expect(name, "number of values", n_elements, got_elements);
 }
 
-void write_front(const Front& front, int version, int first, int second, int third, std::uint8_t* message) {
-  std::memcpy(message, front.letters, 4);
-  const int codes[4] = {version, first, second, third};
-  for (int i = 0; i < 4; ++i) message[4 + i] = static_cast<std::uint8_t>(codes[i]);
-}
-
 void check_front(const Front& front, ConstBytes message) {
   if (message.size() < front.header_bytes)
     fail_message(front.name, "truncated: ", message.size(), " bytes, a header alone has ", front.header_bytes);
@@ -48,7 +41,8 @@ void check_front(const Front& front, ConstBytes message) {
                               ": use the same gradwire release on every rank");
 }
 
-void write_checksum(const Front& front, std::uint8_t* message, std::uint64_t n_chunks, ConstBytes more) {
+void seal_header(const Front& front, std::uint8_t* message, std::uint64_t n_chunks, ConstBytes more) {
+  std::memcpy(message, front.letters, 4);
   store(message + front.header_bytes - 4, checksum(front, message, n_chunks, more));
 }
 
@@ -73,31 +67,12 @@ void check_partition(std::size_t partition) {
   if (!is_possible(partition)) throw InvalidArgument("partition is a power of two from 32 to 1024, not ", partition);
 }
 
-void write_head(const Front& front, const Head& head, std::uint8_t* message) {
-  write_front(front, head.version, static_cast<int>(head.dtype), head.first_code, head.second_code, message);
-  store(message + 8, head.n_elements);
-  store(message + 16, static_cast<std::uint16_t>(head.partition));
-  store(message + 18, head.flags);
-  store(message + 20, std::uint32_t{0});
-  store(message + 24, head.message_bytes);
-  store(message + 32, std::uint32_t{0});
-}
-
 Head read_head(const Front& front, ConstBytes message) {
-  check_front(front, message);
-  const std::uint8_t* const at = message.data();
-  const Head head{at[4],
-                  static_cast<Dtype>(at[5]),
-                  at[6],
-                  at[7],
-                  load<std::uint16_t>(at + 18),
-                  load<std::uint16_t>(at + 16),
-                  load<std::uint64_t>(at + 8),
-                  load<std::uint64_t>(at + 24)};
+  const auto head = load_header<Head>(front, message);
   expect(front.name, "length in bytes", head.message_bytes, message.size());
-  if (at[5] >= kDtypes) fail_message(front.name, "unknown dtype code ", at[5]);
+  check_dtype(front.name, head.dtype);
   if (!is_possible(head.partition)) fail_message(front.name, "partitions of ", head.partition, " values");
-  if ((head.flags & ~kFlagNonfinite) != 0 || load<std::uint32_t>(at + 20) != 0 || load<std::uint32_t>(at + 32) != 0)
+  if ((head.flags & ~kFlagNonfinite) != 0 || head.first_zero != 0 || head.second_zero != 0)
     fail_message(front.name, "unknown flags");
   return head;
 }

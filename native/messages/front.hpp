@@ -1,11 +1,11 @@
-// What the codecs' messages have in common: four letters, a version and three bytes of their own in front, a checksum
-// at the header's end, and the checks that every reader makes first.
+// What the codecs' messages have in common: a header, which lies in memory as it travels (four letters, a version and
+// three bytes of the codec's own in front, a checksum at its end), and the checks that every reader makes first.
 #pragma once
 
 #include <algorithm>
 
+#include "bits/bit_io.hpp"
 #include "errors.hpp"
-#include "spans.hpp"
 
 namespace gradwire {
 
@@ -29,16 +29,29 @@ template <class... Parts>
   fail_message(name, "chunk ", chunk, ": ", what...);
 }
 void expect(const char* name, const char* what, std::uint64_t expected, std::uint64_t got);
+inline void check_dtype(const char* name, floats::Dtype dtype) {
+  if (static_cast<int>(dtype) >= floats::kDtypes) fail_message(name, "unknown dtype code ", static_cast<int>(dtype));
+}
 // What the receiver has room for, and what the message holds.
 void expect_values(const char* name, floats::Dtype dtype, std::uint64_t n_elements, floats::Dtype got_dtype,
                    std::uint64_t got_elements);
 
-void write_front(const Front& front, int version, int first, int second, int third, std::uint8_t* message);
 // A whole header that begins with the right letters and version. Throws CorruptMessage, IncompatibleVersion.
 void check_front(const Front& front, ConstBytes message);
+template <class Header>
+Header load_header(const Front& front, ConstBytes message) {
+  check_front(front, message);
+  return load<Header>(message.data());
+}
 
-// Over the header, the table and `more`.
-void write_checksum(const Front& front, std::uint8_t* message, std::uint64_t n_chunks, ConstBytes more = {});
+// Letters and checksum are put in here; the latter is over the header, the table and `more`, which are in place.
+void seal_header(const Front& front, std::uint8_t* message, std::uint64_t n_chunks, ConstBytes more);
+template <class Header>
+void write_header(const Front& front, const Header& header, std::uint8_t* message, std::uint64_t n_chunks,
+                  ConstBytes more = {}) {
+  store(message, header);
+  seal_header(front, message, n_chunks, more);
+}
 void check_checksum(const Front& front, const std::uint8_t* message, std::uint64_t n_chunks, ConstBytes more = {});
 
 // The number of values that an encoder is given. Throws InvalidArgument.
@@ -78,19 +91,21 @@ Chunk chunk_at(std::size_t index, std::uint64_t n_elements, std::size_t partitio
   return {index, first, n, begin, begin + payload_bytes(n), partitions_of(n, partition)};
 }
 
-// The header but for its checksum.
 struct Head {
-  int version;
+  char letters[4]{};
+  std::uint8_t version;
   Dtype dtype;
-  int first_code, second_code;  // bytes of the codec's own
-  std::uint16_t flags;
-  std::size_t partition;
-  std::uint64_t n_elements, message_bytes;
+  std::uint8_t first_code, second_code;  // the codec's own
+  std::uint64_t n_elements;
+  std::uint16_t partition, flags;
+  std::uint32_t first_zero = 0;
+  std::uint64_t message_bytes;
+  std::uint32_t second_zero = 0, checksum = 0;
 };
+static_assert(sizeof(Head) == 40);
 
 // Throws InvalidArgument.
 void check_partition(std::size_t partition);
-void write_head(const Front& front, const Head& head, std::uint8_t* message);
 // Letters, version, length, known dtype, flags and partition are right. Throws CorruptMessage, IncompatibleVersion.
 Head read_head(const Front& front, ConstBytes message);
 

@@ -2,6 +2,7 @@
 #include <bit>
 #include <cstring>
 
+#include "bits/bit_io.hpp"
 #include "packing/packing.hpp"
 
 #if defined(__AVX512VBMI2__)
@@ -14,9 +15,10 @@ namespace {
 constexpr std::size_t kWordValues = 32;
 constexpr std::uint32_t kFull = 0xFFFFFFFFu;
 
-inline std::size_t count_bits(const std::uint32_t* words, std::size_t n_words) {
-  std::size_t n = 0;
-  for (std::size_t i = 0; i < n_words; ++i) n += static_cast<std::size_t>(std::popcount(words[i]));
+std::size_t count_bits(const std::uint16_t* granules, std::size_t n_granules) {
+  std::size_t n = 0, i = 0;
+  for (; i + 4 <= n_granules; i += 4) n += static_cast<std::size_t>(std::popcount(load<std::uint64_t>(granules + i)));
+  for (; i < n_granules; ++i) n += static_cast<std::size_t>(std::popcount(granules[i]));
   return n;
 }
 

@@ -21,7 +21,8 @@ void for_each_chunk(std::size_t n_values, std::size_t n_packed, ConstWords words
   const auto count = kernels().count;
   parallel_for(n_chunks, [&](std::size_t chunk) {
     const std::size_t first = chunk * kChunkWords;
-    starts[chunk + 1] = count(words.data() + first, std::min(kChunkWords, words.size() - first));
+    starts[chunk + 1] = count(reinterpret_cast<const std::uint16_t*>(words.data() + first),
+                              2 * std::min(kChunkWords, words.size() - first));
   });
   for (std::size_t chunk = 0; chunk < n_chunks; ++chunk) starts[chunk + 1] += starts[chunk];
   if (starts.back() != n_packed)
@@ -39,10 +40,13 @@ void check_item(std::size_t item_bytes, std::size_t a, std::size_t b) {
 
 }  // namespace
 
+void check_index_size(ConstWords words, std::size_t n_values) {
+  if (words.size() != words_for(n_values))
+    throw InvalidArgument("the index of ", n_values, " values has ", words_for(n_values), " words, not ", words.size());
+}
+
 void check_index(ConstWords words, std::size_t n_values) {
-  if (words.size() != (n_values + 31) / 32)
-    throw InvalidArgument("the index of ", n_values, " values has ", (n_values + 31) / 32, " words, not ",
-                          words.size());
+  check_index_size(words, n_values);
   if (n_values % 32 != 0 && words.back() >> (n_values % 32) != 0)
     throw CorruptMessage("the index has bits set past its ", n_values,
                          " values: it is of another gradient, or was altered on its way");

@@ -6,7 +6,8 @@
 
 namespace gradwire::packing {
 
-// Throws InvalidArgument (another number of words than `n_values` have), CorruptMessage (bits past the end).
+// Throw InvalidArgument (another number of words than `n_values` have), CorruptMessage (bits past the end).
+void check_index_size(ConstWords words, std::size_t n_values);
 void check_index(ConstWords words, std::size_t n_values);
 
 // Writes the value of each set bit, in order. Values are of `item_bytes` bytes, 2 or 4; bit i % 32 of word i / 32
@@ -18,7 +19,8 @@ void unpack(ConstBytes packed, std::size_t item_bytes, ConstWords words, Bytes v
 
 // The loops of packing: loops.cpp. They touch nothing past their range.
 struct Kernels {
-  std::size_t (*count)(const std::uint32_t* words, std::size_t n_words);
+  // Bits set in halves of words.
+  std::size_t (*count)(const std::uint16_t* granules, std::size_t n_granules);
   // n values, whose first is bit 0 of the first word; by size: 2 bytes, 4 bytes.
   void (*pack[2])(const void* values, const std::uint32_t* words, std::size_t n, void* packed);
   void (*unpack[2])(const void* packed, const std::uint32_t* words, std::size_t n, void* values);

@@ -47,10 +47,8 @@ thread_local bool inside_task = false;
 
 class Pool {
  public:
-  ~Pool() { resize(0); }
-
   void resize(std::size_t n_workers) {
-    const std::lock_guard resize_lock(resize_mutex_);
+    if (workers_.size() == n_workers) return;
     {
       const std::lock_guard lock(mutex_);
       stopping_ = true;
@@ -89,7 +87,6 @@ class Pool {
     }
   }
 
-  std::mutex resize_mutex_;
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<std::shared_ptr<Job>> queue_;
@@ -98,15 +95,14 @@ class Pool {
 };
 
 std::atomic<std::size_t> wanted_threads{1};
-std::atomic<Pool*> pool{nullptr};
 
-std::mutex pool_mutex;
-std::size_t pool_workers = 0;
+std::mutex pool_mutex;  // of what follows
+Pool* pool = nullptr;   // never deleted: its threads may outlive every static destructor
 
 // A forked child has none of its parent's threads: it starts a pool of its own at the next call, and leaks the old one,
 // whose threads it could not join. Nobody holds the lock when a process forks: none would be left to let go of it.
 void forget_pool_after_fork() {
-  pool.store(nullptr);
+  pool = nullptr;
   inside_task = false;
   pool_mutex.unlock();
 }
@@ -116,17 +112,9 @@ void forget_pool_after_fork() {
 
 Pool& pool_with(std::size_t n_workers) {
   const std::lock_guard lock(pool_mutex);
-  Pool* current = pool.load();
-  if (current == nullptr) {
-    current = new Pool;  // never deleted: its threads may outlive every static destructor
-    pool_workers = 0;
-    pool.store(current);
-  }
-  if (pool_workers != n_workers) {
-    current->resize(n_workers);
-    pool_workers = n_workers;
-  }
-  return *current;
+  if (pool == nullptr) pool = new Pool;
+  pool->resize(n_workers);
+  return *pool;
 }
 
 }  // namespace

@@ -9,47 +9,25 @@
 #include <vector>
 
 #include "bits/bit_io.hpp"
-#include "errors.hpp"
-#include "messages/front.hpp"
 #include "quantisers/sweep.hpp"
 
 namespace gradwire::quantisers {
-namespace {
-
-constexpr Front kFront{"quantised", "GWQT", kGroupedVersion, kHeaderBytes, 0};
-constexpr std::uint8_t kFlagNonfinite = 1;
-
-}  // namespace
 
 const char* name_of(Kind kind) {
   constexpr const char* names[kKinds] = {"one-bit", "two-bit", "ternary", "qsgd", "thc"};
   return names[static_cast<int>(kind)];
 }
 
-void write_header(const Header& header, Bytes message) {
-  std::uint8_t* const at = message.data();
-  write_front(kFront, header.version, static_cast<int>(header.kind), header.is_finite ? 0 : kFlagNonfinite,
-              header.levels, at);
-  store(at + 8, header.n_elements);
-  store(at + 16, header.block);
-  store(at + 20, header.first);
-  store(at + 24, header.second);
-  write_checksum(kFront, at, 0, message.subspan(kHeaderBytes));
-}
-
 Header read_header(ConstBytes message) {
-  check_front(kFront, message);
-  const std::uint8_t* const at = message.data();
-  check_checksum(kFront, at, 0, message.subspan(kHeaderBytes));
-  if (at[5] >= kKinds) fail_message(kFront.name, "unknown quantiser ", at[5]);
-  if ((at[6] & ~kFlagNonfinite) != 0) fail_message(kFront.name, "unknown flags");
-  const Header header{static_cast<Kind>(at[5]),     (at[6] & kFlagNonfinite) == 0, at[7],
-                      load<std::uint32_t>(at + 16), load<std::uint64_t>(at + 8),   load<float>(at + 20),
-                      load<float>(at + 24)};
+  const auto header = load_header<Header>(kFront, message);
+  check_checksum(kFront, message.data(), 0, message.subspan(kHeaderBytes));
+  const int kind = static_cast<int>(header.kind);
+  if (kind >= kKinds) fail_message(kFront.name, "unknown quantiser ", kind);
+  if ((header.flags & ~kFlagNonfinite) != 0) fail_message(kFront.name, "unknown flags");
   for (const float scale : {header.first, header.second})
     if (std::bit_cast<std::uint32_t>(scale) >= kInfinity)
       fail_message(kFront.name, "a scale is negative or not finite");
-  if (at[4] == kGroupedVersion) {
+  if (header.version == kGroupedVersion) {
     if (header.kind != Kind::one_bit && header.kind != Kind::two_bit)
       fail_message(kFront.name, "groups where there are none");
     if (header.levels < 1 || header.levels > 2) fail_message(kFront.name, "wrong number of scales");
@@ -67,8 +45,6 @@ Header read_header(ConstBytes message) {
 }
 
 namespace {
-
-std::size_t blocks_of(std::size_t n) { return (n + kBlock - 1) / kBlock; }
 
 Fields fields_of(int levels) { return levels <= 7 ? Fields::nibbles : Fields::bytes; }
 
@@ -99,9 +75,6 @@ std::uint64_t payload_bytes(const Header& header) {
 float draws_per_unit(float scale) { return scale >= 0x1p-100f ? 0x1p24f / scale : 0.0f; }
 
 // ---- between one block and its part of the payload
-
-// How a QSGD block is cut: the step between two levels of each norm.
-float step_of(float norm, int levels) { return norm / static_cast<float>(levels); }
 
 void pack_block(const Header& header, const random::Stream& stream, const float* values, std::size_t block,
                 std::size_t n, std::uint8_t* payload, std::atomic<bool>& is_finite) {
@@ -164,7 +137,8 @@ bool unpack_block(const Header& header, const std::uint8_t* payload, std::size_t
         std::memcpy(&norm, payload + 4 * ((block * kBlock + begin) / header.block), sizeof norm);
         if (std::bit_cast<std::uint32_t>(norm) >= kInfinity) return false;
         valid &= on.unpack_levels(codes.bytes.data() + bytes_for(begin, fields_of(header.levels)), count,
-                                  step_of(norm, header.levels), header.levels, fields_of(header.levels), out + begin);
+                                  norm / static_cast<float>(header.levels), header.levels, fields_of(header.levels),
+                                  out + begin);
       }
       return valid;
   }
@@ -182,7 +156,7 @@ struct Sums {
 Sums measure(const Source& source, bool wants_squares) {
   static thread_local std::vector<Sums> kept;
   std::vector<Sums>& parts = kept;
-  parts.assign(blocks_of(source.n_elements()), {});
+  parts.assign((source.n_elements() + kBlock - 1) / kBlock, {});
   if (wants_squares)
     for_blocks(source, [&](std::size_t block, const float* values, std::size_t n) {
       const Squares found = kernels().squares(values, n);
@@ -221,8 +195,8 @@ void choose_scales(const Options& options, const Source& source, Header& header)
   const std::size_t n = source.n_elements();
   if (options.kind == Kind::qsgd) return;  // block by block, as they are packed
   const Sums sums = measure(source, options.kind == Kind::ternary);
-  header.is_finite = sums.largest < kInfinity;
-  if (!header.is_finite) return;
+  if (sums.largest >= kInfinity) header.flags = kFlagNonfinite;
+  if (!header.is_finite()) return;
   const float mean = narrowed(mean_of(sums.positive + sums.negative, n));
   using Rule = Options::Rule;
   if (options.kind == Kind::one_bit) {
@@ -245,7 +219,9 @@ Header header_for(const Options& options, std::uint64_t n_elements) {
     throw InvalidArgument("qsgd: blocks are 128, 256, ..., 4096 values, not ", options.block);
   if (!(options.parameter >= 0 && options.parameter <= kLargestFloat))
     throw InvalidArgument("a scale, threshold or clip is finite and not negative, not ", options.parameter);
-  return {options.kind, true, is_qsgd ? options.levels : 0, is_qsgd ? options.block : 0, n_elements, 0, 0};
+  Header header{.kind = options.kind, .n_elements = n_elements};
+  if (is_qsgd) header.levels = static_cast<std::uint8_t>(options.levels), header.block = options.block;
+  return header;
 }
 
 void check_source(const Source& source) {
@@ -276,14 +252,14 @@ std::uint64_t encode(const Options& options, const Source& source, Floats new_re
   std::uint64_t message_bytes = kHeaderBytes + payload_bytes(header);
   check_room(name_of(options.kind), out, message_bytes);
   choose_scales(options, source, header);
-  std::atomic<bool> is_finite{header.is_finite};
+  std::atomic<bool> is_finite{header.is_finite()};
   std::uint8_t* const payload = out.data() + kHeaderBytes;
-  if (header.is_finite && packs_terms(options.kind)) {
+  if (header.is_finite() && packs_terms(options.kind)) {
     for_terms(source, [&](std::size_t block, const Terms& terms, std::size_t n) {
       float* const left = new_residual.empty() ? nullptr : new_residual.data() + block * kBlock;
       pack_terms(header, terms, block, n, {left, 1 / source.residual_scale}, payload);
     });
-  } else if (header.is_finite) {
+  } else if (header.is_finite()) {
     // QSGD learns only here whether values are finite; then the residual is put back below, so it must not be lost.
     const bool writes_along = !new_residual.empty() && options.kind != Kind::qsgd;
     const auto subtract_decoded = [&](std::size_t block, const float* values, std::size_t n) {
@@ -297,13 +273,13 @@ std::uint64_t encode(const Options& options, const Source& source, Floats new_re
     });
     if (!new_residual.empty() && !writes_along && is_finite.load()) for_blocks(source, subtract_decoded);
   }
-  header.is_finite = is_finite.load();
-  if (!header.is_finite) {
+  if (!is_finite) {
+    header.flags = kFlagNonfinite;
     message_bytes = kHeaderBytes;
     header.first = header.second = 0;
     keep_residual(source, new_residual);
   }
-  write_header(header, out.first(message_bytes));
+  write_message(header, out.first(message_bytes));
   return message_bytes;
 }
 
@@ -315,13 +291,13 @@ void decode(ConstBytes message, Kind kind, Dtype dtype, Bytes out, const Use& us
   expect(name, "number of values", out.size() / bytes_of(dtype), header.n_elements);
   if (kind == Kind::thc) return decode_thc(header, message, dtype, out, use);
   if (header.version == kGroupedVersion) return decode_groups(header, message, dtype, out, use);
-  expect(name, "length in bytes", kHeaderBytes + (header.is_finite ? payload_bytes(header) : 0), message.size());
+  expect(name, "length in bytes", kHeaderBytes + (header.is_finite() ? payload_bytes(header) : 0), message.size());
   // What stands for a value is +-scale or zero, so to divide the scales is to divide the values; but QSGD has levels.
   const bool divides_values = kind == Kind::qsgd && use.divisor != 1;
   if (!divides_values) header.first /= use.divisor, header.second /= use.divisor;
   std::atomic<bool> valid{true};
   write_blocks(dtype, out, use.adds, [&](std::size_t block, float* values, std::size_t n) {
-    if (!header.is_finite)
+    if (!header.is_finite())
       std::fill_n(values, n, std::numeric_limits<float>::quiet_NaN());
     else if (!unpack_block(header, message.data() + kHeaderBytes, block, n, values))
       valid.store(false, std::memory_order_relaxed);

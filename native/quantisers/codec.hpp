@@ -2,32 +2,43 @@
 // sweep. The same bytes for every thread count and instruction set. docs/format.md#quantised
 #pragma once
 
+#include "messages/front.hpp"
 #include "quantisers/kernels.hpp"
 #include "random/counter.hpp"
 
 namespace gradwire::quantisers {
 
-enum class Kind : int { one_bit = 0, two_bit = 1, ternary = 2, qsgd = 3, thc = 4 };
+enum class Kind : std::uint8_t { one_bit = 0, two_bit = 1, ternary = 2, qsgd = 3, thc = 4 };
 inline constexpr int kKinds = 5;
 const char* name_of(Kind kind);
 
 inline constexpr std::size_t kHeaderBytes = 32;
-inline constexpr int kVersion = 1;
-inline constexpr int kGroupedVersion = 2;  // one-bit and two-bit with a scale for every group of values
+inline constexpr std::uint8_t kVersion = 1;
+inline constexpr std::uint8_t kGroupedVersion = 2;  // one-bit and two-bit with a scale for every group of values
+
+inline constexpr std::uint8_t kFlagNonfinite = 1;
+inline constexpr Front kFront{"quantised", "GWQT", kGroupedVersion, kHeaderBytes, 0};
 
 struct Header {
+  char letters[4]{};
+  std::uint8_t version = kVersion;
   Kind kind;
-  bool is_finite;       // if not, the header is the whole message, and every value of it is NaN
-  int levels;           // qsgd: the largest level; with groups: scales to a group; 0 for others
-  std::uint32_t block;  // qsgd: values to a norm; with groups: values to a group; 0 for others
+  std::uint8_t flags = 0;   // 1: not finite; the header is the whole message, and every value of it is NaN
+  std::uint8_t levels = 0;  // qsgd: the largest level; with groups: scales to a group
   std::uint64_t n_elements;
-  float first;   // one-bit: what stands for values from zero up; two-bit: threshold; ternary: scale; thc: clip
-  float second;  // one-bit: what stands for values below zero, without its sign; 0 for others
-  int version = block != 0 && (kind == Kind::one_bit || kind == Kind::two_bit) ? kGroupedVersion : kVersion;
+  std::uint32_t block = 0;  // qsgd: values to a norm; with groups: values to a group
+  float first = 0;   // one-bit: what stands for values from zero up; two-bit: threshold; ternary: scale; thc: clip
+  float second = 0;  // one-bit: what stands for values below zero, without its sign
+  std::uint32_t checksum = 0;
+
+  bool is_finite() const { return flags == 0; }
 };
+static_assert(sizeof(Header) == kHeaderBytes);
 
 // Writes the header in front of a payload that is complete.
-void write_header(const Header& header, Bytes message);
+inline void write_message(const Header& header, Bytes message) {
+  write_header(kFront, header, message.data(), 0, message.subspan(kHeaderBytes));
+}
 
 // Checks magic, version, checksum and every field for itself; the length of the payload is the caller's to check.
 // Throws CorruptMessage, IncompatibleVersion.

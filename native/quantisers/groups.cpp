@@ -7,8 +7,6 @@
 #include <vector>
 
 #include "bits/bit_io.hpp"
-#include "errors.hpp"
-#include "messages/front.hpp"
 #include "quantisers/codec.hpp"
 #include "quantisers/sweep.hpp"
 
@@ -153,8 +151,8 @@ Header header_for(const Options& options, std::uint64_t n_elements) {
     throw InvalidArgument("a threshold is finite and not negative, not ", options.parameter);
   if (n_elements > std::numeric_limits<std::uint32_t>::max())
     throw InvalidArgument(name, ": a message with groups holds up to 2^32 - 1 values");
-  const int per_group = options.rule == Rule::two_means ? 2 : 1;
-  return {options.kind, true, per_group, options.block, n_elements, 0, 0};
+  const std::uint8_t per_group = options.rule == Rule::two_means ? 2 : 1;
+  return {{}, kGroupedVersion, options.kind, 0, per_group, n_elements, options.block};
 }
 
 // The first cut that does not lie behind the one before it and within the values; the end if there is none.
@@ -207,17 +205,19 @@ std::uint64_t encode_groups(const Options& options, const Source& source, Floats
                 to + layout.codes_at + 4 * block.first_word))
         is_finite.store(false, std::memory_order_relaxed);
     });
-  header.is_finite = is_finite;
-  if (!header.is_finite) keep_residual(source, new_residual);
-  const std::uint64_t message_bytes = header.is_finite ? layout.end : kHeaderBytes;
-  write_header(header, out.first(message_bytes));
+  if (!is_finite) {
+    header.flags = kFlagNonfinite;
+    keep_residual(source, new_residual);
+  }
+  const std::uint64_t message_bytes = header.is_finite() ? layout.end : kHeaderBytes;
+  write_message(header, out.first(message_bytes));
   return message_bytes;
 }
 
 void decode_groups(const Header& header, ConstBytes message, Dtype dtype, Bytes out, const Use& use) {
   const char* const name = name_of(header.kind);
   std::vector<std::uint32_t> cuts;
-  if (header.is_finite) {
+  if (header.is_finite()) {
     if (message.size() < kHeaderBytes + kCutBytes) fail_message(name, "it ends before its cuts");
     const ConstBytes from = message.subspan(kHeaderBytes + kCutBytes);
     const std::size_t n_cuts = load<std::uint32_t>(message.data() + kHeaderBytes);
@@ -228,12 +228,12 @@ void decode_groups(const Header& header, ConstBytes message, Dtype dtype, Bytes 
       fail_message(name, "its cuts do not ascend within its values");
   }
   const Layout layout = lay_out(header, cuts);
-  expect(name, "length in bytes", header.is_finite ? layout.end : kHeaderBytes, message.size());
+  expect(name, "length in bytes", header.is_finite() ? layout.end : kHeaderBytes, message.size());
   std::atomic<bool> valid{true};
   for_laid_out(layout, [&](const Block& block) {
     const std::size_t scale_at = kScaleBytes * static_cast<std::size_t>(header.levels) * block.first_group;
     write_values(dtype, out, block.begin, block.n, use.adds, [&](float* values) {
-      if (!header.is_finite)
+      if (!header.is_finite())
         std::fill_n(values, block.n, std::numeric_limits<float>::quiet_NaN());
       else if (!unpack(header, block, message.data() + layout.scales_at + scale_at,
                        message.data() + layout.codes_at + 4 * block.first_word, use.divisor, values))

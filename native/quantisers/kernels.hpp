@@ -9,14 +9,11 @@
 
 namespace gradwire::quantisers {
 
-using floats::bytes_of;
-using floats::Dtype;
-using floats::kDtypes;
+using namespace floats;
 
 // Values that are worked on at a time: 16 KiB of float32, so that values, sums and decoded values stay in L1.
 inline constexpr std::size_t kBlock = 4096;
 inline constexpr std::size_t kGroup = random::kGroup;
-inline constexpr std::uint32_t kMagnitude = 0x7FFFFFFF, kInfinity = 0x7F800000;
 
 // Sums over a block; in double, so that no sum of float32 overflows.
 struct Magnitudes {

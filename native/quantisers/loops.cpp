@@ -58,15 +58,15 @@ std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value);
 // ---- dtypes and arithmetic
 
 void widen(const void* values, Dtype dtype, std::size_t n, float* out) {
-  floats::with_dtype(dtype, [=](auto type) {
-    for (std::size_t i = 0; i < n; ++i) out[i] = std::bit_cast<float>(floats::load_word<type()>(values, i));
+  with_dtype(dtype, [=](auto type) {
+    for (std::size_t i = 0; i < n; ++i) out[i] = std::bit_cast<float>(load_word<type()>(values, i));
   });
 }
 
 void narrow(const float* values, Dtype dtype, std::size_t n, void* out) {
-  floats::with_dtype(dtype, [values, n, to = out](auto type) {
+  with_dtype(dtype, [values, n, to = out](auto type) {
     void* __restrict const out = to;
-    for (std::size_t i = 0; i < n; ++i) floats::store_word<type(), floats::Specials::quiet>(out, i, bits_of(values[i]));
+    for (std::size_t i = 0; i < n; ++i) store_word<type(), Specials::quiet>(out, i, bits_of(values[i]));
   });
 }
 
@@ -363,18 +363,7 @@ bool unpack_levels(const std::uint8_t* codes, std::size_t n, float step, int lev
   return largest <= levels;
 }
 
-}  // namespace
-
-const Kernels& kernels_at(Level<GW_LEVEL>) {
-  static constexpr Kernels all = {widen,      narrow,         add,          subtract,      divide,       magnitudes,
-                                  squares,    pack_signs,     unpack_signs, pack_beyond,   pack_nearest, unpack_nearest,
-                                  pack_drawn, unpack_ternary, count_drawn,  unpack_counts, pack_levels,  unpack_levels};
-  return all;
-}
-
-// Every level adds the same pairs in the same stages. Sizes are whole groups, so nothing is left over.
-
-namespace {
+// ---- rotations: every level adds the same pairs in the same stages. Sizes are whole groups, so nothing is left over.
 
 using V = Lanes;
 
@@ -505,6 +494,13 @@ void expand(const std::uint8_t* codes, std::size_t size, Fields fields, float st
 }
 
 }  // namespace
+
+const Kernels& kernels_at(Level<GW_LEVEL>) {
+  static constexpr Kernels all = {widen,      narrow,         add,          subtract,      divide,       magnitudes,
+                                  squares,    pack_signs,     unpack_signs, pack_beyond,   pack_nearest, unpack_nearest,
+                                  pack_drawn, unpack_ternary, count_drawn,  unpack_counts, pack_levels,  unpack_levels};
+  return all;
+}
 
 const RotationKernels& rotation_kernels_at(Level<GW_LEVEL>) {
   static constexpr RotationKernels all = {

@@ -6,8 +6,6 @@
 #include <vector>
 
 #include "bits/bit_io.hpp"
-#include "errors.hpp"
-#include "messages/front.hpp"
 #include "quantisers/codec.hpp"
 #include "quantisers/sweep.hpp"
 
@@ -147,22 +145,24 @@ std::uint64_t encode_thc(const Source& source, const Rotation& rotation, Floats 
     message_bytes = kHeaderBytes;
     keep_residual(source, new_residual);
   }
-  write_header({Kind::thc, is_finite, 0, 0, n_elements, is_finite ? rotation.clip : 0, 0}, out.first(message_bytes));
+  const std::uint8_t flags = is_finite ? 0 : kFlagNonfinite;
+  write_message({{}, kVersion, Kind::thc, flags, 0, n_elements, 0, is_finite ? rotation.clip : 0},
+                out.first(message_bytes));
   return message_bytes;
 }
 
 void decode_thc(const Header& header, ConstBytes message, Dtype dtype, Bytes out, const Use& use) {
   const std::uint64_t n_elements = header.n_elements;
-  expect("thc", "length in bytes", header.is_finite ? max_thc_bytes(n_elements) : kHeaderBytes, message.size());
+  expect("thc", "length in bytes", header.is_finite() ? max_thc_bytes(n_elements) : kHeaderBytes, message.size());
   const std::uint8_t* const payload = message.data() + kHeaderBytes;
   const std::size_t n_norms = transform_blocks(n_elements);
-  if (header.is_finite)
+  if (header.is_finite())
     for (std::size_t number = 0; number < n_norms; ++number)
       if (load<std::uint32_t>(payload + kKeyBytes + 4 * number) >= kInfinity)
         fail_message("thc", "a norm is negative or not finite");
   const RotationKernels& on = rotation_kernels();
   write_blocks(dtype, out, use.adds, [&](std::size_t block, float* values, std::size_t n) {
-    if (!header.is_finite) {
+    if (!header.is_finite()) {
       std::fill_n(values, n, std::numeric_limits<float>::quiet_NaN());
       return;
     }

@@ -8,12 +8,8 @@
 
 namespace gradwire::signs {
 
-using floats::bytes_of;
-using floats::Dtype;
-using floats::kDtypes;
+using namespace floats;
 inline constexpr std::size_t kMaxRanks = 255;  // votes are counted in bytes
-
-constexpr std::size_t words_for(std::size_t n_elements) { return (n_elements + 31) / 32; }
 
 // Bit i of word w is 1 where element 32 w + i is below zero; -0.0 is not. Bits past the end are 0. Returns whether all
 // elements are finite. Throws InvalidArgument if sizes do not fit.

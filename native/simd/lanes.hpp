@@ -17,7 +17,6 @@ namespace {
 struct One {
   static constexpr std::size_t n = 1;
   using Floats = float;
-  using Mask = bool;
   using Levels = std::array<float, 4>;
 
   static float set(float value) { return value; }
@@ -74,13 +73,6 @@ inline std::uint32_t mask_of(const __m256i (&lanes)[2]) {
   return static_cast<std::uint32_t>(_mm256_movemask_epi8(bytes));
 }
 
-// Four vectors of eight integers to 32 bytes in their order, clamped to 0 and 255.
-inline __m256i narrow_to_bytes(const __m256i* lanes) {
-  const __m256i low = _mm256_packs_epi32(lanes[0], lanes[1]), high = _mm256_packs_epi32(lanes[2], lanes[3]);
-  // Packing works within halves: this puts the eight groups of four bytes back in order.
-  return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-}
-
 inline std::uint32_t largest_of(__m256i lanes) {
   alignas(32) std::uint32_t all[8];
   store256(all, lanes);
@@ -90,7 +82,6 @@ inline std::uint32_t largest_of(__m256i lanes) {
 struct Eight {
   static constexpr std::size_t n = 8;
   using Floats = __m256;
-  using Mask = __m256;
   struct Levels {
     __m256 twice;
     Levels(float a, float b, float c, float d) : twice(_mm256_setr_ps(a, b, c, d, a, b, c, d)) {}
@@ -145,8 +136,11 @@ using Lanes = One;
 // 32 integers to bytes, clamped to 0 and 255.
 inline void write_bytes(const std::int32_t* from, std::uint8_t* to) {
 #if defined(__AVX2__)
-  const __m256i lanes[4] = {load256(from), load256(from + 8), load256(from + 16), load256(from + 24)};
-  store256(to, narrow_to_bytes(lanes));
+  const __m256i low = _mm256_packs_epi32(load256(from), load256(from + 8));
+  const __m256i high = _mm256_packs_epi32(load256(from + 16), load256(from + 24));
+  // Packing works within halves: this puts the eight groups of four bytes back in order.
+  const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  store256(to, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), in_order));
 #else
   for (std::size_t i = 0; i < 32; ++i) to[i] = static_cast<std::uint8_t>(std::clamp(from[i], 0, 255));
 #endif

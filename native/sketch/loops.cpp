@@ -18,7 +18,7 @@ namespace {
 
 template <Dtype dtype>
 float value_at(const void* values, std::size_t i) {
-  return std::bit_cast<float>(floats::load_word<dtype>(values, i));
+  return std::bit_cast<float>(load_word<dtype>(values, i));
 }
 
 // The granules of one batch that hold non-zeros.
@@ -146,17 +146,6 @@ T signed_by(T value, std::uint32_t cell) {
   }
 }
 
-inline std::size_t count_granule_bits(const std::uint16_t* granule_bits, std::size_t n_granules) {
-  std::size_t n = 0, i = 0;
-  for (; i + 4 <= n_granules; i += 4) {
-    std::uint64_t four;
-    std::memcpy(&four, granule_bits + i, 8);
-    n += static_cast<std::size_t>(std::popcount(four));
-  }
-  for (; i < n_granules; ++i) n += static_cast<std::size_t>(std::popcount(granule_bits[i]));
-  return n;
-}
-
 template <typename T>
 struct Fixed {
   Quantiser quantiser;
@@ -264,7 +253,7 @@ Outcome recover_block(const Geometry& geometry, const Block& block, const Entry*
     });
   const auto write = [&](std::uint32_t position, T sum) {
     const auto value = static_cast<float>(static_cast<double>(sum) * scale);
-    floats::store_word<dtype, floats::Specials::quiet>(values, position, std::bit_cast<std::uint32_t>(value));
+    store_word<dtype, Specials::quiet>(values, position, std::bit_cast<std::uint32_t>(value));
   };
   const auto signed_cell = [&](std::uint32_t cell) { return signed_by(cells[cell & ~kNegative], cell); };
   bool all_finite = true;
@@ -487,7 +476,6 @@ inline void peel_block(const Geometry& geometry, Block& block, std::uint64_t key
 const Kernels& kernels_at(Level<GW_LEVEL>) {
   constexpr Dtype f = Dtype::float32, b = Dtype::bfloat16;
   static constexpr Kernels all = {{index_values<f>, index_values<b>},
-                                  count_granule_bits,
                                   {{add_block<float, f>, add_block<float, b>},
                                    {add_block<std::int32_t, f>, add_block<std::int32_t, b>},
                                    {add_block<std::int64_t, f>, add_block<std::int64_t, b>}},

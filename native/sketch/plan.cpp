@@ -27,12 +27,6 @@ constexpr std::size_t kIndexChunk = 1 << 18;
 // The index as granules of 16 bits: halves of words, in order on little-endian machines, which gradwire requires.
 const std::uint16_t* granules_of(ConstWords words) { return reinterpret_cast<const std::uint16_t*>(words.data()); }
 
-void check_words(ConstWords words, std::size_t n_elements) {
-  if (words.size() != words_for(n_elements))
-    throw InvalidArgument("the index of ", n_elements, " values has ", words_for(n_elements), " words, not ",
-                          words.size());
-}
-
 void check_dtype(Dtype dtype) {
   if (static_cast<int>(dtype) >= kDtypes) throw InvalidArgument("a sketch takes float32 or bfloat16");
 }
@@ -49,7 +43,7 @@ void check_shape(std::size_t n_elements, std::size_t batch_values) {
 IndexFacts write_index(ConstBytes values, Dtype dtype, Words words) {
   check_dtype(dtype);
   const std::size_t n = values.size() / bytes_of(dtype);
-  check_words(words, n);
+  packing::check_index_size(words, n);
   std::atomic<std::size_t> n_nonzeros{0};
   std::atomic<std::uint32_t> max_magnitude{0};
   const auto index = kernels().index[static_cast<int>(dtype)];
@@ -65,7 +59,7 @@ IndexFacts write_index(ConstBytes values, Dtype dtype, Words words) {
 
 std::size_t count_index(ConstWords words, std::size_t n_elements) {
   packing::check_index(words, n_elements);
-  return kernels().count_bits(granules_of(words), (n_elements + kGranuleValues - 1) / kGranuleValues);
+  return packing::kernels().count(granules_of(words), 2 * words.size());
 }
 
 void Plan::begin(std::size_t n_elements, std::size_t batch_values, std::uint64_t key) {
@@ -86,7 +80,7 @@ void Plan::make_blocks(std::size_t n_blocks) {
 
 void Plan::fill_blocks(ConstWords words) {
   const std::uint16_t* const granules = granules_of(words);
-  const auto count_bits = kernels().count_bits;
+  const auto count_bits = packing::kernels().count;
   std::size_t n_entries = 0;
   for (Block& block : blocks_) {
     block.first_entry = n_entries;
@@ -170,7 +164,7 @@ void Plan::add(ConstBytes values, Dtype dtype, ConstWords own_words, Cells kind,
                Bytes cells) const {
   check_dtype(dtype);
   if (values.size() != geometry_.n_elements * bytes_of(dtype)) throw InvalidArgument("the plan is of another length");
-  check_words(own_words, geometry_.n_elements);
+  packing::check_index_size(own_words, geometry_.n_elements);
   if (cells.size() != n_cells_ * bytes_of(kind)) throw InvalidArgument("the cells do not fit the plan");
   const Source source{values.data(), granules_of(own_words)};
   const Quantiser quantiser{std::ldexp(1.0, shift), limit};
@@ -298,6 +292,16 @@ void visit_granules(const Geometry& geometry, std::size_t batch, Granule* granul
   }
 }
 
+// Calls visit(word, bit, place in `packed`) for every set bit of `among`.
+template <typename Visit>
+void visit_bits(ConstWords among, ConstWords packed, Visit&& visit) {
+  const std::size_t n = packing::kernels().count(granules_of(among), 2 * among.size());
+  if (packed.size() != words_for(n)) throw InvalidArgument(n, " bits take ", words_for(n), " words");
+  std::size_t place = 0;
+  for (std::size_t i = 0; i < among.size(); ++i)
+    for (std::uint32_t left = among[i]; left != 0; left &= left - 1, ++place) visit(i, left & -left, place);
+}
+
 }  // namespace
 
 void insert_bloom(ConstWords words, std::size_t n_elements, int n_hashes, std::uint64_t seed, Words filter) {
@@ -353,21 +357,6 @@ std::size_t query_bloom(ConstWords filter, std::size_t n_elements, int n_hashes,
   }
   return count_index(words, n_elements);
 }
-
-namespace {
-
-// Calls visit(word, bit, place in `packed`) for every set bit of `among`.
-template <typename Visit>
-void visit_bits(ConstWords among, ConstWords packed, Visit&& visit) {
-  std::size_t n = 0;
-  for (const std::uint32_t word : among) n += static_cast<std::size_t>(std::popcount(word));
-  if (packed.size() != words_for(n)) throw InvalidArgument(n, " bits take ", words_for(n), " words");
-  std::size_t place = 0;
-  for (std::size_t i = 0; i < among.size(); ++i)
-    for (std::uint32_t left = among[i]; left != 0; left &= left - 1, ++place) visit(i, left & -left, place);
-}
-
-}  // namespace
 
 void pack_bits(ConstWords words, ConstWords among, Words packed) {
   if (words.size() != among.size()) throw InvalidArgument("the index has another length");

@@ -21,8 +21,6 @@ inline constexpr std::size_t kGranuleValues = 16;  // 64 bytes of float32: a cac
 inline constexpr std::size_t kMinBatchValues = kGranuleValues, kMaxBatchValues = 1024;
 inline constexpr int kRows = 3;  // rows a value is added to
 
-constexpr std::size_t words_for(std::size_t n_elements) { return (n_elements + 31) / 32; }
-
 // How a gradient is cut into batches.
 struct Geometry {
   std::size_t n_elements = 0;
@@ -132,8 +130,7 @@ inline Place place_of(std::uint64_t key, std::size_t batch, std::uint32_t first_
 
 // A count sketch of one gradient: its size from the OR-ed index, the sums, the order of peeling, and the recovery.
 
-using floats::bytes_of;
-using floats::Dtype;
+using namespace floats;
 inline constexpr int kDtypes = 2;  // float16 is not sketched
 enum class Cells : int { float32 = 0, int32 = 1, int64 = 2 };
 inline constexpr int kCellKinds = 3;
@@ -267,7 +264,6 @@ struct Quantiser {
 struct Kernels {
   // Values [first, end) of one gradient, first a multiple of 32; the words of that range.
   IndexFacts (*index[kDtypes])(const void* values, std::size_t first, std::size_t end, std::uint32_t* words);
-  std::size_t (*count_bits)(const std::uint16_t* granule_bits, std::size_t n_granules);
   // False if a value is beyond the limit.
   bool (*add[kCellKinds][kDtypes])(const Geometry& geometry, const Block& block, std::uint64_t key,
                                    const Source& source, const Quantiser& quantiser, void* cells);

@@ -68,13 +68,7 @@ Client::Client(const std::string& address, std::uint16_t port, std::uint64_t job
 std::string Client::name() const { return "the switch at " + address_ + ":" + std::to_string(port_); }
 
 Header Client::make(Kind kind) const {
-  Header header;
-  header.kind = kind;
-  header.worker = worker_;
-  header.job = job_;
-  header.epoch = epoch_;
-  header.handle = handle_;
-  return header;
+  return {.kind = kind, .worker = worker_, .job = job_, .epoch = epoch_, .handle = handle_};
 }
 
 void Client::send_one(const Header& header) {

@@ -11,13 +11,10 @@
 namespace gradwire::innet {
 
 struct ClientCounters {
-  std::uint64_t packets_sent = 0;
-  std::uint64_t packets_resent = 0;
-  std::uint64_t results = 0;
-  std::uint64_t results_again = 0;
+  std::uint64_t packets_sent = 0, packets_resent = 0;
+  std::uint64_t results = 0, results_again = 0;
   std::uint64_t foreign = 0;  // datagrams that were no answer to this worker
-  std::uint64_t bytes_sent = 0;
-  std::uint64_t bytes_received = 0;
+  std::uint64_t bytes_sent = 0, bytes_received = 0;
 };
 
 class Client {

@@ -198,12 +198,8 @@ Pipeline::Job* Pipeline::admit(const Header& header, int log2_slots, Clock::time
   }
   if (found < 0) return nullptr;
   Job& job = *row();
-  job = {};
-  job.is_used = true;
-  job.id = header.job;
-  job.n_workers = static_cast<std::uint8_t>(header.word & 0xFF);
-  job.first_slot = first;
-  job.log2_slots = found;
+  const auto n_workers = static_cast<std::uint8_t>(header.word & 0xFF);
+  job = {.is_used = true, .id = header.job, .n_workers = n_workers, .first_slot = first, .log2_slots = found};
   const std::size_t begin = 2 * std::size_t{first}, n = std::size_t{2} << found;
   std::fill_n(sequences_.begin() + static_cast<std::ptrdiff_t>(begin), n, kFirstSequence - 1);
   std::fill_n(contents_.begin() + static_cast<std::ptrdiff_t>(begin), n, 0);
@@ -256,20 +252,9 @@ Pipeline::Workers Pipeline::workers_of(std::uint16_t handle) const {
   return {{job.workers.data(), job.n_workers}, job.joined & ~job.left};
 }
 
-namespace {
-
-constexpr std::size_t kBufferBytes = 8 << 20;  // a switch takes what comes at line rate; a process must sleep at times
-
-std::uint32_t draw_epoch() {
-  std::random_device random;
-  return static_cast<std::uint32_t>(random());
-}
-
-}  // namespace
-
 Server::Server(const std::string& address, std::uint16_t port, std::size_t n_slots, double lease_s)
-    : pipeline_(n_slots, draw_epoch(), wire::seconds(lease_s)) {
-  socket_.grow_buffers(kBufferBytes);
+    : pipeline_(n_slots, std::random_device()(), wire::seconds(lease_s)) {
+  socket_.grow_buffers(8 << 20);  // a switch takes what comes at line rate; a process must sleep at times
   socket_.bind(address, port);
 }
 
@@ -301,8 +286,7 @@ void Server::take(ConstBytes datagram, const Endpoint& sender, Clock::time_point
   }
   const std::uint16_t handle = reply.header.handle;
   if (results_[handle].empty()) waiting_.push_back(handle);
-  results_[handle].push_back(reply.header);
-  result_values_[handle].push_back(reply.values);
+  results_[handle].emplace_back(reply.header, reply.values);
   // Sent at once when a burst is full: the workers go on while the rest of the batch is looked at.
   if (results_[handle].size() == kMaxBurst) send_results(handle);
 }
@@ -316,13 +300,11 @@ void Server::refuse_version(const Endpoint& sender) {
 
 void Server::send_results(std::uint16_t handle) {
   burst_.clear();
-  for (std::size_t i = 0; i < results_[handle].size(); ++i)
-    burst_.push_back({&results_[handle][i], result_values_[handle][i]});
+  for (const auto& [header, values] : results_[handle]) burst_.push_back({&header, values});
   const auto workers = pipeline_.workers_of(handle);
   for (std::size_t worker = 0; worker < workers.endpoints.size(); ++worker)
     if (workers.joined >> worker & 1) send(workers.endpoints[worker], burst_);
   results_[handle].clear();
-  result_values_[handle].clear();
 }
 
 void Server::send_all() {

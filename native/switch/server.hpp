@@ -6,6 +6,7 @@
 #include <array>
 #include <chrono>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "switch/udp_socket.hpp"
@@ -28,9 +29,7 @@ struct PipelineCounters {
   std::uint64_t duplicates = 0;  // values that a worker had sent before
   std::uint64_t stale = 0;       // of a round that is over
   std::uint64_t foreign = 0;     // not ours, damaged, or not from whom they claim
-  std::uint64_t refusals = 0;
-  std::uint64_t jobs_admitted = 0;
-  std::uint64_t jobs_evicted = 0;
+  std::uint64_t refusals = 0, jobs_admitted = 0, jobs_evicted = 0;
 };
 
 class Pipeline {
@@ -124,8 +123,7 @@ class Server {
 
   UdpSocket socket_;
   Pipeline pipeline_;
-  std::array<std::vector<Header>, Pipeline::kMaxJobs> results_;
-  std::array<std::vector<const void*>, Pipeline::kMaxJobs> result_values_;
+  std::array<std::vector<std::pair<Header, const void*>>, Pipeline::kMaxJobs> results_;
   std::vector<std::uint16_t> waiting_;  // jobs with results to send
   std::vector<Direct> direct_;
   std::vector<Outgoing> burst_;

@@ -11,7 +11,6 @@
 namespace gradwire::top_k {
 namespace {
 
-constexpr std::uint32_t kInfinity = 0x7F800000;
 constexpr std::size_t kTaskElements = std::size_t{1} << 20;  // 4 MiB: some 0.5 ms
 // 12 leading bits of a magnitude, exponent and four of the mantissa: 4,096 counts of 4 bytes, two sets of them in L1.
 // A bin is 6 % of its magnitude wide; what lies in the threshold's bin is ordered exactly afterwards.
@@ -78,7 +77,7 @@ std::size_t select_largest(ConstFloats values, std::span<std::int32_t> indices) 
   if (values.size() >> 31 != 0) throw InvalidArgument("select_largest: at most 2^31 - 1 elements");
   const std::vector<std::size_t> counts = count_leading_bits(values);
   std::size_t n_nonfinite = 0;
-  for (std::size_t bin = kInfinity >> kLowBits; bin < kBins; ++bin) n_nonfinite += counts[bin];
+  for (std::size_t bin = floats::kInfinity >> kLowBits; bin < kBins; ++bin) n_nonfinite += counts[bin];
   if (k == 0) return n_nonfinite;
 
   const auto [bin, n_above] = find_threshold(counts, k);

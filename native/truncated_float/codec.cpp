@@ -14,8 +14,7 @@ namespace gradwire::truncated_float {
 namespace {
 
 // FP8 as in Micikevicius et al., "FP8 formats for deep learning"; FP4 and FP6 as in the OCP microscaling specification.
-constexpr Layout kNative[floats::kDtypes] = {
-    {32, 8, 23, 127, 0x7F7FFFFF}, {16, 8, 7, 127, 0x7F7F}, {16, 5, 10, 15, 0x7BFF}};
+constexpr Layout kNative[kDtypes] = {{32, 8, 23, 127, 0x7F7FFFFF}, {16, 8, 7, 127, 0x7F7F}, {16, 5, 10, 15, 0x7BFF}};
 constexpr Layout kCompact[kFormats - 1] = {
     {16, 5, 10, 15, 0x7BFF}, {8, 4, 3, 7, 0x7E}, {8, 5, 2, 15, 0x7B}, {4, 2, 1, 1, 0x7}, {6, 3, 2, 3, 0x1F}};
 
@@ -26,72 +25,9 @@ std::uint64_t payload_end(std::uint64_t n_elements, const Settings& settings) {
          payload_bytes(n_elements - n_full * kChunkValues, settings);
 }
 
-}  // namespace
-
-const char* name_of(Format format) {
-  constexpr const char* names[kFormats] = {"native", "fp16", "fp8-e4m3", "fp8-e5m2", "fp4-e2m1", "fp6-e3m2"};
-  return names[static_cast<int>(format)];
-}
-
-const Layout& layout_of(Format format, Dtype dtype) {
-  return format == Format::native ? kNative[static_cast<int>(dtype)] : kCompact[static_cast<int>(format) - 1];
-}
-
-void check_settings(const Settings& settings) {
-  if (settings.n_bits < 2 || settings.n_bits > settings.layout().width)
-    throw InvalidArgument("bits=", settings.n_bits, ": format ", name_of(settings.format), " of ",
-                          floats::name_of(settings.dtype), " keeps 2 to ", settings.layout().width);
-  floats::check_partition(settings.partition);
-}
-
-std::uint64_t payload_bytes(std::uint64_t n_values, const Settings& settings) {
-  const std::uint64_t scales = settings.has_scales() ? kScaleBytes * partitions_of(n_values, settings.partition) : 0;
-  return scales + word_packing::packed_bytes(n_values, settings.n_bits);
-}
-
-std::uint64_t max_message_bytes(std::uint64_t n_elements, const Settings& settings) {
-  return payload_end(n_elements, settings) + (settings.is_exact() ? 0 : marks_bytes(n_elements, settings.partition));
-}
-
-Header read_header(ConstBytes message) {
-  const floats::Head head = floats::read_head(kFront, message);
-  if (head.first_code >= kFormats) fail_message(kFront.name, "unknown format code ", head.first_code);
-  const Header header{{head.dtype, static_cast<Format>(head.first_code), head.second_code, head.partition},
-                      head.flags,
-                      head.n_elements};
-  const Settings& settings = header.settings;
-  if (settings.n_bits < 2 || settings.n_bits > settings.layout().width)
-    fail_message(kFront.name, settings.n_bits, " bits of format ", name_of(settings.format));
-  if (header.holds_nonfinite() && settings.is_exact()) fail_message(kFront.name, "unknown flags");
-  // The first test keeps sums from overflowing: a value takes two bits or more.
-  const bool is_short = header.n_elements > 4 * std::uint64_t{message.size()};
-  const std::uint64_t end = is_short ? 0 : payload_end(header.n_elements, settings);
-  const std::uint64_t n_marks = header.holds_nonfinite() ? marks_bytes(header.n_elements, settings.partition) : 0;
-  if (is_short || end + n_marks != message.size())
-    fail_message(kFront.name, header.n_elements, " values in ", message.size(), " bytes");
-  check_checksum(kFront, message.data(), chunks_of(header.n_elements), message.subspan(end));
-  return header;
-}
-
-namespace {
-
-constexpr std::uint32_t kInfinity = 0x7F800000;
 constexpr std::size_t kMaxPartitionsAChunk = kChunkValues / kMinPartition;
 
-// Writes header and checksum; chunk table and marks are in place. Returns the message's bytes.
-std::uint64_t write_header(const Header& header, std::uint8_t* message) {
-  const Settings& settings = header.settings;
-  const std::uint64_t end = payload_end(header.n_elements, settings);
-  const std::uint64_t n_marks = header.holds_nonfinite() ? marks_bytes(header.n_elements, settings.partition) : 0;
-  floats::write_head(kFront,
-                     {1, settings.dtype, static_cast<int>(settings.format), settings.n_bits, header.flags,
-                      settings.partition, header.n_elements, end + n_marks},
-                     message);
-  write_checksum(kFront, message, chunks_of(header.n_elements), {message + end, n_marks});
-  return end + n_marks;
-}
-
-floats::Chunk chunk_at(std::size_t index, std::uint64_t n_elements, const Settings& settings) {
+Chunk chunk_at(std::size_t index, std::uint64_t n_elements, const Settings& settings) {
   return floats::chunk_at(index, n_elements, settings.partition, kFront.table_end(chunks_of(n_elements)),
                           [&](std::size_t n) { return payload_bytes(n, settings); });
 }
@@ -141,14 +77,55 @@ std::uint32_t scale_for(std::uint32_t largest, const Settings& settings, float n
   return std::max((quotient + below) & ~below, kMinScale);
 }
 
-[[noreturn]] void fail_at(std::size_t chunk, const char* what) { fail_in_chunk(kFront.name, chunk, what); }
-
 }  // namespace
+
+const char* name_of(Format format) {
+  constexpr const char* names[kFormats] = {"native", "fp16", "fp8-e4m3", "fp8-e5m2", "fp4-e2m1", "fp6-e3m2"};
+  return names[static_cast<int>(format)];
+}
+
+const Layout& layout_of(Format format, Dtype dtype) {
+  return format == Format::native ? kNative[static_cast<int>(dtype)] : kCompact[static_cast<int>(format) - 1];
+}
+
+void check_settings(const Settings& settings) {
+  if (settings.n_bits < 2 || settings.n_bits > settings.layout().width)
+    throw InvalidArgument("bits=", settings.n_bits, ": format ", name_of(settings.format), " of ",
+                          floats::name_of(settings.dtype), " keeps 2 to ", settings.layout().width);
+  check_partition(settings.partition);
+}
+
+std::uint64_t payload_bytes(std::uint64_t n_values, const Settings& settings) {
+  const std::uint64_t scales = settings.has_scales() ? kScaleBytes * partitions_of(n_values, settings.partition) : 0;
+  return scales + word_packing::packed_bytes(n_values, settings.n_bits);
+}
+
+std::uint64_t max_message_bytes(std::uint64_t n_elements, const Settings& settings) {
+  return payload_end(n_elements, settings) + (settings.is_exact() ? 0 : marks_bytes(n_elements, settings.partition));
+}
+
+Header read_header(ConstBytes message) {
+  const Head head = read_head(kFront, message);
+  if (head.first_code >= kFormats) fail_message(kFront.name, "unknown format code ", head.first_code);
+  const Settings settings{head.dtype, static_cast<Format>(head.first_code), head.second_code, head.partition};
+  const Header header{settings, head.flags, head.n_elements};
+  if (settings.n_bits < 2 || settings.n_bits > settings.layout().width)
+    fail_message(kFront.name, settings.n_bits, " bits of format ", name_of(settings.format));
+  if (header.holds_nonfinite() && settings.is_exact()) fail_message(kFront.name, "unknown flags");
+  // The first test keeps sums from overflowing: a value takes two bits or more.
+  const bool is_short = header.n_elements > 4 * std::uint64_t{message.size()};
+  const std::uint64_t end = is_short ? 0 : payload_end(header.n_elements, settings);
+  const std::uint64_t n_marks = header.holds_nonfinite() ? marks_bytes(header.n_elements, settings.partition) : 0;
+  if (is_short || end + n_marks != message.size())
+    fail_message(kFront.name, header.n_elements, " values in ", message.size(), " bytes");
+  check_checksum(kFront, message.data(), chunks_of(header.n_elements), message.subspan(end));
+  return header;
+}
 
 std::uint64_t encode(ConstBytes values, const Settings& settings, Rounding rounding, const random::Stream& stream,
                      Bytes out) {
   check_settings(settings);
-  const std::size_t value_bytes = floats::bytes_of(settings.dtype);
+  const std::size_t value_bytes = bytes_of(settings.dtype);
   const std::uint64_t n_elements = elements_of(values, settings.dtype);
   check_room(kFront.name, out, max_message_bytes(n_elements, settings));
   const Kernels& kernels = kernels_for(settings.dtype);
@@ -159,7 +136,7 @@ std::uint64_t encode(ConstBytes values, const Settings& settings, Rounding round
   std::uint8_t* const marks = message + payload_end(n_elements, settings);
   std::atomic<bool> holds_nonfinite{false};
   parallel_for(chunks_of(n_elements), [&](std::size_t index) {
-    const floats::Chunk chunk = chunk_at(index, n_elements, settings);
+    const Chunk chunk = chunk_at(index, n_elements, settings);
     const std::uint8_t* const from = values.data() + chunk.first * value_bytes;
     std::uint8_t* to = message + chunk.begin;
     std::uint32_t scales[kMaxPartitionsAChunk];
@@ -206,30 +183,41 @@ std::uint64_t encode(ConstBytes values, const Settings& settings, Rounding round
     }
     store(message + kFront.table_end(index), crc32c({message + chunk.begin, chunk.end - chunk.begin}));
   });
-  return write_header({settings, holds_nonfinite.load() ? kFlagNonfinite : std::uint16_t{0}, n_elements}, message);
+  const std::uint64_t n_marks = holds_nonfinite ? marks_bytes(n_elements, settings.partition) : 0;
+  const Head head{.version = 1,
+                  .dtype = settings.dtype,
+                  .first_code = static_cast<std::uint8_t>(settings.format),
+                  .second_code = static_cast<std::uint8_t>(settings.n_bits),
+                  .n_elements = n_elements,
+                  .partition = static_cast<std::uint16_t>(settings.partition),
+                  .flags = holds_nonfinite ? kFlagNonfinite : std::uint16_t{0},
+                  .message_bytes = payload_end(n_elements, settings) + n_marks};
+  write_header(kFront, head, message, chunks_of(n_elements), {marks, n_marks});
+  return head.message_bytes;
 }
 
 void decode(ConstBytes message, Dtype dtype, Bytes values) {
   const Header header = read_header(message);
   const Settings& settings = header.settings;
-  const std::size_t value_bytes = floats::bytes_of(dtype);
+  const std::size_t value_bytes = bytes_of(dtype);
   expect_values(kFront.name, dtype, values.size() / value_bytes, settings.dtype, header.n_elements);
   const Kernels& kernels = kernels_for(dtype);
   const word_packing::Kernel& packing = word_packing::kernel_for(settings.n_bits);
   const std::uint8_t* const marks =
       header.holds_nonfinite() ? message.data() + payload_end(header.n_elements, settings) : nullptr;
   parallel_for(chunks_of(header.n_elements), [&](std::size_t index) {
-    const floats::Chunk chunk = chunk_at(index, header.n_elements, settings);
+    const Chunk chunk = chunk_at(index, header.n_elements, settings);
     const std::uint8_t* from = message.data() + chunk.begin;
     if (crc32c({from, chunk.end - chunk.begin}) != load<std::uint32_t>(message.data() + kFront.table_end(index)))
-      fail_at(index, "the checksum does not match: bytes were changed on the way");
+      fail_in_chunk(kFront.name, index, "the checksum does not match: bytes were changed on the way");
     std::uint32_t scales[kMaxPartitionsAChunk];
     for (std::size_t i = 0; i < chunk.n_partitions; ++i) {
       scales[i] = kUnitScale;
       if (settings.has_scales()) {
         scales[i] = std::uint32_t{load<std::uint16_t>(from)} << 16;
         from += kScaleBytes;
-        if (scales[i] < kMinScale || scales[i] >= kInfinity) fail_at(index, "a scale is out of range");
+        if (scales[i] < kMinScale || scales[i] >= kInfinity)
+          fail_in_chunk(kFront.name, index, "a scale is out of range");
       }
     }
     std::uint8_t* const to = values.data() + chunk.first * value_bytes;

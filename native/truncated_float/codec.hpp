@@ -11,12 +11,7 @@
 
 namespace gradwire::truncated_float {
 
-using floats::chunks_of;
-using floats::Dtype;
-using floats::kChunkValues;
-using floats::kFlagNonfinite;
-using floats::kMinPartition;
-using floats::partitions_of;
+using namespace floats;
 
 // What a value becomes before its first bits are kept. All but native have a scale a partition.
 enum class Format : std::uint8_t { native = 0, fp16 = 1, fp8_e4m3 = 2, fp8_e5m2 = 3, fp4_e2m1 = 4, fp6_e3m2 = 5 };
@@ -102,7 +97,7 @@ struct Kernels {
   void (*draw)(const random::Stream& stream, std::uint64_t group, std::uint32_t* numbers);
 };
 
-using KernelsByDtype = std::array<Kernels, floats::kDtypes>;
+using KernelsByDtype = std::array<Kernels, kDtypes>;
 GW_KERNELS(KernelsByDtype, kernels, 1)
 inline const Kernels& kernels_for(Dtype dtype) { return kernels()[static_cast<int>(dtype)]; }
 

@@ -8,10 +8,6 @@
 namespace gradwire::truncated_float {
 namespace {
 
-using floats::choose;
-using floats::kMagnitude;
-using floats::kSign;
-
 constexpr std::size_t kRun = word_packing::kBlock;
 
 inline std::uint32_t smaller(std::uint32_t a, std::uint32_t b) { return a < b ? a : b; }
@@ -25,7 +21,7 @@ inline std::uint32_t as_word(float value) { return std::bit_cast<std::uint32_t>(
 template <Dtype dtype>
 void load_scaled(const void* values, std::size_t n, std::uint32_t scale, std::uint32_t* __restrict words) {
   std::uint32_t unscaled[kRun];
-  floats::load_words<dtype>(values, n, unscaled);
+  load_words<dtype>(values, n, unscaled);
   const float divisor = as_float(scale);
   for (std::size_t i = 0; i < n; ++i) {
     const std::uint32_t word = unscaled[i];
@@ -97,7 +93,7 @@ void encode(const void* values, std::size_t n, const Settings& settings, std::ui
   };
   if (is_native && (truncates || cut <= layout.mantissa_bits)) {
     // Neighbours differ by one in the last kept bit.
-    floats::load_raw<dtype>(values, n, words);
+    load_raw<dtype>(values, n, words);
     if (truncates) {
       for (std::size_t i = 0; i < n; ++i) codes[i] = words[i] >> sign_shift;
       return;
@@ -108,7 +104,7 @@ void encode(const void* values, std::size_t n, const Settings& settings, std::ui
     });
   }
   if (is_native)
-    floats::load_words<dtype>(values, n, words);
+    load_words<dtype>(values, n, words);
   else
     load_scaled<dtype>(values, n, scale, words);
   if (cut > layout.mantissa_bits) {
@@ -137,7 +133,7 @@ void to_values(const std::uint32_t* __restrict codes, std::size_t n, const Setti
                void* __restrict values) {
   if (settings.format == Format::native) {
     const int shift = 32 - settings.n_bits;
-    for (std::size_t i = 0; i < n; ++i) floats::store_raw_word<dtype>(values, i, codes[i] << shift);
+    for (std::size_t i = 0; i < n; ++i) store_raw_word<dtype>(values, i, codes[i] << shift);
     return;
   }
   std::uint32_t words[kRun];
@@ -157,12 +153,12 @@ void to_values(const std::uint32_t* __restrict codes, std::size_t n, const Setti
     const std::uint32_t scaled = as_word(as_float(word) * factor);
     words[i] = smaller(scaled, 0x7F7FFFFF) | (codes[i] & sign_bit) << sign_shift;
   }
-  floats::store_words<dtype>(words, n, values);
+  store_words<dtype>(words, n, values);
 }
 
 template <Dtype dtype>
 constexpr Kernels make_kernels() {
-  return {floats::largest_magnitude<dtype>, to_codes<dtype>, to_values<dtype>, floats::fill_nan<dtype>, random::draw};
+  return {largest_magnitude<dtype>, to_codes<dtype>, to_values<dtype>, fill_nan<dtype>, random::draw};
 }
 
 }  // namespace

@@ -34,16 +34,14 @@ struct Layout {
 };
 
 // Native of three dtypes, then the formats from 1 on.
-__device__ const Layout kLayouts[8] = {
-    {32, 8, 23, 127, 0x7F7FFFFFu},
-    {16, 8, 7, 127, 0x7F7F},
-    {16, 5, 10, 15, 0x7BFF},
-    {16, 5, 10, 15, 0x7BFF},
-    {8, 4, 3, 7, 0x7E},
-    {8, 5, 2, 15, 0x7B},
-    {4, 2, 1, 1, 0x7},
-    {6, 3, 2, 3, 0x1F},
-};
+__device__ const Layout kLayouts[8] = {{32, 8, 23, 127, 0x7F7FFFFFu},
+                                       {16, 8, 7, 127, 0x7F7F},
+                                       {16, 5, 10, 15, 0x7BFF},
+                                       {16, 5, 10, 15, 0x7BFF},
+                                       {8, 4, 3, 7, 0x7E},
+                                       {8, 5, 2, 15, 0x7B},
+                                       {4, 2, 1, 1, 0x7},
+                                       {6, 3, 2, 3, 0x1F}};
 __device__ __forceinline__ Layout layout_of(const Format& f) {
   return kLayouts[f.format == kNative ? f.dtype : f.format + 2];
 }

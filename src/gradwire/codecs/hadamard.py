@@ -153,6 +153,8 @@ class Thc(Quantised):
             return
         rotation, code = (self.clip, self.sign_seed, sign_step), dtype_code(out.dtype)
         _native.thc_read_sums(sums, self.sums_are_wide(n_ranks), n_ranks, norms, *rotation, code, bytes_of(out))
+        if not norms.numel() or math.isfinite(float(norms.max())):
+            return
         for block in norms.isfinite().logical_not_().nonzero().view(-1).tolist():
             out[TRANSFORM_ELEMENTS * block :][:TRANSFORM_ELEMENTS] = math.nan
 

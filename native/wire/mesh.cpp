@@ -207,8 +207,12 @@ void Mesh::add_lanes(Lock& lock, int peer, std::size_t n) {
   const std::size_t first = links_[peer]->lanes.size();
   lock.unlock();
   std::vector<std::future<Descriptor>> sockets;
-  for (std::size_t i = 0; i < n; ++i)
-    sockets.push_back(std::async(std::launch::async, [&, i] { return reach(peer, endpoints, first + i, kRetryFor); }));
+  const Clock::duration patience = std::min<Clock::duration>(kRetryFor, seconds(timeout_s_ / 4));
+  try {
+    for (std::size_t i = 0; i < n; ++i)
+      sockets.push_back(std::async(std::launch::async, [&, i] { return reach(peer, endpoints, first + i, patience); }));
+  } catch (const std::system_error&) {  // no more threads
+  }
   std::vector<Descriptor> made;
   for (auto& socket : sockets) try {
       made.push_back(socket.get());
@@ -220,12 +224,12 @@ void Mesh::add_lanes(Lock& lock, int peer, std::size_t n) {
 }
 
 void Mesh::add(int peer, Descriptor socket) {
+  auto& link = links_[peer];
   const bool is_long = round_trip(socket) >= kLongTrip;
-  // A lane that nobody answers ends early enough for others to take over.
-  tune(socket, lines_.n_lanes == 1 || !is_long ? timeout_s_ : timeout_s_ / 2);
+  // The first one waits for a peer that is slow; others that nobody answers end early enough for it to take over.
+  tune(socket, link ? timeout_s_ / 2 : timeout_s_);
   if (!lines_.congestion.empty() || is_long)
     set_congestion(socket, lines_.congestion.empty() ? "bbr" : lines_.congestion);
-  auto& link = links_[peer];
   if (!link) {
     link = std::make_unique<Link>();
     link->peer = peer;
@@ -273,7 +277,10 @@ void Mesh::end(Lane& lane, const std::string& why, bool may_have_more) {
   lane.queue.clear();
   rest.clear();
   watch(lane);
-  if (lane.has_ended) lane.message.reset();  // it comes again
+  if (lane.has_ended) {  // what was begun comes again
+    lane.message.reset();
+    lane.n_header = 0;
+  }
   if (link.n_alive() > 0) {
     if (lane.has_ended) lane.socket.close();
     return send_queued(link);
@@ -332,13 +339,17 @@ void Mesh::deliver(Lane& lane, Stream& stream) {
   const std::chrono::nanoseconds duration = now - link.free_since;
   link.free_since = now;
   auto& early = stream.early[link.peer];
-  if (!stream.has(link.peer, header.number))
+  auto& inbox = stream.inboxes[link.peer];
+  if (header.number == stream.n_arrived[link.peer]) {
+    ++stream.n_arrived[link.peer];
+    inbox.push_back({link.peer, std::move(*lane.message), duration.count()});
+  } else if (!stream.has(link.peer, header.number))
     early[header.number] = {link.peer, std::move(*lane.message), duration.count()};
   lane.message.reset();
   for (auto next = early.begin(); next != early.end() && next->first == stream.n_arrived[link.peer];
        next = early.erase(next)) {
     ++stream.n_arrived[link.peer];
-    stream.inboxes[link.peer].push_back(std::move(next->second));
+    inbox.push_back(std::move(next->second));
   }
 }
 
@@ -389,7 +400,7 @@ void Mesh::read(Lane& lane) {
 void Mesh::send_queued(Link& link) {
   for (std::size_t i = 0; i < link.lanes.size() && !link.queue.empty(); ++i) {
     Lane& lane = *link.lanes[link.next_lane++ % link.lanes.size()];
-    if (!lane.has_stopped && !(lane.watched_for & EPOLLOUT)) write(lane);
+    if (!lane.has_stopped && (link.has_one_lane() || !(lane.watched_for & EPOLLOUT))) write(lane);
   }
 }
 

@@ -289,7 +289,7 @@ def disagree_then_die(rank: int, world_size: int, library: Path) -> tuple[str, f
     with pytest.raises(gradwire.RankMismatch):
         training.backward(0)
     training.attachment.close()
-    return die_in_step_2(training_at(rank, place, SCHEMES["gcomp"]()))
+    return die_in_step_2(training_at(rank, place, SCHEMES["gcomp"]()), waits=False)
 
 
 def test_ranks_that_disagree_and_a_rank_that_dies(library: Path) -> None:

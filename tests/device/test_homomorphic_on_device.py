@@ -153,7 +153,7 @@ def die(rank: int, world_size: int, library: Path) -> tuple[str, float]:
     """While the other rank's lane waits for the device, and so for it."""
     late, place = begin_with_kernels(library)
     late.set_lateness_us(1_000)
-    return die_in_step_2(training_of(rank, place, "all"))
+    return die_in_step_2(training_of(rank, place, "all"), waits=False)
 
 
 def test_a_rank_that_dies_is_named(library: Path) -> None:

@@ -46,13 +46,16 @@ def test_others_go_on_with_the_mean_of_who_is_there(
         assert (
             len({9, *range(11, 30)} - {told["step"] for told in said if told["name"] == name and "step" in told}) <= 1
         )
+    n_checked = 0
     for step in range(11, 30):
         told = steps[step]
         assert len({one["bits"] for one in told}) == 1, "all who are there hold the same bits"
         givers = [one["given"][0] for one in told if one["given"]]
         if scheme == "plain" and len(told) == told[0]["n"]:
+            n_checked += 1
             mean = sum(givers) / len(givers)
             assert all(abs(one["start"] - mean - one["end"]) < 1e-5 for one in told), step
+    assert scheme != "plain" or n_checked > 5
     assert {one["name"] for one in steps[29]} == {0, 3, 4}
 
 

@@ -383,7 +383,10 @@ def test_it_keeps_every_bit_while_it_changes_and_follows_the_network(rank: int, 
 @on_ranks(2)
 def test_a_resumed_run_goes_on_with_what_was_best(rank: int, world_size: int) -> None:
     with times(lambda step: OURS_WINS, rank):
-        ours = Sharded(rank, mesh_of(2), "", "auto").take_steps(range(40))
+        ours = Sharded(rank, mesh_of(2))
+        ours.state = gradwire.attach(ours.net, ours.optimizer, timeout_s=20)  # with the default scheme
+        ours.take_steps(range(40))
+        assert ours.state.stats()["scheme"] == "auto"
         saved, before = ours.state.state_dict(), ours.state.stats()["auto"]["scheme"]
         ours.state.close()
         ours.attach("auto")

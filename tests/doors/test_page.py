@@ -47,6 +47,7 @@ ELSEWHERE = {
     'attach(ddp, optimizer, "top-k", share=0.05)': "",  # tests/doors has options of every kind
     "wait()": "",
     'attach(model, optimizer, "one-bit", inside="gcomp", weights="exact")': "",  # tests/distributed/test_shards.py
+    "pg=gradwire.Members()": "",  # examples/diloco_elastic.py
     "stats()": "",
     "take_shared()": "",  # tests/distributed/test_local_sgd.py
     "gradwire.all_reduce(tensor, group, scheme)": "",  # tests/doors/test_process_group.py

@@ -102,6 +102,11 @@ def test_strangers_are_closed_within_a_second_and_do_no_harm() -> None:
         assert closes_within_a_second(introduce(made[0].endpoints[0], b"wrong" + SECRET[5:]))
         for rank, peer in ((2, 0), (0, 0), (1, 1)):  # who knows the secret but is nobody
             assert closes_within_a_second(introduce(made[0].endpoints[0], SECRET, rank, peer))
+        more = [introduce(made[0].endpoints[0], SECRET) for _ in range(63)]  # who is there already has another lane
+        assert made[0].n_lanes == 64
+        assert closes_within_a_second(introduce(made[0].endpoints[0], SECRET))
+        for connection in more:
+            connection.close()
         assert carries(made)
 
 
@@ -377,6 +382,7 @@ def reset(descriptor: int) -> None:
         query = ["ss", "-K", "src", host, "sport", "=", f":{port}", "dst", peer, "dport", "=", f":{peer_port}"]
         with contextlib.suppress(OSError):
             subprocess.run(query, check=False, capture_output=True)
+        with contextlib.suppress(OSError):
             one.send(b"")  # raises where it was reset
             one.shutdown(socket.SHUT_WR)
 
@@ -438,7 +444,9 @@ def test_broken_lanes_are_made_anew_and_a_peer_is_lost_with_its_last_one() -> No
         open_all(made)
         for descriptor in sockets_between(made)[:3]:
             reset(descriptor)
-        exchange(made, 20, 100_000, lambda number: None)
+        alive = []
+        exchange(made, 20, 100_000, lambda number: alive.append(made[0].n_lanes))
+        assert min(alive) < 4
         deadline = time.monotonic() + 20 * patience()
         streams = itertools.count(STREAM + 4, 2)
         while made[0].n_lanes < 4 and time.monotonic() < deadline:

@@ -74,7 +74,7 @@ AREAS = {
         ("codecs/ternary.py", "codecs/selection.py", "codecs/quantised.py"),
         (
             "recovery/test_quantisers.py", "recovery/test_arguments.py", "recovery/test_top_k_selection.py",
-            "device/test_codecs_on_device.py", "device/test_selection_kernels.py",
+            "device/test_kernels.py", "device/test_selection_kernels.py",
             "distributed/test_summed_and_dgc_schemes.py", "distributed/test_sign_and_sparse_schemes.py",
         ),
     ),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.errors import GradwireError, InvalidArgument, PeerLost
+from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismatch
 from gradwire.reducer import Reducer
 from gradwire.wire.rendezvous import Meeting
 
@@ -70,11 +70,15 @@ class Quorum:
         self._met: Meeting | None = None
         self._kept: dict[str, Any] = {}
         self._has_come = True  # has nothing of its own to give
+        self._misfit: GradwireError | None = None
         manager.register_state_dict_fn("gradwire", self._take, shared)
 
     def _take(self, shared: dict[str, Any]) -> None:
         self._has_come = True
-        self._take_shared(shared)
+        try:
+            self._take_shared(shared)
+        except GradwireError as error:
+            self._misfit = error  # told once the others can hear of it
 
     def mean(self, give: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """The mean over those who have something to give, in place of what `give` returns; empty where none has.
@@ -94,12 +98,16 @@ class Quorum:
             except GradwireError as error:
                 failure = error
                 self._manager.report_error(error)
-                if self._has_come and not isinstance(error, PeerLost):
+                if self._misfit is not None or (self._has_come and isinstance(error, RankMismatch)):
                     self.close()
                     raise
-            if self._manager.should_commit():
+            try:
+                is_done = self._manager.should_commit()
+            except (RuntimeError, TimeoutError) as error:
+                raise PeerLost(f"torchft's manager cannot say whether the exchange is done ({error})") from error
+            if is_done:
                 self._has_come = False
-                self._keep()
+                self.keep()
                 return mean
         raise failure or PeerLost(f"no exchange was done in {_MOST_TRIES} tries: look at the log of torchft's manager")
 
@@ -115,6 +123,8 @@ class Quorum:
             fresh["state"] |= {key: kept for key, kept in self._kept.items() if key in fresh["state"]}
             self.reducer.load_state_dict({**fresh, "step": self._manager.current_step()})
         communicator = self.reducer.communicator
+        if self._misfit is not None:
+            raise communicator.fail(self._misfit)
         gives = torch.tensor([not self._has_come], dtype=torch.uint8, device="cpu")
         n_givers = int(communicator.submit(communicator.all_gather, gives).wait().sum())
         values = give()
@@ -124,8 +134,8 @@ class Quorum:
                 value *= communicator.world_size / n_givers
         return values if n_givers else {}
 
-    def _keep(self) -> None:
-        """Residuals, which are each rank's own, outlive the ranks that they were made among."""
+    def keep(self) -> None:
+        """Note the residuals, which are each rank's own and outlive the ranks that they were made among."""
         assert self.reducer is not None
         scheme = self.reducer.scheme
         if scheme.per_rank_state and scheme.carries_residuals:

@@ -122,6 +122,12 @@ class LocalSgd:
         self._sent: dict[str, torch.Tensor] = {}
         self._work: AllReduceWork | None = None
         self._is_compared = manager is not None
+        self._quorum: Quorum | None = None
+        if manager is None:
+            self.reducer = make(group)
+        else:
+            self._quorum = Quorum(manager, make, self._shared, self._take_shared)
+            self._exchange(self._quorum)
         self._optimizers, self._stepped = Optimizers(optimizer), set[torch.optim.Optimizer]()
         self._handles = []
         for one in self._optimizers:
@@ -130,12 +136,6 @@ class LocalSgd:
                 one.register_step_post_hook(lambda stepping, *_: self._after_step(stepping)),
                 watch_scalers(one, functools.partial(self._after_scaler, one)),
             ]
-        self._quorum: Quorum | None = None
-        if manager is None:
-            self.reducer = make(group)
-        else:
-            self._quorum = Quorum(manager, make, self._shared, self._take_shared)
-            self._exchange(self._quorum)
 
     def _anchor_trained(self) -> list[nn.Parameter]:
         """Anchor what trains and has no anchor: before the first step that changes it, when all ranks have the same."""
@@ -293,7 +293,9 @@ class LocalSgd:
             raise CorruptMessage(
                 f"this state of a LocalSgd does not read ({type(error).__name__}: {error}): pass what its state_dict() returned"
             ) from error
-        self._count, self._is_compared = state["count"], False
+        self._count, self._is_compared = state["count"], self._quorum is not None
+        if self._quorum is not None:
+            self._quorum.keep()
 
     @torch.no_grad()
     def _set_anchors(self, values: dict[str, torch.Tensor]) -> None:

@@ -52,6 +52,10 @@ class _Task:
     may_overtake: bool
 
 
+# Of ranks that come and go: one that dies on its way to the others holds them up for so long.
+MEETING_TIMEOUT_S = 60.0
+
+
 class Communicator:
     """One rank's end of a group of ranks.
 
@@ -67,7 +71,7 @@ class Communicator:
         self, group: dist.ProcessGroup | Sequence[int] | Meeting | None = None, timeout_s: float | None = None
     ) -> None:
         if isinstance(group, Meeting):
-            timeout_s = timeout_s or dist.default_pg_timeout.total_seconds()
+            timeout_s = MEETING_TIMEOUT_S if timeout_s is None else timeout_s
         elif not dist.is_available() or not dist.is_initialized():
             raise InvalidArgument(
                 "torch.distributed is not initialised: start the script with torchrun, and call "

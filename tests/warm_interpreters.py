@@ -48,4 +48,7 @@ def warm_server(*modules: str) -> Iterator[dict[str, str]]:
         finally:
             server.stdin.close()  # ends it, and whatever was left running
             server.stdout.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(30)
+            server.kill()
             server.wait()

@@ -369,7 +369,10 @@ def sockets_between(made: list[_native.Mesh]) -> list[int]:
     """Descriptors of rank 0's connections: those of this process from the port that it listens at."""
     found = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(name))) as one:
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
             if one.getsockname()[:2] == made[0].endpoints[0] and one.getpeername():
                 found.append(int(name))
     return found

@@ -16,7 +16,7 @@ from ranks import on_ranks, patience
 
 @pytest.mark.parametrize(
     ("scheme", "fragments", "dies_in_exchange"),
-    [("plain", 1, False), ("top-k", 1, True), ("one-bit:error_feedback=false", 2, True)],
+    [("plain", 1, False), ("gcomp:importance=none", 1, True), ("one-bit:error_feedback=false", 2, True)],
 )
 def test_others_go_on_with_the_mean_of_who_is_there(
     tmp_path: Path, scheme: str, fragments: int, dies_in_exchange: bool
@@ -76,6 +76,16 @@ def test_a_comer_with_another_model_is_named_and_the_others_go_on(tmp_path: Path
     assert all(len({one["bits"] for one in told}) == 1 for told in by_step(said).values())
 
 
+def test_a_scheme_that_cannot_serve_here_is_refused() -> None:
+    with site() as here:
+        for name in range(2):
+            here.start(name, scheme="gcomp", n_rounds=4)
+        said, statuses = here.end()
+    assert statuses == {0: 3, 1: 3}
+    assert all(told["error"] == "InvalidArgument" for told in said if "error" in told)
+    assert any("reads the optimizer" in told["words"] for told in said if "error" in told)
+
+
 def test_too_few_ranks_for_a_quorum_end_with_peer_lost() -> None:
     with site() as here:
         here.start(0, n_rounds=10_000, quorum_timeout_s=4)
@@ -101,3 +111,5 @@ def test_managers_that_do_not_fit_are_refused(rank: int, world_size: int) -> Non
         gradwire.LocalSgd(net, optimizer, "plain", 2, group=Manager())
     with pytest.raises(gradwire.InvalidArgument, match="leave out delay="):
         gradwire.LocalSgd(net, optimizer, "plain", 2, group=Manager(), delay=1)
+    with pytest.raises(gradwire.InvalidArgument, match="give the name of 'gcomp'"):
+        gradwire.LocalSgd(net, optimizer, gradwire.schemes.by_name("gcomp"), 2, group=Manager())

@@ -117,7 +117,7 @@ class Quorum:
         if meeting is None or error is not None:
             raise PeerLost(f"the ranks of this quorum did not come together ({error})")
         if self.reducer is None or meeting is not self._met:
-            self._end()
+            self.close()
             self.reducer, self._met = self._make(meeting), meeting
             fresh = self.reducer.state_dict()
             fresh["state"] |= {key: kept for key, kept in self._kept.items() if key in fresh["state"]}
@@ -142,11 +142,8 @@ class Quorum:
             state = self.reducer.state_dict()["state"]
             self._kept = {key: state[key] for key in scheme.per_rank_state if key in state}
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """Leave. The others notice in their next exchange."""
         if self.reducer is not None:
             with contextlib.suppress(GradwireError):  # a rank was lost, which is why
                 self.reducer.close()
-
-    def close(self) -> None:
-        """Leave. The others notice in their next exchange."""
-        self._end()

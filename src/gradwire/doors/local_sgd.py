@@ -14,7 +14,6 @@ from each step.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -66,8 +65,8 @@ class LocalSgd:
         every: H, inner steps between two outer ones.
         outer: makes the outer optimizer of the anchors, the parameters after the last outer step.
         group: who exchanges (default: all ranks); with FSDP2 those that hold the same shard. Or torchft's Manager, with
-            `pg=gradwire.Members()`, if ranks may leave, die and join at outer steps; without `delay`. The constructor waits
-            for the others' next outer step then, and takes what they share.
+            `pg=gradwire.Members()`, if ranks may leave, die and join at outer steps; without `delay`, and `scheme` is a name.
+            The constructor waits for the others' next outer step then, and takes what they share.
         delay: inner steps that the exchange may overlap with (0: none). Their updates are kept.
         fragments: parts of the model, about equally large, that are exchanged in turn, each every `every` steps: as many bytes
             in all, of which as few times fewer come at once. An exchange ends before the next begins.
@@ -102,6 +101,8 @@ class LocalSgd:
         manager = group if hasattr(group, "start_quorum") else None
         if manager is not None and delay:
             raise InvalidArgument("an exchange among ranks that come and go overlaps with nothing: leave out delay=")
+        if manager is not None and not isinstance(scheme, str):
+            raise InvalidArgument(f"ranks that come and go make their scheme anew: give the name of {scheme.name!r}")
         options.pop("scaler", None)
         self._every, self._delay, self._count = every, delay, 0
         self._ends = [every * (number + 1) // fragments for number in range(fragments)]  # of the fragments' exchanges
@@ -111,10 +112,11 @@ class LocalSgd:
         self._anchor_trained()
         self._outer = outer(list(self._anchors.values()))
         momentum = max(float(group.get("momentum", 0.0)) for group in self._outer.param_groups)
-        fitted = _fit_scheme(scheme, momentum)
+        forced = _fit_scheme(scheme, momentum)
 
         def make(place: Any) -> Reducer:
-            reducer = Reducer(fitted if manager is None else copy.deepcopy(fitted), place, self._anchors, **options)
+            made = by_name(scheme, **forced) if isinstance(scheme, str) else scheme
+            reducer = Reducer(made, place, self._anchors, **options)
             reducer.session.feedback.decay = feedback_decay
             return reducer
 
@@ -309,21 +311,21 @@ class LocalSgd:
         self.reducer.close()
 
 
-def _fit_scheme(scheme: Scheme | str, momentum: float) -> Scheme:
-    """The scheme, without error feedback where that and the outer momentum do not go together."""
+def _fit_scheme(scheme: Scheme | str, momentum: float) -> dict[str, Any]:
+    """Options for a named scheme: no error feedback where that and the outer momentum do not go together."""
     made = by_name(scheme) if isinstance(scheme, str) else scheme
     if made.owns_step or made.replicas_may_differ:
         raise Unsupported(f"scheme {made.name!r} does more than reduce; LocalSgd takes one that only reduces")
     if momentum <= MOST_MOMENTUM_WITH_FEEDBACK or not getattr(made, "error_feedback", False):
-        return made
+        return {}
     words = f"error feedback and an outer momentum of {momentum:g} do not go together (of more than 0.5): "
     if isinstance(scheme, str):
         with contextlib.suppress(InvalidArgument):  # it cannot be without, or is asked for
-            without = by_name(scheme, error_feedback=False)
+            by_name(scheme, error_feedback=False)
             warnings.warn(f"{words}{made.name!r} is used without; or give outer=... less momentum", stacklevel=3)
-            return without
+            return {"error_feedback": False}
     warnings.warn(f"{words}give {made.name!r} error_feedback=False, or outer=... less momentum", stacklevel=3)
-    return made
+    return {}
 
 
 def _shape(tensors: dict[str, Any], name: str) -> Any:

@@ -55,13 +55,13 @@ class Trimmed final : public exchange::Codec {
 
 using Meshes = std::vector<std::unique_ptr<wire::Mesh>>;
 
-Meshes make_meshes(int world, double timeout_s, std::size_t n_lanes = 0) {
+Meshes make_meshes(int world, double timeout_s, std::size_t n_connections = 0) {
   Meshes meshes;
   std::vector<wire::Endpoints> endpoints;
   for (int rank = 0; rank < world; ++rank) {
     meshes.push_back(std::make_unique<wire::Mesh>(rank, world,
                                                   std::vector<std::string>{rank % 2 == 0 ? "127.0.0.1" : "127.0.0.2"},
-                                                  timeout_s, wire::Lines{n_lanes, ""}));
+                                                  timeout_s, wire::Lines{n_connections, ""}));
     endpoints.push_back(meshes.back()->endpoints());
   }
   wire::Secret secret;

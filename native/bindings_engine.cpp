@@ -69,8 +69,8 @@ void bind_mesh(nb::module_& m) {
   connections
       .def("__init__",
            [](Mesh* place, int rank, int world_size, const std::vector<std::string>& hosts, double timeout_s,
-              std::size_t n_lanes, const std::string& congestion) {
-             new (place) Mesh(rank, world_size, hosts, timeout_s, {n_lanes, congestion});
+              std::size_t n_connections, const std::string& congestion) {
+             new (place) Mesh(rank, world_size, hosts, timeout_s, {n_connections, congestion});
            })
       .def_prop_ro("endpoints",
                    [](const Mesh& mesh) {
@@ -78,7 +78,7 @@ void bind_mesh(nb::module_& m) {
                      for (const auto& [host, port] : mesh.endpoints()) places.emplace_back(host, port);
                      return places;
                    })
-      .def_prop_ro("n_lanes", &Mesh::n_lanes)
+      .def_prop_ro("n_connections", &Mesh::n_connections)
       .def("join",
            [](Mesh& mesh, const std::vector<std::vector<Place>>& places, const nb::bytes& secret) {
              wire::Secret known;

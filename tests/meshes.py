@@ -19,9 +19,9 @@ def meshes(
     timeout_s: float = 10,
     host: str = "127.0.0.1",
     secrets: tuple[bytes, ...] = (),
-    n_lanes: int = 0,
+    n_connections: int = 0,
 ) -> Iterator[list[_native.Mesh]]:
-    made = [_native.Mesh(rank, world_size, [host], timeout_s, n_lanes, "") for rank in range(world_size)]
+    made = [_native.Mesh(rank, world_size, [host], timeout_s, n_connections, "") for rank in range(world_size)]
     for mesh, secret in zip(made, secrets or (SECRET,) * world_size, strict=True):
         mesh.join([mesh.endpoints for mesh in made], secret)
     try:

@@ -22,9 +22,9 @@ namespace gradwire::wire {
 namespace {
 
 constexpr std::size_t kMessagesPerCall = 8;
-// Of several lanes each takes so much at a time, and leaves the rest to whichever has room first.
-constexpr std::size_t kLaneBytes = 64 << 10;
-// A lost lane is made anew so often, and for so long, by the next exchange.
+// Of several connections each takes so much at a time, and leaves the rest to whichever has room first.
+constexpr std::size_t kConnectionBytes = 64 << 10;
+// A lost connection is made anew so often, and for so long, by the next exchange.
 constexpr std::chrono::seconds kRetryAfter{5}, kRetryFor{2};
 constexpr int kEventsPerCall = 64;
 
@@ -55,11 +55,11 @@ void Mesh::open(std::uint32_t number, const Facts& facts, std::uint64_t max_byte
   most_bytes_ = std::max(most_bytes_, max_bytes);
   for (auto& link : links_) {
     if (!link) continue;
-    for (auto& lane : link->lanes)
-      if (lane->is_parked && lane->header.stream == number) {
-        lane->is_parked = false;
-        begin_body(*lane, stream);
-        watch(*lane);
+    for (auto& connection : link->connections)
+      if (connection->is_parked && connection->header.stream == number) {
+        connection->is_parked = false;
+        begin_body(*connection, stream);
+        watch(*connection);
       }
   }
 }
@@ -93,7 +93,7 @@ Message Mesh::receive(int peer, std::uint32_t number) {
   Lock lock(mutex_);
   auto& inbox = stream_of(number).inboxes[peer];
   if (inbox.empty())
-    for (auto& lane : links_[peer]->lanes) read(*lane);
+    for (auto& connection : links_[peer]->connections) read(*connection);
   serve_until(lock, peer, [&] {
     if (inbox.empty() && links_[peer]->has_ended) lose(peer, links_[peer]->end, Clock::now());
     return !inbox.empty();
@@ -151,20 +151,20 @@ void Mesh::wait_until_all_sent() {
   }
 }
 
-// ---- links and lanes
+// ---- links and connections
 
 std::size_t Mesh::Link::n_unsent() const {
   std::size_t n = queue.size();
-  for (const auto& lane : lanes) n += lane->queue.size();
+  for (const auto& connection : connections) n += connection->queue.size();
   return n;
 }
 
 std::size_t Mesh::Link::n_alive() const {
-  return static_cast<std::size_t>(
-      std::count_if(lanes.begin(), lanes.end(), [](const auto& lane) { return !lane->has_stopped; }));
+  return static_cast<std::size_t>(std::count_if(connections.begin(), connections.end(),
+                                                [](const auto& connection) { return !connection->has_stopped; }));
 }
 
-std::size_t Mesh::n_lanes() {
+std::size_t Mesh::n_connections() {
   const std::lock_guard lock(mutex_);
   std::size_t n = 0;
   for (const auto& link : links_)
@@ -183,7 +183,7 @@ void Mesh::meet(Lock& lock, int peer) {
   if (const auto& link = links_[peer]) {
     if (link->has_ended || link->n_alive() >= link->n_wanted || Clock::now() < link->tried + kRetryAfter) return;
     link->tried = Clock::now();
-    return add_lanes(lock, peer, link->n_wanted - link->n_alive());
+    return add_connections(lock, peer, link->n_wanted - link->n_alive());
   }
   if (endpoints_.empty()) throw InvalidArgument("this mesh has not been told where the other ranks are");
   const Endpoints endpoints = endpoints_[peer];
@@ -194,17 +194,17 @@ void Mesh::meet(Lock& lock, int peer) {
   const bool is_long = round_trip(socket) >= kLongTrip;
   add(peer, std::move(socket));
   Link& link = *links_[peer];
-  link.n_wanted = std::max(lines_.n_lanes > 0 ? lines_.n_lanes
-                           : is_long          ? kLanes
-                                              : 1,
+  link.n_wanted = std::max(lines_.n_connections > 0 ? lines_.n_connections
+                           : is_long                ? kConnections
+                                                    : 1,
                            std::max(own_.size(), endpoints.size()));
-  if (link.n_wanted > 1) add_lanes(lock, peer, link.n_wanted - 1);
+  if (link.n_wanted > 1) add_connections(lock, peer, link.n_wanted - 1);
 }
 
 // All at once, as each takes three round trips; the link does without those that fail.
-void Mesh::add_lanes(Lock& lock, int peer, std::size_t n) {
+void Mesh::add_connections(Lock& lock, int peer, std::size_t n) {
   const Endpoints endpoints = endpoints_[peer];
-  const std::size_t first = links_[peer]->lanes.size();
+  const std::size_t first = links_[peer]->connections.size();
   lock.unlock();
   std::vector<std::future<Descriptor>> sockets;
   const Clock::duration patience = std::min<Clock::duration>(kRetryFor, seconds(timeout_s_ / 4));
@@ -235,103 +235,104 @@ void Mesh::add(int peer, Descriptor socket) {
     link->peer = peer;
     link->in.last = link->out.last = link->free_since = Clock::now();
   }
-  auto lane = std::make_unique<Lane>();
-  lane->link = link.get();
-  lane->index = link->lanes.size();
-  lane->socket = std::move(socket);
-  link->lanes.push_back(std::move(lane));
-  watch(*link->lanes.back());
+  auto connection = std::make_unique<Connection>();
+  connection->link = link.get();
+  connection->index = link->connections.size();
+  connection->socket = std::move(socket);
+  link->connections.push_back(std::move(connection));
+  watch(*link->connections.back());
   wake();
 }
 
-void Mesh::watch(Lane& lane) {
+void Mesh::watch(Connection& connection) {
   std::uint32_t wanted = 0;
-  if (!lane.is_parked) wanted |= EPOLLIN;
-  if (!lane.has_stopped && (!lane.queue.empty() || !lane.link->queue.empty())) wanted |= EPOLLOUT;
-  if (lane.has_ended || (lane.is_parked && lane.is_hung)) wanted = 0;
-  if (wanted == lane.watched_for && (lane.is_watched || wanted == 0)) return;
+  if (!connection.is_parked) wanted |= EPOLLIN;
+  if (!connection.has_stopped && (!connection.queue.empty() || !connection.link->queue.empty())) wanted |= EPOLLOUT;
+  if (connection.has_ended || (connection.is_parked && connection.is_hung)) wanted = 0;
+  if (wanted == connection.watched_for && (connection.is_watched || wanted == 0)) return;
   epoll_event event{};
   event.events = wanted;
-  event.data.u64 = lane.index << 32 | static_cast<std::uint64_t>(lane.link->peer);
+  event.data.u64 = connection.index << 32 | static_cast<std::uint64_t>(connection.link->peer);
   // Nothing wanted is not watched at all: an end would be reported again and again.
-  const int operation = wanted == 0 ? EPOLL_CTL_DEL : lane.is_watched ? EPOLL_CTL_MOD : EPOLL_CTL_ADD;
-  if (operation != EPOLL_CTL_DEL || lane.is_watched)
-    if (epoll_ctl(epoll_.get(), operation, lane.socket.get(), &event) != 0)
+  const int operation = wanted == 0 ? EPOLL_CTL_DEL : connection.is_watched ? EPOLL_CTL_MOD : EPOLL_CTL_ADD;
+  if (operation != EPOLL_CTL_DEL || connection.is_watched)
+    if (epoll_ctl(epoll_.get(), operation, connection.socket.get(), &event) != 0)
       throw std::system_error(errno, std::generic_category(), "epoll_ctl");
-  lane.is_watched = wanted != 0;
-  lane.watched_for = wanted;
+  connection.is_watched = wanted != 0;
+  connection.watched_for = wanted;
 }
 
-// may_have_more: of what the peer has sent; a link of several lanes still reads it then.
-void Mesh::end(Lane& lane, const std::string& why, bool may_have_more) {
-  Link& link = *lane.link;
-  if (lane.has_ended || (lane.has_stopped && may_have_more)) return;
-  forget_acknowledged(lane);
-  lane.has_stopped = true;
-  lane.has_ended = !may_have_more || link.has_one_lane();
+// may_have_more: of what the peer has sent; a link of several connections still reads it then.
+void Mesh::end(Connection& connection, const std::string& why, bool may_have_more) {
+  Link& link = *connection.link;
+  if (connection.has_ended || (connection.has_stopped && may_have_more)) return;
+  forget_acknowledged(connection);
+  connection.has_stopped = true;
+  connection.has_ended = !may_have_more || link.has_one_connection();
   // Others take what the peer may not have got. What it has got, it drops the second time.
-  auto& rest = lane.unacknowledged;
-  std::move(lane.queue.begin(), lane.queue.end(), std::back_inserter(rest));
+  auto& rest = connection.unacknowledged;
+  std::move(connection.queue.begin(), connection.queue.end(), std::back_inserter(rest));
   for (Outgoing& outgoing : rest) outgoing.n_sent = 0;
   link.queue.insert(link.queue.begin(), std::move_iterator(rest.begin()), std::move_iterator(rest.end()));
-  lane.queue.clear();
+  connection.queue.clear();
   rest.clear();
-  watch(lane);
-  if (lane.has_ended) {  // what was begun comes again
-    lane.message.reset();
-    lane.n_header = 0;
+  watch(connection);
+  if (connection.has_ended) {  // what was begun comes again
+    connection.message.reset();
+    connection.n_header = 0;
   }
   if (link.n_alive() > 0) {
-    if (lane.has_ended) lane.socket.close();
+    if (connection.has_ended) connection.socket.close();
     return send_queued(link);
   }
-  link.has_ended = std::all_of(link.lanes.begin(), link.lanes.end(), [](const auto& one) { return one->has_ended; });
+  link.has_ended =
+      std::all_of(link.connections.begin(), link.connections.end(), [](const auto& one) { return one->has_ended; });
   link.end = why;
   if (!link.queue.empty()) lose(link.peer, why, Clock::now());
 }
 
-void Mesh::begin_message(Lane& lane) {
-  const Link& link = *lane.link;
-  lane.n_header = 0;
-  lane.header = unpack_header(lane.raw_header, link.peer);
-  const Header& header = lane.header;
+void Mesh::begin_message(Connection& connection) {
+  const Link& link = *connection.link;
+  connection.n_header = 0;
+  connection.header = unpack_header(connection.raw_header, link.peer);
+  const Header& header = connection.header;
   const auto stream = streams_.find(header.stream);
-  lane.is_repeated = !link.has_one_lane() && header.n_bytes <= most_bytes_ &&
-                     (stream == streams_.end() ? is_before(header.stream, newest_stream_)
-                                               : stream->second.has(link.peer, header.number));
-  if (lane.is_repeated) {
-    lane.n_body = 0;
-    if (header.n_bytes > 0) lane.message = pool_.take(static_cast<std::size_t>(header.n_bytes));
+  connection.is_repeated = !link.has_one_connection() && header.n_bytes <= most_bytes_ &&
+                           (stream == streams_.end() ? is_before(header.stream, newest_stream_)
+                                                     : stream->second.has(link.peer, header.number));
+  if (connection.is_repeated) {
+    connection.n_body = 0;
+    if (header.n_bytes > 0) connection.message = pool_.take(static_cast<std::size_t>(header.n_bytes));
   } else if (stream == streams_.end()) {
-    lane.is_parked = true;
+    connection.is_parked = true;
   } else {
-    begin_body(lane, stream->second);
+    begin_body(connection, stream->second);
   }
 }
 
-void Mesh::begin_body(Lane& lane, Stream& stream) {
-  const Header& header = lane.header;
-  const int peer = lane.link->peer;
+void Mesh::begin_body(Connection& connection, Stream& stream) {
+  const Header& header = connection.header;
+  const int peer = connection.link->peer;
   compare_facts(stream.facts, header.facts, rank_, peer);
   const std::uint32_t due = stream.n_arrived[peer];
-  const bool is_due = lane.link->has_one_lane() ? header.number == due : !stream.has(peer, header.number);
+  const bool is_due = connection.link->has_one_connection() ? header.number == due : !stream.has(peer, header.number);
   if (!is_due || header.n_bytes > stream.max_bytes)
     throw CorruptMessage("rank ", peer, " announced message ", header.number, " of ", header.n_bytes,
                          " bytes, where message ", due, " of at most ", stream.max_bytes, " was due (bucket ",
                          stream.facts.bucket, ", step ", stream.facts.step,
                          "); check that all ranks run the same gradwire, and the host's memory and network");
   // Streams have few sizes of their own, so blocks of the largest one are used again whatever comes.
-  lane.message = pool_.take(static_cast<std::size_t>(header.n_bytes));
-  lane.n_body = 0;
-  if (header.n_bytes == 0) deliver(lane, stream);
+  connection.message = pool_.take(static_cast<std::size_t>(header.n_bytes));
+  connection.n_body = 0;
+  if (header.n_bytes == 0) deliver(connection, stream);
 }
 
-void Mesh::deliver(Lane& lane, Stream& stream) {
+void Mesh::deliver(Connection& connection, Stream& stream) {
   const auto now = Clock::now();
-  const Header& header = lane.header;
-  Link& link = *lane.link;
-  lane.message->is_sealed = header.is_sealed;
-  if (!header.is_sealed && crc32c(lane.message->bytes()) != header.checksum)
+  const Header& header = connection.header;
+  Link& link = *connection.link;
+  connection.message->is_sealed = header.is_sealed;
+  if (!header.is_sealed && crc32c(connection.message->bytes()) != header.checksum)
     throw CorruptMessage("rank ", link.peer, " sent message ", header.number, " (bucket ", stream.facts.bucket,
                          ", step ", stream.facts.step,
                          "), whose checksum does not match: bytes were changed on the way; check the host's memory and "
@@ -342,10 +343,10 @@ void Mesh::deliver(Lane& lane, Stream& stream) {
   auto& inbox = stream.inboxes[link.peer];
   if (header.number == stream.n_arrived[link.peer]) {
     ++stream.n_arrived[link.peer];
-    inbox.push_back({link.peer, std::move(*lane.message), duration.count()});
+    inbox.push_back({link.peer, std::move(*connection.message), duration.count()});
   } else if (!stream.has(link.peer, header.number))
-    early[header.number] = {link.peer, std::move(*lane.message), duration.count()};
-  lane.message.reset();
+    early[header.number] = {link.peer, std::move(*connection.message), duration.count()};
+  connection.message.reset();
   for (auto next = early.begin(); next != early.end() && next->first == stream.n_arrived[link.peer];
        next = early.erase(next)) {
     ++stream.n_arrived[link.peer];
@@ -353,72 +354,77 @@ void Mesh::deliver(Lane& lane, Stream& stream) {
   }
 }
 
-void Mesh::read(Lane& lane) {
-  Link& link = *lane.link;
-  while (!lane.is_parked && !lane.has_ended) {
+void Mesh::read(Connection& connection) {
+  Link& link = *connection.link;
+  while (!connection.is_parked && !connection.has_ended) {
     // The rest of the body, and in the same call the header behind it.
     iovec parts[2];
     int n_parts = 0;
     std::size_t n_asked = 0, n_rest = 0;
-    if (lane.message) {
-      n_rest = lane.message->n_bytes - lane.n_body;
-      parts[n_parts++] = {lane.message->block->data() + lane.n_body, n_rest};
+    if (connection.message) {
+      n_rest = connection.message->n_bytes - connection.n_body;
+      parts[n_parts++] = {connection.message->block->data() + connection.n_body, n_rest};
       n_asked += n_rest;
     }
-    parts[n_parts++] = {lane.raw_header.data() + lane.n_header, kHeaderBytes - lane.n_header};
-    n_asked += kHeaderBytes - lane.n_header;
-    const ssize_t n = readv(lane.socket.get(), parts, n_parts);
+    parts[n_parts++] = {connection.raw_header.data() + connection.n_header, kHeaderBytes - connection.n_header};
+    n_asked += kHeaderBytes - connection.n_header;
+    const ssize_t n = readv(connection.socket.get(), parts, n_parts);
     if (n < 0) {
       if (errno == EINTR) continue;
-      if (errno != EAGAIN) end(lane, "closed the connection (" + describe(errno) + ")");
+      if (errno != EAGAIN) end(connection, "closed the connection (" + describe(errno) + ")");
       return;
     }
-    if (n == 0) return end(lane, "closed the connection");
+    if (n == 0) return end(connection, "closed the connection");
     const auto now = Clock::now();
     // Where nothing had come, the first bytes of a message are on their way since about now.
     const auto is_idle = [](const auto& other) { return !other->message && other->n_header == 0; };
-    if (static_cast<std::size_t>(n) <= kHeaderBytes && std::all_of(link.lanes.begin(), link.lanes.end(), is_idle))
+    if (static_cast<std::size_t>(n) <= kHeaderBytes &&
+        std::all_of(link.connections.begin(), link.connections.end(), is_idle))
       link.free_since = now;
     const std::size_t n_of_body = std::min<std::size_t>(n, n_rest);
-    lane.n_body += n_of_body;
-    lane.n_header += static_cast<std::size_t>(n) - n_of_body;
-    link.in.add(static_cast<std::size_t>(n), (n_of_body > 0 && n_of_body == n_rest) || lane.n_header == kHeaderBytes);
-    if (lane.message && lane.n_body == lane.message->n_bytes) {
-      const auto stream = streams_.find(lane.header.stream);
-      if (stream != streams_.end() && !lane.is_repeated)
-        deliver(lane, stream->second);
+    connection.n_body += n_of_body;
+    connection.n_header += static_cast<std::size_t>(n) - n_of_body;
+    link.in.add(static_cast<std::size_t>(n),
+                (n_of_body > 0 && n_of_body == n_rest) || connection.n_header == kHeaderBytes);
+    if (connection.message && connection.n_body == connection.message->n_bytes) {
+      const auto stream = streams_.find(connection.header.stream);
+      if (stream != streams_.end() && !connection.is_repeated)
+        deliver(connection, stream->second);
       else
-        lane.message.reset();  // its stream was closed meanwhile: an exchange that failed
+        connection.message.reset();  // its stream was closed meanwhile: an exchange that failed
     }
-    if (!lane.message && lane.n_header == kHeaderBytes) begin_message(lane);
+    if (!connection.message && connection.n_header == kHeaderBytes) begin_message(connection);
     if (static_cast<std::size_t>(n) < n_asked) break;
   }
-  watch(lane);
+  watch(connection);
 }
 
-// Lanes take turns at being the first to be asked.
+// Connections take turns at being the first to be asked.
 void Mesh::send_queued(Link& link) {
-  for (std::size_t i = 0; i < link.lanes.size() && !link.queue.empty(); ++i) {
-    Lane& lane = *link.lanes[link.next_lane++ % link.lanes.size()];
-    if (!lane.has_stopped && (link.has_one_lane() || !(lane.watched_for & EPOLLOUT))) write(lane);
+  for (std::size_t i = 0; i < link.connections.size() && !link.queue.empty(); ++i) {
+    Connection& connection = *link.connections[link.next_connection++ % link.connections.size()];
+    if (!connection.has_stopped && (link.has_one_connection() || !(connection.watched_for & EPOLLOUT)))
+      write(connection);
   }
 }
 
-void Mesh::write(Lane& lane) {
-  Link& link = *lane.link;
-  const bool is_alone = link.has_one_lane();
+void Mesh::write(Connection& connection) {
+  Link& link = *connection.link;
+  const bool is_alone = link.has_one_connection();
   for (;;) {
     std::size_t n_taken = 0;
-    for (const Outgoing& outgoing : lane.queue) n_taken += kHeaderBytes + outgoing.message.n_bytes - outgoing.n_sent;
-    while (!link.queue.empty() && lane.queue.size() < kMessagesPerCall && (is_alone || n_taken < kLaneBytes)) {
+    for (const Outgoing& outgoing : connection.queue)
+      n_taken += kHeaderBytes + outgoing.message.n_bytes - outgoing.n_sent;
+    while (!link.queue.empty() && connection.queue.size() < kMessagesPerCall &&
+           (is_alone || n_taken < kConnectionBytes)) {
       n_taken += kHeaderBytes + link.queue.front().message.n_bytes;
-      lane.queue.push_back(std::move(link.queue.front()));
+      connection.queue.push_back(std::move(link.queue.front()));
       link.queue.pop_front();
     }
-    if (lane.queue.empty()) break;
+    if (connection.queue.empty()) break;
     iovec parts[2 * kMessagesPerCall];
     std::size_t n_parts = 0, n_asked = 0;
-    for (Outgoing& outgoing : lane.queue) {
+    for (Outgoing& outgoing : connection.queue) {
       const auto part = [&](const std::uint8_t* data, std::size_t size, std::size_t n_done) {
         if (n_done >= size) return;
         parts[n_parts++] = {const_cast<std::uint8_t*>(data) + n_done, size - n_done};
@@ -432,41 +438,41 @@ void Mesh::write(Lane& lane) {
     msghdr call{};
     call.msg_iov = parts;
     call.msg_iovlen = n_parts;
-    const ssize_t n = sendmsg(lane.socket.get(), &call, MSG_NOSIGNAL);
+    const ssize_t n = sendmsg(connection.socket.get(), &call, MSG_NOSIGNAL);
     if (n < 0) {
       if (errno == EINTR) continue;
-      if (errno != EAGAIN) return end(lane, "closed the connection (" + describe(errno) + ")", true);
+      if (errno != EAGAIN) return end(connection, "closed the connection (" + describe(errno) + ")", true);
       break;
     }
     bool is_whole = false;
     for (std::size_t left = static_cast<std::size_t>(n); left > 0;) {
-      Outgoing& outgoing = lane.queue.front();
+      Outgoing& outgoing = connection.queue.front();
       const std::size_t rest = kHeaderBytes + outgoing.message.n_bytes - outgoing.n_sent;
       const std::size_t taken = std::min(left, rest);
       outgoing.n_sent += taken;
       left -= taken;
       if (taken < rest) continue;
       is_whole = true;
-      if (!is_alone) lane.unacknowledged.push_back(std::move(outgoing));
-      lane.queue.pop_front();
+      if (!is_alone) connection.unacknowledged.push_back(std::move(outgoing));
+      connection.queue.pop_front();
     }
     link.out.add(static_cast<std::size_t>(n), is_whole);
     if (static_cast<std::size_t>(n) < n_asked) break;
   }
-  if (!is_alone) forget_acknowledged(lane);
-  watch(lane);
+  if (!is_alone) forget_acknowledged(connection);
+  watch(connection);
 }
 
 // Lets go of what is with the peer's kernel, which hands it over whatever becomes of the connection.
-void Mesh::forget_acknowledged(Lane& lane) {
-  if (lane.unacknowledged.empty()) return;
-  std::size_t n_behind = lane.queue.empty() ? 0 : lane.queue.front().n_sent;
-  for (const Outgoing& outgoing : lane.unacknowledged) n_behind += outgoing.n_sent;
-  const std::size_t n_missing = n_unacknowledged(lane.socket);
-  while (!lane.unacknowledged.empty()) {
-    n_behind -= lane.unacknowledged.front().n_sent;  // what was written after it
+void Mesh::forget_acknowledged(Connection& connection) {
+  if (connection.unacknowledged.empty()) return;
+  std::size_t n_behind = connection.queue.empty() ? 0 : connection.queue.front().n_sent;
+  for (const Outgoing& outgoing : connection.unacknowledged) n_behind += outgoing.n_sent;
+  const std::size_t n_missing = n_unacknowledged(connection.socket);
+  while (!connection.unacknowledged.empty()) {
+    n_behind -= connection.unacknowledged.front().n_sent;  // what was written after it
     if (n_missing > n_behind) break;
-    lane.unacknowledged.pop_front();
+    connection.unacknowledged.pop_front();
   }
 }
 
@@ -533,14 +539,14 @@ void Mesh::serve_once(Lock& lock, Clock::time_point deadline) {
     }
     const auto& link = links_[events[i].data.u64 & UINT32_MAX];
     if (!link) continue;
-    Lane& lane = *link->lanes[events[i].data.u64 >> 32];
-    if ((events[i].events & EPOLLOUT) && !lane.has_stopped) write(lane);
+    Connection& connection = *link->connections[events[i].data.u64 >> 32];
+    if ((events[i].events & EPOLLOUT) && !connection.has_stopped) write(connection);
     if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
-      if (lane.is_parked) {
-        lane.is_hung = true;
-        watch(lane);
+      if (connection.is_parked) {
+        connection.is_hung = true;
+        watch(connection);
       } else {
-        read(lane);
+        read(connection);
       }
     }
   }
@@ -585,7 +591,7 @@ struct Mesh::Forked {
       static_cast<void>(mesh->changed_.release());
       for (auto& link : mesh->links_)
         if (link)
-          for (auto& lane : link->lanes) lane->socket.close();
+          for (auto& connection : link->connections) connection->socket.close();
       mesh->listeners_.clear();
       mesh->epoll_.close();
       mesh->wake_.close();
@@ -611,8 +617,8 @@ Mesh::Mesh(int rank, int world_size, const std::vector<std::string>& hosts, doub
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       links_(static_cast<std::size_t>(world_size)) {
   if (!epoll_ || !wake_) throw std::system_error(errno, std::generic_category(), "epoll");
-  if (hosts.empty() || lines.n_lanes > kMostLanes)
-    throw InvalidArgument("a mesh needs a host, and at most ", kMostLanes, " lanes");
+  if (hosts.empty() || lines.n_connections > kMostConnections)
+    throw InvalidArgument("a mesh needs a host, and at most ", kMostConnections, " connections");
   for (const std::string& host : hosts) {
     own_.push_back({host});
     listeners_.push_back(listen_at(host, own_.back().port));
@@ -647,10 +653,10 @@ void Mesh::join(std::vector<Endpoints> endpoints, const Secret& secret) {
   secret_ = secret;
   doorkeeper_ = std::make_unique<Doorkeeper>(std::move(listeners_), rank_, world_size_, secret,
                                              [this](int peer, Descriptor socket, ConstBytes answer) {
-                                               // With the lock held: a peer that has its answer may use the lane.
+                                               // With the lock held: a peer that has its answer may use the connection.
                                                const std::lock_guard lock(mutex_);
                                                const auto& link = links_[peer];
-                                               if (is_broken_ || (link && link->n_alive() >= kMostLanes)) return;
+                                               if (is_broken_ || (link && link->n_alive() >= kMostConnections)) return;
                                                if (send_at_once(socket, answer)) add(peer, std::move(socket));
                                              });
 }
@@ -697,8 +703,8 @@ void Mesh::break_off() {
   is_broken_ = true;
   for (auto& link : links_)
     if (link)
-      for (auto& lane : link->lanes)
-        if (lane->socket) ::shutdown(lane->socket.get(), SHUT_RDWR);
+      for (auto& connection : link->connections)
+        if (connection->socket) ::shutdown(connection->socket.get(), SHUT_RDWR);
   if (!changed_ || !wake_) return;  // in a forked child; shut before
   wake();
   changed_->notify_all();

@@ -4,9 +4,9 @@
 // meanwhile, asleep in epoll while nothing can be done. Sending and receiving never wait for each other, so two ranks
 // that both send megabytes do not block. Connections are made when two ranks first need one.
 //
-// A link to a peer is one TCP connection on a LAN and several, its lanes, over a long line, which one connection does
-// not fill. Whichever lane has room takes the next message; the receiver puts a stream's messages in order by their
-// numbers. A lane that breaks while others live hands them what the peer's kernel had not acknowledged.
+// A link to a peer is one TCP connection on a LAN and several over a long line, which one does
+// not fill. Whichever connection has room takes the next message; the receiver puts a stream's messages in order by
+// their numbers. A connection that breaks while others live hands them what the peer's kernel had not acknowledged.
 #pragma once
 
 #include <condition_variable>
@@ -25,13 +25,13 @@
 namespace gradwire::wire {
 
 // How a rank uses the lines to its peers. By itself: one connection and the system's congestion control where a round
-// trip takes less than kLongTrip, else kLanes of them, with "bbr" where the kernel has it.
+// trip takes less than kLongTrip, else kConnections of them, with "bbr" where the kernel has it.
 struct Lines {
-  std::size_t n_lanes = 0;  // connections to a peer; 0: by its round trip
-  std::string congestion;   // the kernel's name of a congestion control; empty: by the round trip
+  std::size_t n_connections = 0;  // connections to a peer; 0: by its round trip
+  std::string congestion;         // the kernel's name of a congestion control; empty: by the round trip
 };
 inline constexpr std::chrono::milliseconds kLongTrip{3};
-inline constexpr std::size_t kLanes = 8, kMostLanes = 64;
+inline constexpr std::size_t kConnections = 8, kMostConnections = 64;
 
 // What has come: the message, from whom, and how long its bytes took once the first of them could be on their way.
 struct Arrival {
@@ -58,7 +58,7 @@ class Mesh {
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
   // Of the link that has most.
-  std::size_t n_lanes();
+  std::size_t n_connections();
   // All other ranks; each begins with its right neighbour, so that not all send to the same one at once.
   std::vector<int> others() const {
     std::vector<int> ranks;
@@ -113,19 +113,19 @@ class Mesh {
     }
   };
   struct Link;
-  struct Lane {
+  struct Connection {
     Link* link;
     std::size_t index;
     Descriptor socket;
     std::deque<Outgoing> queue;           // what it sends, the first one begun
-    std::deque<Outgoing> unacknowledged;  // in the kernel's hands; kept where another lane could send them again
+    std::deque<Outgoing> unacknowledged;  // in the kernel's hands; kept where another connection could send them again
     RawHeader raw_header{};
     std::size_t n_header = 0;  // bytes of it that are there
     Header header{};
     bool is_parked = false;          // its header is there, its stream not yet open
     std::optional<Message> message;  // whose body is being read
     std::size_t n_body = 0;
-    bool is_repeated = false;  // the message has come by another lane
+    bool is_repeated = false;  // the message has come by another connection
     bool has_stopped = false;  // nothing can be sent any more
     bool has_ended = false;    // nothing comes any more either
     bool is_hung = false;      // over, but for what has come and is not read yet
@@ -134,17 +134,17 @@ class Mesh {
   };
   struct Link {
     int peer;
-    std::vector<std::unique_ptr<Lane>> lanes;
-    std::deque<Outgoing> queue;  // which no lane has taken yet
+    std::vector<std::unique_ptr<Connection>> connections;
+    std::deque<Outgoing> queue;  // which no connection has taken yet
     std::string end;             // why it is over, if it is
     bool has_ended = false;
-    std::size_t next_lane = 0, n_wanted = 1;
+    std::size_t next_connection = 0, n_wanted = 1;
     Progress in{}, out{};
     Clock::time_point free_since{};  // when what came before the present message was there
-    Clock::time_point tried{};       // when a lost lane was last made anew
+    Clock::time_point tried{};       // when a lost connection was last made anew
     std::size_t n_unsent() const;
     std::size_t n_alive() const;
-    bool has_one_lane() const { return lanes.size() == 1 && n_wanted == 1; }
+    bool has_one_connection() const { return connections.size() == 1 && n_wanted == 1; }
   };
   struct Stream {
     Facts facts;
@@ -156,23 +156,24 @@ class Mesh {
     std::vector<Clock::time_point> waiting_since;  // by peer, of receive_any
   };
   using Lock = std::unique_lock<std::mutex>;
-  static constexpr std::uint64_t kWakeUp = UINT64_MAX;  // what epoll says of wake_; of a lane its peer and its number
+  static constexpr std::uint64_t kWakeUp =
+      UINT64_MAX;  // what epoll says of wake_; of a connection its peer and its number
 
   void add(int peer, Descriptor socket);
   void meet(Lock& lock, int peer);
-  void add_lanes(Lock& lock, int peer, std::size_t n);
+  void add_connections(Lock& lock, int peer, std::size_t n);
   // A connection whose two ends are sure of each other; the index-th pair of interfaces has it.
   Descriptor reach(int peer, const Endpoints& endpoints, std::size_t index, Clock::duration patience);
   Stream& stream_of(std::uint32_t number);
-  void begin_message(Lane& lane);
-  void begin_body(Lane& lane, Stream& stream);
-  void deliver(Lane& lane, Stream& stream);
-  void read(Lane& lane);
+  void begin_message(Connection& connection);
+  void begin_body(Connection& connection, Stream& stream);
+  void deliver(Connection& connection, Stream& stream);
+  void read(Connection& connection);
   void send_queued(Link& link);
-  void write(Lane& lane);
-  void forget_acknowledged(Lane& lane);
-  void end(Lane& lane, const std::string& why, bool may_have_more = false);
-  void watch(Lane& lane);
+  void write(Connection& connection);
+  void forget_acknowledged(Connection& connection);
+  void end(Connection& connection, const std::string& why, bool may_have_more = false);
+  void watch(Connection& connection);
   void wake();
   void throw_if_broken() const;
   [[noreturn]] void lose(int peer, const std::string& what, Clock::time_point started) const;

@@ -263,10 +263,10 @@ def interface_address(name: str) -> str: ...
 class Mesh:
     """One rank's connections; see native/wire/mesh.hpp. Facts: configuration, layout, step, bucket."""
 
-    # hosts: addresses of its network interfaces; n_lanes: connections to a peer, 0 by the round trip; congestion: a name of
-    # the kernel's, "" by the round trip.
+    # hosts: addresses of its network interfaces; n_connections: to a peer, 0 by the round trip; congestion: a name of the
+    # kernel's, "" by the round trip.
     def __init__(
-        self, rank: int, world_size: int, hosts: Sequence[str], timeout_s: float, n_lanes: int, congestion: str
+        self, rank: int, world_size: int, hosts: Sequence[str], timeout_s: float, n_connections: int, congestion: str
     ) -> None: ...
     @property
     def endpoints(self) -> list[tuple[str, int]]: ...
@@ -284,7 +284,7 @@ class Mesh:
     @property
     def bytes_held(self) -> int: ...
     @property
-    def n_lanes(self) -> int: ...
+    def n_connections(self) -> int: ...
 
 # origin, block (None: the head came alone), bytes of the body, bytes passed on, what the origin has received of this rank
 # and how many us that took, seconds until it needs each block, its ceiling in bits, blocks that it has ended, ns of the

@@ -42,7 +42,8 @@ import os, signal, sys, time
 if "--catch" in sys.argv:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
 print(os.getpid(), flush=True)
-time.sleep(100)
+while True:  # a signal just before one long sleep would be heard after it
+    time.sleep(0.1)
 """
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import gradwire
 from gradwire import schemes
+from gradwire.wire import rendezvous
 from gradwire.wire.communicator import Communicator
 from ranks import agree, on_ranks
 from small_training import MakeOptimizer, Training, adamw
@@ -101,3 +102,10 @@ def test_communicator_may_be_closed_at_once(rank: int, world_size: int) -> None:
     """A rank that closes at once leaves nobody behind who still connects to it or to others."""
     for _ in range(40):
         Communicator(timeout_s=100).close()
+
+
+def test_a_version_that_says_otherwise_where_it_listens_is_named() -> None:
+    store = dist.HashStore()
+    store.set("1", "4711 10.0.0.2")
+    with pytest.raises(gradwire.IncompatibleVersion, match="rank 1 says otherwise where it listens: install the same"):
+        rendezvous._read_endpoints(store, 1)

@@ -102,8 +102,10 @@ def test_strangers_are_closed_within_a_second_and_do_no_harm() -> None:
         assert closes_within_a_second(introduce(made[0].endpoints[0], b"wrong" + SECRET[5:]))
         for rank, peer in ((2, 0), (0, 0), (1, 1)):  # who knows the secret but is nobody
             assert closes_within_a_second(introduce(made[0].endpoints[0], SECRET, rank, peer))
-        more = [introduce(made[0].endpoints[0], SECRET) for _ in range(63)]  # who is there already has another lane
-        assert made[0].n_lanes == 64
+        more = [
+            introduce(made[0].endpoints[0], SECRET) for _ in range(63)
+        ]  # who is there already has another connection
+        assert made[0].n_connections == 64
         assert closes_within_a_second(introduce(made[0].endpoints[0], SECRET))
         for connection in more:
             connection.close()
@@ -362,7 +364,7 @@ def test_a_thousand_meshes_leave_nothing_behind() -> None:
         assert held() == before
 
 
-# ---- several lanes
+# ---- several connections
 
 
 def sockets_between(made: list[_native.Mesh]) -> list[int]:
@@ -416,18 +418,18 @@ def exchange(made: list[_native.Mesh], n_messages: int, most_bytes: int, meanwhi
     assert at_once(*[lambda call=call, rank=rank: call(rank) for call, rank in calls]) == [None] * 4
 
 
-@pytest.mark.parametrize("n_lanes", [1, 2, 8])
-def test_messages_are_in_order_whatever_lane_brings_them(n_lanes: int) -> None:
-    with meshes(n_lanes=n_lanes, timeout_s=30) as made:
+@pytest.mark.parametrize("n_connections", [1, 2, 8])
+def test_messages_are_in_order_whatever_connection_brings_them(n_connections: int) -> None:
+    with meshes(n_connections=n_connections, timeout_s=30) as made:
         open_all(made)
-        assert [mesh.n_lanes for mesh in made] == [n_lanes] * 2
+        assert [mesh.n_connections for mesh in made] == [n_connections] * 2
         exchange(made, 300, 200_000, lambda number: None)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_lanes_that_break_lose_nothing_while_one_lives(seed: int) -> None:
+def test_connections_that_break_lose_nothing_while_one_lives(seed: int) -> None:
     draw = random.Random(seed)
-    with meshes(n_lanes=8, timeout_s=30) as made:
+    with meshes(n_connections=8, timeout_s=30) as made:
         open_all(made)
         breaks = dict(zip(sorted(draw.sample(range(200), 7)), draw.sample(sockets_between(made), 7), strict=True))
 
@@ -439,25 +441,25 @@ def test_lanes_that_break_lose_nothing_while_one_lives(seed: int) -> None:
                 reset(breaks[number])
 
         exchange(made, 200, 300_000, break_one)
-        assert all(1 <= mesh.n_lanes < 8 for mesh in made)
+        assert all(1 <= mesh.n_connections < 8 for mesh in made)
 
 
-def test_broken_lanes_are_made_anew_and_a_peer_is_lost_with_its_last_one() -> None:
-    with meshes(n_lanes=4, timeout_s=30) as made:
+def test_broken_connections_are_made_anew_and_a_peer_is_lost_with_its_last_one() -> None:
+    with meshes(n_connections=4, timeout_s=30) as made:
         open_all(made)
         for descriptor in sockets_between(made)[:3]:
             reset(descriptor)
         alive = []
-        exchange(made, 20, 100_000, lambda number: alive.append(made[0].n_lanes))
+        exchange(made, 20, 100_000, lambda number: alive.append(made[0].n_connections))
         assert min(alive) < 4
         deadline = time.monotonic() + 20 * patience()
         streams = itertools.count(STREAM + 4, 2)
-        while made[0].n_lanes < 4 and time.monotonic() < deadline:
+        while made[0].n_connections < 4 and time.monotonic() < deadline:
             time.sleep(0.1)
             stream = next(streams)
             opens = [functools.partial(mesh.open, stream, FACTS, MAX_BYTES, [1 - r]) for r, mesh in enumerate(made)]
             assert at_once(*opens) == [None] * 2
-        assert [mesh.n_lanes for mesh in made] == [4, 4]
+        assert [mesh.n_connections for mesh in made] == [4, 4]
         made[1].shut()
         (heard,) = at_once(lambda: made[0].receive_any(STREAM + 2, [1]))
         assert_lost(heard, "closed the connection")

@@ -333,7 +333,7 @@ class Communicator:
     @property
     def n_streams(self) -> int:
         """TCP connections to the peer that has most; 0 before the first exchange and once closed."""
-        return 0 if self._mesh is None else self._mesh.n_lanes
+        return 0 if self._mesh is None else self._mesh.n_connections
 
     # ---- failure
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire import _native
-from gradwire.errors import InvalidArgument
+from gradwire.errors import IncompatibleVersion, InvalidArgument
 
 # The first that is set names the interfaces that this rank listens on. The second is Gloo's own.
 INTERFACE_VARIABLES = ("GRADWIRE_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -93,20 +93,33 @@ def meet(
         all_gather: what says that every rank has written to the store; it fails where one does not.
     Raises: InvalidArgument, and whatever `all_gather` raises.
     """
-    mesh = _native.Mesh(rank, world_size, own_addresses(store), timeout_s, _n_lanes(), os.environ.get(CONGESTION, ""))
+    mesh = _native.Mesh(
+        rank, world_size, own_addresses(store), timeout_s, _n_connections(), os.environ.get(CONGESTION, "")
+    )
     with contextlib.ExitStack() as undo:
         undo.callback(mesh.shut)
         if rank == 0:
             store.set("secret", secrets.token_hex(_native.MESH_SECRET_BYTES))
         store.set(str(rank), json.dumps(mesh.endpoints))
         all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
-        endpoints = [json.loads(store.get(str(peer))) for peer in range(world_size)]
+        endpoints = [_read_endpoints(store, peer) for peer in range(world_size)]
         mesh.join(endpoints, bytes.fromhex(store.get("secret").decode()))
         undo.pop_all()
     return mesh
 
 
-def _n_lanes() -> int:
+def _read_endpoints(store: Any, peer: int) -> list[Any]:
+    """Where `peer` listens. Raises: IncompatibleVersion."""
+    try:
+        endpoints: list[Any] = json.loads(store.get(str(peer)))
+    except ValueError as error:
+        raise IncompatibleVersion(
+            f"rank {peer} says otherwise where it listens: install the same gradwire on every host"
+        ) from error
+    return endpoints
+
+
+def _n_connections() -> int:
     """Connections to each peer; 0: by its round trip. Raises: InvalidArgument."""
     given = os.environ.get(STREAMS) or "0"
     if not given.isdecimal() or not 0 <= int(given) <= MOST_STREAMS:

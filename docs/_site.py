@@ -4,8 +4,6 @@ Pages are written to be read in the repository too, with links from file to file
 made of that file: prose as it is, code with line numbers. A link to a file that there is not stops the build.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

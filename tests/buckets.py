@@ -1,7 +1,5 @@
 """A scheme at work on buckets made by hand: no DDP, so that a test chooses every gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

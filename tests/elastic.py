@@ -1,7 +1,5 @@
 """Ranks that come and go, each a process of its own (tests/distributed/elastic_rank.py), at a lighthouse of torchft's."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

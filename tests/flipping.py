@@ -1,7 +1,5 @@
 """A relay between two real ranks that flips one bit on its way."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Encodes and decodes by any codec, on every instruction set, and makes values that show it every kind of float."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator

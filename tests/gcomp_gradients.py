@@ -1,7 +1,5 @@
 """Made-up gradients that show a GComp codec every kind of value. Bit patterns, so that NaNs survive."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """GComp messages written one bit and one value at a time, from docs/format.md alone: what the codec is compared with."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What gradwire logs in a rank's process, where pytest's caplog is not."""
 
-from __future__ import annotations
-
 import logging
 
 

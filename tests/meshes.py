@@ -1,7 +1,5 @@
 """The native engine's connections, between ranks that are threads of one process."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

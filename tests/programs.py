@@ -1,7 +1,5 @@
 """Programs that a test runs to their end."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

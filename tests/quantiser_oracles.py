@@ -1,7 +1,5 @@
 """The quantisers by their definitions, in numpy; messages are compared with them field by field."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

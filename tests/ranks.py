@@ -3,8 +3,6 @@
 Ranks are forked from a server that has imported torch, gradwire and pytest once, so that a rank starts in milliseconds.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import gc

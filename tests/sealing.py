@@ -1,7 +1,5 @@
 """Numbers in messages, and the program that makes checksums right again, as a liar would."""
 
-from __future__ import annotations
-
 import functools
 import struct
 from collections.abc import Callable

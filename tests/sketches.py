@@ -1,7 +1,5 @@
 """Count sketches of several ranks in one process: their sums are made here instead of by an aggregator."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence

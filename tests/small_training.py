@@ -1,7 +1,5 @@
 """One rank's small training behind DDP, by itself or with a scheme attached, as the tests of schemes make it."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math
@@ -132,7 +130,7 @@ class Training:
                 one.step()
         return losses
 
-    def after(self, steps: Iterable[int]) -> Training:
+    def after(self, steps: Iterable[int]) -> "Training":
         """Itself, these steps later."""
         self.take_steps(steps)
         return self
@@ -169,7 +167,7 @@ class Training:
         file.seek(0)
         return tuple(torch.load(file, weights_only=True))
 
-    def load(self, state: tuple[Any, ...]) -> Training:
+    def load(self, state: tuple[Any, ...]) -> "Training":
         model, *optimizers, attachment = copy.deepcopy(state)
         self.ddp.module.load_state_dict(model)
         for one, own in zip(self.optimizers, optimizers, strict=True):

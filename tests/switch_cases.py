@@ -1,7 +1,5 @@
 """A switch in a thread, its clients in others, and a relay between them that loses, doubles, holds and damages packets."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import select
@@ -47,7 +45,7 @@ class Serving:
         self._thread.join()
         self.server = None
 
-    def __enter__(self) -> Serving:
+    def __enter__(self) -> "Serving":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -129,7 +127,7 @@ class Relay:
             with contextlib.suppress(OSError):
                 send()
 
-    def __enter__(self) -> Relay:
+    def __enter__(self) -> "Relay":
         self._thread.start()
         return self
 

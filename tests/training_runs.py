@@ -1,7 +1,5 @@
 """Training runs with everything that scripts do around an optimizer, to be compared between DDP and a scheme."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable

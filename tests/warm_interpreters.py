@@ -5,8 +5,6 @@ fixture `warm_interpreters`, every `python -m ...` and `python SCRIPT ...` that 
 forked (see `warm/`). Tests whose subject is a process itself do without: signals, groups, what is imported when.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

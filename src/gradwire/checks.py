@@ -1,7 +1,5 @@
 """Checks of options and numbers: each returns the value, or says what it has to be."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from typing import TypeVar

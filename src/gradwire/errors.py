@@ -3,8 +3,6 @@
 docs/errors.md lists each error with its causes and cures.
 """
 
-from __future__ import annotations
-
 
 class GradwireError(Exception):
     """Base of all errors that gradwire raises on purpose."""

@@ -5,8 +5,6 @@ error never travels through a bucket's future, which completes with whatever the
 type, by `close_pass`, where the door's training thread can take it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Things with names and options: `NAME:option=value` is read, and a wrong name or option is answered by those there are."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import inspect

@@ -7,8 +7,6 @@ When not to use this: to be fast. Without the hardware an emulated switch is a p
 is there to prove on the wire that sketches and indices need nothing but integer sums and ORs.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

@@ -3,8 +3,6 @@
 A rule has no exceptions, or a list of them that may only shrink: one that is no longer needed fails its test too.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

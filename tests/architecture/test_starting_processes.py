@@ -1,7 +1,5 @@
 """How tests start processes: one that begins warm is, to whoever starts it, what a fresh interpreter is."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Small gradient files in the format of the benchmarks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

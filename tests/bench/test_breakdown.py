@@ -1,7 +1,5 @@
 """The breakdown of a step (ACP-SGD's Figs. 3 and 8): its parts add up, and compression is what the recorder saw."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The catalogue: every experiment is one that its measure takes, every figure of the papers has its place."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """`bench codec`: flat records with stable fields, every round trip judged, bad names and files refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is reckoned from shapes is what the library sends: every computed table beside live bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

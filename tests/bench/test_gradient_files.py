@@ -1,7 +1,5 @@
 """Any file of the format loads; every other one is refused with the name of what is wrong or missing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Measures that are commands: what is called, and which cell each of its records is of."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

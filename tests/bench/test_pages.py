@@ -1,7 +1,5 @@
 """From records to pages: what is rendered is what is checked, other pages' tables stand between marks."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

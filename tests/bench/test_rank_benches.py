@@ -1,7 +1,5 @@
 """`bench allreduce` and `bench train` on real ranks: the promised records, verified and counted."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Results that were written stay, whatever happens to the disk or the process afterwards."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a command cannot do it says in one line, before anything runs."""
 
-from __future__ import annotations
-
 import pytest
 
 from gradwire_lab.cli import main

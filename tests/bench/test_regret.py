@@ -1,7 +1,5 @@
 """What auto loses: the figures of a run, from known step times; and a run of ranks."""
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

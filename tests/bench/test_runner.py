@@ -1,7 +1,5 @@
 """The runner measures every run once, keeps what the store has, and goes on where it stopped."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json

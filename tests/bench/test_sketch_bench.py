@@ -1,7 +1,5 @@
 """Sketches as measures: sizes obey the paper's bound, what is measured has a record a cell."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SlimGC's figures: what overlap could gain at most, what hides behind what, settling, and the report's threshold table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

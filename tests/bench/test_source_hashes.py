@@ -1,7 +1,5 @@
 """A record's digest changes with the files that it depends on, and with no others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

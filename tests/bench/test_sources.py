@@ -1,7 +1,5 @@
 """Gradients for the all-reduce: any process makes any rank's, and sparse ones have the density that was asked for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What is made of records: paired differences, ratios, noise that nothing is claimed in, and goals."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

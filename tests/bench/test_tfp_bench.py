@@ -1,7 +1,5 @@
 """Quantisers at equal bits: errors as float64 gives them, training that means what it says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

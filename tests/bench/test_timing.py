@@ -1,7 +1,5 @@
 """Methods take turns, warm-up is dropped, and a sample is long enough."""
 
-from __future__ import annotations
-
 import pytest
 
 from gradwire_lab.bench.driver import Task, Timing, time_interleaved

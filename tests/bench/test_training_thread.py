@@ -1,7 +1,5 @@
 """The bare quantiser on the training thread: the mean it takes, and what it keeps; SlimGC's probes count to their step."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

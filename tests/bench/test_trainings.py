@@ -1,7 +1,5 @@
 """Trainings as measures: trained once and found again, and what is told of them follows from their records."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

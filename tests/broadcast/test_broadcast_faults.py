@@ -1,7 +1,5 @@
 """What goes wrong ends in an error with its own type on every rank, within the time limit."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable

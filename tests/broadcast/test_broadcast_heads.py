@@ -1,7 +1,5 @@
 """Heads say exactly what docs/format.md says, and nothing that was altered passes for one. The peer is written here."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The broadcast schemes: the same bits on every rank, DDP's bits where nothing is left out, and resumable state."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

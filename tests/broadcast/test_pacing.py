@@ -1,7 +1,5 @@
 """How many bits a rank sends, from injected times and acknowledgements: no network, no clock."""
 
-from __future__ import annotations
-
 import pytest
 
 from gradwire.errors import InvalidArgument
@@ -46,7 +44,7 @@ class Rig:
             self.at(0.1)
         return bits
 
-    def warm(self) -> Rig:
+    def warm(self) -> "Rig":
         for _ in range(2):
             self.run_backward()
             self.run_forward()

@@ -1,7 +1,5 @@
 """`python -m campaign`: run, go on with, show again or sum up a campaign; `make campaign` sets the paths."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

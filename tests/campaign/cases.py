@@ -1,7 +1,5 @@
 """Cases by name: KIND:SEED:NUMBER stands for everything that is drawn, on any machine."""
 
-from __future__ import annotations
-
 import random
 import time
 import traceback
@@ -30,7 +28,7 @@ class Case(NamedTuple):
     number: int
 
     @classmethod
-    def parse(cls, text: str) -> Case:
+    def parse(cls, text: str) -> "Case":
         """Raises: ValueError."""
         kind, seed, number = text.split(":")
         if kind not in KINDS:

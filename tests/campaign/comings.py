@@ -4,8 +4,6 @@ Nobody hangs, each process ends as it should, all that are in an exchange hold t
 round at most for each death.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter

@@ -4,8 +4,6 @@ The harm comes to one rank (or two) at a drawn step of a drawn training. What is
 NaN on one rank, an error that all ranks catch and recover from) has to end well.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """What a case may end in, and the checks that every kind needs."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -4,8 +4,6 @@ Checked: nothing ends that DDP alone would train (a refusal by all ranks aside);
 promises it; what must not matter (a default dtype, threads and descriptors of earlier folds) does not.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -6,8 +6,6 @@ the right checksum, so that what lies behind it is reached; they are made here f
 checksum lies in the header, and for all native decoders under the sanitizers by fuzz/.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

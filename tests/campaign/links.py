@@ -4,8 +4,6 @@ What is short is ridden out with equal bits; what lasts is a typed error on ever
 victim is rank 0 the store is out of reach, or gone, too. Needs the right to make network namespaces.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

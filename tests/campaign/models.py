@@ -1,7 +1,5 @@
 """Models, gradients and optimizers for drawn trainings; gradients at the ends of their ranges too."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

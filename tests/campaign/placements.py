@@ -4,8 +4,6 @@ The device (tests/device) runs everything late and in its streams' order, so tha
 bits. Checked: the bits of the CPU (near, where three ranks and more add floats), and the same bits on all ranks.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys

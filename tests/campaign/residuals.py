@@ -4,8 +4,6 @@ Looked at is the mean over the ranks of what is left out, which is what training
 rank grow, and their mean does not.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

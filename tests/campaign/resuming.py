@@ -4,8 +4,6 @@ A broken state is refused, or was not broken where it counts; after a refusal tr
 loaded.
 """
 
-from __future__ import annotations
-
 import io
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """Which schemes a campaign draws, with which options, and what each promises beyond equal replicas."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any

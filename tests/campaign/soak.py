@@ -3,8 +3,6 @@
 The first part of the steps fills what is allocated once; from then on nothing may grow.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import threading

@@ -1,7 +1,5 @@
 """The campaign can fail: a fault planted for each check is found, and without one the same case passes."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -4,8 +4,6 @@ Checked: the same bits on all ranks at every step; `plain` has the bits of DDP a
 that hold what is missing, where the scheme promises it. Schemes that own the step are looked at when they have taken it.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The quantisation metric follows the optimizer as it is now, and refuses what it does not know."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """An optimizer is known by its class's bases, its groups' options and its state's names; else it is unknown."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

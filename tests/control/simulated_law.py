@@ -1,7 +1,5 @@
 """Step times measured on a quiet machine, and the law as ranks run it on them: what tests of laws and models share."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

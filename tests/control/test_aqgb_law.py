@@ -1,7 +1,5 @@
 """AQGB's control law: the paper's worked examples, its bounds for every input, and the metrics of overlap."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

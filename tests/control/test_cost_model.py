@@ -1,7 +1,5 @@
 """The cost model against closed forms, against what was measured, and the ways it must not depend on anything."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

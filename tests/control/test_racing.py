@@ -1,7 +1,5 @@
 """The control law: simulated on measured step times, in random worlds, and case by case."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """The threshold law: the paper's table, its corrections, and what it refuses."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """A checkpoint that does not fit raises a typed error that says why, and changes nothing."""
 
-from __future__ import annotations
-
 import copy
 import io
 from typing import Any

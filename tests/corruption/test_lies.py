@@ -1,7 +1,5 @@
 """Messages that lie under right checksums, as an attacker would send them, are refused."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import zlib

@@ -1,8 +1,6 @@
 """A message that is not what it says gives a typed error, whatever codec reads it: no crash, no hang, nothing written
 beside the values."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """A preamble that is not what the others wrote names the field and the rank; nothing is read wrong."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A datagram that is not exactly a packet is foreign: nothing of it is used, and the switch goes on."""
 
-from __future__ import annotations
-
 import random
 import socket
 

@@ -1,7 +1,5 @@
 """Messages of every codec, and what a liar makes of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

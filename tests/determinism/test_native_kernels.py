@@ -1,7 +1,5 @@
 """Native kernels against their definitions: the same bits for every thread count and instruction set."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

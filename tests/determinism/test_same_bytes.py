@@ -1,8 +1,6 @@
 """What codecs and kernels compute has the same bytes for every thread count and instruction set, and where the process
 flushes subnormals."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator

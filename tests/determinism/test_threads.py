@@ -1,7 +1,5 @@
 """Threads change how long a step takes, never its bits; and a codec at work leaves Python to others."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The late device, compiled once and kept; without it the tests of this folder that need it are skipped, and say why."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import late

@@ -1,7 +1,5 @@
 """The kernels on the host: their source compiled with g++, block by block, threads in an order of the test's choosing."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import hashlib

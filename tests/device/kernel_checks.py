@@ -3,8 +3,6 @@
 Each `assert_*` compares one case, and raises AssertionError where it differs.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 It is compiled against the torch that is installed and kept in build/late-device, by the hash of what it is made from.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl
@@ -89,7 +87,7 @@ class LikeNccl(dist.ProcessGroup):
     Its values travel by Gloo. DDP's CPU tensors go to Gloo as well, as with the backend "cpu:gloo,cuda:nccl".
     """
 
-    made: ClassVar[list[LikeNccl]] = []
+    made: ClassVar[list["LikeNccl"]] = []
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)

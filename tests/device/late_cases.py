@@ -1,7 +1,5 @@
 """What the tests on the late device share: one training on the CPU or on the device, and the bits of its end."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """What no rank sends: messages that lie under right checksums, and elements; what kernels and the CPU's codecs say to them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple

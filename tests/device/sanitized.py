@@ -1,7 +1,5 @@
 """Run as a program, under the sanitizers: a family of kernels beside the CPU's code, and with lies, in an order of threads."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

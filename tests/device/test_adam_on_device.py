@@ -1,7 +1,5 @@
 """one-bit-adam and power-momentum on the late device: when a variance is frozen, what the host reads of it, as on the CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -1,7 +1,5 @@
 """`auto` on the late device: it chooses, switches, follows and resumes there and in host memory, with the CPU's bits."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -1,7 +1,5 @@
 """Schemes through a codec on the late device: what travels, messages that are not whole, and what is gcomp's own."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from unittest import mock

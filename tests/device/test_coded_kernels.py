@@ -1,7 +1,5 @@
 """Kernels of floats and GComp, run on the host: what they refuse, and of GComp's, every pattern of bits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

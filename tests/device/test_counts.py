@@ -3,8 +3,6 @@
 Nothing is computed: tensors have no memory ("meta"), and the kernels, operators and collectives that are asked for are counted.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

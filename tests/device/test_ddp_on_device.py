@@ -1,7 +1,5 @@
 """DDP's features with staged schemes on the late device, errors and deaths: the CPU's bits, or the CPU's errors."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
@@ -209,7 +207,7 @@ class OnTwoDevices(nn.Module):
         self.front, self.back = model[:3], model[3:].to(second)
         self.second = second
 
-    def to(self, device: torch.device) -> OnTwoDevices:  # type: ignore[override]
+    def to(self, device: torch.device) -> "OnTwoDevices":  # type: ignore[override]
         self.front.to(device)
         return self
 

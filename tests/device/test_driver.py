@@ -1,7 +1,5 @@
 """Kernels through the driver and NVRTC: both are stubs that launch on the emulator; and all that can be wrong with them."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`gradwire gpu check`: its sections on the late device, its honesty without a device, its record."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -1,7 +1,5 @@
 """Packed sums on the late device, of gradients that are sparse: the bits of the CPU, and what is not finite or was changed."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

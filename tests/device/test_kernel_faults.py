@@ -1,7 +1,5 @@
 """Kernels are clean under AddressSanitizer and UBSan, and a planted fault in them is seen in an order of threads."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

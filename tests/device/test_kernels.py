@@ -1,7 +1,5 @@
 """Kernels run on the host: the CPU codecs' bytes in every order of threads; and of the quantisers, what they refuse."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

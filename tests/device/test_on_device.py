@@ -1,7 +1,5 @@
 """Buckets reduced on the late device, by emulated kernels and the backend's collectives: the bits of the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

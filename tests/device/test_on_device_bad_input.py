@@ -1,7 +1,5 @@
 """Buckets on the late device: changed messages, ranks that die or disagree, full memory, planted faults."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

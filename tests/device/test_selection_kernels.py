@@ -1,7 +1,5 @@
 """The kernels that select elements, run on the host: what they refuse."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

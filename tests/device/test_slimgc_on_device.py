@@ -1,7 +1,5 @@
 """slimgc on the late device: its table by the device's own times, and what is not finite."""
 
-from __future__ import annotations
-
 import functools
 import time
 from pathlib import Path

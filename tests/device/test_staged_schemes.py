@@ -1,7 +1,5 @@
 """Every scheme trains on the late device, through host memory, and ends with the bits of its run on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Staging by itself, on a device that is as late as it can be: what it gives is right, and each planted fault is seen."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

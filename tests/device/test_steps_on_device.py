@@ -1,7 +1,5 @@
 """Steps on the late device: what a checkpoint holds, what the host asks and gives, and what the backend is asked for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """An `auto` with clocks of its own, for auto's tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

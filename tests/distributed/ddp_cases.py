@@ -1,7 +1,5 @@
 """What the tests of DDP's features share: a small model, batches that differ by rank, and one run per scheme."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """One rank that comes and goes: told what to do by JSON in its arguments, says by lines of JSON what it sees."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Four ranks as two nodes of two: FSDP2 inside a node. A model with odd sizes, so that shards are padded."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -131,7 +129,7 @@ class Sharded:
     def attach(self, scheme: Any = "plain", **options: Any) -> None:
         self.state = gradwire.attach(self.net, self.optimizer, scheme, **{"timeout_s": 20, **options})
 
-    def take_steps(self, steps: Iterable[int], n_parts: int = 1) -> Sharded:
+    def take_steps(self, steps: Iterable[int], n_parts: int = 1) -> "Sharded":
         """Of `n_parts` micro-batches each, or of three in a case of them."""
         n_parts = 3 if "micro" in self.case else n_parts
         for step in steps:
@@ -158,5 +156,5 @@ class Sharded:
     def shards(self) -> list[torch.Tensor]:
         return [parameter.to_local().detach().clone() for parameter in self.net.parameters()]
 
-    def has_bits_of(self, other: Sharded) -> bool:
+    def has_bits_of(self, other: "Sharded") -> bool:
         return all(bits_of(mine) == bits_of(theirs) for mine, theirs in zip(self.shards(), other.shards(), strict=True))

@@ -1,7 +1,5 @@
 """Schemes that reduce named tensors, and how: to the same bits, resumed with the same bits, or failing on all ranks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Nothing is allocated a step once warm: what whole processes ask of malloc, native threads and torch included."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """attach(): two lines in a script, and training goes on as DDP alone, or as PyTorch's own hook, would do it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What an attachment does between steps: refuse what it cannot serve, switch, resume, count."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """attach(ddp, optimizer): watching, trying, switching, and loops of every kind."""
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Under auto nothing ends that DDP trains, and auto may begin late: by a switch, or with a state loaded in mid-run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ring and direct: the mean over the ranks, the same bits everywhere, for any world, length, chunking and dtype."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

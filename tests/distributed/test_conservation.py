@@ -1,7 +1,5 @@
 """What is sent and what is left is what was given and what had been left: on the average over the ranks, in every step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every feature of DDP works with every scheme: the ranks agree, and lossless schemes train as DDP alone does."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """homomorphic from no gradient at all to a dense one and back, in one run: right sums, and bytes that follow the density."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LocalSgd with torchft's manager: ranks that die, leave and join at outer steps. Each rank is a process of its own."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

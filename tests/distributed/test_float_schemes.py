@@ -1,7 +1,5 @@
 """truncated-float and embedded-float in ring and direct: an oracle of every rounding, the same bits on all ranks."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """one-bit-adam against a transcription that knows all ranks, and the freeze in every situation."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """FSDP2 inside a node and gradwire between nodes: with `plain` the bits of native HSDP, whatever its policies."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

@@ -1,7 +1,5 @@
 """The scheme gcomp: near-lossless, the same bits on all ranks, tables that follow the gradients, state that resumes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The scheme homomorphic: whole sums on every rank, and the bytes it promises."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -1,7 +1,5 @@
 """The lane's order: one task after the other, except that one may go before what another has deferred, where it is in time."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

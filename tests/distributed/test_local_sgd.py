@@ -1,7 +1,5 @@
 """LocalSgd: DiLoCo as it would be written by hand, with any scheme."""
 
-from __future__ import annotations
-
 import copy
 import os
 import warnings
@@ -36,7 +34,7 @@ class Local:
         self.rank, self.net = rank, nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 5))
         self.optimizer = torch.optim.AdamW(self.net.parameters(), 2e-3)
 
-    def start(self, scheme: Any = "plain", every: int = EVERY, *outer: Any, **options: Any) -> Local:
+    def start(self, scheme: Any = "plain", every: int = EVERY, *outer: Any, **options: Any) -> "Local":
         self.loop = gradwire.LocalSgd(self.net, self.optimizer, scheme, every, *outer, **{"timeout_s": 100, **options})
         return self
 

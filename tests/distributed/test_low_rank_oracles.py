@@ -1,7 +1,5 @@
 """ACP-SGD and Power-SGD against float64 transcriptions of their algorithms, and power-sgd beside PyTorch's own hook."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

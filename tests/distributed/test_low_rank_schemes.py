@@ -1,7 +1,5 @@
 """acp-sgd, power-sgd and power-sgd-overlap under DDP: their options, states, factors, and what they say."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

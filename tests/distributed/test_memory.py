@@ -1,7 +1,5 @@
 """The memory promise: at most twice the largest bucket beyond DDP's own, nothing allocated once warm, no growth."""
 
-from __future__ import annotations
-
 import gc
 import resource
 import time

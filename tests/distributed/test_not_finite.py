@@ -1,7 +1,5 @@
 """One rule for what is not finite: all ranks get NaN for the message that it was in, and the step leaves no state."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """A state for all ranks, saved at 4 and loaded at 4, 5, 3 and 2: what the steps after it come to, against float64."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -1,7 +1,5 @@
 """A codec of one's own is one class: here sign, exponent and 3 bits of the mantissa. It works in host memory, in any `Ring`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

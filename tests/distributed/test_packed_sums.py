@@ -1,7 +1,5 @@
 """homomorphic's packed sums against brute force: the backend's own sum of the values under the union's mask, bit by bit."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """power-momentum: its float64 transcription, the momentum that is conserved, and what its state is good for."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from typing import Any

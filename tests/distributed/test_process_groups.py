@@ -1,7 +1,5 @@
 """Several models and several process groups at once do not get in each other's way."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

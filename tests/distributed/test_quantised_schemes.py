@@ -1,7 +1,5 @@
 """one-bit, two-bit and qsgd among ranks: push, sum at the owner, pull, against a transcription that knows all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """gradwire.Reducer: named tensors to their means, without DDP."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

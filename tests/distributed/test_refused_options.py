@@ -1,7 +1,5 @@
 """What no scheme can serve is refused when it is made, with words that name the option, or what it does not go with."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torchrun starts ranks again after one has died: the second life goes on from the saved state, with any number of ranks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """exempt= and only=: what is named travels plainly, by name, in quantising and low-rank schemes alike."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Muon for matrices and AdamW for the rest: `attach(ddp, [muon, adamw])` trains as DDP does, and says what it cannot know."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """FSDP2's own collectives: weights bit for bit in fewer bytes, gradients by a scheme, whatever FSDP2 is asked for."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """sign-sgd and top-k: against their definitions in torch; these, the quantisers and low rank train under DDP."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

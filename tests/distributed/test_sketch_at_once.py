@@ -1,7 +1,5 @@
 """homomorphic's float sketches: index and cells in one aggregation, as soon as the last steps tell how large they are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

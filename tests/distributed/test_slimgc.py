@@ -1,7 +1,5 @@
 """SlimGC: what it conserves, what ranks agree on, and how the threshold table comes about."""
 
-from __future__ import annotations
-
 import functools
 import io
 import itertools

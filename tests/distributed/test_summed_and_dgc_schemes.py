@@ -1,7 +1,5 @@
 """terngrad and thc, whose integers are summed, and dgc: against transcriptions that know all ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The aggregator `switch` between real ranks: exact integers, counted bytes, and errors that reach every rank."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Two levels: sums inside a node, any scheme between nodes; the same bits on all ranks, each value out of a node once."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

@@ -1,7 +1,5 @@
 """Plain first steps: as many as told, or as the optimizer suggests, then compressed, on all ranks alike."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """README, its neighbours and docs/, as text: what the tests of pages share."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

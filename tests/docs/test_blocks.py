@@ -1,7 +1,5 @@
 """Every block on a page is run: Python in two ranks, commands in a folder of their own, shortened; or says here why not."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The messages that users meet first say what is wrong, where, and what to do next: each is provoked as a user would."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

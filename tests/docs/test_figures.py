@@ -15,8 +15,6 @@ and with a record: "over": {...} or "over_field": ... divides the number of that
 numbers, "second" is the source of the other one.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

@@ -1,7 +1,5 @@
 """The page of formats says what the code writes: magic, version and length of every header."""
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Callable

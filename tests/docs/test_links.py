@@ -1,7 +1,5 @@
 """What a page points at is there: files, headings, commands with their options, names in the code, tests and modules."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -3,8 +3,6 @@
 The files' form is checked by `make lint` against GitHub's schema; this is what a schema cannot know.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

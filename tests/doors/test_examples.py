@@ -1,7 +1,5 @@
 """Every example runs as its first lines say; frameworks resume from their own checkpoints with the same bits."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """One process: a script for several ranks runs unchanged, and an attachment takes no part in what is forked from it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

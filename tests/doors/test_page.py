@@ -1,7 +1,5 @@
 """docs/doors.md and README's lines beyond DDP: their code runs as it is written (commands: tests/netlab)."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A process group "gradwire" and `gradwire.all_reduce`: what torch.distributed is asked for goes through a scheme."""
 
-from __future__ import annotations
-
 import os
 import threading
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Which scheme works behind which door: the table of docs/doors.md, and every cell of it tried."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

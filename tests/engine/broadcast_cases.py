@@ -1,7 +1,5 @@
 """Trainings through the broadcast schemes whose results and bytes must never change, whatever moves the messages."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

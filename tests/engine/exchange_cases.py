@@ -1,7 +1,5 @@
 """Reductions whose results and bytes must never change, whatever moves the messages."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

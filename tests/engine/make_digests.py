@@ -1,7 +1,5 @@
 """Write both files of digests anew: only where results or messages are meant to change."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Connections: who is let in, what a peer may not say, and what is left when it is gone. Ranks are threads here."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Results and messages are those of the exchanges that the engine replaced, bit for bit and byte for byte."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

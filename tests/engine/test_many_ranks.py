@@ -1,7 +1,5 @@
 """64 ranks on one machine, and 1,000 attachments one after the other: what each rank holds then. `pytest -m slow` runs it."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -4,8 +4,6 @@ The last message of a sum and its mean are made in one pass (native/exchange/cod
 owns the part; every other rank decodes the message. Ranks are threads here.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

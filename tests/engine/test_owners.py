@@ -1,7 +1,5 @@
 """Broadcast through owners: the sum that the format's words give, the same on every rank, and what is left out kept."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@
 result and no byte must leave the file as it is.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Results and bytes of every scheme are those that were stored: what is only moved or written anew moves no bit."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Whatever goes wrong on one rank, every surviving rank gets a typed error that says what and where; nothing hangs."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """However a script ends, its processes end: without close(), after an exception, on Ctrl-C, in the middle of a step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Errors name ranks by their number among all, and what is refused or fails leaves nothing behind."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A switch or a rank that dies, is restarted, leaves or disagrees: a typed error that says so, on every rank, in time."""
 
-from __future__ import annotations
-
 import socket
 import time
 from functools import partial

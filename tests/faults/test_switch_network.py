@@ -1,7 +1,5 @@
 """A network that loses, doubles, reorders and damages packets costs time, never a bit of a result."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -5,8 +5,6 @@ python tests/golden/golden_files.py VERSION
 Run once, with the new version's rows in FILES; a file that exists is never written again.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Messages of every released format version stay readable, and are still written byte for byte."""
 
-from __future__ import annotations
-
 import golden_files as golden
 import pytest
 import torch

@@ -6,8 +6,6 @@ killed is undone by `git checkout src`. What survives is printed with its place,
 change without effect, which EQUAL names with the reason.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

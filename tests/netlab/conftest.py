@@ -1,7 +1,5 @@
 """Whether this machine can have a lab: tests marked `root` are skipped, with the reason, where it cannot."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import tempfile

@@ -1,7 +1,5 @@
 """`gradwire bench run` of one small experiment of our own: two trainings of two ranks each, at the rates of argv[1]."""
 
-from __future__ import annotations
-
 import sys
 
 from gradwire_lab.cli import main

@@ -1,7 +1,5 @@
 """What the netlab tests share: the command line, ranks' commands, a look at the kernel's processes and namespaces."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

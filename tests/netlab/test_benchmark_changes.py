@@ -1,7 +1,5 @@
 """`bench train --then`: links that change in mid-run, for every method at the same step."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

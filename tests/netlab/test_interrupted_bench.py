@@ -1,7 +1,5 @@
 """What is interrupted ends at once and leaves no process, namespace or folder behind; a benchmark goes on where it was."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

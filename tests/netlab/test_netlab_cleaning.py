@@ -1,7 +1,5 @@
 """Nothing of a lab is left: after its end, Ctrl-C, SIGTERM, a killed owner, even with its network process."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from pathlib import Path

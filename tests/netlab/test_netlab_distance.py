@@ -1,7 +1,5 @@
 """Links with a distance: how they are written, what a round trip takes and how much is lost, as set and as changed."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What happens to a network in mid-run reaches torch.distributed as an error, on every rank, and never as a hang."""
 
-from __future__ import annotations
-
 import queue
 import time
 from pathlib import Path

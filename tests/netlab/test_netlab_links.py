@@ -1,7 +1,5 @@
 """Links hold their rates, are counted by the kernel, and can be changed, cut and mended in mid-run."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Several ranks behind one link, and what two levels save of it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

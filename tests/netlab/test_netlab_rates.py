@@ -1,7 +1,5 @@
 """Rates, networks and events as people and variables write them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Ranks get torchrun's variables, their output is forwarded, their ends are collected; no rights are needed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A lab with an aggregating switch: a host of its own, a link of its own, found by every rank."""
 
-from __future__ import annotations
-
 import json
 import signal
 

@@ -1,7 +1,5 @@
 """Without root: a lab in a user namespace where the kernel allows one, else loopback, and every result says which."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

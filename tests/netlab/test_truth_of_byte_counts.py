@@ -1,7 +1,5 @@
 """What gradwire says it has sent is what the kernel has sent, for every scheme there is."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`fuzz/run`, beside harnesses that only count: how far each one goes, and what is said of it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

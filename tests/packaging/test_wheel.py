@@ -1,7 +1,5 @@
 """The wheel that `make wheel` has built: installed where nothing of the sources is, it trains."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One machine with several GPUs: what its links are called, and what the arithmetic says of machines that others measured."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

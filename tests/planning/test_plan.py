@@ -1,7 +1,5 @@
 """Plans: tables that follow from what was measured, elsewhere and as JSON."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from typing import Any

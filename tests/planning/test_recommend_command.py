@@ -1,7 +1,5 @@
 """`gradwire recommend`: a user's own training by --entry, a saved plan read again, and what is refused before ranks start."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every supported optimizer with every option that changes its arithmetic, and the quantisation metric in float64."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable

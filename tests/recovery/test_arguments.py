@@ -1,7 +1,5 @@
 """What a codec is given wrongly raises a typed error that says what to do; what only looks unusual is taken."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Fewer bytes than bfloat16 and nearer the truth: gcomp with a fixed number of bits, on gradients of a real training."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Chunks of top-k: against a reading of the format value by value, in plain Python."""
 
-from __future__ import annotations
-
 import math
 import struct
 

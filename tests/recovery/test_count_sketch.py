@@ -1,7 +1,5 @@
 """Sums of count sketches give back the sum of the gradients: exactly in integers, to rounding in floats, always whole."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

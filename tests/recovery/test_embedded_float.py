@@ -1,7 +1,5 @@
 """Embedded floats: any first bits decode to the midpoint they stand for, any further bits refine, all bits are exact."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """GComp writes and reads exactly what docs/format.md says, for every kind of value."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

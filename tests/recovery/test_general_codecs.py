@@ -1,7 +1,5 @@
 """raw, zlib and zstd give back every bit, and so do the float codecs with all bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Huffman tables: optimal under their limit, deterministic, and able to code any exponent."""
 
-from __future__ import annotations
-
 import heapq
 
 import numpy as np

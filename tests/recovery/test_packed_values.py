@@ -1,7 +1,5 @@
 """Packing against torch's own masks; the same bytes on every level of instructions; sizes that do not fit are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

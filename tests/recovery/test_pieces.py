@@ -1,7 +1,5 @@
 """Groups of pieces: what the native call writes and reads is what the codec's own messages, one by one, are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The importance bytes say what the paper's table says, and what they let go of does not move the parameter."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

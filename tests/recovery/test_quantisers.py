@@ -1,7 +1,5 @@
 """Quantisers against their definitions in numpy: every value of every message, and what error feedback keeps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

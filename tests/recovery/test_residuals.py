@@ -1,7 +1,5 @@
 """Residuals conserve the gradient: to the bit through a bucket rebuild, to rounding through another world size."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Sequence
 from typing import Any

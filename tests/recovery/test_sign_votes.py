@@ -1,7 +1,5 @@
 """Sign words and their majority against a count of signs in torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

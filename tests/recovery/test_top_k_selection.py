@@ -1,7 +1,5 @@
 """Selection by histogram against torch.topk, and against the paper's search for a threshold in rounds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Truncated floats keep exactly the first bits; compact formats are those that torch knows; rounding is unbiased."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

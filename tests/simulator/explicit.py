@@ -1,7 +1,5 @@
 """An oracle: every flow and every link one by one, in exact arithmetic, without classes, groups or simpy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """The simulator against reality: records become predictions, and sizes its table."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

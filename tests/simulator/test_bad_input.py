@@ -1,7 +1,5 @@
 """What cannot be simulated is refused by name, before anything runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

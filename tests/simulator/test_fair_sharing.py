@@ -1,7 +1,5 @@
 """Links are shared max-min fairly: held against progressive filling flow by flow, in exact arithmetic."""
 
-from __future__ import annotations
-
 import random
 from fractions import Fraction
 

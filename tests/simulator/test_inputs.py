@@ -1,7 +1,5 @@
 """Models and clusters that a user brings: what files say is simulated, and what is wrong in them is named by line and field."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

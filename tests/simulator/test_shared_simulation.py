@@ -1,7 +1,5 @@
 """Workers simulated as one behave as they would one by one, bits are conserved, and a seed fixes everything."""
 
-from __future__ import annotations
-
 import math
 import sys
 

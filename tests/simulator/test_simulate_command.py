@@ -1,7 +1,5 @@
 """`gradwire simulate`: records, traces and plots are written, and hold what they say."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

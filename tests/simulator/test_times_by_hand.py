@@ -1,7 +1,5 @@
 """Times that follow from sizes and rates alone, computed by hand."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """`ahead=1` around any scheme: formula 8 in float64, nothing lost, the same bits after a resume, and what it refuses."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

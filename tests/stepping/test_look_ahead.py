@@ -1,7 +1,5 @@
 """Model backup: bit-identical to synchronous training where it must be, one step stale where it may be, never more."""
 
-from __future__ import annotations
-
 import math
 import os
 import threading

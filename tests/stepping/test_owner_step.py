@@ -1,7 +1,5 @@
 """update="owner": the same bits as the step on every rank, with a share of the optimizer's state on each."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

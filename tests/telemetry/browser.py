@@ -1,7 +1,5 @@
 """A headless Chromium over its debugging pipe (Chrome DevTools Protocol), with nothing but the standard library."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

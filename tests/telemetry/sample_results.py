@@ -1,7 +1,5 @@
 """Made-up results of the right shape, for the tests of the report. None of these figures was measured."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Traces are valid Chrome trace JSON at every moment: fields, nesting, order, and one clock after a merge."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

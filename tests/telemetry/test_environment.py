@@ -1,7 +1,5 @@
 """Results say where they were measured."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

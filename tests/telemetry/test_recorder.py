@@ -1,7 +1,5 @@
 """The recorder counts what happened, from any thread, and stays small."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import tracemalloc

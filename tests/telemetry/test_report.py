@@ -1,7 +1,5 @@
 """The report takes every kind of input, shows what is there, and names file and line of what is wrong."""
 
-from __future__ import annotations
-
 import html.parser
 import json
 import re

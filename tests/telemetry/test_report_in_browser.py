@@ -1,7 +1,5 @@
 """The report in a real browser: figures are drawn, nothing is cut off, the console is silent, nothing is fetched."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sinks: a JSONL log holds whole lines only, a full disk costs the log, not the training; TensorBoard reads its own back."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

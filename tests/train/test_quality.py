@@ -1,7 +1,5 @@
 """Every lossy scheme trains: a small GPT under AdamW, beside plain, on two live ranks; seconds each."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

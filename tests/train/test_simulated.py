@@ -1,7 +1,5 @@
 """Ranks that are simulated in one process get the bits of real ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel

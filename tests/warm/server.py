@@ -5,8 +5,6 @@ ends as a fresh interpreter would, and is killed when the process that asked goe
 a fork of it is whole. It ends with its standard input.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """Codecs: floats to bytes and back, pure. They know nothing of ranks, parameters or training."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol, runtime_checkable
 
 import torch

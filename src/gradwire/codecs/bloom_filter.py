@@ -4,8 +4,6 @@ A filter finds every non-zero again, and takes some zeros for non-zeros. Integer
 cell-mates' rounding: there each rank says of every candidate, in a bit, whether it is not zero (`bits_of`, `keep`).
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -36,7 +34,7 @@ class BloomShape(NamedTuple):
     @classmethod
     def fit(
         cls, n_nonzeros: int, n_elements: int, value_bits: float, candidate_bits: float | None = None
-    ) -> BloomShape:
+    ) -> "BloomShape":
         """The paper's sizes for `n_nonzeros` of `n_elements`: 1/eps = ln(2)^2 gamma C lambda, log2(1/eps) hashes,
         n / ln(2) x log2(1/eps) bits. Rounded to whole hashes and rows of 1,024 bits.
 

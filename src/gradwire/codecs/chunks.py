@@ -5,8 +5,6 @@ one of two magnitudes, the means of its chunk's larger and smaller ones; what th
 operations, which are the same on any device. docs/format.md#gathered-messages
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -14,8 +14,6 @@ with larger ones comes back without the digits that they rounded away, which may
 to 7e-7.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 import struct
@@ -77,7 +75,7 @@ class FixedPoint(NamedTuple):
     limit: int
 
     @classmethod
-    def fit(cls, exponent: int, world_size: int, dtype: torch.dtype) -> FixedPoint:
+    def fit(cls, exponent: int, world_size: int, dtype: torch.dtype) -> "FixedPoint":
         """The finest fixed point whose sums over `world_size` ranks cannot overflow.
 
         Args:

@@ -1,7 +1,5 @@
 """Embedded floats: any first bits decode, any further bits refine (docs/format.md#embedded-float)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -122,7 +120,7 @@ class EmbeddedFloat(Floats):
         room = bytes_in("out", out, gradient.dtype)
         _native.embedded_float_quantise(values, code, self.partition, self.format, n_bits, room)
 
-    def receive(self, n_elements: int, dtype: torch.dtype) -> EmbeddedValues:
+    def receive(self, n_elements: int, dtype: torch.dtype) -> "EmbeddedValues":
         """An empty receiver for the messages of one gradient. Raises: InvalidArgument."""
         return EmbeddedValues(n_elements, dtype, self.partition, self.format)
 

@@ -1,7 +1,5 @@
 """The base of the codecs of truncated and embedded floats: messages made and read by native calls or kernels."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@ How many bits of a mantissa travel is said by two bits a value in format 1; in f
 exponent and the importance byte, which every rank can compute.
 """
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """General-purpose lossless messages: raw bytes. The laboratory adds zlib and zstd, which other codecs are measured against."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The codec `thc`: values rotated by random signs and a Hadamard transform, then 16 levels (Li et al., NSDI 2024)."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 

@@ -1,7 +1,5 @@
 """The Huffman tables of exponents that GComp codes with (docs/format.md#huffman-table)."""
 
-from __future__ import annotations
-
 import torch
 
 from gradwire import _native
@@ -32,7 +30,7 @@ class HuffmanTable:
         self.native = native
 
     @classmethod
-    def from_histogram(cls, histogram: torch.Tensor) -> HuffmanTable:
+    def from_histogram(cls, histogram: torch.Tensor) -> "HuffmanTable":
         """The best code for values with these exponents; the rarest exponents are escaped where that is shorter.
 
         Args:
@@ -49,7 +47,7 @@ class HuffmanTable:
         return cls(_native.HuffmanTable.from_histogram(histogram.contiguous()))
 
     @classmethod
-    def prior(cls, dtype: torch.dtype) -> HuffmanTable:
+    def prior(cls, dtype: torch.dtype) -> "HuffmanTable":
         """The table to begin with, before any gradient was seen; built in, the same in every release of the format.
 
         Raises: InvalidArgument (dtype).
@@ -57,7 +55,7 @@ class HuffmanTable:
         return cls(_native.HuffmanTable.prior(exponent_bits_of(dtype)))
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> HuffmanTable:
+    def from_bytes(cls, data: bytes) -> "HuffmanTable":
         """Reads what `to_bytes` wrote. Raises: CorruptMessage, IncompatibleVersion."""
         return cls(_native.HuffmanTable.from_bytes(data))
 

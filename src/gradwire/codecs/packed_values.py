@@ -5,8 +5,6 @@ stands for value i. A head goes before it, which may be ORed over the ranks as t
 facts, their complement, flags, then a bit for each exponent up to that of the largest value.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Sequence

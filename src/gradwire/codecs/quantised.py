@@ -3,8 +3,6 @@
 The base makes native calls and launches kernels, with error feedback in the same sweep as encoding.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple

@@ -4,8 +4,6 @@ On both the same elements are taken in the same order. What a device finds wrong
 in host memory, where the same word is used, it can be read at once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

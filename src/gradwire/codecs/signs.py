@@ -1,7 +1,5 @@
 """Signs and their majority: a bit a value, in host memory or on a device."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

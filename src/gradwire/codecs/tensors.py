@@ -1,7 +1,5 @@
 """Checks of the tensors and numbers that codecs are given, and the dtypes' numbers in the native core."""
 
-from __future__ import annotations
-
 import math
 
 import torch

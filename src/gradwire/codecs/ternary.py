@@ -1,7 +1,5 @@
 """The codec `ternary`: -1, 0 or 1 times a scale, by chance and right on average (TernGrad, Wen et al., NeurIPS 2017)."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Sequence

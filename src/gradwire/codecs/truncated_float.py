@@ -1,7 +1,5 @@
 """Truncated floats: the first bits of every value (docs/format.md#truncated-float)."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -3,8 +3,6 @@
 A slot is what error feedback, factors and importance are kept for: a parameter, a shard or slice of one, or a named tensor.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

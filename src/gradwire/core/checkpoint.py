@@ -1,7 +1,5 @@
 """Saved state: one rank's, in an envelope that says who wrote it for which configuration, or that of all ranks in one file."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable
 from typing import Any, Protocol

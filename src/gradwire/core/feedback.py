@@ -4,8 +4,6 @@ Keyed by slot, never by bucket, because DDP rebuilds its buckets after the first
 take effect only at `commit`, so that a step with a non-finite gradient changes nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tensors by name, as flat buckets and back: what `Reducer.all_reduce` is given, and the work that it returns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The optimizers of one training: which of them steps a parameter, and what a step does with a gradient."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

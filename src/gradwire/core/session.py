@@ -1,7 +1,5 @@
 """The session: all that a scheme is given to work with."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

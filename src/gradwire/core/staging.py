@@ -8,8 +8,6 @@ Everything of one device goes through one stream, so a copy into pinned memory c
 Only torch's device-neutral interface is used: `torch.accelerator`, `torch.Stream`, `torch.Event`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -39,7 +37,7 @@ class Staging:
         for device, needed in n_bytes.items():
             self._device(device).reserve(needed)
 
-    def stage(self, index: int, buffer: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> StagedBucket:
+    def stage(self, index: int, buffer: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> "StagedBucket":
         """Start copying a bucket, (n,) on its device; on the thread whose stream writes it.
 
         Args:
@@ -52,7 +50,7 @@ class Staging:
                 device.begin_step()
         return StagedBucket(self._device(buffer.device), buffer, bounds)
 
-    def _device(self, device: torch.device) -> _Device:
+    def _device(self, device: torch.device) -> "_Device":
         if device not in self._devices:
             self._devices[device] = _Device(device)
         return self._devices[device]
@@ -66,7 +64,7 @@ class StagedBucket:
         on_host: (n,) pinned; values are valid once `wait_for` of their piece has returned.
     """
 
-    def __init__(self, device: _Device, on_device: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, device: "_Device", on_device: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> None:
         self.on_device, self._device, self._stream = on_device, device, device.stream
         self.on_host = device.take(on_device.numel(), on_device.dtype)
         device._follow_caller()

@@ -1,7 +1,5 @@
 """The number of threads that codecs use: by default this rank's fair share of the machine's cores."""
 
-from __future__ import annotations
-
 import os
 
 import torch.distributed as dist

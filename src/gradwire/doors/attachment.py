@@ -1,7 +1,5 @@
 """`attach`: picks the door for a model, and puts a scheme to work behind it."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -4,8 +4,6 @@ The second is how the paper deploys GComp: below the framework, in the place of 
 one's own call torch.distributed as ever.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable
@@ -42,7 +40,7 @@ def all_reduce(
     *,
     op: Any = dist.ReduceOp.SUM,
     async_op: bool = False,
-) -> SchemeWork | None:
+) -> "SchemeWork | None":
     """`torch.distributed.all_reduce` through a scheme, in place, over a group of any backend. Collective.
 
     The first call for a group, scheme and operation makes connections, which stay until the group goes.

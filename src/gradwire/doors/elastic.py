@@ -8,8 +8,6 @@ torchft's lighthouse waits for who lives, and gives a comer one of their states.
 again among who is left where one was lost meanwhile. torchft is not imported: a manager is what has its methods.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from datetime import timedelta

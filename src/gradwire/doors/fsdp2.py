@@ -1,7 +1,5 @@
 """FSDP2 (`fully_shard`) behind the gradient door: says who may be attached, and takes its own all-reduce out."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ into `.grad` and raises what went wrong. FSDP2 calls these hooks with the shard 
 casting, accumulating and offloading: so none of that has rules here.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial

@@ -11,8 +11,6 @@ When not to use this: where the link carries every step's gradients in the time 
 from each step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import warnings

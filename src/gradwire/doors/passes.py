@@ -1,7 +1,5 @@
 """Finds the beginning and the end of a backward pass, for doors that nobody tells."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ later wherever it prefetches; a reduction whose result nobody reads before the e
 the next one comes. Gradients go through a scheme's frame, whose collective is `Scatter`.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 import zlib
@@ -159,14 +157,14 @@ class ShardState(Reducer):
 
     # ---- weights
 
-    def gather_weights(self, unit: _Unit, output: torch.Tensor) -> torch.futures.Future:
+    def gather_weights(self, unit: "_Unit", output: torch.Tensor) -> torch.futures.Future:
         """Start to fill `output` (world n,), which has this rank's part, from all ranks."""
         number, unit.n_gathered = unit.n_gathered, unit.n_gathered + 1
         record = self.recorder.open_bucket(self.step, -1, 0)
         return self.communicator.submit(self._gather_on_lane, unit, output, self.weights, number, record)
 
     def _gather_on_lane(
-        self, unit: _Unit, output: torch.Tensor, weights: str, number: int, record: BucketRecord
+        self, unit: "_Unit", output: torch.Tensor, weights: str, number: int, record: BucketRecord
     ) -> None:
         communicator = self.communicator
         n_own = output.numel() // communicator.world_size
@@ -207,7 +205,7 @@ class ShardState(Reducer):
 
     # ---- gradients
 
-    def reduce_gradients(self, unit: _Unit, output: torch.Tensor, whole: torch.Tensor, is_sum: bool) -> None:
+    def reduce_gradients(self, unit: "_Unit", output: torch.Tensor, whole: torch.Tensor, is_sum: bool) -> None:
         """Make `output` (n,) this rank's part of the mean or the sum of `whole` (world n,), now or by the end of the pass.
 
         Raises: what this or an earlier exchange failed of.

@@ -5,8 +5,6 @@ all-to-all brings each rank's shares of a part to its owner, who adds them in ra
 it is), and an all-gather brings that to all. Messages there have a fixed room, so both collectives have equal rows.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Chunks are encoded, sent and decoded one after the other. Their sizes are measur
 (docs/results/schemes.md#allreduce-chunks).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

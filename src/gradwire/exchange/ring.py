@@ -7,8 +7,6 @@ sent, divided by N. Float16 values, whose sum may overflow, are divided before t
 the codec has it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ In host memory, by the native core (native/exchange/shards.hpp) or, plainly, by 
 rank, all equally long.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +31,7 @@ class Scatter:
         count: called with the bytes sent, and those of a part in the bucket's own dtype.
     """
 
-    def __init__(self, codec: Codec | Bfloat16 | None, count: Callable[[int, int], None]) -> None:
+    def __init__(self, codec: "Codec | Bfloat16 | None", count: Callable[[int, int], None]) -> None:
         self.codec: Any = codec
         self._count = count
 

@@ -1,7 +1,5 @@
 """Kernels compiled for the GPU at hand by NVRTC, which every torch with CUDA brings; the result is kept on disk."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

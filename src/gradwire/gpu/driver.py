@@ -3,8 +3,6 @@
 They run in the context and on the streams that torch uses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator

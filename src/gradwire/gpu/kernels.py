@@ -1,7 +1,5 @@
 """Kernels at work: by a GPU's driver (`CudaKernels`), or in tests by an emulator with the same face."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -1,7 +1,5 @@
 """Launches of kernels: threads and blocks, the structures that parameters are handed over in, and error words."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 

@@ -4,8 +4,6 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 attachment = gradwire.integrations.accelerate.attach(accelerator, model, optimizer)      # or [muon, adamw]
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

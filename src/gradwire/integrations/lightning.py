@@ -3,8 +3,6 @@
 trainer = Trainer(strategy=DDPStrategy(process_group_backend="gloo"), callbacks=[GradwireCallback()])
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 try:

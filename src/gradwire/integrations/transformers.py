@@ -4,8 +4,6 @@ trainer = Trainer(model=model, args=TrainingArguments(..., ddp_backend="gloo"), 
 trainer.add_callback(GradwireTrainerCallback(trainer))
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

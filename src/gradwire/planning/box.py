@@ -4,8 +4,6 @@ Where all are joined by NVLink there is nothing to win. By PCIe, through host me
 bus decides: N ranks send 2 (N-1)/N of a gradient's bytes each, at what NCCL's tests call the bus bandwidth.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shutil
@@ -49,7 +47,7 @@ class GpuLinks:
     pcie: tuple[tuple[int, int], ...] = ()  # (generation, lanes) of each GPU's slot; empty where it is not known
 
     @classmethod
-    def from_text(cls, matrix: str, pcie: str = "") -> GpuLinks:
+    def from_text(cls, matrix: str, pcie: str = "") -> "GpuLinks":
         """Read `nvidia-smi topo -m`, and of each GPU a line "GENERATION, LANES". Raises: InvalidArgument (no such matrix)."""
         plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)
         rows = [line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s", line)]

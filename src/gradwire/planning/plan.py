@@ -1,7 +1,5 @@
 """A plan: what a step would take under every scheme, here or elsewhere, and one sentence on what to do."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -101,7 +99,7 @@ class Plan:
         rtt_s: float = 0.0,
         loss: float = 0.0,
         streams: int = 1,
-    ) -> Plan:
+    ) -> "Plan":
         """The same model and machine with more ranks, or on another network: all predicted.
 
         Args:
@@ -157,7 +155,7 @@ class Plan:
         }
 
     @classmethod
-    def from_dict(cls, saved: Any) -> Plan:
+    def from_dict(cls, saved: Any) -> "Plan":
         """Read what `as_dict` gave. Raises: InvalidArgument."""
         try:
             if saved["version"] != PLAN_VERSION:

@@ -1,7 +1,5 @@
 """`gradwire.recommend`: a minute on the user's own model and network, before the run."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Schemes: published systems, each composed of codecs, collectives and residuals; `by_name` makes one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -13,8 +13,6 @@ When not to use this: where the network is faster than the products (rates below
 models of few or small matrices, or where every step's gradient has to be exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -18,8 +18,6 @@ When not to use this: where nothing waits for the network; where every step has 
 beside large learning rates, which stale gradients bear least.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Scheme: one way to reduce buckets. Its life, with defaults for all that only some schemes do."""
 
-from __future__ import annotations
-
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar

@@ -6,8 +6,6 @@ steps and tensors that travel as they are, and keeps one rule for what is not fi
 it was in, and residuals and momenta of the step are dropped.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -11,8 +11,6 @@ When not to use this: with an optimizer that has momentum of its own; with Adam;
 elements of every other.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any

@@ -3,8 +3,6 @@
 With both, NaN and Inf travel: the values that share a scale with one become NaN on all ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gradwire.codecs.embedded_float import EmbeddedFloat

@@ -4,8 +4,6 @@ The optimizer stays the user's. Just before its step the parameters that are fro
 and hyper-parameters as they are at that moment, and hidden from it; just after, their gradients are back.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping

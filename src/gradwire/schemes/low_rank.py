@@ -5,8 +5,6 @@ around it, and `Fusion` runs it for all buckets of a step, so that sums are fuse
 host memory, or on a device, where work is enqueued on the current stream.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

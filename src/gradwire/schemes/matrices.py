@@ -1,7 +1,5 @@
 """Matrices and their factors: the shape a parameter has as one, the rank up to which it pays, and products of factors."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterable

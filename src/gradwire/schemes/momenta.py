@@ -9,8 +9,6 @@ its own gradients alone: so what is sent are changes of momenta, and what is lat
 memory. (Dion's decoupled momenta, Ahn et al. 2025; EF21's differences, Richtarik et al. 2021.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -13,8 +13,6 @@ When not to use this: under any other optimizer; in runs that are hardly longer 
 goes on changing, as after a second warm-up of the learning rate; where gradients are clipped by their norm after the mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

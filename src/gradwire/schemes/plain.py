@@ -1,7 +1,5 @@
 """The schemes `plain` and `bf16`: DDP's own all-reduce, with gradwire's telemetry and checks. The baseline of everything."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

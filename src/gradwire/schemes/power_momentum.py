@@ -12,8 +12,6 @@ When not to use this: where ranks use different parameters in a step; and under 
 it brings all singular directions to one length, those too that low rank has left out.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -10,8 +10,6 @@ When not to use these: acp-sgd sends half as much and waits for nothing. The err
 product, as published: where ranks see different data each rank's own E grows, though the mean of them does not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

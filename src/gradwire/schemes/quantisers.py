@@ -4,8 +4,6 @@ With one rank the mean is the gradient, and nothing is changed. Beside an optimi
 begin with plain steps, and a scale serves few values: values far below their message's scale would drown in its noise.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gradwire.codecs.quantised import OneBit, Qsgd, Quantised, TwoBit

@@ -3,8 +3,6 @@
 A `Select` is the rule, a `Selection` what it makes of one bucket.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple

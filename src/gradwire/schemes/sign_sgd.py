@@ -5,8 +5,6 @@ learning rate alone says how far a parameter moves (1e-4 is a start for what tra
 like strong ones (`one-bit` sends as little, with error feedback).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

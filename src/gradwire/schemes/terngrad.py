@@ -8,8 +8,6 @@ When not to use this: with more than 127 ranks; where one-bit or two-bit can be 
 back: the variance of ternary rounding stays, and asks for smaller learning rates.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

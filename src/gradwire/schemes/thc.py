@@ -7,8 +7,6 @@ ranks' norms.
 When not to use this: with more than 8 ranks, unless two bytes a value are little enough; where the codec's time counts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

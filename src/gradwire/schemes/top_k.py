@@ -7,8 +7,6 @@ When not to use this: on fast networks, with many ranks (each receives the eleme
 large enough to converge is no longer small.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

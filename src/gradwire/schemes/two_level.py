@@ -9,8 +9,6 @@ When not to use this: with one rank a node; where the network inside a node is n
 is sent anyway, as two more copies through the node's memory then cost more than the wire saves.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """Blocks: the parameters of neighbouring modules, which are stepped and communicated together."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Reading a parameter directly between two steps sees it as it was before the pending step; `Attachment.flush()` first.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import types
@@ -165,7 +163,7 @@ class FrozenStep:
             for group in optimizer.param_groups
         ]
 
-    def join(self, other: FrozenStep) -> None:
+    def join(self, other: "FrozenStep") -> None:
         """Carry out another optimizer's call with this one."""
         self._joined.append(other)
         self.parameters |= other.parameters
@@ -512,7 +510,7 @@ class _Link:
         if interceptor is not None and interceptor._is_active:
             getattr(interceptor, self._method)(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Link:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Link":
         return _Link()
 
     def __reduce__(self) -> Any:
@@ -532,7 +530,7 @@ class _TrainLink:
         assert module is not None
         return type(module).train(module, mode)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _TrainLink:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_TrainLink":
         module = self._module()
         return _TrainLink(memo[id(module)])
 

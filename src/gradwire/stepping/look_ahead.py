@@ -1,7 +1,5 @@
 """What a step ahead is made of: its options, the backup of the global weights, a step on a copy of the optimizer's state."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable, Iterator

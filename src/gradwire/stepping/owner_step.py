@@ -8,8 +8,6 @@ of the flattened parameter. They follow the buckets, so they change when DDP reb
 then moves too, whole parameters at a time.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

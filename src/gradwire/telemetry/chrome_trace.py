@@ -5,8 +5,6 @@ iterations, DDP's hook ("backward hook") and the communication lane ("lane"); bu
 hook's call to the result; the bytes are counter tracks. Timestamps are `time.perf_counter_ns` in microseconds.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Describes where a result was measured: machine, versions, commit, network. Every benchmark record and run carries it."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """JSON lines: a file that only ever holds whole records, whatever happens to the disk or the process."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Counts bytes and times per bucket and step. Cheap enough to be always on; keeps single spans only when tracing."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -70,7 +68,7 @@ class BucketRecord:
         if self.spans is not None:
             self.spans.append(Span(kind, start_ns, end_ns, threading.get_ident()))
 
-    def timing(self, kind: str) -> BusyTiming:
+    def timing(self, kind: str) -> "BusyTiming":
         """`with record.timing("encode"):` counts the time inside as time of `kind`, unless it ends in an error."""
         return BusyTiming(self, kind)
 

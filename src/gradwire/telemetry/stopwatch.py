@@ -1,7 +1,5 @@
 """The one clock: `Stopwatch` times laps, `StepClock` the steps of a DDP model; a record's `timing` counts busy time."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable
@@ -50,7 +48,7 @@ class Stopwatch:
         taken, self.total_ns = self.total_ns, 0
         return taken
 
-    def __enter__(self) -> Stopwatch:
+    def __enter__(self) -> "Stopwatch":
         self.begin()
         return self
 
@@ -178,5 +176,5 @@ class _BeforeForward:
         if self._call is not None:
             self._call(module, inputs)
 
-    def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
+    def __reduce__(self) -> "tuple[type[_BeforeForward], tuple[()]]":
         return _BeforeForward, ()

@@ -1,7 +1,5 @@
 """TensorBoard: the step records as scalars, one run a rank."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

@@ -12,8 +12,6 @@ waits for it, directly or round the ring, wakes at once, reads the note and rais
 leaves no note: its peers raise PeerLost.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools
@@ -125,7 +123,7 @@ class Communicator:
         self._lane.start()
         _open_communicators.add(self)
 
-    def subgroup(self, members: Sequence[int] | None = None) -> Communicator:
+    def subgroup(self, members: Sequence[int] | None = None) -> "Communicator":
         """Another communicator over the same ranks, or over some of them, with a lane and connections of its own. Collective.
 
         When this one fails, the connections of its subgroups break too: whoever waits on them wakes.

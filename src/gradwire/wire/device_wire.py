@@ -4,8 +4,6 @@ Everything is enqueued on one stream, and nothing here waits for the device but,
 that is over, and `DeviceWire.read`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -99,7 +97,7 @@ class DeviceWire(Wire):
         times = self._step.times
         return contextlib.nullcontext() if times is None else times.timing(kind)
 
-    def note_times(self, times: DeviceTimes | None) -> None:
+    def note_times(self, times: "DeviceTimes | None") -> None:
         """Have the times of all that is enqueued from now on be noted there, or nowhere."""
         self._step.times = times
 

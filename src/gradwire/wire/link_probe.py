@@ -1,7 +1,5 @@
 """Measures a link by a few small collectives: before training, and now and then beside it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

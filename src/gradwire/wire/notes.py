@@ -1,8 +1,6 @@
 """Notes that the ranks of a group leave in their store: the error of the first that failed, so that all raise the same, and who
 has closed its end at which step, so that a rank that closes alone is told, and told of."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

@@ -5,8 +5,6 @@ full exchanges the same facts ride in the header of every message, or, where the
 a `StepCheck`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct
@@ -55,7 +53,7 @@ class Preamble(NamedTuple):
         return _LAYOUT.pack(*self[:2], self.scheme.encode()[:16], *self.facts[:3], self.n_elements)
 
     @classmethod
-    def unpack(cls, raw: bytes) -> Preamble:
+    def unpack(cls, raw: bytes) -> "Preamble":
         version, bucket, scheme, *others = _LAYOUT.unpack(raw)
         return cls(version, bucket, scheme.rstrip(b"\0").decode(errors="replace"), *others)
 

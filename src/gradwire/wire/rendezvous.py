@@ -1,8 +1,6 @@
 """Ranks of a group find each other: who they are, the group's name in the store that they share already, addresses and a
 secret."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -6,8 +6,6 @@ if a message of any rank held Inf or NaN, all ranks get NaN for it, and the step
 known at once, on a device when the step is over: `begin_step`, `end_step` and `outcome` are for both.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

@@ -1,7 +1,5 @@
 """gradwire bench allreduce: time and bytes of every scheme's all-reduce beside the backend's own, every result verified."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import time
@@ -303,12 +301,12 @@ class AllReduceBench:
         method.n_repeats = -(-n_repeats // method.period) * method.period
         method.n_rounds = int(min(self.args.rounds, max(3, self.args.budget / (once_s * method.n_repeats))))
 
-    def _compute_exact(self, gradient: torch.Tensor) -> Exact:
+    def _compute_exact(self, gradient: torch.Tensor) -> "Exact":
         positions = checked_positions(gradient.numel())
         everyone = _gather(torch.from_numpy(gradient.numpy()[positions])).numpy().astype(np.float64)
         return Exact(everyone.mean(axis=0), np.abs(everyone).mean(axis=0), positions, self.world_size)
 
-    def _verify(self, method: TimedReducer, exact: Exact, state: OptimizerState | None) -> None:
+    def _verify(self, method: TimedReducer, exact: "Exact", state: OptimizerState | None) -> None:
         """Hold the last result to its promise. Raises: CorruptMessage, on every rank."""
         result = method.buffer.numpy()
         error = np.abs(result[exact.positions].astype(np.float64) - exact.mean)
@@ -328,7 +326,7 @@ class AllReduceBench:
         method.promise = promise if bound is None else "within bound"
         method.error = float(np.linalg.norm(error)) / (float(np.linalg.norm(exact.mean)) or 1.0)
 
-    def _record(self, method: TimedReducer, exact: Exact) -> dict[str, Any]:
+    def _record(self, method: TimedReducer, exact: "Exact") -> dict[str, Any]:
         n_repeats = method.n_repeats
         samples_s = [float(np.mean(method.times[at : at + n_repeats])) for at in range(0, len(method.times), n_repeats)]
         timing = Timing.of(driver.largest_over_ranks(samples_s), n_repeats)  # it has ended when its last rank has

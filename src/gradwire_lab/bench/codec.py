@@ -1,7 +1,5 @@
 """gradwire bench codec: ratio and speed of every codec and its baselines on real gradients."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

@@ -3,8 +3,6 @@
 Device-neutral: any accelerator of torch's, so the tests run the same code on a device of their own.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools

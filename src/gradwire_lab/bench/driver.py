@@ -6,8 +6,6 @@ of a run: rank 0 asks on standard output, where the launcher reads each line, an
 records' log.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -316,7 +314,7 @@ class Timing:
     n_repeats: int  # calls in one sample
 
     @staticmethod
-    def of(samples_s: list[float], n_repeats: int = 1) -> Timing:
+    def of(samples_s: list[float], n_repeats: int = 1) -> "Timing":
         """Summarise samples; with fewer than four the spread is the whole range."""
         if len(samples_s) < 4:
             low, high = min(samples_s), max(samples_s)

@@ -4,8 +4,6 @@ lossless code of them: the judges of the codec, never its source. And a live opt
 Written independently of the library's own importance code on purpose: a slip there must show here.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -5,8 +5,6 @@ sees its own steps alone and pays for its own trials. Fixed schemes, whose steps
 and auto is compared with them in these.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The one runner: measures what the store lacks of some experiments, run by run, and says how long the rest will take."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +29,7 @@ class Load:
         during: cores that other processes kept busy, in the mean over the run; None where the kernel does not tell.
     """
 
-    def __enter__(self) -> Load:
+    def __enter__(self) -> "Load":
         self.before = os.getloadavg()[0]
         self.during: float | None = None
         self._started = time.monotonic(), _others_s()

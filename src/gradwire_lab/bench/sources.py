@@ -1,7 +1,5 @@
 """Where the gradients of `bench allreduce` come from; any process can make any rank's, so results can be verified."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

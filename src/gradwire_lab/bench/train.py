@@ -1,7 +1,5 @@
 """gradwire bench train: iteration time, its parts, bytes and loss of a workload under every scheme and baseline."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools

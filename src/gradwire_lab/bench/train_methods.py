@@ -1,7 +1,5 @@
 """What `bench train` times: a workload under one scheme, under PyTorch's own hooks, or under DDP alone."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """The `gradwire` command: one table of subcommands, each a module with `add_arguments` and `run`."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

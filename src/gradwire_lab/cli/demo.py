@@ -4,8 +4,6 @@ All four train in turns, in the same processes, on the same batches from the sam
 on its own bill. What is not won is not claimed: the summary says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -1,7 +1,5 @@
 """`gradwire gpu check`: what this machine's GPUs show of gradwire, section by section, in one record."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -1,7 +1,5 @@
 """Say what a file or folder of gradwire's holds: a message, a table, a run, benchmark results, a checkpoint, gradients."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

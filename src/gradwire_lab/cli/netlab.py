@@ -1,7 +1,5 @@
 """Run a command in ranks with shaped links between them, check the links' rates, or clean up after a crash."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -1,7 +1,5 @@
 """Options that mean the same in every command, and how an option is added: in one line, its default behind its help."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`gradwire recommend`: which scheme, if any; under torchrun, on this machine, or offline from a saved plan."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """`gradwire report`: one self-contained HTML page from training runs and benchmark results."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

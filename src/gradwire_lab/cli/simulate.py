@@ -1,7 +1,5 @@
 """Predict training on a network that you do not have: rounds, waiting and utilisation of any scheme."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Callable, Sequence

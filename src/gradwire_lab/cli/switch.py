@@ -4,8 +4,6 @@ A process that keeps to what a switch can do (docs/switch.md). It is no faster t
 machine, and proves nothing about a switch's speed; what it proves is that nothing more than a switch is needed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Train a workload with a scheme: `gradwire train`, which starts the ranks itself or is one under torchrun."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os

@@ -1,7 +1,5 @@
 """Start N ranks as processes with torchrun's environment variables: on loopback, or in a `Netlab`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ or "loopback";
 `GRADWIRE_RANKS_ON_MACHINE` is how many ranks share this machine's cores.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import socket

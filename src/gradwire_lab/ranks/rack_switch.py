@@ -7,8 +7,6 @@ send that sum up again.
 When not to use this: to be fast. It handles packet by packet in Python.
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import select

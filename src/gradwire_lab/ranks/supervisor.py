@@ -1,7 +1,5 @@
 """N rank processes as one: started, their output forwarded, their ends collected; shared by `launch` and `netlab`."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors

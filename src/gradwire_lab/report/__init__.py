@@ -1,7 +1,5 @@
 """One self-contained HTML page from training runs and benchmark results: sections in the style of the pages."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

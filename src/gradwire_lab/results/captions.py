@@ -1,7 +1,5 @@
 """Captions: on which network, machine and data a record was measured, in words."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An experiment as data: what is asked, what is measured, over which axes, and what of it is shown."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Pages made of records: an overview of one screen, a page a system, and tables between marks in any other page."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

@@ -4,8 +4,6 @@ A colour is a slot with a light and a dark shade; slots are apart in hue and in 
 drawn in the light shades, which become CSS variables in the SVG, so that one figure serves both schemes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Flat records in files: JSON, CSV, JSONL, which no full disk or dead rank costs; by experiment `results/MACHINE/KEY.jsonl`."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

@@ -1,7 +1,5 @@
 """What a record depends on: the sources of what measured it, as one digest that needs no git."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

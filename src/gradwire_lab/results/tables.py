@@ -1,7 +1,5 @@
 """Records as tables: summed up with what of them is noise, put into rows and columns, written as Markdown or text."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import shutil
@@ -159,7 +157,9 @@ NOISE = "~"
 VERDICTS = ("reached", "undecided", "missed")
 
 
-def make_grid(experiment: Experiment, table: Table, records: Sequence[Record], most_columns: int | None = None) -> Grid:
+def make_grid(
+    experiment: Experiment, table: Table, records: Sequence[Record], most_columns: int | None = None
+) -> "Grid":
     """The table of `records`; axes that are neither its rows nor its columns name rows too, if they vary.
 
     `most_columns`: no more than these; what it leaves out is named in the caption.
@@ -199,7 +199,7 @@ def make_grid(experiment: Experiment, table: Table, records: Sequence[Record], m
 
 def tabulate(
     records: Sequence[Record], table: Table, caption: str = "", baseline: Mapping[str, Any] | None = None
-) -> Grid:
+) -> "Grid":
     """Records of one run as a table, whatever measured them; `baseline`: {field: value} of those that ratios are to."""
     axes = {name: list(dict.fromkeys(record[name] for record in records)) for name in table.rows}
     grid = make_grid(Experiment("", "", "", "", axes, baseline=baseline or {}), table, records)

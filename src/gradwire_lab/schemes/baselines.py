@@ -1,7 +1,5 @@
 """The methods that GComp is measured against: all-reduce in some steps only, mantissas cut off, general compressors."""
 
-from __future__ import annotations
-
 import threading
 import zlib
 from typing import Any

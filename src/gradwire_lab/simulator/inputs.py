@@ -4,8 +4,6 @@ A model is a file of blocks, a plan of `gradwire recommend --json`, or the Chrom
 `attach(trace=True)`). A cluster is groups of workers, racks or sites, and what joins them. Formats: docs/simulator.md.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -33,7 +31,7 @@ class Given:
         self._path, self._text, self._field = path, text, field
 
     @classmethod
-    def load(cls, path: Path) -> Given:
+    def load(cls, path: Path) -> "Given":
         """Raises: InvalidArgument (cannot be read, or is cut off or no JSON: the line says where)."""
         try:
             text = path.read_text(encoding="utf-8")
@@ -68,7 +66,7 @@ class Given:
                 return begin
         return at
 
-    def member(self, name: str, default: Any = None) -> Given:
+    def member(self, name: str, default: Any = None) -> "Given":
         """A field of an object, or `default`. Raises: InvalidArgument (no object; it is missing and `default` is ...)."""
         if not isinstance(self.value, dict):
             raise self.wrong(f"expected an object with {name}, got {_shown(self.value)}")
@@ -77,7 +75,7 @@ class Given:
             raise found.wrong("is missing")
         return found
 
-    def known(self, *names: str) -> Given:
+    def known(self, *names: str) -> "Given":
         """The same, an object of no other fields than these. Raises: InvalidArgument."""
         if not isinstance(self.value, dict):
             raise self.wrong(f"expected an object with {', '.join(names)}, got {_shown(self.value)}")
@@ -86,7 +84,7 @@ class Given:
                 raise self.member(name).wrong(f"there is no such field; {describe_choices(name, names)}")
         return self
 
-    def items(self) -> list[Given]:
+    def items(self) -> "list[Given]":
         """Of a list that is not empty. Raises: InvalidArgument."""
         if not isinstance(self.value, list) or not self.value:
             raise self.wrong(f"expected a list with something in it, got {_shown(self.value)}")
@@ -108,7 +106,7 @@ class Given:
         except InvalidArgument as error:
             raise self.wrong(str(error)) from error
 
-    def each(self, n: int) -> list[Given]:
+    def each(self, n: int) -> "list[Given]":
         """One value for each of `n` workers: a list of so many, or the same for all. Raises: InvalidArgument."""
         if not isinstance(self.value, list):
             return [self] * n

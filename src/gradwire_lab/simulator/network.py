@@ -9,8 +9,6 @@ another. Every pattern lays the same load on the links of a site, or all but one
 counted instead of listed.
 """
 
-from __future__ import annotations
-
 import bisect
 import heapq
 import itertools
@@ -141,7 +139,7 @@ class FlowClass:
         self._progress_bits += moved_bits
         self.carried_bits += moved_bits * self.n_flows
 
-    def add(self, flow: Flow, number: int, now_s: float) -> None:
+    def add(self, flow: "Flow", number: int, now_s: float) -> None:
         """Let `flow` begin; the class has been advanced to now."""
         if self.n_flows == 0:
             # Progress starts over where nobody counts on it: it would lose digits over a long run.
@@ -152,7 +150,7 @@ class FlowClass:
         flow.ends_at_bits = self._progress_bits + flow.bits
         heapq.heappush(self._waiting, (flow.ends_at_bits, number, flow))
 
-    def remove(self, flow: Flow, now_s: float) -> float:
+    def remove(self, flow: "Flow", now_s: float) -> float:
         """Let `flow` end, done or not; the class has been advanced to now. Returns the bits that it had left."""
         flow.is_over = True
         self.n_flows -= flow.weight
@@ -162,7 +160,7 @@ class FlowClass:
                 use.leave(now_s)
         return max(0.0, flow.ends_at_bits - self._progress_bits)
 
-    def take_done(self, now_s: float) -> list[Flow]:
+    def take_done(self, now_s: float) -> "list[Flow]":
         """End the flows that have arrived by now."""
         self.advance(now_s)
         # What this instant cannot tell apart is done: the next double after `now` may carry more bits than are left.

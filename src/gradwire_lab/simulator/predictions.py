@@ -1,7 +1,5 @@
 """From what one cell of the test network measured to what the simulator predicts for each of its schemes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

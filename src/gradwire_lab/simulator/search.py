@@ -1,7 +1,5 @@
 """Simulated runs as flat records, and which scheme on how many workers does a training within a budget."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

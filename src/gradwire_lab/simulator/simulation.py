@@ -8,8 +8,6 @@ A round's figures cover one cyclic round of computation, its backward pass and t
 all that its synchronisation overlaps with or is waited for in. Definitions: gradwire.schemes.aqgb.overlap.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json
@@ -48,7 +46,7 @@ class SchemeModel:
 
     period = 1  # rounds after which it does the same again
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: "Simulation") -> None:
         self.simulation, self.environment, self.network = simulation, simulation.environment, simulation.network
         self.setting, self.blocks = simulation.setting, simulation.setting.workload.blocks
 
@@ -85,7 +83,7 @@ class Tally:
 class Gates:
     """When every worker has all of a block; of each block rounds open in their order, perhaps before any worker comes."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: "Simulation") -> None:
         n_blocks = len(simulation.setting.workload.blocks)
         self._simulation = simulation
         self._delivered, self._opened = Tally(simulation.setting.n_workers), Tally(n_blocks)
@@ -125,7 +123,7 @@ class Simulation:
     def __init__(
         self,
         setting: Setting,
-        make_scheme: Callable[[Simulation], SchemeModel],
+        make_scheme: "Callable[[Simulation], SchemeModel]",
         keep_spans: bool = False,
         on_round: Callable[[int, float], None] | None = None,
     ) -> None:
@@ -154,7 +152,7 @@ class Simulation:
         self._factors: dict[int, Sequence[float]] = {}
         self.scheme = make_scheme(self)
 
-    def run(self, seconds: float | None = None, rounds: int | None = None) -> Metrics:
+    def run(self, seconds: float | None = None, rounds: int | None = None) -> "Metrics":
         """Run for so many simulated seconds or rounds, whichever is first. Raises: InvalidArgument."""
         if seconds is None and rounds is None:
             raise InvalidArgument("say how long to simulate: seconds=... or rounds=...")

@@ -1,7 +1,5 @@
 """What is simulated, but for the scheme: the network, how long workers compute in a round, and their failures."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -221,7 +219,7 @@ class Setting:
         link = LinkCost(rate, self.latency_s, self.latency_s, 0.0, self.latency_s, at_once=self.at_once)
         return link if self.is_one_rack else link.over(2 * (self.core_latency_s or 0.0), self.loss, self.streams)
 
-    def of_workers(self, n: int) -> Setting:
+    def of_workers(self, n: int) -> "Setting":
         """The first `n` of them, or of equal workers in one rack as many as one likes. Raises: InvalidArgument."""
         checks.count("n_workers", n)
         rates, speeds, sizes = self.rates_bps, self.speeds, self.racks
@@ -239,6 +237,6 @@ class Setting:
             n_workers=n, rates_bps=rates and rates[:n], speeds=speeds and speeds[:n], racks=sizes, core_bps=core_bps
         )
 
-    def replace(self, **changes: Any) -> Setting:
+    def replace(self, **changes: Any) -> "Setting":
         """The same with `changes`. Raises: InvalidArgument."""
         return dataclasses.replace(self, **changes)

@@ -1,7 +1,5 @@
 """What a simulated worker computes: a model in blocks, each with its size and the time of its two passes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -51,7 +49,7 @@ class WorkloadTimes:
         """Forward and backward pass at jitter 1."""
         return sum(block.forward_s + block.backward_s for block in self.blocks)
 
-    def scaled(self, step_s: float) -> WorkloadTimes:
+    def scaled(self, step_s: float) -> "WorkloadTimes":
         """The same model on another machine, where both passes take `step_s`. Raises: InvalidArgument."""
         if not 0 < step_s < float("inf"):
             raise InvalidArgument(f"a step of {step_s} s: expected a time above 0")

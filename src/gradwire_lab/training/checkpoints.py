@@ -7,8 +7,6 @@ A checkpoint is written under another name and renamed when all ranks are done, 
 All ranks must see the same folder. Files hold tensors and plain values only and load with `weights_only=True`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What a training run is given, and what it gives back."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

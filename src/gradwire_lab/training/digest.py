@@ -1,7 +1,5 @@
 """A fingerprint of all parameters, compared over the ranks."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

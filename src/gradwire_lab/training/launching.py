@@ -1,7 +1,5 @@
 """Starting a training: ranks on this machine, or this process as one of torchrun's; and what a person sees of it."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

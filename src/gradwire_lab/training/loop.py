@@ -1,7 +1,5 @@
 """The training loop of one rank."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Per-step figures of all ranks, gathered every few steps into one record a step."""
 
-from __future__ import annotations
-
 from statistics import fmean
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The moving parts of a run in one rank: model, optimizer, DDP, and the scheme attached to it."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -4,8 +4,6 @@ Every message is made and read by the real codec, and sums are taken in the orde
 those of real ranks to the bit. Nothing is sent, so there are no times.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Workloads: a model, its data, its loss and its optimizer under one name, the same on every rank for the same seed."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

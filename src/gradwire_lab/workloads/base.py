@@ -1,7 +1,5 @@
 """What every workload gives to a training loop."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

@@ -8,8 +8,6 @@ convolutions (torchvision's model tables), parameters outside of look-ups times 
 estimates; a run says so (`calibration` in its records), and `step_ms=` replaces them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

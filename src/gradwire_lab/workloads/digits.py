@@ -1,7 +1,5 @@
 """A small ResNet and a small VGG on scikit-learn's handwritten digits (1,797 images of 8 x 8, inside the package), in folds."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Models that are hard on a scheme: three whose gradients are mostly zero rows, and one of many tiny tensors."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

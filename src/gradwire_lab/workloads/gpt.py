@@ -1,7 +1,5 @@
 """A small GPT, the demo's workload, and a small BERT, on the bytes of Python's standard library."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

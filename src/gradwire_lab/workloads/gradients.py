@@ -5,8 +5,6 @@ under torch's names; `optimizer`, its hyper-parameters and `step`, of the step a
 sparse one (`nonzero_index nonzero_value n_elements`).
 """
 
-from __future__ import annotations
-
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Image data: the user's own CIFAR-10 or ImageNet-like folder."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path

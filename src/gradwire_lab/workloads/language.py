@@ -1,7 +1,5 @@
 """GPT-2, BERT-base and BERT-large, built by transformers from their configuration with random weights."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, ClassVar
 

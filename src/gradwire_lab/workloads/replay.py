@@ -11,8 +11,6 @@ the parameters, each all elements in the order of the model's `named_parameters(
 of their forward pass: the names of their parameters, and the seconds that each took.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import math
@@ -110,7 +108,7 @@ class _ReplayLayer(torch.autograd.Function):
 class ReplayModel(nn.Module):
     """The captured shape under its own parameter names; calling it returns the captured loss as a 0-d tensor."""
 
-    def __init__(self, capture: Capture, part: int, step_s: float) -> None:
+    def __init__(self, capture: "Capture", part: int, step_s: float) -> None:
         super().__init__()
         self._clock = _Clock()
         self._loss, gradients, parameters = capture.losses[part], capture.values[part], capture.values[-1]

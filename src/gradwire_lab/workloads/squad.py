@@ -1,7 +1,5 @@
 """SQuAD v1.1 from the user's own folder: questions and paragraphs as hashed words, answers as word spans."""
 
-from __future__ import annotations
-
 import json
 import re
 import zlib

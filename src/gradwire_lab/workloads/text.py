@@ -1,7 +1,5 @@
 """Real text that every machine with Python has: the source of its own standard library."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sysconfig

@@ -1,7 +1,5 @@
 """Convolutional networks, and the papers' own with their exact parameter counts: ResNet-50 and -152, VGG-16 and -19."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

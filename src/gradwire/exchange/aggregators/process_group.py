@@ -1,7 +1,5 @@
 """The aggregator `process-group`: the backend's own all-reduce. A fabric with reduction offload serves it unchanged."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 Messages, copies and sums are native/exchange/broadcast.hpp's; here is when what is sent, and where it is counted.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence

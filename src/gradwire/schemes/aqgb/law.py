@@ -9,8 +9,6 @@ time *remains*, never a moment. No I/O and no clock: the live scheme and the sim
 trusted; options are checked where users give them.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence

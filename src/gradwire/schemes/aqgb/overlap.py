@@ -4,8 +4,6 @@ Luo et al., section 3. An interval is (start_s, end_s) on the clock of the rank 
 other and come in any order.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import deque

@@ -3,8 +3,6 @@
 Thread-safe: the training thread notes events, the receiver what heads say, the lane asks for bits.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

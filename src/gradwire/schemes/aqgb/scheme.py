@@ -5,8 +5,6 @@ its control law (law.py) runs live. A block's step is taken just before the bloc
 may go on until then.
 """
 
-from __future__ import annotations
-
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator

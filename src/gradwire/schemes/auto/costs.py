@@ -9,8 +9,6 @@ Seconds, bytes, and bytes a second of payload. Only + - * / and comparisons, so 
 outputs, but for `break_even_rate`, which is for people.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -86,7 +84,7 @@ class LinkCost:
     byte_s: float = 0.0  # processor time of a byte moved
     at_once: int = 1  # asynchronous collectives that are under way at a time; the others wait for them, in order
 
-    def over(self, rtt_s: float, loss: float = 0.0, streams: int = 1) -> LinkCost:
+    def over(self, rtt_s: float, loss: float = 0.0, streams: int = 1) -> "LinkCost":
         """The same over a path with this round trip: half of it a hop, and no faster than its TCP connections."""
         way_s = rtt_s / 2
         return replace(
@@ -130,7 +128,7 @@ class CodecCost:
     zero_bits: float | None = None  # of a value that is zero; None: as many as of any other
     densest: float = 1.0  # the largest share of other values at which it is thought of
 
-    def at(self, density: float) -> CodecCost:
+    def at(self, density: float) -> "CodecCost":
         """The cost where a share `density` of the values is not zero; where that is too much, one that nothing can bear."""
         if density > self.densest:
             return replace(self, fixed_s=_NEVER_S, zero_bits=None)
@@ -443,7 +441,7 @@ class CostProfile:
     def predict_us(self, computing_us: int) -> dict[str, int]:
         return {spec: int(1e6 * took_s) for spec, took_s in self.predict_s(computing_us / 1e6).items()}
 
-    def with_transfer(self, transfer_us: int) -> CostProfile:
+    def with_transfer(self, transfer_us: int) -> "CostProfile":
         """The same, with the link as `probe_transfer_us` found it on the slowest rank."""
         n = self.machine.n_ranks
         hops_s = 2 * (n - 1) * self.link.backend_hop_s
@@ -455,7 +453,7 @@ class CostProfile:
         return asdict(self) | {"buckets": list(self.buckets)}
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> CostProfile:
+    def from_dict(cls, saved: Mapping[str, Any]) -> "CostProfile":
         """Read what `as_dict` gave. Raises: KeyError, TypeError (not that)."""
         return cls(
             SharedCores(**saved["machine"]),

@@ -4,8 +4,6 @@ A row is here because of a measurement, not because of an adjective: "unbiased" 
 docs/auto.md; a row that is added needs a run of 200 steps beside DDP with the same seeds and data (experiment `lossy-auto`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -47,7 +45,7 @@ class FidelityRow:
         """The spec, wherever buckets are reduced."""
         return self.spec.removesuffix(ON_DEVICE)
 
-    def on_device(self) -> FidelityRow:
+    def on_device(self) -> "FidelityRow":
         """The same between devices: what goes round a ring in host memory takes two collectives there, and rounds a value
         twice instead of once a rank."""
         spec, shape = self.spec, self.shape

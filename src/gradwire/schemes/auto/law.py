@@ -10,8 +10,6 @@ No clock, no I/O; whole numbers, `+ - * //` and comparisons only, ties by name. 
 decide the same on every machine. Shares are in permille, times in microseconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ On a GPU steps are timed by the device, and candidates run between devices, in h
 When not to use this: where a run must be repeated bit for bit, unless by `replay`; it decides by the clock.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Votes and the control law are those behind DDP. What is chosen among is a table 
 and nothing of error feedback can be had. Steps begin with FSDP2's own collectives, called as without gradwire.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

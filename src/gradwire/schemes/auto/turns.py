@@ -1,7 +1,5 @@
 """The frame of `auto`, behind DDP and between shards: schemes that take turns as the law says, from votes on every step."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ The slowest rank's time is everybody's, and of the waiting the smallest: who wai
 that rank.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 The bytes are computed where parameters and moments lie: by a native kernel, or by torch operations on a device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -145,7 +143,7 @@ class QuantisationMetric:
         return any(not isinstance(rule, Probe) or rule.is_plain for rule in self._rules.values())
 
     @classmethod
-    def beside(cls, session: Session, promise: Promise) -> QuantisationMetric:
+    def beside(cls, session: Session, promise: Promise) -> "QuantisationMetric":
         """That of the session's optimizer. Raises: InvalidArgument (there is none), Unsupported."""
         if not session.optimizers:
             raise InvalidArgument(

@@ -4,8 +4,6 @@ One gain may stand for all values of a parameter only where the step is linear i
 all of them: as SGD's, however it is written. Every other step, and all that cannot be copied, is unknown.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections import defaultdict

@@ -5,8 +5,6 @@ Huffman-coded exponents and what is left of the mantissas (6.2). Every few steps
 counts of all ranks, summed in the gap before the next step, give the next Huffman table (4).
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import Any

@@ -7,8 +7,6 @@ so. By need, it does so only where the table in use takes 3 % more bits than the
 find alike.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

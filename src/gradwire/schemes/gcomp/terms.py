@@ -26,8 +26,6 @@ What the table leaves open:
 Optimizers that the paper does not have come after its own; `register_update` takes those of a user.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping

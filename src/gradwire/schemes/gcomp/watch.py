@@ -6,8 +6,6 @@ count). Both are looked for; neither needs the user to say anything. A learning 
 told of, once.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any

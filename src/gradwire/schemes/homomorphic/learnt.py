@@ -1,7 +1,5 @@
 """Facts that steps learn of buckets: non-zeros to expect, the salt that peels, and which are too dense to gain."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -14,8 +14,6 @@ values save less than a tenth, and such buckets are sent plainly. What counts is
 1 % at places of their own have 3.9 %. -0.0 counts as zero: where all ranks hold zeros, the mean is 0.0.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -5,8 +5,6 @@ its complement are both set), that one of them has an Inf or NaN, and the larges
 exponent up to its own; the longest run survives).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Modes "sketch", "exact" and "lossy": the ranks' count sketches are summed, and peeled while they travel."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Costs are lines through what was measured of each codec; what the backward pass 
 save more than a margin, because measured times are noisy and its loss is not. Every function is pure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ an owner, or, at the owner, the sum; in the ring, the partial sum that it hands 
 has it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +41,7 @@ class ChosenCodecs(Selection):
     """
 
     def __init__(
-        self, bucket: Bucket, sizes: tuple[int, ...], choice: Choice, cut: Callable[[int], CutSelection]
+        self, bucket: Bucket, sizes: tuple[int, ...], choice: Choice, cut: "Callable[[int], CutSelection]"
     ) -> None:
         codecs = iter(choice)
         super().__init__(bucket, lambda *_: next(codecs) != 0)

@@ -11,8 +11,6 @@ the rank that waits least for others, with what it was when the table was made. 
 way, or a request by any rank, has all sizes measured again.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Callable

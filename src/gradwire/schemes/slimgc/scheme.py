@@ -6,8 +6,6 @@ threshold comes from a table of benefits that is measured while the training war
 of it (3.5, backup=True) is `gradwire.schemes.ahead` around it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -5,8 +5,6 @@ size above which compression wins at *every* size. The benefit need not rise wit
 which the paper takes, would not do. The live scheme and the simulator both call this; every function is pure.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -67,7 +65,7 @@ class LinearCost:
     beta_s_per_byte: float
 
     @classmethod
-    def fit(cls, sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinearCost:
+    def fit(cls, sizes_bytes: Sequence[float], times_s: Sequence[float]) -> "LinearCost":
         """The line with alpha, beta >= 0 and the least sum of squared *relative* errors.
 
         Relative, because sizes span five decades: the start-up cost, which decides, must not drown in the noise of the
@@ -139,7 +137,7 @@ class ThresholdTable:
         ]
 
     @classmethod
-    def from_rows(cls, rows: Iterable[dict[str, Any]]) -> ThresholdTable:
+    def from_rows(cls, rows: Iterable[dict[str, Any]]) -> "ThresholdTable":
         """The table of which `as_rows` gave these. Raises: InvalidArgument (a field that is missing or out of range)."""
         try:
             return cls(SizeTimes(r["size_bytes"], r["raw_s"], r["compressed_s"], r["codec_s"]) for r in rows)

@@ -1,7 +1,5 @@
 """Everything that is measured, as data: one module a system, the experiments of each in the order of its page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from gradwire_lab.bench.catalogue import acp_sgd, aqgb, gcomp, homomorphic, lossy, papers, schemes, slimgc

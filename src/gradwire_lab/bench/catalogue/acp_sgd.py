@@ -1,7 +1,5 @@
 """ACP-SGD's tables and figures: volume from shapes, cost without a network, iteration time, convergence."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """AQGB live, on shaped links, and in its paper's own setting by the simulator; and what the simulator predicts else."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GComp: fidelity of training, exponents and their tables, mantissas, load."""
 
-from __future__ import annotations
-
 from gradwire_lab.bench.catalogue.schemes import DDP, ITERATION, RATIO_MEAN, STEPS, TO_LOSS, X_DDP
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref, Table
 

@@ -1,7 +1,5 @@
 """Homomorphic compression: count sketches against the bound, aggregation of sparse gradients, training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from gradwire_lab.bench.catalogue.schemes import (

@@ -1,7 +1,5 @@
 """Lossy schemes by optimizer: where the loss goes, and what is sent for it; what chose the defaults beside Adam."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from gradwire_lab.bench.catalogue.schemes import ITERATION, PLAIN, RATIO_LAST

@@ -1,7 +1,5 @@
 """The papers beside what is measured: their numbers, what differs from their conditions, and what nothing here gives."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

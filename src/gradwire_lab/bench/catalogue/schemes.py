@@ -1,7 +1,5 @@
 """All schemes side by side, in training and in a bare all-reduce; `auto`, which chooses one; codecs on real gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SlimGC: sizes of gradients, accuracy of the strategies, throughput and time split."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 To add one: a function of a `Call` in a module here, a line in `_MEASURES`, an experiment in the catalogue that names it.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

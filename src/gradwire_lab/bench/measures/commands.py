@@ -1,7 +1,5 @@
 """Measures that are commands in processes of their own: `gradwire bench` train, allreduce, codec, regret; `gradwire train`."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

@@ -1,7 +1,5 @@
 """Ranks that this process plays: quantisers at equal bits on files and in training (AQGB's Fig. 2), schemes at many ranks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

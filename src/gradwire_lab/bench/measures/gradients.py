@@ -1,7 +1,5 @@
 """The numbers behind the figures from gradient files: sizes, exponents and their codes, mantissas; two decoders' times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The simulator against the test network, and the sizes that it predicts with."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

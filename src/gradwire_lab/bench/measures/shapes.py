@@ -1,7 +1,5 @@
 """What low-rank compression makes of real models, from their shapes alone: ACP-SGD's Tables I and II, and Fig. 5."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 

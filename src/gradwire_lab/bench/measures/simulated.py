@@ -1,7 +1,5 @@
 """Simulated training as measures: AQGB's and GComp's figures on networks that are not here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

@@ -1,7 +1,5 @@
 """Numbers of the homomorphic paper's figures 2 and 3."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ All trainings of a run are done by one set of ranks, started once. Each leaves a
 one that is finished there, with the code as it is, is not trained again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

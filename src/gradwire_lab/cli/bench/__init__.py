@@ -1,7 +1,5 @@
 """Measure: experiments of the catalogue, or codecs, all-reduce and training beside their competitors by hand."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`gradwire bench list`, `run` and `render`: the catalogue, its records, and the pages that are made of them."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 As a program, in each rank: SECONDS REPEATS RATE_BPS.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

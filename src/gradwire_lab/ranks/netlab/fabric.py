@@ -8,8 +8,6 @@ It speaks over a sequenced-packet socket: one JSON object a packet, request and 
 construction carries the namespaces' descriptors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -1,7 +1,5 @@
 """`Netlab`: one network namespace a rank, shaped links between them, and what can happen to a network in mid-run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -53,7 +51,7 @@ class LinkCounters:
     received_packets: int
     received_drops: int
 
-    def __sub__(self, before: LinkCounters) -> LinkCounters:
+    def __sub__(self, before: "LinkCounters") -> "LinkCounters":
         """What was carried since `before`."""
         return LinkCounters(*(getattr(self, name) - getattr(before, name) for name in self.__dataclass_fields__))
 
@@ -143,7 +141,7 @@ class Netlab:
             self.close()
             raise
 
-    def __enter__(self) -> Netlab:
+    def __enter__(self) -> "Netlab":
         self.open()
         return self
 
@@ -465,7 +463,7 @@ class Schedule:
             except GradwireError as error:
                 self.done.append((event, str(error)))
 
-    def __enter__(self) -> Schedule:
+    def __enter__(self) -> "Schedule":
         self._thread.start()
         return self
 

@@ -5,8 +5,6 @@ lost. Besides: `down=RATE` (the other direction's), `jitter=TIME`, and of the wh
 with `site-delay=TIME`, which is added between sites.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ kills the ranks when the owner dies; only if both were killed at once can ranks 
 links. Such processes are known by a variable in their environment that names the owner.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

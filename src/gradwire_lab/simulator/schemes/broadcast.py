@@ -1,7 +1,5 @@
 """Broadcast of every gradient to all: with a fixed number of bits a value, or in two stages by AQGB's own control law."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Generator
 from dataclasses import dataclass, field

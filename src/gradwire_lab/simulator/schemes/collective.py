@@ -4,8 +4,6 @@ What a bucket takes of lane and wire, and what follows what, is `gradwire.scheme
 predict; here its transfers go over simulated links, which others may use.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Generator
 from typing import Any

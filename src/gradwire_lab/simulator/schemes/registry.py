@@ -5,8 +5,6 @@ a world size. What grows with the number of ranks, and how, is fitted to the byt
 2 (N-1)/N of something, or as the N-1 copies of an all-gather.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -129,7 +127,7 @@ class MeasuredTable:
         self._content = content
 
     @classmethod
-    def load(cls, path: Path = TABLE) -> MeasuredTable:
+    def load(cls, path: Path = TABLE) -> "MeasuredTable":
         """Raises: InvalidArgument (cannot be read), CorruptMessage (is no such table), IncompatibleVersion."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))

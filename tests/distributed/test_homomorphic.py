@@ -493,7 +493,8 @@ def take_step(feature: str, training: Training, step: int) -> None:
     optimizer.zero_grad()
     for part in range(n_parts):
         with ddp.no_sync() if part < n_parts - 1 else contextlib.nullcontext():
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=feature == "autocast"):
+            is_mixed = feature == "autocast"  # in which oneDNN has no LSTM for processors without AVX-512
+            with torch.autocast("cpu", torch.bfloat16, is_mixed), torch.backends.mkldnn.flags(enabled=not is_mixed):
                 loss = loss_of(ddp, rank, n_parts * step + part)
             (loss * (0.0 if is_masked else 1.0)).backward()
     if feature == "clipped":

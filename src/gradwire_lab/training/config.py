@@ -29,8 +29,8 @@ class TrainConfig:
         resume: continue from the newest checkpoint there, if any.
         rewrap_at: steps before which the model is wrapped in a new DDP and the scheme attached anew, as a resumption
             does: a run that does so is bit-identical to one that stops there and resumes.
-        local_sgd: H; ranks step by themselves and exchange pseudo-gradients every H steps (`LocalSgd`, DiLoCo's outer
-            optimizer). 0: gradients, every step. `outer`: its outer optimizer, "nesterov" (DiLoCo's) or "average";
+        local_sgd: H; ranks step by themselves and exchange pseudo-gradients every H steps (`LocalSgd`). 0: gradients, every
+            step. `outer`: its outer optimizer, "nesterov" (DiLoCo's) or "average", `outer_rate` its learning rate (0: its own);
             `feedback_decay`: share of the residuals that lasts from one exchange to the next; `fragments` and `delay`: as
             LocalSgd's.
     """
@@ -56,6 +56,7 @@ class TrainConfig:
     evaluate: bool = True
     local_sgd: int = 0
     outer: str = "nesterov"
+    outer_rate: float = 0.0
     feedback_decay: float = 1.0
     fragments: int = 1
     delay: int = 0

@@ -1,6 +1,7 @@
 """The moving parts of a run in one rank: model, optimizer, DDP, and the scheme attached to it."""
 
 import gc
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -60,11 +61,16 @@ class TrainingSession:
         # Only a bare name may be made without error feedback, where momentum forbids it.
         scheme = schemes.by_name(name, **options) if options else name
         self.ddp = self.model
-        outer, decay = OUTER[self.config.outer], self.config.feedback_decay
         self.attachment = LocalSgd(
-            self.model, self.optimizers, scheme, self.config.local_sgd, outer, feedback_decay=decay,
-            fragments=self.config.fragments, delay=self.config.delay,
+            self.model, self.optimizers, scheme, self.config.local_sgd, self._outer, delay=self.config.delay,
+            fragments=self.config.fragments, feedback_decay=self.config.feedback_decay,
         )  # fmt: skip
+
+    def _outer(self, anchors: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+        optimizer = OUTER[self.config.outer](anchors)
+        for group in optimizer.param_groups:
+            group["lr"] = self.config.outer_rate or group["lr"]
+        return optimizer
 
     def rewrap(self) -> None:
         """Wrap anew, as a resumption does, carrying the scheme's state over."""

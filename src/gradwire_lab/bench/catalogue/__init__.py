@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gradwire_lab.bench.catalogue import acp_sgd, aqgb, gcomp, homomorphic, lossy, papers, schemes, slimgc
+from gradwire_lab.bench.catalogue import acp_sgd, aqgb, gcomp, homomorphic, lossy, papers, schemes, sites, slimgc
 from gradwire_lab.bench.measures import code_of
 from gradwire_lab.results.experiment import Experiment, Table
 from gradwire_lab.results.pages import COVERAGE, Book
@@ -18,12 +18,15 @@ SYSTEMS = {
     "slimgc": "SlimGC",
     "homomorphic": "Homomorphic compression",
     "lossy": "Which scheme under which optimizer",
+    "optimizers": "Muon beside AdamW, and a long run",
+    "sites": "Between sites",
+    "shards": "FSDP2's own transfers",
     "defaults": "Defaults beside Adam: plain first steps, levels, groups, ranks",
     "simulator": "The simulator",
     COVERAGE: "The papers' figures and tables, one by one",
 }
 
-_MODULES = (schemes, gcomp, acp_sgd, aqgb, slimgc, homomorphic, lossy)
+_MODULES = (schemes, gcomp, acp_sgd, aqgb, slimgc, homomorphic, lossy, sites)
 EXPERIMENTS: tuple[Experiment, ...] = tuple(
     sorted(
         (papers.beside_the_papers(one) for module in _MODULES for one in module.EXPERIMENTS),

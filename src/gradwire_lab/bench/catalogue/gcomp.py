@@ -40,10 +40,10 @@ def _shares(*names: str) -> list[Column]:
 
 EXPERIMENTS = [
     Experiment(
-        key="gcomp-fidelity", system="gcomp", measure="training", seconds=500,
+        key="gcomp-fidelity", system="gcomp", measure="training", seconds=270,
         question="How far does each way of compressing move the loss, and what does it send?",
         of=[Ref("GComp", figure) for figure in ("Fig. 9", "Fig. 13a", "Fig. 18", "Fig. 19")],
-        fixed={"ranks": 4, "steps": 300, "baseline": BASELINE, "dump_every": 50},
+        fixed={"ranks": 4, "steps": 160, "baseline": BASELINE, "dump_every": 40},
         # With ReLU instead of SiLU training is chaotic: one unit in the last place grows to 1e-3 of loss in 40 steps.
         axes={"workload": ["gpt", "resnet:activation=silu"], "scheme": _CONFIGURATIONS},
         baseline={"scheme": BASELINE},
@@ -60,7 +60,7 @@ EXPERIMENTS = [
                                                  ("periodic", _PERIODIC, "0.03 to 0.23", "Fig. 19"))],
     ),
     Experiment(
-        key="gcomp-tolerance", system="gcomp", measure="training", seconds=170,
+        key="gcomp-tolerance", system="gcomp", measure="training", seconds=110,
         question="Bytes against closeness: what does each tolerance move the loss, beside PyTorch's hooks and fixed bits?",
         fixed={"ranks": 4, "steps": 60, "baseline": BASELINE}, over=("seed",), baseline={"scheme": BASELINE},
         axes={"workload": _FRONTIER_WORKLOADS, "seed": [0, 1, 2], "scheme": _FRONTIER},

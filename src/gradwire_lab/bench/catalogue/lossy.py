@@ -1,6 +1,6 @@
 """Lossy schemes by optimizer: where the loss goes, and what is sent for it; what chose the defaults beside Adam."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gradwire_lab.bench.catalogue.schemes import ITERATION, PLAIN, RATIO_LAST
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Table
@@ -8,19 +8,37 @@ from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Tabl
 _GPT, _DIGITS = "gpt:n_layers=2,width=64,n_heads=4,length=64,batch_size=8", "resnet:width=8"
 _GROUPED = ["one-bit:warmup_steps=50,", "one-bit:warmup_steps=100,", "one-bit:warmup_steps=150,",
             "two-bit:warmup_steps=50,levels=3,", "two-bit:warmup_steps=50,levels=4,", "one-bit-adam:"]  # fmt: skip
-# By optimizer: low rank of gradients, and behind the optimizer, at equal bytes, embeddings included; and a step ahead.
-_OPTIMIZERS = {"AdamW": _GPT, "Muon": f"{_GPT},optimizer=muon"}
+# What each table of the defaults compares with `plain`.
+_DEFAULTS = {
+    "Plain first steps": ["acp-sgd:start_step=0", "acp-sgd:start_step=50", "acp-sgd:start_step=100",
+                          "power-sgd:rank=8,start_step=0", "power-sgd:rank=8,start_step=50",
+                          "top-k:share=0.01,warmup_steps=0", "top-k:share=0.01,warmup_steps=50"],
+    "Two bits a value: three levels, of which one is zero, or four": [
+        "one-bit-adam", "one-bit-adam:codec=two-bit", "one-bit-adam:codec=four-level",
+        "two-bit:scale_values=512,warmup_steps=50,levels=3", "two-bit:scale_values=512,warmup_steps=50,levels=4",
+        "two-bit:scale_values=512,warmup_steps=150,levels=4"],
+    "Values that share a scale": [f"{spec}scale_values={values}" for spec in _GROUPED for values in (64, 512)],
+}  # fmt: skip
+_SHORT = {
+    "What defaults do": ["one-bit-adam", "one-bit", "one-bit:scale_values=512", "two-bit", "two-bit:scale_values=512",
+                         "one-bit-adam:freeze_step=20", "one-bit-adam:correction=running", "power-sgd:rank=8"],
+    "Ranks, with embeddings whole and without": ["acp-sgd", "acp-sgd:exempt=none", *(
+        f"acp-sgd:{exempt}rank={rank}" for exempt in ("", "exempt=none,") for rank in (2, 8, 16, 32))],
+}  # fmt: skip
+# By optimizer: a step ahead.
 _STALE = {"AdamW": _GPT, "SGD": f"{_GPT},optimizer=momentum"}
-_WHOLE = "factor_dtype=bfloat16,exempt=none,start_step=0"
 _BEHIND = Column("held_out_loss", "", 1.0, ".3f", "difference", "plain", spread=True)
 _BEHIND_4 = Column("held_out_loss", "against plain", 1.0, ".4f", "difference", "plain", spread=True)
 _NATS = Column("held_out_loss", "held-out loss", 1.0, ".3f", spread=True)
 _SOONER = Column("seconds_to_loss", "x sooner than DDP", kind="speed-up", against="ddp")
 
 
-def _compare(key: str, question: str, schemes: Sequence[str], workload: str = _GPT, *, steps: int, seconds: float,
+def _compare(key: str, question: str, schemes: Sequence[str] = (), workload: str = _GPT, *, steps: int, seconds: float,
              loss: Column = _NATS, most_nats: Sequence[tuple[float, Sequence[str]]] = (), is_long: bool = False,
-             system: str = "lossy", drawn: Sequence[str] = ()) -> Experiment:  # fmt: skip
+             system: str = "lossy", drawn: Sequence[str] = (), tables: Mapping[str, Sequence[str]] = {},
+             ) -> Experiment:  # fmt: skip
+    """Schemes beside plain, one table of all, or those of `tables` by their titles."""
+    schemes = schemes or list(dict.fromkeys(["plain", *(spec for specs in tables.values() for spec in specs)]))
     behind = Column(loss.field, "against plain", loss.scale, loss.form, "difference", "plain", spread=True)
     return Experiment(
         key=f"lossy-{key}", system=system, measure="training", seconds=seconds, question=question,
@@ -28,7 +46,8 @@ def _compare(key: str, question: str, schemes: Sequence[str], workload: str = _G
         axes={"seed": [0, 1, 2], "scheme": schemes}, over=("seed",), together=("scheme",), baseline=PLAIN, is_long=is_long,
         goals=[Goal(f"at most {nats} nats behind plain", _BEHIND, "<=", nats, {"scheme": tuple(specs)})
                for nats, specs in most_nats],
-        show=[Table([loss, behind, RATIO_LAST]), *([Plot(
+        show=[*(Table([loss, behind, RATIO_LAST], where={"scheme": ["plain", *specs]}, title=title)
+                for title, specs in (tables or {"": schemes}).items()), *([Plot(
             "ratio", Column(loss.field, loss.heading, loss.scale, loss.form), log="x", x_title="bytes / ring",
             where={"scheme": drawn})] if drawn else [])],
     )  # fmt: skip
@@ -49,37 +68,21 @@ EXPERIMENTS = [
              most_nats=[(0.02, ["one-bit-adam", "one-bit-adam:codec=two-bit"]),
                         (0.05, ["one-bit:scale_values=512,warmup_steps=50", "two-bit:scale_values=512,warmup_steps=50",
                                 "power-sgd:rank=8"])]),
-    _compare("first-steps", "What do plain first steps give low rank and sparse schemes, and what do they cost?", [
-        "plain", "acp-sgd:start_step=0", "acp-sgd:start_step=50", "acp-sgd:start_step=100",
-        "power-sgd:rank=8,start_step=0", "power-sgd:rank=8,start_step=50", "top-k:share=0.01,warmup_steps=0",
-        "top-k:share=0.01,warmup_steps=50",
-    ], steps=500, seconds=500, is_long=True, system="defaults", most_nats=[(0.05, ["acp-sgd:start_step=100"])]),
-    _compare("levels", "A small GPT with two bits a value: three levels, of which one is zero, or four?", [
-        "plain", "one-bit-adam", "one-bit-adam:codec=two-bit", "one-bit-adam:codec=four-level",
-        "two-bit:scale_values=512,warmup_steps=50,levels=3", "two-bit:scale_values=512,warmup_steps=50,levels=4",
-        "two-bit:scale_values=512,warmup_steps=150,levels=4",
-    ], steps=500, seconds=330, is_long=True, system="defaults",
-             most_nats=[(0.02, ["one-bit-adam:codec=four-level"]),
-                        (0.05, ["two-bit:scale_values=512,warmup_steps=50,levels=4"])]),
-    _compare("groups", "How many values should share a scale?",
-             ["plain", *(f"{spec}scale_values={values}" for spec in _GROUPED for values in (64, 512))],
-             steps=500, seconds=470, is_long=True, system="defaults",
-             most_nats=[(0.02, ["one-bit-adam:scale_values=64"]),
-                        (0.05, ["one-bit:warmup_steps=50,scale_values=64", "one-bit:warmup_steps=150,scale_values=64",
+    _compare("defaults", "A small GPT, 500 steps: plain first steps, levels, and how many values share a scale.",
+             tables=_DEFAULTS,
+             steps=500, seconds=1_200, is_long=True, system="defaults",
+             most_nats=[(0.02, ["one-bit-adam:codec=four-level", "one-bit-adam:scale_values=64"]),
+                        (0.05, ["acp-sgd:start_step=100", "two-bit:scale_values=512,warmup_steps=50,levels=4",
+                                "one-bit:warmup_steps=50,scale_values=64", "one-bit:warmup_steps=150,scale_values=64",
                                 "two-bit:warmup_steps=50,levels=4,scale_values=64"])]),
-    _compare("gpt-short", "After 200 steps: what groups, plain first steps, the freeze and exempt embeddings do.", [
-        "plain", "one-bit-adam", "one-bit", "one-bit:scale_values=512", "two-bit", "two-bit:scale_values=512",
-        "one-bit-adam:freeze_step=20", "one-bit-adam:correction=running", "acp-sgd", "acp-sgd:exempt=none",
-        "power-sgd:rank=8",
-    ], steps=200, seconds=240, is_long=True, system="defaults"),
     _compare("auto", "The schemes that `auto` may use under AdamW, after 200 steps.", [
         "plain", "gcomp:importance=uniform,bits=12", "bf16", "embedded-float:bits=8", "embedded-float:bits=6",
         "embedded-float:bits=5", "embedded-float:bits=4", "thc", "qsgd", "terngrad", "terngrad:per=bucket",
     ], steps=200, seconds=330,
              drawn=["plain", "gcomp:importance=uniform,bits=12", "bf16", "embedded-float:bits=5", "thc", "qsgd", "terngrad"]),
-    _compare("rank", "Under AdamW, after 200 steps: which rank does low rank want, with embeddings whole and without?",
-             ["plain", *(f"acp-sgd:{exempt}rank={rank}" for exempt in ("", "exempt=none,") for rank in (2, 4, 8, 16, 32))],
-             steps=200, seconds=90, system="defaults"),
+    _compare("gpt-short", "After 200 steps: groups, plain first steps, the freeze, exempt embeddings, ranks of low rank.",
+             tables=_SHORT,
+             steps=200, seconds=300, system="defaults"),
     _compare("digits", "Under SGD with momentum, a small ResNet on handwritten digits, 200 steps.", [
         "plain", "one-bit", "one-bit:scale_values=512", "two-bit", "two-bit:scale_values=512", "acp-sgd",
         "embedded-float:bits=8", "embedded-float:bits=5", "embedded-float:bits=4", "ddp-bf16", "ddp-powersgd:rank=8",
@@ -97,10 +100,6 @@ EXPERIMENTS = [
         goals=[Goal(f"at most {nats} nats behind plain under {name}", _BEHIND, "<=", nats,
                     {"workload": workloads[name], "scheme": spec}) for name, nats, spec in goals],
     ) for key, question, workloads, specs, seconds, goals in (
-        ("momentum", "Low rank of gradients, and of what they differ from the optimizer's momentum: what does each lose?",
-         _OPTIMIZERS, ["plain", f"power-sgd:rank=8,{_WHOLE}", f"acp-sgd:rank=16,{_WHOLE}", "power-momentum",
-                       "power-momentum:rank=12"],
-         150, [("AdamW", 0.02, "power-momentum"), ("Muon", 0.005, "power-momentum:rank=12")]),
         ("ahead", "What does a step lose that starts before the means of the one before are there?",
          _STALE, ["plain", "plain:ahead=1", "acp-sgd", "acp-sgd:ahead=1", "two-bit", "two-bit:ahead=1"],
          180, [("AdamW", 0.02, "plain:ahead=1")]),
@@ -112,7 +111,8 @@ EXPERIMENTS = [
         axes={"ranks": [2, 8, 16, 64], "seed": [0, 1, 2], "scheme": {
             "plain": "plain", "plain, disturbed by a rounding": "control", "bf16": "bf16",
             **{f"gcomp, {bits} bits": f"gcomp:importance=uniform,bits={bits}" for bits in (12, 7)},
-            **{f"embedded-float, {bits} bits": f"embedded-float:bits={bits}" for bits in (8, 5, 4)}}},
+            **{f"embedded-float, {bits} bits": f"embedded-float:bits={bits}" for bits in (8, 5, 4)},
+            **{f"{bits} bits, small tensors too": f"embedded-float:bits={bits},exempt=none" for bits in (8, 5, 4)}}},
         over=("seed",), together=("scheme", "seed"), show=[Table([_NATS, _BEHIND_4, RATIO_LAST], across="ranks")],
     ),
     Experiment(

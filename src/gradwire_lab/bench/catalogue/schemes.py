@@ -48,19 +48,6 @@ _TWO_LEVEL = ["two-level", *(f"two-level:scheme={name}" for name in _FLAT[1:])]
 _FSDP2 = ["hsdp", "fsdp2:scheme=gcomp", "fsdp2:scheme=one-bit"]
 _OUT_OF_NODE = mb("kernel_bytes", "MB out of a node")
 
-# Error feedback and an outer momentum do not go together, so with momentum top-k is without, and without momentum with it.
-_LOCAL_SCHEMES = {
-    "nesterov": ["plain", "embedded-float:bits=4", "two-bit", "top-k:share=0.05,error_feedback=false"],
-    "average": ["plain", "embedded-float:bits=4", "two-bit", "top-k:share=0.05,feedback_decay=0.95"],
-}
-_LOCAL = [
-    f"{scheme}{',' if ':' in scheme else ':'}local_sgd={every},outer={outer}"
-    for every in (1, 8, 64)
-    for outer, schemes in _LOCAL_SCHEMES.items()
-    for scheme in schemes
-]
-
-
 # Fewer bytes than bfloat16, and nearer to DDP (gcomp-tolerance).
 _TEN_BITS = "gcomp:importance=uniform,bits=10"
 
@@ -76,7 +63,7 @@ _AUTO_RATES = {"100 Mb/s": "100mbit", "300 Mb/s": "300mbit", "1 Gb/s": "1gbit", 
 AUTO_TABLE = Table([Column("x_ddp", "x DDP's speed", form=".2f")], across="rate", where={"workload": "gpt", "ranks": 2})
 
 
-def _regret(key: str, question: str, axes: dict[str, Any], *, rows: Sequence[str], across: str, takes: float,
+def _regret(key: str, question: str, axes: dict[str, Any], *, rows: Sequence[str], across: str | None, takes: float,
             plots: Sequence[Plot] = (), goals: Sequence[Goal] = (), is_long: bool = False,
             **fixed: Any) -> Experiment:  # fmt: skip
     only = {"scheme": [spec for spec in axes["scheme"].values() if spec.startswith("auto")]}
@@ -108,12 +95,25 @@ EXPERIMENTS = [
     ),
     _regret(
         "regret-changes", "What does auto make of another network in mid-run: 1 Gb/s (phase 0), 100 Mb/s, 1 Gb/s?",
-        {"workload": ["gpt", "resnet"], "scheme": {**_DDP, **_AUTO}},
-        rows=("workload", "scheme"), across="phase", takes=360, ranks=2, rate="1gbit", then=["100mbit", "1gbit"],
+        {"scheme": {**_DDP, **_AUTO}},
+        rows=("scheme",), across="phase", takes=360, workload="gpt", ranks=2, rate="1gbit", then=["100mbit", "1gbit"],
         steps=150, seconds=45,
         goals=[Goal(f"within 6 % of the best after so many steps of a {link} link", _GOOD_AFTER, "<=", steps,
                     {"phase": phase}, ("phase",))
                for phase, link, steps in ((1, "slower", 40), (2, "faster", 150))],
+    ),
+    _regret(
+        "regret-muon", "Muon beside AdamW at 100 Mb/s: how much faster is a step than DDP's, and is it the best choice?",
+        {"ranks": [2, 4], "scheme": {**_DDP, **_AUTO}}, rows=("ranks", "scheme"), across=None, takes=150,
+        workload="gpt:optimizer=muon", rate="100mbit", steps=150, seconds=60,
+        goals=[Goal(f"{words}: {times} times DDP, {ranks} ranks", _AUTO_X_DDP, ">=", times,
+                    {"ranks": ranks, "scheme": _AUTO[f"gradwire, {words}"]})
+               for ranks, words, times in ((2, "exact", 1.6), (2, "close", 2.5), (4, "exact", 1.4), (4, "close", 2.2))],
+    ),
+    _regret(
+        "regret-sites", "What does auto lose on a line of 100 Mb/s with a round trip of 40 ms?",
+        {"scheme": {**_DDP, **_AUTO}}, rows=("scheme",), across=None, takes=200, ranks=2,
+        workload="gpt", rate="100mbit/delay=20ms", steps=150, seconds=90,
     ),
     Experiment(
         key="auto-cost", system="auto", measure="train", seconds=50, baseline=DDP,
@@ -153,15 +153,6 @@ EXPERIMENTS = [
               Table([ITERATION, Column("iteration_s", "x hsdp", kind="ratio", against="hsdp"), _OUT_OF_NODE, LOSS],
                     where={"scheme": _FSDP2}, across="rate",
                     title="FSDP2 inside the nodes; hsdp: with torch's own all-reduce between")],
-    ),
-    Experiment(
-        key="local-sgd", system="schemes", measure="training", seconds=560, baseline=PLAIN,
-        question="Local SGD, with DiLoCo's outer optimizer and without: what is lost and sent when ranks exchange every 1, 8, "
-                 "64 steps?",
-        fixed={"workload": "gpt", "ranks": 2, "steps": 256, "baseline": "plain"}, axes={"scheme": ["plain", *_LOCAL]},
-        show=[Table([Column("held_out_loss", "held-out loss", form=".3f"),
-                     Column("held_out_loss", "against DDP", kind="difference", form=".3f"),
-                     Column("ratio_mean", "bytes / ring", form=".4f")])],
     ),
     Experiment(
         key="allreduce-quick", system="schemes", measure="allreduce", seconds=110, together=("n_bytes", "scheme"),

@@ -36,8 +36,12 @@ Values = npt.NDArray[np.float64]
 # What a scheme's spec may say about the workload, since the best learning rate is not the same for every scheme. It may name
 # `bucket_mb` too, DDP's bucket_cap_mb, which schemes that work by block want no larger than a block.
 _WORKLOAD_PREFIX = "workload."
-# Options of TrainConfig that a spec may name: pseudo-gradients every so many steps, instead of gradients at every step.
-_LOCAL_SGD: dict[str, Any] = {"local_sgd": 0, "outer": "nesterov", "feedback_decay": 1.0, "fragments": 1, "delay": 0}
+# Options of TrainConfig that a spec may name, and `local_sgd` an axis too: pseudo-gradients every so many steps, instead of
+# gradients at every step.
+_LOCAL_SGD: dict[str, Any] = {
+    "local_sgd": 0, "outer": "nesterov", "outer_rate": 0.0, "feedback_decay": 1.0, "fragments": 1, "delay": 0
+}  # fmt: skip
+_RECENT_STEPS = 100
 _WINDOW = 10  # steps below a loss before it counts as reached, as in GComp's paper (section 7.6)
 _UNSTEADY_STEPS = 2  # DDP rebuilds its buckets in step 1
 _FIELDS = ("optimizer", "learning_rate", "batch_size", "n_parameters", "ratio", "wire_bytes", "cpu_s", "exposed_s",
@@ -53,6 +57,13 @@ class FinishedRun:
     steps: list[dict[str, Any]]
     folder: Path | None = None
 
+    def until(self, step: int | None) -> "FinishedRun":
+        """The run's first so many steps; what was evaluated at its end is left out of a part."""
+        if step is None or step >= len(self.steps):
+            return self
+        summary = {key: value for key, value in self.summary.items() if key not in ("held_out_loss", "accuracy")}
+        return dataclasses.replace(self, summary=summary, steps=self.steps[:step])
+
     def column(self, key: str) -> Values:
         """(n_steps,): one figure of every step's record."""
         return np.array([step[key] for step in self.steps], np.float64)
@@ -62,7 +73,8 @@ class FinishedRun:
 
 
 def measure(call: Call) -> Measured:
-    """One training a cell: axes `scheme`, `seed`, `fold`; `baseline`, a scheme, is trained too if it is none of them.
+    """One training a cell, or with an axis `step` its first steps; axes `scheme`, `seed`, `fold`, `local_sgd`; `baseline`, a
+    scheme, is trained too if it is none of them.
 
     Fields beside the run's own: `deviation_mean`, `_max`: of |loss - the baseline's loss| over the steps;
     `seconds_to_loss`, `steps_to_loss`: until the loss stays below what the baseline's does in its last fifth;
@@ -75,7 +87,7 @@ def measure(call: Call) -> Measured:
     records = []
     for cell in call.cells:
         run, reference = runs[_name(cell)], runs.get(_name({**cell, "scheme": baseline}))
-        record = describe_run(run, reference)
+        record = describe_run(run.until(cell.get("step")), reference)
         if run is reference and call.get("dump_every"):
             record |= exponent_bits(run)
         records.append((cell, record))
@@ -90,8 +102,9 @@ def configure(call: Call, cell: Cell, spec: str) -> TrainConfig:
     if "fold" in cell:
         workload_options["fold"] = cell["fold"]
     bucket_mb = options.pop("bucket_mb", call.get("bucket_mb"))
-    local = {key: type(value)(options.pop(key, value)) for key, value in _LOCAL_SGD.items()}
     is_baseline = spec == call.get("baseline")
+    given = {} if is_baseline else {key: cell[key] for key in ("local_sgd",) if key in cell}
+    local = {key: type(value)(options.pop(key, given.get(key, value))) for key, value in _LOCAL_SGD.items()}
     config = TrainConfig(
         workload=workload,
         workload_options=workload_options,
@@ -121,9 +134,11 @@ def describe_run(run: FinishedRun, baseline: FinishedRun | None) -> Record:
     record |= Timing.of(iteration_s.tolist()).fields("iteration_s")
     record |= {"cores_per_rank": cores, "machine_load": cores * run.summary["ranks"] / run.summary["n_cores"]}
     record |= {"ratio_mean": float(ratio.mean()), "ratio_last_10": float(ratio[-10:].mean())}
+    record["elapsed_s"] = run.steps[-1]["elapsed_s"]
+    record["loss_recent"] = float(run.column("loss")[-_RECENT_STEPS:].mean())
     record["share_compressed"] = run.summary.get("stats", {}).get("share_compressed")
     if baseline is not None:
-        losses, theirs = run.column("loss"), baseline.column("loss")  # means over the ranks
+        losses, theirs = run.column("loss"), baseline.column("loss")[: len(run.steps)]  # means over the ranks
         deviation, target = np.abs(losses - theirs), loss_to_reach(theirs)
         reached = first_below(losses, target)
         record |= {"deviation_mean": float(deviation.mean()), "deviation_max": float(deviation.max())}

@@ -54,7 +54,7 @@ class FinishedRun:
     folder: Path | None = None
 
     def column(self, key: str) -> Values:
-        """(n_steps,): one figure of every step's record."""
+        """(n_steps,)."""
         return np.array([step[key] for step in self.steps], np.float64)
 
 
@@ -121,7 +121,6 @@ def describe_run(run: FinishedRun, baseline: FinishedRun | None) -> Record:
     record |= Timing.of(iteration_s.tolist()).fields("iteration_s")
     record |= {"cores_per_rank": cores, "machine_load": cores * run.summary["ranks"] / run.summary["n_cores"]}
     record |= {"ratio_mean": float(ratio.mean()), "ratio_last_10": float(ratio[-10:].mean())}
-    record["share_compressed"] = run.summary.get("stats", {}).get("share_compressed")
     if baseline is not None:
         losses, theirs = run.column("loss"), baseline.column("loss")  # means over the ranks
         deviation, target = np.abs(losses - theirs), loss_to_reach(theirs)

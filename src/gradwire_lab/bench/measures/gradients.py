@@ -147,7 +147,6 @@ def measure_decoders(call: Call) -> Measured:
     """Fig. 13b over the axis `spread`: of the normal distribution, in binades, whose exponents are decoded.
 
     ns a symbol of the look-up-table and the tree decoder, on the same segments, over the code length.
-    Raises: CorruptMessage (a decoder gave other symbols than were encoded; its time would mean nothing).
     """
     numbers, n_rounds = np.random.default_rng(13), int(call.get("rounds", 7))
     with threads(1):

@@ -179,10 +179,7 @@ def code_state() -> str:
 
 
 def train_all(configs: dict[str, TrainConfig], n_ranks: int, rate: str, folder: Path) -> dict[str, FinishedRun]:
-    """Train what is not finished; every run by its name. `out` of the configurations is replaced.
-
-    Raises: PeerLost (a rank failed; trainings before it stay finished).
-    """
+    """Train what is not finished; every run by its name. `out` of the configurations is replaced."""
     trainings = folder.resolve() / "trainings" / code_state()
     placed = {
         name: dataclasses.replace(config, out=trainings / _folder_name(config, n_ranks, rate))

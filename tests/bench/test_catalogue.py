@@ -48,20 +48,12 @@ def parse(bench: str, words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def parse_training(bench: str, call: Call) -> argparse.Namespace:
+def check_train(call: Call, bench: str = "train") -> None:
     args = parse(bench, commands.to_words(call.arguments("scheme")))
     assert parse_spec(args.workload)[0] in workloads.names()
     for spec in args.scheme:
         check_method(spec)
-    return args
-
-
-def check_train(call: Call) -> None:
-    assert parse_training("train", call).warmup >= 1
-
-
-def check_regret(call: Call) -> None:
-    assert parse_training("regret", call).scheme[0] == "ddp"
+    assert args.scheme[0] == "ddp" if bench == "regret" else args.warmup >= 1
 
 
 def check_allreduce(call: Call) -> None:
@@ -81,7 +73,7 @@ _CHECKS: dict[str, Any] = {
     "train": check_train,
     "overlap": check_train,
     "reality": check_train,
-    "regret": check_regret,
+    "regret": lambda call: check_train(call, "regret"),
     "simulator-sizes": check_train,
     "allreduce": check_allreduce,
     "codec": lambda call: parse("codec", commands.to_words(call.arguments("codec"))),

@@ -14,24 +14,19 @@ from gradwire_lab.bench.level_rule import make_optimizer
 from gradwire_lab.workloads.gradients import collect_arrays, load_gradients
 
 
-def test_dense_file_loads_with_the_state_of_its_optimizer(tmp_path: Path) -> None:
+def test_files_load_with_the_state_that_they_hold(tmp_path: Path) -> None:
+    """Dense with its optimizer's; sparse, as its dense gradient, and a gradient alone without."""
     file = load(tmp_path, adamw_arrays())
     assert file.name == "a.npz"
     assert file.state is not None
     assert file.state.optimizer == "adamw"
     assert set(file.state.arrays) == {"exp_avg", "exp_avg_sq"}
     assert file.state.hyper["beta2"] == pytest.approx(0.999)
-
-
-def test_sparse_file_loads_as_its_dense_gradient_without_state(tmp_path: Path) -> None:
     arrays = sparse_arrays()
     file = load(tmp_path, arrays)
     assert file.state is None
     assert file.gradient.size == 5000
     assert np.array_equal(np.flatnonzero(file.gradient), arrays["nonzero_index"])
-
-
-def test_gradient_alone_loads_without_state(tmp_path: Path) -> None:
     file = load(tmp_path, {"gradient": adamw_arrays()["gradient"]})
     assert file.state is None
     assert "no 'parameter'" in file.missing

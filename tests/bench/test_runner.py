@@ -61,17 +61,13 @@ def _values(folder: Path, key: str) -> list[int]:
     return [record["value"] for record in _records(folder, key)]
 
 
-def test_finished_runs_are_not_measured_again(tmp_path: Path) -> None:
+def test_finished_runs_are_not_measured_again_and_records_say_where_they_were(tmp_path: Path) -> None:
     measures = _Measures()
     assert _run(tmp_path, measures) == _run(tmp_path, measures) == 0
     assert measures.calls == [("one", "fast"), ("one", "slow"), ("two",)]
     assert [(r["rate"], r["scheme"], r["value"]) for r in _records(tmp_path, "one")] == [
         ("fast", "a", 1), ("fast", "b", 1), ("slow", "a", 2), ("slow", "b", 2)
     ]  # fmt: skip
-
-
-def test_records_are_flat_and_say_where_they_were_measured(tmp_path: Path) -> None:
-    _run(tmp_path, _Measures(), [ONE])
     fields = {"commit", "code", "date", "cpu", "n_cores", "torch", "load_before", "load_during", "elapsed_s"}
     for record in _records(tmp_path, "one"):
         assert fields <= record.keys()
@@ -162,6 +158,10 @@ def test_full_disk_is_a_clear_error_and_costs_nothing_measured_before(
     monkeypatch.undo()
     assert _values(tmp_path, "two") == [1]
     assert [path.name for path in (tmp_path / "results" / "here").iterdir()] == ["two.jsonl"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "results").write_text("")
+    with pytest.raises(GradwireError, match="could not write"):
+        _run(tmp_path / "other", _Measures())
 
 
 def test_cell_that_a_measure_leaves_out_is_told_and_not_tried_for_ever(tmp_path: Path) -> None:
@@ -188,12 +188,6 @@ def test_what_a_run_took_is_the_next_estimate(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"elapsed_s": 77.0}) + "\n")
     runner, _ = _runner(tmp_path, _Measures())
     assert runner.estimate_s(runner.plan([ONE, TWO], fresh=True)) == 10 + 10 + 77
-
-
-def test_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "results").write_text("")
-    with pytest.raises(GradwireError, match="could not write"):
-        _run(tmp_path, _Measures())
 
 
 def test_load_beside_a_run_is_that_of_others() -> None:

@@ -5,7 +5,6 @@ unusable. The future completes with whatever the buffer holds, and the error is 
 at the very end of the same backward pass, so no optimizer step can follow.
 """
 
-# No `from __future__ import annotations` here: DDP compares the hook's annotations as objects, not as strings.
 import logging
 import weakref
 from collections.abc import Callable

@@ -69,10 +69,8 @@ def measure_in_ranks(
 ) -> list[dict[str, Any]]:
     """As a rank `measure`; else run `gradwire bench BENCH` in `--ranks` processes, once for each `--rate`.
 
-    If one of `specs` sums in the network, the emulation of an aggregating switch runs beside them.
-
-    Returns: the ranks' records; those so far are written even after a failure.
-    Raises: as `check_ranks`; PeerLost (a rank failed; the message names it), GradwireError (results could not be written).
+    If one of `specs` sums in the network, the emulation of an aggregating switch runs beside them. Returns the ranks' records;
+    those so far are written even after a failure.
     """
     check_ranks(args)
     if is_rank():
@@ -101,10 +99,7 @@ def measure_in_ranks(
 
 
 def change_links(log: Path, rates: str, patience_s: float = 20.0) -> None:
-    """Rank 0's side: have every link changed to `rates` ("100mbit", or one a rank with commas).
-
-    Raises: GradwireError (the launcher could not, or did not answer in `patience_s`).
-    """
+    """Rank 0's side: have every link changed to `rates` ("100mbit", or one a rank with commas)."""
     path = _answer_path(log)
     print(f"{_QUESTION}{rates}", flush=True)
     deadline = time.monotonic() + patience_s
@@ -136,10 +131,7 @@ def _answer_path(log: Path) -> Path:
 
 
 def write_results(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
-    """Write `--json` and `--csv`, where given and if there are records: an interrupted run leaves earlier results be.
-
-    Raises: GradwireError.
-    """
+    """Write `--json` and `--csv`, where given and if there are records: an interrupted run leaves earlier results be."""
     if records and args.json:
         write_json(args.json, records)
     if records and args.csv:
@@ -193,8 +185,7 @@ def as_rank() -> Iterator[None]:
 def take_turn(method: RankMethod, n_steps: int) -> Turn:
     """Run steps, all ranks starting together, and count what they took on this rank.
 
-    Returns: `started_s` and `ended_s` (`time.perf_counter`); `cpu_s` of all threads of this rank, and of the kernel on their
-        behalf; `kernel_bytes`, NaN where the kernel cannot tell; and what the method's own stats have grown by.
+    `cpu_s` is of all threads and of the kernel on their behalf; `kernel_bytes` NaN where the kernel cannot tell.
     """
     dist.barrier()
     stats, kernel = method.stats(), sent_by_kernel()
@@ -209,10 +200,9 @@ def take_turn(method: RankMethod, n_steps: int) -> Turn:
 
 
 def sent_by_kernel() -> float:
-    """Bytes that this rank's interface (GLOO_SOCKET_IFNAME) has sent since it came up, headers included.
+    """Bytes that this rank's interface (GLOO_SOCKET_IFNAME) has sent, headers included: the check on gradwire's own count.
 
-    The check on what gradwire counts itself. NaN where the kernel cannot tell: no such variable, not Linux, or loopback,
-    which carries every rank's traffic. In a lab each rank has a network namespace, hence an interface, of its own.
+    NaN where the kernel cannot tell: no such variable, not Linux, or loopback, which carries every rank's traffic.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     with contextlib.suppress(OSError):
@@ -366,10 +356,7 @@ def _calibrate(task: Task, min_sample_s: float, clock: Callable[[], float]) -> i
 
 
 class Progress:
-    """Says how far a measurement of `n` pieces is, and about how long the rest takes: every five seconds, on standard output.
-
-    Args: is_silent: says nothing, as on all ranks but the first.
-    """
+    """Says how far a measurement of `n` pieces is, and about how long the rest takes, every five seconds."""
 
     def __init__(self, what: str, n: int, is_silent: bool = False) -> None:
         self._what, self._n, self._done, self._is_silent = what, n, 0, is_silent

@@ -22,12 +22,7 @@ def describe_run() -> dict[str, Any]:
 
 
 class Load:
-    """What else the machine did: used as a context around a run.
-
-    Attributes:
-        before: the load average of the minute before.
-        during: cores that other processes kept busy, in the mean over the run; None where the kernel does not tell.
-    """
+    """What else the machine did around a run: the load average `before`, and the cores that others kept busy `during` it."""
 
     def __enter__(self) -> "Load":
         self.before = os.getloadavg()[0]
@@ -78,15 +73,7 @@ class ExperimentRun:
 
 @dataclass
 class Runner:
-    """Measures into a store.
-
-    Attributes:
-        say: where progress goes.
-        folder: of working files: logs, gradients, trainings.
-        measure: an experiment's measure by name.
-        code: the digest of the sources that the records of a measure, by name, depend on.
-        check_network: a shaped link's real rate as a share of the set one, by (ranks, rate).
-    """
+    """Measures into a store; logs, gradients and trainings go to `folder`."""
 
     store: Store
     say: Callable[[str], None]

@@ -17,15 +17,10 @@ _POSITIONS, _VALUES = 0, 1
 
 @dataclass(frozen=True)
 class GradientSource:
-    """Gradients by rank and length.
+    """Gradients by rank and length: random ones, `density` of them not zero at the same positions on every rank, or a file's.
 
-    Attributes:
-        file: its gradient, repeated or cut to the length; rank r's is multiplied element by element by a random sign
-            and a factor from 0.75 to 1.25, so that ranks differ as they do over batches while zeros, exponents and the
-            neighbourhood of every value stay the file's.
-        density: without a file: the share of non-zeros, at the same positions on every rank.
-        pattern: one of PATTERNS.
-        seed: other seeds give other numbers.
+    The file's is repeated or cut to the length; rank r's is multiplied element by element by a random sign and a factor from
+    0.75 to 1.25: ranks differ as they do over batches; zeros, exponents and every value's neighbourhood stay the file's.
     """
 
     file: GradientFile | None = None

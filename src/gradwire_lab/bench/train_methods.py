@@ -379,7 +379,7 @@ class TrainingThreadQuantiser:
 
     def register(self, model: DistributedDataParallel) -> None:
         """Make it the hook of `model`."""
-        # A lambda: DDP would compare annotations, which are strings here.
+        # A lambda: DDP would compare annotations.
         model.register_comm_hook(
             self, lambda state, bucket: state.start(bucket.index(), bucket.buffer(), bucket.is_last())
         )

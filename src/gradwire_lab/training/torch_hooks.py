@@ -1,6 +1,5 @@
 """What trains without gradwire: DistributedDataParallel, and PyTorch's hooks, which send less than it."""
 
-# No `from __future__ import annotations` here: DDP compares a hook's annotations as objects, not as strings.
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any

@@ -46,21 +46,13 @@ WRITES = {"simulator-sizes": "measured.json"}
 
 @dataclass(frozen=True)
 class Call:
-    """One run of an experiment.
-
-    Attributes:
-        key: the experiment's.
-        cells: what is to be measured together.
-        shared: the axes that all cells have the same value of.
-        fixed: the arguments that all cells of the experiment share.
-        folder: for working files.
-    """
+    """One run of an experiment, whose `key` it has."""
 
     key: str
-    cells: list[Cell]
-    shared: Cell
-    fixed: dict[str, Any]
-    folder: Path
+    cells: list[Cell]  # measured together
+    shared: Cell  # the axes that all cells have the same value of
+    fixed: dict[str, Any]  # arguments of all cells of the experiment
+    folder: Path  # of working files
 
     def get(self, name: str, default: Any = None) -> Any:
         """An argument that all cells share."""

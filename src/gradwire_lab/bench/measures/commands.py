@@ -65,10 +65,9 @@ def overlap(call: Call) -> Measured:
 def add_bounds(records: Mapping[str, Record]) -> dict[str, Record]:
     """{scheme spec: fields}, from the records of one run by scheme spec.
 
-    computed_s, codec_busy_s, wire_s: C, K and X, a step's computation, codec work and transfer, each by itself; hidden_s:
-    what of their sum the step did not take. bound: (C + K + X) / max(C + K, X), with the bare quantiser's own, is by how
-    much overlap alone could speed it up; attainable: of that, what the bare quantiser has left; speed_up over it;
-    bound_share: of what was attainable. overlap_x, exposed_codec_x: against the codec on the training thread.
+    computed_s, codec_busy_s, wire_s: C, K and X, a step's computation, codec work and transfer, each by itself. speed_up:
+    over the bare quantiser; bound_share: of what overlap alone could give it, max(C + K, X) a step, by its own figures.
+    overlap_x, exposed_codec_x: against the codec on the training thread.
     """
     found: dict[str, Record] = {}
     for spec, record in records.items():
@@ -79,19 +78,14 @@ def add_bounds(records: Mapping[str, Record]) -> dict[str, Record]:
         # A codec that works between the gradients: its own figure for the computation holds some of it.
         alone = records.get("ddp", bare or record)
         compute_s = (alone if record is on_thread else record)["compute_s"]
-        wire_s = _wire_s(record, bare)
-        fields: dict[str, Any] = {"computed_s": compute_s, "codec_busy_s": codec_s, "wire_s": wire_s}
-        fields["hidden_s"] = max(0.0, compute_s + codec_s + wire_s - record["iteration_s"])
+        fields: dict[str, Any] = {"computed_s": compute_s, "codec_busy_s": codec_s, "wire_s": _wire_s(record, bare)}
         for name in ("overlap", "exposed_codec"):
             mine, theirs = record.get(f"{name}_s"), (on_thread or {}).get(f"{name}_s")
             fields[f"{name}_x"] = mine / theirs if mine is not None and theirs else None
         if bare is not None:
-            work_s, bare_wire_s = bare["compute_s"] + (bare["codec_s"] or 0.0), _wire_s(bare, bare)
-            longest_s = max(work_s, bare_wire_s)
+            longest_s = max(bare["compute_s"] + (bare["codec_s"] or 0.0), _wire_s(bare, bare))
             fields["speed_up"] = bare["iteration_s"] / record["iteration_s"]
-            fields["bound"] = (work_s + bare_wire_s) / longest_s
-            fields["attainable"] = bare["iteration_s"] / longest_s
-            fields["bound_share"] = fields["speed_up"] / fields["attainable"]
+            fields["bound_share"] = longest_s / record["iteration_s"]
         found[spec] = fields
     return found
 

@@ -23,14 +23,6 @@ _ROUNDING = 2.0**-24
 
 
 @cell_by_cell
-def measure_training(
-    _: Call, workload: str, method: str, seed: int, steps: int, workers: int = 4, decay_every: int = 0
-) -> Record:
-    """Where training ends."""
-    return train(workload, method, workers, steps, seed, decay_every)[1]
-
-
-@cell_by_cell
 def measure_ranks(_: Call, workload: str, scheme: str, seed: int, ranks: int, steps: int, global_batch: int) -> Record:
     """Losses by the number of ranks, which this process plays: real codecs at every hop, no network.
 
@@ -52,7 +44,6 @@ class Method:
     """
 
     def __init__(self, spec: str) -> None:
-        self.spec = spec
         self.has_error_feedback = spec.endswith("+ef")
         parts = spec.removesuffix("+ef").split("|")
         if len(parts) > 2:
@@ -89,14 +80,11 @@ def measure_errors(call: Call, gradients: str, method: str) -> Record:
     relative_error: |received - gradient| / |gradient|, Euclidean; shrinkage: 1 - <received, gradient> / |gradient|^2, 0
     for unbiased ones; zeros_share: of the values that were not 0 and are received as 0.
     """
-    file = load(call, gradients)
-    gradient = torch.from_numpy(np.ascontiguousarray(file.gradient))
+    gradient = torch.from_numpy(np.ascontiguousarray(load(call, gradients).gradient))
     received, n_bits = Method(method).quantise(gradient, 0, 0)
     exact, found = gradient.double(), received.double()
     square = float(exact @ exact)
     return {
-        "gradients": file.name,
-        "method": method,
         "bits_a_value": n_bits,
         "relative_error": math.sqrt(float((found - exact) @ (found - exact)) / square),
         "shrinkage": 1 - float(found @ exact) / square,
@@ -104,41 +92,33 @@ def measure_errors(call: Call, gradients: str, method: str) -> Record:
     }
 
 
-def train(
-    workload: str, spec: str, n_workers: int, n_steps: int, seed: int, decay_every: int
-) -> tuple[list[float], Record]:
-    """Train with `n_workers` workers played by this process, as AQGB's sum: every worker's gradient is quantised once, on
-    its whole, and the mean of the quantised copies, in worker order, is what the optimizer gets.
+@cell_by_cell
+def measure_training(_: Call, workload: str, method: str, seed: int, steps: int, workers: int = 4) -> Record:
+    """Where training ends with workers that this process plays, as AQGB's sum.
 
-    The learning rate is divided by 10 every `decay_every` steps (0: never), as in the paper.
-
-    Returns: each step's loss, the mean over the workers before it; and the record of the end: the mean loss over the last tenth
-        of the steps, and what the workload's evaluation gives.
+    Every worker's gradient is quantised once, on its whole; the optimizer gets the mean of the copies, in worker order.
+    `end_loss` is the mean over the last tenth of the steps and over the workers, `loss` the last step's.
     """
     name, options = parse_spec(workload)
-    task, method, n_bits = workloads.by_name(name, **options), Method(spec), 0.0
+    quantiser, n_bits = Method(method), 0.0
 
-    def make(named: dict[str, torch.Tensor], several: list[torch.optim.Optimizer]) -> simulated.MeanOf:
-        residuals = torch.zeros(n_workers, sum(one.numel() for one in named.values()))
+    def make(named: dict[str, torch.Tensor], _: list[torch.optim.Optimizer]) -> simulated.MeanOf:
+        residuals = torch.zeros(workers, sum(one.numel() for one in named.values()))
 
         def mean_of(step: int, gradients: list[torch.Tensor]) -> torch.Tensor:
             nonlocal n_bits
-            if decay_every and step and step % decay_every == 0:
-                for group in (group for optimizer in several for group in optimizer.param_groups):
-                    group["lr"] /= 10
             total = torch.zeros_like(residuals[0])
             for worker, (gradient, residual) in enumerate(zip(gradients, residuals, strict=True)):
-                if method.has_error_feedback:
+                if quantiser.has_error_feedback:
                     gradient += residual
-                received, n_bits = method.quantise(gradient, step, worker)
-                if method.has_error_feedback:
+                received, n_bits = quantiser.quantise(gradient, step, worker)
+                if quantiser.has_error_feedback:
                     torch.sub(gradient, received, out=residual)
                 total += received
-            return total.div_(n_workers)
+            return total.div_(workers)
 
         return mean_of
 
-    losses, evaluated = simulated.play(task, n_workers, n_steps, seed, make)
-    end = {"workload": workload, "method": spec, "seed": seed, "workers": n_workers, "step": n_steps - 1}
-    end |= {"loss": losses[-1], "bits_a_value": n_bits, **evaluated}
-    return losses, {**end, "end_loss": float(np.mean(losses[-max(1, n_steps // 10) :]))}
+    losses, evaluated = simulated.play(workloads.by_name(name, **options), workers, steps, seed, make)
+    end_loss = float(np.mean(losses[-max(1, steps // 10) :]))
+    return {"loss": losses[-1], "bits_a_value": n_bits, **evaluated, "end_loss": end_loss}

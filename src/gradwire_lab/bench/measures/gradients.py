@@ -137,11 +137,9 @@ def measure_cross_tables(call: Call) -> Measured:
     found: Measured = []
     for source, made_from in files:
         codes = {name: make(made_from) for name, make in _CODES.items()}
-        for cell, (name, coded) in zip(call.cells, files, strict=True):
+        for cell, (_, coded) in zip(call.cells, files, strict=True):
             ratios = {f"{code}_ratio": _mean_bits(lengths, coded) / 8 for code, lengths in codes.items()}
-            record = {"table_from": source, "gradients": name, **ratios}
-            record |= {"longest_native_bits": int(codes["native"].max()), "entropy_ratio": entropy_bits(coded) / 8}
-            found.append((cell, record))
+            found.append((cell, {"table_from": source, **ratios, "entropy_ratio": entropy_bits(coded) / 8}))
     return found
 
 
@@ -149,7 +147,6 @@ def measure_decoders(call: Call) -> Measured:
     """Fig. 13b over the axis `spread`: of the normal distribution, in binades, whose exponents are decoded.
 
     ns a symbol of the look-up-table and the tree decoder, on the same segments, over the code length.
-    Raises: CorruptMessage (a decoder gave other symbols than were encoded; its time would mean nothing).
     """
     numbers, n_rounds = np.random.default_rng(13), int(call.get("rounds", 7))
     with threads(1):
@@ -194,7 +191,7 @@ def measure_mantissas(call: Call, gradients: str) -> Record:
     """
     file = load(call, gradients)
     is_pruned = (file.gradient.view(np.uint32) >> 23 & 0xFF) == 0  # subnormals go the way of the zeros
-    record: Record = {"gradients": file.name, "zero_prune": float(1 - is_pruned.mean())}
+    record: Record = {"zero_prune": float(1 - is_pruned.mean())}
     if file.state is not None:
         scale, _ = allowed_scale(file.state)
         for name, level_bits, field_bits in (("single_quant", (18,), 1), ("multi_quant", (6, 12, 18), 2)):

@@ -27,8 +27,7 @@ Sizes = Sequence[tuple[int, MatrixShape | None]]
 def sizes_of(workload: str) -> Sizes:
     """Elements of each parameter of a workload, and the matrix that it is compressed as."""
     with torch.device("meta"):
-        model = workloads.by_name(workload).make_model()
-    return sizes_of_model(model, _RANKS.get(workload, _DEFAULT_RANK))
+        return sizes_of_model(workloads.by_name(workload).make_model(), _RANKS.get(workload, _DEFAULT_RANK))
 
 
 def sizes_of_model(model: torch.nn.Module, rank: int) -> Sizes:
@@ -70,27 +69,24 @@ def megabytes_of(n_elements: Mapping[str, int], world: int) -> dict[str, float]:
 
 
 def describe_ratios(workload: str) -> list[Record]:
-    """Table I: parameters, and by how much each method shrinks the gradient; for ACP-SGD also its fused buffers."""
+    """Table I: parameters, and by how much each method shrinks the gradient."""
     sums = sums_of(sizes_of(workload))
     n = sums["original"]
-    record: Record = {"workload": workload, "parameters": n, "rank": _RANKS.get(workload, _DEFAULT_RANK)}
-    record |= {"sign_sgd": 32.0, "top_k": 1 / _TOP_K_SHARE, "top_k_with_indices": 1 / (2 * _TOP_K_SHARE)}
-    record |= {"power_sgd": n / sums["power"], "acp_sgd": 2 * n / (sums["p"] + sums["q"])}  # one factor a step
-    for side in ("p", "q"):
-        record |= {f"rate_{side}": sums[side] / n, f"buffer_{side}_mb": 25 * sums[side] / n}
-    return [record]
+    record: Record = {"parameters": n, "rank": _RANKS.get(workload, _DEFAULT_RANK)}
+    record |= {"sign_sgd": 32.0, "top_k": 1 / _TOP_K_SHARE}
+    return [{**record, "power_sgd": n / sums["power"], "acp_sgd": 2 * n / (sums["p"] + sums["q"])}]  # one factor a step
 
 
 def describe_traffic(workload: str) -> list[Record]:
     """Table II in numbers: MB that a rank sends in a step, by method and world."""
     sums = sums_of(sizes_of(workload))
-    return [{"workload": workload, "world": world, **megabytes_of(sums, world)} for world in WORLDS]
+    return [{"world": world, **megabytes_of(sums, world)} for world in WORLDS]
 
 
 def describe_small_tensors(workload: str) -> list[Record]:
     """Fig. 5: quartiles of the tensors' sizes before and after compression, and the share of small ones."""
     return [
-        {"workload": workload, "tensors": side, "count": len(elements)}
+        {"tensors": side, "count": len(elements)}
         | {f"p{q}": int(np.percentile(elements, q)) for q in (25, 50, 75)}
         | {"share_small": float((np.array(elements) < _SMALL_ELEMENTS).mean())}
         for side, elements in sent_elements(sizes_of(workload)).items()
@@ -100,11 +96,11 @@ def describe_small_tensors(workload: str) -> list[Record]:
 def describe_sizes(workload: str) -> list[Record]:
     """SlimGC's Fig. 1: which share of the tensors, and of the bytes, is in tensors of fewer bytes than each limit."""
     n_bytes = 4 * np.array([n for n, _ in sizes_of(workload)])
-    shares = [(limit, n_bytes < limit) for limit in _SIZE_LIMITS]
     return [
-        {"workload": workload, "below_bytes": limit, "tensors_share": float(small.mean())}
+        {"below_bytes": limit, "tensors_share": float(small.mean())}
         | {"bytes_share": float(n_bytes[small].sum() / n_bytes.sum())}
-        for limit, small in shares
+        for limit in _SIZE_LIMITS
+        for small in [n_bytes < limit]
     ]
 
 

@@ -18,16 +18,15 @@ def measure_formulas(_: Call, value_bits: int, density: float) -> Record:
     """Fig. 2 in theory: bits of bitmap + sketch, Bloom filter + sketch and the bound, as shares of the plain values."""
     sizes = (bound_bits, bitmap_bits, bloom_bits)
     bound, bitmap, bloom = (size(1.0, density, value_bits) / value_bits for size in sizes)
-    record: Record = {"value_bits": value_bits, "density": density, "bound_share": bound, "bitmap_share": bitmap}
-    record |= {"bloom_share": bloom, "best_over_bound": min(bitmap, bloom) / bound}
-    return record | {"best": "bitmap" if bitmap <= bloom else "bloom"}
+    shares = {"bound_share": bound, "bitmap_share": bitmap, "bloom_share": bloom}
+    return {**shares, "best_over_bound": min(bitmap, bloom) / bound}
 
 
 def measure_recovery(call: Call) -> Measured:
     """Fig. 3: axis `sketch_size`, as a share of the gradient's."""
     source = GradientSource(None, float(call.get("density")), str(call.get("pattern", "element")))
     gradient = torch.from_numpy(source.gradient(0, int(call.get("n_elements"))))
-    return [(cell, {**recovery(gradient, cell["sketch_size"]), "size": cell["sketch_size"]}) for cell in call.cells]
+    return [(cell, recovery(gradient, cell["sketch_size"])) for cell in call.cells]
 
 
 def recovery(gradient: torch.Tensor, size: float) -> Record:

@@ -65,7 +65,7 @@ class FinishedRun:
         return dataclasses.replace(self, summary=summary, steps=self.steps[:step])
 
     def column(self, key: str) -> Values:
-        """(n_steps,): one figure of every step's record."""
+        """(n_steps,)."""
         return np.array([step[key] for step in self.steps], np.float64)
 
 
@@ -136,7 +136,6 @@ def describe_run(run: FinishedRun, baseline: FinishedRun | None) -> Record:
     record |= {"ratio_mean": float(ratio.mean()), "ratio_last_10": float(ratio[-10:].mean())}
     record["elapsed_s"] = run.steps[-1]["elapsed_s"]
     record["loss_recent"] = float(run.column("loss")[-_RECENT_STEPS:].mean())
-    record["share_compressed"] = run.summary.get("stats", {}).get("share_compressed")
     if baseline is not None:
         losses, theirs = run.column("loss"), baseline.column("loss")[: len(run.steps)]  # means over the ranks
         deviation, target = np.abs(losses - theirs), loss_to_reach(theirs)
@@ -195,10 +194,7 @@ def code_state() -> str:
 
 
 def train_all(configs: dict[str, TrainConfig], n_ranks: int, rate: str, folder: Path) -> dict[str, FinishedRun]:
-    """Train what is not finished; every run by its name. `out` of the configurations is replaced.
-
-    Raises: PeerLost (a rank failed; trainings before it stay finished).
-    """
+    """Train what is not finished; every run by its name. `out` of the configurations is replaced."""
     trainings = folder.resolve() / "trainings" / code_state()
     placed = {
         name: dataclasses.replace(config, out=trainings / _folder_name(config, n_ranks, rate))

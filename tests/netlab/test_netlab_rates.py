@@ -72,13 +72,9 @@ def test_a_network_told_to_a_rank_reads_back(network: Network) -> None:
     assert current_network(network.to_variables()) == network
 
 
-def test_stragglers_stand_out_from_the_rate_of_most_links() -> None:
-    network = Network("netlab", (10**9, 10**8, 10**9), 3)
-    assert network.rate_bps == 10**9
+def test_a_network_has_the_rate_of_most_links_and_none_where_we_did_not_start_the_process() -> None:
+    assert Network("netlab", (10**9, 10**8, 10**9), 3).rate_bps == 10**9
     assert Network("netlab", (10**9,) * 3, 3).to_variables()["GRADWIRE_NETWORK"] == "netlab 1000000000"
-
-
-def test_a_process_that_we_did_not_start_has_an_unspecified_network() -> None:
     network = current_network({})
     assert network == Network("unspecified")
     assert not network.shaped

@@ -110,7 +110,7 @@ def write_trace_of(path: Path, rank: int = 0) -> None:
             started_ns = began_ns + round(1e9 * at_s)
             records.append(BucketRecord(step, bucket, n_bytes, lock, started_ns=started_ns, ended_ns=started_ns + 9))
         busy = dict.fromkeys(KINDS, 0)
-        times_ns = (200_000_000, 500_000_000, 0, began_ns + 500_000_000)
+        times_ns = (200_000_000, 500_000_000, began_ns + 500_000_000)
         sink.write_step(StepRecord(step, len(ready), 16_000_000, 16e6, 1, 1, 1, 0, busy, *times_ns), records)
     sink.close()
 

@@ -1,6 +1,5 @@
 """A headless Chromium over its debugging pipe (Chrome DevTools Protocol), with nothing but the standard library."""
 
-import base64
 import contextlib
 import json
 import os
@@ -68,11 +67,6 @@ class Page:
         """Lay out for a window `width` CSS pixels wide and a colour scheme."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page as PNG."""
-        data = self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
-        path.write_bytes(base64.b64decode(data))
 
     def complaints(self) -> list[str]:
         """Everything that the console would show in red: exceptions, console errors, the browser's own errors."""

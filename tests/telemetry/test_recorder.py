@@ -20,16 +20,12 @@ def run_step(recorder: Recorder, step: int, n_buckets: int = 3) -> StepRecord:
     return recorder.close_step(step, 5)
 
 
-def test_step_record_sums_its_buckets() -> None:
+def test_step_record_sums_its_buckets_and_compares_them_with_a_plain_ring() -> None:
     step = run_step(Recorder(rank=0, world_size=4), 7)
     assert (step.step, step.n_buckets, step.original_bytes) == (7, 3, 12000)
     assert (step.bytes_sent, step.bytes_received, step.n_messages) == (1800, 2100, 3)
     assert (*(step.busy_ns[kind] for kind in ("encode", "communicate", "decode")), step.exposed_ns) == (30, 120, 0, 5)
-
-
-def test_ratio_is_against_a_plain_ring_all_reduce() -> None:
-    # 2 (4-1)/4 of 12000 bytes is what a ring sends.
-    assert run_step(Recorder(rank=0, world_size=4), 0).ratio == 1800 / 18000
+    assert step.ratio == 1800 / 18000, "2 (4-1)/4 of 12000 bytes is what a ring sends"
 
 
 def test_one_rank_has_ratio_one() -> None:
@@ -39,15 +35,15 @@ def test_one_rank_has_ratio_one() -> None:
     assert recorder.totals()["ratio"] == 1.0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_time_is_summed_apart(kind: str) -> None:
+def test_every_kind_of_time_is_summed_apart() -> None:
     recorder = Recorder(rank=0, world_size=2)
     record = recorder.open_bucket(0, 0, 4)
-    record.add(kind, 10, 30)
-    record.add(kind, 40, 45)
+    for number, kind in enumerate(KINDS):
+        record.add(kind, 10, 30)
+        record.add(kind, 40, 45 + number)
     recorder.close_bucket(record)
     found = recorder.close_step(0, 0).as_dict()
-    assert {name: found[f"{name}_s"] for name in KINDS} == {name: 25e-9 if name == kind else 0.0 for name in KINDS}
+    assert [found[f"{kind}_s"] for kind in KINDS] == [(25 + number) / 1e9 for number in range(len(KINDS))]
 
 
 def test_totals_outlive_the_bounded_list_of_steps() -> None:
@@ -72,7 +68,6 @@ def test_memory_does_not_grow_over_steps_without_tracing() -> None:
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert after - before < 20 * Recorder.MAX_STEPS  # not even 20 bytes a step
-    assert recorder.last_buckets[0].spans is None
 
 
 def test_steps_that_nobody_closes_close_by_themselves() -> None:

@@ -18,17 +18,13 @@ class JsonLines:
     """Appends records to a file, one line each, each with one unbuffered write: a killed process loses no whole line.
 
     When the disk is full (or fails), the half-written line is cut off again, one error is logged, and later records
-    are counted and dropped: what was written stays readable, and the caller's work goes on.
-
-    Attributes:
-        error: what went wrong, None while all is well.
-        n_dropped: records lost since then.
+    are dropped, `n_dropped` of them: what was written stays readable, and the caller's work goes on.
     """
 
     def __init__(self, path: str | os.PathLike[str], append: bool = False) -> None:
         """Raises: OSError, if the file cannot be created at all."""
         self.path = Path(path)
-        self.error: OSError | None = None
+        self.error: OSError | None = None  # None while all is well
         self.n_dropped = 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if append else os.O_TRUNC)

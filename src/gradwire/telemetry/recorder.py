@@ -151,7 +151,7 @@ class StepRecord:
         exposed_ns: how long the training thread stood still for communication, i.e. what no overlap hid.
         iteration_ns: from the previous step's close to this one's; in the first step from its first bucket.
         scheme: what reduced it, where that may differ from step to step (`auto`); else empty.
-        first_ns, closed_ns: the step's first bucket opened, and the step closed, on `time.perf_counter_ns`.
+        closed_ns: the step closed, on `time.perf_counter_ns`.
     """
 
     step: int
@@ -165,7 +165,6 @@ class StepRecord:
     busy_ns: dict[str, int]
     exposed_ns: int
     iteration_ns: int
-    first_ns: int
     closed_ns: int
     scheme: str = ""
 
@@ -219,7 +218,6 @@ class Recorder:
         self.world_size = world_size
         self.trace = trace
         self.steps: deque[StepRecord] = deque(maxlen=self.MAX_STEPS)
-        self.last_buckets: list[BucketRecord] = []
         self.fallback_reasons: Counter[str] = Counter()
         self._sinks: list[Sink] = []
         self._lock = threading.Lock()
@@ -238,12 +236,7 @@ class Recorder:
             self._sinks.append(sink)
 
     def open_bucket(self, step: int, bucket: int, original_bytes: int) -> BucketRecord:
-        """Start the record of one bucket.
-
-        Args:
-            bucket: DDP's bucket index; -1 for traffic that belongs to no bucket (preamble, tables), with 0 bytes.
-            original_bytes: the gradient's size as DDP would send it.
-        """
+        """Start the record of DDP's `bucket`, as DDP would send it; -1: traffic of none (preamble, tables), with 0 bytes."""
         oldest = self._closed[0].step if self._closed else step
         if step - oldest >= _MAX_OPEN_STEPS:
             self.close_step(oldest, 0)
@@ -260,11 +253,7 @@ class Recorder:
             self._closed.append(record)
 
     def close_step(self, step: int, exposed_ns: int) -> StepRecord:
-        """Sum up the closed buckets of `step` (and of earlier steps that came late) and feed the sinks.
-
-        Args:
-            exposed_ns: how long the training thread stood still for this step's communication.
-        """
+        """Sum up the closed buckets of `step`, and of earlier ones that came late, and feed the sinks."""
         now_ns = time.perf_counter_ns()
         with self._lock:
             closed = self._closed
@@ -280,12 +269,10 @@ class Recorder:
                 busy_ns={kind: sums[kind] for kind in KINDS},
                 exposed_ns=exposed_ns,
                 iteration_ns=now_ns - started_ns,
-                first_ns=first_ns,
                 closed_ns=now_ns,
                 scheme=self.scheme,
             )
             self.steps.append(step_record)
-            self.last_buckets = buckets
             self._totals.update(sums, n_steps=1, exposed=exposed_ns, iteration=now_ns - started_ns)
             for record in buckets:
                 record._summed_into = self._totals

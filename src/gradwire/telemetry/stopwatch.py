@@ -14,15 +14,7 @@ processor_ns = time.process_time_ns  # what all threads of this process compute
 
 
 class Stopwatch:
-    """Times laps: `with watch: ...`; or time since `begin`, as `elapsed_ns`.
-
-    Args:
-        clock: nanoseconds.
-
-    Attributes:
-        start_ns, end_ns: of the last lap, by the clock.
-        total_ns: all laps, since `take_ns`.
-    """
+    """Times laps, `with watch: ...`: the last is `start_ns` to `end_ns`, all since `take_ns` are `total_ns`."""
 
     __slots__ = ("_clock", "end_ns", "start_ns", "total_ns")
 
@@ -61,15 +53,11 @@ Marks: TypeAlias = tuple[torch.Event, torch.Event, torch.Event]
 
 
 class Lap(NamedTuple):
-    """The time of a step.
-
-    Attributes:
-        took_ns, waited_ns: by the clock of the training thread.
-        on_device: events at which the device came to the step's beginning, its last gradient and its end; None: on the CPU.
-    """
+    """The time of a step, by the clock of the training thread."""
 
     took_ns: int
     waited_ns: int
+    # At which the device came to the step's beginning, its last gradient and its end; None: on the CPU.
     on_device: Marks | None = None
 
     def read(self) -> tuple[int, int]:
@@ -82,21 +70,16 @@ class Lap(NamedTuple):
 
 
 class StepClock:
-    """Calls `begin` before every step and `end(lap)` after it, on the training thread.
+    """Calls `begin` before every step and `end(lap)` after it, on the training thread; what they raise comes out of the passes.
 
-    It sees a DDP model from outside, without a communication hook or a wrapper. A step is from the start of its first forward
-    pass to the end of its backward pass. What lies between steps (loading, evaluation, the optimizer) counts for nobody: no
-    scheme changes it. Waiting is from the last gradient to the moment at which DDP has all means: autograd runs what is queued
-    on it in order, so one callback comes before DDP's own and one after.
+    It sees `ddp` from outside, without a communication hook or a wrapper; `called` is what the user calls, the same or what
+    torch.compile made of it. A step is from the start of its first forward pass to the end of its backward pass. What lies
+    between steps (loading, evaluation, the optimizer) counts for nobody: no scheme changes it. Waiting is from the last
+    gradient to the moment at which DDP has all means: autograd runs what is queued on it in order, so one callback comes
+    before DDP's own and one after.
 
     A device runs behind the thread that gives it work: its own times are events on the stream of the passes, and nobody waits
-    for them here.
-
-    Only passes in which DDP synchronises end a step; under `no_sync` the passes before it are part of it. What `begin` and
-    `end` raise comes out of the forward and the backward pass.
-
-    Args:
-        ddp: the model; `called`: what the user calls, the same or what torch.compile made of it.
+    for them here. Only passes in which DDP synchronises end a step; under `no_sync` the passes before it are part of it.
     """
 
     def __init__(

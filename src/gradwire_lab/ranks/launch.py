@@ -16,24 +16,16 @@ def start_ranks(
     env: Mapping[str, str] | None = None,
     grace_s: float = 10.0,
     on_line: Callable[[int, str], None] | None = None,
-    switch: bool = False,
     **lab_options: Any,
 ) -> Netlab:
-    """Start `command` in `n_ranks` processes: on loopback for rate None or "none", else in a `Netlab`.
+    """Start `command` in `n_ranks` processes: on loopback for rate None or "none", else in a `Netlab`, whose options these are.
 
-    Args:
-        rate: as `Netlab` takes it; a sequence gives each rank's.
-        env: variables on top of this process's environment.
-        grace_s, on_line: see `RankSet`.
-        switch: also run the emulation of an aggregating switch, which ranks find in GRADWIRE_SWITCH; see `Netlab`.
-        lab_options: `Netlab`'s: mtu, queue_ms, require_shaping, ranks_per_node.
-    Returns: the lab, to use in a with statement, which ends what still runs.
-    Raises: InvalidArgument, Unsupported.
+    Returns: the lab, to use in a with statement, which ends what still runs. Raises: InvalidArgument, Unsupported.
     """
     on_loopback = rate is None or (
         isinstance(rate, str | int | float) and parse_rate(rate) is None and "/" not in str(rate)
     )
-    lab = Netlab(n_ranks, rate, switch=switch, on_loopback=on_loopback, **lab_options)
+    lab = Netlab(n_ranks, rate, on_loopback=on_loopback, **lab_options)
     lab.open()
     try:
         lab.start(command, env, grace_s=grace_s, on_line=on_line)
@@ -54,11 +46,9 @@ def run_gradwire(
     on_start: Callable[[Netlab], None] = lambda launch: None,
     **options: Any,
 ) -> bool:
-    """Run `gradwire ARGUMENTS` in `n_ranks` processes to the end, and say so where links cannot be limited.
+    """Run `gradwire ARGUMENTS`, or another module, in ranks to the end; say so, and return False, where links are not shaped.
 
-    Args: see `start_ranks`; `module`: another program that takes the arguments; `on_start` is given the lab.
-    Returns: whether the links were shaped.
-    Raises: InvalidArgument, Unsupported, PeerLost (a rank failed; its own words are on standard error).
+    Args: see `start_ranks`; `on_start` is given the lab. Raises: InvalidArgument, Unsupported, PeerLost (a rank failed).
     """
     command = [sys.executable, "-m", module, *arguments]
     with end_on_signals(), start_ranks(command, n_ranks, rate, on_line=on_line, **options) as launch:

@@ -57,10 +57,7 @@ class Network:
 
 
 def current_network(environment: Mapping[str, str] | None = None) -> Network:
-    """The network of this process, from its environment (`os.environ` unless given).
-
-    Raises: InvalidArgument (a variable that was set by hand and cannot be read).
-    """
+    """The network of this process, from its environment (`os.environ` unless given). Raises: InvalidArgument."""
     environment = os.environ if environment is None else environment
     kind, _, rates = environment.get(NETWORK_VARIABLE, "unspecified").partition(" ")
     ranks = environment.get(RANKS_VARIABLE)

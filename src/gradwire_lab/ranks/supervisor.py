@@ -275,10 +275,8 @@ def _owned(command: Sequence[str], namespaces: Sequence[int] = ()) -> list[str]:
 def run_to_end(command: Sequence[str], output: IO[bytes]) -> int:
     """Run a command that may have ranks of its own, with all it prints in `output`; returns its exit status.
 
-    Ctrl-C and SystemExit (`end_on_signals`) reach it as SIGINT and SIGTERM, and are raised again once it has ended,
-    with time to end its ranks; a second Ctrl-C kills it. If this process is killed, so is the command.
-
-    Raises: OSError (it cannot be started).
+    Ctrl-C and SystemExit (`end_on_signals`) reach it as SIGINT and SIGTERM, and are raised again once it has ended;
+    a second Ctrl-C kills it. If this process is killed, so is the command.
     """
     process = subprocess.Popen(
         _owned(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

@@ -43,11 +43,7 @@ class Periodic(Compressed):
 
 
 class CodecRing(Compressed):
-    """Mean over the ranks through a registered codec, in a ring.
-
-    Args:
-        name: of the codec, and so of the scheme; `codec`: its options.
-    """
+    """Mean over the ranks through the codec of this name and options, in a ring."""
 
     works_on_device = False
 

@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire.registry import describe_choices, parse_spec
 from gradwire_lab.workloads.base import Batch, Workload
@@ -35,20 +36,15 @@ def names() -> list[str]:
 
 
 def check_name(name: str) -> None:
-    """Raises: InvalidArgument (no such workload)."""
+    """Raises: InvalidArgument."""
     if name not in _REGISTRY:
         raise InvalidArgument(f"no workload is called {name!r}; {describe_choices(name, names())}")
 
 
 def by_name(name: str, **options: Any) -> Workload:
-    """A new workload by its registry name.
+    """A new workload: NAME or NAME:option=value,..., before which `options` go. Raises: InvalidArgument.
 
-    Args:
-        name: one of `names()`, alone or as NAME:option=value,...; `options` go before those.
-        options: those of the workload's class, such as `optimizer`, `learning_rate`, `batch_size`, and `compute`: "real" (the
-            default) runs the model; "emulate" replays captured gradients of its shape behind calibrated waits
-            (workloads/replay.py), with `options` then also those of `ReplayWorkload`.
-    Raises: InvalidArgument (unknown name, or an option that the workload does not take).
+    `compute="emulate"` replays captured gradients of its shape, and takes the options of `ReplayWorkload` too.
     """
     name, written = parse_spec(name)
     options = {"compute": "real", **written, **options}
@@ -57,8 +53,7 @@ def by_name(name: str, **options: Any) -> Workload:
         from gradwire_lab.workloads.replay import replay_by_name
 
         return replay_by_name(name, **options)
-    if compute != "real":
-        raise InvalidArgument(f"compute={compute!r}: expected 'real' or 'emulate'")
+    checks.choice("compute", compute, ("real", "emulate"))
     check_name(name)
     path, fixed = _REGISTRY[name]
     module_path, class_name = path.split(":")

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -82,23 +83,15 @@ class Workload(ABC):
         rate_scaling: str = "none",
     ) -> None:
         self.name = name
-        if rate_scaling not in _SCALINGS:
-            raise InvalidArgument(f"rate_scaling={rate_scaling!r}: expected one of {', '.join(_SCALINGS)}")
-        self.rate_scaling = rate_scaling
-        self.optimizer = optimizer or self.default_optimizer
-        if self.optimizer not in _OPTIMIZERS:
-            raise InvalidArgument(
-                f"no optimizer is called {self.optimizer!r}; there are: {', '.join(sorted(_OPTIMIZERS))}"
-            )
+        self.rate_scaling = checks.choice("rate_scaling", rate_scaling, _SCALINGS)
+        self.optimizer = checks.choice("optimizer", optimizer or self.default_optimizer, _OPTIMIZERS)
         self.learning_rate = learning_rate if learning_rate is not None else self.learning_rates.get(self.optimizer)
         self.weight_decay = weight_decay
-        if schedule not in ("constant", "cosine"):
-            raise InvalidArgument(f"schedule={schedule!r}: expected 'constant' or 'cosine'")
+        checks.choice("schedule", schedule, ("constant", "cosine"))
         if not 0 <= warmup_steps < schedule_steps:
             raise InvalidArgument(f"warmup_steps={warmup_steps}: expected 0 <= warmup_steps < {schedule_steps=}")
         self.schedule, self.schedule_steps, self.warmup_steps = schedule, schedule_steps, warmup_steps
-        self.batch_size = batch_size if batch_size is not None else self.default_batch_size
-        checks.count("batch_size", self.batch_size)
+        self.batch_size = checks.count("batch_size", self.default_batch_size if batch_size is None else batch_size)
 
     @abstractmethod
     def make_model(self) -> nn.Module:
@@ -108,9 +101,9 @@ class Workload(ABC):
     def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
         """The batch of `rank` at `step`, whatever was drawn before."""
 
-    @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """() float: the mean loss of `batch`; call it with the DDP module, so that its hooks run."""
+        """() float: the mean loss of `batch`, a classifier's; call it with the DDP module, so that its hooks run."""
+        return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Figures on held-out data (accuracy, loss), or {} when the data is shape-only; leaves the model's mode as it was."""
@@ -206,11 +199,7 @@ def step_generator(*key: int | str) -> torch.Generator:
 
 
 def draw_from_epochs(n_samples: int, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Tensor:
-    """(batch_size,) int64: this rank's samples at `step`, when each epoch is one permutation of all samples.
-
-    The global batches follow each other through the epochs without a gap, so no sample is dropped and any step can
-    be reached at once.
-    """
+    """(batch_size,) int64: this rank's samples at `step`. Epochs are permutations of all, one after the other without a gap."""
     first = (step * world_size + rank) * batch_size
     positions = torch.arange(first, first + batch_size)
     indices = torch.empty(batch_size, dtype=torch.int64)

@@ -53,9 +53,6 @@ class DigitsWorkload(Workload):
         chosen = training[draw_from_epochs(training.numel(), step, rank, world_size, batch_size, seed)]
         return images[chosen], labels[chosen]
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
-
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Accuracy and loss on the held-out fold."""
         with evaluating(model) as device:
@@ -77,8 +74,7 @@ class ResNetWorkload(DigitsWorkload):
 
     def __init__(self, *, width: int = 32, activation: str = "relu", **options: Any) -> None:
         super().__init__(**options)
-        check_choice("activation", activation, _ACTIVATIONS)
-        self.width, self.activation = width, activation
+        self.width, self.activation = width, check_choice("activation", activation, _ACTIVATIONS)
 
     def make_model(self) -> nn.Module:
         width, activation = self.width, _ACTIVATIONS[self.activation]()

@@ -108,12 +108,7 @@ class NeuMf(nn.Module):
 
 
 class NcfWorkload(Workload):
-    """NeuMF on random interactions with Zipf's popularity (shape-only).
-
-    Args:
-        n_users, n_items: embedding rows. width: embedding columns, even.
-        n_negatives: items drawn at random for each real one.
-    """
+    """NeuMF on random interactions with Zipf's popularity, each with `n_negatives` items drawn at random (shape-only)."""
 
     stands_for = "NCF recommenders: homomorphic compression (29.7 M parameters, batch 1,024, 98.9 % zero)"
     default_optimizer = "adam"
@@ -223,6 +218,3 @@ class HugeEmbeddingWorkload(_Teacher):
         words = (torch.rand(shape, generator=generator) ** 3 * self.n_rows).long()  # few words are frequent
         mine = words[rank * batch_size : (rank + 1) * batch_size]
         return mine, (mine % 2).sum(1) % 2
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])

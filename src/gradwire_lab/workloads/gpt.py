@@ -14,7 +14,7 @@ from gradwire_lab.workloads.text import byte_tokens, crop_batch, spread_crops
 _N_BYTES = 256  # the vocabulary: one token a byte
 _MASK = _N_BYTES  # the small BERT's token that stands for a hidden byte
 _MASKED_SHARE = 0.15  # of the bytes, as in BERT
-_IGNORED = -100  # what cross_entropy passes over
+_IGNORED = -100  # what cross_entropy passes over by itself
 
 
 class SelfAttention(nn.Module):
@@ -104,10 +104,6 @@ class GptWorkload(Workload):
     def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
         return crop_batch(byte_tokens()[0], self.length, step, rank, world_size, batch_size, seed)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        inputs, targets = batch
-        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Loss in nats per byte over 128 held-out crops."""
         crops = spread_crops(byte_tokens()[1], self.length, 128)
@@ -132,10 +128,6 @@ class SmallBertWorkload(GptWorkload):
         crops, _ = crop_batch(byte_tokens()[0], self.length, step, rank, world_size, batch_size, seed)
         drawn = torch.rand(world_size * batch_size, self.length, generator=step_generator(seed, "mask", step))
         return _mask(crops, drawn[rank * batch_size : (rank + 1) * batch_size])
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        masked, targets = batch
-        return F.cross_entropy(model(masked).flatten(0, 1), targets.flatten(), ignore_index=_IGNORED)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Loss, in nats a masked byte, and share of masked bytes found, over 128 held-out crops."""

@@ -69,10 +69,7 @@ class GradientFile:
 
 
 def load_gradients(path: str | Path) -> GradientFile:
-    """Read and check one file.
-
-    Raises: InvalidArgument (no such file, not an .npz, missing or misaligned arrays: the message names them).
-    """
+    """Read and check one file. Raises: InvalidArgument."""
     path = Path(path)
     arrays = _read_arrays(path)
     gradient = _read_gradient(path, arrays)
@@ -179,10 +176,7 @@ def _as_number(path: Path, key: str, array: AnyArray) -> float:
 
 
 def write_snapshot(path: Path, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write what `collect_arrays` gives to `path`, its folder made if need be.
-
-    Raises: Unsupported (see there), GradwireError (the file cannot be written).
-    """
+    """Write what `collect_arrays` gives to `path`, its folder made if need be. Raises: Unsupported, GradwireError."""
     arrays = collect_arrays(optimizer, step)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,11 +187,9 @@ def write_snapshot(path: Path, optimizer: torch.optim.Optimizer, step: int) -> N
 
 
 def collect_arrays(optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """The arrays and scalars of a gradient file, from `optimizer` between backward and its step number `step` (from 1).
+    """A gradient file's arrays, from `optimizer` between backward and its step number `step` (from 1). Raises: Unsupported.
 
-    Parameters without a gradient are left out. Before the first step there is no state yet: gradient and parameters
-    alone then, unless the optimizer never has any.
-    Raises: Unsupported (an optimizer, or an option, that the format has no place for; several parameter groups).
+    Before the first step there is no state yet: gradient and parameters alone then, unless the optimizer never has any.
     """
     group = optimizer.param_groups[0]
     name = type(optimizer).__name__.lower()

@@ -28,13 +28,7 @@ _SAFE_NAMES = {
 
 
 class Cifar10:
-    """The "python version" of CIFAR-10: data_batch_1 to 5 and test_batch.
-
-    Args:
-        folder: holds the batches, or holds `cifar-10-batches-py` that does.
-        image_size: None keeps 32; anything else is reached by bilinear scaling.
-    Raises: CorruptMessage (a batch that is not CIFAR-10's).
-    """
+    """The "python version" of CIFAR-10, scaled bilinearly to `image_size` unless it is None. Raises: CorruptMessage."""
 
     def __init__(self, folder: Path, image_size: int | None) -> None:
         self.image_size = image_size
@@ -42,7 +36,6 @@ class Cifar10:
         self._images = np.concatenate([images for images, _ in training])
         self._labels = torch.cat([labels for _, labels in training])
         self._held_out = _read_cifar_batch(folder / "test_batch") if (folder / "test_batch").exists() else None
-
         self.n_training = len(self._images)
 
     def training(self, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,10 +58,9 @@ class Cifar10:
 
 
 class ImageFolder:
-    """One folder a class, as in ImageNet: `train/CLASS/*.jpg` and `val/CLASS/*.jpg`, or `CLASS/*.jpg`.
+    """`train/CLASS/*.jpg` and `val/CLASS/*.jpg`, or `CLASS/*.jpg`. Raises: Unsupported, InvalidArgument, CorruptMessage.
 
-    Images are scaled to 8/7 of `image_size` on their short side and cropped in the middle. Needs Pillow.
-    Raises: Unsupported (no Pillow), InvalidArgument (no images), CorruptMessage (an image that cannot be read).
+    Images are scaled to 8/7 of `image_size` on their short side and cropped in the middle.
     """
 
     def __init__(self, folder: Path, image_size: int) -> None:
@@ -124,10 +116,7 @@ class ImageFolder:
 
 
 def open_images(data_dir: str, image_size: int | None, n_classes: int) -> Cifar10 | ImageFolder:
-    """The images in `data_dir`, recognised by its files.
-
-    Raises: InvalidArgument (no such folder, or more classes than the model has outputs).
-    """
+    """The images in `data_dir`, recognised by its files. Raises: InvalidArgument."""
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():
         raise InvalidArgument(f"data_dir={data_dir!r}: there is no such folder")

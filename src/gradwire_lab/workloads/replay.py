@@ -265,22 +265,15 @@ class CapturedLayer:
 
 @dataclass(frozen=True)
 class Capture:
-    """What PATH.pt holds. `layers` are in forward order; backward runs through them from the last to the first.
-
-    Attributes:
-        shapes: of the parameters, in the order of the file.
-        losses: of each gradient.
-        values: (n_captures + 1, n) float32: the gradients, then the parameters; read from the file, they are its pages,
-            which ranks on one machine share until one of them writes to its own.
-        source: how the gradients came about, for the records of a run.
-    """
+    """What PATH.pt holds."""
 
     workload: str
-    shapes: Mapping[str, Sequence[int]]
-    layers: Sequence[CapturedLayer]
-    losses: Sequence[float]
+    shapes: Mapping[str, Sequence[int]]  # of the parameters, in the order of the file
+    layers: Sequence[CapturedLayer]  # in forward order
+    losses: Sequence[float]  # of each gradient
+    # (n_captures + 1, n) float32: the gradients, then the parameters; ranks share the file's pages until they write.
     values: Tensor
-    source: str
+    source: str  # how the gradients came about, for the records of a run
 
     @property
     def n_captures(self) -> int:
@@ -294,10 +287,7 @@ class Capture:
 
 
 def open_or_capture(path: Path, workload: Workload, n_captures: int, seed: int) -> Capture:
-    """The capture at `path`, made first when it is not there; other processes that want it too wait meanwhile.
-
-    Raises: InvalidArgument (a capture of another workload or size), CorruptMessage, IncompatibleVersion.
-    """
+    """The capture at `path`, made first if need be, once. Raises: InvalidArgument, CorruptMessage, IncompatibleVersion."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # One process captures, since a large model fits into memory once, not once per rank.
     with open(path.with_name(path.name + ".lock"), "w") as lock:
@@ -315,10 +305,10 @@ def open_or_capture(path: Path, workload: Workload, n_captures: int, seed: int) 
             f"{file} is a capture of another shape than {workload.name} with these options: delete it or name another with "
             "capture=..."
         )
-    if found.workload != workload.name or found.n_captures != n_captures:
+    held, wanted = f"{found.workload} x {found.n_captures}", f"{workload.name} x {n_captures}"
+    if held != wanted:
         raise InvalidArgument(
-            f"{file} is a capture of {found.workload} x {found.n_captures}, not of {workload.name} x "
-            f"{n_captures}: delete it or name another with capture=..."
+            f"{file} is a capture of {held}, not of {wanted}: delete it or name another with capture=..."
         )
     return found
 
@@ -370,10 +360,9 @@ def shapes_of(model: nn.Module) -> dict[str, list[int]]:
 
 
 def _take_timed_step(model: nn.Module, forward: Callable[[], Tensor]) -> tuple[float, list[CapturedLayer]]:
-    """Forward and backward pass; returns the loss, and the layers in forward order, those without a gradient first.
+    """The loss, and the layers in forward order, those without a gradient first.
 
-    Forward passes are timed by module, the backward pass by the moments at which gradients are complete. Parameters of one
-    module whose gradients arrive one after the other are one layer.
+    A layer is the parameters of one module whose gradients arrive one after the other; that times the backward pass.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     owners = {p: module for module in model.modules() for p in module.parameters(recurse=False)}

@@ -17,14 +17,9 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 class Squad:
-    """The answerable questions of one JSON file, each cut to `length` tokens around its answer.
+    """The answerable questions of one file, cut to `length` tokens round its answer. Raises: CorruptMessage, InvalidArgument.
 
-    The tokenizer is simple (words and marks, lower case, hashed with CRC-32 into BERT's vocabulary): the text, its
-    statistics and the gradient's sparsity are real, a published checkpoint's vocabulary is not needed.
-
-    Attributes:
-        inputs: (n, 2, length) int32: token ids (0 pads) and token types. targets: (n, 2) int64: first and last word.
-    Raises: CorruptMessage (not SQuAD v1.1), InvalidArgument (no question fits).
+    Tokens are words and marks in lower case, hashed (CRC-32) into BERT's vocabulary: sparsity is real without a checkpoint's.
     """
 
     def __init__(self, path: Path, length: int, vocabulary_size: int) -> None:
@@ -41,6 +36,7 @@ class Squad:
             raise CorruptMessage(f"{path}: not SQuAD v1.1 ({type(error).__name__}: {error})") from error
         if not examples:
             raise InvalidArgument(f"{path}: no question fits into {length} tokens; pass a larger length=...")
+        # (n, 2, length): token ids (0 pads) and token types; (n, 2): first and last word.
         self.inputs = torch.tensor([inputs for inputs, _ in examples], dtype=torch.int32)
         self.targets = torch.tensor([targets for _, targets in examples])
 

@@ -18,10 +18,7 @@ _HELD_OUT_EVERY = 10
 
 @functools.cache
 def read_standard_library() -> tuple[bytes, bytes]:
-    """The text of the standard library's top-level modules, in the order of their names: (training, held out).
-
-    About 5 MB; its exact bytes depend on the Python version, which a run records.
-    """
+    """The standard library's top-level modules, by name: (training, held out), 5 MB that depend on Python's version."""
     folder = Path(sysconfig.get_path("stdlib"))
     texts = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
     if len(texts) < 2 * _HELD_OUT_EVERY:

@@ -166,9 +166,6 @@ class VisionWorkload(Workload):
         images = torch.randn(batch_size, 3, side, side, generator=generator)
         return images, torch.randint(self.n_classes, (batch_size,), generator=generator)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
-
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Accuracy and loss on up to 512 held-out images of the user's folder."""
         held_out = self._images.held_out(512) if self._images else None

@@ -56,10 +56,7 @@ class RateCheck:
 
 
 def measure_rate(ranks: int, rate: str | float, seconds: float = 1.0, repeats: int = 5) -> RateCheck:
-    """Open a lab at `rate` and time `repeats` all-reduces that should take `seconds` each.
-
-    Raises: InvalidArgument, Unsupported (no shaped network here), PeerLost (a rank failed).
-    """
+    """Time `repeats` all-reduces that should take `seconds` each at `rate`. Raises: InvalidArgument, Unsupported, PeerLost."""
     set_bps = parse_link(rate, 0, ranks).rate_bps
     if set_bps is None:
         raise InvalidArgument("a link without a limit has no rate to check: give 100mbit, 1gbit, ...")

@@ -44,10 +44,7 @@ def unshare(flags: int) -> None:
 
 
 def become_able() -> int | None:
-    """Get the right to make network namespaces; returns the descriptor of a user namespace if one was needed.
-
-    Raises: UnavailableError, with the kernel's reason.
-    """
+    """Get the right to make network namespaces, by a user namespace if need be: its descriptor. Raises: UnavailableError."""
     try:
         unshare(CLONE_NEWNET)
         return None
@@ -183,12 +180,7 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x1, 0x1000
 
 
 class DistantFabric:
-    """As `Fabric`, of long lines: `eth0` is a TUN device, and a child process relays their packets (native/netlab).
-
-    Args:
-        lines: of each rank, fields of `_LINE` by name; is_up and queue_s are not among them.
-        native: where the extension lies that holds the relay.
-    """
+    """As `Fabric`, of long lines (fields of `_LINE`): `eth0` is a TUN device, and a child relays packets (native/netlab)."""
 
     def __init__(self, lines: list[dict[str, float | None]], mtu: int, queue_ms: float, native: str) -> None:
         from pyroute2 import IPRoute

@@ -38,11 +38,7 @@ _ANSWER_S = 20.0  # construction takes 0.1 s, a request under 1 ms; a loaded mac
 
 @dataclass(frozen=True)
 class LinkCounters:
-    """What one rank's link has carried, as the kernel's token buckets counted it, sent by and delivered to the rank.
-
-    Bytes are whole frames, headers and what TCP sends for itself included (docs/netlab.md). Frames dropped at a full queue
-    are in drops, not in bytes.
-    """
+    """What one rank's link has carried, as the kernel counts: whole frames with headers; what is dropped is not in bytes."""
 
     sent_bytes: int
     sent_packets: int
@@ -262,12 +258,9 @@ class Netlab:
         grace_s: float = 10.0,
         on_line: Callable[[int, str], None] | None = None,
     ) -> RankSet:
-        """Start `command` once a rank, with torchrun's variables; one run at a time.
+        """Start `command` once a rank, with torchrun's variables and `env`, which wins; one run at a time.
 
-        Args:
-            env: variables on top of this process's environment; they win over the lab's own.
-            grace_s, on_line: see `RankSet`.
-        Raises: InvalidArgument (no command, or the lab's last run has not ended).
+        Args: see `RankSet`. Raises: InvalidArgument (no command, or the lab's last run has not ended).
         """
         if not command:
             raise InvalidArgument("no command to run in the ranks; give one after --")
@@ -348,10 +341,7 @@ class Netlab:
         _logger.info("rank %d's link is now at %s", rank, format_rate(rate_bps))
 
     def set_line(self, rank: int, **changes: str) -> None:
-        """Change delay, jitter or loss of one rank's (node's) line, as `parse_link` reads them.
-
-        Raises: InvalidArgument; Unsupported (loopback, or a lab that was opened without any distance).
-        """
+        """Change delay, jitter or loss of a rank's (node's) line. Raises: InvalidArgument, Unsupported (it has no distance)."""
         self._check_node(rank)
         if self.shaped and not self._is_distant:
             raise Unsupported("this lab's links have no distance: open it with one, such as 100mbit/delay=1ms")

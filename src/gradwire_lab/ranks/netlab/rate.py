@@ -20,12 +20,9 @@ MAX_RATE_BPS = 32_000_000_000  # the kernel's 32-bit byte rate ends at 34.3 Gb/s
 
 
 def parse_rate(rate: str | int | float | None, most_bps: int = MAX_RATE_BPS) -> int | None:
-    """Bits per second of `rate`; None for None and "none" (a link that is not shaped).
+    """Bits per second of "10kbit" to "32gbit", or to `most_bps` where no kernel has to shape it. Raises: InvalidArgument.
 
-    Args:
-        rate: "10kbit" to "32gbit" with any decimal fraction ("2.5gbit"), "none", or bits per second as a number.
-        most_bps: instead of 32 Gb/s, where no kernel has to shape it.
-    Raises: InvalidArgument.
+    None for None and "none" (a link that is not shaped).
     """
     if isinstance(rate, str):
         head, _, way = rate.partition("/")
@@ -58,21 +55,15 @@ def format_rate(rate_bps: int | None) -> str:
 
 @dataclass(frozen=True)
 class LabLink:
-    """One rank's (node's) line. `delay_s`: one way to a rank with the same line; of the way between two, half is each one's.
+    """One rank's (node's) line."""
 
-    Attributes:
-        rate_bps, down_bps: from and to the rank; None: no limit.
-        loss: share of the packets that it sends.
-        site, site_delay_s: ranks of different sites are so much farther from each other.
-    """
-
-    rate_bps: int | None
-    down_bps: int | None
-    delay_s: float = 0.0
+    rate_bps: int | None  # from the rank; None: no limit
+    down_bps: int | None  # to it
+    delay_s: float = 0.0  # one way to a rank with the same line; of the way between two, half is each one's
     jitter_s: float = 0.0
-    loss: float = 0.0
+    loss: float = 0.0  # share of the packets that it sends
     site: int = 0
-    site_delay_s: float = 0.0
+    site_delay_s: float = 0.0  # ranks of different sites are so much farther from each other
 
     @property
     def is_distant(self) -> bool:

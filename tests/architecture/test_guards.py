@@ -39,33 +39,33 @@ FLOOR_OF = {
 BUDGETS = {
     "Python": {
         "gradwire/loose": 1_140,
-        "gradwire/telemetry": 1_050,
+        "gradwire/telemetry": 1_000,
         "gradwire/wire": 1_800,
-        "gradwire/codecs": 3_090,
+        "gradwire/codecs": 3_060,
         "gradwire/gpu": 560,
-        "gradwire/core": 1_310,
-        "gradwire/exchange": 1_110,
-        "gradwire/stepping": 1_270,
-        "gradwire/schemes": 11_580,
-        "gradwire/doors": 2_240,
-        "gradwire/planning": 590,
-        "gradwire/integrations": 180,
-        "gradwire_lab/loose": 290,
-        "gradwire_lab/ranks": 1_980,
-        "gradwire_lab/results": 1_590,
-        "gradwire_lab/workloads": 2_170,
-        "gradwire_lab/training": 1_320,
+        "gradwire/core": 1_300,
+        "gradwire/exchange": 1_100,
+        "gradwire/stepping": 1_260,
+        "gradwire/schemes": 11_480,
+        "gradwire/doors": 2_220,
+        "gradwire/planning": 580,
+        "gradwire/integrations": 170,
+        "gradwire_lab/loose": 280,
+        "gradwire_lab/ranks": 1_910,
+        "gradwire_lab/results": 1_580,
+        "gradwire_lab/workloads": 2_070,
+        "gradwire_lab/training": 1_310,
         "gradwire_lab/report": 660,
-        "gradwire_lab/simulator": 3_120,
-        "gradwire_lab/bench": 5_590,
-        "gradwire_lab/cli": 1_880,
-        "gradwire_lab/schemes": 180,
+        "gradwire_lab/simulator": 3_100,
+        "gradwire_lab/bench": 5_620,
+        "gradwire_lab/cli": 1_850,
+        "gradwire_lab/schemes": 170,
     },
     "native": {"native": 15_450, "gradwire/gpu/source": 3_680},
-    "tests": {"tests": 38_710},
+    "tests": {"tests": 38_210},
 }
 RESERVES = {"Python": 40, "native": 20, "tests": 40}
-TOTALS = {"Python": 44_740, "native": 19_150, "tests": 38_750}
+TOTALS = {"Python": 44_260, "native": 19_150, "tests": 38_250}
 
 SMALL_FILES = {"gradwire/errors.py"}
 

@@ -123,17 +123,13 @@ void bind_gcomp(nb::module_& m) {
 embedded_float::Known known_of(std::span<std::int32_t> codes, Bytes exponents, floats::Dtype dtype,
                                std::size_t partition, int format, int n_known) {
   const embedded_float::Settings settings{partition, format};
-  embedded_float::check_settings(settings, {0, 1});
-  if (exponents.size() != embedded_float::partitions_of(codes.size(), partition))
-    throw InvalidArgument("embedded-float: one exponent for every partition");
-  if (n_known < 0 || n_known > embedded_float::kPlanes) throw InvalidArgument("embedded-float: 0 to 32 known planes");
   return {{reinterpret_cast<std::uint32_t*>(codes.data()), codes.size()}, exponents, dtype, settings, n_known};
 }
 
 void bind_embedded_float(nb::module_& m) {
   using Codes = std::span<std::int32_t>;
   m.def("embedded_float_max_bytes", [](std::uint64_t n_elements, std::size_t partition, int first_bit, int n_bits) {
-    embedded_float::check_settings({partition, embedded_float::kRoots}, {first_bit, n_bits});
+    embedded_float::check_range({first_bit, n_bits});
     return embedded_float::max_message_bytes(n_elements, partition, {first_bit, n_bits});
   });
   def_unlocked(
@@ -179,7 +175,6 @@ void bind_truncated_float(nb::module_& m) {
   m.def("truncated_float_max_bytes",
         [](std::uint64_t n_elements, Dtype dtype, Format format, int n_bits, std::size_t partition) {
           const truncated_float::Settings settings{dtype, format, n_bits, partition};
-          truncated_float::check_settings(settings);
           return truncated_float::max_message_bytes(n_elements, settings);
         });
   def_unlocked(m, "truncated_float_encode",

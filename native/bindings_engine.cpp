@@ -201,7 +201,6 @@ void bind_exchange_codecs(nb::module_& m) {
         [](Dtype dtype, truncated_float::Format format, int n_bits, std::size_t partition,
            truncated_float::Rounding rounding, std::uint64_t seed, std::uint64_t first_step) -> Made {
           const truncated_float::Settings settings{dtype, format, n_bits, partition};
-          truncated_float::check_settings(settings);
           return std::make_unique<exchange::TruncatedFloatCodec>(settings, rounding, random::Stream{seed, first_step});
         });
   m.def("embedded_float_exchange_codec",

@@ -175,10 +175,7 @@ void for_known(const Known& known, const Body& body) {
 
 }  // namespace
 
-void check_settings(const Settings& settings, planes::Range range) {
-  check_partition(settings.partition);
-  if (settings.format < kLinear || settings.format > kRoots)
-    throw InvalidArgument("embedded-float: format ", settings.format, ": there are 1 and 2");
+void check_range(planes::Range range) {
   if (range.first < 0 || range.n < 1 || range.first > kPlanes || range.n > kPlanes - range.first)
     throw InvalidArgument("planes ", range.first, " to ", range.first + range.n - 1,
                           ": there are 32, 0 to 31, and a message holds at least one");
@@ -229,10 +226,10 @@ Header read_header(ConstBytes message) {
 }
 
 std::uint64_t encode(ConstBytes values, Dtype dtype, const Settings& settings, planes::Range range, Bytes out) {
-  check_settings(settings, range);
+  check_range(range);
   const std::size_t partition = settings.partition;
   const std::size_t value_bytes = bytes_of(dtype);
-  const std::uint64_t n_elements = elements_of(values, dtype);
+  const std::uint64_t n_elements = values.size() / bytes_of(dtype);
   std::uint64_t message_bytes = max_message_bytes(n_elements, partition, range);
   check_room(kFront.name, out, message_bytes);
   const Header header{settings, dtype, range, 0, n_elements};
@@ -391,7 +388,7 @@ void add(const Known& known, Floats sums) {
 }
 
 void quantise(ConstBytes values, Dtype dtype, const Settings& settings, int n_known, Bytes out) {
-  check_settings(settings, {0, n_known});
+  check_range({0, n_known});
   const std::size_t partition = settings.partition;
   if (out.size() != values.size()) throw InvalidArgument("embedded-float: quantise: out has another size");
   if (n_known == kPlanes) {

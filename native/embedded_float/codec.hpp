@@ -42,8 +42,8 @@ struct ChunkEntry {
   std::uint32_t n_escapes;
 };
 
-// Throws InvalidArgument where settings or range are out of range.
-void check_settings(const Settings& settings, planes::Range range);
+// Throws InvalidArgument.
+void check_range(planes::Range range);
 // Bytes of the exponents and planes of n_values values that begin at a chunk.
 std::uint64_t payload_bytes(std::uint64_t n_values, std::size_t partition, planes::Range range);
 // Bytes that no message exceeds.

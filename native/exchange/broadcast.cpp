@@ -139,7 +139,6 @@ Broadcast::Broadcast(wire::Mesh& mesh, std::uint32_t stream, Topology topology, 
       receiving_us_(world_, 0),
       shared_(has_owners() ? blocks_.size() : 0),
       copies_(blocks_.size()) {
-  embedded_float::check_settings(settings, {0, 1});
   for (auto& of_block : copies_) of_block.resize(world_);
   const std::vector<int> others = mesh.others();
   const int left = static_cast<int>((rank_ + world_ - 1) % world_);
@@ -209,9 +208,7 @@ std::size_t Broadcast::write_body(const Values& values, int n_bits, int first_bi
 
 std::size_t Broadcast::encode(std::size_t block, const Values& gradient, int n_bits) {
   const auto& [name, n, dtype] = blocks_.at(block);
-  if (gradient.n != n || gradient.dtype != dtype) throw InvalidArgument("the gradient is not of this block");
   const int first_bit = sent_bits_[block];
-  embedded_float::check_settings(settings_, {first_bit, n_bits});
   next_ = {.block = static_cast<std::uint16_t>(block),
            .first_bit = static_cast<std::uint8_t>(first_bit),
            .n_bits = static_cast<std::uint8_t>(n_bits),
@@ -278,8 +275,6 @@ void Broadcast::post(Head& head, const std::vector<wire::Message>& messages) {
 
 Sent Broadcast::send(const std::vector<std::size_t>& ended, int ceiling_bits, std::vector<double> remaining_s,
                      const std::array<std::uint64_t, 2>& hidden_us) {
-  if (!remaining_s.empty() && remaining_s.size() != blocks_.size())
-    throw InvalidArgument("a head tells the time that remains of every block");
   if (messages_.empty()) {
     messages_ = {mesh_.pool().take(head_bytes_)};
     next_ = {};
@@ -510,9 +505,6 @@ void Broadcast::mean_of_parts(std::size_t block, const Values& gradient, const V
 
 void Broadcast::mean(std::size_t block, const Values& gradient, const Values& left_out) {
   const auto& [name, n, dtype] = blocks_.at(block);
-  const bool has_left_out = left_out.data != nullptr;
-  if (gradient.n != n || gradient.dtype != dtype || (has_left_out && (left_out.n != n || left_out.dtype != dtype)))
-    throw InvalidArgument("a mean needs values of the block's size and dtype");
   const std::lock_guard lock(mean_mutex_);
   if (has_owners()) return mean_of_parts(block, gradient, left_out);
   const std::size_t bytes = n * gradient.element_bytes();
@@ -521,7 +513,7 @@ void Broadcast::mean(std::size_t block, const Values& gradient, const Values& le
   const Values own = is_whole ? gradient : Values{own_memory.block->data(), n, dtype};
   if (!is_whole)
     embedded_float::quantise({gradient.data, bytes}, dtype, settings_, sent_bits_[block], {own.data, bytes});
-  if (has_left_out) {
+  if (left_out.data != nullptr) {
     if (bytes > 0) std::memcpy(left_out.data, gradient.data, bytes);
     subtract(left_out, own);
   }

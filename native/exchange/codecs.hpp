@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "embedded_float/codec.hpp"
-#include "errors.hpp"
 #include "exchange/codec.hpp"
 #include "gcomp/codec.hpp"
 #include "gcomp/importance.hpp"
@@ -24,10 +23,7 @@ class GCompCodec final : public Codec {
         table_(table),
         known_(std::move(known)),
         counts_(counts),
-        weights_(options.mode == gcomp::Mode::paper ? importance : nullptr) {
-    if (options.mode == gcomp::Mode::paper && importance == nullptr)
-      throw InvalidArgument("GComp's levels are chosen by importance bytes, and there are none");
-  }
+        weights_(options.mode == gcomp::Mode::paper ? importance : nullptr) {}
   std::size_t max_message_bytes(std::size_t n_values) const override {
     return gcomp::max_message_bytes(n_values, options_.dtype, options_.mode, options_.version);
   }

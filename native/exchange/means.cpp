@@ -470,21 +470,10 @@ class QuantisedEnds final : public Ends {
   Account& account_;
 };
 
-void check(const QuantisedBucket& bucket, std::size_t world) {
-  const std::size_t n = bucket.gradient.n;
-  const auto fits = [n](std::size_t size) { return size == 0 || size == n; };
-  bool is_right = fits(bucket.residual.size()) && fits(bucket.unsent.size()) && bucket.residual_scale > 0 &&
-                  bucket.spans.size() == bucket.is_used.size() && bucket.n_chunks > 0 &&
-                  bucket.draws.size() == world * bucket.n_chunks;
-  for (const auto& [start, end] : bucket.spans) is_right = is_right && start <= end && end <= n;
-  if (!is_right) throw InvalidArgument("a quantised bucket's residuals, spans or draws do not fit its gradient");
-}
-
 }  // namespace
 
 QuantisedResult quantised_mean(wire::Mesh& mesh, const Ticket& ticket, const quantisers::Options& options,
                                const QuantisedBucket& bucket, Account& account) {
-  check(bucket, static_cast<std::size_t>(mesh.world_size()));
   QuantisedEnds ends(mesh, options, bucket, account);
   exchange_groups(mesh, ticket, ends, bucket.n_chunks, true, account);
   return ends.adopt_all();
@@ -543,9 +532,6 @@ std::size_t max_group_bytes(const Codec& codec, Sizes sizes) {
 
 std::size_t encode_group(Codec& codec, Floats values, std::size_t first, Sizes sizes, const Feedback& feedback,
                          Bytes out) {
-  if (!feedback.residual.empty() && feedback.residual.size() != values.size())
-    throw InvalidArgument("the residual has another size than the values");
-  if (feedback.left_out.size() != values.size()) throw InvalidArgument("left_out has another size than the values");
   std::size_t at = 0;
   for_pieces(sizes, values.size(), [&](std::size_t begin, std::size_t n) {
     if (out.size() - at < kLengthBytes) throw BufferTooSmall("out has no room for the length of another piece");
@@ -585,13 +571,9 @@ PieceEnds::PieceEnds(wire::Mesh& mesh, Codec& push, Codec& pull, const Groups& g
       world_(static_cast<std::size_t>(mesh.world_size())),
       rank_(static_cast<std::size_t>(mesh.rank())),
       account_(account) {
-  const std::size_t n = bucket_.values.size();
-  if (bucket_.left_out.size() != n || (!bucket_.residual.empty() && bucket_.residual.size() != n))
-    throw InvalidArgument("values, residual and left_out have to be of one size");
   std::size_t largest = 0;
   for (const auto& part : groups)
     for (const Group& group : part) {
-      if (group.start > group.end || group.end > n) throw InvalidArgument("a group lies outside of the values");
       max_push_bytes_ = std::max(max_push_bytes_, max_group_bytes(push, group.sizes));
       max_pull_bytes_ = std::max(max_pull_bytes_, max_group_bytes(pull, group.sizes));
       largest = std::max(largest, group.n());

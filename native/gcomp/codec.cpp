@@ -285,11 +285,6 @@ MessageCoding coding_of(Dtype dtype, Mode mode, int kept_bits, int least_bits, V
           packing,        keep_rule(dtype, mode, kept_bits, least_bits)};
 }
 
-void require_table(const HuffmanTable& table, Dtype dtype, Version version) {
-  if (table.exponent_bits() != exponent_bits_of(dtype, version))
-    throw InvalidArgument("this Huffman table is for another dtype than ", name_of(dtype));
-}
-
 void decode_chunk(const MessageCoding& coding, ConstBytes message, const BlockHeader& block, std::size_t chunk,
                   const std::uint8_t* importance, const Finish& finish, std::uint8_t* values) {
   const ChunkHeader header = read_chunk_header(message, block, chunk);
@@ -337,21 +332,12 @@ BlockHeader read_block_header(ConstBytes message) {
 std::uint64_t encode(ConstBytes values, ConstBytes importance, const EncodeOptions& options, const HuffmanTable& table,
                      Bytes out, const Mean& mean) {
   const DtypeLayout& layout = layout_of(options.dtype);
-  const std::uint64_t n_elements = elements_of(values, options.dtype);
-  if (importance.size() != (options.mode == Mode::paper ? n_elements : 0))
-    throw InvalidArgument("importance has to hold one byte a value in mode paper, and none in other modes");
-  require_table(table, options.dtype, options.version);
+  const std::uint64_t n_elements = values.size() / bytes_of(options.dtype);
   check_room(kName, out, max_message_bytes(n_elements, options.dtype, options.mode, options.version));
   const bool quantises = options.mode == Mode::uniform || options.mode == Mode::truncate ||
                          (options.mode == Mode::paper && options.version == Version::derived);
   const int kept_bits = quantises ? options.kept_bits : layout.mantissa_bits;
-  if (kept_bits < 0 || kept_bits > layout.mantissa_bits)
-    throw InvalidArgument("mantissa bits to keep: ", kept_bits, " of ", layout.mantissa_bits);
-
   const int least_bits = options.mode == Mode::paper && options.version == Version::derived ? options.least_bits : 0;
-  if (least_bits < 0 || least_bits > kMostLeastBits)
-    throw InvalidArgument("mantissa bits of every value: ", least_bits, " of ", kMostLeastBits);
-
   const bool rounds =
       options.mode == Mode::uniform || (options.mode == Mode::paper && options.rounding == Rounding::nearest);
   const MessageCoding coding =

@@ -99,14 +99,13 @@ struct EncodeOptions {
   int kept_bits;  // of the mantissa: modes uniform and truncate; format 2, mode paper: at most. Else the whole mantissa
   Rounding rounding = Rounding::nearest;
   Version version = Version::derived;
-  int least_bits = 0;  // format 2, mode paper: of the mantissa of every value; 0 to kMostLeastBits
+  int least_bits = 0;  // format 2, mode paper: of the mantissa of every value; 0 to 7
 };
-inline constexpr int kMostLeastBits = 7;
 
 // Writes `values` (little-endian floats of options.dtype) as one message into `out` of at least max_message_bytes;
 // returns its bytes. `importance`: one byte a value in mode paper, else empty. `table` is of exponent_bits_of(dtype,
 // version). Same bytes for every number of threads and instruction set; allocates nothing once a thread has encoded
-// before. Throws InvalidArgument, BufferTooSmall.
+// before. Throws BufferTooSmall.
 std::uint64_t encode(ConstBytes values, ConstBytes importance, const EncodeOptions& options, const HuffmanTable& table,
                      Bytes out, const Mean& mean = {});
 

@@ -56,7 +56,6 @@ struct Window {
 class BucketImportance {
  public:
   // In ascending order, and apart. `mean_room`: how many quarter octaves more a mean may be off than a partial sum.
-  // Throws InvalidArgument.
   explicit BucketImportance(std::vector<Window> windows, std::uint8_t mean_room = 0);
   std::uint8_t mean_room() const { return mean_room_; }
   // The bytes of elements [first, first + out.size()); those of no parameter are left alone.

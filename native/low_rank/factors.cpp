@@ -4,7 +4,6 @@
 #include <cmath>
 #include <vector>
 
-#include "errors.hpp"
 #include "parallel/thread_pool.hpp"
 
 namespace gradwire::low_rank {
@@ -41,10 +40,7 @@ void scale_to_one(Floats factor) {
 }  // namespace
 
 void multiply_factors(ConstFloats left, ConstFloats right, std::size_t rank, bool subtract, Floats matrix) {
-  if (rank == 0 || left.size() % rank != 0 || right.size() % rank != 0)
-    throw InvalidArgument("multiply_factors: factors are (rank, n) with rank at least 1");
   const std::size_t n_rows = left.size() / rank, n_columns = right.size() / rank;
-  if (matrix.size() != n_rows * n_columns) throw InvalidArgument("multiply_factors: the matrix has another size");
   const Kernels& use = kernels();
   // Work space outlives the call, so that nothing is allocated once warm.
   thread_local std::vector<float> packed;
@@ -64,8 +60,6 @@ void multiply_factors(ConstFloats left, ConstFloats right, std::size_t rank, boo
 
 void orthogonalise_factors(Floats factors, std::size_t n_factors, std::size_t rank) {
   if (n_factors == 0) return;
-  if (rank == 0 || factors.size() % (n_factors * rank) != 0 || factors.size() / n_factors / rank < rank)
-    throw InvalidArgument("orthogonalise_factors: factors are (n_factors, rank, n) with 1 <= rank <= n");
   const std::size_t size = factors.size() / n_factors;
   const Kernels& use = kernels();
   parallel_for(n_factors, [&](std::size_t i) {

@@ -51,21 +51,12 @@ void check_checksum(const Front& front, const std::uint8_t* message, std::uint64
     fail_message(front.name, "the header's checksum does not match: bytes were changed on the way");
 }
 
-std::uint64_t elements_of(ConstBytes values, floats::Dtype dtype) {
-  if (values.size() % floats::bytes_of(dtype) != 0) throw InvalidArgument("the gradient's bytes are no whole values");
-  return values.size() / floats::bytes_of(dtype);
-}
-
 void check_room(const char* name, ConstBytes out, std::uint64_t n_needed) {
   if (out.size() < n_needed)
     throw BufferTooSmall(name, ": out has ", out.size(), " bytes; a message may need ", n_needed);
 }
 
 namespace floats {
-
-void check_partition(std::size_t partition) {
-  if (!is_possible(partition)) throw InvalidArgument("partition is a power of two from 32 to 1024, not ", partition);
-}
 
 Head read_head(const Front& front, ConstBytes message) {
   const auto head = load_header<Head>(front, message);

@@ -54,8 +54,6 @@ void write_header(const Front& front, const Header& header, std::uint8_t* messag
 }
 void check_checksum(const Front& front, const std::uint8_t* message, std::uint64_t n_chunks, ConstBytes more = {});
 
-// The number of values that an encoder is given. Throws InvalidArgument.
-std::uint64_t elements_of(ConstBytes values, floats::Dtype dtype);
 // Throws BufferTooSmall.
 void check_room(const char* name, ConstBytes out, std::uint64_t n_needed);
 
@@ -104,8 +102,6 @@ struct Head {
 };
 static_assert(sizeof(Head) == 40);
 
-// Throws InvalidArgument.
-void check_partition(std::size_t partition);
 // Letters, version, length, known dtype, flags and partition are right. Throws CorruptMessage, IncompatibleVersion.
 Head read_head(const Front& front, ConstBytes message);
 

@@ -33,11 +33,6 @@ void for_each_chunk(std::size_t n_values, std::size_t n_packed, ConstWords words
   });
 }
 
-void check_item(std::size_t item_bytes, std::size_t a, std::size_t b) {
-  if ((item_bytes != 2 && item_bytes != 4) || a % item_bytes != 0 || b % item_bytes != 0)
-    throw InvalidArgument("values of 2 or 4 bytes are packed");
-}
-
 }  // namespace
 
 void check_index_size(ConstWords words, std::size_t n_values) {
@@ -53,7 +48,6 @@ void check_index(ConstWords words, std::size_t n_values) {
 }
 
 void pack(ConstBytes values, std::size_t item_bytes, ConstWords words, Bytes packed) {
-  check_item(item_bytes, values.size(), packed.size());
   const auto pack_chunk = kernels().pack[item_bytes == 4];
   for_each_chunk(values.size() / item_bytes, packed.size() / item_bytes, words,
                  [&](std::size_t first, std::size_t n, std::size_t start) {
@@ -63,7 +57,6 @@ void pack(ConstBytes values, std::size_t item_bytes, ConstWords words, Bytes pac
 }
 
 void unpack(ConstBytes packed, std::size_t item_bytes, ConstWords words, Bytes values) {
-  check_item(item_bytes, values.size(), packed.size());
   const auto unpack_chunk = kernels().unpack[item_bytes == 4];
   for_each_chunk(values.size() / item_bytes, packed.size() / item_bytes, words,
                  [&](std::size_t first, std::size_t n, std::size_t start) {

@@ -212,22 +212,10 @@ void choose_scales(const Options& options, const Source& source, Header& header)
 }
 
 Header header_for(const Options& options, std::uint64_t n_elements) {
-  const bool is_qsgd = options.kind == Kind::qsgd;
-  if (is_qsgd && (options.levels < 1 || options.levels > 127))
-    throw InvalidArgument("qsgd: levels are 1 to 127, not ", options.levels);
-  if (is_qsgd && (options.block < 128 || options.block > kBlock || !std::has_single_bit(options.block)))
-    throw InvalidArgument("qsgd: blocks are 128, 256, ..., 4096 values, not ", options.block);
-  if (!(options.parameter >= 0 && options.parameter <= kLargestFloat))
-    throw InvalidArgument("a scale, threshold or clip is finite and not negative, not ", options.parameter);
   Header header{.kind = options.kind, .n_elements = n_elements};
-  if (is_qsgd) header.levels = static_cast<std::uint8_t>(options.levels), header.block = options.block;
+  if (options.kind == Kind::qsgd)
+    header.levels = static_cast<std::uint8_t>(options.levels), header.block = options.block;
   return header;
-}
-
-void check_source(const Source& source) {
-  elements_of(source.values, source.dtype);
-  if (!source.residual.empty() && source.residual.size() != source.n_elements())
-    throw InvalidArgument("the residual has ", source.residual.size(), " values, the gradient ", source.n_elements());
 }
 
 }  // namespace
@@ -239,14 +227,11 @@ std::uint64_t max_message_bytes(const Options& options, std::uint64_t n_elements
 }
 
 std::uint64_t encode(const Options& options, const Source& source, Floats new_residual, Bytes out) {
-  check_source(source);
   if (options.kind == Kind::thc) {
     const random::Stream signs{options.stream.seed ^ kSignSeed, options.stream.step};
     return encode_thc(source, {signs, options.stream, options.parameter}, new_residual, out);
   }
   const std::size_t n_elements = source.n_elements();
-  if (!new_residual.empty() && new_residual.size() != n_elements)
-    throw InvalidArgument("new_residual has another size than the gradient");
   if (has_groups(options)) return encode_groups(options, source, new_residual, out);
   Header header = header_for(options, n_elements);
   std::uint64_t message_bytes = kHeaderBytes + payload_bytes(header);
@@ -284,7 +269,6 @@ std::uint64_t encode(const Options& options, const Source& source, Floats new_re
 }
 
 void decode(ConstBytes message, Kind kind, Dtype dtype, Bytes out, const Use& use) {
-  if (use.adds && dtype != Dtype::float32) throw InvalidArgument("values are added to float32 only");
   Header header = read_header(message);
   const char* const name = name_of(kind);
   if (header.kind != kind) fail_message(name, "it is one of ", name_of(header.kind));
@@ -308,7 +292,6 @@ void decode(ConstBytes message, Kind kind, Dtype dtype, Bytes out, const Use& us
 }
 
 float ternary_scale(const Source& source, float clip) {
-  check_source(source);
   const Sums sums = measure(source, true);
   if (sums.largest >= kInfinity) return std::numeric_limits<float>::infinity();
   const float scale = clipped_scale(sums, source.n_elements(), clip);
@@ -316,7 +299,6 @@ float ternary_scale(const Source& source, float clip) {
 }
 
 void write_ternary_counts(const Source& source, float scale, const random::Stream& stream, Fields fields, Bytes codes) {
-  check_source(source);
   if (codes.size() != bytes_for(source.n_elements(), fields))
     throw InvalidArgument("ternary counts: codes have to hold whole groups of 64 fields");
   for_blocks(source, [&](std::size_t block, const float* values, std::size_t n) {

@@ -68,12 +68,12 @@ struct Source {
   std::size_t n_elements() const { return values.size() / bytes_of(dtype); }
 };
 
-// Bytes that no message with up to `n_cuts` cuts exceeds. Throws InvalidArgument.
+// Bytes that no message with up to `n_cuts` cuts exceeds.
 std::uint64_t max_message_bytes(const Options& options, std::uint64_t n_elements, std::uint64_t n_cuts = 0);
 
 // Returns the bytes written. If `new_residual` is not empty, it gets (source - what the message decodes to) /
 // residual_scale; it may be the source's residual itself. Where a value is not finite the message says only that, and
-// `new_residual` gets the residual unchanged. Throws InvalidArgument, BufferTooSmall.
+// `new_residual` gets the residual unchanged. Throws BufferTooSmall.
 std::uint64_t encode(const Options& options, const Source& source, Floats new_residual, Bytes out);
 
 // What `decode` does with the values, in the same pass: it divides them, and writes them or adds them to float32.
@@ -82,7 +82,7 @@ struct Use {
   bool adds = false;
 };
 
-// Throws CorruptMessage, IncompatibleVersion, InvalidArgument.
+// Throws CorruptMessage, IncompatibleVersion.
 void decode(ConstBytes message, Kind kind, Dtype dtype, Bytes out, const Use& use = {});
 
 // Whether a message stands for values with Inf or NaN, by its length, which is the header's; `decode` checks the rest.

@@ -142,16 +142,9 @@ bool unpack(const Header& header, const Block& block, const std::uint8_t* scales
 }
 
 Header header_for(const Options& options, std::uint64_t n_elements) {
-  using Rule = Options::Rule;
-  const std::string name = name_of(options.kind);
-  if (options.block < kGroup || options.block > kBlock || !std::has_single_bit(options.block))
-    throw InvalidArgument(name, ": groups are of 64, 128, ..., 4096 values, not ", options.block);
-  if (options.rule == Rule::fixed) throw InvalidArgument(name, ": a fixed scale is one for all groups");
-  if (!(options.parameter >= 0 && options.parameter <= kLargestFloat))
-    throw InvalidArgument("a threshold is finite and not negative, not ", options.parameter);
   if (n_elements > std::numeric_limits<std::uint32_t>::max())
-    throw InvalidArgument(name, ": a message with groups holds up to 2^32 - 1 values");
-  const std::uint8_t per_group = options.rule == Rule::two_means ? 2 : 1;
+    throw InvalidArgument(name_of(options.kind), ": a message with groups holds up to 2^32 - 1 values");
+  const std::uint8_t per_group = options.rule == Options::Rule::two_means ? 2 : 1;
   return {{}, kGroupedVersion, options.kind, 0, per_group, n_elements, options.block};
 }
 

@@ -14,7 +14,6 @@ namespace {
 
 static_assert(kBlock % kTransform == 0);
 constexpr std::size_t kKeyBytes = 16;  // seed and step of the signs
-constexpr int kMaxRanks = 2'000;       // sums of 30 in 16 bits
 
 // How far apart a block's whole numbers lie, and how many of them go into one.
 struct Steps {
@@ -63,15 +62,9 @@ void write_fields(const Source& source, ConstFloats norms, const Rotation& rotat
 
 void check_sizes(const Source& source, ConstFloats norms, Floats new_residual) {
   const std::size_t n = source.n_elements();
-  if (source.values.size() % bytes_of(source.dtype) != 0 || (!source.residual.empty() && source.residual.size() != n) ||
-      (!new_residual.empty() && new_residual.size() != n))
+  if ((!source.residual.empty() && source.residual.size() != n) || (!new_residual.empty() && new_residual.size() != n))
     throw InvalidArgument("thc: gradient and residuals have to be of one size");
   if (norms.size() != transform_blocks(n)) throw InvalidArgument("thc: one norm for every 1,024 values");
-}
-
-void check_clip(float clip) {
-  if (!(clip > 0 && clip <= std::numeric_limits<float>::max()))
-    throw InvalidArgument("thc: clip is positive and finite, not ", clip);
 }
 
 }  // namespace
@@ -89,8 +82,6 @@ void write_norms(const Source& source, Floats norms) {
 
 void write_codes(const Source& source, ConstFloats norms, const Rotation& rotation, Floats new_residual, Bytes codes) {
   check_sizes(source, norms, new_residual);
-  check_clip(rotation.clip);
-  if (codes.size() != padded_elements(source.n_elements())) throw InvalidArgument("thc: codes have another size");
   write_fields(source, norms, rotation, Fields::bytes, new_residual, codes.data());
 }
 
@@ -99,7 +90,6 @@ void read_code_sums(ConstBytes sums, bool wide, int n_ranks, ConstFloats norms, 
   const std::size_t n_elements = out.size() / bytes_of(dtype);
   if (norms.size() != transform_blocks(n_elements)) throw InvalidArgument("thc: one norm for every 1,024 values");
   if (sums.size() != padded_elements(n_elements) * (wide ? 2 : 1)) throw InvalidArgument("thc: sums have another size");
-  if (n_ranks < 1 || n_ranks > (wide ? kMaxRanks : 255 / kTableLargest)) throw InvalidArgument("thc: too many ranks");
   const RotationKernels& on = rotation_kernels();
   write_blocks(dtype, out, false, [&](std::size_t block, float* values, std::size_t n) {
     for_transforms(block, n, [&](std::size_t number, std::size_t begin, std::size_t count, std::size_t size) {
@@ -129,7 +119,6 @@ std::uint64_t encode_thc(const Source& source, const Rotation& rotation, Floats 
   const std::size_t n_elements = source.n_elements();
   norms.resize(transform_blocks(n_elements));
   check_sizes(source, norms, new_residual);
-  check_clip(rotation.clip);
   std::uint64_t message_bytes = max_thc_bytes(n_elements);
   check_room(name_of(Kind::thc), out, message_bytes);
   write_norms(source, norms);

@@ -2,7 +2,6 @@
 
 #include <atomic>
 
-#include "errors.hpp"
 #include "parallel/thread_pool.hpp"
 
 namespace gradwire::signs {
@@ -14,8 +13,6 @@ constexpr std::size_t kTaskElements = std::size_t{1} << 17;  // 512 KiB of float
 
 bool pack_signs(ConstBytes values, Dtype dtype, Words words) {
   const std::size_t n_elements = values.size() / bytes_of(dtype);
-  if (values.size() != n_elements * bytes_of(dtype) || words.size() != words_for(n_elements))
-    throw InvalidArgument("pack_signs: one word for every 32 elements");
   std::atomic<bool> all_finite{true};
   parallel_for_runs(n_elements, kTaskElements, [&](std::size_t begin, std::size_t n) {
     if (!kernels_for(dtype).pack(values.data() + begin * bytes_of(dtype), n, words.data() + begin / 32))
@@ -27,9 +24,6 @@ bool pack_signs(ConstBytes values, Dtype dtype, Words words) {
 void write_majority(ConstWords words, std::size_t n_ranks, Dtype dtype, std::uint32_t scale_bits,
                     bool ties_are_positive, Bytes values) {
   const std::size_t n_elements = values.size() / bytes_of(dtype), n_words = words_for(n_elements);
-  if (n_ranks < 1 || n_ranks > kMaxRanks) throw InvalidArgument("write_majority: 1 to 255 ranks");
-  if (values.size() != n_elements * bytes_of(dtype) || words.size() != n_ranks * n_words)
-    throw InvalidArgument("write_majority: one word for every 32 elements and rank");
   parallel_for_runs(n_elements, kTaskElements, [&](std::size_t begin, std::size_t n) {
     const Ballot ballot{words.data() + begin / 32, n_words, n_ranks, scale_bits, ties_are_positive};
     kernels_for(dtype).vote(ballot, n, values.data() + begin * bytes_of(dtype));

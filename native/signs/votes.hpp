@@ -9,15 +9,14 @@
 namespace gradwire::signs {
 
 using namespace floats;
-inline constexpr std::size_t kMaxRanks = 255;  // votes are counted in bytes
 
 // Bit i of word w is 1 where element 32 w + i is below zero; -0.0 is not. Bits past the end are 0. Returns whether all
-// elements are finite. Throws InvalidArgument if sizes do not fit.
+// elements are finite.
 bool pack_signs(ConstBytes values, Dtype dtype, Words words);
 
 // Of `n_ranks` messages, one after another in `words`: +1 where more than half of the bits are 0, -1 where more than
 // half are 1, and where halves are equal +1 if `ties_are_positive`, else 0; times `scale`, itself of `dtype`, as bits.
-// Throws InvalidArgument if sizes do not fit.
+// Up to 255 messages: votes are counted in bytes.
 void write_majority(ConstWords words, std::size_t n_ranks, Dtype dtype, std::uint32_t scale_bits,
                     bool ties_are_positive, Bytes values);
 

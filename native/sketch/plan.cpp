@@ -27,21 +27,9 @@ constexpr std::size_t kIndexChunk = 1 << 18;
 // The index as granules of 16 bits: halves of words, in order on little-endian machines, which gradwire requires.
 const std::uint16_t* granules_of(ConstWords words) { return reinterpret_cast<const std::uint16_t*>(words.data()); }
 
-void check_dtype(Dtype dtype) {
-  if (static_cast<int>(dtype) >= kDtypes) throw InvalidArgument("a sketch takes float32 or bfloat16");
-}
-
-void check_shape(std::size_t n_elements, std::size_t batch_values) {
-  if (n_elements > std::numeric_limits<std::uint32_t>::max())
-    throw InvalidArgument("a sketch takes up to 2^32 - 1 values; reduce the bucket size");
-  if (!std::has_single_bit(batch_values) || batch_values < kMinBatchValues || batch_values > kMaxBatchValues)
-    throw InvalidArgument("a batch has 16 to 1,024 values, a power of two");
-}
-
 }  // namespace
 
 IndexFacts write_index(ConstBytes values, Dtype dtype, Words words) {
-  check_dtype(dtype);
   const std::size_t n = values.size() / bytes_of(dtype);
   packing::check_index_size(words, n);
   std::atomic<std::size_t> n_nonzeros{0};
@@ -63,10 +51,11 @@ std::size_t count_index(ConstWords words, std::size_t n_elements) {
 }
 
 void Plan::begin(std::size_t n_elements, std::size_t batch_values, std::uint64_t key) {
+  if (n_elements > std::numeric_limits<std::uint32_t>::max())
+    throw InvalidArgument("a sketch takes up to 2^32 - 1 values; reduce the bucket size");
   key_ = key;
   geometry_ = Geometry(n_elements, batch_values);
   if (n_elements != 0) geometry_.rotate(key_);
-  is_peeled_ = false;
   n_cells_ = 0;
   blocks_.clear();
   entries_.clear();
@@ -94,8 +83,6 @@ void Plan::fill_blocks(ConstWords words) {
 }
 
 void Plan::prepare(ConstWords words, std::size_t n_elements, const Options& options) {
-  check_shape(n_elements, options.max_batch_values);
-  if (!(options.gamma >= 1.0) || !(options.gamma <= 100.0)) throw InvalidArgument("gamma is 1 to 100");
   n_nonzeros_ = count_index(words, n_elements);
 
   double wanted = options.gamma * static_cast<double>(n_nonzeros_);
@@ -120,15 +107,11 @@ void Plan::prepare(ConstWords words, std::size_t n_elements, const Options& opti
 
 void Plan::assume(std::size_t n_elements, std::size_t batch_values, ConstWords rows, std::uint64_t seed,
                   std::uint64_t salt) {
-  check_shape(n_elements, batch_values);
   n_nonzeros_ = 0;
   begin(n_elements, batch_values, key_of(seed, salt));
-  if (rows.empty() || rows.size() > std::max<std::size_t>(1, geometry_.n_batches))
-    throw InvalidArgument("a sketch has a block at least, and no more than batches");
   make_blocks(rows.size());
   std::size_t n_rows = 0;
   for (std::size_t k = 0; k < rows.size(); ++k) {
-    if (rows[k] != 0 && rows[k] < kRows) throw InvalidArgument("a block has three rows at least, or none");
     blocks_[k].first_row = static_cast<std::uint32_t>(n_rows);
     blocks_[k].n_rows = rows[k];
     n_rows += rows[k];
@@ -139,7 +122,6 @@ void Plan::assume(std::size_t n_elements, std::size_t batch_values, ConstWords r
 
 void Plan::adopt(ConstWords words) {
   n_nonzeros_ = count_index(words, geometry_.n_elements);
-  is_peeled_ = false;
   fill_blocks(words);
 }
 
@@ -162,7 +144,6 @@ int Plan::n_rounds() const {
 
 void Plan::add(ConstBytes values, Dtype dtype, ConstWords own_words, Cells kind, int shift, std::int64_t limit,
                Bytes cells) const {
-  check_dtype(dtype);
   if (values.size() != geometry_.n_elements * bytes_of(dtype)) throw InvalidArgument("the plan is of another length");
   packing::check_index_size(own_words, geometry_.n_elements);
   if (cells.size() != n_cells_ * bytes_of(kind)) throw InvalidArgument("the cells do not fit the plan");
@@ -187,7 +168,6 @@ std::size_t Plan::peel(ConstWords words) {
   parallel_for(blocks_.size(), [&](std::size_t k) {
     peel_block(geometry_, blocks_[k], key_, granules_of(words), entries_.data() + blocks_[k].first_entry);
   });
-  is_peeled_ = true;
   std::size_t n_core = 0;
   for (const Block& block : blocks_) n_core += block.n_entries - block.n_peeled;
   return n_core;
@@ -198,17 +178,14 @@ void Plan::write_core(std::span<std::int64_t> positions) const {
   for (const Block& block : blocks_)
     for (std::size_t i = block.n_peeled; i < block.n_entries; ++i, ++n)
       if (n < positions.size()) positions[n] = entries_[block.first_entry + i].position;
-  if (!is_peeled_ || n != positions.size()) throw InvalidArgument("the core has another size");
 }
 
 Outcome Plan::recover(Bytes cells, Cells kind, double scale, bool estimate, float bound, Bytes values,
                       Dtype dtype) const {
-  check_dtype(dtype);
   if (values.size() != geometry_.n_elements * bytes_of(dtype)) throw InvalidArgument("the plan is of another length");
   if (cells.size() != n_cells_ * bytes_of(kind))
     throw CorruptMessage("the sketch has ", cells.size() / bytes_of(kind), " cells, its index asks for ", n_cells_,
                          ": they do not belong together");
-  if (!is_peeled_) throw InvalidArgument("peel() comes before recover()");
   if (blocks_.empty()) {
     std::fill(values.begin(), values.end(), std::uint8_t{0});
     return Outcome::complete;

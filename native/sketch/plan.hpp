@@ -223,7 +223,6 @@ class Plan {
   Geometry geometry_;
   std::uint64_t key_ = 0;
   std::size_t n_nonzeros_ = 0, n_cells_ = 0;
-  bool is_peeled_ = false;
   std::vector<Block> blocks_;
   std::vector<Entry> entries_;
 };

@@ -73,7 +73,6 @@ std::vector<std::int32_t> gather(ConstFloats values, std::uint32_t lowest, std::
 
 std::size_t select_largest(ConstFloats values, std::span<std::int32_t> indices) {
   const std::size_t k = indices.size();
-  if (k > values.size()) throw InvalidArgument("select_largest: more elements asked for than there are");
   if (values.size() >> 31 != 0) throw InvalidArgument("select_largest: at most 2^31 - 1 elements");
   const std::vector<std::size_t> counts = count_leading_bits(values);
   std::size_t n_nonfinite = 0;
@@ -106,7 +105,6 @@ std::size_t select_largest(ConstFloats values, std::span<std::int32_t> indices) 
 }
 
 std::size_t select_from(ConstFloats values, float threshold, std::span<std::int32_t> indices) {
-  if (!(threshold >= 0)) throw InvalidArgument("select_from: a threshold is not negative");
   if (values.size() >> 31 != 0) throw InvalidArgument("select_from: at most 2^31 - 1 elements");
   const std::vector<std::int32_t> found = gather(values, std::max(magnitude_of(threshold), 1u), indices.size());
   std::copy_n(found.begin(), std::min(found.size(), indices.size()), indices.begin());

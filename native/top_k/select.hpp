@@ -10,7 +10,7 @@ namespace gradwire::top_k {
 
 // Writes the indices of the indices.size() elements of largest magnitude in ascending order; of equal magnitudes the
 // lowest indices. Returns how many of `values` are Inf or NaN (which count as larger than all numbers).
-// Throws InvalidArgument if more elements are asked for than there are, or n >= 2^31.
+// Throws InvalidArgument if n >= 2^31.
 // Cost: two passes over `values`, one more where very many share the threshold's leading bits (12 of 31).
 std::size_t select_largest(ConstFloats values, std::span<std::int32_t> indices);
 

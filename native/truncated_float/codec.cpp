@@ -7,7 +7,6 @@
 
 #include "bits/bit_io.hpp"
 #include "checksum/crc32c.hpp"
-#include "errors.hpp"
 #include "parallel/thread_pool.hpp"
 
 namespace gradwire::truncated_float {
@@ -88,13 +87,6 @@ const Layout& layout_of(Format format, Dtype dtype) {
   return format == Format::native ? kNative[static_cast<int>(dtype)] : kCompact[static_cast<int>(format) - 1];
 }
 
-void check_settings(const Settings& settings) {
-  if (settings.n_bits < 2 || settings.n_bits > settings.layout().width)
-    throw InvalidArgument("bits=", settings.n_bits, ": format ", name_of(settings.format), " of ",
-                          floats::name_of(settings.dtype), " keeps 2 to ", settings.layout().width);
-  check_partition(settings.partition);
-}
-
 std::uint64_t payload_bytes(std::uint64_t n_values, const Settings& settings) {
   const std::uint64_t scales = settings.has_scales() ? kScaleBytes * partitions_of(n_values, settings.partition) : 0;
   return scales + word_packing::packed_bytes(n_values, settings.n_bits);
@@ -124,9 +116,8 @@ Header read_header(ConstBytes message) {
 
 std::uint64_t encode(ConstBytes values, const Settings& settings, Rounding rounding, const random::Stream& stream,
                      Bytes out) {
-  check_settings(settings);
   const std::size_t value_bytes = bytes_of(settings.dtype);
-  const std::uint64_t n_elements = elements_of(values, settings.dtype);
+  const std::uint64_t n_elements = values.size() / bytes_of(settings.dtype);
   check_room(kFront.name, out, max_message_bytes(n_elements, settings));
   const Kernels& kernels = kernels_for(settings.dtype);
   const word_packing::Kernel& packing = word_packing::kernel_for(settings.n_bits);

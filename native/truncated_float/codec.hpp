@@ -60,8 +60,6 @@ constexpr std::uint64_t marks_bytes(std::uint64_t n_elements, std::size_t partit
   return (partitions_of(n_elements, partition) + 7) / 8;
 }
 
-// Throws InvalidArgument where bits or partition are out of range.
-void check_settings(const Settings& settings);
 // Bytes of the scales and codes of n_values values that begin at a chunk.
 std::uint64_t payload_bytes(std::uint64_t n_values, const Settings& settings);
 // Bytes that no message exceeds: with marks.
@@ -72,8 +70,8 @@ std::uint64_t max_message_bytes(std::uint64_t n_elements, const Settings& settin
 Header read_header(ConstBytes message);
 
 // Writes `values` (raw bytes of settings.dtype) as one message; returns its bytes. Element i of the stream rounds value
-// i up or down where rounding is stochastic; otherwise it is not read. Throws InvalidArgument, BufferTooSmall (less
-// than max_message_bytes).
+// i up or down where rounding is stochastic; otherwise it is not read. Throws BufferTooSmall (less than
+// max_message_bytes).
 std::uint64_t encode(ConstBytes values, const Settings& settings, Rounding rounding, const random::Stream& stream,
                      Bytes out);
 

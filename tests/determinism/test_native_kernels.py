@@ -9,6 +9,7 @@ from torch import Tensor
 from float_messages import LEVELS, assert_same_bytes_everywhere, at_level
 from gcomp_oracle import CRC_TABLE
 from gradwire import _native
+from gradwire.errors import InvalidArgument
 
 # ---- CRC32C: lengths, offsets, joined pieces
 

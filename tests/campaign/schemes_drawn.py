@@ -9,21 +9,14 @@ from gradwire import schemes
 
 @dataclass(frozen=True)
 class Variant:
-    """A scheme with options.
-
-    Attributes:
-        near: result and mean differ by no more than rounding in the gradient's dtype.
-        conserves: mean(result) + mean(new residual) = mean(gradient) + mean(old residual).
-        repeats: the same run gives the same bits, whatever the machine's load: what resumption is checked on.
-        errors_are_ours: a fault raises gradwire's own errors from the first step on.
-    """
+    """A scheme with options."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
-    near: bool = False
-    conserves: bool = False
-    repeats: bool = True
-    errors_are_ours: bool = True
+    near: bool = False  # result and mean differ by no more than rounding in the gradient's dtype
+    conserves: bool = False  # mean(result) + mean(new residual) = mean(gradient) + mean(old residual)
+    repeats: bool = True  # the same run gives the same bits, whatever the machine's load: what resumption is checked on
+    errors_are_ours: bool = True  # a fault raises gradwire's own errors from the first step on
 
     @property
     def owns_step(self) -> bool:

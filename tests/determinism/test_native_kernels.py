@@ -1,6 +1,5 @@
 """Native kernels against their definitions: the same bits for every thread count and instruction set."""
 
-
 import numpy as np
 import pytest
 import torch

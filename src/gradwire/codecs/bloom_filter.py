@@ -17,19 +17,12 @@ _LN2 = 0.6931471805599453
 
 
 class BloomShape(NamedTuple):
-    """The size of a filter. All ranks compute the same from the same numbers: only +, -, x, / and comparisons.
+    """The size of a filter. All ranks compute the same from the same numbers: only +, -, x, / and comparisons."""
 
-    Attributes:
-        n_hashes: rows that a non-zero sets a bit in.
-        n_words: of 32 bits; a multiple of 32.
-        expected_candidates: values that it lets through, if the union has as many non-zeros as it was made for.
-        expected_bits: of the filter, and of what is sent of the values, in that case.
-    """
-
-    n_hashes: int
-    n_words: int
-    expected_candidates: float
-    expected_bits: float
+    n_hashes: int  # rows that a non-zero sets a bit in
+    n_words: int  # of 32 bits; a multiple of 32
+    expected_candidates: float  # values that it lets through, if the union has as many non-zeros as it was made for
+    expected_bits: float  # of the filter, and of what is sent of the values, in that case
 
     @classmethod
     def fit(
@@ -54,17 +47,11 @@ class BloomShape(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The values that a filter lets through.
+    """The values that a filter lets through."""
 
-    Attributes:
-        n_candidates: values that it may hold.
-        n_nonzeros: how many of them are not zero, estimated from how full it is.
-        share_set: of its bits.
-    """
-
-    n_candidates: int
-    n_nonzeros: int
-    share_set: float
+    n_candidates: int  # values that it may hold
+    n_nonzeros: int  # how many of them are not zero, estimated from how full it is
+    share_set: float  # of its bits
 
 
 def insert(index: torch.Tensor, n_elements: int, shape: BloomShape, seed: int, out: torch.Tensor) -> None:

@@ -53,15 +53,10 @@ class Outcome(enum.IntEnum):
 
 
 class IndexFacts(NamedTuple):
-    """The findings of one pass over a gradient.
+    """The findings of one pass over a gradient."""
 
-    Attributes:
-        n_nonzeros: values that are neither 0.0 nor -0.0.
-        max_magnitude: of the values; inf if one of them is Inf or NaN.
-    """
-
-    n_nonzeros: int
-    max_magnitude: float
+    n_nonzeros: int  # values that are neither 0.0 nor -0.0
+    max_magnitude: float  # of the values; inf if one of them is Inf or NaN
 
 
 class FixedPoint(NamedTuple):

@@ -17,19 +17,12 @@ _SHARED = SHARED_OF_CHECKSUM + 8
 
 
 class Messages(NamedTuple):
-    """Several messages that one launch makes or reads: each from values, and in a room, of its own.
+    """Several messages that one launch makes or reads: each from values, and in a room, of its own."""
 
-    Attributes:
-        table: (n, 5) int64 on the device: `Row` of gpu/source/floats.hpp; None: one message of all values.
-        n: how many there are.
-        n_most: values of the longest message.
-        n_scales: of all of them.
-    """
-
-    table: Tensor | None
-    n: int
-    n_most: int
-    n_scales: int
+    table: Tensor | None  # (n, 5) int64 on the device: `Row` of gpu/source/floats.hpp; None: one message of all values
+    n: int  # how many there are
+    n_most: int  # values of the longest message
+    n_scales: int  # of all of them
 
 
 class Floats(ABC):

@@ -30,17 +30,11 @@ _BLOCK = 1024  # values that a device counts together
 
 
 class Head(NamedTuple):
-    """The ranks' heads together.
+    """The ranks' heads together."""
 
-    Attributes:
-        exponent: every value of every rank is below 2^exponent; None if all are zero.
-        flags: of any rank.
-        ranks_agree: on their facts.
-    """
-
-    exponent: int | None
-    flags: int
-    ranks_agree: bool
+    exponent: int | None  # every value of every rank is below 2^exponent; None if all are zero
+    flags: int  # of any rank
+    ranks_agree: bool  # on their facts
 
     @property
     def is_finite(self) -> bool:

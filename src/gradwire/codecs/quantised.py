@@ -45,19 +45,13 @@ PAPER_THRESHOLD = 0.5
 
 
 class _Layout(NamedTuple):
-    """The places of everything in a message that is made on a device.
+    """The places of everything in a message that is made on a device."""
 
-    Attributes:
-        n_bytes: of the message.
-        head_bytes: of them before its codes, behind its header.
-        n_sums: blocks or groups of values that are added up together.
-        groups: n_pieces + 1 rows of three: of each tensor's piece its first value, group and word; last, where all end. None
-            without scales by group.
-    """
-
-    n_bytes: int
-    head_bytes: int
-    n_sums: int
+    n_bytes: int  # of the message
+    head_bytes: int  # of them before its codes, behind its header
+    n_sums: int  # blocks or groups of values that are added up together
+    # n_pieces + 1 rows of three: of each tensor's piece its first value, group and word; last, where all end. None
+    # without scales by group.
     groups: list[tuple[int, int, int]] | None = None
 
     @property

@@ -37,15 +37,10 @@ _PASSES = ((20, 11), (10, 10), (0, 10))  # bits of a magnitude: where they begin
 
 
 class Sample(NamedTuple):
-    """The values of a span that its threshold is taken from.
+    """The values of a span that its threshold is taken from."""
 
-    Attributes:
-        places: (m,) int64 in the span, in host memory; None: all of it.
-        n_top: of which so many, at least one, lie from the threshold up.
-    """
-
-    places: Tensor | None
-    n_top: int
+    places: Tensor | None  # (m,) int64 in the span, in host memory; None: all of it
+    n_top: int  # of which so many, at least one, lie from the threshold up
 
 
 _EXACTLY = Sample(None, 0)  # no sample: exactly as many as are wanted

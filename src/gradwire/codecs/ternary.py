@@ -22,20 +22,13 @@ _SUMS_BYTES = 32  # of a block
 
 
 class Shares(NamedTuple):
-    """The parts of n values that have a scale each.
-
-    Attributes:
-        spans: their begins and ends; on a device of those that are not empty, ascending.
-        is_single: one scale serves all, and values are not divided by it before they are drawn.
-        n_blocks: of values that kernels add up together.
-        table: (n_spans, 3) int64 on the device: begin, end and first block; None in host memory.
-    """
+    """The parts of n values that have a scale each."""
 
     n: int
-    spans: Sequence[tuple[int, int]]
-    is_single: bool
-    n_blocks: int = 0
-    table: Tensor | None = None
+    spans: Sequence[tuple[int, int]]  # their begins and ends; on a device of those that are not empty, ascending
+    is_single: bool  # one scale serves all, and values are not divided by it before they are drawn
+    n_blocks: int = 0  # of values that kernels add up together
+    table: Tensor | None = None  # (n_spans, 3) int64 on the device: begin, end and first block; None in host memory
 
 
 class Ternary(Quantised):

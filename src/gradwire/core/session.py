@@ -49,31 +49,22 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Session:
-    """One connection of a scheme to a training run.
+    """One connection of a scheme to a training run."""
 
-    Attributes:
-        communicator: the ranks and the lane.
-        wire: its collectives, in host memory or on the device of the buckets.
-        recorder: where bytes and times go.
-        optimizers: the user's, read live and never changed; none if gradwire was not given any.
-        slots: what is reduced, by name; read live, as named tensors are added at first sight. Empty if gradwire was not
-            told names.
-        loss_scale: what the loss, and so every gradient, is multiplied by now (AMP); 1.0 without a scaler.
-        module_ref: of the DDP model, which is not kept alive: it goes when its user lets go of it.
-        has_scaler: whether there is a GradScaler.
-        feedback: what the scheme at work has not sent yet.
-        device_wire: the device's collectives beside those in host memory, where it was left to the scheme which to use.
-    """
-
-    communicator: Communicator
-    wire: Wire
-    recorder: Recorder
-    optimizers: Optimizers
+    communicator: Communicator  # the ranks and the lane
+    wire: Wire  # its collectives, in host memory or on the device of the buckets
+    recorder: Recorder  # where bytes and times go
+    optimizers: Optimizers  # the user's, read live and never changed; none if gradwire was not given any
+    # what is reduced, by name; read live, as named tensors are added at first sight. Empty if gradwire was not told
+    # names.
     slots: Mapping[str, Slot]
+    # what the loss, and so every gradient, is multiplied by now (AMP); 1.0 without a scaler
     loss_scale: Callable[[], float]
+    # of the DDP model, which is not kept alive: it goes when its user lets go of it
     module_ref: weakref.ref[torch.nn.Module] | None = None
-    has_scaler: bool = False
-    feedback: Feedback = field(default_factory=Feedback)
+    has_scaler: bool = False  # whether there is a GradScaler
+    feedback: Feedback = field(default_factory=Feedback)  # what the scheme at work has not sent yet
+    # the device's collectives beside those in host memory, where it was left to the scheme which to use
     device_wire: Wire | None = None
 
     @property

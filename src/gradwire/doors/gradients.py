@@ -46,12 +46,9 @@ class GradientState(Reducer):
         bucket_dtype: of what is sent, where it is not the gradient's own.
         options: as for Reducer: bucket_mb, op ("sum" where FSDP2's divide factor is 1), timeout_s, trace.
     Raises: Unsupported, InvalidArgument.
-
-    Attributes:
-        inside: what works between the shards of a node, if anything does; closed with this.
     """
 
-    inside: Reducer | None = None
+    inside: Reducer | None = None  # what works between the shards of a node, if anything does; closed with this
 
     def __init__(
         self,

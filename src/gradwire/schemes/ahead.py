@@ -48,18 +48,12 @@ _LEAST_SYNC_STEPS = 2  # in which DDP rebuilds its buckets
 
 @dataclass
 class Aggregate:
-    """One step's gradients on their way: grad_buf, replaced in place by the mean.
+    """One step's gradients on their way: grad_buf, replaced in place by the mean."""
 
-    Attributes:
-        step: the reduction.
-        buckets: copies of DDP's buckets; `done`: one future for each.
-        frozen: the user's call of that step; None as long as there was none.
-    """
-
-    step: int
-    buckets: list[Bucket]
+    step: int  # the reduction
+    buckets: list[Bucket]  # copies of DDP's buckets; `done`: one future for each
     done: list[torch.futures.Future]
-    frozen: FrozenStep | None = None
+    frozen: FrozenStep | None = None  # the user's call of that step; None as long as there was none
 
 
 class Ahead(Scheme, StepOwner):

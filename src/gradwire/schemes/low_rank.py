@@ -259,44 +259,30 @@ class Plans:
 
 @dataclass(eq=False)
 class Work:
-    """One bucket on its way through an algorithm.
-
-    Attributes:
-        wire: the bucket's end of it.
-        done: that the mean is there.
-        steps: the algorithm, which pauses where it waits; `next` is what it does then.
-        fingerprint: what ranks must share; None on a device, where no host would read its mean.
-        n_awaited: tensors that are still to be summed.
-        total: the totals of all groups, one after the other.
-        expected: what is expected of each matrix's gradient, and is no part of its total.
-        unused: residuals of matrices that wait.
-    """
+    """One bucket on its way through an algorithm."""
 
     bucket: Bucket
-    wire: Wire
-    done: Future
+    wire: Wire  # the bucket's end of it
+    done: Future  # that the mean is there
     plan: BucketPlan
     loss_scale: float
-    steps: Iterator[Next] = field(init=False)
+    steps: Iterator[Next] = field(init=False)  # the algorithm, which pauses where it waits; `next` is what it does then
     next: Next = "send"
-    fingerprint: Tensor | None = None
-    n_awaited: int = 0
-    total: Tensor = field(init=False)
+    fingerprint: Tensor | None = None  # what ranks must share; None on a device, where no host would read its mean
+    n_awaited: int = 0  # tensors that are still to be summed
+    total: Tensor = field(init=False)  # the totals of all groups, one after the other
+    # what is expected of each matrix's gradient, and is no part of its total
     expected: list[Momentum] = field(default_factory=list)
-    unused: Unused | None = None
+    unused: Unused | None = None  # residuals of matrices that wait
 
 
 @dataclass
 class _FusedBuffer:
-    """Tensors that share one all-reduce, and `values`, all of them.
-
-    Attributes:
-        wait: until it is summed; on a device: has the stream wait.
-    """
+    """Tensors that share one all-reduce, and `values`, all of them."""
 
     tensors: list[tuple[Work, Tensor]]
     values: Tensor
-    wait: Callable[[], None]
+    wait: Callable[[], None]  # until it is summed; on a device: has the stream wait
     is_summed: Callable[[], bool] = lambda: True
 
 

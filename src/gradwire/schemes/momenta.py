@@ -21,15 +21,11 @@ from gradwire.errors import Unsupported
 
 
 class Momentum(NamedTuple):
-    """What is expected of a tensor's gradient.
+    """What is expected of a tensor's gradient."""
 
-    Attributes:
-        values: (n,) float32, as its bucket lies, free of the loss scale; None: nothing yet, or no momentum that is known.
-        decay: what is left of a residual for the next step.
-    """
-
+    # (n,) float32, as its bucket lies, free of the loss scale; None: nothing yet, or no momentum that is known
     values: Tensor | None
-    decay: float
+    decay: float  # what is left of a residual for the next step
 
 
 _ADAMS = tuple(getattr(torch.optim, name) for name in ("Adam", "AdamW", "NAdam", "RAdam"))

@@ -17,19 +17,13 @@ _MIN_AUTOMATIC_ELEMENTS = 1 << 16
 
 @dataclass(frozen=True)
 class Block:
-    """Parameters that are stepped together.
+    """Parameters that are stepped together."""
 
-    Attributes:
-        index: position in the module tree, 0 first; by and large the order of use.
-        name: of its first module.
-        parameters: in the order of the module tree; a tied parameter lies in the first block that has it.
-        users: the modules whose forward pass needs one of the parameters.
-    """
-
-    index: int
-    name: str
+    index: int  # position in the module tree, 0 first; by and large the order of use
+    name: str  # of its first module
+    # in the order of the module tree; a tied parameter lies in the first block that has it
     parameters: tuple[torch.Tensor, ...]
-    users: tuple[nn.Module, ...]
+    users: tuple[nn.Module, ...]  # the modules whose forward pass needs one of the parameters
 
     @property
     def n_elements(self) -> int:

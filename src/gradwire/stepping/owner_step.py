@@ -220,19 +220,13 @@ def _is_cut(key: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Owned:
-    """The result of one bucket's push.
+    """The result of one bucket's push."""
 
-    Attributes:
-        whole: parameters whose mean every rank has, in `.grad`.
-        cut: (parameter, where its values begin in the fused buffer): those of which each rank has a part of the mean.
-        part_edges: where the ranks' parts of the fused buffer end, 0 first.
-        mean: (n_own,) float32: the mean of this rank's part.
-    """
-
-    whole: tuple[torch.Tensor, ...]
+    whole: tuple[torch.Tensor, ...]  # parameters whose mean every rank has, in `.grad`
+    # (parameter, where its values begin in the fused buffer): those of which each rank has a part of the mean
     cut: tuple[tuple[torch.Tensor, int], ...]
-    part_edges: tuple[int, ...]
-    mean: torch.Tensor
+    part_edges: tuple[int, ...]  # where the ranks' parts of the fused buffer end, 0 first
+    mean: torch.Tensor  # (n_own,) float32: the mean of this rank's part
 
     def edges_of(self, parameter: torch.Tensor, fused: int) -> Edges:
         """Find where the ranks' values of one parameter end."""

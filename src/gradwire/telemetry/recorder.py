@@ -142,31 +142,23 @@ class BusyTiming:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The sums over one step's buckets.
-
-    Attributes:
-        n_buckets: gradient buckets; traffic outside of them (bucket < 0) is in the bytes and times, not in this count.
-        reference_bytes: what a ring all-reduce of the gradients as they are sends per rank: 2 (N-1)/N original_bytes.
-        busy_ns: time by kind.
-        exposed_ns: how long the training thread stood still for communication, i.e. what no overlap hid.
-        iteration_ns: from the previous step's close to this one's; in the first step from its first bucket.
-        scheme: what reduced it, where that may differ from step to step (`auto`); else empty.
-        closed_ns: the step closed, on `time.perf_counter_ns`.
-    """
+    """The sums over one step's buckets."""
 
     step: int
+    # gradient buckets; traffic outside of them (bucket < 0) is in the bytes and times, not in this count
     n_buckets: int
     original_bytes: int
+    # what a ring all-reduce of the gradients as they are sends per rank: 2 (N-1)/N original_bytes
     reference_bytes: float
     bytes_sent: int
     bytes_received: int
     n_messages: int
     n_fallbacks: int
-    busy_ns: dict[str, int]
-    exposed_ns: int
-    iteration_ns: int
-    closed_ns: int
-    scheme: str = ""
+    busy_ns: dict[str, int]  # time by kind
+    exposed_ns: int  # how long the training thread stood still for communication, i.e. what no overlap hid.
+    iteration_ns: int  # from the previous step's close to this one's; in the first step from its first bucket
+    closed_ns: int  # the step closed, on `time.perf_counter_ns`
+    scheme: str = ""  # what reduced it, where that may differ from step to step (`auto`); else empty
 
     @property
     def ratio(self) -> float:

@@ -35,15 +35,10 @@ Flag = Any
 
 
 class StepOutcome(NamedTuple):
-    """A step that is over, the same on all ranks.
+    """A step that is over, the same on all ranks."""
 
-    Attributes:
-        is_finite: no message held Inf or NaN.
-        error: the error word of messages that were not whole; 0 for none. In host memory they raise at once.
-    """
-
-    is_finite: bool
-    error: int = 0
+    is_finite: bool  # no message held Inf or NaN
+    error: int = 0  # the error word of messages that were not whole; 0 for none. In host memory they raise at once.
 
 
 AnyWire = TypeVar("AnyWire", bound="Wire")

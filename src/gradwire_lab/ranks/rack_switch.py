@@ -56,19 +56,14 @@ class Header(NamedTuple):
 
 @dataclass
 class _Job:
-    """One job's row and registers.
-
-    Attributes:
-        n_workers: as they count themselves: of all racks.
-        above: epoch and handle of the job there; None until the switch above has let this rack in.
-        refused: why it has not.
-    """
+    """One job's row and registers."""
 
     handle: int
-    n_workers: int
+    n_workers: int  # as they count themselves: of all racks
     log2_slots: int
+    # epoch and handle of the job there; None until the switch above has let this rack in
     above: tuple[int, int] | None = None
-    refused: int = 0
+    refused: int = 0  # why it has not
     workers: dict[int, Address] = field(default_factory=dict)
     left: int = 0
 

@@ -40,16 +40,11 @@ _UNITS = ("_s", "_bytes", "_bps", "_low", "_high", "_bits")
 
 @dataclass
 class LoggedRun:
-    """One training run, as rank 0 logged it.
-
-    Attributes:
-        label: the scheme, with its options or the folder's name where another run of the workload has the same one.
-        steps: sorted, each once; a loss that was not finite is None.
-    """
+    """One training run, as rank 0 logged it."""
 
     path: Path
-    label: str
-    steps: Sequence[Record]
+    label: str  # the scheme, with its options or the folder's name where another run of the workload has the same one
+    steps: Sequence[Record]  # sorted, each once; a loss that was not finite is None
     config: Mapping[str, Any]
     summary: Mapping[str, Any]
 

@@ -28,24 +28,16 @@ class Coverage(NamedTuple):
 
 @dataclass(frozen=True)
 class Column:
-    """One field of the records, as it is shown.
+    """One field of the records, as it is shown."""
 
-    Attributes:
-        field: its name in the records.
-        title: the heading; the field's name without it.
-        scale: values are multiplied by it (1e3: seconds as ms).
-        form: of the scaled value, as in `format`.
-        kind: the value; a "ratio" to the baseline's (x ddp), how many times smaller ("speed-up"), or the "difference".
-        against: the baseline of this column where it is not the experiment's.
-        spread: beside the value its quartiles, or over seeds its standard deviation; of a difference its 95 % interval.
-    """
-
-    field: str
-    title: str = ""
-    scale: float = 1.0
-    form: str = ".4g"
+    field: str  # its name in the records
+    title: str = ""  # the heading; the field's name without it
+    scale: float = 1.0  # values are multiplied by it (1e3: seconds as ms)
+    form: str = ".4g"  # of the scaled value, as in `format`
+    # the value; a "ratio" to the baseline's (x ddp), how many times smaller ("speed-up"), or the "difference"
     kind: Kind = "value"
-    against: str | None = None
+    against: str | None = None  # the baseline of this column where it is not the experiment's
+    # beside the value its quartiles, or over seeds its standard deviation; of a difference its 95 % interval
     spread: bool = False
 
     @property
@@ -94,65 +86,44 @@ class Plot:
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound that the `column` of the records of `where` is held to; without a `sign` only what a paper says of it.
+    """A bound that the `column` of the records of `where` is held to; without a `sign` only what a paper says of it."""
 
-    Attributes:
-        says: in words.
-        by: fields that a cell's records differ in, such as a phase: each is shown, not their mean.
-        paper: the paper's number, in the figure or table `of`; "" of a goal that no paper has.
-    """
-
-    says: str
+    says: str  # in words
     column: Column
     sign: Literal["<=", ">=", ""]
     bound: float
     where: Mapping[str, Any] = field(default_factory=dict)
-    by: Sequence[str] = ()
-    paper: str = ""
+    by: Sequence[str] = ()  # fields that a cell's records differ in, such as a phase: each is shown, not their mean
+    paper: str = ""  # the paper's number, in the figure or table `of`; "" of a goal that no paper has
     of: Ref | None = None
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What one file of results answers.
+    """What one file of results answers."""
 
-    Attributes:
-        key: name on the command line, and of the file of results.
-        system: the page of the results that it is on.
-        question: one sentence.
-        measure: a name of `gradwire_lab.bench.measures`.
-        fixed: its arguments that every cell shares.
-        axes: {argument: its values, or {label: value}}; their product are the cells.
-        together: axes whose cells are measured in one run, in turns where the measure can: ratios between them hold.
-        over: axes that are averaged over: seeds, folds.
-        baseline: {axis: value} of the cell that ratios and differences are to, all other axes being equal.
-        controls: values of the baseline's axis that do the very same as it; what lies between them is noise.
-        of: the papers' figures and tables that it gives, in kind.
-        show: tables and plots, in order.
-        goals: what the papers say, and what was promised.
-        differs: from the papers' conditions; "" where nothing that matters does.
-        seconds: about how long one run of the `together` cells takes on two cores; the store knows better once it has.
-        quick: part of `make bench`.
-        is_long: of the second list, which `gradwire bench run long` measures; `all` are the others.
-    """
-
-    key: str
-    system: str
-    question: str
-    measure: str
+    key: str  # name on the command line, and of the file of results
+    system: str  # the page of the results that it is on
+    question: str  # one sentence
+    measure: str  # a name of `gradwire_lab.bench.measures`
+    # {argument: its values, or {label: value}}; their product are the cells
     axes: Mapping[str, Sequence[Any] | Mapping[str, Any]]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # its arguments that every cell shares
+    # axes whose cells are measured in one run, in turns where the measure can: ratios between them hold
     together: Sequence[str] = ("scheme",)
-    over: Sequence[str] = ()
+    over: Sequence[str] = ()  # axes that are averaged over: seeds, folds
+    # {axis: value} of the cell that ratios and differences are to, all other axes being equal
     baseline: Mapping[str, Any] = field(default_factory=dict)
+    # values of the baseline's axis that do the very same as it; what lies between them is noise
     controls: Sequence[Any] = ()
-    of: Sequence[Ref] = ()
-    show: Sequence[Table | Plot] = ()
-    goals: Sequence[Goal] = ()
-    differs: str = ""
+    of: Sequence[Ref] = ()  # the papers' figures and tables that it gives, in kind
+    show: Sequence[Table | Plot] = ()  # tables and plots, in order
+    goals: Sequence[Goal] = ()  # what the papers say, and what was promised
+    differs: str = ""  # from the papers' conditions; "" where nothing that matters does
+    # about how long one run of the `together` cells takes on two cores; the store knows better once it has
     seconds: float = 60.0
-    quick: bool = False
-    is_long: bool = False
+    quick: bool = False  # part of `make bench`
+    is_long: bool = False  # of the second list, which `gradwire bench run long` measures; `all` are the others
 
     def values(self, axis: str) -> list[Any]:
         """The values of an axis, without their labels."""

@@ -75,21 +75,15 @@ class Use:
 
 @dataclass(eq=False)
 class Link:
-    """`n_links` links that are alike; what is said of one holds for the busiest of them.
-
-    Attributes:
-        carried_bits: by all of them together; once the network is finished.
-        offered_bits: what all of them together could have carried so far.
-        use: when at least one flow was on them. site_use: of the site that they are part of.
-    """
+    """`n_links` links that are alike; what is said of one holds for the busiest of them."""
 
     name: str
     n_links: int
     capacity_bps: float
-    site_use: Use | None = None
-    use: Use = field(default_factory=Use)
-    carried_bits: float = 0.0
-    offered_bits: float = 0.0
+    site_use: Use | None = None  # of the site that they are part of
+    use: Use = field(default_factory=Use)  # when at least one flow was on them
+    carried_bits: float = 0.0  # by all of them together; once the network is finished
+    offered_bits: float = 0.0  # what all of them together could have carried so far
     _offered_until_s: float = 0.0
 
     def offer(self, now_s: float) -> None:
@@ -100,15 +94,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Crossing:
-    """How the flows of a class lie on the links of one kind.
-
-    Attributes:
-        everywhere: on how many of the links each flow is.
-        busiest: n flows -> how many of them are on the busiest link; None: they lie evenly.
-    """
+    """How the flows of a class lie on the links of one kind."""
 
     link: Link
-    everywhere: float
+    everywhere: float  # on how many of the links each flow is
+    # n flows -> how many of them are on the busiest link; None: they lie evenly
     busiest: Callable[[int], float] | None = None
 
     def on_busiest(self, n_flows: int) -> float:

@@ -66,16 +66,11 @@ class SimulatedRun:
 
 @dataclass(frozen=True)
 class SampleGoal:
-    """A training to be done.
+    """A training to be done."""
 
-    Attributes:
-        samples: in all. batch: of each worker and step.
-        budget_hours: of workers together; None: as many as it takes.
-    """
-
-    samples: float
-    batch: float
-    budget_hours: float | None = None
+    samples: float  # in all
+    batch: float  # of each worker and step
+    budget_hours: float | None = None  # of workers together; None: as many as it takes
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch", "budget_hours"):

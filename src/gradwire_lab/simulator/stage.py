@@ -108,18 +108,12 @@ def _normal_cdf(x: float) -> float:
 
 @dataclass(frozen=True)
 class Failures:
-    """Workers that fail, all of which then go back to the last checkpoint.
+    """Workers that fail, all of which then go back to the last checkpoint."""
 
-    Attributes:
-        mtbf_s: mean time between two failures of one worker.
-        restart_s: until training goes on from a checkpoint. checkpoint_s: to write one.
-        every_s: of training between two checkpoints; None: what costs least, sqrt(2 checkpoint_s mtbf_s / workers)
-            (Young, 1974).
-    """
-
-    mtbf_s: float
-    restart_s: float
-    checkpoint_s: float
+    mtbf_s: float  # mean time between two failures of one worker
+    restart_s: float  # until training goes on from a checkpoint
+    checkpoint_s: float  # to write one
+    # of training between two checkpoints; None: what costs least, sqrt(2 checkpoint_s mtbf_s / workers) (Young, 1974)
     every_s: float | None = None
 
     def __post_init__(self) -> None:

@@ -10,50 +10,39 @@ from gradwire.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run; the same on all ranks.
-
-    Attributes:
-        scheme: a name in `gradwire.schemes.names()`, or "ddp", "ddp-bf16", "ddp-fp16", "ddp-powersgd":
-            DistributedDataParallel without gradwire, with PyTorch's hook.
-        steps: the step number to train up to; a resumed run does what is left.
-        batch_size: samples per rank; None takes the workload's.
-        seed: of weights and data. deterministic: torch's deterministic algorithms.
-        device: "cpu", or "cuda" for GPU LOCAL_RANK.
-        n_threads: torch's threads per rank; None: 1 when several ranks share the machine, else torch's default.
-        bucket_cap_mb: DDP's; None takes its default.
-        out: folder for config.json, steps.jsonl, summary.json; None writes nothing.
-        trace: write a Chrome trace per rank into `out` (open it in Perfetto).
-        dump_gradients_every: rank 0 writes gradient, parameters and optimizer state of every such step (0, EVERY, ...)
-            into `out`/gradients; 0: never. The writing counts to that step's time.
-        checkpoint: folder of checkpoints, written every `save_every` steps (0: at the end only) and at the end.
-        resume: continue from the newest checkpoint there, if any.
-        rewrap_at: steps before which the model is wrapped in a new DDP and the scheme attached anew, as a resumption
-            does: a run that does so is bit-identical to one that stops there and resumes.
-        local_sgd: H; ranks step by themselves and exchange pseudo-gradients every H steps (`LocalSgd`). 0: gradients, every
-            step. `outer`: its outer optimizer, "nesterov" (DiLoCo's) or "average", `outer_rate` its learning rate (0: its own);
-            `feedback_decay`: share of the residuals that lasts from one exchange to the next; `fragments` and `delay`: as
-            LocalSgd's.
-    """
+    """One run; the same on all ranks."""
 
     workload: str = "gpt"
     workload_options: dict[str, Any] = field(default_factory=dict)
+    # a name in `gradwire.schemes.names()`, or "ddp", "ddp-bf16", "ddp-fp16", "ddp-powersgd": DistributedDataParallel
+    # without gradwire, with PyTorch's hook
     scheme: str = "gcomp"
     scheme_options: dict[str, Any] = field(default_factory=dict)
-    steps: int = 100
-    batch_size: int | None = None
-    seed: int = 0
-    deterministic: bool = True
-    device: str = "cpu"
+    steps: int = 100  # the step number to train up to; a resumed run does what is left
+    batch_size: int | None = None  # samples per rank; None takes the workload's
+    seed: int = 0  # of weights and data
+    deterministic: bool = True  # torch's deterministic algorithms
+    device: str = "cpu"  # "cpu", or "cuda" for GPU LOCAL_RANK
+    # torch's threads per rank; None: 1 when several ranks share the machine, else torch's default
     n_threads: int | None = None
-    bucket_cap_mb: float | None = None
-    out: Path | None = None
-    trace: bool = False
+    bucket_cap_mb: float | None = None  # DDP's; None takes its default
+    out: Path | None = None  # folder for config.json, steps.jsonl, summary.json; None writes nothing
+    trace: bool = False  # write a Chrome trace per rank into `out` (open it in Perfetto)
+    # rank 0 writes gradient, parameters and optimizer state of every such step (0, EVERY, ...) into `out`/gradients; 0:
+    # never. The writing counts to that step's time.
     dump_gradients_every: int = 0
+    # folder of checkpoints, written every `save_every` steps (0: at the end only) and at the end
     checkpoint: Path | None = None
-    resume: bool = False
+    resume: bool = False  # continue from the newest checkpoint there, if any
     save_every: int = 0
+    # steps before which the model is wrapped in a new DDP and the scheme attached anew, as a resumption does: a run
+    # that does so is bit-identical to one that stops there and resumes
     rewrap_at: tuple[int, ...] = ()
     evaluate: bool = True
+    # H; ranks step by themselves and exchange pseudo-gradients every H steps (`LocalSgd`). 0: gradients, every step.
+    # `outer`: its outer optimizer, "nesterov" (DiLoCo's) or "average", `outer_rate` its learning rate (0: its own);
+    # `feedback_decay`: share of the residuals that lasts from one exchange to the next; `fragments` and `delay`: as
+    # LocalSgd's.
     local_sgd: int = 0
     outer: str = "nesterov"
     outer_rate: float = 0.0
@@ -93,17 +82,12 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to; the same on all ranks.
+    """What a run came to; the same on all ranks."""
 
-    Attributes:
-        steps: one flat record a step (this run's own steps, not those before a resumption), as in steps.jsonl.
-        summary: one record, as in summary.json (machine and versions on rank 0 only).
-        parameters_sha256: of all parameters, equal on all ranks.
-    """
-
+    # one flat record a step (this run's own steps, not those before a resumption), as in steps.jsonl
     steps: list[dict[str, Any]]
-    summary: dict[str, Any]
-    parameters_sha256: str
+    summary: dict[str, Any]  # one record, as in summary.json (machine and versions on rank 0 only)
+    parameters_sha256: str  # of all parameters, equal on all ranks
 
     @property
     def losses(self) -> list[float]:

@@ -27,14 +27,10 @@ class Aggregator(Protocol):
 
     Results are bit-identical on all ranks. Each call notes in `wire.record` what it sends and receives, and how long it
     takes.
-
-    Attributes:
-        name: as in the registry.
-        sums_floats: whether `start_sum` takes floats. A programmable switch only adds integers.
     """
 
-    name: str
-    sums_floats: bool
+    name: str  # as in the registry
+    sums_floats: bool  # whether `start_sum` takes floats. A programmable switch only adds integers.
 
     def bind(self, communicator: Communicator, recorder: Recorder) -> None:
         """Take the ranks. Raises: Unsupported, InvalidArgument, PeerLost."""

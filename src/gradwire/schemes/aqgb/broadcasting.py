@@ -29,26 +29,17 @@ _LEAD_S = 0.05
 
 @dataclass
 class OpenBlock:
-    """One block under way.
-
-    Attributes:
-        gradient: (n,) this rank's gradient of the block, copied out of DDP's buckets; then the mean over the ranks.
-        parts: each parameter's part of `gradient`, in its shape.
-        n_missing: how many of them are not there yet.
-        step: the reduction that `gradient` belongs to.
-        done: completed when `gradient` holds the mean; None if nothing is under way.
-        frozen: the user's call for this step; None as long as there was none.
-        loss_scale: that the gradient was multiplied by; it may have changed when the block has been sent.
-    """
+    """One block under way."""
 
     block: Block
+    # (n,) this rank's gradient of the block, copied out of DDP's buckets; then the mean over the ranks
     gradient: torch.Tensor
-    parts: dict[torch.Tensor, torch.Tensor]
-    n_missing: int
-    step: int = -1
-    done: torch.futures.Future | None = None
-    frozen: FrozenStep | None = None
-    loss_scale: float = 1.0
+    parts: dict[torch.Tensor, torch.Tensor]  # each parameter's part of `gradient`, in its shape
+    n_missing: int  # how many of them are not there yet
+    step: int = -1  # the reduction that `gradient` belongs to
+    done: torch.futures.Future | None = None  # completed when `gradient` holds the mean; None if nothing is under way
+    frozen: FrozenStep | None = None  # the user's call for this step; None as long as there was none
+    loss_scale: float = 1.0  # that the gradient was multiplied by; it may have changed when the block has been sent
 
     def slots(self, flat: torch.Tensor) -> Iterator[tuple[Slot, torch.Tensor]]:
         """Each parameter's slot with its part of `flat` (n,)."""

@@ -30,17 +30,12 @@ _MIN_SHARE = 0.5
 
 
 class Summand(NamedTuple):
-    """This rank's addend to the sum of one bucket, and the union that all ranks know.
-
-    Attributes:
-        key: the bucket's, for what is learnt of it.
-        values: (n,) float32 or bfloat16.
-    """
+    """This rank's addend to the sum of one bucket, and the union that all ranks know."""
 
     part: Part
     wire: Wire
-    key: str
-    values: Tensor
+    key: str  # the bucket's, for what is learnt of it
+    values: Tensor  # (n,) float32 or bfloat16
     union: Union
 
 

@@ -55,19 +55,13 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Fit:
-    """How measurements of one scheme go on to other world sizes.
+    """How measurements of one scheme go on to other world sizes."""
 
-    Attributes:
-        shape: "ring" or "gather".
-        sent_bits_per_value: what the shape multiplies.
-        error: the largest relative error of the bytes, at the measured world sizes.
-    """
-
-    shape: str
-    sent_bits_per_value: float
+    shape: str  # "ring" or "gather"
+    sent_bits_per_value: float  # what the shape multiplies
     encode_s_per_value: float
     decode_s_per_value: float
-    error: float
+    error: float  # the largest relative error of the bytes, at the measured world sizes
 
     def codec(self, n_workers: int) -> CodecCost:
         """What a value takes among `n_workers`: encoded once whatever their number, decoded as often as it arrives."""

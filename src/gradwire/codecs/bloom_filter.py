@@ -31,9 +31,7 @@ class BloomShape(NamedTuple):
         """The paper's sizes for `n_nonzeros` of `n_elements`: 1/eps = ln(2)^2 gamma C lambda, log2(1/eps) hashes,
         n / ln(2) x log2(1/eps) bits. Rounded to whole hashes and rows of 1,024 bits.
 
-        Args:
-            value_bits: gamma C, what a value costs that is sent.
-            candidate_bits: what the filter's candidates cost; None: all of them are sent.
+        `value_bits`: gamma C, what a value costs that is sent. `candidate_bits`: a candidate; None: all of them are sent.
         """
         spill_bits = value_bits if candidate_bits is None else candidate_bits
         n_nonzeros = max(1, n_nonzeros)
@@ -55,24 +53,12 @@ class Found(NamedTuple):
 
 
 def insert(index: torch.Tensor, n_elements: int, shape: BloomShape, seed: int, out: torch.Tensor) -> None:
-    """Write the filter of a bitmap.
-
-    Args:
-        index: (index_words(n_elements),) int32.
-        out: (shape.n_words,) int32.
-    Raises: InvalidArgument (sizes).
-    """
+    """Write into `out` (shape.n_words,) the filter of the bitmap `index` (index_words(n_elements),), both int32."""
     _native.sketch_insert_bloom(index.view(torch.uint32), n_elements, shape.n_hashes, seed, out.view(torch.uint32))
 
 
 def query(bloom: torch.Tensor, n_elements: int, shape: BloomShape, seed: int, out: torch.Tensor) -> Found:
-    """Write the bitmap of everything that the filter may hold.
-
-    Args:
-        bloom: (shape.n_words,) int32, ORed over the ranks.
-        out: (index_words(n_elements),) int32.
-    Raises: InvalidArgument (sizes).
-    """
+    """Write into `out` (index_words(n_elements),) the bitmap of everything that `bloom` (shape.n_words,) may hold."""
     n_candidates = _native.sketch_query_bloom(
         bloom.view(torch.uint32), n_elements, shape.n_hashes, seed, out.view(torch.uint32)
     )

@@ -71,12 +71,9 @@ class FixedPoint(NamedTuple):
 
     @classmethod
     def fit(cls, exponent: int, world_size: int, dtype: torch.dtype) -> "FixedPoint":
-        """The finest fixed point whose sums over `world_size` ranks cannot overflow.
+        """The finest fixed point, int8 to int64, whose sums over `world_size` ranks cannot overflow.
 
-        Args:
-            exponent: every value of every rank is below 2^exponent in magnitude. Agree on it anew at every step.
-            dtype: int8, int16, int32 or int64.
-        Raises: InvalidArgument.
+        Every value of every rank is below 2^exponent in magnitude: agree on it anew at every step.
         """
         if dtype not in _FIXED_BITS:
             raise InvalidArgument(f"fixed point is int8 to int64, not {dtype}")
@@ -153,13 +150,9 @@ def index_words(n_elements: int) -> int:
 
 
 def write_index(gradient: torch.Tensor, words: torch.Tensor) -> IndexFacts:
-    """Set bit i % 32 of word i / 32 where value i is not zero.
+    """Set bit i % 32 of word i / 32 of `words` (index_words(n),) int32 where value i of `gradient` (n,) is not zero.
 
-    Args:
-        gradient: (n,) float32, bfloat16 or float16, contiguous, CPU.
-        words: (index_words(n),) int32; bits past the end become 0.
-    Raises: InvalidArgument (dtype, size).
-    Cost: one pass, as fast as memory (docs/results.md), multi-threaded, no allocation, releases the GIL.
+    Raises: InvalidArgument (dtype, size). Cost: one pass, as fast as memory.
     """
     is_half = gradient.dtype == torch.float16  # sorted and zero where the same bits as bfloat16 are
     code = _DTYPES[torch.bfloat16] if is_half else _dtype_code(gradient)
@@ -217,10 +210,7 @@ class CountSketch:
     def assume(self, n_elements: int, batch_values: int, rows: Sequence[int], attempt: int = 0) -> int:
         """Fit the sketch before the index is known, to be summed along with it; returns the number of cells.
 
-        Args:
-            batch_values, rows: of the table, and of each of its blocks; a block has three rows or more, or none.
-            attempt: as for `prepare`: the salt alone.
-        Raises: InvalidArgument. `adopt` comes before `peel`.
+        `rows`: of each of the table's blocks, three or more, or none. `attempt`: the salt alone. `adopt` comes before `peel`.
         """
         rows_of_blocks = torch.tensor(rows, dtype=torch.int32, device="cpu").view(torch.uint32)
         self._plan.assume(n_elements, batch_values, rows_of_blocks, self.seed, attempt)
@@ -266,14 +256,11 @@ class CountSketch:
     def add(
         self, gradient: torch.Tensor, own_index: torch.Tensor, cells: torch.Tensor, fixed: FixedPoint | None = None
     ) -> None:
-        """Write the sketch of this rank's gradient.
+        """Write the sketch of this rank's `gradient` (n_elements,) float32 or bfloat16 over `cells` (n_cells,) float32, or
+        `fixed.dtype`. `own_index` is what `write_index` made of it, before the OR.
 
-        Args:
-            gradient: (n_elements,) float32 or bfloat16.
-            own_index: what `write_index` made of it, before the OR.
-            cells: (n_cells,) float32, or `fixed.dtype` with `fixed`; overwritten.
         Raises: InvalidArgument (sizes, dtypes; a value that does not fit `fixed`).
-        Cost: reads only cache lines that hold non-zeros; multi-threaded by block; releases the GIL.
+        Cost: reads only cache lines that hold non-zeros.
         """
         expected = torch.float32 if fixed is None else fixed.dtype
         if cells.dtype != expected:
@@ -291,12 +278,8 @@ class CountSketch:
     def peel(self, index: torch.Tensor) -> int:
         """Find the order in which values come out of the sketch; returns how many do not: the core.
 
-        Needs no values, so it runs while the sketch travels.
-
-        Args:
-            index: as given to `prepare`.
-        Raises: InvalidArgument (another index).
-        Cost: linear in non-zeros; multi-threaded by block; releases the GIL; 16 bytes of work space a non-zero.
+        Needs no values, so it runs while the sketch travels; `index` is as `prepare` was given it.
+        Raises: InvalidArgument (another index). Cost: linear in non-zeros; 16 bytes of work space each.
         """
         self._n_core = int(self._plan.peel(index.view(torch.uint32)))
         return self._n_core

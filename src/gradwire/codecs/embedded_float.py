@@ -56,7 +56,7 @@ class EmbeddedFloat(Floats):
         self.format = check_choice("format", format, FORMATS)
 
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
-        """Bytes that no message of `encode` exceeds; exactly that many below 32 bits. Raises: InvalidArgument."""
+        """As `Codec.max_encoded_bytes`; below 32 bits exactly that many."""
         return self.max_plane_bytes(n_elements, dtype, 0, self.bits)
 
     def check_device(self, device: torch.device) -> Kernels:
@@ -71,13 +71,8 @@ class EmbeddedFloat(Floats):
         return self.encode_planes(gradient, 0, self.bits, out)
 
     def _format(self, dtype: torch.dtype) -> dict[str, int]:
-        return {
-            "kind": 1,
-            "dtype": dtype_code(dtype),
-            "n_bits": self.bits,
-            "partition": self.partition,
-            "version": self.format,
-        }
+        code = dtype_code(dtype)
+        return {"kind": 1, "dtype": code, "n_bits": self.bits, "partition": self.partition, "version": self.format}
 
     def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:
         """This codec as exchanges call it. Raises: InvalidArgument."""
@@ -99,23 +94,16 @@ class EmbeddedFloat(Floats):
         Bit 0 is the sign, bit 1 the most significant of the magnitude. The gradient must be the same at every call.
 
         Args:
-            gradient: as in `encode`.
             first_bit, n_bits: 0 <= first_bit, 1 <= n_bits <= 32 - first_bit.
             out: (>= max_plane_bytes(n, dtype, first_bit, n_bits),) uint8.
         Returns: bytes written.
-        Raises: InvalidArgument, BufferTooSmall.
-        Cost: one pass, no allocation below bit 31.
         """
         code, values = dtype_code(gradient.dtype), bytes_in("gradient", gradient)
         room = check_room(self.name, out, self.max_plane_bytes(gradient.numel(), gradient.dtype, first_bit, n_bits))
         return _native.embedded_float_encode(values, code, self.partition, self.format, first_bit, n_bits, room)
 
     def quantise(self, gradient: Tensor, n_bits: int, out: Tensor) -> None:
-        """Put into `out` what every receiver of the first `n_bits` bits (1 to 32) of `gradient` has, bit for bit.
-
-        Args: gradient, out: (n,), equal dtypes; may be the same tensor.
-        Raises: InvalidArgument. Cost: one pass.
-        """
+        """Put into `out`, which may be `gradient`, what each receiver of its first `n_bits` bits (1 to 32) has, bit for bit."""
         code, values = dtype_code(gradient.dtype), bytes_in("gradient", gradient)
         room = bytes_in("out", out, gradient.dtype)
         _native.embedded_float_quantise(values, code, self.partition, self.format, n_bits, room)

@@ -120,11 +120,7 @@ class GCompCodec:
         return kernels_on(device)
 
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
-        """As `Codec.max_encoded_bytes`.
-
-        About 1.1 of the original size for float32, 1.2 to 1.4 for the 16-bit types, and 300 bytes.
-        Raises: InvalidArgument (dtype, negative n_elements).
-        """
+        """As `Codec.max_encoded_bytes`: about 1.1 of float32's size, 1.2 to 1.4 of the 16-bit types', and 300 bytes."""
         check_size(n_elements)
         return _native.gcomp_max_encoded_bytes(n_elements, dtype_code(dtype), _MODE_CODES[self.importance], self.format)
 

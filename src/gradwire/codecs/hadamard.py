@@ -80,13 +80,7 @@ class Thc(Quantised):
     def write_norms(
         self, values: Tensor, norms: Tensor, residual: Tensor | None = None, residual_scale: float = 1.0
     ) -> None:
-        """The norm of each block of values + residual; infinity if it is not finite.
-
-        Args:
-            values: (n,) float32, bfloat16 or float16.
-            norms: (n_norms(n),) float32.
-            residual, residual_scale: as in `encode_with_residual`.
-        """
+        """Write the norm of each block of values + residual to `norms` (n_norms(n),) float32; infinity if it is not finite."""
         kernels = kernels_for(values.device)
         if kernels is not None:
             parameters = self._struct(values, norms, residual=residual, residual_scale=residual_scale)
@@ -108,14 +102,11 @@ class Thc(Quantised):
         new_residual: Tensor | None = None,
         residual_scale: float = 1.0,
     ) -> None:
-        """Table values of values + residual by `norms` that ranks share, to be summed over `n_ranks`.
+        """Write table values of values + residual, to be summed over `n_ranks`, to `codes` (code_bytes(n, n_ranks),) uint8.
 
         Args:
-            values: (n,) as in `write_norms`.
             norms: (n_norms(n),) float32: the largest of any rank, for each block.
-            codes: (code_bytes(n, n_ranks),) uint8.
-            sign_step: what signs are drawn by: the same on all ranks.
-            step: what rounding is drawn by: another on each rank.
+            sign_step: what signs are drawn by: the same on all ranks. `step`: what rounding is: another on each rank.
             residual, new_residual, residual_scale: as in `encode_with_residual`.
         Raises: InvalidArgument, Unsupported.
         """

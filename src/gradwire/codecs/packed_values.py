@@ -62,13 +62,7 @@ def read_head(words: Sequence[int]) -> Head:
 
 
 def write_index(values: Tensor, message: Tensor, facts: int) -> None:
-    """Write head and index of `values`.
-
-    Args:
-        values: (n,) float32, bfloat16 or float16; -0.0 is a zero.
-        message: (HEAD_WORDS + index_words(n),) int32.
-        facts: 31 bits that ranks have to share.
-    """
+    """Write head and index of `values` (n,) into `message` (HEAD_WORDS + index_words(n),) int32; -0.0 is a zero."""
     head, index = message[:HEAD_WORDS], message[HEAD_WORDS:]
     kernels = kernels_for(values.device)
     if kernels is None:
@@ -86,9 +80,7 @@ def write_index(values: Tensor, message: Tensor, facts: int) -> None:
 def count(index: Tensor, n_elements: int, head: Tensor | None = None) -> Tensor:
     """Count the bits that are set: the last of (m,) integers; on a device, up to the end of each 1,024 values.
 
-    Args:
-        head: (HEAD_WORDS,) int32: on a device it is told of bits past the end, which do not count.
-    Raises: InvalidArgument (size), CorruptMessage (bits past the end), in host memory.
+    Of bits past the end `head` is told on a device, where they do not count. Raises: CorruptMessage, in host memory.
     """
     kernels = kernels_for(index.device)
     if kernels is None:
@@ -103,14 +95,9 @@ def count(index: Tensor, n_elements: int, head: Tensor | None = None) -> Tensor:
 
 
 def pack(values: Tensor, index: Tensor, packed: Tensor, ends: Tensor | None = None) -> None:
-    """Write the values at the set bits, in order.
+    """Write into `packed` the values, of 2 or 4 bytes, at the set bits, in order. `ends`: on a device, what `count` gave.
 
-    Args:
-        values: (n,) of 2 or 4 bytes each, contiguous.
-        packed: of the dtype of `values`, as many as bits are set; overwritten.
-        ends: on a device, what `count` gave.
-    Raises: InvalidArgument (sizes), CorruptMessage (bits past the end), in host memory.
-    Cost: one pass; multi-threaded; releases the GIL. The same bytes on every machine.
+    Raises: InvalidArgument (sizes), CorruptMessage (bits past the end), in host memory. Cost: one pass.
     """
     _copy("pack", values, packed, index, ends)
 

@@ -102,10 +102,7 @@ class Quantised:
         return kernels_on(device)
 
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype, n_cuts: int = 0) -> int:
-        """Bytes of a message of `n_elements` finite values with up to `n_cuts` cuts; no message is longer.
-
-        Raises: InvalidArgument (dtype, negative n_elements).
-        """
+        """Bytes of a message of `n_elements` finite values with up to `n_cuts` cuts; no message is longer."""
         dtype_code(dtype)
         check_size(n_elements)
         return _native.quantiser_max_bytes(self._kind, self._levels, self._block, n_elements, n_cuts)
@@ -154,8 +151,6 @@ class Quantised:
                 tensor, `residual` is not changed, so that a step may still be thrown away.
             residual_scale: what the gradient is multiplied by and the residual is not (AMP's loss scale); positive.
         Returns: as `encode`. If a value is not finite, the message says only that, and the residual stays.
-        Raises: InvalidArgument, BufferTooSmall.
-        Cost: as `encode`; the sums, the decoded values and their difference stay in the first-level cache.
         """
         target = residual if new_residual is None else new_residual
         if target is None:
@@ -174,12 +169,7 @@ class Quantised:
         cuts: Sequence[int] = (),
         error: Tensor | None = None,
     ) -> None:
-        """As `DeviceCodec.decode`; into float32 values / divisor can be added.
-
-        Args:
-            message: on a device, (>= message_room(n, cuts),).
-            cuts: where tensors begin in the values; looked at on a device only.
-        """
+        """As `DeviceCodec.decode`; into float32 values / divisor can be added. `cuts` are looked at on a device only."""
         code = dtype_code(out.dtype)
         if adds and out.dtype != torch.float32:
             raise InvalidArgument("values are added to float32 only: pass a float32 tensor as out")

@@ -109,12 +109,9 @@ def take_by_sample(
 
 
 def add_elements(indices: Tensor, taken: Tensor, sums: Tensor, error: Tensor, n_taken: Tensor | None = None) -> None:
-    """Add a rank's elements to `sums` (n,) float32.
+    """Add a rank's elements, (m,) int32 and float32, of which the first `n_taken` (1,) int32 count, to `sums` (n,) float32.
 
-    Args:
-        indices, taken: (m,) int32 and float32.
-        error: (1,) int32: becomes OUTSIDE, unless it says worse, if indices do not ascend in `sums` or are not enough.
-        n_taken: (1,) int32: how many of them count; None: all.
+    error: (1,) int32: becomes OUTSIDE, unless it says worse, if indices do not ascend in `sums` or are not enough.
     """
     room = indices.numel()
     kernels = kernels_for(sums.device)

@@ -80,12 +80,8 @@ class Ternary(Quantised):
         return Shares(n_elements, filled, len(spans) == 1, n_blocks, upload_once(device, table_of, *rows))
 
     def write_scales(self, values: Tensor, shares: Shares, scales: Tensor) -> None:
-        """The scale that each span of `values` would get by itself; infinity if a value is not finite.
-
-        Args:
-            values: (n,) float32, bfloat16 or float16.
-            scales: (n_spans,) float32.
-        """
+        """Write the scale that each span of `values` (n,) would get by itself to `scales` (n_spans,) float32; infinity if a
+        value is not finite."""
         kernels = kernels_for(values.device)
         if kernels is None:
             code = dtype_code(values.dtype)
@@ -100,13 +96,9 @@ class Ternary(Quantised):
     def write_counts(
         self, values: Tensor, shares: Shares, scales: Tensor, n_ranks: int, counts: Tensor, step: int
     ) -> None:
-        """Draw by scales that ranks share, and write fields that can be summed over `n_ranks` as unsigned bytes.
+        """Draw by `scales`, the largest of any rank, and write fields that can be summed over `n_ranks` as unsigned bytes to
+        `counts` (count_bytes(n, n_ranks),). Values beyond their scale count as the scale; ranks need steps of their own.
 
-        Args:
-            values: (n,) as in `write_scales`; beyond its scale a value counts as the scale.
-            scales: (n_spans,) float32: the largest of any rank.
-            counts: (count_bytes(n, n_ranks),) uint8.
-            step: as in `encode`; ranks need steps of their own.
         Raises: InvalidArgument, Unsupported.
         """
         kernels = kernels_for(values.device)

@@ -9,14 +9,7 @@ from torch import Tensor
 from gradwire import _native
 from gradwire.checks import choice as check_choice
 from gradwire.codecs.floats import Floats
-from gradwire.codecs.tensors import (
-    PARTITIONS,
-    bytes_in,
-    check_64_bits,
-    check_room,
-    check_size,
-    dtype_code,
-)
+from gradwire.codecs.tensors import PARTITIONS, bytes_in, check_64_bits, check_room, check_size, dtype_code
 from gradwire.errors import InvalidArgument
 
 _FORMATS = {"native": 0, "fp16": 1, "fp8-e4m3": 2, "fp8-e5m2": 3, "fp4-e2m1": 4, "fp6-e3m2": 5}
@@ -57,12 +50,7 @@ class TruncatedFloat(Floats):
     _decode_natively = staticmethod(_native.truncated_float_decode)
 
     def __init__(
-        self,
-        bits: int = 8,
-        format: str = "auto",
-        rounding: str = "nearest",
-        seed: int = 0,
-        partition: int = 256,
+        self, bits: int = 8, format: str = "auto", rounding: str = "nearest", seed: int = 0, partition: int = 256
     ) -> None:
         """
         Args:
@@ -98,7 +86,7 @@ class TruncatedFloat(Floats):
         return next((name for name, width in _AUTO if self.bits <= width), "native")
 
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
-        """Bytes that no message exceeds; one bit a partition less where all values are finite. Raises: InvalidArgument."""
+        """As `Codec.max_encoded_bytes`; one bit a partition less where all values are finite."""
         check_size(n_elements)
         return _native.truncated_float_max_bytes(n_elements, *self.native_settings(dtype))
 

@@ -68,10 +68,7 @@ def truncate_ring(topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS, 
 
 
 def zlib_ring(topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS, **codec: Any) -> CodecRing:
-    """Lossless: zlib on the bytes (`level`, 1 by default), in a ring.
-
-    When not to use this: wherever zstd is to be had.
-    """
+    """Lossless: zlib on the bytes (`level`, 1 by default), in a ring. When not to use this: wherever zstd is to be had."""
     return CodecRing("zlib", codec, topology, chunk_elements)
 
 

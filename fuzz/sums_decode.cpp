@@ -114,7 +114,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   require(is_refused == !is_right && is_corrupt == (has_length && !is_right));
 
   const std::size_t item_bytes = data[0] / 4 % 2 == 0 ? 2 : 4;
-  Bytes packed(rest.begin(), rest.end());  // exactly as long as it is: overreads show
+  Bytes packed(rest.begin(), rest.end());  // exactly as long as it is, in whole values: overreads show
+  packed.resize(packed.size() / item_bytes * item_bytes);
   if (data[0] / 8 % 4 != 0) packed.resize(item_bytes * bits_set(words), 0xA5);
   Bytes values(n_values * item_bytes);
   const bool fits = is_right && packed.size() == item_bytes * bits_set(words);

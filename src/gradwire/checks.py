@@ -10,8 +10,8 @@ Value = TypeVar("Value")
 
 
 def choice(name: str, value: Value, known: Collection[Value]) -> Value:
-    """`value` if it is one of `known`. Raises: InvalidArgument."""
-    if value not in known:
+    """`value` if it is one of `known`; 64.0 is not 64, nor True 1. Raises: InvalidArgument."""
+    if value not in known or (isinstance(value, bool | float) and type(value) not in map(type, known)):
         raise InvalidArgument(f"{name} is one of {', '.join(map(str, known))}, not {value!r}")
     return value
 
@@ -29,13 +29,6 @@ def share(name: str, value: float) -> float:
     if not 0 < value <= 1:
         raise InvalidArgument(f"{name} must be more than 0 and at most 1, got {value}")
     return float(value)
-
-
-def whole(name: str, value: int, low: int, high: int) -> int:
-    """`value` if it is in low..high. Raises: InvalidArgument."""
-    if not low <= value <= high:
-        raise InvalidArgument(f"{name} must be in {low}..{high}, got {value}")
-    return value
 
 
 def count(name: str, value: int, at_least: int = 1, at_most: int | None = None) -> int:

@@ -235,6 +235,8 @@ CALLS: list[tuple[Call, type[Exception], str | None]] = [
     (lambda: Thc().read_sums(CODES, NORMS, 9, torch.empty(100), sign_step=0), InvalidArgument, None),
     (lambda: Thc().read_sums(CODES[:-1], NORMS, 2, torch.empty(100), sign_step=0), InvalidArgument, None),
     (lambda: Thc().sums_are_wide(1_001), Unsupported, "1000"),
+    (lambda: codecs.by_name("one-bit", scale_values=64.0), InvalidArgument, "not 64.0"),
+    (lambda: codecs.by_name("gcomp", format=True), InvalidArgument, "not True"),
     (lambda: CountSketch(batch_values=1000), InvalidArgument, "power of two"),
     (lambda: CountSketch(gamma=1.2), InvalidArgument, "lossy"),
     (lambda: CountSketch(gamma=11), InvalidArgument, "gamma"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.checks import choice as check_choice
-from gradwire.checks import whole as check_whole
+from gradwire.checks import count as check_count
 from gradwire.codecs.huffman import LOOK_UP_BITS, HuffmanTable, exponent_bits_of
 from gradwire.codecs.tensors import bytes_in, check_room, check_size, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument, Unsupported
@@ -102,7 +102,7 @@ class GCompCodec:
         check_choice("rounding", rounding, _ROUNDINGS)
         if least_bits and (importance != "paper" or format == 1):
             raise InvalidArgument(f'least_bits={least_bits} is for importance="paper" and format=2')
-        self.least_bits = check_whole("least_bits", least_bits, 0, _MOST_LEAST_BITS)
+        self.least_bits = check_count("least_bits", least_bits, 0, _MOST_LEAST_BITS)
         self.importance = importance
         self.bits = bits
         self.rounding = rounding

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gradwire.checks import whole as check_whole
+from gradwire.checks import count as check_count
 from gradwire.errors import InvalidArgument
 
 # Blocks found automatically hold at least so many values on average: smaller ones would be messages that cost more in
@@ -38,7 +38,7 @@ def check_division(division: Division) -> Division:
     if isinstance(division, bool) or not isinstance(division, (int, list, tuple)):
         raise InvalidArgument(f"blocks is a number or a list of lists of module names, got {division!r}")
     if isinstance(division, int):
-        return check_whole("blocks", division, 1, 0xFFFF)
+        return check_count("blocks", division, 1, 0xFFFF)
     if not division or not all(
         isinstance(names, (list, tuple)) and names and all(isinstance(name, str) for name in names)
         for names in division

@@ -1,4 +1,4 @@
-"""gradwire bench regret: what `auto` loses, against DDP without gradwire and against every fixed scheme that it may use.
+"""gradwire bench regret: what `auto` loses, against DDP or FSDP2 without gradwire and against every fixed scheme it may use.
 
 All train in the same processes in turns of ten steps, so a machine that is busy for a while is busy for all of them; `auto`
 sees its own steps alone and pays for its own trials. Fixed schemes, whose steps are all alike, take every third turn,
@@ -32,6 +32,7 @@ from gradwire_lab.results.tables import Grid, print_grid, tabulate
 LEAST_X_DDP, LEAST_X_BEST = 0.98, 0.95
 TURN_STEPS = 10
 _FIXED_EVERY = 3  # turns
+_BASES = ("ddp", "fully-shard")  # without gradwire
 _GOOD = 1.06  # of the best, is as good as the best
 _OF_STEPS, _GOOD_STEPS = 20, 18
 N_BLOCKS, _SAMPLES = 10, 1000  # of the bootstrap
@@ -44,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure as a rank, or start the ranks that do; with `--check` status 1 where a bar is missed."""
     if args.steps < 20:
         raise InvalidArgument(f"--steps {args.steps}: auto needs 20 or more to try anything")
-    if "ddp" not in args.scheme:
-        raise InvalidArgument("--scheme has to name ddp: what auto loses is counted against it")
+    if _base_of(args.scheme) is None:
+        raise InvalidArgument("--scheme has to name ddp, or FSDP2's fully-shard: what auto loses is counted against it")
     name, options = parse_spec(args.workload)
     workloads.check_name(name)
 
@@ -63,19 +64,25 @@ def run(args: argparse.Namespace) -> int:
     return 1 if missed and args.check else 0
 
 
+def _base_of(specs: Sequence[str]) -> str | None:
+    return next((spec for spec in specs if parse_spec(spec)[0] in _BASES), None)
+
+
 class _Regret:
     """One run on a rank. Collective."""
 
     def __init__(self, args: argparse.Namespace, workload: workloads.Workload) -> None:
         self._args, self._workload = args, workload
         self._environment = describe_environment()
+        self._base = str(_base_of(args.scheme))
         self._named = {spec: TrainMethod(spec, workload, args.seed) for spec in dict.fromkeys(args.scheme)}
-        self._autos = {spec: one for spec, one in self._named.items() if one.name == "auto"}
-        candidates = [one for auto in self._autos.values() for one in auto.own_stats()["auto"]["candidates"]]
-        allowed = dict.fromkeys(one["spec"] for one in candidates if not one["excluded"])
-        self._fixed = {
-            spec: TrainMethod(spec, workload, args.seed) for spec in allowed if spec not in ("plain", *self._named)
-        }
+        self._autos = {spec: one for spec, one in self._named.items() if "auto" in one.own_stats()}
+        self._fixed: dict[str, TrainMethod] = {}
+        for auto in self._autos.values():
+            allowed = [one["spec"] for one in auto.own_stats()["auto"]["candidates"] if not one.get("excluded")]
+            for spec in allowed:
+                if spec not in ("plain", *self._named, *self._fixed):
+                    self._fixed[spec] = TrainMethod(auto.fixed_as(spec), workload, args.seed)
         self._all = {**self._named, **self._fixed}
 
     def run(self) -> None:
@@ -94,7 +101,7 @@ class _Regret:
         n_steps = [{spec: len(one.times) for spec, one in self._all.items()}]
         spent_s = 0.0
         progress = Progress(f"{self._workload.name}, steps of each", self._args.steps, dist.get_rank() != 0)
-        counted = [one for spec, one in self._named.items() if spec == "ddp" or spec in self._autos]
+        counted = [one for spec, one in self._named.items() if spec == self._base or spec in self._autos]
         for turn in range(-(-self._args.steps // TURN_STEPS)):
             methods = [*self._named.values(), *(self._fixed.values() if turn % _FIXED_EVERY == 0 else ())]
             for method in reversed(methods) if turn % 2 else methods:
@@ -118,12 +125,12 @@ class _Regret:
             losses[spec] = driver.mean_over_ranks(method.losses)
         first = next((n_steps[0][spec] for spec in self._autos), 0)
         stats = {spec: auto.own_stats()["auto"] for spec, auto in self._autos.items()}
-        found = make_records(turns_s, stats, first if phase else 0)
+        found = make_records(turns_s, stats, first if phase else 0, self._base)
         shared: dict[str, Any] = {"ranks": dist.get_world_size(), "rate_bps": network.rate_bps}
         shared |= {"rates": driver.rates_of(network) or "none", "phase": phase, "shaped": network.shaped}
         records: list[dict[str, Any]] = []
         for spec, method in self._named.items():
-            strays = max(abs(mine - ddps) for mine, ddps in zip(losses[spec], losses["ddp"], strict=True))
+            strays = max(abs(mine - ddps) for mine, ddps in zip(losses[spec], losses[self._base], strict=True))
             described = {"scheme": method.name, "options": describe(method), "loss_deviation": strays}
             records.append(described | shared | found[spec] | self._workload.describe() | self._environment)
         return records
@@ -133,21 +140,22 @@ class _Regret:
 
 
 def make_records(
-    turns_s: Mapping[str, Turns], autos: Mapping[str, Mapping[str, Any]], first: int = 0
+    turns_s: Mapping[str, Turns], autos: Mapping[str, Mapping[str, Any]], first: int = 0, base: str = "ddp"
 ) -> dict[str, dict[str, Any]]:
     """{method: its figures} of one phase of a run.
 
     Args:
-        turns_s: every method's seconds a step, "ddp" among them. In a turn each takes as many steps as any other, or none.
+        turns_s: every method's seconds a step, `base`, which has no gradwire, among them. In a turn each takes as many steps
+            as any other, or none.
         autos: {method: `stats()["auto"]` of it}.
         first: the number of auto's first step of the phase.
 
     Two methods are compared in the turns that both took, in the same minutes of the machine.
-    `x_ddp`: over all of these. `x_best_last_half`: against `best` in the second half; `best` is which of DDP and the schemes
-    that this auto may use is the fastest over all turns (the luckiest of few turns is not the best). Above 1 auto is faster;
-    `_low`, `_high`: 95 % intervals. `good_after`: steps until 18 of 20 ran under a scheme within 6 % of the best.
+    `x_ddp`: against `base`, over all of these. `x_best_last_half`: against `best` in the second half; `best` is which of it and
+    the schemes that this auto may use is the fastest over all turns (the luckiest of few turns is not the best). Above 1 auto
+    is faster; `_low`, `_high`: 95 % intervals. `good_after`: steps until 18 of 20 ran under a scheme within 6 % of the best.
     """
-    beside_ddp = {spec: _common(turns_s["ddp"], turns) for spec, turns in turns_s.items()}
+    beside_ddp = {spec: _common(turns_s[base], turns) for spec, turns in turns_s.items()}
     x_ddp = {spec: _times_as_fast(turns) for spec, turns in beside_ddp.items()}
     found: dict[str, dict[str, Any]] = {}
     for spec, turns in turns_s.items():
@@ -160,12 +168,12 @@ def make_records(
             "x_ddp_last_half": _times_as_fast(_late_half(beside_ddp[spec])),
         }
     for spec, auto in autos.items():
-        allowed = {c["spec"]: c for c in auto["candidates"] if not c["excluded"]}
-        fixed = ["ddp", *(one for one in turns_s if one in allowed)]
+        allowed = {c["spec"]: c for c in auto["candidates"] if not c.get("excluded")}
+        fixed = [base, *(one for one in turns_s if one in allowed)]
         best = max(fixed, key=lambda one: (x_ddp[one], one))
         beside_best = _common(turns_s[best], turns_s[spec])
         last = first + found[spec]["n_steps"]
-        medians = {one: found[one]["iteration_s"] for one in fixed} | {"plain": found["ddp"]["iteration_s"]}
+        medians = {one: found[one]["iteration_s"] for one in fixed} | {"plain": found[base]["iteration_s"]}
         predicted = {one: c["first_predicted_ms"] for one, c in allowed.items()}
         errors = sorted(abs(1e-3 * ms / medians[one] - 1) for one, ms in predicted.items() if medians.get(one))
         found[spec] |= {
@@ -233,7 +241,7 @@ def below_the_bars(records: Iterable[Mapping[str, Any]]) -> list[str]:
         "{workload}, {ranks} ranks, {rates}, {fidelity}: {x_ddp:.3f} x DDP, second half {x_best_last_half:.3f} of the "
         "best ({best}); ends with {ends_with}".format_map(record)
         for record in records
-        if record["scheme"] == "auto" and (record["x_ddp"] < LEAST_X_DDP or record["x_best_last_half"] < LEAST_X_BEST)
+        if "ends_with" in record and (record["x_ddp"] < LEAST_X_DDP or record["x_best_last_half"] < LEAST_X_BEST)
     ]
 
 

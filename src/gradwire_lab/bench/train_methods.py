@@ -234,6 +234,11 @@ class TrainMethod:
         self.times.append(StepTimes(local_s, waiting_s, ended - reduced))
         self.losses.append(float(loss.detach()))
 
+    def fixed_as(self, spec: str) -> str:
+        """The spec of a method that does all the time what `auto` here may do, which it calls `spec`."""
+        precision = "".join(f",{key}={self.options[key]}" for key in _PRECISION if key in self.options)
+        return spec if self.name == "auto" else f"{self.name}:{spec}{precision}"
+
     def own_stats(self) -> dict[str, Any]:
         """gradwire's own figures; empty for a baseline."""
         return {} if self.attachment is None else self.attachment.stats()

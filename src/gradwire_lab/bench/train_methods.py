@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -25,23 +24,19 @@ from gradwire.schemes.aqgb.overlap import Interval, length_s, overlap_s, without
 from gradwire.telemetry.recorder import BucketRecord, StepRecord
 from gradwire.wire.communicator import completed, ring_bytes
 from gradwire_lab.bench.driver import make_scheme
-from gradwire_lab.training import torch_hooks
+from gradwire_lab.training import sharding, torch_hooks
+from gradwire_lab.training.sharding import OVER_ALL, PRECISION, Sharded
 from gradwire_lab.workloads import Workload
 
 # Bare quantisers that encode and decode on the training thread; `all` does not mean them.
 TRAINING_THREAD: dict[str, type[Quantised]] = {"ddp-one-bit": OneBit, "ddp-two-bit": TwoBit}
 BASELINES = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8", "hsdp", "fully-shard", *TRAINING_THREAD)
-# FSDP2 over all ranks, as torch has it and with its collectives compressed.
-_OVER_ALL = ("fully-shard", "fsdp2-shards")
 # Several ranks a node: two levels under DDP, FSDP2 in the nodes with torch's all-reduce between them (HSDP) or a scheme's.
-SHARDED = ("hsdp", "fsdp2", *_OVER_ALL)
+SHARDED = ("hsdp", "fsdp2", *OVER_ALL)
 BY_NAME_ONLY = ("two-level", *SHARDED, *TRAINING_THREAD)
 # Options that baselines take in a spec. `bucket_mb`: DDP's bucket_cap_mb, 0 a bucket for every tensor, inf one for all.
 # `start`: steps that powerSGD_hook leaves to the plain all-reduce.
 _BASELINE_OPTIONS = {"ddp": ("bucket_mb",), "ddp-powersgd": ("rank", "start")}
-# Of FSDP2 over all ranks: dtypes, by name, of the weights that are gathered and of the gradients that are reduced.
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_PRECISION = ("param", "reduce")
 # PowerSGD's own documentation starts with rank 1 or 2 and compresses from the first steps on only with a warm start;
 # bench runs are short, so it starts at once.
 _POWER_SGD = {"rank": 2, "start": 2}
@@ -144,7 +139,6 @@ class TrainMethod:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         module = workload.build_model(seed)
         self.n_parameters = sum(parameter.numel() for parameter in module.parameters())
-        self._n_in_blocks = 0  # parameters that FSDP2 gathers block by block
         self._last_gradient_s: float | None = None
         self._hooks: list[Any] = []
         self._model: Any = self._shard(module) if self.name in SHARDED else self._replicate(module)
@@ -178,32 +172,20 @@ class TrainMethod:
         return DistributedDataParallel(module, **ddp_options)
 
     def _shard(self, module: nn.Module) -> nn.Module:
-        """Whole copies on all nodes and shards inside, or shards over all; blocks of a list or a sequence are gathered each."""
-        if self.name in _OVER_ALL:
-            _check_precision(self.name, self.options, alone=False)
-            mesh = init_device_mesh("cpu", (self._world_size,))
+        """Whole copies on all nodes and shards inside, or shards over all."""
+        if self.name in OVER_ALL:
+            sharding.check_options(self.name, self.options)
+            self._sharded = Sharded(module, self.options)
         else:
             shape = (self._world_size // ranks_per_node(), ranks_per_node())
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        given = {key: self.options[key] for key in _PRECISION if key in self.options}
-        dtypes: dict[str, Any] = {f"{key}_dtype": _DTYPES[name] for key, name in given.items()}
-        lists = [one for one in list(module.modules()) if isinstance(one, nn.ModuleList | nn.Sequential)]
-        for block in (block for one in lists for block in one):
-            if n_elements := sum(parameter.numel() for parameter in block.parameters()):
-                self._n_in_blocks += n_elements
-                fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
-        dtypes |= {"output_dtype": torch.float32} if dtypes else {}
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))  # in place
+            self._sharded = Sharded(module, {}, init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
         return module
 
     def _attach(self) -> gradwire.Attachment:
-        # Neither DDP's bucket size (schemes that work by block want buckets no larger than blocks) nor FSDP2's dtypes are
-        # options of the scheme's.
-        outside = ("bucket_mb", *_PRECISION) if self.name == "fsdp2-shards" else ("bucket_mb",)
-        options = {key: value for key, value in self.options.items() if key not in outside}
         if self.name == "fsdp2-shards":
-            name, weights = options.pop("gradients", "gcomp"), options.pop("weights", None)
-            return gradwire.attach(self._model, self._optimizers, name, weights=weights, **options)
+            return self._sharded.attach(self._optimizers)
+        # DDP's bucket size is no option of the scheme's: those that work by block want buckets no larger than blocks.
+        options = {key: value for key, value in self.options.items() if key != "bucket_mb"}
         name = options.pop("scheme", "plain") if self.name == "fsdp2" else self.name
         return gradwire.attach(self._model, self._optimizers, make_scheme(name, options))
 
@@ -236,7 +218,7 @@ class TrainMethod:
 
     def fixed_as(self, spec: str) -> str:
         """The spec of a method that does all the time what `auto` here may do, which it calls `spec`."""
-        precision = "".join(f",{key}={self.options[key]}" for key in _PRECISION if key in self.options)
+        precision = "".join(f",{key}={self.options[key]}" for key in PRECISION if key in self.options)
         return spec if self.name == "auto" else f"{self.name}:{spec}{precision}"
 
     def own_stats(self) -> dict[str, Any]:
@@ -306,10 +288,7 @@ class TrainMethod:
             n_nodes, n_shard = world_size // ranks_per_node(), -(-n_elements // ranks_per_node())
             self._baseline_bytes = lambda: float(len(self.times) * ring_bytes(4 * n_shard, n_nodes))
         elif self.name == "fully-shard":
-            weight, gradient = (_DTYPES[self.options.get(key, "float32")].itemsize for key in _PRECISION)
-            # A block's weights are gathered for both passes, those of the whole for one.
-            n_bytes = weight * (n_elements + self._n_in_blocks) + gradient * n_elements
-            self._baseline_bytes = lambda: float(len(self.times) * (world_size - 1) * n_bytes / world_size)
+            self._baseline_bytes = lambda: self._sharded.sent_bytes(len(self.times))
         elif self.name in TRAINING_THREAD:
             codec = TRAINING_THREAD[self.name](**self.options)
             self._quantiser = TrainingThreadQuantiser(codec, getattr(self._model.module, "occupy", None))
@@ -485,7 +464,7 @@ def check_baseline_options(name: str, options: dict[str, Any]) -> None:
         codecs.by_name(name.removeprefix("ddp-"), **options)
         return
     if name == "fully-shard":
-        _check_precision(name, options, alone=True)
+        sharding.check_options(name, options)
         return
     known = _BASELINE_OPTIONS.get(name, ())
     for key, value in options.items():
@@ -495,13 +474,6 @@ def check_baseline_options(name: str, options: dict[str, Any]) -> None:
             raise InvalidArgument(f"{name}:{key}={value}: expected a number of 0 or more")
     if options.get("start", 0) > _POWER_SGD["start"] or options.get("rank", 1) < 1:
         raise InvalidArgument(f"{name}: expected start from 0 to {_POWER_SGD['start']} and rank from 1")
-
-
-def _check_precision(name: str, options: dict[str, Any], alone: bool) -> None:
-    """Raises: InvalidArgument (a dtype that is none; `alone`: any other option)."""
-    for key, value in options.items():
-        if (alone and key not in _PRECISION) or (key in _PRECISION and value not in _DTYPES):
-            raise InvalidArgument(f"{name}:{key}={value}: expected param or reduce, one of {', '.join(_DTYPES)}")
 
 
 def names() -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from gradwire import checks
 from gradwire.errors import InvalidArgument
+from gradwire_lab.training.sharding import OVER_ALL
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,8 @@ class TrainConfig:
 
     workload: str = "gpt"
     workload_options: dict[str, Any] = field(default_factory=dict)
-    # a name in `gradwire.schemes.names()`, or "ddp", "ddp-bf16", "ddp-fp16", "ddp-powersgd": DistributedDataParallel
-    # without gradwire, with PyTorch's hook
+    # a name in `gradwire.schemes.names()`; "ddp", "ddp-bf16", "ddp-fp16", "ddp-powersgd": DistributedDataParallel without
+    # gradwire, with PyTorch's hook; "fully-shard", "fsdp2-shards": FSDP2 over all ranks, without gradwire and with it
     scheme: str = "gcomp"
     scheme_options: dict[str, Any] = field(default_factory=dict)
     steps: int = 100  # the step number to train up to; a resumed run does what is left
@@ -71,6 +72,10 @@ class TrainConfig:
                 "with local SGD there is no DDP, and each rank has a state of its own: take a scheme such as plain, and leave "
                 "checkpoints out (a loop of your own saves them: gradwire.LocalSgd.state_dict)"
             )
+        outside = ("checkpoint", "rewrap_at", "dump_gradients_every", "local_sgd")
+        if self.scheme in OVER_ALL and (any(getattr(self, name) for name in outside) or self.device != "cpu"):
+            words = ", ".join(outside)
+            raise InvalidArgument(f"{self.scheme} cuts the model into shards, on CPUs: leave out {words} and device")
         checks.choice("outer", self.outer, ("nesterov", "average"))
         checks.choice("device", self.device, ("cpu", "cuda"))
 

@@ -14,6 +14,7 @@ from gradwire_lab import workloads
 from gradwire_lab.ranks.launch import run_gradwire
 from gradwire_lab.results.captions import describe_network, duration
 from gradwire_lab.results.tables import Grid, print_grid
+from gradwire_lab.training import sharding
 from gradwire_lab.training.config import TrainConfig, TrainResult
 from gradwire_lab.training.loop import train_rank
 from gradwire_lab.training.torch_hooks import HOOKS, check_options
@@ -74,8 +75,10 @@ def check(config: TrainConfig) -> None:
     """
     if config.scheme in HOOKS:
         check_options(config.scheme, config.scheme_options)
+    elif config.scheme in sharding.OVER_ALL:
+        sharding.check_options(config.scheme, config.scheme_options)
     elif config.scheme not in schemes.names():
-        choices = describe_choices(config.scheme, [*HOOKS, *schemes.names()])
+        choices = describe_choices(config.scheme, [*HOOKS, *sharding.OVER_ALL, *schemes.names()])
         raise InvalidArgument(f"no scheme is called {config.scheme!r}; {choices}")
     else:
         schemes.by_name(config.scheme, **config.scheme_options)

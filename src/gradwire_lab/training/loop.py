@@ -22,7 +22,6 @@ from gradwire_lab.training.config import TrainConfig, TrainResult
 from gradwire_lab.training.digest import check_equal, gather_hashes, hash_parameters
 from gradwire_lab.training.meter import Meter
 from gradwire_lab.training.session import TrainingSession, n_parameters
-from gradwire_lab.training.torch_hooks import HOOKS
 from gradwire_lab.workloads import Workload, by_name
 from gradwire_lab.workloads.gradients import write_snapshot
 
@@ -75,7 +74,7 @@ def _train(config: TrainConfig, workload: Workload, device: torch.device, on_pro
     torch.manual_seed(config.seed + rank)  # for dropout; weights and data have generators of their own
     session = TrainingSession(config, workload, device)
     start_step = _prepare(session)
-    meter = Meter(device, is_computed=config.scheme in HOOKS)
+    meter = Meter(device, session.is_computed)
     batch_size = config.batch_size or workload.batch_size
     description = _describe(session, batch_size, start_step)
     folder = config.out if rank == 0 else None
@@ -164,11 +163,12 @@ def _save(session: TrainingSession, step: int) -> None:
 def _finish(session: TrainingSession, meter: Meter) -> dict[str, Any]:
     """Close the scheme, compare the replicas, evaluate."""
     session.flush()
-    hashes = gather_hashes(hash_parameters(session.model), session.device)
+    model = session.whole_model()
+    hashes = gather_hashes(hash_parameters(model), session.device)
     if not session.replicas_may_differ:
         check_equal(hashes, session.config.steps)
     evaluates = session.config.evaluate and dist.get_rank() == 0
-    evaluation = session.workload.evaluate(session.model) if evaluates else {}
+    evaluation = session.workload.evaluate(model) if evaluates else {}
     stats = {} if session.attachment is None else dict(session.attachment.stats())
     session.close()
     dist.barrier()  # the other ranks wait for the evaluation, or their end would look like a loss of peers

@@ -13,6 +13,7 @@ from gradwire import LocalSgd, schemes
 from gradwire.doors.local_sgd import OUTER
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire_lab.training.config import TrainConfig
+from gradwire_lab.training.sharding import OVER_ALL, Sharded
 from gradwire_lab.training.torch_hooks import HOOKS, TorchHook
 from gradwire_lab.workloads import Workload
 
@@ -23,6 +24,7 @@ class TrainingSession:
     def __init__(self, config: TrainConfig, workload: Workload, device: torch.device) -> None:
         self.config, self.workload, self.device = config, workload, device
         self.model = workload.build_model(config.seed).to(device)
+        self._sharded = Sharded(self.model, config.scheme_options) if config.scheme in OVER_ALL else None
         self.optimizers = workload.build_optimizers(self.model)
         self.schedulers = workload.build_schedulers(self.optimizers)
         self.attachment: Any = None
@@ -35,15 +37,19 @@ class TrainingSession:
 
     def wrap(self, scheme_state: dict[str, Any] | None = None) -> None:
         """Put the model into a new DDP and attach the scheme, with the state it had if there was one."""
+        self._n_steps, self._sent_bytes = 0, 0.0
         if self.config.local_sgd:
             self._begin_local_sgd()
+            return
+        if self._sharded is not None:
+            self.ddp = self.model
+            self.attachment = None if self.is_computed else self._sharded.attach(self.optimizers)
             return
         options = self.workload.ddp_options()
         if self.config.bucket_cap_mb is not None:
             options["bucket_cap_mb"] = self.config.bucket_cap_mb
         if self.config.scheme in HOOKS:
             self._torch_hook = TorchHook(self.config.scheme, self.config.scheme_options)
-            self._n_steps, self._sent_bytes = 0, 0.0
             options |= self._torch_hook.ddp_options(self.model)
         devices = [self.device.index] if self.device.type == "cuda" else None
         self.ddp = DistributedDataParallel(self.model, device_ids=devices, **options)
@@ -91,6 +97,15 @@ class TrainingSession:
         gc.collect()  # DDP's reducer sits in reference cycles
 
     @property
+    def is_computed(self) -> bool:
+        """Without gradwire nobody counts what is sent."""
+        return self.config.scheme in (*HOOKS, "fully-shard")
+
+    def whole_model(self) -> nn.Module:
+        """The model with all of its weights. Collective."""
+        return self._sharded.whole(self.workload.build_model(0)) if self._sharded else self.model
+
+    @property
     def recorder(self) -> Any:
         """The scheme's telemetry; None without gradwire."""
         attachment = self.attachment.reducer if self.config.local_sgd else self.attachment
@@ -113,10 +128,12 @@ class TrainingSession:
             # The step's record was closed at the end of its backward pass.
             figures: dict[str, float] = self.attachment.recorder.steps[-1].as_dict()
             return figures | self.attachment.scheme.step_figures()
-        assert self._torch_hook is not None
         self._n_steps += 1
-        before, self._sent_bytes = self._sent_bytes, self._torch_hook.sent_bytes(self._n_steps)
-        sent, original = self._sent_bytes - before, self._torch_hook.step_original_bytes
+        source = self._torch_hook or self._sharded
+        assert source is not None
+        before, self._sent_bytes = self._sent_bytes, source.sent_bytes(self._n_steps)
+        sent, original = self._sent_bytes - before, 4.0 * n_parameters(self.model)
+        waited_s = waited_s if self._hooks else 0.0  # behind FSDP2 nobody says when a gradient is there
         return {"exposed_s": waited_s, "original_bytes": original, "bytes_sent": sent, "bytes_received": sent}
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:

@@ -110,8 +110,3 @@ class TorchHook:
         if self._state is not None:  # it counts what it compresses; the steps before are plain
             n_values = min(n_steps, self._options["start"]) * self._n_values + self._state.total_numel_after_compression
         return float(ring_bytes((2 if self._name in ("ddp-bf16", "ddp-fp16") else 4) * n_values, world_size))
-
-    @property
-    def step_original_bytes(self) -> float:
-        """A step's gradient in float32."""
-        return 4.0 * self._n_values

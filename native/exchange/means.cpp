@@ -31,7 +31,7 @@ void ring_mean(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Value
   // What arrives in hop h leaves again in hop h+1, at the same chunk.
   std::vector<wire::Message> outbox(n_chunks);
   const std::size_t n_messages = 2 * (world - 1) * n_chunks, first_gathered = (world - 1) * n_chunks;
-  const std::size_t ahead = std::min(n_ahead, n_chunks - 1);
+  const std::size_t ahead = std::min(channel.messages_ahead(n_ahead), n_chunks - 1);
 
   const auto write = [&](std::size_t number) {
     const std::size_t hop = number / n_chunks, index = number % n_chunks;
@@ -76,9 +76,6 @@ OwnersExchange::OwnersExchange(wire::Mesh& mesh, const Ticket& ticket, Ends& end
       n_rounds_(world_ == 1 ? 0 : *std::max_element(n_groups_.begin(), n_groups_.end())),
       n_own_(n_rounds_ == 0 ? 0 : n_groups_[rank_]) {
   if (n_rounds_ == 0) return;
-  ahead_ = std::min(kGroupsAhead, n_rounds_ - 1);
-  n_pulled_ahead_ =
-      std::min(n_rounds_, std::max(ahead_, pull_bytes_ahead / std::max<std::size_t>(1, ends.max_pull_bytes())));
   peers_ = mesh.others();
   const std::size_t opening = ends.opening().size(), closing = ends.closing().size();
   pushes_ = std::make_unique<Channel>(mesh, ticket.stream, ticket.facts, std::max(ends.max_push_bytes(), opening),
@@ -86,6 +83,9 @@ OwnersExchange::OwnersExchange(wire::Mesh& mesh, const Ticket& ticket, Ends& end
   if (has_pull)
     pulls_ = std::make_unique<Channel>(mesh, ticket.stream + 1, ticket.facts, std::max(ends.max_pull_bytes(), closing),
                                        peers_, account);
+  ahead_ = std::min(pushes_->messages_ahead(kGroupsAhead), n_rounds_ - 1);
+  n_pulled_ahead_ =
+      std::min(n_rounds_, std::max(ahead_, pull_bytes_ahead / std::max<std::size_t>(1, ends.max_pull_bytes())));
   results_.resize(n_own_);
 }
 

@@ -43,8 +43,14 @@ class Channel {
     const Timed timed(account_, Kind::communicate);
     mesh_.wait_until_all_sent();
   }
+  // Messages that may be on their way while this rank works: on a LAN so few that they stay in the caches, else what
+  // fills a long line. To be asked when the links are there.
+  std::size_t messages_ahead(std::size_t on_a_lan) const {
+    return mesh_.n_connections() > 1 ? kMessagesAheadOfLongLine : on_a_lan;
+  }
 
  private:
+  static constexpr std::size_t kMessagesAheadOfLongLine = 32;
   wire::Mesh& mesh_;
   const std::uint32_t stream_;
   Account& account_;
@@ -58,8 +64,8 @@ struct Ticket {
   wire::Facts facts;
 };
 
-// Replaces `buffer` by the mean over the ranks. `left_out`: see Coder. `n_ahead`: messages that are on their way while
-// this rank works, at most.
+// Replaces `buffer` by the mean over the ranks. `left_out`: see Coder. `n_ahead`: messages on their way, on a LAN at
+// most.
 //
 // Hop h < N-1 (reduce-scatter): send part rank-h, receive part rank-h-1, add this rank's share: so hop h+1 sends it.
 // After them this rank owns the sum of part rank+1. Its final message goes round in the other N-1 hops (all-gather);

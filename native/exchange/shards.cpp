@@ -117,9 +117,10 @@ void gather_parts(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Va
   const auto world = static_cast<std::size_t>(mesh.world_size()), rank = static_cast<std::size_t>(mesh.rank());
   if (world == 1 || all.n == 0) return;
   const Cut cut{all.n, world, n_chunks};
-  const std::size_t max_bytes = codec.max_message_bytes(cut.largest()), ahead = std::min(kMessagesAhead, n_chunks - 1);
+  const std::size_t max_bytes = codec.max_message_bytes(cut.largest());
   const std::vector<int> peers = mesh.others();
   Channel channel(mesh, ticket.stream, ticket.facts, max_bytes, peers, account);
+  const std::size_t ahead = std::min(channel.messages_ahead(kMessagesAhead), n_chunks - 1);
   const auto read = [&](ConstBytes message, std::size_t part, std::size_t index) {
     const auto [first, count] = cut.chunk(part, index);
     const Timed timed(account, Kind::decode);

@@ -191,14 +191,19 @@ void Mesh::meet(Lock& lock, int peer) {
   Descriptor socket = reach(peer, endpoints, 0, seconds(timeout_s_));
   lock.lock();
   throw_if_broken();
-  const bool is_long = round_trip(socket) >= kLongTrip;
+  const std::size_t n_wanted = std::max({n_connections_for(socket), own_.size(), endpoints.size()});
   add(peer, std::move(socket));
   Link& link = *links_[peer];
-  link.n_wanted = std::max(lines_.n_connections > 0 ? lines_.n_connections
-                           : is_long                ? kConnections
-                                                    : 1,
-                           std::max(own_.size(), endpoints.size()));
+  link.n_wanted = n_wanted;
   if (link.n_wanted > 1) add_connections(lock, peer, link.n_wanted - 1);
+}
+
+// One of "bbr" fills a line that loses packets, but for its window; more than that take turns at what there is.
+std::size_t Mesh::n_connections_for(const Descriptor& socket) const {
+  const auto trip = round_trip(socket);
+  if (lines_.n_connections > 0 || trip < kLongTrip) return std::max<std::size_t>(1, lines_.n_connections);
+  if (!lines_.congestion.empty() || !set_congestion(socket, "bbr")) return kConnections;
+  return std::clamp<std::size_t>(static_cast<std::size_t>((trip + kTripOfOne / 2) / kTripOfOne), 2, kConnections);
 }
 
 // All at once, as each takes three round trips; the link does without those that fail.

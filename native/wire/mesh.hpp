@@ -25,12 +25,13 @@
 namespace gradwire::wire {
 
 // How a rank uses the lines to its peers. By itself: one connection and the system's congestion control where a round
-// trip takes less than kLongTrip, else kConnections of them, with "bbr" where the kernel has it.
+// trip takes less than kLongTrip, else "bbr" and one for each kTripOfOne, but two at least, or, where the kernel has no
+// "bbr", kConnections of them.
 struct Lines {
   std::size_t n_connections = 0;  // connections to a peer; 0: by its round trip
   std::string congestion;         // the kernel's name of a congestion control; empty: by the round trip
 };
-inline constexpr std::chrono::milliseconds kLongTrip{3};
+inline constexpr std::chrono::milliseconds kLongTrip{3}, kTripOfOne{20};
 inline constexpr std::size_t kConnections = 8, kMostConnections = 64;
 
 // What has come: the message, from whom, and how long its bytes took once the first of them could be on their way.
@@ -160,6 +161,7 @@ class Mesh {
       UINT64_MAX;  // what epoll says of wake_; of a connection its peer and its number
 
   void add(int peer, Descriptor socket);
+  std::size_t n_connections_for(const Descriptor& socket) const;
   void meet(Lock& lock, int peer);
   void add_connections(Lock& lock, int peer, std::size_t n);
   // A connection whose two ends are sure of each other; the index-th pair of interfaces has it.

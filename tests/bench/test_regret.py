@@ -40,6 +40,17 @@ def test_auto_is_counted_against_ddp_over_all_steps_and_against_the_best_it_may_
     assert all(not isinstance(value, dict | list) for value in found["auto"].values()), "the store takes flat records"
 
 
+def test_auto_between_shards_is_counted_against_fsdp2() -> None:
+    auto = auto_that([(0, "plain"), (2, "weights=exact")], "weights=exact")
+    turns_s = {"fully-shard": [[3.0]] * 4, "fsdp2-shards:gradients=auto": [[3.0], [1.5], [1.5], [1.5]],
+               "weights=exact": [[1.5]] * 4}  # fmt: skip
+    found = make_records(turns_s, {"fsdp2-shards:gradients=auto": auto}, base="fully-shard")[
+        "fsdp2-shards:gradients=auto"
+    ]
+    assert found["x_ddp"] == pytest.approx(12 / 7.5)
+    assert (found["best"], found["x_best_last_half"]) == ("weights=exact", 1.0)
+
+
 def test_a_machine_that_is_slow_for_some_turns_is_slow_for_both() -> None:
     slow = [1.0, 1.0, 1.7, 1.0, 1.6, 1.8, 1.0, 2.0]  # in turns that the fixed scheme does not take, more often
     machine = [factor for factor in slow for _ in range(10)]

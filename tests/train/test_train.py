@@ -16,7 +16,7 @@ from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from gradwire_lab import cli
 from gradwire_lab.cli import train
 from gradwire_lab.training import TrainConfig, TrainResult, checkpoints, train_rank
-from gradwire_lab.training.launching import given_config, to_text
+from gradwire_lab.training.launching import check, given_config, to_text
 from gradwire_lab.workloads.gpt import GptWorkload
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
@@ -74,6 +74,31 @@ def test_plain_scheme_trains_as_ddp_does_and_runs_repeat() -> None:
     # plain also compares steps and layouts over the ranks: tens of bytes a step.
     assert 0 < plain.summary["wire_bytes"] - ddp.summary["wire_bytes"] < 200
     assert (plain.summary["wire_bytes_origin"], ddp.summary["wire_bytes_origin"]) == ("counted", "computed for a ring")
+
+
+def test_shards_train_as_whole_models_do_and_are_evaluated_whole() -> None:
+    exact = {"gradients": "plain", "weights": "exact"}
+    whole, shards, coded = _train_in_turn(*(
+        replace(CONFIG, scheme=scheme, scheme_options=options, evaluate=True)
+        for scheme, options in (("ddp", {}), ("fully-shard", {}), ("fsdp2-shards", exact))
+    ))  # fmt: skip
+    assert coded.parameters_sha256 == shards.parameters_sha256, "weights and sums bit for bit"
+    assert coded.losses == shards.losses
+    assert shards.losses == pytest.approx(whole.losses, abs=1e-5)
+    assert shards.summary["held_out_loss"] == pytest.approx(whole.summary["held_out_loss"], abs=1e-5)
+    assert (shards.summary["wire_bytes_origin"], coded.summary["wire_bytes_origin"]) == (
+        "computed for a ring",
+        "counted",
+    )
+    assert 0 < coded.summary["wire_bytes"] < shards.summary["wire_bytes"] < 1.5 * whole.summary["wire_bytes"] + 1
+
+
+def test_what_shards_cannot_be_combined_with_is_refused(tmp_path: Path) -> None:
+    for given in ({"checkpoint": tmp_path}, {"local_sgd": 2}, {"device": "cuda"}):
+        with pytest.raises(InvalidArgument, match="cuts the model into shards"):
+            TrainConfig(scheme="fully-shard", **given)
+    with pytest.raises(InvalidArgument, match="expected param or reduce"):
+        check(replace(CONFIG, scheme="fully-shard", scheme_options={"param": "int8"}))
 
 
 def test_torchs_hooks_send_half_and_train_almost_as_ddp_does() -> None:

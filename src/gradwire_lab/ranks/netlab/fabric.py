@@ -89,10 +89,15 @@ def enter_host() -> int:
 
 def bring_up(route: Any, rank: int, **options: int) -> None:
     """Give the rank's `eth0` its address, and let it and loopback work."""
+    from pyroute2 import NetlinkError
+
     card = route.link_lookup(ifname="eth0")[0]
     route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
     route.addr("add", index=card, address=f"10.77.{(rank + 1) >> 8}.{(rank + 1) & 255}", prefixlen=16)
     route.link("set", index=card, state="up", **options)
+    # Connections begin as Linux has them by itself, whatever this host was set to.
+    with contextlib.suppress(NetlinkError):  # a kernel without it
+        route.route("change", dst="10.77.0.0/16", oif=card, scope="link", metrics={"cc_algo": "cubic"})
 
 
 def bucket_parameters(rate_bps: int | None, queue_ms: float) -> dict[str, int]:

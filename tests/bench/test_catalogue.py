@@ -18,6 +18,7 @@ from gradwire_lab.bench.catalogue import EXPERIMENTS, SNIPPETS, SYSTEMS, book, p
 from gradwire_lab.bench.measures import Call, by_name, commands
 from gradwire_lab.bench.measures.float_methods import Method
 from gradwire_lab.bench.measures.trainings import configure
+from gradwire_lab.bench.regret import base_of
 from gradwire_lab.bench.train_methods import BASELINES, SHARDED, check_baseline_options
 from gradwire_lab.cli.bench import parser_of
 from gradwire_lab.cli.bench.experiments import choose
@@ -53,7 +54,7 @@ def check_train(call: Call, bench: str = "train") -> None:
     assert parse_spec(args.workload)[0] in workloads.names()
     for spec in args.scheme:
         check_method(spec)
-    assert args.scheme[0] == "ddp" if bench == "regret" else args.warmup >= 1
+    assert base_of(args.scheme) == args.scheme[0] if bench == "regret" else args.warmup >= 1
 
 
 def check_allreduce(call: Call) -> None:

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure as a rank, or start the ranks that do; with `--check` status 1 where a bar is missed."""
     if args.steps < 20:
         raise InvalidArgument(f"--steps {args.steps}: auto needs 20 or more to try anything")
-    if _base_of(args.scheme) is None:
+    if base_of(args.scheme) is None:
         raise InvalidArgument("--scheme has to name ddp, or FSDP2's fully-shard: what auto loses is counted against it")
     name, options = parse_spec(args.workload)
     workloads.check_name(name)
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     return 1 if missed and args.check else 0
 
 
-def _base_of(specs: Sequence[str]) -> str | None:
+def base_of(specs: Sequence[str]) -> str | None:
+    """The first of these methods that goes without gradwire."""
     return next((spec for spec in specs if parse_spec(spec)[0] in _BASES), None)
 
 
@@ -74,7 +75,7 @@ class _Regret:
     def __init__(self, args: argparse.Namespace, workload: workloads.Workload) -> None:
         self._args, self._workload = args, workload
         self._environment = describe_environment()
-        self._base = str(_base_of(args.scheme))
+        self._base = str(base_of(args.scheme))
         self._named = {spec: TrainMethod(spec, workload, args.seed) for spec in dict.fromkeys(args.scheme)}
         self._autos = {spec: one for spec, one in self._named.items() if "auto" in one.own_stats()}
         self._fixed: dict[str, TrainMethod] = {}

@@ -107,11 +107,16 @@ void Plan::prepare(ConstWords words, std::size_t n_elements, const Options& opti
 
 void Plan::assume(std::size_t n_elements, std::size_t batch_values, ConstWords rows, std::uint64_t seed,
                   std::uint64_t salt) {
+  if (!std::has_single_bit(batch_values) || batch_values < kMinBatchValues || batch_values > kMaxBatchValues)
+    throw InvalidArgument("a batch has 16 to 1,024 values, a power of two");
   n_nonzeros_ = 0;
   begin(n_elements, batch_values, key_of(seed, salt));
+  if (rows.empty() || rows.size() > std::max<std::size_t>(1, geometry_.n_batches))
+    throw InvalidArgument("a sketch has a block at least, and no more than batches");
   make_blocks(rows.size());
   std::size_t n_rows = 0;
   for (std::size_t k = 0; k < rows.size(); ++k) {
+    if (rows[k] != 0 && rows[k] < kRows) throw InvalidArgument("a block has three rows at least, or none");
     blocks_[k].first_row = static_cast<std::uint32_t>(n_rows);
     blocks_[k].n_rows = rows[k];
     n_rows += rows[k];

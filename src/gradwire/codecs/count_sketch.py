@@ -211,6 +211,7 @@ class CountSketch:
         """Fit the sketch before the index is known, to be summed along with it; returns the number of cells.
 
         `rows`: of each of the table's blocks, three or more, or none. `attempt`: the salt alone. `adopt` comes before `peel`.
+        Raises: InvalidArgument.
         """
         rows_of_blocks = torch.tensor(rows, dtype=torch.int32, device="cpu").view(torch.uint32)
         self._plan.assume(n_elements, batch_values, rows_of_blocks, self.seed, attempt)

@@ -12,6 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from buckets import Driver, mean_over_ranks
 from gradwire import InvalidArgument, schemes
+from gradwire.telemetry.recorder import Recorder
+from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire.wire.preamble import Preamble
+from gradwire.wire.wire import Wire
 from ranks import agree, on_ranks
 
 SHAPES = [(30, 20), (7,), (40, 30), (9, 8)]
@@ -153,6 +157,26 @@ def test_what_a_spared_tensor_had_not_sent_is_sent(rank: int, world_size: int) -
         driver.close()
     for bits, dtype in ((8, torch.bfloat16), (9, torch.float32)):  # never worse than the others
         assert schemes.by_name("embedded-float", bits=bits).small_dtype(torch.float32) == dtype
+
+
+@on_ranks(3)
+def test_few_values_are_added_in_the_order_of_ranks(rank: int, world_size: int) -> None:
+    """In one hop, beside another exchange; where they are many, by the backend."""
+    communicator, recorder = Communicator(timeout_s=60), Recorder(rank, world_size)
+    rows = torch.randn((world_size, 100), generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def on_lane() -> None:
+        wire = Wire(communicator).for_bucket(Preamble(1, 0, "", 2, 3, 4, 100), recorder.open_bucket(4, 0, 400))
+        few, many = rows[rank].clone(), rows[rank].clone()
+        wait = wire.start_sum_of_few(few, 64 * 2 * 200)
+        wire.start_sum_of_few(many, 64 * 2 * 200 - 1)()
+        wait()
+        assert torch.equal(few, (rows[0] + rows[1]) + rows[2])
+        assert torch.allclose(many.float(), rows.float().sum(0), rtol=2.0**-6, atol=2.0**-6)
+        assert wire.record.bytes_sent == 2 * 200 + ring_bytes(200, 3)
+
+    communicator.submit(on_lane).wait()
+    communicator.close()
 
 
 @on_ranks(1)

@@ -234,7 +234,7 @@ class Compressed(Scheme):
         sent = wire.scratch("small", places.numel(), self.small_dtype(part.values.dtype))
         sent.copy_(small.mul_(1.0 / wire.world_size))
         part.values.index_fill_(0, places, 0.0)
-        wait = wire.start_sum(sent)
+        wait = wire.start_sum_of_few(sent, part.values.nbytes)
 
         def put_back() -> None:
             wait()

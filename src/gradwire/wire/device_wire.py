@@ -5,6 +5,7 @@ that is over, and `DeviceWire.read`.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -169,6 +170,17 @@ class DeviceWire(Wire):
         self.record.count_exchanged(self._ring_bytes(values))
         return wait
 
+    def _start_gather_sum(self, values: Tensor) -> Callable[[], None]:
+        rows = self.scratch("few", self.world_size * values.numel(), values.dtype).view(self.world_size, -1)
+        wait = self.group.start_all_gather(rows, values)
+
+        def add() -> None:
+            wait()
+            values.copy_(functools.reduce(torch.add, rows))
+
+        self.record.count_exchanged((self.world_size - 1) * values.nbytes)
+        return add
+
     def _all_to_all(self, rows: Tensor) -> Tensor:
         theirs = self.scratch("theirs", rows.numel(), rows.dtype).view(rows.shape)
         self.group.all_to_all(theirs, rows)
@@ -256,7 +268,12 @@ class DeviceGroup:
 
     def all_gather(self, gathered: torch.Tensor, values: torch.Tensor) -> None:
         """Every rank's `values` (n,) into `gathered` (world, n), by rank."""
-        self._group._allgather_base(gathered.view(-1), values).wait()
+        self.start_all_gather(gathered, values)()
+
+    def start_all_gather(self, gathered: torch.Tensor, values: torch.Tensor) -> Callable[[], None]:
+        """As `all_gather`; the current stream goes on until it waits by the result."""
+        wait: Callable[[], None] = self._group._allgather_base(gathered.view(-1), values).wait
+        return wait
 
     def break_off(self) -> None:
         """End what is under way, on the device too: a peer has failed, and would be waited for."""

@@ -8,6 +8,7 @@ known at once, on a device when the step is over: `begin_step`, `end_step` and `
 
 import contextlib
 import copy
+import functools
 import math
 import zlib
 from array import array
@@ -28,6 +29,7 @@ from gradwire.wire.preamble import Facts, Preamble, compare_preambles
 
 _HEAD_WORDS = 3  # int32: checksum of the facts, 1 if the gradient is not finite, CRC32C of the rest
 _CHECKSUM_ERROR = 3  # as an error word, by gpu/source/device.hpp
+_FEW = 1 / 64  # of what travels beside: so much more may be sent for a hop less
 _INFINITY = 0x7F80_0000  # float32: patterns from here on are not finite
 
 # A yes or no: a bool in host memory, a bool tensor of one element on a device, whose host does not know it yet.
@@ -190,6 +192,33 @@ class Wire:
             with self.timing("communicate"):
                 self.communicator.finish(started)
             self.record.count_exchanged(self._ring_bytes(values))
+
+        return wait
+
+    def start_sum_of_few(self, values: Tensor, n_bytes_beside: int) -> Callable[[], None]:
+        """As `start_sum` of `values` (n,) that travel beside so many bytes.
+
+        Where they are few, each rank sends its own to all others, which add them in the order of ranks: one hop, where the
+        backend's all-reduce has 2 (N - 1), each with a word back. A long line would be waited for that often.
+        """
+        n_bytes = (self.world_size - 1) * values.numel() * values.element_size()
+        return self._start_gather_sum(values) if n_bytes <= _FEW * n_bytes_beside else self.start_sum(values)
+
+    def _start_gather_sum(self, values: Tensor) -> Callable[[], None]:
+        mesh, stream = self.communicator.open_exchange()
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        mesh.open(stream, self.facts, values.nbytes, peers)
+        mesh.send(peers, stream, [values.view(torch.uint8)])
+
+        def wait() -> None:
+            rows = {self.rank: values}
+            with self.timing("communicate"):
+                while len(rows) < self.world_size:
+                    sender, message, _ = mesh.receive_any(stream, [rank for rank in peers if rank not in rows])
+                    rows[sender] = message.view(values.dtype)
+            values.copy_(functools.reduce(torch.add, (rows[rank] for rank in range(self.world_size))))
+            mesh.close(stream)
+            self.record.count_exchanged(len(peers) * values.nbytes)
 
         return wait
 

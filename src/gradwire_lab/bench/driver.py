@@ -163,13 +163,15 @@ class RankMethod(Protocol):
         """Its counts so far, such as `sent_bytes`; a turn's are the differences."""
 
 
-def make_scheme(name: str, options: dict[str, Any]) -> schemes.Scheme:
-    """A scheme of the registry, or "two-level" around the one that its option `scheme` names. Raises: InvalidArgument."""
+def make_scheme(name: str, options: dict[str, Any], as_published: bool = True) -> schemes.Scheme:
+    """A scheme of the registry, or "two-level" around the one that its option `scheme` names; or as users get it, who name
+    no more than that. Raises: InvalidArgument."""
+    complete = schemes.as_published if as_published else lambda _, options: options
     if name != "two-level":
-        return schemes.by_name(name, **schemes.as_published(name, options))
+        return schemes.by_name(name, **complete(name, options))
     inner = str(options.get("scheme", "plain"))
     rest = {key: value for key, value in options.items() if key != "scheme"}
-    return schemes.TwoLevel(inner, **schemes.as_published(inner, rest))
+    return schemes.TwoLevel(inner, **complete(inner, rest))
 
 
 @contextlib.contextmanager

@@ -76,14 +76,17 @@ class _Regret:
         self._args, self._workload = args, workload
         self._environment = describe_environment()
         self._base = str(base_of(args.scheme))
-        self._named = {spec: TrainMethod(spec, workload, args.seed) for spec in dict.fromkeys(args.scheme)}
+        self._named = {
+            spec: TrainMethod(spec, workload, args.seed, as_published=False) for spec in dict.fromkeys(args.scheme)
+        }
         self._autos = {spec: one for spec, one in self._named.items() if "auto" in one.own_stats()}
         self._fixed: dict[str, TrainMethod] = {}
         for auto in self._autos.values():
             allowed = [one["spec"] for one in auto.own_stats()["auto"]["candidates"] if not one.get("excluded")]
             for spec in allowed:
                 if spec not in ("plain", *self._named, *self._fixed):
-                    self._fixed[spec] = TrainMethod(auto.fixed_as(spec), workload, args.seed)
+                    as_auto = auto.fixed_as(spec)
+                    self._fixed[spec] = TrainMethod(as_auto, workload, args.seed, as_published=False)
         self._all = {**self._named, **self._fixed}
 
     def run(self) -> None:

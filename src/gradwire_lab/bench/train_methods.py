@@ -133,8 +133,11 @@ class TrainMethod:
         settling_steps: how many steps it takes until it works as it will; those are not to be counted.
     """
 
-    def __init__(self, spec: str, workload: Workload, seed: int, has_timeline: bool = False) -> None:
+    def __init__(
+        self, spec: str, workload: Workload, seed: int, has_timeline: bool = False, as_published: bool = True
+    ) -> None:
         self.name, self.options = parse_spec(spec)
+        self._as_published = as_published
         self._workload, self._seed = workload, seed
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         module = workload.build_model(seed)
@@ -187,7 +190,7 @@ class TrainMethod:
         # DDP's bucket size is no option of the scheme's: those that work by block want buckets no larger than blocks.
         options = {key: value for key, value in self.options.items() if key != "bucket_mb"}
         name = options.pop("scheme", "plain") if self.name == "fsdp2" else self.name
-        return gradwire.attach(self._model, self._optimizers, make_scheme(name, options))
+        return gradwire.attach(self._model, self._optimizers, make_scheme(name, options, self._as_published))
 
     def step(self) -> None:
         """One training step; its times and loss are kept."""

@@ -13,6 +13,7 @@ When not to use this: where a run must be repeated bit for bit, unless by `repla
 
 import logging
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -127,8 +128,8 @@ class Auto(Turns):
         self._last_scale = 0.0
         self._stays_plain = ""
         self._objection = ""  # of the scheme at work, on this rank
-        # The sum of all ranks' objections in this step, under way.
-        self._asked: tuple[torch.futures.Future, torch.Tensor] | None = None
+        # The sums of all ranks' objections, under way: read a step later, so that nobody waits a round trip for them.
+        self._asked: deque[tuple[torch.futures.Future, torch.Tensor]] = deque()
         self._plain = schemes.by_name(PLAIN)  # for a step that an objection meets under way
 
     @property
@@ -246,7 +247,8 @@ class Auto(Turns):
 
     def begin_at(self, step: int) -> None:
         super().begin_at(step)
-        self._asked, self._n_steps = None, step
+        self._asked.clear()
+        self._n_steps = step
 
     def choose(self, step: int) -> None:
         """Read what is due, and decide: on the training thread, before the first forward pass of `step`.
@@ -263,11 +265,10 @@ class Auto(Turns):
             self._take_over_from(self._subs[self._active])
         self._active = name
         self._enter(step, name)
-        self._asked = None
         if name != PLAIN and self._subs[name].may_object:
             communicator = self.session.communicator
             said = torch.tensor([int(bool(self._objection))], dtype=torch.int64, device="cpu")
-            self._asked = communicator.submit(communicator.start_all_reduce, said), said
+            self._asked.append((communicator.submit(communicator.start_all_reduce, said), said))
 
     def _take_over_from(self, sub: Scheme) -> None:
         """Have the next steps send what `sub` has not sent, once it has committed its last step."""
@@ -311,8 +312,8 @@ class Auto(Turns):
 
     def begin_step(self, step: int) -> None:
         self._stepping = self._subs[self._active]
-        if self._asked is not None:  # in the forward pass ranks have told each other
-            (started, said), self._asked = self._asked, None
+        while len(self._asked) > 1:
+            started, said = self._asked.popleft()
             self.session.communicator.finish(started.wait())
             if said.item():
                 self._stepping = self._plain

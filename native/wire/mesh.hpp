@@ -140,11 +140,15 @@ class Mesh {
     std::string end;             // why it is over, if it is
     bool has_ended = false;
     std::size_t next_connection = 0, n_wanted = 1;
+    bool uses_all = true;  // its connections; else the first that is alive, the others are spares
+    std::uint64_t n_setbacks = 0, score = 0;
     Progress in{}, out{};
     Clock::time_point free_since{};  // when what came before the present message was there
     Clock::time_point tried{};       // when a lost connection was last made anew
     std::size_t n_unsent() const;
     std::size_t n_alive() const;
+    bool uses(const Connection& connection) const;
+    void look_for_setbacks();
     bool has_one_connection() const { return connections.size() == 1 && n_wanted == 1; }
   };
   struct Stream {

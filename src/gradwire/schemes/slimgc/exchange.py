@@ -102,7 +102,6 @@ class FusedExchange:
         left_out: Tensor | None = None,
         loss_scale: float = 1.0,
         importance: Importance | None = None,
-        stays_with_owners: bool = False,
     ) -> None:
         """Replace what `cut` has of `values` by its mean over the ranks; on the lane.
 
@@ -112,7 +111,6 @@ class FusedExchange:
             values: (n,), in host memory float32.
             residual, left_out: (n,) float32, of which the second is written; None: no error feedback.
             importance: of the values, for a codec that weighs them.
-            stays_with_owners: replace this rank's part alone, by the bits that a raw pull gives, and lose nothing of it.
         The values may only be replaced when the lane has done what it deferred: the last results are on their way then, and
         one other exchange may be begun before.
         """
@@ -131,15 +129,14 @@ class FusedExchange:
             pull = engine_codec(RawCodec(), torch.float32, None) if self._pulls_raw else push
             exchange = _native.PieceExchange(
                 *wire.communicator.open_exchange(), wire.facts, push, pull, cut.native, values,
-                residual, lost, draw, not stays_with_owners, _PULL_BYTES_AHEAD,
+                residual, lost, draw, _PULL_BYTES_AHEAD,
             )  # fmt: skip
             wire.record.add_account(*exchange.run())
 
             def finish() -> None:
                 wire.record.add_account(*exchange.finish())
 
-            if not stays_with_owners:
-                wire.communicator.defer(finish)
+            wire.communicator.defer(finish)
         else:
             drawn: dict[str, Any] = {"first_step": draw} if isinstance(self._codec, Quantised) else {}
             mean_through_codec(

@@ -8,7 +8,6 @@ of it (3.5, backup=True) is `gradwire.schemes.ahead` around it.
 
 import contextlib
 import functools
-import math
 import statistics
 import zlib
 from collections import Counter, deque
@@ -36,12 +35,11 @@ from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 from gradwire.schemes.plain import start_plain_mean
 from gradwire.schemes.plain_steps import PlainSteps, is_beside_adam
-from gradwire.schemes.selection import Selection, tensors_of
+from gradwire.schemes.selection import tensors_of
 from gradwire.schemes.slimgc.choosing import BucketSizes, Choice, choose
 from gradwire.schemes.slimgc.exchange import ChosenCodecs, CutSelection, FusedExchange
 from gradwire.schemes.slimgc.measuring import DeviceClock, HostClock, Later, Measuring
 from gradwire.schemes.slimgc.threshold import NEVER, check_threshold
-from gradwire.stepping.owner_step import Owned, OwnerStep
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import then
 from gradwire.wire.device_wire import DeviceWire
@@ -57,8 +55,6 @@ _DEFAULTS: dict[str, Any] = {
     "method": "fit",
     "drift_every": 50,
     "drift_factor": 1.5,
-    "update": "worker",
-    "max_grad_value": None,
 }
 # What is chosen among beside Adam, from the finest on; the last is nearest to plain of those with two bits.
 CODECS_BESIDE_ADAM = ("embedded-float:bits=8", "embedded-float:bits=5", "two-bit:levels=4,scale_values=64")
@@ -83,10 +79,6 @@ class SlimGC(Compressed):
         topology: "server" (every rank owns a part: push to it, pull from it; a scale belongs to one tensor) or
             "all-reduce" (a ring over all compressed tensors of a bucket, encoded anew at every hop).
         pull: what an owner answers with: "compressed", or "raw" in full precision (server only).
-        update: who takes the optimizer's step: every "worker", or the "owner" of each value, from which all then pull
-            parameters instead of gradients (server and raw pull only; element-wise optimizers: SGD, Adam, AdamW). The
-            optimizer's state then lies with the owners: `state_dict` of each rank holds its share. Needs `attach`.
-        max_grad_value: with update="owner", in place of clip_grad_value_, which would clip the wrong gradient.
         error_feedback: keep what the codec lost for the next step. None: if the codec wants it; qsgd and ternary do not.
         plain_steps: the first steps of the training, which are reduced plainly. None: 50 beside Adam and its kin where codec is
             left out too, else 0.
@@ -110,19 +102,15 @@ class SlimGC(Compressed):
         is_open, asked = codec is None, options.pop("plain_steps", None)
         self._is_open = is_open and not options.keys() - _DEFAULTS.keys()  # the optimizer chooses the codec
         self.codecs, mine = _read_options("one-bit" if is_open else codec, options)
-        if len(self.codecs) > 1 and (threshold_bytes is not None or mine["update"] == "owner"):
-            raise InvalidArgument('several codecs are chosen by time: leave threshold_bytes and update="owner" out')
+        if len(self.codecs) > 1 and threshold_bytes is not None:
+            raise InvalidArgument("several codecs are chosen by time: leave threshold_bytes out")
         super().__init__(
             error_feedback=all(codecs.choose_feedback(codec, error_feedback) for codec in self.codecs),
             plain=PlainSteps(self.name, "plain_steps", asked if asked is not None or self._is_open else 0),
         )
         self.threshold_bytes = None if threshold_bytes is None else check_threshold(threshold_bytes)
-        self._options, self.update = mine, mine["update"]
-        self.owns_step = self.update == "owner"
+        self._options = mine
         self.state_is_per_world = True
-        if self.owns_step:
-            self.per_rank_state = None  # its shards of the optimizer's state are cut for so many ranks
-        self._stepper: OwnerStep | None = None
         self._clock: HostClock | DeviceClock | None = None  # None: no table is measured
         self._reset()
 
@@ -137,7 +125,6 @@ class SlimGC(Compressed):
         self._ready_s: dict[int, deque[float]] = {}
         self._under_way: list[torch.futures.Future] = []  # sums of raw buckets, which the lane does not wait for
         self._has_loaded = False
-        self._loaded = 0  # what ranks that loaded shards of the optimizer's state must have alike
 
     @property
     def settling_steps(self) -> int:
@@ -184,11 +171,6 @@ class SlimGC(Compressed):
             codec: Any = self.codec
             promise = Promise(rounding=codec.rounding, format=codec.format, is_alike=True)
             metric = QuantisationMetric.beside(session, promise)
-            if self.update == "owner":
-                raise Unsupported(
-                    'importance="paper" reads the optimizer\'s whole state, and with update="owner" no rank has it: choose '
-                    'importance="none", or update="worker"'
-                )
         if wire.on_device:
             for codec in self.codecs:
                 _refuse_on_device(codec, self._options)
@@ -204,23 +186,12 @@ class SlimGC(Compressed):
     def _codecs_beside(self, session: Session) -> list[Codec]:
         if not is_beside_adam(session):
             return [OneBit()]
-        is_single = self.threshold_bytes is not None or self.update == "owner" or session.wire.on_device
+        is_single = self.threshold_bytes is not None or session.wire.on_device
         if not is_single and self._options["group_elements"] == QUANTISED_CHUNK_ELEMENTS:
             self._options["group_elements"] = CHUNK_ELEMENTS
         return [_made(spec, {}) for spec in CODECS_BESIDE_ADAM[-1 if is_single else 0 :]]
 
-    def take_over(self) -> None:
-        """Raises: InvalidArgument, Unsupported (an optimizer or a model that the owner's step cannot serve)."""
-        if self.update == "owner":
-            self._stepper = OwnerStep(self.session, self._options["max_grad_value"])
-
     # ---- one bucket
-
-    def begin_step(self, step: int) -> None:
-        """Raises: Unsupported (ddp.join, where the step is not the optimizer's)."""
-        if self._stepper is not None:
-            self._stepper.begin_step(step)
-        super().begin_step(step)
 
     def _begin_on_lane(self) -> None:
         super()._begin_on_lane()
@@ -278,8 +249,8 @@ class SlimGC(Compressed):
         return known[2]
 
     def _cut(self, bucket: Bucket, choice: Choice, codec: int) -> CutSelection:
-        # What is encoded where it lies need not lie together; the ring and an owner's step want it so.
-        keeps_places = self._exchanges[codec - 1].adds_residual and self.update == "worker"
+        # What is encoded where it lies need not lie together; the ring wants it so.
+        keeps_places = self._exchanges[codec - 1].adds_residual
         world_size, at_a_time = self.session.communicator.world_size, self._options["group_elements"]
         return CutSelection(bucket, choice, codec, world_size, at_a_time, keeps_places)
 
@@ -315,7 +286,7 @@ class SlimGC(Compressed):
             return self._mean_raw(bucket, plan, wire)
         with wire.timing("encode"):
             part = self._part_of(bucket, plan.parts[0], wire)
-            fp_buf = self._fill_fp_buf(bucket, plan, part, wire)
+            fp_buf = self._fill_fp_buf(bucket, plan, wire)
         # In host memory small tensors travel beside the large ones; on a device all is timed in one order.
         finish_raw = None if wire.on_device else wire.start_sum(fp_buf)
         for cut in plan.parts:
@@ -341,7 +312,6 @@ class SlimGC(Compressed):
     def _mean_raw(self, bucket: Bucket, plan: ChosenCodecs, wire: Wire) -> torch.futures.Future | None:
         """Nothing is worth compressing: the backend's all-reduce, which in host memory the lane does not wait for."""
         self._flush_residuals(bucket, plan, wire)
-        self._keep_own_mean(bucket, plan, wire, bucket.buffer[:0])
         if wire.on_device:
             wire.mean(bucket.buffer)
             wire.note(wire.all_finite(bucket.buffer))
@@ -367,17 +337,13 @@ class SlimGC(Compressed):
         plan.part_layout = part.layout
         return part
 
-    def _fill_fp_buf(self, bucket: Bucket, plan: ChosenCodecs, part: Bucket, wire: Wire) -> Tensor:
-        """(n_raw + 1,) of the bucket's dtype: the small tensors / N, and last 0.
-
-        Last is NaN where large tensors are not finite and their means stay with the owners: it tells the other ranks.
-        """
+    def _fill_fp_buf(self, bucket: Bucket, plan: ChosenCodecs, wire: Wire) -> Tensor:
+        """(n_raw + 1,) of the bucket's dtype: the small tensors / N, and last 0."""
         self._flush_residuals(bucket, plan, wire)
         fp_buf = wire.scratch("fp_buf", plan.n_raw + 1, plan.dtype)
         for run in plan.raw_runs:
             run.in_fused(fp_buf).copy_(run.in_bucket(bucket.buffer))
-        is_untold = self.update == "owner" and not wire.all_finite(part.buffer)
-        fp_buf[-1:].fill_(math.nan if is_untold else 0.0)
+        fp_buf[-1:].zero_()
         return fp_buf.mul_(1.0 / wire.world_size)
 
     def _flush_residuals(self, bucket: Bucket, plan: ChosenCodecs, wire: Wire) -> None:
@@ -405,13 +371,11 @@ class SlimGC(Compressed):
                     plan.slots, plan.offsets, part.loss_scale, plan.dtype, part.bucket.staged
                 )
         self._exchanges[plan.codec - 1].mean(
-            wire, plan.cut, part.values, part.residual, part.unsent, part.loss_scale, importance, self.update == "owner"
+            wire, plan.cut, part.values, part.residual, part.unsent, part.loss_scale, importance
         )
 
     def _take_mean(self, bucket: Bucket, plan: CutSelection, part: Bucket, wire: Wire) -> None:
-        """Write the means of the large tensors to where these lie, unless DDP goes on with this rank's own gradient."""
-        if self.update == "owner":
-            return self._keep_own_mean(bucket, plan, wire, part.buffer)
+        """Write the means of the large tensors to where these lie."""
         with wire.timing("decode"):
             for run in plan.compressed_runs:
                 mean = run.in_bucket(bucket.buffer)
@@ -419,19 +383,6 @@ class SlimGC(Compressed):
                     mean.copy_(run.in_fused(part.buffer))
                 if not wire.on_device:  # there the messages say so
                     wire.note(wire.all_finite(mean))
-
-    def _keep_own_mean(self, bucket: Bucket, plan: Selection, wire: Wire, fused: Tensor) -> None:
-        """With the step at the owner: hand over this rank's part of `fused` (n_compressed,), where the means are."""
-        if self._stepper is None:
-            return
-        edges = tuple(fused.numel() * part // wire.world_size for part in range(wire.world_size + 1))
-        own = fused[edges[wire.rank] : edges[wire.rank + 1]]
-        raw, cut = (
-            [(slot.parameter, at) for slot, _, _, at, _ in spans if slot is not None and slot.parameter is not None]
-            for spans in (plan.raw, plan.compressed)
-        )
-        mean = wire.scratch(f"own mean {bucket.index}", own.numel()).copy_(own)
-        self._stepper.keep(bucket.index, Owned(tuple(parameter for parameter, _ in raw), tuple(cut), edges, mean))
 
     # ---- the end of a step
 
@@ -481,7 +432,7 @@ class SlimGC(Compressed):
 
     def end_backward(self, step: int) -> int:
         """Wait for the probes of a step that measures, which are part of it; after other steps for nothing."""
-        waited_ns = 0 if self._stepper is None else self._stepper.end_backward()
+        waited_ns = 0
         if isinstance(self._clock, HostClock) and self._measuring.may_probe(step, self.is_ahead):
             watch = Stopwatch()
             # An error of the lane is raised with its own type by whoever called this.
@@ -490,11 +441,6 @@ class SlimGC(Compressed):
             waited_ns += watch.total_ns
         return waited_ns
 
-    def hand_over(self) -> None:
-        """The optimizer gets back the state that its owners hold, whole on every rank."""
-        if self._stepper is not None:
-            self._stepper.give_state_back()
-
     # ---- what ranks compare
 
     def preamble(self, bucket: Bucket) -> Preamble:
@@ -502,7 +448,7 @@ class SlimGC(Compressed):
 
     def _shared_hash(self) -> int:
         """32 bits over the options and the threshold: ranks with different tables must not meet in a collective."""
-        return zlib.crc32(repr((self.configuration_hash, self._threshold, self._loaded)).encode())
+        return zlib.crc32(repr((self.configuration_hash, self._threshold)).encode())
 
     # ---- between steps
 
@@ -533,7 +479,6 @@ class SlimGC(Compressed):
             "n_tensors_raw": sum(len(plan.raw) for plan in plans),
             "share_compressed": n_compressed / max(1, n_compressed + n_raw),
             **super().stats(),
-            **({} if self._stepper is None else {"sharded_state_bytes": self._stepper.state.n_bytes}),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -542,7 +487,6 @@ class SlimGC(Compressed):
             "threshold_bytes": self._threshold,
             "choices": {layout: list(choice) for layout, choice in self._choices.items()},
             "measuring": self._measuring.state_dict(),
-            "stepping": {} if self._stepper is None else self._stepper.state.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -551,9 +495,6 @@ class SlimGC(Compressed):
         if not isinstance(residuals, dict) or not isinstance(measuring, dict):
             raise not_the_state("scheme slimgc", "it lacks residuals or the threshold table")
         threshold = check_threshold(state.get("threshold_bytes"))
-        if self._stepper is not None:
-            self._stepper.state.load_state_dict(state.get("stepping", {}))
-            self._loaded = zlib.crc32(repr(self._stepper.state.describe()).encode())
         self._measuring.load_state_dict(measuring)
         self.session.feedback.load_by_name(residuals, self.session.slots)
         self._threshold = threshold
@@ -563,16 +504,12 @@ class SlimGC(Compressed):
 
     def close(self) -> None:
         """The model is let go; the table stays, to be read. What is bound again begins anew, without both."""
-        stepper, clock, self._last_stats = self._stepper, self._clock, self.stats()
-        self._stepper = self._clock = self._metric = None  # of these the metric holds the optimizer
+        clock, self._last_stats = self._clock, self.stats()
+        self._clock = self._metric = None  # of these the metric holds the optimizer
         self._plans.clear()
-        try:
-            if stepper is not None:
-                stepper.close()
-        finally:
-            if isinstance(clock, DeviceClock):
-                clock.close()
-            super().close()
+        if isinstance(clock, DeviceClock):
+            clock.close()
+        super().close()
 
 
 def _read_options(codec: Any, given: dict[str, Any]) -> tuple[list[Codec], dict[str, Any]]:
@@ -583,21 +520,11 @@ def _read_options(codec: Any, given: dict[str, Any]) -> tuple[list[Codec], dict[
     options = {name: given.pop(name, default) for name, default in _DEFAULTS.items()}
     is_server = check_choice("topology", options["topology"], ("server", "all-reduce")) == "server"
     is_raw = check_choice("pull", options["pull"], ("compressed", "raw")) == "raw"
-    is_owners = check_choice("update", options["update"], ("worker", "owner")) == "owner"
-    most, group_elements = options["max_grad_value"], options["group_elements"]
+    group_elements = options["group_elements"]
     if is_raw and not is_server:
         raise InvalidArgument('pull="raw" needs topology="server": in a ring nobody owns the result')
     if group_elements is not None and group_elements < 1:
         raise InvalidArgument(f"group_elements must be at least 1, got {group_elements}")
-    if most is not None and (not is_owners or not most > 0):
-        raise InvalidArgument(
-            f'max_grad_value is positive and belongs to update="owner", got {most!r}; otherwise clip .grad as ever'
-        )
-    if is_owners and not is_raw:
-        raise InvalidArgument(
-            'update="owner" pulls parameters, raw, from the ranks that own them: it needs topology="server" and '
-            'pull="raw"'
-        )
     several = codec.split("+") if isinstance(codec, str) else codec
     several = list(several) if isinstance(several, Sequence) else [codec]
     if not several or (len(several) > 1 and given):
@@ -635,7 +562,7 @@ def _options_of(codec: Codec) -> dict[str, Any]:
 
 def _refuse_on_device(codec: Codec, options: dict[str, Any]) -> None:
     """Raises: Unsupported (what needs the host)."""
-    for name, wanted in (("update", "worker"), ("topology", "server"), ("pull", "compressed")):
+    for name, wanted in (("topology", "server"), ("pull", "compressed")):
         if options[name] != wanted:
             raise Unsupported(f'slimgc with {name}="{options[name]}" works on host memory: leave that or placement out')
     if not isinstance(codec, Quantised):

@@ -20,10 +20,10 @@ from torch.distributed import ReduceOp
 
 from gradwire import codecs
 from gradwire.checks import choice as check_choice
+from gradwire.checks import count as check_count
 from gradwire.codecs import Codec
 from gradwire.codecs.quantised import OneBit, Quantised
 from gradwire.core.bucket import Bucket
-from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
@@ -35,31 +35,36 @@ from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 from gradwire.schemes.plain import start_plain_mean
 from gradwire.schemes.plain_steps import PlainSteps, is_beside_adam
-from gradwire.schemes.selection import tensors_of
-from gradwire.schemes.slimgc.choosing import BucketSizes, Choice, choose
-from gradwire.schemes.slimgc.exchange import ChosenCodecs, CutSelection, FusedExchange
+from gradwire.schemes.selection import Selection, tensors_of
+from gradwire.schemes.slimgc.exchange import CutSelection, FusedExchange
 from gradwire.schemes.slimgc.measuring import DeviceClock, HostClock, Later, Measuring
-from gradwire.schemes.slimgc.threshold import NEVER, check_threshold
+from gradwire.schemes.slimgc.threshold import NEVER, BucketSizes, Choice, check_threshold, choose
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import then
 from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
 from gradwire.wire.wire import Wire
 
-# Of the scheme; all others belong to the codec that is named.
-_DEFAULTS: dict[str, Any] = {
-    "topology": "server",
-    "pull": "compressed",
-    "group_elements": None,
-    "warmup_steps": 10,
-    "method": "fit",
-    "drift_every": 50,
-    "drift_factor": 1.5,
-}
 # What is chosen among beside Adam, from the finest on; the last is nearest to plain of those with two bits.
 CODECS_BESIDE_ADAM = ("embedded-float:bits=8", "embedded-float:bits=5", "two-bit:levels=4,scale_values=64")
 _READY_STEPS = 16  # of which the typical one says when a bucket is ready
-_MEASURED = ("warmup_steps", "method", "drift_every", "drift_factor")
+
+
+class Plan(Selection):
+    """The decision for one bucket layout: which tensors travel raw (0 in `choice`), and the selection of each codec used.
+
+    Attributes:
+        made_for: the layout's hash, and the threshold or what stands for it.
+        sizes: bytes of each tensor.
+        is_flushed: nothing that was left out of the raw tensors waits any more.
+    """
+
+    def __init__(
+        self, bucket: Bucket, threshold: int, sizes: tuple[int, ...], choice: Choice, parts: list[CutSelection]
+    ) -> None:
+        codecs = iter(choice)
+        super().__init__(bucket, lambda *_: next(codecs) != 0)
+        self.made_for, self.sizes, self.parts, self.is_flushed = (bucket.layout_hash, threshold), sizes, parts, False
 
 
 class SlimGC(Compressed):
@@ -73,7 +78,7 @@ class SlimGC(Compressed):
     Args:
         codec: a codec's registry name, a codec, or a scheme that is one (OneBit(), GComp()). Several, in a list or joined by
             "+", from the finest to the coarsest, each with its options ("embedded-float:bits=5"): of these and raw each tensor
-            gets one, by the time that it adds to a step (`choosing.py`). None: one-bit; beside Adam and its kin those of
+            gets one, by the time that it adds to a step (`threshold.py`). None: one-bit; beside Adam and its kin those of
             `CODECS_BESIDE_ADAM`, or with a threshold the last of them.
         threshold_bytes: tensors of fewer bytes travel raw. None: measured, in `warmup_steps` steps. 0 compresses all.
         topology: "server" (every rank owns a part: push to it, pull from it; a scale belongs to one tensor) or
@@ -97,28 +102,54 @@ class SlimGC(Compressed):
         codec: str | Codec | Scheme | Sequence[Any] | None = None,
         threshold_bytes: int | None = None,
         error_feedback: bool | None = None,
-        **options: Any,
+        plain_steps: int | None = None,
+        topology: str = "server",
+        pull: str = "compressed",
+        group_elements: int | None = None,
+        warmup_steps: int = 10,
+        method: str = "fit",
+        drift_every: int = 50,
+        drift_factor: float = 1.5,
+        **of_codec: Any,
     ) -> None:
-        is_open, asked = codec is None, options.pop("plain_steps", None)
-        self._is_open = is_open and not options.keys() - _DEFAULTS.keys()  # the optimizer chooses the codec
-        self.codecs, mine = _read_options("one-bit" if is_open else codec, options)
+        check_choice("topology", topology, ("server", "all-reduce"))
+        check_choice("pull", pull, ("compressed", "raw"))
+        if pull == "raw" and topology != "server":
+            raise InvalidArgument('pull="raw" needs topology="server": in a ring nobody owns the result')
+        self._is_open = codec is None and not of_codec  # the optimizer chooses the codec
+        self.codecs = _read_codecs("one-bit" if codec is None else codec, of_codec)
         if len(self.codecs) > 1 and threshold_bytes is not None:
             raise InvalidArgument("several codecs are chosen by time: leave threshold_bytes out")
         super().__init__(
             error_feedback=all(codecs.choose_feedback(codec, error_feedback) for codec in self.codecs),
-            plain=PlainSteps(self.name, "plain_steps", asked if asked is not None or self._is_open else 0),
+            plain=PlainSteps(self.name, "plain_steps", plain_steps if plain_steps is not None or self._is_open else 0),
         )
         self.threshold_bytes = None if threshold_bytes is None else check_threshold(threshold_bytes)
-        self._options = mine
+        if group_elements is None:
+            are_all = all(isinstance(one, Quantised) for one in self.codecs)
+            group_elements = QUANTISED_CHUNK_ELEMENTS if are_all else CHUNK_ELEMENTS
+        self._exchanging: dict[str, Any] = {
+            "topology": topology,
+            "pull": pull,
+            "group_elements": check_count("group_elements", group_elements),
+        }
+        self._measured: dict[str, Any] = {
+            "warmup_steps": warmup_steps,
+            "method": method,
+            "drift_every": drift_every,
+            "drift_factor": drift_factor,
+        }
         self.state_is_per_world = True
         self._clock: HostClock | DeviceClock | None = None  # None: no table is measured
+        self._metric: QuantisationMetric | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._measuring = Measuring(**{name: self._options[name] for name in _MEASURED}, n_codecs=len(self.codecs))
+        self._chooses = len(self.codecs) > 1
+        self._measuring = Measuring(**self._measured, n_codecs=len(self.codecs))
         self._last_stats: dict[str, Any] | None = None
         self._threshold = NEVER if self.threshold_bytes is None else self.threshold_bytes
-        self._plans: dict[int, tuple[int, int, ChosenCodecs]] = {}  # by bucket: layout, decision, plan
+        self._plans: dict[int, Plan] = {}  # by bucket
         # With several codecs: what is chosen, by layout; the buckets of a step; when each was ready, after the first.
         self._choices: dict[int, Choice] = {}
         self._buckets: dict[int, tuple[int, tuple[int, ...], int]] = {}
@@ -147,39 +178,35 @@ class SlimGC(Compressed):
         return any(getattr(codec, "importance", None) == "paper" for codec in self.codecs)
 
     @property
-    def _chooses(self) -> bool:
-        return len(self.codecs) > 1
-
-    @property
     def configuration(self) -> dict[str, Any]:
         return {
             "codec": "+".join(codec.name for codec in self.codecs),
-            "codec_options": [*map(_options_of, self.codecs)] if self._chooses else _options_of(self.codec),
+            "codec_options": [*map(_options_of, self.codecs)] if len(self.codecs) > 1 else _options_of(self.codec),
             "threshold_bytes": self.threshold_bytes,
             "error_feedback": self.error_feedback,
             self.plain.option: self.plain.n,
-            **self._options,
+            **self._exchanging,
+            **self._measured,
         }
 
     def bind(self, session: Session) -> None:
         """Raises: InvalidArgument, Unsupported (a codec that reads the optimizer, and none, or another, was given; on a
         device, options that need the host)."""
-        wire, metric = session.wire, None
+        wire, self._metric = session.wire, None
         if self._is_open:
             self.codecs = self._codecs_beside(session)
         if self.reads_optimizer:
             codec: Any = self.codec
             promise = Promise(rounding=codec.rounding, format=codec.format, is_alike=True)
-            metric = QuantisationMetric.beside(session, promise)
+            self._metric = QuantisationMetric.beside(session, promise)
         if wire.on_device:
             for codec in self.codecs:
-                _refuse_on_device(codec, self._options)
+                _refuse_on_device(codec, **self._exchanging)
         super().bind(session)
         if self.plain.n:
             self.plain.tell(self)
         self._reset()
-        how = tuple(self._options[name] for name in ("topology", "pull", "group_elements"))
-        self._metric, self._exchanges = metric, [FusedExchange(wire, codec, *how) for codec in self.codecs]
+        self._exchanges = [FusedExchange(wire, codec, **self._exchanging) for codec in self.codecs]
         if self.threshold_bytes is None and wire.world_size > 1:
             self._clock = DeviceClock(wire) if isinstance(wire, DeviceWire) else HostClock()
 
@@ -187,8 +214,8 @@ class SlimGC(Compressed):
         if not is_beside_adam(session):
             return [OneBit()]
         is_single = self.threshold_bytes is not None or session.wire.on_device
-        if not is_single and self._options["group_elements"] == QUANTISED_CHUNK_ELEMENTS:
-            self._options["group_elements"] = CHUNK_ELEMENTS
+        if not is_single and self._exchanging["group_elements"] == QUANTISED_CHUNK_ELEMENTS:
+            self._exchanging["group_elements"] = CHUNK_ELEMENTS
         return [_made(spec, {}) for spec in CODECS_BESIDE_ADAM[-1 if is_single else 0 :]]
 
     # ---- one bucket
@@ -224,7 +251,7 @@ class SlimGC(Compressed):
                 wire.flags.copy_(flags)
         return summed
 
-    def _plan_of(self, bucket: Bucket) -> ChosenCodecs:
+    def _plan_of(self, bucket: Bucket) -> Plan:
         """The decision for each tensor of the bucket (algorithm 2), made anew when layout or threshold change."""
         threshold = self._threshold
         mode = None if self.threshold_bytes is not None else self._measuring.warmup_mode(bucket.step)
@@ -234,34 +261,28 @@ class SlimGC(Compressed):
             threshold = 0 if mode and not self._chooses else NEVER
         if bucket.step < self.plain.n:
             threshold = NEVER
-        known = self._plans.get(bucket.index)
-        if known is None or known[:2] != (bucket.layout_hash, threshold):
+        plan = self._plans.get(bucket.index)
+        if plan is None or plan.made_for != (bucket.layout_hash, threshold):
             sizes = tuple(n * bucket.buffer.element_size() for _, _, n in tensors_of(bucket))
             choice = tuple(int(size >= max(1, threshold)) for size in sizes)
             if self._chooses and threshold != NEVER:
                 if bucket.layout_hash not in self._choices:  # buckets have changed
                     self._measuring.is_requested = True
                 choice = self._choices.get(bucket.layout_hash, (0,) * len(sizes))
-            plan = ChosenCodecs(bucket, sizes, choice, functools.partial(self._cut, bucket, choice))
-            known = self._plans[bucket.index] = (bucket.layout_hash, threshold, plan)
-        if self._chooses:
-            self._see(bucket)
-        return known[2]
-
-    def _cut(self, bucket: Bucket, choice: Choice, codec: int) -> CutSelection:
-        # What is encoded where it lies need not lie together; the ring wants it so.
-        keeps_places = self._exchanges[codec - 1].adds_residual
-        world_size, at_a_time = self.session.communicator.world_size, self._options["group_elements"]
-        return CutSelection(bucket, choice, codec, world_size, at_a_time, keeps_places)
-
-    def _see(self, bucket: Bucket) -> None:
-        """Note what is in the bucket, and when it was ready."""
-        if bucket.index == 0:
-            self._buckets.clear()
-        started_ns = bucket.record.started_ns
-        self._buckets[bucket.index] = bucket.layout_hash, self._plans[bucket.index][2].sizes, started_ns
-        since_s = (started_ns - self._buckets.get(0, (0, (), started_ns))[2]) / 1e9
-        self._ready_s.setdefault(bucket.layout_hash, deque(maxlen=_READY_STEPS)).append(max(0.0, since_s))
+            world_size, at_a_time = self.session.communicator.world_size, self._exchanging["group_elements"]
+            parts = [  # what is encoded where it lies need not lie together; the ring wants it so
+                CutSelection(bucket, choice, codec, world_size, at_a_time, self._exchanges[codec - 1].adds_residual)
+                for codec in sorted({*choice} - {0})
+            ]
+            plan = self._plans[bucket.index] = Plan(bucket, threshold, sizes, choice, parts)
+        if self._chooses:  # note what is in the bucket, and when it was ready
+            if bucket.index == 0:
+                self._buckets.clear()
+            started_ns = bucket.record.started_ns
+            self._buckets[bucket.index] = bucket.layout_hash, plan.sizes, started_ns
+            since_s = (started_ns - self._buckets.get(0, (0, (), started_ns))[2]) / 1e9
+            self._ready_s.setdefault(bucket.layout_hash, deque(maxlen=_READY_STEPS)).append(max(0.0, since_s))
+        return plan
 
     def _choose(self) -> int:
         """Choose a codec for every tensor of the last step's buckets, by the new tables and by when all ranks are ready.
@@ -281,12 +302,17 @@ class SlimGC(Compressed):
         self._plans.clear()
         return zlib.crc32(repr(sorted(self._choices.items())).encode())
 
-    def _reduce_by_plan(self, bucket: Bucket, plan: ChosenCodecs, wire: Wire) -> torch.futures.Future | None:
+    def _reduce_by_plan(self, bucket: Bucket, plan: Plan, wire: Wire) -> torch.futures.Future | None:
         if not plan.parts:
             return self._mean_raw(bucket, plan, wire)
         with wire.timing("encode"):
             part = self._part_of(bucket, plan.parts[0], wire)
-            fp_buf = self._fill_fp_buf(bucket, plan, wire)
+            self._flush_residuals(bucket, plan, wire)
+            fp_buf = wire.scratch("fp_buf", plan.n_raw + 1, bucket.buffer.dtype)  # the small tensors / N, and a 0
+            fp_buf[plan.n_raw :].zero_()
+            for run in plan.raw_runs:
+                run.in_fused(fp_buf).copy_(run.in_bucket(bucket.buffer))
+            fp_buf.mul_(1.0 / wire.world_size)
         # In host memory small tensors travel beside the large ones; on a device all is timed in one order.
         finish_raw = None if wire.on_device else wire.start_sum(fp_buf)
         for cut in plan.parts:
@@ -309,7 +335,7 @@ class SlimGC(Compressed):
             self._take_mean(bucket, cut, part, wire)
         return None
 
-    def _mean_raw(self, bucket: Bucket, plan: ChosenCodecs, wire: Wire) -> torch.futures.Future | None:
+    def _mean_raw(self, bucket: Bucket, plan: Plan, wire: Wire) -> torch.futures.Future | None:
         """Nothing is worth compressing: the backend's all-reduce, which in host memory the lane does not wait for."""
         self._flush_residuals(bucket, plan, wire)
         if wire.on_device:
@@ -337,16 +363,7 @@ class SlimGC(Compressed):
         plan.part_layout = part.layout
         return part
 
-    def _fill_fp_buf(self, bucket: Bucket, plan: ChosenCodecs, wire: Wire) -> Tensor:
-        """(n_raw + 1,) of the bucket's dtype: the small tensors / N, and last 0."""
-        self._flush_residuals(bucket, plan, wire)
-        fp_buf = wire.scratch("fp_buf", plan.n_raw + 1, plan.dtype)
-        for run in plan.raw_runs:
-            run.in_fused(fp_buf).copy_(run.in_bucket(bucket.buffer))
-        fp_buf[-1:].zero_()
-        return fp_buf.mul_(1.0 / wire.world_size)
-
-    def _flush_residuals(self, bucket: Bucket, plan: ChosenCodecs, wire: Wire) -> None:
+    def _flush_residuals(self, bucket: Bucket, plan: Plan, wire: Wire) -> None:
         """Add to tensors that travel raw what was left out of them, where this rank has a gradient."""
         feedback, was_flushed = self.session.feedback, plan.is_flushed
         plan.is_flushed = True
@@ -413,7 +430,7 @@ class SlimGC(Compressed):
         def send() -> None:
             if not mode:
                 return wire.mean(sent)
-            cut = Cut([(0, n)], wire.world_size, self._options["group_elements"])
+            cut = Cut([(0, n)], wire.world_size, self._exchanging["group_elements"])
             importance = None if self._metric is None else Importance([], 0)
             self._exchanges[mode - 1].mean(wire, cut, sent, left_out=left_out, importance=importance)
             wire.communicator.run_deferred()
@@ -432,14 +449,12 @@ class SlimGC(Compressed):
 
     def end_backward(self, step: int) -> int:
         """Wait for the probes of a step that measures, which are part of it; after other steps for nothing."""
-        waited_ns = 0
+        watch = Stopwatch()
         if isinstance(self._clock, HostClock) and self._measuring.may_probe(step, self.is_ahead):
-            watch = Stopwatch()
             # An error of the lane is raised with its own type by whoever called this.
             with contextlib.suppress(GradwireError), watch:
                 self.session.communicator.submit(lambda: None).wait()
-            waited_ns += watch.total_ns
-        return waited_ns
+        return watch.total_ns
 
     # ---- what ranks compare
 
@@ -467,7 +482,7 @@ class SlimGC(Compressed):
         """The threshold in bytes, its table (Fig. 6), and what the decisions came to at the last step."""
         if self._last_stats is not None:
             return self._last_stats
-        plans = [plan for _, _, plan in self._plans.values()]
+        plans = list(self._plans.values())
         used = Counter(
             self.codecs[part.codec - 1].name for plan in plans for part in plan.parts for _ in part.compressed
         )
@@ -491,14 +506,10 @@ class SlimGC(Compressed):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument. Ranks that load different tables get RankMismatch before their next gradients."""
-        residuals, measuring = state.get("residuals"), state.get("measuring")
-        if not isinstance(residuals, dict) or not isinstance(measuring, dict):
-            raise not_the_state("scheme slimgc", "it lacks residuals or the threshold table")
-        threshold = check_threshold(state.get("threshold_bytes"))
-        self._measuring.load_state_dict(measuring)
-        self.session.feedback.load_by_name(residuals, self.session.slots)
-        self._threshold = threshold
-        self._choices = {int(layout): tuple(choice) for layout, choice in state.get("choices", {}).items()}
+        self._measuring.load_state_dict(state["measuring"])
+        self.session.feedback.load_by_name(state["residuals"], self.session.slots)
+        self._threshold = check_threshold(state["threshold_bytes"])
+        self._choices = {int(layout): tuple(choice) for layout, choice in state["choices"].items()}
         self._plans.clear()
         self._has_loaded = True
 
@@ -512,30 +523,15 @@ class SlimGC(Compressed):
         super().close()
 
 
-def _read_options(codec: Any, given: dict[str, Any]) -> tuple[list[Codec], dict[str, Any]]:
-    """Returns: the codecs, made by name with their options, given, or a scheme's; and all options of SlimGC's own.
-
-    Raises: InvalidArgument.
-    """
-    options = {name: given.pop(name, default) for name, default in _DEFAULTS.items()}
-    is_server = check_choice("topology", options["topology"], ("server", "all-reduce")) == "server"
-    is_raw = check_choice("pull", options["pull"], ("compressed", "raw")) == "raw"
-    group_elements = options["group_elements"]
-    if is_raw and not is_server:
-        raise InvalidArgument('pull="raw" needs topology="server": in a ring nobody owns the result')
-    if group_elements is not None and group_elements < 1:
-        raise InvalidArgument(f"group_elements must be at least 1, got {group_elements}")
+def _read_codecs(codec: Any, options: dict[str, Any]) -> list[Codec]:
+    """The codecs, made by name with their options, given, or a scheme's. Raises: InvalidArgument."""
     several = codec.split("+") if isinstance(codec, str) else codec
     several = list(several) if isinstance(several, Sequence) else [codec]
-    if not several or (len(several) > 1 and given):
+    if not several or (len(several) > 1 and options):
         raise InvalidArgument(
             'of several codecs each has its own options, "embedded-float:bits=5"; and one there must be'
         )
-    made = [_made(one, given) for one in several]
-    if group_elements is None:
-        are_all = all(isinstance(one, Quantised) for one in made)
-        options["group_elements"] = QUANTISED_CHUNK_ELEMENTS if are_all else CHUNK_ELEMENTS
-    return made, options
+    return [_made(one, options) for one in several]
 
 
 def _made(codec: Any, options: dict[str, Any]) -> Codec:
@@ -560,11 +556,11 @@ def _options_of(codec: Codec) -> dict[str, Any]:
     return {k: v for k, v in sorted(vars(codec).items()) if not k.startswith("_") and isinstance(v, plain)}
 
 
-def _refuse_on_device(codec: Codec, options: dict[str, Any]) -> None:
+def _refuse_on_device(codec: Codec, topology: str, pull: str, **_: Any) -> None:
     """Raises: Unsupported (what needs the host)."""
-    for name, wanted in (("topology", "server"), ("pull", "compressed")):
-        if options[name] != wanted:
-            raise Unsupported(f'slimgc with {name}="{options[name]}" works on host memory: leave that or placement out')
+    if topology != "server" or pull != "compressed":
+        option = f'topology="{topology}"' if topology != "server" else f'pull="{pull}"'
+        raise Unsupported(f"slimgc with {option} works on host memory: leave that or placement out")
     if not isinstance(codec, Quantised):
         raise Unsupported(
             f"slimgc works on devices with one-bit, two-bit and qsgd, not with {codec.name}: take one of these, or leave "

@@ -51,12 +51,7 @@ class Union(NamedTuple):
 
 
 class SharedIndex:
-    """Finds the union, bucket by bucket, and sizes Bloom filters by what the last steps have learnt.
-
-    Args:
-        kind: "bitmap", "bloom" or "auto", as of the scheme.
-        seed: of the filters' hashes.
-    """
+    """Finds the union, bucket by bucket, and sizes Bloom filters by what steps have learnt; `kind` as of the scheme."""
 
     def __init__(self, kind: str, seed: int, learnt: Learnt, aggregator: Aggregator) -> None:
         self.kind, self._seed, self._learnt, self._aggregator = kind, seed, learnt, aggregator
@@ -70,15 +65,12 @@ class SharedIndex:
         cell_bits: float,
         counts: bool,
         confirms: bool,
-        cells_of: Callable[[Tensor], Tensor] | None = None,
+        cells_of: Callable[[Tensor], Tensor] | None,
     ) -> Union:
         """The union of all ranks' non-zeros in `values` (n,); each will cost `cell_bits` when they are summed.
 
-        Args:
-            counts: whether the bits that are set are to be counted.
-            confirms: whether a filter is followed by a bit for each of its candidates, so that no zero is among them.
-            cells_of: this rank's index to cells, which are to be summed along with it.
-        Raises: RankMismatch, CorruptMessage.
+        `counts` the bits that are set; `confirms` a filter by a bit for each of its candidates, so that no zero is among them;
+        `cells_of` this rank's index are summed along with it. Raises: RankMismatch, CorruptMessage.
         """
         n = values.numel()
         message = wire.scratch("index", HEAD_WORDS + index_words(n), torch.int32)

@@ -122,7 +122,14 @@ class Measuring:
         is_requested: have that be so from the next look at the network on; if any rank asks, all measure.
     """
 
-    def __init__(self, warmup_steps: int, method: str, drift_every: int, drift_factor: float, n_codecs: int) -> None:
+    def __init__(
+        self,
+        n_codecs: int,
+        warmup_steps: int = 10,
+        method: str = "fit",
+        drift_every: int = 50,
+        drift_factor: float = 1.5,
+    ) -> None:
         if warmup_steps < COLD_STEPS + 1 + n_codecs:
             raise InvalidArgument(
                 f"warmup_steps is at least {COLD_STEPS + 1 + n_codecs}: the first {COLD_STEPS} are not typical, and one "
@@ -262,13 +269,9 @@ class Measuring:
     # ---- between steps
 
     def stats(self) -> dict[str, Any]:
-        """The first codec's table, those of others, and how often they were made."""
-        rows = [table.as_rows() for table in self.tables]
-        return {
-            "threshold_table": rows[0] if rows else [],
-            **({"other_tables": rows[1:]} if rows[1:] else {}),
-            "threshold_measured": self.n_measured,
-        }
+        """The first codec's table, and how often tables were made."""
+        table = self.tables[0].as_rows() if self.tables else []
+        return {"threshold_table": table, "threshold_measured": self.n_measured}
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -47,10 +47,16 @@ from gradwire.wire.wire import Wire
 
 # What is chosen among beside Adam, from the finest on; the last is nearest to plain of those with two bits.
 CODECS_BESIDE_ADAM = ("embedded-float:bits=8", "embedded-float:bits=5", "two-bit:levels=4,scale_values=64")
+_MEASURED = (
+    "warmup_steps",
+    "method",
+    "drift_every",
+    "drift_factor",
+)  # options of the table; what is left is the codec's
 _READY_STEPS = 16  # of which the typical one says when a bucket is ready
 
 
-class Plan(Selection):
+class ChosenCodecs(Selection):
     """The decision for one bucket layout: which tensors travel raw (0 in `choice`), and the selection of each codec used.
 
     Attributes:
@@ -106,18 +112,15 @@ class SlimGC(Compressed):
         topology: str = "server",
         pull: str = "compressed",
         group_elements: int | None = None,
-        warmup_steps: int = 10,
-        method: str = "fit",
-        drift_every: int = 50,
-        drift_factor: float = 1.5,
-        **of_codec: Any,
+        **options: Any,
     ) -> None:
+        self._measured = {name: options.pop(name) for name in _MEASURED if name in options}
         check_choice("topology", topology, ("server", "all-reduce"))
         check_choice("pull", pull, ("compressed", "raw"))
         if pull == "raw" and topology != "server":
             raise InvalidArgument('pull="raw" needs topology="server": in a ring nobody owns the result')
-        self._is_open = codec is None and not of_codec  # the optimizer chooses the codec
-        self.codecs = _read_codecs("one-bit" if codec is None else codec, of_codec)
+        self._is_open = codec is None and not options  # the optimizer chooses the codec
+        self.codecs = _read_codecs("one-bit" if codec is None else codec, options)
         if len(self.codecs) > 1 and threshold_bytes is not None:
             raise InvalidArgument("several codecs are chosen by time: leave threshold_bytes out")
         super().__init__(
@@ -133,12 +136,6 @@ class SlimGC(Compressed):
             "pull": pull,
             "group_elements": check_count("group_elements", group_elements),
         }
-        self._measured: dict[str, Any] = {
-            "warmup_steps": warmup_steps,
-            "method": method,
-            "drift_every": drift_every,
-            "drift_factor": drift_factor,
-        }
         self.state_is_per_world = True
         self._clock: HostClock | DeviceClock | None = None  # None: no table is measured
         self._metric: QuantisationMetric | None = None
@@ -146,10 +143,10 @@ class SlimGC(Compressed):
 
     def _reset(self) -> None:
         self._chooses = len(self.codecs) > 1
-        self._measuring = Measuring(**self._measured, n_codecs=len(self.codecs))
+        self._measuring = Measuring(len(self.codecs), **self._measured)
         self._last_stats: dict[str, Any] | None = None
         self._threshold = NEVER if self.threshold_bytes is None else self.threshold_bytes
-        self._plans: dict[int, Plan] = {}  # by bucket
+        self._plans: dict[int, ChosenCodecs] = {}  # by bucket
         # With several codecs: what is chosen, by layout; the buckets of a step; when each was ready, after the first.
         self._choices: dict[int, Choice] = {}
         self._buckets: dict[int, tuple[int, tuple[int, ...], int]] = {}
@@ -186,7 +183,7 @@ class SlimGC(Compressed):
             "error_feedback": self.error_feedback,
             self.plain.option: self.plain.n,
             **self._exchanging,
-            **self._measured,
+            **{name: getattr(self._measuring, name) for name in _MEASURED},
         }
 
     def bind(self, session: Session) -> None:
@@ -251,7 +248,7 @@ class SlimGC(Compressed):
                 wire.flags.copy_(flags)
         return summed
 
-    def _plan_of(self, bucket: Bucket) -> Plan:
+    def _plan_of(self, bucket: Bucket) -> ChosenCodecs:
         """The decision for each tensor of the bucket (algorithm 2), made anew when layout or threshold change."""
         threshold = self._threshold
         mode = None if self.threshold_bytes is not None else self._measuring.warmup_mode(bucket.step)
@@ -274,7 +271,7 @@ class SlimGC(Compressed):
                 CutSelection(bucket, choice, codec, world_size, at_a_time, self._exchanges[codec - 1].adds_residual)
                 for codec in sorted({*choice} - {0})
             ]
-            plan = self._plans[bucket.index] = Plan(bucket, threshold, sizes, choice, parts)
+            plan = self._plans[bucket.index] = ChosenCodecs(bucket, threshold, sizes, choice, parts)
         if self._chooses:  # note what is in the bucket, and when it was ready
             if bucket.index == 0:
                 self._buckets.clear()
@@ -302,7 +299,7 @@ class SlimGC(Compressed):
         self._plans.clear()
         return zlib.crc32(repr(sorted(self._choices.items())).encode())
 
-    def _reduce_by_plan(self, bucket: Bucket, plan: Plan, wire: Wire) -> torch.futures.Future | None:
+    def _reduce_by_plan(self, bucket: Bucket, plan: ChosenCodecs, wire: Wire) -> torch.futures.Future | None:
         if not plan.parts:
             return self._mean_raw(bucket, plan, wire)
         with wire.timing("encode"):
@@ -335,7 +332,7 @@ class SlimGC(Compressed):
             self._take_mean(bucket, cut, part, wire)
         return None
 
-    def _mean_raw(self, bucket: Bucket, plan: Plan, wire: Wire) -> torch.futures.Future | None:
+    def _mean_raw(self, bucket: Bucket, plan: ChosenCodecs, wire: Wire) -> torch.futures.Future | None:
         """Nothing is worth compressing: the backend's all-reduce, which in host memory the lane does not wait for."""
         self._flush_residuals(bucket, plan, wire)
         if wire.on_device:
@@ -363,7 +360,7 @@ class SlimGC(Compressed):
         plan.part_layout = part.layout
         return part
 
-    def _flush_residuals(self, bucket: Bucket, plan: Plan, wire: Wire) -> None:
+    def _flush_residuals(self, bucket: Bucket, plan: ChosenCodecs, wire: Wire) -> None:
         """Add to tensors that travel raw what was left out of them, where this rank has a gradient."""
         feedback, was_flushed = self.session.feedback, plan.is_flushed
         plan.is_flushed = True

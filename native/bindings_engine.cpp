@@ -296,15 +296,15 @@ class PieceExchange {
  public:
   PieceExchange(Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& push, Codec& pull,
                 const PieceGroups& groups, Floats values, OrNone<ConstFloats> residual, Floats left_out,
-                std::uint64_t first_draw, bool has_pull, std::size_t pull_bytes_ahead) {
+                std::uint64_t first_draw, std::size_t pull_bytes_ahead) {
     if (groups.by_part.size() != static_cast<std::size_t>(mesh.world_size()))
       throw InvalidArgument("an exchange needs the groups of every part");
-    const exchange::PieceBucket bucket{values, residual, left_out, first_draw, has_pull};
+    const exchange::PieceBucket bucket{values, residual, left_out, first_draw};
     std::vector<std::size_t> n_groups;
     for (const auto& part : groups.by_part) n_groups.push_back(part.size());
     const nb::gil_scoped_release released;
     ends_.emplace(mesh, push, pull, groups.by_part, bucket, account_);
-    exchange_.emplace(mesh, exchange::Ticket{stream, facts_of(facts)}, *ends_, std::move(n_groups), has_pull,
+    exchange_.emplace(mesh, exchange::Ticket{stream, facts_of(facts)}, *ends_, std::move(n_groups), true,
                       pull_bytes_ahead, account_);
   }
   AccountTuple run() {
@@ -349,7 +349,7 @@ void bind_pieces(nb::module_& m) {
   });
   nb::class_<PieceExchange>(m, "PieceExchange")
       .def(nb::init<Mesh&, std::uint32_t, const Facts&, Codec&, Codec&, const PieceGroups&, Floats, OrNone<ConstFloats>,
-                    Floats, std::uint64_t, bool, std::size_t>(),
+                    Floats, std::uint64_t, std::size_t>(),
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(),
            nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>())
       .def("run", &PieceExchange::run, unlocked)

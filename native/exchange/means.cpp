@@ -633,19 +633,9 @@ void PieceEnds::add_own(std::size_t number) {
 
 std::size_t PieceEnds::encode_pull(std::size_t number, Bytes out) {
   const Group& group = groups_[rank_][number];
-  const Timed timed(account_, Kind::encode, bucket_.has_pull ? weigh(pull_, group) : now_ns());
-  const Floats total = total_.floats(group.n());
-  std::size_t n_bytes = 0;
-  if (bucket_.has_pull) {
-    // It will adopt the very values that the others decode: sum - what the encoding lost would round differently.
-    n_bytes = encode_group(pull_, total, group.start, group.sizes, feedback_of(group, false), out);
-  } else {
-    const Floats mean = bucket_.values.subspan(group.start, total.size());
-    const auto divisor = static_cast<float>(world_);
-    std::transform(total.begin(), total.end(), mean.begin(), [divisor](float sum) { return sum / divisor; });
-    std::ranges::fill(bucket_.left_out.subspan(group.start, total.size()), 0.0f);
-  }
-  return n_bytes;
+  const Timed timed(account_, Kind::encode, weigh(pull_, group));
+  // It will adopt the very values that the others decode: sum - what the encoding lost would round differently.
+  return encode_group(pull_, total_.floats(group.n()), group.start, group.sizes, feedback_of(group, false), out);
 }
 
 void PieceEnds::adopt(std::size_t part, std::size_t number, const wire::Message& message) {

@@ -204,8 +204,6 @@ struct PieceBucket {
   ConstFloats residual;  // empty for none
   Floats left_out;       // what this rank's messages lost of gradient + residual
   std::uint64_t first_draw;
-  // Without, only this rank's part of `values` is replaced, and nothing of it is left out.
-  bool has_pull;
 };
 
 // A rank as a worker, which pushes and pulls, and as the server of its own part.

@@ -388,7 +388,7 @@ class PieceExchange:
 
     def __init__(
         self, mesh: Mesh, stream: int, facts: Sequence[int], push: ExchangeCodec, pull: ExchangeCodec,
-        groups: PieceGroups, values: Any, residual: Any | None, left_out: Any, first_draw: int, has_pull: bool,
+        groups: PieceGroups, values: Any, residual: Any | None, left_out: Any, first_draw: int,
         pull_bytes_ahead: int,
     ) -> None: ...  # fmt: skip
     def run(self) -> _Account: ...

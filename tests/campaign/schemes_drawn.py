@@ -21,7 +21,7 @@ class Variant:
     @property
     def owns_step(self) -> bool:
         """Whether it takes the optimizer's step, which restricts what scripts may do to `.grad`."""
-        asked = self.options.get("ahead") or self.options.get("backup") or self.options.get("update") == "owner"
+        asked = self.options.get("ahead") or self.options.get("backup")
         return schemes.owns_step(self.name) or bool(asked)
 
     @property
@@ -84,7 +84,7 @@ _LISTED = [
     Variant("slimgc", {"codec": "two-bit", "threshold_bytes": 500, "topology": "all-reduce"}),
     Variant("slimgc", repeats=False),  # its table is measured
     Variant("slimgc", {"threshold_bytes": 0, "backup": True}),
-    Variant("slimgc", {"threshold_bytes": 500, "update": "owner", "pull": "raw"}),
+    Variant("slimgc", {"threshold_bytes": 500, "pull": "raw"}),
     Variant("aqgb", repeats=False),  # bits follow the network
     Variant("broadcast", {"bits": 8}),
     Variant("broadcast", {"bits": 32, "topology": "ring"}),

@@ -10,14 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.slimgc.choosing import MARGIN, BucketSizes, choose, exposed_s
 from gradwire.schemes.slimgc.threshold import (
+    MARGIN,
     NEVER,
+    BucketSizes,
     LinearCost,
     SizeTimes,
     ThresholdTable,
     check_threshold,
+    choose,
     crossing_bytes,
+    exposed_s,
     has_drifted,
     log_spaced,
 )

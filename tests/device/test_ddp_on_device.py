@@ -292,11 +292,3 @@ def disagree_then_die(rank: int, world_size: int, library: Path) -> tuple[str, f
 
 def test_ranks_that_disagree_and_a_rank_that_dies(library: Path) -> None:
     assert_the_dead_is_named(*try_ranks(disagree_then_die, 2, library))
-
-
-@on_ranks(1)
-def test_what_cannot_be_staged_says_what_to_use(rank: int, world_size: int, library: Path) -> None:
-    _, place = begin(library)
-    scheme = gradwire.schemes.by_name("slimgc", pull="raw", update="owner", threshold_bytes=0)
-    with pytest.raises(gradwire.Unsupported, match='update="worker"'):
-        training_at(rank, place, scheme)

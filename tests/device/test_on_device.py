@@ -229,7 +229,6 @@ ON_HOSTS: list[tuple[str, dict[str, Any], str]] = [
     ("zlib", {}, "'zlib' works on host memory: leave placement out"),
     ("embedded-float", {"bits": 32}, "bits=32 needs escapes"),
     ("gcomp", {"format": 1}, "leave format=1 out"),
-    ("slimgc", {"update": "owner", "pull": "raw"}, 'update="owner" works on host memory'),
     ("slimgc", {"pull": "raw"}, 'pull="raw"'),
     ("slimgc", {"topology": "all-reduce"}, 'topology="all-reduce"'),
     ("slimgc", {"codec": "gcomp"}, "with one-bit, two-bit and qsgd, not with gcomp"),

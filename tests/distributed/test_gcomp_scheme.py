@@ -80,18 +80,6 @@ def test_inf_on_one_rank_reaches_all_ranks_and_spoils_no_table(rank: int, world_
 
 
 @on_ranks(2)
-def test_grad_scaler_skips_the_step_on_all_ranks_alike(rank: int, world_size: int) -> tuple[list[float], Tensor]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    training, scales = Training(rank, "gcomp", scaler=scaler), []
-    for step in range(4):
-        training.take_scaled_step(scaler, step, math.inf if rank == 1 and step == 1 else 1.0)
-        scales.append(scaler.get_scale())
-    training.close()
-    assert scales[1] == scales[0] / 2
-    return scales, training.flat()
-
-
-@on_ranks(2)
 def test_what_is_missing_is_named(rank: int, world_size: int) -> None:
     with pytest.raises(gradwire.InvalidArgument, match="pass HookState\\(scheme, optimizer=optimizer\\)"):
         gradwire.HookState("gcomp")

@@ -229,10 +229,8 @@ def test_ranks_with_optimizers_of_other_classes_are_told(rank: int, world_size: 
 def test_an_owner_of_the_step_says_what_it_needs(rank: int, world_size: int) -> None:
     one = "takes the step of one optimizer, and was given Muon and AdamW"
     shared = r"two optimizers step 2.weight \(1 in all\)"
-    owner = {"update": "owner", "topology": "server", "pull": "raw"}
     cases: list[tuple[str, dict[str, Any], Any, str]] = [
-        ("slimgc", {"backup": True}, muon_and_adamw, one), ("slimgc", owner, muon_and_adamw, one),
-        ("broadcast", {}, _two(SGD, SGD, 2), shared),
+        ("slimgc", {"backup": True}, muon_and_adamw, one), ("broadcast", {}, _two(SGD, SGD, 2), shared),
     ]  # fmt: skip
     for scheme, options, make, words in cases:
         with pytest.raises(InvalidArgument if words is shared else Unsupported, match=words):

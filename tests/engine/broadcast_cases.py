@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.schemes.aqgb.pacing import FixedPacing, Pacing
+from gradwire.schemes.aqgb.pacing import Pacing, PacingLimits
 from gradwire.schemes.aqgb.scheme import Aqgb, Broadcast
 
 SIZES = [(150, 151), (7,), (40_003,), (64, 33)]
@@ -20,15 +20,11 @@ class InTwoStages(Broadcast):
     """Of every block `bits` first and then 5 more: what aqgb does when it has the time, at any speed."""
 
     def _make_pacing(self, *arguments: Any) -> Pacing:
-        return PacingInTwoStages(self.bits, *arguments, self._clock)
-
-
-class PacingInTwoStages(FixedPacing):
-    def more_bits(self, block: int, sent_bits: int, extra_bytes: int = 0) -> int:
-        return self._n_bits + 5 - sent_bits
-
-    def may_add(self, sent_bits: int) -> bool:
-        return sent_bits < self._n_bits + 5
+        self.limits = PacingLimits(self.bits / 32, (self.bits + 5) / 32, max_contention=1)
+        pacing = super()._make_pacing(*arguments)
+        pacing.first_bits = lambda unsent_elements: self.bits  # type: ignore[method-assign]
+        pacing.more_bits = lambda block, sent_bits, extra_bytes=0: self.bits + 5 - sent_bits  # type: ignore[method-assign]
+        return pacing
 
 
 # name: (scheme, options, dtype, ranks)

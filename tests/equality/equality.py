@@ -95,7 +95,6 @@ STEP_OWNERS = [
     "broadcast:bits=4,error_feedback=true",
     "broadcast:bits=32",
     "slimgc:threshold_bytes=1000,backup=true",
-    "slimgc:threshold_bytes=1000,update=owner,pull=raw",
 ]
 # dtype, whether parameters go unused (DDP then keeps its buckets; otherwise it rebuilds them after the first step).
 KINDS = {

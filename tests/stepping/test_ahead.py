@@ -191,7 +191,6 @@ def test_a_loss_scale_that_changes_meanwhile_is_that_of_the_step(rank: int, worl
     [
         ("auto", "watches DDP's own steps"),
         ("aqgb", "takes the optimizer's step itself"),
-        ("slimgc:update=owner,pull=raw", "takes the optimizer's step itself"),
         ("gcomp", "reads parameters"),
         ("slimgc:codec=gcomp", "reads parameters"),
         ("one-bit-adam", "exchanges the optimizer's momenta"),

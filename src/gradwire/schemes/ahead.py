@@ -125,7 +125,6 @@ class Ahead(Scheme, StepOwner):
 
     def take_over(self) -> None:
         """Raises: InvalidArgument, Unsupported (an optimizer or a model that cannot look ahead)."""
-        self.inner.take_over()
         self._parameters = stepped_parameters(self.session, "ahead=1", of_one=True)
         if self._options.local == "peek":
             check_peekable(*self.session.optimizers)
@@ -198,9 +197,6 @@ class Ahead(Scheme, StepOwner):
 
     def step_figures(self) -> dict[str, float]:
         return self.inner.step_figures()
-
-    def hand_over(self) -> None:
-        self.inner.hand_over()
 
     def preamble(self, bucket: Bucket) -> Preamble:
         return self.inner.preamble(bucket)

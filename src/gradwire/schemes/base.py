@@ -148,7 +148,7 @@ class Scheme(metaclass=ABCMeta):
         """Called once bound and alone: a scheme that owns the step puts itself before the optimizer. Raises: Unsupported."""
 
     def hand_over(self) -> None:
-        """Called before another scheme takes its place, between two steps: return what ranks hold shards of. Collective."""
+        """Called before another scheme takes its place, between two steps: have what it did not send in the feedback."""
 
     def end_backward(self, step: int) -> int:
         """Called on the training thread when DDP has ended a backward pass.

@@ -3,5 +3,4 @@
 blocks.py         which parameters are stepped together, and which modules' forward passes need them
 interception.py   puts a scheme between the user and the optimizer; the user's call, kept to be carried out in pieces
 look_ahead.py     a local step that is taken back: the backup of the global weights, copies of the optimizer's state
-owner_step.py     each rank steps the values that it owns, and holds the optimizer's state of those alone
 """

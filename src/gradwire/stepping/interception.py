@@ -128,13 +128,6 @@ def clip_factor(gradients: list[torch.Tensor], max_norm: float) -> torch.Tensor:
 # ---- the step
 
 
-def takes_step_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> bool:
-    """Return whether the optimizer's step is the very one of a class of torch.optim that is called one of `names`."""
-    known = [getattr(torch.optim, name).step for name in names if hasattr(torch.optim, name)]
-    step = type(optimizer).step
-    return any(step is one or step is getattr(one, "__wrapped__", None) for one in known)
-
-
 class FrozenStep:
     """One call of `optimizer.step()`, kept as it was meant, to be carried out later and for a few parameters at a time.
 
@@ -168,27 +161,20 @@ class FrozenStep:
         self._joined.append(other)
         self.parameters |= other.parameters
 
-    def apply(
-        self, gradients: Mapping[torch.Tensor, torch.Tensor], pieces: Mapping[torch.Tensor, torch.Tensor] | None = None
-    ) -> None:
+    def apply(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Step those parameters of `gradients` that had a gradient, with these gradients in the place of `.grad`.
 
         The gradients are free of the loss scale. `.grad`, groups and hyper-parameters are as before afterwards; the
         user's step hooks are not called.
-
-        `pieces`: what is stepped instead of a parameter, a part of its memory; the gradient and the optimizer's state are
-        then the piece's.
         """
         for other in self._joined:
-            other.apply(gradients, pieces)
-        stepped = pieces or {}
+            other.apply(gradients)
         chosen = {p: gradient for p, gradient in gradients.items() if p in self._own}
         if not chosen:
             return
         optimizer = self._optimizer
         groups = [dict(group) for group in optimizer.param_groups]
-        given = {stepped.get(p, p): gradient for p, gradient in chosen.items()}
-        kept = {parameter: parameter.grad for parameter in given}
+        kept = {parameter: parameter.grad for parameter in chosen}
         # A GradScaler in its `step` lays these on the optimizer, whose step would unscale, or refuse them.
         laid = vars(optimizer)
         told: dict[str, Any] = {name: laid.pop(name) for name in ("grad_scale", "found_inf") if name in laid}
@@ -198,8 +184,8 @@ class FrozenStep:
             for group, frozen in zip(optimizer.param_groups, self._groups, strict=False):
                 group.update(frozen)
             for group in optimizer.param_groups:
-                group["params"] = [stepped.get(p, p) for p in group["params"] if p in chosen]
-            for parameter, gradient in given.items():
+                group["params"] = [p for p in group["params"] if p in chosen]
+            for parameter, gradient in chosen.items():
                 parameter.grad = gradient.to(parameter.device)
             # Without the hooks that users registered and that torch wraps around it.
             (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
@@ -246,23 +232,17 @@ class Interceptor:
     Args:
         parameters: those that the owner steps, `stepped_parameters` of the session.
         blocks: `before_forward` is called for each before a module of its `users` runs.
-        remedy: told to whoever changes a gradient: what to do instead.
     Raises: Unsupported (somebody else has replaced `optimizer.step`).
     """
 
     def __init__(
-        self,
-        session: Session,
-        parameters: Sequence[torch.Tensor],
-        owner: StepOwner,
-        blocks: Sequence[Block] = (),
-        remedy: str = "pass max_grad_norm=... to the scheme instead of clipping, and leave unscale_ to GradScaler",
+        self, session: Session, parameters: Sequence[torch.Tensor], owner: StepOwner, blocks: Sequence[Block] = ()
     ) -> None:
         wrapper, optimizers = session.module, session.optimizers
         assert wrapper is not None, "checked with the parameters"
         module = inner_of(wrapper)
         self._module, self._optimizers, self._owner = module, optimizers, owner
-        self._names, self._has_scaler, self._remedy = session.names, session.has_scaler, remedy
+        self._names, self._has_scaler = session.names, session.has_scaler
         self._parameters = dict.fromkeys(parameters)
         self._noted: dict[torch.Tensor, tuple[weakref.ref[torch.Tensor], int]] = {}  # .grad after the backward pass
         self._is_accumulating = False
@@ -428,7 +408,7 @@ class Interceptor:
                 raise Unsupported(
                     f"the gradient of parameter {name} was changed between backward() and step() (clip_grad_norm_, "
                     "unscale_, zero_grad?), but this scheme takes the step from gradients of its own, which are still on "
-                    f"their way: {self._remedy}"
+                    "their way: pass max_grad_norm=... to the scheme instead of clipping, and leave unscale_ to GradScaler"
                 )
 
     def _step_others(self, frozen: FrozenStep) -> None:

@@ -5,14 +5,14 @@ Messages, copies and sums are native/exchange/broadcast.hpp's; here is when what
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from gradwire import _native
 from gradwire.codecs.tensors import bytes_of, dtype_code
-from gradwire.core.bucket import Slot, slot_of
+from gradwire.core.bucket import slot_of
 from gradwire.core.feedback import Feedback
 from gradwire.core.session import Session
 from gradwire.errors import GradwireError
@@ -41,26 +41,23 @@ class OpenBlock:
     frozen: FrozenStep | None = None  # the user's call for this step; None as long as there was none
     loss_scale: float = 1.0  # that the gradient was multiplied by; it may have changed when the block has been sent
 
-    def slots(self, flat: torch.Tensor) -> Iterator[tuple[Slot, torch.Tensor]]:
-        """Each parameter's slot with its part of `flat` (n,)."""
-        parts = flat.split([parameter.numel() for parameter in self.parts])
-        return zip(map(slot_of, self.parts), parts, strict=True)
-
     def add_residual(self, feedback: Feedback, loss_scale: float) -> None:
         """gradient += residual x loss_scale."""
         self.loss_scale = loss_scale
-        for slot, part in self.slots(self.gradient):
+        for parameter, part in self.parts.items():
+            slot = slot_of(parameter)
             feedback.discard([slot])
             kept = feedback.of(slot)
             if kept is not None:
-                part.add_(kept, alpha=loss_scale)
+                part.view(-1).add_(kept, alpha=loss_scale)
 
     def stage_residual(self, feedback: Feedback, unsent: torch.Tensor) -> None:
         """Keep `unsent` (n,), in units of the scaled loss, once the block's step is taken; nothing if it is not finite."""
         unsent.div_(self.loss_scale)
         if bool(torch.isfinite(unsent).all()):
-            for slot, part in self.slots(unsent):
-                feedback.stage(slot, part)
+            sizes = [parameter.numel() for parameter in self.parts]
+            for parameter, part in zip(self.parts, unsent.split(sizes), strict=True):
+                feedback.stage(slot_of(parameter), part)
 
 
 class Round:
@@ -79,10 +76,6 @@ class Round:
     @property
     def is_complete(self) -> bool:
         return self.n_summed == self.n_blocks
-
-    @property
-    def has_all(self) -> bool:
-        return self.n_appeared == self.n_blocks
 
 
 class BlockExchange:
@@ -103,10 +96,9 @@ class BlockExchange:
         pacing: Pacing,
         figures: OverlapFigures,
         feedback: Feedback | None,
-        has_owners: bool = False,
+        has_owners: bool,
     ) -> None:
-        self._has_owners = has_owners
-        self._session, self._native, self._blocks = session, native, blocks
+        self._session, self._native, self._blocks, self._has_owners = session, native, blocks, has_owners
         self._pacing, self._figures, self._feedback = pacing, figures, feedback
         self._dtypes = [dtype_code(one.gradient.dtype) for one in blocks]
         self._round: Round | None = None
@@ -163,7 +155,7 @@ class BlockExchange:
             one, n_unsent, is_last = self._next_to_send(current)
             index = one.block.index
             n_bits = pacing.first_bits(n_unsent)
-            if not pacing.may_add(n_bits):
+            if n_bits >= pacing.ceiling_bits:
                 current.ending.append(index)
             if is_last:
                 self._end_where_nothing_follows(current, index, n_bits)
@@ -185,12 +177,12 @@ class BlockExchange:
         with self._changed:
             while True:
                 self._wait_until(lambda: bool(current.unsent))
-                ahead_s = self._pacing.ahead_s()
-                if ahead_s <= _LEAD_S or current.has_all:  # when everything has appeared, what is left goes at once
+                ahead_s, has_all = self._pacing.ahead_s(), current.n_appeared == current.n_blocks
+                if ahead_s <= _LEAD_S or has_all:  # when everything has appeared, what is left goes at once
                     break
                 self._changed.wait(ahead_s - _LEAD_S)  # a newer block may come meanwhile, and goes first
             n_unsent = sum(self._pacing.sizes[one.block.index] for one in current.unsent)
-            return current.unsent.pop(), n_unsent, not current.unsent and current.has_all
+            return current.unsent.pop(), n_unsent, not current.unsent and has_all
 
     def _end_where_nothing_follows(self, current: Round, last: int, last_bits: int) -> None:
         """Say with the last message of the first stage already which blocks get no second: a message less."""
@@ -249,30 +241,17 @@ class BlockExchange:
         try:
             while (step := self._steps.get()) is not None:  # from its first head to its last
                 while (heard := self._native.receive(step & 0xFFFFFFFF, self._session.communicator.rank)) is not None:
-                    self._take(*heard)
+                    self._take(heard)
         except Exception as error:
             self.fail(error)
 
-    def _take(
-        self,
-        origin: int,
-        block: int | None,
-        body_bytes: int,
-        relayed: list[int],
-        received_bytes: int,
-        receiving_us: int,
-        remaining_s: list[float] | None,
-        ceiling_bits: int,
-        ended: list[int],
-        duration_ns: int,
-        arrived_ns: int,
-        decoded_ns: int,
-        hidden_us: list[int],
-    ) -> None:
-        """Take in a head of a peer and the body behind it, if there was one: see `_Heard` of _native.pyi.
+    def _take(self, heard: "_native._Heard") -> None:
+        """Take in a head of a peer and the body behind it, if there was one.
 
         What the origin has received of this rank, and in what time, are acknowledgements: b and u of the control law.
         """
+        origin, block, body_bytes, relayed, received_bytes, receiving_us, remaining_s = heard[:7]
+        ceiling_bits, ended, duration_ns, arrived_ns, decoded_ns, hidden_us = heard[7:]
         current = self._round
         assert current is not None
         self._pacing.hear(origin, received_bytes, receiving_us, remaining_s, ceiling_bits)

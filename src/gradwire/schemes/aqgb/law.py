@@ -38,14 +38,10 @@ _KEPT = 0.5
 def first_stage_ratio(
     rate_bps: float, remaining_s: float | None, undelivered_bits: float, floor: float = DEFAULT_FLOOR
 ) -> float:
-    """q1: the share of its bits that each value is sent with before the next block appears (section 4.3.1).
+    """q1, in [floor, 1]: the share of its bits that each value is sent with before the next block appears (section 4.3.1).
 
-    Args:
-        rate_bps: b(t), bits a second that every receiver gets of this sender; 0 if nothing arrives.
-        remaining_s: until the next block appears, negative if it is late; None if none will: the floor then.
-        undelivered_bits: u(t), the original size of what has been generated and not delivered.
-        floor: the least share, in (0, 1].
-    Returns: in [floor, 1].
+    `rate_bps` is b(t), what every receiver gets of this sender; `remaining_s` the time until the next block appears, negative
+    if it is late, None if none will; `undelivered_bits` u(t), the original size of what was generated and not delivered.
     """
     if remaining_s is None or remaining_s <= 0:
         return floor
@@ -53,16 +49,15 @@ def first_stage_ratio(
 
 
 def second_stage_ratio(rate_bps: float, remaining_s: float, remaining_bits: float) -> float:
-    """q2: the share of a block's remaining bits that is sent before its forward pass (section 4.3.2).
+    """q2, in [0, 1]: the share of u(g_j^S), a block's remaining bits, that is sent before its forward pass (section 4.3.2).
 
-    Without a floor: where no time is left, nothing is sent. Args: `remaining_bits`: u(g_j^S), what the first stage left
-    out of the block. Returns: in [0, 1].
+    Without a floor: where no time is left, nothing is sent.
     """
     return 0.0 if remaining_s <= 0 else _share_in_time(rate_bps, remaining_s, remaining_bits)
 
 
 def second_stage_bits(rate_bps: float, remaining_s: float, n_values: int, sent_bits: int) -> int:
-    """ceil(q2 (32 - L_F)): the number of bits more of each of a block's `n_values` to send, in 0..32 - sent_bits."""
+    """ceil(q2 (32 - L_F)): how many bits more of each of a block's `n_values` to send, in 0..32 - sent_bits."""
     left_bits = WORD_BITS - sent_bits
     return math.ceil(second_stage_ratio(rate_bps, remaining_s, n_values * left_bits) * left_bits)
 
@@ -97,7 +92,7 @@ class RateEstimate:
 
     @property
     def rate_bps(self) -> float:
-        """The estimate; 0 as long as nothing is known, with which the ratios fall to their floors."""
+        """0 as long as nothing is known, with which the ratios fall to their floors."""
         return self._bits / self._seconds if self._seconds > 0 else 0.0
 
 
@@ -139,15 +134,11 @@ class Timetable:
 
 
 class Profile:
-    """The timetable of the last rounds: the median of each duration, so that one odd round changes nothing.
-
-    Attributes:
-        timetable: None before the first round.
-    """
+    """The timetable of the last rounds: the median of each duration, so that one odd round changes nothing."""
 
     def __init__(self) -> None:
         self._rounds: deque[Timetable] = deque(maxlen=PROFILED_ROUNDS)
-        self.timetable: Timetable | None = None
+        self.timetable: Timetable | None = None  # before the first round
 
     def add(self, measured: Timetable) -> None:
         """Take one round's durations; of as many blocks as the rounds before."""
@@ -207,11 +198,8 @@ class BitCeiling:
         return self._contention or 0.0
 
     def observe(self, running_s: float, waiting_s: float, agreed_bits: int) -> None:
-        """One round, that was sent with at most `agreed_bits`, the lowest ceiling of all ranks.
-
-        Args:
-            running_s, waiting_s: how long threads of this rank ran, and waited for a core although they could run.
-        """
+        """One round, that was sent with at most `agreed_bits`, the lowest ceiling of all ranks: how long threads of this rank
+        ran, and waited for a core although they could run."""
         if running_s + waiting_s > 0:
             seen = waiting_s / (running_s + waiting_s)
             self._contention = seen if self._contention is None else _KEPT * self._contention + (1 - _KEPT) * seen

@@ -18,7 +18,8 @@ from gradwire.schemes.aqgb import law
 _log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
-# (running_s, waiting_s) since some moment; None where the system does not tell.
+# How long threads of this process ran, and waited for a core although they could run, in seconds since some moment; None
+# where the system does not tell.
 CoreTimes = Callable[[], tuple[float, float] | None]
 
 # Times and rates vary from round to round; planning with all of the estimated rate would miss every second deadline.
@@ -27,10 +28,7 @@ _TASKS = "/proc/self/task"
 
 
 def read_core_times() -> tuple[float, float] | None:
-    """Read how long this process's threads ran, and how long they waited for a core although they could run, in seconds.
-
-    Sums over the threads that live now; None where the system has no such numbers (not Linux). Cost: 10 to 20 us a thread.
-    """
+    """Add up over the threads that live now; None where the system has no such numbers (not Linux). Cost: 10 to 20 us each."""
     running_ns = waiting_ns = 0
     try:
         for task in os.listdir(_TASKS):
@@ -73,17 +71,14 @@ class PacingLimits:
 
     @property
     def most_bits(self) -> int:
-        """Bits of a value that are ever sent."""
         return int(law.WORD_BITS * self.ceiling)
 
 
 class Pacing:
     """Decides for one rank.
 
-    Args:
-        clock: seconds; must not run backwards.
-        core_times: how long threads ran and waited for a core; without it, or where it knows nothing, bits are bounded by
-            the network alone.
+    Without `core_times`, or where it knows nothing, bits are bounded by the network alone.
+
     Attributes:
         order: blocks in the order of use.
         sizes: `block_elements`, the values of each block that pass to a receiver.
@@ -122,7 +117,7 @@ class Pacing:
         self._processors = law.BitCeiling(floor_bits, limits.most_bits, limits.max_contention)
         self._told_ceilings: dict[int, int] = {}
         self.ceiling_bits = self.own_ceiling_bits
-        self._n_rounds_held = 0
+        self.n_rounds_held = 0
 
     def now(self) -> float:
         """The clock's time. Raises: InvalidArgument (it ran backwards, or is not finite)."""
@@ -191,13 +186,13 @@ class Pacing:
         contention = self._processors.contention
         if self.ceiling_bits >= self._limits.most_bits or contention <= self._limits.max_contention:
             return
-        if not self._n_rounds_held:
+        if not self.n_rounds_held:
             _log.warning(
                 "gradwire aqgb: threads that could run wait for a core (%.0f %% of their time, max_contention is %.0f %%), so "
                 "at most %d bits of a value are sent; give ranks cores of their own, or raise max_contention",
                 100 * contention, 100 * self._limits.max_contention, self.ceiling_bits,
             )  # fmt: skip
-        self._n_rounds_held += 1
+        self.n_rounds_held += 1
 
     @property
     def own_ceiling_bits(self) -> int:
@@ -210,7 +205,7 @@ class Pacing:
             "acknowledged_bps": self.rate_bps,
             "ceiling_bits": float(self.ceiling_bits),
             "contention": self._processors.contention,
-            "rounds_held": float(self._n_rounds_held),
+            "rounds_held": float(self.n_rounds_held),
         }
 
     # ---- what peers say
@@ -293,10 +288,6 @@ class Pacing:
             more = law.second_stage_bits(rate, remaining_s, self.sizes[block], sent_bits)
             return min(more, self.ceiling_bits - sent_bits)
 
-    def may_add(self, sent_bits: int) -> bool:
-        """Return whether anything could follow `sent_bits` of a block in the second stage."""
-        return sent_bits < self.ceiling_bits
-
     def told_remaining_s(self) -> list[float] | None:
         """`remaining_s` as it will be when a head that is sent now arrives, behind what is on its way before it.
 
@@ -317,20 +308,3 @@ class Pacing:
             for block, seconds in zip(self.order, in_order, strict=True):
                 remaining[block] = seconds
             return remaining
-
-
-class FixedPacing(Pacing):
-    """Sends all blocks with the same number of bits, and nothing more: what AQGB is measured against."""
-
-    def __init__(self, n_bits: int, rank: int, world_size: int, block_elements: Sequence[int], clock: Clock) -> None:
-        super().__init__(rank, world_size, block_elements, clock)
-        self._n_bits = n_bits
-
-    def first_bits(self, unsent_elements: int) -> int:
-        return self._n_bits
-
-    def more_bits(self, block: int, sent_bits: int, extra_bytes: int = 0) -> int:
-        return 0
-
-    def may_add(self, sent_bits: int) -> bool:
-        return False

@@ -6,7 +6,6 @@ may go on until then.
 """
 
 import contextlib
-from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,13 +16,12 @@ from gradwire.checks import choice as check_choice
 from gradwire.codecs.embedded_float import DEFAULT_PARTITION, FORMATS
 from gradwire.codecs.tensors import PARTITIONS, dtype_code
 from gradwire.core.bucket import Bucket, inner_of, slot_of
-from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.schemes.aqgb.broadcasting import BlockExchange, OpenBlock
 from gradwire.schemes.aqgb.law import DEFAULT_FLOOR, DEFAULT_MAX_CONTENTION, MIN_BITS, PROFILED_ROUNDS, WORD_BITS
 from gradwire.schemes.aqgb.overlap import OverlapFigures
-from gradwire.schemes.aqgb.pacing import DEFAULT_CONFIDENCE, Clock, FixedPacing, Pacing, PacingLimits, read_core_times
+from gradwire.schemes.aqgb.pacing import DEFAULT_CONFIDENCE, Clock, Pacing, PacingLimits, read_core_times
 from gradwire.schemes.base import Scheme
 from gradwire.stepping.blocks import Block, Division, check_division, find_blocks, hash_blocks
 from gradwire.stepping.interception import (
@@ -44,7 +42,7 @@ _TOPOLOGIES = ("fan-out", "ring", "owners")  # as exchange::Topology
 class BlockBroadcast(Scheme):
     """Every rank broadcasts its quantised blocks, every rank adds all copies in rank order, its own quantised one too.
 
-    A subclass says by its pacing how many bits a block is sent with first, and how many are added to it later.
+    A subclass says by its limits how many bits a block is sent with first, and how many are added to it later.
 
     Args:
         blocks: how many, or lists of module names, as in `find_blocks`.
@@ -58,6 +56,7 @@ class BlockBroadcast(Scheme):
     """
 
     owns_step: bool = True
+    limits: PacingLimits  # of the subclass
 
     def __init__(
         self, blocks: Division = 4, max_grad_norm: float | None = None, partition: int = DEFAULT_PARTITION,
@@ -83,18 +82,13 @@ class BlockBroadcast(Scheme):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {
-            "blocks": self._division,
-            "max_grad_norm": self.max_grad_norm,
-            "partition": self._partition,
-            "format": self._format,
-            "topology": self.topology,
-            "error_feedback": self.error_feedback,
-        }
+        of_codec = {"partition": self._partition, "format": self._format}
+        own = {"blocks": self._division, "max_grad_norm": self.max_grad_norm, "topology": self.topology}
+        return {**own, **of_codec, "error_feedback": self.error_feedback}
 
-    @abstractmethod
     def _make_pacing(self, rank: int, world_size: int, block_elements: list[int]) -> Pacing:
-        """Make the keeper of time, rates and deadlines, which says how many bits are sent."""
+        core_times = read_core_times if self.limits.max_contention < 1 else None
+        return Pacing(rank, world_size, block_elements, self._clock, self.limits, core_times)
 
     # ---- beginning and end
 
@@ -303,8 +297,7 @@ class BlockBroadcast(Scheme):
         (this rank's ROW, the group's since attaching, T_wait, OSF, utilisation)."""
         if not hasattr(self, "figures"):
             return {}
-        held = int(self.pacing.figures()["rounds_held"])
-        return {"rate_bps": self.pacing.rate_bps, "rounds_held": held, **self.figures.as_dict()}
+        return {"rate_bps": self.pacing.rate_bps, "rounds_held": self.pacing.n_rounds_held, **self.figures.as_dict()}
 
     def step_figures(self) -> dict[str, float]:
         """Bits sent of each value in the last step, all of them and in the first stage, and what bounds them."""
@@ -316,8 +309,6 @@ class BlockBroadcast(Scheme):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
         if self.error_feedback:
-            if not isinstance(state.get("residuals"), dict):
-                raise not_the_state(f"scheme {self.name}", "it lacks residuals")
             self.session.feedback.load_by_name(state["residuals"], self.session.slots)
 
 
@@ -368,14 +359,7 @@ class Aqgb(BlockBroadcast):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return super().configuration | {
-            "floor": float(self.limits.floor),
-            "ceiling": float(self.limits.ceiling),
-        }
-
-    def _make_pacing(self, rank: int, world_size: int, block_elements: list[int]) -> Pacing:
-        core_times = read_core_times if self.limits.max_contention < 1 else None
-        return Pacing(rank, world_size, block_elements, self._clock, self.limits, core_times)
+        return super().configuration | {"floor": float(self.limits.floor), "ceiling": float(self.limits.ceiling)}
 
 
 class Broadcast(BlockBroadcast):
@@ -393,11 +377,9 @@ class Broadcast(BlockBroadcast):
         super().__init__(blocks, max_grad_norm, **options)
         if not MIN_BITS <= bits <= WORD_BITS:
             raise InvalidArgument(f"bits is from {MIN_BITS} to {WORD_BITS}, not {bits}")
-        self.bits = bits
+        self.bits, all_at_once = bits, bits / WORD_BITS
+        self.limits = PacingLimits(all_at_once, all_at_once, max_contention=1)
 
     @property
     def configuration(self) -> dict[str, Any]:
         return super().configuration | {"bits": self.bits}
-
-    def _make_pacing(self, rank: int, world_size: int, block_elements: list[int]) -> Pacing:
-        return FixedPacing(self.bits, rank, world_size, block_elements, self._clock)

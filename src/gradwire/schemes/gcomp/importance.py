@@ -45,7 +45,7 @@ _FEW_VALUES = 1 << 16
 
 @dataclass(frozen=True)
 class Promise:
-    """The bound on how far the bits that are let go of may move a parameter.
+    """The bound on how far the bits that are let go of may move a parameter. Raises: InvalidArgument.
 
     One message moves what the optimizer adds to A (terms.py) by at most tolerance x 2^-23 |A|, A's last place or two
     (times 1 + rho under Adam; 2^-10 and 2^-7 for float16 and bfloat16). N ranks round N times: together that is as much
@@ -57,7 +57,6 @@ class Promise:
             1 / (1 - beta1) times as much.
         rounding, format: of the codec. Truncating goes one way, so the N errors are added up; format 1 is as published.
         is_alike: whether the mean is rounded like the partial sums before it.
-    Raises: InvalidArgument.
     """
 
     tolerance: float = 1.0
@@ -108,15 +107,11 @@ class QuantisationMetric:
     Hyper-parameters, groups and state are read at every call: schedules, `add_param_group` and `load_state_dict` need
     no notice. A parameter in no group of the optimizer, or whose state does not exist yet (first step), has bytes 0.
 
-    Optimizers with a rule (terms.py) follow it; others are probed (probing.py), and what that does not settle has bytes 0,
-    too: `is_known` says whether there is more than that.
+    Optimizers (one or several) with a rule (terms.py) follow it; others are probed (probing.py), and what that does not
+    settle has bytes 0, too: `is_known` says whether there is more than that.
 
-    Args:
-        optimizer: of torch.optim or registered (`register_update`), or a subclass that inherits its `step`; or several.
-        world_size: ranks whose gradients are averaged.
-        promise: how much may be lost.
-    Raises: InvalidArgument (world_size), Unsupported (`differentiable`).
     Source: Li et al., GComp, SoCC 2024, section 5.1, table 2, appendix A. The byte: native/gcomp/importance.hpp.
+    Raises: InvalidArgument (world_size), Unsupported (`differentiable`).
     """
 
     def __init__(self, optimizer: Any, world_size: int, promise: Promise | None = None) -> None:
@@ -162,15 +157,14 @@ class QuantisationMetric:
     ) -> None:
         """Write the byte of every element of `parameters`, in the order in which DDP lays gradients out in a bucket.
 
+        Reads the parameter and its moments once, and allocates nothing once warm (a parameter whose state has another memory
+        layout than itself excepted). Not to be called from two threads at once.
+
         Args:
-            parameters: as in the optimizer's groups; float32, bfloat16, float16 or float64, any device.
             offsets: of each parameter's first element in `out`, one per parameter.
             out: (n,) uint8, contiguous, CPU. Elements of no parameter are left alone.
-            loss_scale: what gradients are multiplied by (GradScaler's scale).
             gradient_dtype: of what is sent, where it is not the parameter's own: the metric compares last places.
         Raises: InvalidArgument, Unsupported (a group with `differentiable`, complex parameters, incomplete state).
-        Cost: reads the parameter and its moments once, allocates nothing once warm (a parameter whose state has another
-            memory layout than itself excepted). Not to be called from two threads at once.
         """
         check_tensor("out", out, torch.uint8)
         if len(parameters) != len(offsets):
@@ -192,10 +186,8 @@ class QuantisationMetric:
     ) -> _native.BucketImportance:
         """The bytes of `write_importance` for any range of the bucket, from parameters and state as they are then.
 
-        The optimizer must not step before it has been used; it is void when this is called again.
-
-        Args:
-            staged: of a bucket from a device: the bytes are computed there, and wait for nothing else. Raises: OutOfMemory.
+        The optimizer must not step before it has been used; it is void when this is called again. Of a bucket from a device
+        (`staged`) the bytes are computed there, and wait for nothing else. Raises: OutOfMemory.
         """
         places = sorted(zip(offsets, map(slot_of, slots), strict=True), key=lambda place: place[0])
         written: Sequence[Tensor | None] = [None] * len(places)
@@ -324,14 +316,13 @@ class QuantisationMetric:
 
     def _float32(self, number: int, values: Tensor, device: torch.device) -> Tensor:
         """A float32 copy on the device of one tile of operand `number`, until its next one."""
-        key = number, device
-        if key not in self._tiles:
-            self._tiles[key] = torch.empty(_TILE_ELEMENTS, dtype=torch.float32, device=device)
-        return self._tiles[key][: values.numel()].copy_(values)
+        if (number, device) not in self._tiles:
+            self._tiles[number, device] = torch.empty(_TILE_ELEMENTS, dtype=torch.float32, device=device)
+        return self._tiles[number, device][: values.numel()].copy_(values)
 
 
 def _lay_out(terms: Terms, parameter: Tensor, factor: float, part: slice) -> Terms | None:
-    """The terms of one part of a parameter, times `factor`: tensors are (n,) in the order of its gradient, it among them.
+    """The terms of one part of a parameter, times `factor`: tensors are (n,) in the order of its gradient in a DDP bucket.
 
     None where a step size lies beyond float32 (eta below 1e-38, say, or NaN): nothing may be dropped then.
     """
@@ -341,7 +332,13 @@ def _lay_out(terms: Terms, parameter: Tensor, factor: float, part: slice) -> Ter
     parameter = local_of(parameter)
 
     def flat(values: Tensor) -> Tensor:
-        return _flatten_like(values, parameter)[part]
+        values = local_of(values.detach())
+        if values.shape != parameter.shape:
+            raise Unsupported(
+                f"the optimizer holds state of shape {tuple(values.shape)} for a parameter of shape "
+                f"{tuple(parameter.shape)}; sharded and flattened optimizers are not supported; {_ADVICE}"
+            )
+        return flatten_like(values, parameter)[part]
 
     second, first = (None if one is None else flat(one) for one in (terms.second_moment, terms.first_moment))
     mean, shift = (None if one is None else (one[0], flat(one[1])) for one in (terms.mean, terms.shift))
@@ -355,7 +352,14 @@ def _operands(terms: Terms) -> tuple[Tensor | None, Tensor | None, Tensor | None
 
 def _are_plain(terms: Terms) -> bool:
     """Return whether the kernel can read the operands where they lie."""
-    return terms.mean is None and terms.shift is None and all(map(_is_plain, _operands(terms)))
+    return (
+        terms.mean is None
+        and terms.shift is None
+        and all(
+            one is None or (one.dtype == torch.float32 and one.device.type == "cpu" and one.is_contiguous())
+            for one in _operands(terms)
+        )
+    )
 
 
 def _write_on_device(
@@ -389,18 +393,3 @@ def _mantissa_bits(dtype: torch.dtype) -> int:
     if dtype not in _MANTISSA_BITS:
         raise Unsupported(f'importance="paper" compares last places of real floating-point numbers, not {dtype}')
     return _MANTISSA_BITS[dtype]
-
-
-def _is_plain(values: Tensor | None) -> bool:
-    return values is None or (values.dtype == torch.float32 and values.device.type == "cpu" and values.is_contiguous())
-
-
-def _flatten_like(values: Tensor, parameter: Tensor) -> Tensor:
-    """`values` as (n,) in the order of `parameter`'s gradient in a DDP bucket. Raises: Unsupported."""
-    values = local_of(values.detach())
-    if values.shape != parameter.shape:
-        raise Unsupported(
-            f"the optimizer holds state of shape {tuple(values.shape)} for a parameter of shape "
-            f"{tuple(parameter.shape)}; sharded and flattened optimizers are not supported; {_ADVICE}"
-        )
-    return flatten_like(values, parameter)

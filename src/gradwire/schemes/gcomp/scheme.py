@@ -181,8 +181,7 @@ class GComp(Compressed):
         super().close()
 
     def stats(self) -> dict[str, Any]:
-        of_rule = {} if self._metric is None else {"optimizer_is_known": self._metric.is_known}
-        return {**self._tables.stats(), **of_rule}
+        return self._tables.stats()
 
     def state_dict(self) -> dict[str, Any]:
         return self._tables.state_dict(self.session.communicator)

@@ -34,11 +34,7 @@ _WIDTHS = {"wide": (8, _WIDE), "narrow": (5, _NARROW)}
 
 
 class TableRefresh:
-    """The life of one codec's tables. Used on the lane only, but for `stats`.
-
-    Args:
-        wire: exponents are counted where its tensors lie.
-    """
+    """The life of one codec's tables. Used on the lane only, but for `stats`; exponents are counted where `wire` is."""
 
     def __init__(self, codec: GCompCodec, refresh_every: int | None, wire: Wire | None = None) -> None:
         self._by_need = refresh_every is None
@@ -48,8 +44,7 @@ class TableRefresh:
                 f"refresh_every is 0 (keep the built-in table), more than {_SWITCH_AFTER} steps or None (by need), "
                 f"got {refresh_every}"
             )
-        self._codec = codec
-        self._every = refresh_every
+        self._codec, self._every = codec, refresh_every
         self._counts = torch.zeros(_NARROW.stop, dtype=torch.int64, device="cpu")
         self._wire = wire if isinstance(wire, DeviceWire) else None
         if self._wire is not None:
@@ -59,10 +54,6 @@ class TableRefresh:
         self._wait_for_sum: Callable[[], object] | None = None
         self._switch_step: int | None = None
         self._n_refreshes = 0
-
-    def counts_in(self, step: int) -> bool:
-        """Return whether what is sent in `step` is counted."""
-        return self._every > 0 and step % self._every == 0
 
     def begin_with(self, values: torch.Tensor, communicator: Communicator, record: BucketRecord) -> None:
         """Switch at once to the table that the `values` (n,) of all ranks need, unless one of them is Inf or NaN."""
@@ -81,13 +72,12 @@ class TableRefresh:
         with record.timing("table"):
             self._finish_sum()
             for width, counts in _WIDTHS.values():
-                histogram = self._counts[counts]
+                histogram, table = self._counts[counts], self._codec.table_of_width(width)
                 # All ranks hold the same sum, so all of them leave out a step that held an Inf or NaN anywhere.
                 if not int(histogram.sum()) or int(histogram[-1]):
                     continue
-                if not self._by_need or excess_of(self._codec.table_of_width(width), histogram) > _WORTH_A_TABLE:
-                    table = HuffmanTable.from_histogram(histogram.contiguous())
-                    self._codec.use_table(table)
+                if not self._by_need or _excess_of(table, histogram) > _WORTH_A_TABLE:
+                    self._codec.use_table(HuffmanTable.from_histogram(histogram.contiguous()))
                     self._n_refreshes += 1
             self._counts.zero_()
             self._switch_step = None
@@ -96,7 +86,7 @@ class TableRefresh:
 
     def end_step(self, step: int, communicator: Communicator) -> None:
         """After the last bucket of a step that was counted: start to sum the counts over the ranks."""
-        if not self.counts_in(step) or communicator.world_size == 1:
+        if not self._counts_in(step) or communicator.world_size == 1:
             return
         self._switch_step = step + _SWITCH_AFTER
         if self._wire is None:
@@ -110,11 +100,14 @@ class TableRefresh:
 
     def counts_for(self, step: int, dtype: torch.dtype) -> torch.Tensor | None:
         """(256,) or (32,) int64 for the exponents of what is sent of `dtype` in `step`; None: they are not counted."""
-        if not self.counts_in(step):
+        if not self._counts_in(step):
             return None
         if self._wire is not None:
             return self._on_device
         return self._counts[_WIDE if self._codec.exponent_bits(dtype) == 8 else _NARROW]
+
+    def _counts_in(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
 
     def _finish_sum(self) -> None:
         if self._wait_for_sum is not None:
@@ -138,31 +131,20 @@ class TableRefresh:
         return {"tables": tables, "counts": self._counts.clone(), "switch_step": self._switch_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is changed if it raises.
-
-        Raises: InvalidArgument (not such a state), CorruptMessage, IncompatibleVersion (a table that is none).
-        """
-        tables, counts, switch_step = (state.get(field) for field in ("tables", "counts", "switch_step"))
-        if (
-            not isinstance(tables, dict)
-            or tables.keys() != _WIDTHS.keys()
-            or not all(isinstance(raw, torch.Tensor) and raw.dtype == torch.uint8 for raw in tables.values())
-            or not isinstance(counts, torch.Tensor)
-            or (counts.dtype, counts.shape) != (self._counts.dtype, self._counts.shape)
-            or not (switch_step is None or isinstance(switch_step, int))
-        ):
-            raise not_the_state("scheme gcomp", "it lacks tables, counts or switch_step")
-        decoded = {name: HuffmanTable.from_bytes(bytes(raw.tolist())) for name, raw in tables.items()}
+        """Raises: InvalidArgument, CorruptMessage, IncompatibleVersion (a table that is none)."""
+        counts, switch_step = state["counts"], state["switch_step"]
+        if counts.shape != self._counts.shape or not isinstance(switch_step, int | None):
+            raise not_the_state("scheme 'gcomp'", "it lacks counts or switch_step")
         for name, (width, _) in _WIDTHS.items():
-            if decoded[name].exponent_bits != width:
+            table = HuffmanTable.from_bytes(bytes(state["tables"][name].tolist()))
+            if table.exponent_bits != width:
                 raise InvalidArgument(f"the state of scheme gcomp holds a table of the wrong width under {name!r}")
-        for table in decoded.values():
             self._codec.use_table(table)
         self._counts.copy_(counts)
         self._switch_step = switch_step
 
 
-def excess_of(table: HuffmanTable, histogram: torch.Tensor) -> float:
+def _excess_of(table: HuffmanTable, histogram: torch.Tensor) -> float:
     """Bits that `table` takes for values counted in `histogram` (n,) int64, of their entropy; Inf where that is 0."""
     *lengths, escape = table.lengths
     bits = [length or escape + 8 for length in lengths]

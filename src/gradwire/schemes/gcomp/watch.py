@@ -32,9 +32,7 @@ _FASTER_BY = 2.0
 class OptimizerWatch:
     """Counts an optimizer's steps against the reductions of its parameters, and looks at gradients before each step.
 
-    Args:
-        optimizer: the one that importance is read from. Hooks are registered with it until `close`.
-        object_to: called with what is found, which may raise it.
+    `object_to` is called with what is found, and may raise it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, object_to: Callable[[Unsupported], None]) -> None:
@@ -53,7 +51,7 @@ class OptimizerWatch:
         ]
 
     def before_reduction(self, parameters: Sequence[Tensor]) -> None:
-        """To be called on the training thread for each bucket. Objects to another optimizer at work.
+        """On the training thread, for each bucket: object to another optimizer at work.
 
         Parameters that are not this optimizer's are sent whole, so that nobody needs to look at them.
         """
@@ -82,21 +80,17 @@ class OptimizerWatch:
 
     def after_reduction(self, bucket: Bucket, scale: float) -> None:
         """Keep a few values of the mean that `bucket` holds, of gradients whose loss was multiplied by `scale`."""
-        several = [
-            (slot, offset)
-            for slot, offset in zip(bucket.slots, bucket.offsets, strict=True)
-            if slot.numel() > 1 and id(slot.parameter) in self._stepped  # another's may be unscaled at another time
-        ]
-        for slot, offset in several[:1]:  # one value alone cannot tell a scale from another gradient
+        for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
             parameter = slot.parameter
+            # One value alone cannot tell a scale from another gradient; another optimizer's may be unscaled at another time.
+            if slot.numel() <= 1 or id(parameter) not in self._stepped:
+                continue
             if parameter is not None and slot.start == 0 and local_of(parameter).is_contiguous():
-                n = min(_SAMPLE_ELEMENTS, slot.numel())
-                arrived = bucket.buffer[offset : offset + n]
-                is_resident = bucket.resident is not None
-                self._samples[parameter] = (arrived.to(torch.float32, copy=is_resident), scale)
+                arrived = bucket.buffer[offset : offset + min(_SAMPLE_ELEMENTS, slot.numel())]
+                self._samples[parameter] = arrived.to(torch.float32, copy=bucket.resident is not None), scale
+            return
 
     def close(self) -> None:
-        """Take the hooks back."""
         for hook in self._hooks:
             hook.remove()
 
@@ -106,7 +100,15 @@ class OptimizerWatch:
             look, scale = self._looks.pop(0)
             arrived, now = look.wait().unbind()
             self._compare(arrived, now, scale)
-        self._compare_rates()
+        pairs = zip(self._learning_rates(), self._rates, strict=False)
+        faster = max((now / then for now, then in pairs if then > 0), default=0.0)
+        if faster > _FASTER_BY and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "a learning rate is %.3g times what it was in the backward pass, by which gcomp kept its tolerance: set it "
+                "before the backward pass",
+                faster,
+            )
         if getattr(optimizer, "grad_scale", None) is not None:
             return  # a fused step under a GradScaler takes the loss scale out by itself
         for parameter, (arrived, scale) in samples.items():
@@ -125,17 +127,6 @@ class OptimizerWatch:
         """Of the groups; 0 where one is not a number in host memory."""
         rates = [group.get("lr") for group in self._optimizer.param_groups]
         return [float(rate) if isinstance(rate, int | float) else 0.0 for rate in rates]
-
-    def _compare_rates(self) -> None:
-        pairs = zip(self._learning_rates(), self._rates, strict=False)
-        faster = max((now / then for now, then in pairs if then > 0), default=0.0)
-        if faster > _FASTER_BY and not self._has_told:
-            self._has_told = True
-            _log.warning(
-                "a learning rate is %.3g times what it was in the backward pass, by which gcomp kept its tolerance: set it "
-                "before the backward pass",
-                faster,
-            )
 
     def _after_step(self, *_: Any) -> None:
         self._n_steps += 1

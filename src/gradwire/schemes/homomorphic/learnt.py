@@ -26,12 +26,11 @@ class Learnt:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
         self._current: dict[str, dict[str, Any]] = {name: {} for name in _CHECKS}
         self._staged: dict[tuple[str, str], Any] = {}
 
     def of(self, name: str, key: str) -> Any:
-        """Return the value that counts for a bucket; None where nothing was learnt."""
+        """What counts for a bucket; None where nothing was learnt."""
         return self._current[name].get(key)
 
     def learn(self, name: str, key: str, value: Any) -> None:
@@ -39,7 +38,6 @@ class Learnt:
         self._staged[name, key] = value
 
     def commit(self) -> None:
-        """Keep what this step has learnt."""
         for (name, key), value in self._staged.items():
             if value is None:
                 self._current[name].pop(key, None)
@@ -48,7 +46,6 @@ class Learnt:
         self._staged.clear()
 
     def discard(self) -> None:
-        """Forget what this step has learnt."""
         self._staged.clear()
 
     def count(self, key: str, n_nonzeros: int) -> None:
@@ -57,7 +54,6 @@ class Learnt:
             self.learn("n_nonzeros", key, [*(self.of("n_nonzeros", key) or []), n_nonzeros][-COUNTS_KEPT:])
 
     def note_dense(self, key: str) -> None:
-        """The bucket is too dense to gain."""
         self.learn("dense_for_steps", key, _STEPS_BETWEEN_TRIES)
 
     def is_dense(self, key: str) -> bool:
@@ -67,11 +63,10 @@ class Learnt:
         return bool(steps > 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of what counts, by name and bucket."""
         return copy.deepcopy(self._current)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` gave. Raises: InvalidArgument."""
+        """Raises: InvalidArgument."""
         older: dict[str, Any] = {"tables": {}}  # what states lack that were saved before
         loaded: dict[str, Any] = {name: state.get(name, older.get(name)) for name in _CHECKS}
         for name, is_right in _CHECKS.items():

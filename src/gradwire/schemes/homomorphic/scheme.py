@@ -108,7 +108,7 @@ class Homomorphic(Compressed):
         self.sparsifier, self.density = sparsifier, check_share("density", density)
         self.aggregator = aggregators.by_name(aggregator) if isinstance(aggregator, str) else aggregator
         self.index, self._learnt, self._sketch = index, Learnt(), CountSketch(**sketch)
-        self._index = SharedIndex(index, self._sketch.seed, self._learnt, self.aggregator)
+        self._index = SharedIndex(index, mode, self._sketch.seed, self._learnt, self.aggregator)
         self._sketches = SketchSum(self._sketch, mode, self.budget, self._learnt, self.aggregator)
         self._narrow: NarrowCells | None = None  # once bound, if cells of a sketch have fewer than 32 bits
         self._n_plain = {_TOO_DENSE: 0, _TOO_LARGE: 0}
@@ -179,9 +179,7 @@ class Homomorphic(Compressed):
         is_packed = self.mode == "packed"
         cell_bytes = self.integer_bits // 8 if self._sums_integers else values.element_size() if is_packed else 4
         cell_bits = 8.0 * cell_bytes if is_packed else 8 * min(4, cell_bytes) * self._sketch.gamma
-        cells_of = self._sketches.assumed(values, wire, key)
-        confirms = self.mode in ("sketch", "lossy")  # integers and packed values give back a zero as 0 by themselves
-        union = self._index.agree(values, wire, key, cell_bits, is_packed, confirms, cells_of)
+        union = self._index.agree(values, wire, key, cell_bits, self._sketches.assumed(values, wire, key))
         summand = Summand(part, wire, key, values, union)
         is_too_large = self._may_overflow(union)
         if union.total is not None and (is_too_large or not union.head.is_finite):

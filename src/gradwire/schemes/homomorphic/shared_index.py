@@ -51,34 +51,24 @@ class Union(NamedTuple):
 
 
 class SharedIndex:
-    """Finds the union, bucket by bucket, and sizes Bloom filters by what the last steps have learnt.
+    """Finds the union, bucket by bucket, and sizes Bloom filters by what steps have learnt.
 
     Args:
-        kind: "bitmap", "bloom" or "auto", as of the scheme.
-        seed: of the filters' hashes.
+        kind, mode, seed: as of the scheme. "packed" counts the bits that are set. Sketches of floats have each filter
+            confirmed by a bit for each of its candidates, so that no zero is among them; other sums give back 0 by themselves.
     """
 
-    def __init__(self, kind: str, seed: int, learnt: Learnt, aggregator: Aggregator) -> None:
+    def __init__(self, kind: str, mode: str, seed: int, learnt: Learnt, aggregator: Aggregator) -> None:
         self.kind, self._seed, self._learnt, self._aggregator = kind, seed, learnt, aggregator
+        self._counts, self._confirms = mode == "packed", mode in ("sketch", "lossy")
         self.n_blooms = self.n_bloom_fallbacks = 0
 
     def agree(
-        self,
-        values: Tensor,
-        wire: Wire,
-        key: str,
-        cell_bits: float,
-        counts: bool,
-        confirms: bool,
-        cells_of: Callable[[Tensor], Tensor] | None = None,
+        self, values: Tensor, wire: Wire, key: str, cell_bits: float, cells_of: Callable[[Tensor], Tensor] | None
     ) -> Union:
         """The union of all ranks' non-zeros in `values` (n,); each will cost `cell_bits` when they are summed.
 
-        Args:
-            counts: whether the bits that are set are to be counted.
-            confirms: whether a filter is followed by a bit for each of its candidates, so that no zero is among them.
-            cells_of: this rank's index to cells, which are to be summed along with it.
-        Raises: RankMismatch, CorruptMessage.
+        `cells_of` this rank's index are summed along with it. Raises: RankMismatch, CorruptMessage.
         """
         n = values.numel()
         message = wire.scratch("index", HEAD_WORDS + index_words(n), torch.int32)
@@ -97,7 +87,7 @@ class SharedIndex:
                 wait, total = self._aggregator.start_or_and_sum(words, cells, wire)
                 wait()
 
-        shape = self._choose(key, n, cell_bits, confirms)
+        shape = self._choose(key, n, cell_bits)
         if shape is not None:
             filtered = wire.scratch("filter", HEAD_WORDS + shape.n_words, torch.int32)
             head, bits = filtered[:HEAD_WORDS].copy_(message[:HEAD_WORDS]), filtered[HEAD_WORDS:]
@@ -107,12 +97,12 @@ class SharedIndex:
             with wire.timing("decode"):
                 candidates = bloom_filter.query(bits, n, shape, self._seed, bitmap)
                 message[:HEAD_WORDS].copy_(head)  # which an OR with the others leaves as it is
-            union = self._read(own, message, n, counts, total, wire)
+            union = self._read(own, message, n, total, wire)
             if not union.head.is_finite:
                 return union
-            if _is_worth(candidates, shape, n, 1 if confirms else cell_bits):
+            if _is_worth(candidates, shape, n, 1 if self._confirms else cell_bits):
                 self.n_blooms += 1
-                if not confirms:
+                if not self._confirms:
                     self.remember(key, candidates.n_nonzeros)
                 elif candidates.n_candidates:  # while the cells travel
                     self._confirm(own, bitmap, candidates.n_candidates, wire)
@@ -121,7 +111,7 @@ class SharedIndex:
             wire.record.fallbacks.append("more non-zeros than the Bloom filter was made for: the bitmap was sent too")
             bitmap.copy_(own)
         unite(message)
-        return self._read(own, message, n, counts, total, wire)
+        return self._read(own, message, n, total, wire)
 
     def _confirm(self, own: Tensor, candidates: Tensor, n_candidates: int, wire: Wire) -> None:
         """Leave of the candidates those that some rank has."""
@@ -137,21 +127,20 @@ class SharedIndex:
         if self.kind != "bitmap":
             self._learnt.count(key, n_nonzeros)
 
-    def _choose(self, key: str, n_elements: int, cell_bits: float, confirms: bool) -> BloomShape | None:
+    def _choose(self, key: str, n_elements: int, cell_bits: float) -> BloomShape | None:
         """A filter, if this bucket's last counts are known and promise that it is smaller than a bitmap."""
         counts = self._learnt.of("n_nonzeros", key)
         if self.kind == "bitmap" or not counts:
             return None
         n_nonzeros = max(counts)
-        shape = BloomShape.fit(n_nonzeros, n_elements, cell_bits, 1.0 if confirms else None)
+        shape = BloomShape.fit(n_nonzeros, n_elements, cell_bits, 1.0 if self._confirms else None)
         bitmap_bits = n_elements + cell_bits * n_nonzeros
         return shape if self.kind == "bloom" or shape.expected_bits < _MIN_GAIN * bitmap_bits else None
 
-    @staticmethod
-    def _read(own: Tensor, message: Tensor, n_elements: int, counts: bool, total: Sum | None, wire: Wire) -> Union:
+    def _read(self, own: Tensor, message: Tensor, n_elements: int, total: Sum | None, wire: Wire) -> Union:
         """Read the united message; on a device the lane waits for it. Raises: RankMismatch, CorruptMessage."""
         own_head, index = message[:HEAD_WORDS], message[HEAD_WORDS:]
-        ends = packed_values.count(index, n_elements, own_head) if counts else message[:0]
+        ends = packed_values.count(index, n_elements, own_head) if self._counts else message[:0]
         with wire.record.timing("communicate"):
             numbers = wire.read(own_head, ends[-1:])
         head = packed_values.read_head(numbers[:HEAD_WORDS])

@@ -40,11 +40,7 @@ class Summand(NamedTuple):
 
 
 class SketchSum:
-    """Sums sketches, bucket by bucket.
-
-    Args:
-        mode, budget: as of the scheme.
-    """
+    """Sums sketches, bucket by bucket; `mode` and `budget` as of the scheme."""
 
     def __init__(self, sketch: CountSketch, mode: str, budget: float, learnt: Learnt, aggregator: Aggregator) -> None:
         self.sketch, self.mode, self.budget = sketch, mode, budget
@@ -86,7 +82,7 @@ class SketchSum:
         else:
             self._learn_table(key)
         self.n_at_once += 1
-        self._recover(summand, self._cells, n_core, None)
+        self._recover(summand, self._cells, n_core, None, 1.0)
         return True
 
     def prepare(self, summand: Summand) -> int:
@@ -100,11 +96,8 @@ class SketchSum:
             max_cells = max(_MIN_BUDGET_CELLS, int(self.budget * bucket.original_bytes / 4))
         return self.sketch.prepare(summand.union.words, bucket.n_elements, self._attempt(key), max_cells, step)
 
-    def send(self, summand: Summand, fixed: FixedPoint | None, narrow: NarrowCells | None = None) -> None:
-        """Sum the sketch that was laid out, peel it while it travels, and put the mean into the bucket.
-
-        `narrow`: how its cells travel, if not as they are.
-        """
+    def send(self, summand: Summand, fixed: FixedPoint | None, narrow: NarrowCells | None) -> None:
+        """Sum the sketch that was laid out, its cells `narrow` or as they are, peel it meanwhile, and take the mean."""
         part, wire, key, values, union = summand
         sketch = self.sketch
         dtype = torch.float32 if fixed is None else fixed.dtype
@@ -152,9 +145,7 @@ class SketchSum:
             table = {"batch_values": c, "counts": kept} if sketch.n_cells else None
         self._learnt.learn("tables", key, table)
 
-    def _recover(
-        self, summand: Summand, cells: Tensor, n_core: int, fixed: FixedPoint | None, unit: float = 1.0
-    ) -> None:
+    def _recover(self, summand: Summand, cells: Tensor, n_core: int, fixed: FixedPoint | None, unit: float) -> None:
         """Put the mean into the bucket, from summed cells, in which 1 stands for `unit`, and the order of peeling."""
         part, wire, _, values, union = summand
         sketch, unsent = self.sketch, part.unsent

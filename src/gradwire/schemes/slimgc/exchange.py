@@ -6,7 +6,6 @@ has it.
 """
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,32 +20,12 @@ from gradwire.exchange.owners import DeviceOwners
 from gradwire.exchange.parts import Chunk, Cut
 from gradwire.exchange.ring import Importance, engine_codec, mean_through_codec
 from gradwire.schemes.selection import Selection
-from gradwire.schemes.slimgc.choosing import Choice
+from gradwire.schemes.slimgc.threshold import Choice
 from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.wire import Wire
 
 # How much of its results an owner may send a peer before that peer adopts the first of them.
 _PULL_BYTES_AHEAD = 2 << 20
-
-
-class ChosenCodecs(Selection):
-    """The decision for one bucket layout.
-
-    Args:
-        sizes: bytes of each tensor. choice: by tensor, 0 for raw, else its codec.
-        cut: makes the selection of the tensors of one codec; `parts` are those that are used.
-
-    Attributes:
-        is_flushed: nothing that was left out of the raw tensors waits any more.
-    """
-
-    def __init__(
-        self, bucket: Bucket, sizes: tuple[int, ...], choice: Choice, cut: "Callable[[int], CutSelection]"
-    ) -> None:
-        codecs = iter(choice)
-        super().__init__(bucket, lambda *_: next(codecs) != 0)
-        self.parts = tuple(cut(codec) for codec in sorted({*choice} - {0}))
-        self.dtype, self.sizes, self.is_flushed = bucket.buffer.dtype, sizes, False
 
 
 class CutSelection(Selection):
@@ -73,12 +52,11 @@ class CutSelection(Selection):
 
 
 class FusedExchange:
-    """Means through one codec.
+    """Means through one codec. Raises: Unsupported (a codec without kernels, or no kernels here).
 
     Args:
         wire: where the values lie. On a device the codec is a quantiser, and all goes through owners.
         topology, pull, group_elements: as of the scheme.
-    Raises: Unsupported (a codec without kernels, or no kernels here).
 
     Attributes:
         adds_residual: whether a residual is added as the values are encoded.
@@ -102,21 +80,21 @@ class FusedExchange:
         left_out: Tensor | None = None,
         loss_scale: float = 1.0,
         importance: Importance | None = None,
-        stays_with_owners: bool = False,
     ) -> None:
         """Replace what `cut` has of `values` by its mean over the ranks; on the lane.
 
         N x mean + loss_scale x the sum of all ranks' left_out = the sum of their values + loss_scale x residual, to rounding.
+        The values may only be replaced when the lane has done what it deferred: the last results are on their way then, and
+        one other exchange may be begun before.
 
         Args:
             values: (n,), in host memory float32.
             residual, left_out: (n,) float32, of which the second is written; None: no error feedback.
             importance: of the values, for a codec that weighs them.
-            stays_with_owners: replace this rank's part alone, by the bits that a raw pull gives, and lose nothing of it.
-        The values may only be replaced when the lane has done what it deferred: the last results are on their way then, and
-        one other exchange may be begun before.
         """
-        draw = _first_draw(wire)
+        # Where this rank's random numbers of this bucket and step begin; below that, 2^34 pieces or values of one bucket.
+        of_step = (wire.record.step * wire.world_size + wire.rank) & 0xFFFFFF
+        draw = (of_step << 40) | ((wire.record.bucket & 0x3F) << 34)
         if self._on_device is not None:
             n_bytes = self._on_device.mean_of_pieces(values, cut, draw, residual, left_out, loss_scale)
             wire.record.count_exchanged(n_bytes)
@@ -131,15 +109,10 @@ class FusedExchange:
             pull = engine_codec(RawCodec(), torch.float32, None) if self._pulls_raw else push
             exchange = _native.PieceExchange(
                 *wire.communicator.open_exchange(), wire.facts, push, pull, cut.native, values,
-                residual, lost, draw, not stays_with_owners, _PULL_BYTES_AHEAD,
+                residual, lost, draw, _PULL_BYTES_AHEAD,
             )  # fmt: skip
             wire.record.add_account(*exchange.run())
-
-            def finish() -> None:
-                wire.record.add_account(*exchange.finish())
-
-            if not stays_with_owners:
-                wire.communicator.defer(finish)
+            wire.communicator.defer(lambda: wire.record.add_account(*exchange.finish()))
         else:
             drawn: dict[str, Any] = {"first_step": draw} if isinstance(self._codec, Quantised) else {}
             mean_through_codec(
@@ -167,12 +140,9 @@ class DevicePieces(DeviceOwners):
         parts, rank = [self._chunks_of(cut, part) for part in range(self._world)], self._rank
 
         def encode(chunk_values: Tensor, part: int, index: int, row: Tensor) -> None:
-            chunk = parts[part][index]
+            chunk, kept = parts[part][index], None if part == rank else residual  # the own part's is in the sum already
             draw = first_draw + chunk.values.start
-            # Of the own part the residual is in the sum already.
-            self._encode(
-                self._codec, chunk_values, chunk, row, draw, None if part == rank else residual, left_out, scale
-            )
+            self._encode(self._codec, chunk_values, chunk, row, draw, kept, left_out, scale)
 
         def own(chunk: Chunk) -> Tensor:
             mine = values[chunk.values]
@@ -191,9 +161,3 @@ class DevicePieces(DeviceOwners):
                     chunks.append(Chunk(slice(first, last), slice(at, at + room)))
                     at += room
         return chunks
-
-
-def _first_draw(wire: Wire) -> int:
-    """Choose where this rank's random numbers of this bucket and step begin: those of no other are the same."""
-    of_step = (wire.record.step * wire.world_size + wire.rank) & 0xFFFFFF
-    return (of_step << 40) | ((wire.record.bucket & 0x3F) << 34)  # below that, 2^34 pieces or values of one bucket

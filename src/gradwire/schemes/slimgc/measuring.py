@@ -11,9 +11,10 @@ the rank that waits least for others, with what it was when the table was made. 
 way, or a request by any rank, has all sizes measured again.
 """
 
+import itertools
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,14 +77,13 @@ class HostClock:
 
 
 class DeviceClock:
-    """Times one attachment on a device, all that its stream does from now on until `close`; see `HostClock`."""
+    """As `HostClock` on a device, all that its stream does from now on until `close`."""
 
     def __init__(self, wire: DeviceWire) -> None:
         self._wire, self._of_step = wire, DeviceTimes(wire.device)
         wire.note_times(self._of_step)
 
     def take_communicate_s(self) -> float:
-        """As `HostClock`'s, of all that was enqueued."""
         return self._of_step.take().get("communicate", 0.0)
 
     def time(self, wire: Wire, send: Callable[[], None]) -> Later:
@@ -123,7 +123,12 @@ class Measuring:
     """
 
     def __init__(
-        self, warmup_steps: int, method: str, drift_every: int, drift_factor: float, n_codecs: int = 1
+        self,
+        n_codecs: int,
+        warmup_steps: int = 10,
+        method: str = "fit",
+        drift_every: int = 50,
+        drift_factor: float = 1.5,
     ) -> None:
         if warmup_steps < COLD_STEPS + 1 + n_codecs:
             raise InvalidArgument(
@@ -135,18 +140,16 @@ class Measuring:
         if not drift_factor > 1:
             raise InvalidArgument(f"the drift factor is above 1, not {drift_factor!r}")
         self.warmup_steps, self.method = warmup_steps, check_choice("method", method, METHODS)
-        self.drift_every, self.drift_factor = drift_every, drift_factor
-        self.n_codecs = n_codecs
+        self.drift_every, self.drift_factor, self.n_codecs = drift_every, drift_factor, n_codecs
         self.tables: list[ThresholdTable] = []
         self.n_measured = 0
-        self.is_due = False
+        self.is_due = self.is_requested = False
         self._first_step: int | None = None
         self._sizes: set[int] = set()  # values of each tensor of the model
         self._sample = torch.empty(0, dtype=torch.float32, device="cpu")
         self._times: dict[int, list[_Times]] = {}
         self._communicate_s: deque[float] = deque(maxlen=max(1, drift_every))
         self._reference_s: float | None = None
-        self.is_requested = False
         self._ended: int | None = None  # the step that was probed last, until its times are taken
         self._under_way: list[tuple[int, int, list[Later]]] = []  # its probes: (values, mode, times)
 
@@ -190,24 +193,32 @@ class Measuring:
     # ---- after a step, on the lane of every rank
 
     def probe(self, step: int, device: torch.device, send: Send) -> None:
-        """Send every size by itself, in the modes that are to be measured after `step`."""
-        self._ended = step
+        """Send every size that gets a row by itself, in the modes that are to be measured after `step`."""
+        self._ended, mode = step, self.warmup_mode(step)
         self._sample = self._sample.to(device)  # where it is, unless it was loaded
-        for mode in self._modes(step):
-            for n, repeats in self._probes():
-                times = [send(self._sample[:n], mode) for _ in range(repeats)]
-                self._under_way.append((n, mode, times))
+        if mode is None:
+            modes = [*range(1, 1 + self.n_codecs), 0] if self.is_due else []
+        else:
+            modes = [mode] if self.may_probe(step, is_ahead=False) else []
+        largest, element_bytes = self._sample.numel(), self._sample.element_size()
+        sizes = log_spaced({min(n, largest) for n in self._sizes}, _MAX_SIZES) if modes else []
+        for mode, n in itertools.product(modes, sizes):
+            repeats = _SMALL_REPEATS if n * element_bytes < _SMALL_BYTES else _LARGE_REPEATS
+            self._under_way.append((n, mode, [send(self._sample[:n], mode) for _ in range(repeats)]))
 
     def conclude(self, communicate_s: float, communicator: Communicator) -> int | None:
         """Take the times of what was sent after the step that ended last, agree, or look at the network, as that step has it.
 
-        Args:
-            communicate_s: how long the buckets of that step communicated.
-        Returns: the threshold, if there is a new table.
+        `communicate_s`: how long the buckets of that step communicated. Returns: the threshold, if there is a new table.
         """
         step, under_way, self._ended, self._under_way = self._ended, self._under_way, None, []
-        for n, mode, times in under_way:
-            self._note(n, mode, [read() for read in times])
+        for n, mode, reads in under_way:
+            timed = sorted(read() for read in reads)
+            total_s, codec_s = timed[(len(timed) - 1) // 2]  # of three the middle one, of two the quicker
+            codec_s = min(total_s, codec_s)
+            times: list[float | None] = [None] * (1 + 2 * self.n_codecs)
+            times[max(0, 2 * mode - 1) : 2 * mode + 1] = [total_s - codec_s, codec_s] if mode else [total_s]
+            self._times.setdefault(n * self._sample.element_size(), []).append(tuple(times))
         if step is None:  # none has ended since, or it was given up half-way
             return None
         if self.warmup_mode(step) is not None:
@@ -220,13 +231,6 @@ class Measuring:
             if self.drift_every and not (step + 1) % self.drift_every:
                 self.is_due = self._is_outdated(communicator)
         return None
-
-    def _modes(self, step: int) -> tuple[int, ...]:
-        """Find the modes in which sizes are sent after `step`."""
-        mode = self.warmup_mode(step)
-        if mode is None:
-            return (*range(1, 1 + self.n_codecs), 0) if self.is_due else ()
-        return (mode,) if self.may_probe(step, is_ahead=False) else ()
 
     def _is_outdated(self, communicator: Communicator) -> bool:
         """Return whether the network has changed or any rank wants to know, the same on all of them."""
@@ -243,36 +247,19 @@ class Measuring:
             self.is_requested, self._reference_s = False, None
         return is_outdated
 
-    def _probes(self) -> list[tuple[int, int]]:
-        """Choose how many values are sent by themselves, and how often, for each size that gets a row."""
-        largest, element_bytes = self._sample.numel(), self._sample.element_size()
-        sizes = log_spaced({min(n, largest) for n in self._sizes}, _MAX_SIZES)
-        return [(n, _SMALL_REPEATS if n * element_bytes < _SMALL_BYTES else _LARGE_REPEATS) for n in sizes]
-
-    def _note(self, n: int, mode: int, timed: list[tuple[float, float]]) -> None:
-        """Keep what the probes of one size and mode took: (seconds of the exchange, of it in the codec) of each."""
-        total_s, codec_s = sorted(timed)[(len(timed) - 1) // 2]  # of three the middle one, of two the quicker
-        codec_s = min(total_s, codec_s)
-        times: list[float | None] = [None] * (1 + 2 * self.n_codecs)
-        times[max(0, 2 * mode - 1) : 2 * mode + 1] = [total_s - codec_s, codec_s] if mode else [total_s]
-        self._times.setdefault(n * self._sample.element_size(), []).append(tuple(times))
-
     def _agree(self, communicator: Communicator) -> int | None:
-        """Make the table that all ranks share; its threshold."""
+        """Make the tables that all ranks share, the slowest rank's; the first one's threshold."""
         sizes = sorted(self._times)
         if not sizes:
             return None
-        rows = torch.tensor(
-            [[_mean(self._times[size], i) for i in range(1 + 2 * self.n_codecs)] for size in sizes],
-            dtype=torch.float64,
-            device="cpu",
-        )
+        measured = [[_mean(times) for times in zip(*self._times[size], strict=True)] for size in sizes]
+        rows = torch.tensor(measured, dtype=torch.float64, device="cpu")
         communicator.all_reduce(rows, dist.ReduceOp.MAX)
         self._times.clear()
         self.tables = [
             ThresholdTable(
-                SizeTimes(size, *(float(row[i]) for i in (0, 2 * codec + 1, 2 * codec + 2)))
-                for size, row in zip(sizes, rows, strict=True)
+                SizeTimes(size, row[0], row[2 * codec + 1], row[2 * codec + 2])
+                for size, row in zip(sizes, rows.tolist(), strict=True)
             )
             for codec in range(self.n_codecs)
         ]
@@ -282,13 +269,9 @@ class Measuring:
     # ---- between steps
 
     def stats(self) -> dict[str, Any]:
-        """The first codec's table, those of others, and how often they were made."""
-        rows = [table.as_rows() for table in self.tables]
-        return {
-            "threshold_table": rows[0] if rows else [],
-            **({"other_tables": rows[1:]} if rows[1:] else {}),
-            "threshold_measured": self.n_measured,
-        }
+        """The first codec's table, and how often tables were made."""
+        table = self.tables[0].as_rows() if self.tables else []
+        return {"threshold_table": table, "threshold_measured": self.n_measured}
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -306,10 +289,10 @@ class Measuring:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument; what a state that does not read makes it raise."""
-        all_rows = [] if state["table"] is None else [state["table"], *state.get("other_tables", [])]
-        if len(all_rows) not in (0, self.n_codecs):
-            raise not_the_state("scheme slimgc", f"it has {len(all_rows)} threshold tables for {self.n_codecs} codecs")
-        self.tables = [ThresholdTable.from_rows(rows) for rows in all_rows]
+        tables = [] if state["table"] is None else [state["table"], *state["other_tables"]]
+        if len(tables) not in (0, self.n_codecs):
+            raise not_the_state("scheme slimgc", f"it has {len(tables)} threshold tables for {self.n_codecs} codecs")
+        self.tables = [ThresholdTable.from_rows(rows) for rows in tables]
         self._times = {
             int(size): [tuple(None if s is None else float(s) for s in row) for row in rows]
             for size, rows in state["times"].items()
@@ -320,7 +303,7 @@ class Measuring:
         self._communicate_s = deque(map(float, state["communicate_s"]), self._communicate_s.maxlen)
 
 
-def _mean(rows: list[_Times], index: int) -> float:
-    values = [value for row in rows if (value := row[index]) is not None]
+def _mean(times: Sequence[float | None]) -> float:
+    values = [value for value in times if value is not None]
     # A clock that does not resolve a transfer still says that it took some time.
     return max(statistics.fmean(values), 1e-9) if values else 0.0

@@ -8,7 +8,6 @@ of it (3.5, backup=True) is `gradwire.schemes.ahead` around it.
 
 import contextlib
 import functools
-import math
 import statistics
 import zlib
 from collections import Counter, deque
@@ -21,10 +20,10 @@ from torch.distributed import ReduceOp
 
 from gradwire import codecs
 from gradwire.checks import choice as check_choice
+from gradwire.checks import count as check_count
 from gradwire.codecs import Codec
 from gradwire.codecs.quantised import OneBit, Quantised
 from gradwire.core.bucket import Bucket
-from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
@@ -37,33 +36,41 @@ from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 from gradwire.schemes.plain import start_plain_mean
 from gradwire.schemes.plain_steps import PlainSteps, is_beside_adam
 from gradwire.schemes.selection import Selection, tensors_of
-from gradwire.schemes.slimgc.choosing import BucketSizes, Choice, choose
-from gradwire.schemes.slimgc.exchange import ChosenCodecs, CutSelection, FusedExchange
+from gradwire.schemes.slimgc.exchange import CutSelection, FusedExchange
 from gradwire.schemes.slimgc.measuring import DeviceClock, HostClock, Later, Measuring
-from gradwire.schemes.slimgc.threshold import NEVER, check_threshold
-from gradwire.stepping.owner_step import Owned, OwnerStep
+from gradwire.schemes.slimgc.threshold import NEVER, BucketSizes, Choice, check_threshold, choose
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import then
 from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
 from gradwire.wire.wire import Wire
 
-# Of the scheme; all others belong to the codec that is named.
-_DEFAULTS: dict[str, Any] = {
-    "topology": "server",
-    "pull": "compressed",
-    "group_elements": None,
-    "warmup_steps": 10,
-    "method": "fit",
-    "drift_every": 50,
-    "drift_factor": 1.5,
-    "update": "worker",
-    "max_grad_value": None,
-}
 # What is chosen among beside Adam, from the finest on; the last is nearest to plain of those with two bits.
 CODECS_BESIDE_ADAM = ("embedded-float:bits=8", "embedded-float:bits=5", "two-bit:levels=4,scale_values=64")
+_MEASURED = (
+    "warmup_steps",
+    "method",
+    "drift_every",
+    "drift_factor",
+)  # options of the table; what is left is the codec's
 _READY_STEPS = 16  # of which the typical one says when a bucket is ready
-_MEASURED = ("warmup_steps", "method", "drift_every", "drift_factor")
+
+
+class ChosenCodecs(Selection):
+    """The decision for one bucket layout: which tensors travel raw (0 in `choice`), and the selection of each codec used.
+
+    Attributes:
+        made_for: the layout's hash, and the threshold or what stands for it.
+        sizes: bytes of each tensor.
+        is_flushed: nothing that was left out of the raw tensors waits any more.
+    """
+
+    def __init__(
+        self, bucket: Bucket, threshold: int, sizes: tuple[int, ...], choice: Choice, parts: list[CutSelection]
+    ) -> None:
+        codecs = iter(choice)
+        super().__init__(bucket, lambda *_: next(codecs) != 0)
+        self.made_for, self.sizes, self.parts, self.is_flushed = (bucket.layout_hash, threshold), sizes, parts, False
 
 
 class SlimGC(Compressed):
@@ -77,16 +84,12 @@ class SlimGC(Compressed):
     Args:
         codec: a codec's registry name, a codec, or a scheme that is one (OneBit(), GComp()). Several, in a list or joined by
             "+", from the finest to the coarsest, each with its options ("embedded-float:bits=5"): of these and raw each tensor
-            gets one, by the time that it adds to a step (`choosing.py`). None: one-bit; beside Adam and its kin those of
+            gets one, by the time that it adds to a step (`threshold.py`). None: one-bit; beside Adam and its kin those of
             `CODECS_BESIDE_ADAM`, or with a threshold the last of them.
         threshold_bytes: tensors of fewer bytes travel raw. None: measured, in `warmup_steps` steps. 0 compresses all.
         topology: "server" (every rank owns a part: push to it, pull from it; a scale belongs to one tensor) or
             "all-reduce" (a ring over all compressed tensors of a bucket, encoded anew at every hop).
         pull: what an owner answers with: "compressed", or "raw" in full precision (server only).
-        update: who takes the optimizer's step: every "worker", or the "owner" of each value, from which all then pull
-            parameters instead of gradients (server and raw pull only; element-wise optimizers: SGD, Adam, AdamW). The
-            optimizer's state then lies with the owners: `state_dict` of each rank holds its share. Needs `attach`.
-        max_grad_value: with update="owner", in place of clip_grad_value_, which would clip the wrong gradient.
         error_feedback: keep what the codec lost for the next step. None: if the codec wants it; qsgd and ternary do not.
         plain_steps: the first steps of the training, which are reduced plainly. None: 50 beside Adam and its kin where codec is
             left out too, else 0.
@@ -105,39 +108,51 @@ class SlimGC(Compressed):
         codec: str | Codec | Scheme | Sequence[Any] | None = None,
         threshold_bytes: int | None = None,
         error_feedback: bool | None = None,
+        plain_steps: int | None = None,
+        topology: str = "server",
+        pull: str = "compressed",
+        group_elements: int | None = None,
         **options: Any,
     ) -> None:
-        is_open, asked = codec is None, options.pop("plain_steps", None)
-        self._is_open = is_open and not options.keys() - _DEFAULTS.keys()  # the optimizer chooses the codec
-        self.codecs, mine = _read_options("one-bit" if is_open else codec, options)
-        if len(self.codecs) > 1 and (threshold_bytes is not None or mine["update"] == "owner"):
-            raise InvalidArgument('several codecs are chosen by time: leave threshold_bytes and update="owner" out')
+        self._measured = {name: options.pop(name) for name in _MEASURED if name in options}
+        check_choice("topology", topology, ("server", "all-reduce"))
+        check_choice("pull", pull, ("compressed", "raw"))
+        if pull == "raw" and topology != "server":
+            raise InvalidArgument('pull="raw" needs topology="server": in a ring nobody owns the result')
+        self._is_open = codec is None and not options  # the optimizer chooses the codec
+        self.codecs = _read_codecs("one-bit" if codec is None else codec, options)
+        if len(self.codecs) > 1 and threshold_bytes is not None:
+            raise InvalidArgument("several codecs are chosen by time: leave threshold_bytes out")
         super().__init__(
             error_feedback=all(codecs.choose_feedback(codec, error_feedback) for codec in self.codecs),
-            plain=PlainSteps(self.name, "plain_steps", asked if asked is not None or self._is_open else 0),
+            plain=PlainSteps(self.name, "plain_steps", plain_steps if plain_steps is not None or self._is_open else 0),
         )
         self.threshold_bytes = None if threshold_bytes is None else check_threshold(threshold_bytes)
-        self._options, self.update = mine, mine["update"]
-        self.owns_step = self.update == "owner"
+        if group_elements is None:
+            are_all = all(isinstance(one, Quantised) for one in self.codecs)
+            group_elements = QUANTISED_CHUNK_ELEMENTS if are_all else CHUNK_ELEMENTS
+        self._exchanging: dict[str, Any] = {
+            "topology": topology,
+            "pull": pull,
+            "group_elements": check_count("group_elements", group_elements),
+        }
         self.state_is_per_world = True
-        if self.owns_step:
-            self.per_rank_state = None  # its shards of the optimizer's state are cut for so many ranks
-        self._stepper: OwnerStep | None = None
         self._clock: HostClock | DeviceClock | None = None  # None: no table is measured
+        self._metric: QuantisationMetric | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._measuring = Measuring(**{name: self._options[name] for name in _MEASURED}, n_codecs=len(self.codecs))
+        self._chooses = len(self.codecs) > 1
+        self._measuring = Measuring(len(self.codecs), **self._measured)
         self._last_stats: dict[str, Any] | None = None
         self._threshold = NEVER if self.threshold_bytes is None else self.threshold_bytes
-        self._plans: dict[int, tuple[int, int, ChosenCodecs]] = {}  # by bucket: layout, decision, plan
+        self._plans: dict[int, ChosenCodecs] = {}  # by bucket
         # With several codecs: what is chosen, by layout; the buckets of a step; when each was ready, after the first.
         self._choices: dict[int, Choice] = {}
         self._buckets: dict[int, tuple[int, tuple[int, ...], int]] = {}
         self._ready_s: dict[int, deque[float]] = {}
         self._under_way: list[torch.futures.Future] = []  # sums of raw buckets, which the lane does not wait for
         self._has_loaded = False
-        self._loaded = 0  # what ranks that loaded shards of the optimizer's state must have alike
 
     @property
     def settling_steps(self) -> int:
@@ -160,67 +175,47 @@ class SlimGC(Compressed):
         return any(getattr(codec, "importance", None) == "paper" for codec in self.codecs)
 
     @property
-    def _chooses(self) -> bool:
-        return len(self.codecs) > 1
-
-    @property
     def configuration(self) -> dict[str, Any]:
         return {
             "codec": "+".join(codec.name for codec in self.codecs),
-            "codec_options": [*map(_options_of, self.codecs)] if self._chooses else _options_of(self.codec),
+            "codec_options": [*map(_options_of, self.codecs)] if len(self.codecs) > 1 else _options_of(self.codec),
             "threshold_bytes": self.threshold_bytes,
             "error_feedback": self.error_feedback,
             self.plain.option: self.plain.n,
-            **self._options,
+            **self._exchanging,
+            **{name: getattr(self._measuring, name) for name in _MEASURED},
         }
 
     def bind(self, session: Session) -> None:
         """Raises: InvalidArgument, Unsupported (a codec that reads the optimizer, and none, or another, was given; on a
         device, options that need the host)."""
-        wire, metric = session.wire, None
+        wire, self._metric = session.wire, None
         if self._is_open:
             self.codecs = self._codecs_beside(session)
         if self.reads_optimizer:
             codec: Any = self.codec
             promise = Promise(rounding=codec.rounding, format=codec.format, is_alike=True)
-            metric = QuantisationMetric.beside(session, promise)
-            if self.update == "owner":
-                raise Unsupported(
-                    'importance="paper" reads the optimizer\'s whole state, and with update="owner" no rank has it: choose '
-                    'importance="none", or update="worker"'
-                )
+            self._metric = QuantisationMetric.beside(session, promise)
         if wire.on_device:
             for codec in self.codecs:
-                _refuse_on_device(codec, self._options)
+                _refuse_on_device(codec, **self._exchanging)
         super().bind(session)
         if self.plain.n:
             self.plain.tell(self)
         self._reset()
-        how = tuple(self._options[name] for name in ("topology", "pull", "group_elements"))
-        self._metric, self._exchanges = metric, [FusedExchange(wire, codec, *how) for codec in self.codecs]
+        self._exchanges = [FusedExchange(wire, codec, **self._exchanging) for codec in self.codecs]
         if self.threshold_bytes is None and wire.world_size > 1:
             self._clock = DeviceClock(wire) if isinstance(wire, DeviceWire) else HostClock()
 
     def _codecs_beside(self, session: Session) -> list[Codec]:
         if not is_beside_adam(session):
             return [OneBit()]
-        is_single = self.threshold_bytes is not None or self.update == "owner" or session.wire.on_device
-        if not is_single and self._options["group_elements"] == QUANTISED_CHUNK_ELEMENTS:
-            self._options["group_elements"] = CHUNK_ELEMENTS
+        is_single = self.threshold_bytes is not None or session.wire.on_device
+        if not is_single and self._exchanging["group_elements"] == QUANTISED_CHUNK_ELEMENTS:
+            self._exchanging["group_elements"] = CHUNK_ELEMENTS
         return [_made(spec, {}) for spec in CODECS_BESIDE_ADAM[-1 if is_single else 0 :]]
 
-    def take_over(self) -> None:
-        """Raises: InvalidArgument, Unsupported (an optimizer or a model that the owner's step cannot serve)."""
-        if self.update == "owner":
-            self._stepper = OwnerStep(self.session, self._options["max_grad_value"])
-
     # ---- one bucket
-
-    def begin_step(self, step: int) -> None:
-        """Raises: Unsupported (ddp.join, where the step is not the optimizer's)."""
-        if self._stepper is not None:
-            self._stepper.begin_step(step)
-        super().begin_step(step)
 
     def _begin_on_lane(self) -> None:
         super()._begin_on_lane()
@@ -263,34 +258,28 @@ class SlimGC(Compressed):
             threshold = 0 if mode and not self._chooses else NEVER
         if bucket.step < self.plain.n:
             threshold = NEVER
-        known = self._plans.get(bucket.index)
-        if known is None or known[:2] != (bucket.layout_hash, threshold):
+        plan = self._plans.get(bucket.index)
+        if plan is None or plan.made_for != (bucket.layout_hash, threshold):
             sizes = tuple(n * bucket.buffer.element_size() for _, _, n in tensors_of(bucket))
             choice = tuple(int(size >= max(1, threshold)) for size in sizes)
             if self._chooses and threshold != NEVER:
                 if bucket.layout_hash not in self._choices:  # buckets have changed
                     self._measuring.is_requested = True
                 choice = self._choices.get(bucket.layout_hash, (0,) * len(sizes))
-            plan = ChosenCodecs(bucket, sizes, choice, functools.partial(self._cut, bucket, choice))
-            known = self._plans[bucket.index] = (bucket.layout_hash, threshold, plan)
-        if self._chooses:
-            self._see(bucket)
-        return known[2]
-
-    def _cut(self, bucket: Bucket, choice: Choice, codec: int) -> CutSelection:
-        # What is encoded where it lies need not lie together; the ring and an owner's step want it so.
-        keeps_places = self._exchanges[codec - 1].adds_residual and self.update == "worker"
-        world_size, at_a_time = self.session.communicator.world_size, self._options["group_elements"]
-        return CutSelection(bucket, choice, codec, world_size, at_a_time, keeps_places)
-
-    def _see(self, bucket: Bucket) -> None:
-        """Note what is in the bucket, and when it was ready."""
-        if bucket.index == 0:
-            self._buckets.clear()
-        started_ns = bucket.record.started_ns
-        self._buckets[bucket.index] = bucket.layout_hash, self._plans[bucket.index][2].sizes, started_ns
-        since_s = (started_ns - self._buckets.get(0, (0, (), started_ns))[2]) / 1e9
-        self._ready_s.setdefault(bucket.layout_hash, deque(maxlen=_READY_STEPS)).append(max(0.0, since_s))
+            world_size, at_a_time = self.session.communicator.world_size, self._exchanging["group_elements"]
+            parts = [  # what is encoded where it lies need not lie together; the ring wants it so
+                CutSelection(bucket, choice, codec, world_size, at_a_time, self._exchanges[codec - 1].adds_residual)
+                for codec in sorted({*choice} - {0})
+            ]
+            plan = self._plans[bucket.index] = ChosenCodecs(bucket, threshold, sizes, choice, parts)
+        if self._chooses:  # note what is in the bucket, and when it was ready
+            if bucket.index == 0:
+                self._buckets.clear()
+            started_ns = bucket.record.started_ns
+            self._buckets[bucket.index] = bucket.layout_hash, plan.sizes, started_ns
+            since_s = (started_ns - self._buckets.get(0, (0, (), started_ns))[2]) / 1e9
+            self._ready_s.setdefault(bucket.layout_hash, deque(maxlen=_READY_STEPS)).append(max(0.0, since_s))
+        return plan
 
     def _choose(self) -> int:
         """Choose a codec for every tensor of the last step's buckets, by the new tables and by when all ranks are ready.
@@ -315,7 +304,12 @@ class SlimGC(Compressed):
             return self._mean_raw(bucket, plan, wire)
         with wire.timing("encode"):
             part = self._part_of(bucket, plan.parts[0], wire)
-            fp_buf = self._fill_fp_buf(bucket, plan, part, wire)
+            self._flush_residuals(bucket, plan, wire)
+            fp_buf = wire.scratch("fp_buf", plan.n_raw + 1, bucket.buffer.dtype)  # the small tensors / N, and a 0
+            fp_buf[plan.n_raw :].zero_()
+            for run in plan.raw_runs:
+                run.in_fused(fp_buf).copy_(run.in_bucket(bucket.buffer))
+            fp_buf.mul_(1.0 / wire.world_size)
         # In host memory small tensors travel beside the large ones; on a device all is timed in one order.
         finish_raw = None if wire.on_device else wire.start_sum(fp_buf)
         for cut in plan.parts:
@@ -341,7 +335,6 @@ class SlimGC(Compressed):
     def _mean_raw(self, bucket: Bucket, plan: ChosenCodecs, wire: Wire) -> torch.futures.Future | None:
         """Nothing is worth compressing: the backend's all-reduce, which in host memory the lane does not wait for."""
         self._flush_residuals(bucket, plan, wire)
-        self._keep_own_mean(bucket, plan, wire, bucket.buffer[:0])
         if wire.on_device:
             wire.mean(bucket.buffer)
             wire.note(wire.all_finite(bucket.buffer))
@@ -366,19 +359,6 @@ class SlimGC(Compressed):
         )  # fmt: skip
         plan.part_layout = part.layout
         return part
-
-    def _fill_fp_buf(self, bucket: Bucket, plan: ChosenCodecs, part: Bucket, wire: Wire) -> Tensor:
-        """(n_raw + 1,) of the bucket's dtype: the small tensors / N, and last 0.
-
-        Last is NaN where large tensors are not finite and their means stay with the owners: it tells the other ranks.
-        """
-        self._flush_residuals(bucket, plan, wire)
-        fp_buf = wire.scratch("fp_buf", plan.n_raw + 1, plan.dtype)
-        for run in plan.raw_runs:
-            run.in_fused(fp_buf).copy_(run.in_bucket(bucket.buffer))
-        is_untold = self.update == "owner" and not wire.all_finite(part.buffer)
-        fp_buf[-1:].fill_(math.nan if is_untold else 0.0)
-        return fp_buf.mul_(1.0 / wire.world_size)
 
     def _flush_residuals(self, bucket: Bucket, plan: ChosenCodecs, wire: Wire) -> None:
         """Add to tensors that travel raw what was left out of them, where this rank has a gradient."""
@@ -405,13 +385,11 @@ class SlimGC(Compressed):
                     plan.slots, plan.offsets, part.loss_scale, plan.dtype, part.bucket.staged
                 )
         self._exchanges[plan.codec - 1].mean(
-            wire, plan.cut, part.values, part.residual, part.unsent, part.loss_scale, importance, self.update == "owner"
+            wire, plan.cut, part.values, part.residual, part.unsent, part.loss_scale, importance
         )
 
     def _take_mean(self, bucket: Bucket, plan: CutSelection, part: Bucket, wire: Wire) -> None:
-        """Write the means of the large tensors to where these lie, unless DDP goes on with this rank's own gradient."""
-        if self.update == "owner":
-            return self._keep_own_mean(bucket, plan, wire, part.buffer)
+        """Write the means of the large tensors to where these lie."""
         with wire.timing("decode"):
             for run in plan.compressed_runs:
                 mean = run.in_bucket(bucket.buffer)
@@ -419,19 +397,6 @@ class SlimGC(Compressed):
                     mean.copy_(run.in_fused(part.buffer))
                 if not wire.on_device:  # there the messages say so
                     wire.note(wire.all_finite(mean))
-
-    def _keep_own_mean(self, bucket: Bucket, plan: Selection, wire: Wire, fused: Tensor) -> None:
-        """With the step at the owner: hand over this rank's part of `fused` (n_compressed,), where the means are."""
-        if self._stepper is None:
-            return
-        edges = tuple(fused.numel() * part // wire.world_size for part in range(wire.world_size + 1))
-        own = fused[edges[wire.rank] : edges[wire.rank + 1]]
-        raw, cut = (
-            [(slot.parameter, at) for slot, _, _, at, _ in spans if slot is not None and slot.parameter is not None]
-            for spans in (plan.raw, plan.compressed)
-        )
-        mean = wire.scratch(f"own mean {bucket.index}", own.numel()).copy_(own)
-        self._stepper.keep(bucket.index, Owned(tuple(parameter for parameter, _ in raw), tuple(cut), edges, mean))
 
     # ---- the end of a step
 
@@ -462,7 +427,7 @@ class SlimGC(Compressed):
         def send() -> None:
             if not mode:
                 return wire.mean(sent)
-            cut = Cut([(0, n)], wire.world_size, self._options["group_elements"])
+            cut = Cut([(0, n)], wire.world_size, self._exchanging["group_elements"])
             importance = None if self._metric is None else Importance([], 0)
             self._exchanges[mode - 1].mean(wire, cut, sent, left_out=left_out, importance=importance)
             wire.communicator.run_deferred()
@@ -481,19 +446,12 @@ class SlimGC(Compressed):
 
     def end_backward(self, step: int) -> int:
         """Wait for the probes of a step that measures, which are part of it; after other steps for nothing."""
-        waited_ns = 0 if self._stepper is None else self._stepper.end_backward()
+        watch = Stopwatch()
         if isinstance(self._clock, HostClock) and self._measuring.may_probe(step, self.is_ahead):
-            watch = Stopwatch()
             # An error of the lane is raised with its own type by whoever called this.
             with contextlib.suppress(GradwireError), watch:
                 self.session.communicator.submit(lambda: None).wait()
-            waited_ns += watch.total_ns
-        return waited_ns
-
-    def hand_over(self) -> None:
-        """The optimizer gets back the state that its owners hold, whole on every rank."""
-        if self._stepper is not None:
-            self._stepper.give_state_back()
+        return watch.total_ns
 
     # ---- what ranks compare
 
@@ -502,7 +460,7 @@ class SlimGC(Compressed):
 
     def _shared_hash(self) -> int:
         """32 bits over the options and the threshold: ranks with different tables must not meet in a collective."""
-        return zlib.crc32(repr((self.configuration_hash, self._threshold, self._loaded)).encode())
+        return zlib.crc32(repr((self.configuration_hash, self._threshold)).encode())
 
     # ---- between steps
 
@@ -521,7 +479,7 @@ class SlimGC(Compressed):
         """The threshold in bytes, its table (Fig. 6), and what the decisions came to at the last step."""
         if self._last_stats is not None:
             return self._last_stats
-        plans = [plan for _, _, plan in self._plans.values()]
+        plans = list(self._plans.values())
         used = Counter(
             self.codecs[part.codec - 1].name for plan in plans for part in plan.parts for _ in part.compressed
         )
@@ -533,7 +491,6 @@ class SlimGC(Compressed):
             "n_tensors_raw": sum(len(plan.raw) for plan in plans),
             "share_compressed": n_compressed / max(1, n_compressed + n_raw),
             **super().stats(),
-            **({} if self._stepper is None else {"sharded_state_bytes": self._stepper.state.n_bytes}),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -542,73 +499,36 @@ class SlimGC(Compressed):
             "threshold_bytes": self._threshold,
             "choices": {layout: list(choice) for layout, choice in self._choices.items()},
             "measuring": self._measuring.state_dict(),
-            "stepping": {} if self._stepper is None else self._stepper.state.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument. Ranks that load different tables get RankMismatch before their next gradients."""
-        residuals, measuring = state.get("residuals"), state.get("measuring")
-        if not isinstance(residuals, dict) or not isinstance(measuring, dict):
-            raise not_the_state("scheme slimgc", "it lacks residuals or the threshold table")
-        threshold = check_threshold(state.get("threshold_bytes"))
-        if self._stepper is not None:
-            self._stepper.state.load_state_dict(state.get("stepping", {}))
-            self._loaded = zlib.crc32(repr(self._stepper.state.describe()).encode())
-        self._measuring.load_state_dict(measuring)
-        self.session.feedback.load_by_name(residuals, self.session.slots)
-        self._threshold = threshold
-        self._choices = {int(layout): tuple(choice) for layout, choice in state.get("choices", {}).items()}
+        self._measuring.load_state_dict(state["measuring"])
+        self.session.feedback.load_by_name(state["residuals"], self.session.slots)
+        self._threshold = check_threshold(state["threshold_bytes"])
+        self._choices = {int(layout): tuple(choice) for layout, choice in state["choices"].items()}
         self._plans.clear()
         self._has_loaded = True
 
     def close(self) -> None:
         """The model is let go; the table stays, to be read. What is bound again begins anew, without both."""
-        stepper, clock, self._last_stats = self._stepper, self._clock, self.stats()
-        self._stepper = self._clock = self._metric = None  # of these the metric holds the optimizer
+        clock, self._last_stats = self._clock, self.stats()
+        self._clock = self._metric = None  # of these the metric holds the optimizer
         self._plans.clear()
-        try:
-            if stepper is not None:
-                stepper.close()
-        finally:
-            if isinstance(clock, DeviceClock):
-                clock.close()
-            super().close()
+        if isinstance(clock, DeviceClock):
+            clock.close()
+        super().close()
 
 
-def _read_options(codec: Any, given: dict[str, Any]) -> tuple[list[Codec], dict[str, Any]]:
-    """Returns: the codecs, made by name with their options, given, or a scheme's; and all options of SlimGC's own.
-
-    Raises: InvalidArgument.
-    """
-    options = {name: given.pop(name, default) for name, default in _DEFAULTS.items()}
-    is_server = check_choice("topology", options["topology"], ("server", "all-reduce")) == "server"
-    is_raw = check_choice("pull", options["pull"], ("compressed", "raw")) == "raw"
-    is_owners = check_choice("update", options["update"], ("worker", "owner")) == "owner"
-    most, group_elements = options["max_grad_value"], options["group_elements"]
-    if is_raw and not is_server:
-        raise InvalidArgument('pull="raw" needs topology="server": in a ring nobody owns the result')
-    if group_elements is not None and group_elements < 1:
-        raise InvalidArgument(f"group_elements must be at least 1, got {group_elements}")
-    if most is not None and (not is_owners or not most > 0):
-        raise InvalidArgument(
-            f'max_grad_value is positive and belongs to update="owner", got {most!r}; otherwise clip .grad as ever'
-        )
-    if is_owners and not is_raw:
-        raise InvalidArgument(
-            'update="owner" pulls parameters, raw, from the ranks that own them: it needs topology="server" and '
-            'pull="raw"'
-        )
+def _read_codecs(codec: Any, options: dict[str, Any]) -> list[Codec]:
+    """The codecs, made by name with their options, given, or a scheme's. Raises: InvalidArgument."""
     several = codec.split("+") if isinstance(codec, str) else codec
     several = list(several) if isinstance(several, Sequence) else [codec]
-    if not several or (len(several) > 1 and given):
+    if not several or (len(several) > 1 and options):
         raise InvalidArgument(
             'of several codecs each has its own options, "embedded-float:bits=5"; and one there must be'
         )
-    made = [_made(one, given) for one in several]
-    if group_elements is None:
-        are_all = all(isinstance(one, Quantised) for one in made)
-        options["group_elements"] = QUANTISED_CHUNK_ELEMENTS if are_all else CHUNK_ELEMENTS
-    return made, options
+    return [_made(one, options) for one in several]
 
 
 def _made(codec: Any, options: dict[str, Any]) -> Codec:
@@ -633,11 +553,11 @@ def _options_of(codec: Codec) -> dict[str, Any]:
     return {k: v for k, v in sorted(vars(codec).items()) if not k.startswith("_") and isinstance(v, plain)}
 
 
-def _refuse_on_device(codec: Codec, options: dict[str, Any]) -> None:
+def _refuse_on_device(codec: Codec, topology: str, pull: str, **_: Any) -> None:
     """Raises: Unsupported (what needs the host)."""
-    for name, wanted in (("update", "worker"), ("topology", "server"), ("pull", "compressed")):
-        if options[name] != wanted:
-            raise Unsupported(f'slimgc with {name}="{options[name]}" works on host memory: leave that or placement out')
+    if topology != "server" or pull != "compressed":
+        option = f'topology="{topology}"' if topology != "server" else f'pull="{pull}"'
+        raise Unsupported(f"slimgc with {option} works on host memory: leave that or placement out")
     if not isinstance(codec, Quantised):
         raise Unsupported(
             f"slimgc works on devices with one-bit, two-bit and qsgd, not with {codec.name}: take one of these, or leave "

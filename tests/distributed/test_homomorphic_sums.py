@@ -1,0 +1,219 @@
+"""homomorphic's sums: packed ones are the backend's own, bit by bit; all follow the density, from none to a dense gradient."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from buckets import Driver
+from gcomp_gradients import make_gradient
+from gradwire import schemes
+from gradwire.exchange import aggregators
+from gradwire.exchange.aggregators.process_group import ProcessGroup
+from ranks import agree, assert_alike, bits_of, on_ranks, run_ranks
+from sketches import DTYPES, EPSILON, PATTERNS, SMALLEST, check_mean, gradients_of
+from switch_cases import Serving
+
+N = 40_013
+DENSITIES = (0.02, 0.0, 0.0, 0.3, 0.001, 0.8, 0.01, 1.0)
+N_DENSE = 30_011
+UP = (0.0, 0.0, 1e-4, 0.002, 0.0, 0.03, 0.3, 0.6, 0.8, 0.87, 0.95, 1.0)
+# A bucket that was too dense is tried again after 16 steps, and then its counts are those of the last 8.
+UP_AND_DOWN = (*UP, *(0.0,) * 9, *(0.02,) * 16)
+MODES: tuple[dict[str, Any], ...] = (
+    {},
+    {"index": "bloom"},
+    {"mode": "sketch"},
+    {"mode": "sketch", "index": "bloom"},
+    {"mode": "exact"},
+    {"mode": "exact", "integer_bits": 64},
+)
+# With values that all-to-all brings together, and other shapes of a table: among other numbers of ranks.
+MORE: tuple[dict[str, Any], ...] = (
+    {"index": "bloom", "aggregator": "all-to-all"},
+    {"mode": "sketch", "index": "bloom", "aggregator": "all-to-all"},
+    {"mode": "sketch", "index": "bitmap", "batch_values": 64, "gamma": 1.5, "seed": 9},
+    {"mode": "exact"},
+)
+
+
+def summed(mine: torch.Tensor, union: torch.Tensor) -> torch.Tensor:
+    """The backend's mean of what lies at the places of `union`, zeros elsewhere."""
+    packed = mine[union] * (1.0 / dist.get_world_size())
+    dist.all_reduce(packed)
+    return torch.zeros_like(mine).masked_scatter(union, packed)
+
+
+def same(mean: torch.Tensor, expected: torch.Tensor) -> bool:
+    """To the bit, but for the signs of zeros."""
+    return bits_of(mean + 0) == bits_of(expected + 0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks()
+def test_packed_sums_are_the_backends_own_bit_by_bit(rank: int, world_size: int) -> None:
+    for dtype in DTYPES:
+        for pattern in PATTERNS:
+            driver = Driver(schemes.by_name("homomorphic"), [torch.zeros(N, dtype=dtype)])
+            for step, density in enumerate(DENSITIES):
+                everyone = gradients_of(pattern, N, world_size, density, dtype, step + 1)
+                (mean,) = driver.reduce([everyone[rank].clone()])
+                union, everywhere = (everyone != 0).any(0), torch.ones(N, dtype=torch.bool)
+                expected = summed(everyone[rank], everywhere if density == 1 else union)
+                assert same(mean, expected), (dtype, pattern, density)
+                if dtype == torch.float32:
+                    shares = everyone.double()
+                    error = (mean.double() - shares.sum(0) / world_size).abs()
+                    assert bool((error <= world_size * 2.0**-23 * shares.abs().sum(0) + 1e-44).all())
+                if world_size == 2:  # two values have but one order of summation: plain's bits
+                    assert same(mean, summed(everyone[rank], everywhere))
+                record = driver.last_buckets[0].record
+                if world_size > 1:
+                    assert any("too dense" in why for why in record.fallbacks) == (density == 1), (pattern, density)
+                    ring = 2 * (world_size - 1) / world_size
+                    n_bytes = int(union.sum()) * dtype.itemsize + N / 8 + 48
+                    assert record.fallbacks or record.bytes_sent <= ring * n_bytes * 1.02 + 64
+            driver.close()
+
+
+def specials_of(dtype: torch.dtype, rank: int, step: int) -> torch.Tensor:
+    """(N,): 4 % of every kind of finite value: normal, subnormal, largest, -0; from step 3 on Inf and NaN too."""
+    gradient = make_gradient("special", N, dtype, 10 * step + rank)
+    if step < 3:
+        gradient[~gradient.isfinite()] = -0.0
+    gradient[torch.rand(N, generator=torch.Generator().manual_seed(step)) >= 0.04] = 0.0
+    return gradient
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_special_values_of_every_dtype_are_summed_as_the_backend_sums_them(rank: int, world_size: int) -> None:
+    for dtype in DTYPES:
+        # A Bloom filter's false positives move the places at which the backend's sum begins with another rank.
+        driver = Driver(schemes.by_name("homomorphic", index="bitmap"), [torch.zeros(N, dtype=dtype)])
+        for step in range(6):
+            everyone = torch.stack([specials_of(dtype, other, step) for other in range(world_size)])
+            (mean,) = driver.reduce([everyone[rank].clone()])
+            union = (everyone != 0).any(0)
+            if step >= 3:  # which hold Inf and NaN
+                assert bool(mean.isnan().all()), (dtype, step)
+                continue
+            assert same(mean, summed(everyone[rank], union)), (dtype, step)
+        driver.close()
+
+
+def reduce_by_switch(rank: int, world_size: int, address: str) -> torch.Tensor:
+    results = []
+    for dtype, (bits, kept, mode) in itertools.product(
+        DTYPES,
+        ((32, 31, "packed"), (64, 62, "packed"), (64, 62, "exact"), (16, 15, "packed"), (8, 7, "packed"),
+         (16, 13, "exact"), (8, 5, "exact")),
+    ):  # fmt: skip
+        switch = aggregators.by_name("switch", address=address)
+        options: dict[str, Any] = {"mode": mode, "integer_bits": bits, "error_feedback": None if bits > 16 else False}
+        driver = Driver(schemes.by_name("homomorphic", aggregator=switch, **options), [torch.zeros(N, dtype=dtype)])
+        for step, density in enumerate((0.05, 0.0, 0.4 if bits <= 32 and mode == "packed" else 0.1)):
+            everyone = gradients_of("random", N, world_size, density, dtype, step + 1)
+            (mean,) = driver.reduce([everyone[rank].clone()])
+            shares = everyone.double()
+            largest = float(shares.abs().max())
+            # Each rank rounds to half a unit of 2^(e - bits + ceil(log2 ranks)), the result to its dtype once.
+            unit = 4 * 2.0**-kept * 2 * largest
+            expected = shares.sum(0) / world_size
+            assert bool(((mean.double() - expected).abs() <= unit + EPSILON[dtype] * expected.abs() + 2.0**-25).all())
+            assert not bool(mean[(shares == 0).all(0)].any())
+            assert not any("too dense" in why for why in driver.last_buckets[0].record.fallbacks)
+            results.append(mean.float())
+        driver.close()
+    return torch.cat(results)
+
+
+def test_a_switch_sums_integers_of_8_to_64_bits() -> None:
+    with Serving() as serving:
+        results = run_ranks(reduce_by_switch, 3, f"127.0.0.1:{serving.port}")
+    assert_alike(results)
+
+
+# ---- in one run, with bytes that follow the density
+
+
+def cell_bytes_of(options: dict[str, Any], dtype: torch.dtype) -> float:
+    """What a non-zero of the union costs."""
+    if "mode" not in options:
+        return dtype.itemsize
+    return 1.3 * options.get("integer_bits", 32) / 8
+
+
+@pytest.mark.parametrize(
+    ("world_size", "pattern"), [*((3, pattern) for pattern in PATTERNS), (1, "random"), (2, "random"), (4, "random")]
+)
+@on_ranks(timeout_s=200)
+def test_densities_from_none_to_all_and_back_in_one_run(rank: int, world_size: int, pattern: str) -> None:
+    ring = 2 * (world_size - 1) / world_size
+    for options, dtype in itertools.product({1: (*MODES, *MORE), 3: MODES}.get(world_size, MORE), DTYPES):
+        aggregator = ProcessGroup(options.get("aggregator", "all-reduce"))
+        scheme = schemes.by_name("homomorphic", **{**options, "aggregator": aggregator})
+        driver = Driver(scheme, [torch.zeros(N_DENSE, dtype=dtype)])
+        cell_bytes = cell_bytes_of(options, dtype)
+        was_dense = False
+        for step, density in enumerate(UP_AND_DOWN):
+            shares = gradients_of(pattern, N_DENSE, world_size, density, dtype, step + 1)
+            (mean,) = driver.reduce([shares[rank].clone()])
+            where = (options, dtype, step, density)
+            assert agree(mean), where
+            record = driver.last_buckets[0].record
+            is_plain = any("too dense" in why for why in record.fallbacks)
+            check_mean(options, is_plain, mean, shares)
+            n_nonzeros = int((shares != 0).any(0).sum())
+            if is_plain:  # for a reason, or for one that was there a few steps ago
+                assert was_dense or N_DENSE / 8 + 1.1 * cell_bytes * n_nonzeros > 0.85 * N_DENSE * dtype.itemsize, where
+            elif n_nonzeros:
+                assert record.bytes_sent >= ring * cell_bytes / 1.3 * n_nonzeros - 64, where
+                most = 2.0 if options.get("mode") == "sketch" else 1.1  # a table that was too small went in vain
+                assert record.bytes_sent <= ring * most * N_DENSE * dtype.itemsize, where
+            was_dense = was_dense or is_plain
+        assert not is_plain, where
+        # A filter for few values, and no more: what was learnt of dense steps is forgotten. A sketch's tables are each as
+        # large as its block asked for in the last 8 steps, and clusters move from block to block.
+        most = 1.7 if options.get("mode") == "sketch" else 1.3
+        assert record.bytes_sent <= ring * (N_DENSE / 8 + most * cell_bytes * n_nonzeros + 1_000), (
+            where,
+            record.bytes_sent,
+        )
+        stats = driver.scheme.stats()
+        assert was_dense or world_size == 1  # alone nothing is ever sent
+        assert stats["n_steps_not_finite"] == stats["n_buckets_too_large"] == 0
+        if options.get("index") == "bloom" and world_size > 1:
+            assert stats["n_bloom_indices"] > 0
+            assert stats["n_bloom_fallbacks"] > 0, "no filter was too small for the step after it"
+        driver.close()
+
+
+# ---- values at the ends of their dtype
+
+
+@on_ranks(2, timeout_s=100)
+def test_values_at_the_ends_of_their_dtype_arrive(rank: int, world_size: int) -> None:
+    """Subnormals and the largest finite values are values like any other; -0.0 is a zero."""
+    for options, dtype in itertools.product(MODES, DTYPES):
+        info = torch.finfo(dtype)
+        driver = Driver(schemes.by_name("homomorphic", **options), [torch.zeros(N_DENSE, dtype=dtype)])
+        for step in range(3):
+            shares = gradients_of("random", N_DENSE, world_size, 0.02, dtype, step + 1)
+            shares[:, 0] = info.max
+            shares[0, 1], shares[1:, 1] = info.max, -info.max
+            shares[:, 2] = SMALLEST[dtype]
+            shares[:, 3] = -SMALLEST[dtype] * torch.arange(1, world_size + 1)
+            shares[:, 4] = info.smallest_normal
+            shares[:, 5] = -0.0
+            (mean,) = driver.reduce([shares[rank].clone()])
+            assert agree(mean), (options, dtype)
+            assert bool(mean.isfinite().all()), (options, dtype, mean[:6])
+            is_plain = bool(driver.last_buckets[0].record.fallbacks) or driver.scheme.stats()["n_buckets_too_large"] > 0
+            check_mean(options, is_plain, mean, shares)
+            if "mode" not in options:
+                assert not is_plain
+                assert float(mean[0]) == pytest.approx(info.max, rel=4 * EPSILON[dtype])
+        driver.close()

@@ -107,7 +107,10 @@ class OneBit:
         return torch.cat([quantised(values[a - first : b - first]) for a, b in itertools.pairwise(cuts)])
 
 
-def transcribed(n_ranks: int, rates: Callable[[int, str], tuple[float, float]] = as_set) -> list[Tensor]:
+def transcribed(
+    n_ranks: int,
+    rates: Callable[[int, str], tuple[float, float]] = as_set,
+) -> list[Tensor]:
     """The parameters after every rank's training, in float64."""
     module = model().double()
     names = [name for name, _ in module.named_parameters()][::-1]  # as DDP's one bucket holds them

@@ -29,11 +29,11 @@ from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
-from gradwire.stepping.blocks import Block
 from gradwire.stepping.interception import (
     FiniteFlag,
     FrozenStep,
     Interceptor,
+    StepOwner,
     clip_factor,
     refuse_join,
     stepped_parameters,
@@ -56,7 +56,7 @@ class Aggregate:
     frozen: FrozenStep | None = None  # the user's call of that step; None as long as there was none
 
 
-class Ahead(Scheme):
+class Ahead(Scheme, StepOwner):
     """`inner`, a step ahead. It is known by the inner scheme's name, whose state and figures it has beside its own.
 
     Args:
@@ -205,9 +205,6 @@ class Ahead(Scheme):
 
     def begin_forward(self) -> None:
         self.loc_buf.check_untouched()
-
-    def before_forward(self, block: Block) -> None:
-        """Do nothing: the whole step is taken at once."""
 
     @torch.no_grad()
     def take_step(self, frozen: FrozenStep) -> None:

@@ -188,8 +188,10 @@ class StepOwner(Protocol):
     def take_step(self, frozen: FrozenStep) -> None: ...  # the user called for the step of the last reduction
     def drop_step(self) -> None: ...  # it is not to be taken (AMP: a gradient was not finite)
     def begin_forward(self) -> None: ...  # of the model, in training
-    def before_forward(self, block: Block) -> None: ...  # of a module that uses `block`
     def flush(self) -> None: ...  # take every step that was called for: parameters and optimizer state are read next
+
+    def before_forward(self, block: Block) -> None:  # of a module that uses `block`
+        return
 
 
 class Interceptor:

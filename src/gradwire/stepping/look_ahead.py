@@ -95,7 +95,7 @@ class LocBuf:
     @property
     def n_bytes(self) -> int:
         """Memory held by the backup."""
-        return sum(tensor.nbytes for tensor in self._backup)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._backup)
 
     def back_up(self) -> None:
         """Copy the global weights, which the parameters hold, to the backup."""

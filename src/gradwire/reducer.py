@@ -1,4 +1,4 @@
-"""The Reducer: a scheme at work over a group of ranks. Every door (DDP, FSDP2, local SGD) hands its buckets to one.
+"""A scheme at work over a group of ranks. Every door (DDP, FSDP2, local SGD) hands its buckets to a Reducer.
 
 The life of a step: `begin_step`, every bucket in order, `end_buckets`, and on the lane the commit of what was staged. An
 error never travels through a bucket's future, which completes with whatever the buffer holds; it is raised, with its own
@@ -61,10 +61,6 @@ class Reducer:
         timeout_s: how long to wait for a peer before PeerLost is raised (default: the timeout of `group`).
         trace: record the spans of a Chrome trace.
     Raises: InvalidArgument, Unsupported, PeerLost (a rank did not come).
-
-    Attributes:
-        communicator: the ranks and the lane.
-        closed: whether `close` was called.
     """
 
     def __init__(
@@ -86,9 +82,7 @@ class Reducer:
         self.scheme = _free_scheme(scheme)
         optimizers = Optimizers(optimizer)
         use_fair_share_of_cores()
-        self.step = 0
-        self.closed = False
-        self._op = op
+        self.step, self.closed, self._op = 0, False, op
         self._error: GradwireError | None = None
         self._layouts: dict[int, Layout] = {}  # the last one of each bucket index
         self._compared: set[tuple[int, int]] = set()  # bucket index and layout hash
@@ -191,17 +185,15 @@ class Reducer:
         """
         self.communicator.check_process()  # raised right here: a note to the peers would break into the parent's talk
         check_not_captured(buffer.device)
-        step = self.step
-        reduced: torch.futures.Future = torch.futures.Future(
-            devices=None if buffer.device.type == "cpu" else [buffer.device]
-        )
+        step, device = self.step, buffer.device
+        reduced: torch.futures.Future = torch.futures.Future(devices=None if device.type == "cpu" else [device])
         record = self.recorder.open_bucket(step, index, buffer.numel() * buffer.element_size())
         try:
             if index == 0:
                 self.scheme.begin_step(step)
             layout, is_known = self._layouts.get(index), True
             if layout is None or not layout.is_of(buffer, slots, offsets):
-                if not self.scheme.takes_any_gradient or buffer.device.type != "cpu":
+                if not self.scheme.takes_any_gradient or device.type != "cpu":
                     check_gradient(buffer, on_any_device=True)
                 layout = self._layouts[index] = Layout(buffer, tuple(map(slot_of, slots)), offsets)
                 is_known = (index, layout.hash) in self._compared
@@ -248,8 +240,7 @@ class Reducer:
         return []
 
     def _make_wires(self, communicator: Communicator) -> tuple[Wire, DeviceWire | None]:
-        """Make the wire, and one of the device beside it for a scheme that may choose: here in host memory, to which buckets
-        of a device come."""
+        """Make the wire, here in host memory, and one of the device beside it for a scheme that may choose."""
         return Wire(communicator), None
 
     def fail(self, error: BaseException) -> GradwireError:
@@ -289,10 +280,7 @@ class Reducer:
             self.fail(error)
 
     def close_pass(self, step: int, exposed_ns: int) -> None:
-        """The buckets of `step` are there, on the training thread. Raises: the error that any of them ended with.
-
-        `exposed_ns`: how long the training thread waited for them.
-        """
+        """The buckets of `step` are there, on the training thread, which waited so long; raises what any of them failed of."""
         exposed_ns += self.scheme.end_backward(step)
         self.recorder.close_step(step, exposed_ns)
         if self._error is not None:
@@ -365,7 +353,7 @@ class Reducer:
     def switch(self, scheme: Scheme | str) -> None:
         """Use another scheme from the next step on; every rank calls it between the same two steps.
 
-        The next bucket of every layout begins with a full preamble again, so ranks that disagree get RankMismatch.
+        Raises: RankMismatch at the next bucket where ranks disagree.
         """
         successor = _free_scheme(scheme)
         self._check_gradients(successor, self.session.module)
@@ -395,10 +383,7 @@ class Reducer:
             self.close()
 
     def close(self) -> None:
-        """Stop, and release the model and the optimizer. Every rank calls it.
-
-        A DDP model continues with its own all-reduce.
-        """
+        """Stop, and release the model and the optimizer. Every rank calls it. A DDP model goes on with its own all-reduce."""
         if self.closed:
             return
         self.closed = True

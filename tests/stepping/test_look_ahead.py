@@ -4,6 +4,7 @@ import math
 import os
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from gradwire.schemes import Scheme, by_name
 from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire_lab.training.digest import hash_parameters
 from ranks import on_ranks, try_ranks
-from small_training import MakeOptimizer, Training, adamw, batch_of, sgd
+from small_training import MakeOptimizer, Training, adamw, from_one, sgd, small_layers
 from training_runs import CASES, MORE_OPTIMIZERS, N_STEPS, OPTIMIZERS, find_differences
 
 PLAIN = {"codec": "raw", "threshold_bytes": NEVER, "backup": True}
@@ -29,15 +30,11 @@ def model(seed: int = 1) -> nn.Module:
     )
 
 
-def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
-    return (module(batch_of(rank, step)) - 1).square().mean()
-
-
 def start(
     rank: int, scheme: Scheme, optimizer: MakeOptimizer = sgd, seed: int = 1, timeout_s: float = 100, **ddp: Any
 ) -> Training:
     ddp = {"bucket_cap_mb": 0.003, **ddp}
-    return Training(rank, scheme, optimizer, lambda: model(seed), loss_of, ddp, timeout_s=timeout_s)
+    return Training(rank, scheme, optimizer, lambda: model(seed), from_one, ddp, timeout_s=timeout_s)
 
 
 def weights_of(ddp: nn.Module) -> Tensor:
@@ -96,7 +93,7 @@ def test_gradients_are_one_step_stale_and_never_two(rank: int, world_size: int) 
         optimizer.zero_grad()
         with lock:
             events.append(("begun", step))
-        loss = loss_of(ddp, rank, step)
+        loss = from_one(ddp, rank, step)
         loss.backward()
         with lock:
             events.append(("computed", step))
@@ -140,22 +137,12 @@ def test_saved_in_the_middle_of_a_pending_step_a_run_goes_on_with_the_same_bits(
 # ---- all worlds: identical global weights
 
 
-def narrow() -> nn.Module:
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 3))
-
-
-def loss_of_narrow(module: nn.Module, rank: int, step: int) -> Tensor:
-    return (module(batch_of(rank, step)[:, :12]) - 1).square().mean()
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @on_ranks()
 def test_global_weights_are_identical_on_all_ranks_after_300_steps(rank: int, world_size: int) -> str:
     # Measured times would make the decision, and so the hash, another one in each run.
     scheme = by_name("slimgc", codec="one-bit", threshold_bytes=300, backup=True)
-    ddp = {"bucket_cap_mb": 25}
-    training = Training(rank, scheme, adamw, narrow, loss_of_narrow, ddp, timeout_s=30)
+    training = Training(rank, scheme, adamw, small_layers, from_one, {"bucket_cap_mb": 25}, timeout_s=30)
     training.take_steps(range(300))
     training.attachment.flush()
     assert training.close()["steps_ahead"] == 298
@@ -176,9 +163,7 @@ class Odd(torch.optim.SGD):
 
 @on_ranks(2)
 def test_what_cannot_be_peeked_or_would_be_lost_is_refused(rank: int, world_size: int) -> None:
-    def sgd(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1)
-
+    sgd = partial(torch.optim.SGD, lr=0.1)
     for kind in (Odd, torch.optim.LBFGS):
         with pytest.raises(Unsupported, match="cannot be peeked"):
             start(rank, by_name("slimgc", **PLAIN), lambda p, kind=kind: kind(p, lr=0.1))
@@ -198,7 +183,7 @@ def test_what_cannot_be_peeked_or_would_be_lost_is_refused(rank: int, world_size
     with torch.no_grad():
         next(ddp.parameters()).zero_()
     with pytest.raises(Unsupported, match="flush"):
-        loss_of(ddp, rank, 1)
+        from_one(ddp, rank, 1)
     attachment.flush()
     with torch.no_grad():
         next(ddp.parameters()).zero_()

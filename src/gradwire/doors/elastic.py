@@ -5,7 +5,7 @@
     loop = gradwire.LocalSgd(model, optimizer, "top-k", every=500, group=manager)
 
 torchft's lighthouse waits for who lives, and gives a comer one of their states. Here ranks meet among those, exchange, and try
-again among who is left where one was lost meanwhile. torchft is not imported: a manager is what has its methods.
+again among who is left where one was lost meanwhile. torchft is not imported.
 """
 
 import contextlib
@@ -42,13 +42,7 @@ class Members:
 
 
 class Quorum:
-    """Exchanges among who is there, each tried until it is done.
-
-    Args:
-        manager: torchft's, with `pg=Members()` and `use_async_quorum=False`.
-        make: a Reducer over these ranks.
-        shared, take_shared: what a comer needs, and takes. Both are called within `mean`.
-    """
+    """Exchanges among who is there, each tried until it is done. `shared`, `take_shared`: called within `mean`, for a comer."""
 
     def __init__(
         self,
@@ -82,7 +76,6 @@ class Quorum:
         """The mean over those who have something to give, in place of what `give` returns; empty where none has.
 
         A rank that has come in this exchange gives zeros, which do not count.
-        Raises: PeerLost (too few ranks for a quorum), and what keeps this rank from going together with the others.
         """
         for _ in range(_MOST_TRIES):
             try:

@@ -19,7 +19,7 @@ _PUBLIC_WAY = (
 
 def is_fsdp2(module: nn.Module) -> bool:
     """Return whether `fully_shard` was called on it or on a part of it."""
-    return any(True for _ in param_groups(module))
+    return next(param_groups(module), None) is not None
 
 
 def param_groups(module: nn.Module) -> Iterator[Any]:
@@ -53,10 +53,7 @@ def put_in(part: nn.Module, group: Any, *wraps: Callable[[Any], Any]) -> Callabl
 
 
 def units(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Each group of parameters that FSDP2 shards, gathers and reduces together: name, module, and torch's own group.
-
-    Raises: Unsupported, with what would work.
-    """
+    """Each group of parameters that FSDP2 shards, gathers and reduces together: name, module, and torch's own group."""
     seen = set()
     for name, part in module.named_modules():
         groups = _groups_of(part)
@@ -116,7 +113,7 @@ def is_sharded_over_all(module: nn.Module) -> bool:
 
 
 def check(module: nn.Module) -> None:
-    """Raises: Unsupported, with what would work, if the gradient door cannot serve this module."""
+    """Refuse a module that the gradient door cannot serve, with what would work."""
     for part in module.modules():
         if type(part).__name__ == "FullyShardedDataParallel":
             raise Unsupported("FSDP1 models are not supported; use FSDP2, torch.distributed.fsdp.fully_shard")
@@ -149,7 +146,6 @@ def take_over(module: nn.Module) -> tuple[dist.ProcessGroup | None, Callable[[],
     """Take native HSDP's own all-reduce out: its parameters stay as they are, (Replicate, Shard) and all.
 
     Returns: the group that HSDP would have all-reduced over (None: the module is not HSDP), and what gives it back.
-    Raises: Unsupported (a torch that keeps this elsewhere).
     """
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
@@ -178,7 +174,7 @@ def take_over(module: nn.Module) -> tuple[dist.ProcessGroup | None, Callable[[],
 
 
 def check_group(module: nn.Module, group: Any) -> None:
-    """Raises: InvalidArgument if `group` holds ranks that hold other shards than this one."""
+    """Refuse a `group` of ranks that hold other shards than this one."""
     if not is_fsdp2(module):
         return
     if group is None:

@@ -1,9 +1,8 @@
 """The gradient door: reduces what lies in `.grad`, parameter by parameter, without DDP. For FSDP2 and for bare modules.
 
-Every parameter gets a post-accumulate-grad hook. A gradient is copied into its place in a flat bucket when it is final; a
-full bucket is on its way at once, and the backward pass goes on. A callback at the end of the pass waits, puts the means
-into `.grad` and raises what went wrong. FSDP2 calls these hooks with the shard that its reduce-scatter has made, after
-casting, accumulating and offloading: so none of that has rules here.
+A hook copies each gradient, when it is final, into its place in a flat bucket; a full bucket is on its way at once. A callback
+at the end of the pass waits, puts the means into `.grad` and raises what went wrong. FSDP2 calls these hooks with the shard
+that its reduce-scatter has made, after casting, accumulating and offloading: so none of that has rules here.
 """
 
 import contextlib
@@ -116,8 +115,6 @@ class GradientState(Reducer):
             _parameter(slot).register_post_accumulate_grad_hook(partial(self.arrive, slot)) for slot in new
         ]
 
-    # ---- the pass
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add up in `.grad` and send nothing: for all but the last micro-batch."""
@@ -128,7 +125,7 @@ class GradientState(Reducer):
             self._is_syncing = before
 
     def _after_forward(self) -> None:
-        if not self._pass.is_under_way and not self.closed:
+        if not self.closed:
             self._take_up_trained()
 
     def _give_up(self) -> None:
@@ -213,7 +210,7 @@ class GradientState(Reducer):
 
 
 def check_equal(reducer: Reducer, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Nobody has made the replicas equal, as DDP does. Closes the reducer and raises: InvalidArgument, on all ranks."""
+    """Nobody has made the replicas equal, as DDP does. Where they are not, closes the reducer and raises on all ranks."""
     crc = 0
     for tensor in tensors.values():
         values = local_of(tensor.detach()).cpu().contiguous().view(-1).view(torch.uint8)

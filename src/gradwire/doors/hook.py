@@ -1,14 +1,14 @@
 """DDP's door: its buckets to a Reducer, means and errors back.
 
-An error never travels through the future that DDP waits for: DDP would turn it into a RuntimeError and be left
-unusable. The future completes with whatever the buffer holds, and the error is raised, with its own type, by a callback
-at the very end of the same backward pass, so no optimizer step can follow.
+An error never travels through the future that DDP waits for: DDP would turn it into a RuntimeError and be left unusable. It
+is raised, with its own type, by a callback at the very end of the same backward pass, so no optimizer step can follow.
 """
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,12 +39,7 @@ class Copied:
     """Stands in a copied or saved DDP model in the place of its hook's state. DDP gives the copy no hook, so none asks."""
 
 
-class _Places(NamedTuple):
-    """Whose gradients lie where in a bucket of DDP's."""
-
-    parameters: list[torch.Tensor]
-    slots: list[Slot]
-    offsets: list[int]
+_Places = tuple[list[torch.Tensor], list[Slot], list[int]]  # whose gradients lie where in a bucket of DDP's
 
 
 class HookState(Reducer):
@@ -108,11 +103,16 @@ class HookState(Reducer):
         if in_backward and bucket.is_last():
             torch.autograd.Variable._execution_engine.queue_callback(self._before_ddp_waits)
         self._check_divisor()
-        step, buffer, index = self.step, bucket.buffer(), bucket.index()
-        parameters, places = bucket.parameters(), self._places.get(index)
-        if places is None or list(map(id, parameters)) != list(map(id, places.parameters)):
-            places = self._places[index] = self._find_places(bucket, buffer, parameters)
-        reduced = self.reduce(buffer, places.slots, places.offsets, index, bucket.is_last())
+        step, buffer, index, parameters = self.step, bucket.buffer(), bucket.index(), bucket.parameters()
+        known, slots, offsets = self._places.get(index, ([], [], []))
+        # They stay there as long as DDP puts the same ones together.
+        if list(map(id, parameters)) != list(map(id, known)):
+            slots = [self._slot_of.setdefault(parameter, slot_of(parameter)) for parameter in parameters]
+            offsets = [0]
+            if not buffer.is_sparse:  # which has no storage, and is of one parameter
+                offsets = [int(g.storage_offset() - buffer.storage_offset()) for g in bucket.gradients()]
+            self._places[index] = parameters, slots, offsets
+        reduced = self.reduce(buffer, slots, offsets, index, bucket.is_last())
         if not in_backward:  # the shadow of a rank that has left `ddp.join` early: nothing else would raise here
             self._shadows.append(reduced)
             if bucket.is_last():
@@ -121,16 +121,8 @@ class HookState(Reducer):
                 self.close_pass(step, 0)
         return reduced
 
-    def _find_places(self, bucket: GradBucket, buffer: torch.Tensor, parameters: list[torch.Tensor]) -> "_Places":
-        """Find where DDP has put these parameters' gradients: they stay there as long as it puts the same ones together."""
-        slots = [self._slot_of.setdefault(parameter, slot_of(parameter)) for parameter in parameters]
-        offsets = [0]
-        if not buffer.is_sparse:  # which has no storage, and is of one parameter
-            offsets = [int(g.storage_offset() - buffer.storage_offset()) for g in bucket.gradients()]
-        return _Places(parameters, slots, offsets)
-
     def connect(self, register: Callable[[], None], called: torch.nn.Module) -> None:
-        """Put the hook in when it is needed: now, or late under `auto`. Raises: Unsupported (the model has another)."""
+        """Put the hook in when it is needed: now, or late under `auto`."""
         self._register, self._called = register, weakref.ref(called)
         self._take_up_scheme()
 
@@ -174,17 +166,13 @@ class HookState(Reducer):
 
     def _check_divisor(self) -> None:
         """Fail where a hook is not told by how many ranks DDP divides once some have left `join`: by default by all."""
-        module = self.session.module
-        if (
-            isinstance(module, DistributedDataParallel)
-            and module._join_config.enable
-            and not getattr(module, "_divide_by_initial_world_size", True)
-        ):
-            told = (
-                "ddp.join(divide_by_initial_world_size=False) changes the divisor as ranks run out of input, and DDP tells "
-                "no communication hook; use join() with its default, or close() the attachment first"
+        if self._is_joining and not getattr(self.session.module, "_divide_by_initial_world_size", True):
+            self.fail(
+                Unsupported(
+                    "ddp.join(divide_by_initial_world_size=False) changes the divisor as ranks run out of input, and DDP tells "
+                    "no communication hook; use join() with its default, or close() the attachment first"
+                )
             )
-            self.fail(Unsupported(told))
 
     # ---- the end of a backward pass
 
@@ -203,7 +191,7 @@ class HookState(Reducer):
         """`auto` sees steps from outside; no other scheme does."""
         model, called = self.session.module, self._called()
         if self._clock is None and isinstance(model, DistributedDataParallel) and isinstance(self.scheme, Auto):
-            self._n_bytes = sum(p.numel() * p.element_size() for p in self._parameters_of_buckets())
+            self._n_bytes = sum(p.nbytes for p in self._parameters_of_buckets())
             # Not `called or model`: a compiled model asks DDP for its length.
             self._clock = StepClock(model, model if called is None else called, self._begin_watched, self._end_watched)
 
@@ -245,8 +233,6 @@ class HookState(Reducer):
         self.recorder.close_step(self.step, waited_ns)
         self.step += 1
 
-    # ---- after close
-
     def close(self) -> None:
         """Stop compressing; a hook that stays registered then reduces as DDP does by itself. Every rank calls it."""
         self._slot_of, self._places = {}, {}
@@ -261,7 +247,9 @@ class HookState(Reducer):
                 self.communicator.notes.wait_until_all_close(self.communicator.timeout_s)
                 self._closed_by_all = True
             except GradwireError as error:
-                return self._fail_without_ddp(bucket.buffer(), error)
+                # DDP's own would wait for ranks that do not come: the error instead, at the end of the backward pass.
+                call_last(functools.partial(_raise, error))
+                return completed(bucket.buffer())
         return self._start_ddp_mean(bucket)
 
     def _start_ddp_mean(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -271,14 +259,9 @@ class HookState(Reducer):
         assert work is not None
         return work.get_future().then(lambda future: future.value()[0])
 
-    def _fail_without_ddp(self, buffer: torch.Tensor, error: GradwireError) -> torch.futures.Future[torch.Tensor]:
-        """DDP's own all-reduce would wait for ranks that do not come: `error` instead, at the end of the backward pass."""
 
-        def raise_it() -> None:
-            raise error
-
-        call_last(raise_it)
-        return completed(buffer)
+def _raise(error: GradwireError) -> None:
+    raise error
 
 
 def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -12,35 +12,25 @@ class BackwardPass:
     """Watches the passes through a module's output.
 
     Where a pass begins: a callback queued from a hook inside a re-entrant checkpoint would run too early.
-
-    Args:
-        is_watched: whether a pass that begins now counts.
-        forward_is_over: called after each forward pass that a backward pass may follow.
-        end: called when a pass is over and its gradients have come.
-        is_given_up: called when another pass begins and the one before never came to its end.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        is_watched: Callable[[], bool],
-        end: Callable[[], None],
-        is_given_up: Callable[[], None],
-        forward_is_over: Callable[[], None] = lambda: None,
+        is_watched: Callable[[], bool],  # whether a pass that begins now counts
+        end: Callable[[], None],  # called when a pass is over and its gradients have come
+        is_given_up: Callable[[], None],  # another pass begins, and the one before never came to its end
+        forward_is_over: Callable[[], None] = lambda: None,  # after a forward pass that a backward pass may follow
     ) -> None:
         self._is_watched, self._end, self._is_given_up = is_watched, end, is_given_up
         self._forward_is_over = forward_is_over
         self._task: int | None = None  # autograd's number of the pass that is under way
         self._handle = module.register_forward_hook(self._after_forward)
 
-    @property
-    def is_under_way(self) -> bool:
-        """True from the beginning of a pass to its end."""
-        return self._task is not None
-
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            self._forward_is_over()
+            if self._task is None:
+                self._forward_is_over()
             for tensor in _find_tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._begin_at)

@@ -1,16 +1,16 @@
 """FSDP2's own collectives, compressed: weights gathered and gradients reduced inside the sharding group.
 
-FSDP2 lets both be replaced, module by module (`set_custom_all_gather`, `set_custom_reduce_scatter`). Everything travels on the
-communication thread, in the order in which FSDP2 asks: a gather is waited for where FSDP2 takes the weights out, which is
-later wherever it prefetches; a reduction whose result nobody reads before the end of the backward pass is waited for when
-the next one comes. Gradients go through a scheme's frame, whose collective is `Scatter`.
+FSDP2 lets both be replaced, module by module. Everything travels on the communication thread, in the order in which FSDP2
+asks: a gather is waited for where FSDP2 takes the weights out, which is later wherever it prefetches; a reduction whose
+result nobody reads before the end of the backward pass is waited for when the next one comes. Gradients go through a
+scheme's frame, whose collective is `Scatter`.
 """
 
 import functools
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,9 @@ class ShardState(Reducer):
         self._exchanged = {f"{kind}_{what}": 0 for kind in kinds for what in bytes_of}
         self._next = 0  # the gradient of a unit that comes next in this pass
         self._exposed_ns = 0
-        self._pending: _Reduction | None = None
+        # The unit whose gradients FSDP2 has made of the output, before the result was in it (None: none yet), this output
+        # (n,), of whose ranks' parts `whole` (world n,) is made, and when that is reduced.
+        self._pending: tuple[_Unit | None, torch.Tensor, torch.Tensor, torch.futures.Future] | None = None
         super().__init__(self._inside(scheme, module), list(*ranks), module, optimizer, scaler, **options)
         self._step_watch, self._in_step = Stopwatch(), False
         self._pass = BackwardPass(module, lambda: not self.closed, self._end_pass, self._give_up)
@@ -91,14 +93,14 @@ class ShardState(Reducer):
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         for number, (name, part, group) in enumerate(units):
             own = _Unit(name, number, group, names)
-            collectives = (functools.partial(made, self, own) for made in (_AllGather, _ReduceScatter))
+            collectives = (functools.partial(_Collective, run, own) for run in (self.all_gather, self.reduce_scatter))
             self._give_back.append(fsdp2.put_in(part, group, *collectives))
 
     def _speaks(self) -> bool:
         return super()._speaks() and self.communicator.world_size == dist.get_world_size()  # else who is between does
 
     def _inside(self, scheme: Scheme | str, module: nn.Module) -> Scheme:
-        """The scheme with `Scatter` for its collective. Raises: Unsupported (one that reduces otherwise), InvalidArgument."""
+        """The scheme with `Scatter` for its collective; one that reduces otherwise is refused."""
         if isinstance(scheme, str):
             name, options = parse_spec(scheme)
             if name == ShardsAuto.name:
@@ -151,17 +153,29 @@ class ShardState(Reducer):
             self._in_step = True
             self._step_watch.begin()
 
-    def serves(self, group: dist.ProcessGroup) -> bool:
-        """Return whether `group` has this attachment's ranks, not fewer, as where weights are resharded after the forward."""
-        return dist.get_process_group_ranks(group) == self.communicator.members
-
     # ---- weights
 
-    def gather_weights(self, unit: "_Unit", output: torch.Tensor) -> torch.futures.Future:
-        """Start to fill `output` (world n,), which has this rank's part, from all ranks."""
+    def all_gather(
+        self,
+        unit: "_Unit",
+        own: Callable[..., Any],
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        """Fill `output_tensor` with the `input_tensor` of all ranks, which lies in it; gives what to wait for."""
+        start = functools.partial(own, output_tensor, input_tensor, group, async_op)
+        # They are fewer where weights are resharded after the forward pass.
+        if dist.get_process_group_ranks(group) != self.communicator.members:
+            return start()
+        if self.scheme.is_transparent:
+            self.count("weights", None, input_tensor.nbytes)
+            return _Work(self, self.expose(start))
         number, unit.n_gathered = unit.n_gathered, unit.n_gathered + 1
         record = self.recorder.open_bucket(self.step, -1, 0)
-        return self.communicator.submit(self._gather_on_lane, unit, output, self.weights, number, record)
+        gather = self._gather_on_lane
+        return _Work(self, self.communicator.submit(gather, unit, output_tensor, self.weights, number, record))
 
     def _gather_on_lane(
         self, unit: "_Unit", output: torch.Tensor, weights: str, number: int, record: BucketRecord
@@ -197,7 +211,7 @@ class ShardState(Reducer):
         self._exchanged[f"{kind}_original_bytes"] += n_original
 
     def expose(self, call: Callable[[], Any]) -> Any:
-        """The result of `call`, whose time on the training thread counts as exposed. Raises: what it raises."""
+        """The result of `call`, whose time on the training thread counts as exposed."""
         waiting = Stopwatch()
         result = call()
         self._exposed_ns += waiting.elapsed_ns
@@ -205,39 +219,63 @@ class ShardState(Reducer):
 
     # ---- gradients
 
-    def reduce_gradients(self, unit: "_Unit", output: torch.Tensor, whole: torch.Tensor, is_sum: bool) -> None:
-        """Make `output` (n,) this rank's part of the mean or the sum of `whole` (world n,), now or by the end of the pass.
-
-        Raises: what this or an earlier exchange failed of.
-        """
+    def reduce_scatter(
+        self,
+        unit: "_Unit",
+        own: Callable[..., Any],
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Make `output_tensor` (n,) this rank's part of the mean or the sum of `input_tensor` (world n,), now or by the end
+        of the pass."""
+        world = self.communicator.world_size
+        if self.scheme.is_transparent:
+            self._pass.begin()
+            n_bytes = input_tensor.nbytes // world
+            record = self.recorder.open_bucket(self.step, self._next, n_bytes * world)
+            self._next += 1
+            record.count_exchanged((world - 1) * n_bytes)
+            self.count("gradients", None, n_bytes)
+            work = self.expose(functools.partial(own, output_tensor, input_tensor, group, op, async_op))
+            self.recorder.close_bucket(record)
+            return work
+        is_sum = op == dist.ReduceOp.SUM
+        if not is_sum and op != dist.ReduceOp.AVG:
+            raise self.fail(
+                Unsupported(
+                    "set_gradient_divide_factor has FSDP2 ask for a sum with a factor in it; have it divide by itself: call "
+                    "set_force_sum_reduction_for_comms(True) on the same modules"
+                )
+            )
         self._pass.begin()
         can_wait = not is_sum and unit.is_unread()
         self._finish_pending()
         index, self._next = self._next, self._next + 1
-        reduced = self.reduce(whole, *unit.layout_of(whole, self.communicator.world_size, is_sum), index, is_last=False)
-        self._pending = _Reduction(unit if can_wait else None, output, whole, reduced)
+        reduced = self.reduce(input_tensor, *unit.layout_of(input_tensor, world, is_sum), index, is_last=False)
+        self._pending = unit if can_wait else None, output_tensor, input_tensor, reduced
         if not can_wait:
             self._finish_pending()
-
-    def reduce_as_fsdp2(self, start: Callable[[], Any], whole: torch.Tensor) -> Any:
-        """Start FSDP2's own reduction of `whole` (world n,), in a step that `auto` leaves alone."""
-        self._pass.begin()
-        n_bytes = whole.numel() * whole.element_size() // self.communicator.world_size
-        record = self.recorder.open_bucket(self.step, self._next, n_bytes * self.communicator.world_size)
-        self._next += 1
-        record.count_exchanged((self.communicator.world_size - 1) * n_bytes)
-        self.count("gradients", None, n_bytes)
-        work = self.expose(start)
-        self.recorder.close_bucket(record)
-        return work
+        return None
 
     def _finish_pending(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self.expose(pending.reduced.wait)
-            if self._error is not None:
-                raise self._error
-            pending.hand_over(self.communicator.rank)
+        """Put the result where FSDP2 has it: in its output, and in gradients that it has made of that in another dtype."""
+        if self._pending is None:
+            return
+        (unit, output, whole, reduced), self._pending = self._pending, None
+        self.expose(reduced.wait)
+        if self._error is not None:
+            raise self._error
+        n, rank = output.numel(), self.communicator.rank
+        output.copy_(whole[rank * n : (rank + 1) * n])
+        for parameter in () if unit is None else unit.parameters:
+            if parameter.grad is None:
+                continue
+            own = local_of(parameter.grad)
+            if own.untyped_storage().data_ptr() != output.untyped_storage().data_ptr():
+                own.copy_(output.as_strided(own.size(), own.stride(), own.storage_offset()))
 
     def _end_pass(self) -> None:
         """Every reduction of this backward pass has been asked for."""
@@ -262,8 +300,6 @@ class ShardState(Reducer):
         if self._next:
             self.fail(PeerLost("a backward pass was given up half-way, with some of its gradients sent"))
         self._next, self._pending = 0, None
-
-    # ---- between steps
 
     def stats(self) -> dict[str, Any]:
         """As any Reducer; and of weights and gradients, bytes sent and those that torch's own collective sends."""
@@ -321,29 +357,6 @@ class _Unit:
         )
 
 
-class _Reduction(NamedTuple):
-    """Gradients on their way: this rank's part of `whole` (world n,) is to be `output` (n,).
-
-    `unit`: whose gradients FSDP2 has made of the output, before the result was in it; None: none yet.
-    """
-
-    unit: _Unit | None
-    output: torch.Tensor
-    whole: torch.Tensor
-    reduced: torch.futures.Future
-
-    def hand_over(self, rank: int) -> None:
-        """Put the result where FSDP2 has it: in its output, and in gradients that it has made of that in another dtype."""
-        n = self.output.numel()
-        self.output.copy_(self.whole[rank * n : (rank + 1) * n])
-        for parameter in () if self.unit is None else self.unit.parameters:
-            if parameter.grad is None:
-                continue
-            own = local_of(parameter.grad)
-            if own.untyped_storage().data_ptr() != self.output.untyped_storage().data_ptr():
-                own.copy_(self.output.as_strided(own.size(), own.stride(), own.storage_offset()))
-
-
 class _Work(dist.Work):
     """What FSDP2 waits for; the time counts as exposed. Without `work` nothing is left to wait for."""
 
@@ -364,48 +377,15 @@ class _Work(dist.Work):
 class _Collective:
     """One of FSDP2's collectives for one unit, in the place of `own`."""
 
-    def __init__(self, state: ShardState, unit: _Unit, own: Any) -> None:
-        self._state, self._unit, self._own = state, unit, own
+    def __init__(self, run: Callable[..., Any], unit: _Unit, own: Any) -> None:
+        self._run, self._unit, self._own = run, unit, own
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for what is sent or comes, as FSDP2 asks for it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class _AllGather(_Collective):
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Any:
-        """Fill `output_tensor` with the `input_tensor` of all ranks, which lies in it. Returns: what to wait for."""
-        state = self._state
-        start = functools.partial(self._own, output_tensor, input_tensor, group, async_op)
-        if not state.serves(group):
-            return start()
-        if state.scheme.is_transparent:
-            state.count("weights", None, input_tensor.numel() * input_tensor.element_size())
-            return _Work(state, state.expose(start))
-        return _Work(state, state.gather_weights(self._unit, output_tensor))
-
-
-class _ReduceScatter(_Collective):
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any,
-        async_op: bool = False,
-    ) -> Any:  # fmt: skip
-        """Reduce this rank's part of `input_tensor` into `output_tensor`."""
-        if self._state.scheme.is_transparent:
-            start = functools.partial(self._own, output_tensor, input_tensor, group, op, async_op)
-            return self._state.reduce_as_fsdp2(start, input_tensor)
-        is_sum = op == dist.ReduceOp.SUM
-        if not is_sum and op != dist.ReduceOp.AVG:
-            raise self._state.fail(
-                Unsupported(
-                    "set_gradient_divide_factor has FSDP2 ask for a sum with a factor in it; have it divide by itself: call "
-                    "set_force_sum_reduction_for_comms(True) on the same modules"
-                )
-            )
-        self._state.reduce_gradients(self._unit, output_tensor, input_tensor, is_sum)
-        return None
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._run(self._unit, self._own, *arguments, **options)
 
 
 class _BySum(Compressed):

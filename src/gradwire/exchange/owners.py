@@ -21,13 +21,7 @@ from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Part
 from gradwire.errors import InvalidArgument
-from gradwire.exchange.parts import (
-    QUANTISED_CHUNK_ELEMENTS,
-    QUANTISED_MIN_CHUNKS,
-    Chunk,
-    count_chunks,
-    cut_into_chunks,
-)
+from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS, QUANTISED_MIN_CHUNKS, Chunk, count_chunks, cut_into_chunks
 from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.wire import Wire
 
@@ -48,7 +42,6 @@ class Owners:
             residual; "raw", in the bucket's dtype; or "8-bit", of qsgd, whose levels are then so many that what many ranks'
             errors come to is not drowned in that of their sum.
         chunk_elements: values to a message; each message has its own scales.
-    Raises: InvalidArgument.
     """
 
     def __init__(
@@ -73,7 +66,7 @@ class Owners:
         return codec
 
     def bind(self, wire: Wire) -> None:
-        """Take the wire. Raises: Unsupported (a codec without kernels, or no kernels on its device)."""
+        """Take the wire; on a device the codec needs kernels."""
         codec, self._answering = self.codec, self.answering
         self._on_device = DeviceOwners(wire, codec, self._answering) if isinstance(wire, DeviceWire) else None
         self._options, self._pull_levels = codec.native_options, self._answering.native_options[3]
@@ -118,8 +111,7 @@ class Owners:
         """Chunks to a part, the dtype's code, and for kernels the chunks there and back; found once for a layout."""
         n = bucket.n_elements
         n_chunks = count_chunks(-(-n // world), self.chunk_elements, QUANTISED_MIN_CHUNKS)
-        there: _Parts = []
-        back: _Parts = []
+        there, back = _Parts(), _Parts()
         if self._on_device is not None:
             starts = sorted({start for start, _ in bucket.spans}) if self.codec.scale_values else []
             cut = functools.partial(cut_into_chunks, n, world, n_chunks, starts=starts)
@@ -131,11 +123,8 @@ class Owners:
 class DeviceOwners:
     """The exchange between devices: all of it is enqueued on the wire's stream, which is current, and the host reads nothing.
 
-    What is not finite or not whole becomes NaN on all ranks and is noted in the wire's flags.
-
-    Args:
-        answering: the codec of sums, where it is another.
-    Raises: Unsupported (a codec without kernels, or no kernels here).
+    What is not finite or not whole becomes NaN on all ranks and is noted in the wire's flags. `answering`: the codec of sums,
+    where it is another.
     """
 
     def __init__(self, wire: DeviceWire, codec: Quantised, answering: Quantised | None = None) -> None:
@@ -152,14 +141,11 @@ class DeviceOwners:
             draw = bucket.draw(self._rank, owner, index, owner == self._rank)
             self._encode(codec, values, cut[owner][index], row, draw, part.residual, part.unsent, part.loss_scale)
 
-        def own(chunk: Chunk) -> Tensor:
-            return values[chunk.values]
-
         if pulls_raw:
             received = self._push(values, parts, encode)
-            n_bytes = (self._world - 1) * (received.shape[1] + self._pull_raw(part, parts, received, own))
+            n_bytes = (self._world - 1) * (received.shape[1] + self._pull_raw(part, parts, received))
         else:
-            n_bytes = self._through_owners(values, parts, answers, encode, own)
+            n_bytes = self._through_owners(values, parts, answers, encode, lambda chunk: values[chunk.values])
         bucket.record.count_exchanged(n_bytes)
 
     def _through_owners(
@@ -167,11 +153,8 @@ class DeviceOwners:
     ) -> int:
         """Replace `values` (n,), as far as chunks are about them, by their mean, which travels as messages both ways.
 
-        Args:
-            encode: (values, owner, index of the chunk, row) writes what goes to the part's owner, or, of the own part, to
-                all, into the row.
-            own: what this rank adds of its own part's chunk, unencoded.
-        Returns: bytes sent, which are those received.
+        `encode` writes (values, owner, index of the chunk) into a row: what goes to the part's owner, or, of the own part, to
+        all. `own`: what this rank adds of its own part's chunk, unencoded. Returns: bytes sent, which are those received.
         """
         rank, world, wire = self._rank, self._world, self._wire
         received = self._push(values, parts, encode)
@@ -179,7 +162,7 @@ class DeviceOwners:
         results = self._rows("results", row_bytes, torch.uint8)
         with wire.timing("decode"):
             for index, chunk in enumerate(parts[rank]):
-                encode(self._sum(chunk, received, own), rank, index, results[rank])
+                encode(self._sum(chunk, received, own(chunk)), rank, index, results[rank])
             mine = wire.scratch("own", row_bytes, torch.uint8).copy_(results[rank])
         with wire.timing("communicate"):
             wire.group.all_gather(results, mine)
@@ -204,18 +187,18 @@ class DeviceOwners:
             self._wire.group.all_to_all(received, sent)
         return received
 
-    def _sum(self, chunk: Chunk, received: Tensor, own: Callable[[Chunk], Tensor]) -> Tensor:
+    def _sum(self, chunk: Chunk, received: Tensor, own: Tensor) -> Tensor:
         """(n,) float32 until the next one: the shares of a chunk of this rank's part, in rank order, its own as it is."""
         total = self._wire.scratch("total", chunk.values.stop - chunk.values.start, torch.float32).zero_()
         for source in range(self._world):
             if source == self._rank:
-                total.add_(own(chunk))
+                total.add_(own)
             else:
                 message = received[source][chunk.room]
                 self._codec.decode(message, total, adds=True, cuts=chunk.cuts, error=self._wire.flags[:1])
         return total
 
-    def _pull_raw(self, part: Part, parts: _Parts, received: Tensor, own: Callable[[Chunk], Tensor]) -> int:
+    def _pull_raw(self, part: Part, parts: _Parts, received: Tensor) -> int:
         """Replace the values by sums in their dtype; what these were rounded by is left. Returns: the bytes of a part's."""
         wire, values = self._wire, part.values
         bounds = [(chunks[0].values.start, chunks[-1].values.stop) for chunks in parts]
@@ -224,7 +207,8 @@ class DeviceOwners:
         # As the CPU does: float16 may not hold the sum of values whose mean it holds.
         n_summed = self._world if values.dtype == torch.float16 else 1
         for chunk in parts[self._rank]:
-            total, raw = self._sum(chunk, received, own), mine[chunk.within(bounds[self._rank][0])]
+            total = self._sum(chunk, received, values[chunk.values])
+            raw = mine[chunk.within(bounds[self._rank][0])]
             if part.residual is not None:  # a product of its own: nothing may fuse it with the sum
                 total.add_(part.residual[chunk.values] * part.loss_scale)
             raw.copy_(total if n_summed == 1 else wire.divide(total.clone(), n_summed))

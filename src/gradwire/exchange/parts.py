@@ -35,14 +35,11 @@ def count_chunks(part_elements: int, chunk_elements: int = CHUNK_ELEMENTS, min_c
 
 
 class Chunk(NamedTuple):
-    """One message: about `values` of the buffer, in `room` of the row that holds its part's messages.
-
-    `cuts`: the values at which tensors begin in it, for codecs that want to know.
-    """
+    """One message: about `values` of the buffer, in `room` of the row that holds its part's messages."""
 
     values: slice
     room: slice
-    cuts: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()  # the values at which tensors begin in it, for codecs that want to know
 
     def within(self, start: int) -> slice:
         """Its values, counted from value `start` of the buffer."""
@@ -59,10 +56,8 @@ def cut_into_chunks(
 ) -> list[list[Chunk]]:
     """By rank, the chunks of the part that it owns, as the native core cuts (native/exchange/).
 
-    Args:
-        room_of: bytes of a message of so many values with such cuts, at most.
-        starts: the first value of every tensor.
-        alignment: bytes, of where a message begins in its row.
+    `room_of`: bytes of a message of so many values with such cuts, at most. `starts`: the first value of every tensor.
+    `alignment`: bytes, of where a message begins in its row.
     """
     parts = []
     for part in range(world_size):
@@ -93,25 +88,19 @@ class Group(NamedTuple):
 class Cut:
     """The tensors of a flat buffer, cut: one part for every rank, parts into groups, groups into pieces.
 
-    Args:
-        spans: (start, end) of each tensor, in order. What lies between them does not travel.
-        world_size: parts.
-        group_elements: values that travel together, at most.
-
-    Attributes:
-        groups: by part, in order. Parts differ by one travelling value at most; small buffers have empty ones.
-        native: the same for the core.
+    `spans`: (start, end) of each tensor, in order; what lies between them does not travel. Parts differ by one travelling
+    value at most; small buffers have empty ones.
     """
 
     def __init__(self, spans: Sequence[tuple[int, int]], world_size: int, group_elements: int) -> None:
         n_elements = sum(end - start for start, end in spans)
-        self.groups: list[list[Group]] = []
+        self.groups: list[list[Group]] = []  # by part
         for part in range(world_size):
             start, end = n_elements * part // world_size, n_elements * (part + 1) // world_size
             n_groups = -(-(end - start) // group_elements)
             edges = [start + (end - start) * i // n_groups for i in range(n_groups + 1)] if n_groups else []
             self.groups.append([_group(spans, *ends) for ends in itertools.pairwise(edges)])
-        self.native = _native.PieceGroups(self.groups)
+        self.native = _native.PieceGroups(self.groups)  # the same for the core
 
 
 def _group(spans: Sequence[tuple[int, int]], first: int, last: int) -> Group:

@@ -1,10 +1,9 @@
 """The mean through a codec: round a ring, or directly through the owners of all parts.
 
-In host memory one call of the native core (native/exchange/means.hpp), without the GIL from its start to its end;
-a codec that is written in Python is called back. Between devices the same messages, in the same order of sums; the last ones
-of all parts reach all ranks by an all-gather. Every rank gets the same bits: the decoding of the bytes that each part's owner
-sent, divided by N. Float16 values, whose sum may overflow, are divided before they are encoded. What is not finite travels as
-the codec has it.
+In host memory one call of the native core (native/exchange/means.hpp) without the GIL, which calls a codec in Python back.
+Between devices the same messages, in the same order of sums; the last ones of all parts reach all ranks by an all-gather.
+Every rank gets the same bits: the decoding of the bytes that each part's owner sent, divided by N. Float16 values, whose sum
+may overflow, are divided before they are encoded. What is not finite travels as the codec has it.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from gradwire.wire.wire import Wire
 # bytes of elements [first, first + n) into `out` (n,) uint8.
 Importance = _native.BucketImportance
 
+_Chunks = list[Chunk]
 _ALIGNMENT_BYTES = 8  # of a message's first byte on a device
 _LENGTH_BYTES = 8
 
@@ -50,10 +50,8 @@ class Ring:
     """Means in which every message goes through one codec, in host memory or between devices.
 
     Args:
-        codec: what encodes the messages.
         topology: "ring" (each value passes N-1 times through the codec before it is final) or "direct" (twice).
         chunk_elements: values encoded, sent and decoded at a time.
-    Raises: InvalidArgument.
     """
 
     def __init__(self, codec: Codec, topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS) -> None:
@@ -67,7 +65,7 @@ class Ring:
         return {"topology": self.topology, "chunk_elements": self.chunk_elements}
 
     def bind(self, wire: Wire) -> None:
-        """Take the wire. Raises: Unsupported (on a device: no kernels for the codec or its options, or none there)."""
+        """Take the wire; on a device the codec needs kernels."""
         self._on_device = None
         if isinstance(wire, DeviceWire):
             if not isinstance(self.codec, DeviceCodec):
@@ -83,9 +81,8 @@ class Ring:
 
         Args:
             importance: of the bucket's values, for codecs that weigh them: an `Importance`, or on a device (n,) uint8.
-            counts: int64: gets the exponents of all that GComp's codec encodes; None: they are not counted.
+            counts: (256,) int64: gets the exponents of all that GComp's codec encodes; None: they are not counted.
             mean_room: what is added to the bytes of means, where `importance` does not say so itself.
-        Raises: PeerLost, RankMismatch, CorruptMessage, IncompatibleVersion, and whatever the codec raises.
         """
         bucket = part.bucket
         if self._on_device is not None:
@@ -115,14 +112,10 @@ def mean_through_codec(
     left_out: Tensor | None = None,
     **options: Any,
 ) -> None:
-    """Replace `buffer` (n,), in host memory, by the mean over the ranks; on the lane.
+    """Replace `buffer` (n,), in host memory, by the mean over the ranks; on the lane. `options`: of `exchange_codec`.
 
-    Args:
-        importance: of the bucket's values, for codecs that weigh them.
-        left_out: (n,) for error feedback: what this rank's encodings lost. N x result + the sum of all ranks'
-            left_out = the sum of their gradients.
-        options: of the codec's own `exchange_codec`.
-    Raises: PeerLost, RankMismatch, CorruptMessage, IncompatibleVersion, and whatever the codec raises.
+    `left_out` (n,) gets what this rank's encodings lost: N x result + the sum of all ranks' left_out = the sum of their
+    gradients.
     """
     if wire.world_size == 1 or buffer.numel() == 0:
         return
@@ -155,22 +148,18 @@ class DeviceRing:
 
     Where a codec's messages have no fixed length, ranks tell each other the lengths before each hop: only then does the host
     wait, on the lane.
-
-    Args:
-        is_ring: parts go round; else directly to their owners.
-        chunk_elements: values to a message, at most, of a codec whose messages take all of their room: where these begin and
-            end matters to the values. Of GComp, whose lengths only the device knows, a part is one message.
-    Raises: Unsupported (no kernels of the codec here).
     """
 
     def __init__(self, wire: DeviceWire, codec: DeviceCodec, is_ring: bool, chunk_elements: int) -> None:
         codec.check_device(wire.device)
         self._wire, self._codec, self._is_ring, self._chunk_elements = wire, codec, is_ring, chunk_elements
         self._floats = codec if isinstance(codec, Floats) else None  # which take the messages of a part in one launch
+        # Messages take all of their room, and where they begin and end matters to the values. Of GComp, whose lengths only
+        # the device knows, a part is one message.
         self._is_fixed = not isinstance(codec, GCompCodec)
         self._messages: dict[tuple[tuple[int, int, int, int], ...], Messages] = {}
         self._rank, self._world = wire.rank, wire.world_size
-        self._cuts: dict[tuple[int, torch.dtype], list[list[Chunk]]] = {}
+        self._cuts: dict[tuple[int, torch.dtype], list[_Chunks]] = {}
         # Of the bucket that is under way.
         self._first_draw = 0
         self._importance: Tensor | None = None
@@ -178,23 +167,14 @@ class DeviceRing:
         self._counts: Tensor | None = None
         with wire.stream:
             self._n_bytes = torch.empty(self._world, dtype=torch.int64, device=wire.device)
-            # A quotient by a number of the host's is a product with its inverse on some devices.
-            self._n_ranks = torch.full((1,), self._world, dtype=torch.float16, device=wire.device)
 
     def mean(
         self, bucket: Bucket, importance: Tensor | None = None, counts: Tensor | None = None, mean_room: int = 0
     ) -> None:
-        """Replace the bucket by its mean; on the lane.
-
-        Args:
-            importance: (n,) uint8 of the bucket's values, for GComp with importance="paper".
-            counts: (256,) int64: gets the exponents of all that GComp encodes; None: they are not counted.
-            mean_room: what is added to the importance of means.
-        Raises: CorruptMessage, PeerLost (of lengths that ranks tell each other).
-        """
+        """Replace the bucket by its mean, as `Ring.mean`; `importance`: (n,) uint8."""
         divisor = self._world
         if bucket.buffer.dtype == torch.float16:  # whose sum may overflow where the mean does not
-            bucket.buffer.div_(self._n_ranks)
+            self._wire.divide(bucket.buffer, self._world)
             divisor = 1
         self._first_draw = first_draw(self._rank, bucket.step, bucket.index)
         self._importance, self._of_means, self._counts = importance, importance, counts
@@ -207,7 +187,7 @@ class DeviceRing:
 
     # ---- sums, each of which ends on one rank: its last message, and whose part each rank has
 
-    def _reduce_in_ring(self, bucket: Bucket, parts: list[list[Chunk]]) -> tuple[Tensor, list[int]]:
+    def _reduce_in_ring(self, bucket: Bucket, parts: list[_Chunks]) -> tuple[Tensor, list[int]]:
         """Every part goes round, and each rank adds its share to it."""
         rank, world, buffer = self._rank, self._world, bucket.buffer
         left, right = (rank - 1) % world, (rank + 1) % world
@@ -227,7 +207,7 @@ class DeviceRing:
             self._encode(total, part, sent, 0, [number[hop + 1] for number in numbers], hop == world - 2)
         return sent, [(owner + 1) % world for owner in range(world)]
 
-    def _reduce_directly(self, bucket: Bucket, parts: list[list[Chunk]]) -> tuple[Tensor, list[int]]:
+    def _reduce_directly(self, bucket: Bucket, parts: list[_Chunks]) -> tuple[Tensor, list[int]]:
         """Every part goes to its owner, which adds all shares in the order of ranks, its own as it is."""
         rank, world, buffer = self._rank, self._world, bucket.buffer
         numbers = _numbers_of_owners(rank, world, len(parts[0]))
@@ -252,16 +232,14 @@ class DeviceRing:
         self._exchange(came, gone, bucket.record)
         own = buffer[_values_of(parts[rank])]
         total = self._wire.scratch("total", own.numel(), buffer.dtype).zero_()
-        if self._floats is None:
-            for source in range(world):
-                if source == rank:
-                    total.add_(own)
-                else:
-                    self._decode(came[source], parts[rank], total, adds=True)
-        else:
-            self._decode(received[:rank], parts[rank], total, adds=True)
-            total.add_(own)
-            self._decode(received[rank + 1 :], parts[rank], total, adds=True)
+        before, after = came[:rank], came[rank + 1 :]
+        if self._floats is not None:  # all of them in one launch
+            before, after = [received[:rank]], [received[rank + 1 :]]
+        for row in before:
+            self._decode(row, parts[rank], total, adds=True)
+        total.add_(own)
+        for row in after:
+            self._decode(row, parts[rank], total, adds=True)
         result = self._row("result", parts)
         self._encode(total, parts[rank], result, 0, [number[rank] for number in numbers], True)
         return result, list(range(world))
@@ -277,9 +255,7 @@ class DeviceRing:
             self._messages[rows] = self._floats.lay_out(rows, self._wire.device)
         return self._messages[rows]
 
-    # ---- means
-
-    def _spread(self, bucket: Bucket, parts: list[list[Chunk]], result: Tensor, owned: list[int], divisor: int) -> None:
+    def _spread(self, bucket: Bucket, parts: list[_Chunks], result: Tensor, owned: list[int], divisor: int) -> None:
         """Every rank reads the last message of every part."""
         lengths = self._tell([[parts[part]] for part in owned], bucket.record)
         row_bytes = _aligned(max(length for (length,) in lengths))
@@ -299,7 +275,7 @@ class DeviceRing:
     # ---- rows of messages
 
     def _encode(
-        self, values: Tensor, part: list[Chunk], row: Tensor, place: int, numbers: Sequence[int], is_mean: bool = False
+        self, values: Tensor, part: _Chunks, row: Tensor, place: int, numbers: Sequence[int], is_mean: bool = False
     ) -> None:
         """`place`: of the row among those of this hop. `numbers`: of the messages, chunk by chunk."""
         if self._floats is not None:
@@ -315,14 +291,7 @@ class DeviceRing:
                 self._n_bytes[place] = n_bytes
 
     def _decode(
-        self,
-        row: Tensor,
-        part: list[Chunk],
-        out: Tensor,
-        *,
-        divisor: float = 1.0,
-        adds: bool = False,
-        is_mean: bool = False,
+        self, row: Tensor, part: _Chunks, out: Tensor, divisor: float = 1.0, adds: bool = False, is_mean: bool = False
     ) -> None:
         """`row`: (bytes,); or (n, bytes) of so many ranks' floats, which are added in their order."""
         if self._floats is not None:
@@ -344,7 +313,7 @@ class DeviceRing:
         importance = self._of_means if is_mean else self._importance
         return None if importance is None else importance[chunk.values]
 
-    def _tell(self, rows: Sequence[Sequence[list[Chunk]]], record: BucketRecord) -> list[list[int]]:
+    def _tell(self, rows: Sequence[Sequence[_Chunks]], record: BucketRecord) -> list[list[int]]:
         """By rank, the bytes of the rows that it has just encoded. `rows`: by rank, whose they are."""
         if self._is_fixed:
             return [[part[-1].room.stop for part in own] for own in rows]
@@ -366,13 +335,13 @@ class DeviceRing:
         record.count_sent(sum(message.numel() for message in sent))
         record.count_received(sum(message.numel() for message in received))
 
-    def _row(self, name: str, parts: list[list[Chunk]], n_rows: int | None = None) -> Tensor:
+    def _row(self, name: str, parts: list[_Chunks], n_rows: int | None = None) -> Tensor:
         """Room for the messages of any part, or of `n_rows`."""
         row_bytes = max(_aligned(part[-1].room.stop) for part in parts)
         row = self._wire.scratch(name, (n_rows or 1) * row_bytes, torch.uint8)
         return row if n_rows is None else row.view(n_rows, row_bytes)
 
-    def _parts(self, bucket: Bucket) -> list[list[Chunk]]:
+    def _parts(self, bucket: Bucket) -> list[_Chunks]:
         """By rank, the chunks of what it sums up."""
         n, dtype = bucket.n_elements, bucket.buffer.dtype
         if (n, dtype) not in self._cuts:
@@ -385,7 +354,7 @@ class DeviceRing:
         return self._cuts[n, dtype]
 
 
-def _values_of(part: list[Chunk]) -> slice:
+def _values_of(part: _Chunks) -> slice:
     return slice(part[0].values.start, part[-1].values.stop)
 
 

@@ -1,7 +1,6 @@
-"""What sharded training exchanges: weights that all ranks gather, and sums of gradients that stay with their owner.
+"""What sharded training exchanges in host memory: weights that all ranks gather, sums of gradients that stay with their owner.
 
-In host memory, by the native core (native/exchange/shards.hpp) or, plainly, by the backend. A buffer has a part for every
-rank, all equally long.
+By the native core (native/exchange/shards.hpp) or, plainly, by the backend. A buffer has an equally long part for every rank.
 """
 
 from collections.abc import Callable
@@ -26,9 +25,7 @@ from gradwire.wire.wire import Wire
 class Scatter:
     """The mean of this rank's part of a bucket, in the place of a scheme's own collective; the other parts stay as they are.
 
-    Args:
-        codec: what encodes a rank's values for the others; None: the backend sums, in the bucket's dtype.
-        count: called with the bytes sent, and those of a part in the bucket's own dtype.
+    `codec`: None: the backend sums, in the bucket's dtype. `count`: called with the bytes sent, and those of a part.
     """
 
     def __init__(self, codec: "Codec | Bfloat16 | None", count: Callable[[int, int], None]) -> None:
@@ -41,7 +38,6 @@ class Scatter:
         return {"inside": "shards"}
 
     def bind(self, wire: Wire) -> None:
-        """Take the wire. Raises: Unsupported (a device)."""
         if wire.on_device:
             raise Unsupported("shards are exchanged in host memory: leave placement out")
 
@@ -51,7 +47,6 @@ class Scatter:
         """Replace this rank's part of `part.values` by its mean over the ranks, summed in float32 in rank order; on the lane.
 
         The arguments are a ring's, of which only `counts` concern what shards can have.
-        Raises: PeerLost, RankMismatch, CorruptMessage, IncompatibleVersion, and whatever the codec raises.
         """
         buffer, world = part.values, wire.world_size
         is_sum = isinstance(part.bucket.slots[0], Summed)
@@ -94,13 +89,10 @@ class Bfloat16:
 
 
 def gather(wire: Wire, codec: Codec | None, values: Tensor, counts: Tensor | None = None) -> None:
-    """Fill `values` (world n,), in which every rank has its own part; on the lane.
+    """Fill `values` (world n,), in which every rank has its own part; on the lane. `counts`: as of a ring.
 
-    Args:
-        codec: GComp's, whose messages are completed to the last bit; a lossy one, whose values each rank takes for its own
-            part too; None: the backend sends them as they are, of any dtype.
-        counts: (256,) int64: gets the exponents of all that GComp's codec encodes.
-    Raises: PeerLost, RankMismatch, CorruptMessage, IncompatibleVersion.
+    `codec`: GComp's, whose messages are completed to the last bit; a lossy one, whose values each rank takes for its own part
+    too; None: the backend sends them as they are, of any dtype.
     """
     world, raw = wire.world_size, bytes_of(values)
     if codec is None:

@@ -34,7 +34,7 @@ Division = int | Sequence[Sequence[str]]
 
 
 def check_division(division: Division) -> Division:
-    """`division` if it is a positive number or lists of module names. Raises: InvalidArgument."""
+    """`division` if it is a positive number or lists of module names."""
     if isinstance(division, bool) or not isinstance(division, (int, list, tuple)):
         raise InvalidArgument(f"blocks is a number or a list of lists of module names, got {division!r}")
     if isinstance(division, int):
@@ -48,14 +48,10 @@ def check_division(division: Division) -> Division:
 
 
 def find_blocks(module: nn.Module, parameters: Iterable[torch.Tensor], division: Division) -> list[Block]:
-    """The blocks of a model.
+    """The blocks of a model without DDP around it, over `parameters`.
 
-    Args:
-        module: the model, without DDP around it.
-        parameters: those to be covered.
-        division: how many blocks of about equal size (fewer in a small model), or for each block the names of its modules
-            as in `named_modules`, with all that is inside them; what no name covers makes up a block of its own.
-    Raises: InvalidArgument (an unknown module, or one that is named twice).
+    `division`: how many blocks of about equal size (fewer in a small model), or for each block the names of its modules as in
+    `named_modules`, with all that is inside them; what no name covers makes up a block of its own.
     """
     covered = dict.fromkeys(parameters)
     owners = _owners(module, covered)
@@ -66,14 +62,8 @@ def find_blocks(module: nn.Module, parameters: Iterable[torch.Tensor], division:
     blocks: list[Block] = []
     for group in groups:
         members = tuple(parameter for _, own in group for parameter in own)
-        blocks.append(
-            Block(
-                len(blocks),
-                group[0][0] or type(module).__name__,
-                members,
-                tuple(dict.fromkeys(user for parameter in members for user in users[parameter])),
-            )
-        )
+        needing = tuple(dict.fromkeys(user for parameter in members for user in users[parameter]))
+        blocks.append(Block(len(blocks), group[0][0] or type(module).__name__, members, needing))
     return blocks
 
 

@@ -25,16 +25,11 @@ from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.stepping.blocks import Block, ObservedUse
 from gradwire.wire.communicator import completed
 
-# ---- the model and the optimizer
-
 
 def stepped_parameters(session: Session, what: str, of_one: bool = False) -> list[torch.Tensor]:
     """The parameters whose gradients DDP reduces, in the model's order, which `what` steps from gradients of its own.
 
-    Args:
-        of_one: `what` steps one optimizer only.
-    Raises: InvalidArgument (the session was not given model and optimizer; two optimizers step one parameter), Unsupported
-        (an optimizer in a wrapper without torch's hooks; several, with `of_one`; a parameter that none steps).
+    `of_one`: `what` steps one optimizer only.
     """
     module, optimizers = session.module, session.optimizers
     if module is None or not optimizers:
@@ -73,15 +68,12 @@ def stepped_parameters(session: Session, what: str, of_one: bool = False) -> lis
 
 
 def refuse_join(module: nn.Module | None, what: str, instead: str) -> None:
-    """Raises: Unsupported while `ddp.join` is in force; `what` cannot serve it, `instead` can."""
+    """Refuse to work while `ddp.join` is in force; `what` cannot serve it, `instead` can."""
     if isinstance(module, DistributedDataParallel) and module._join_config.enable:
         raise Unsupported(
             f"{what} cannot stand in for ranks that ran out of input (ddp.join): give every rank equally many batches, or "
             + instead
         )
-
-
-# ---- gradients
 
 
 class FiniteFlag:
@@ -125,26 +117,20 @@ def clip_factor(gradients: list[torch.Tensor], max_norm: float) -> torch.Tensor:
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
-# ---- the step
-
-
 class FrozenStep:
     """One call of `optimizer.step()`, kept as it was meant, to be carried out later and for a few parameters at a time.
 
     Holds the hyper-parameters of every group at the user's call, and which parameters had a gradient then. Other optimizers'
     calls for the same reduction may `join` it.
-
-    Attributes:
-        step: the reduction that it belongs to.
-        parameters: those that had a gradient: the optimizer leaves all others alone, their state too.
-        inverse_scale: 1 / the loss scale under AMP, (1,) float32 as GradScaler computes it; None without.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, step: int, scale: torch.Tensor | None = None) -> None:
-        self.step = step
+        self.step = step  # the reduction that it belongs to
         parameters = (p for group in optimizer.param_groups for p in group["params"])
+        # The optimizer leaves those without a gradient alone, their state too.
         self.parameters = self._own = frozenset(p for p in parameters if p.grad is not None)
         self._joined: list[FrozenStep] = []
+        # Of the loss scale under AMP, (1,) float32 as GradScaler computes it.
         self.inverse_scale = None if scale is None else scale.detach().cpu().double().reciprocal().float()
         self._optimizer = optimizer
         self._groups = [
@@ -162,10 +148,9 @@ class FrozenStep:
         self.parameters |= other.parameters
 
     def apply(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Step those parameters of `gradients` that had a gradient, with these gradients in the place of `.grad`.
+        """Step those of `gradients` that had a gradient, with these, free of the loss scale, in the place of `.grad`.
 
-        The gradients are free of the loss scale. `.grad`, groups and hyper-parameters are as before afterwards; the
-        user's step hooks are not called.
+        `.grad`, groups and hyper-parameters are as before afterwards; the user's step hooks are not called.
         """
         for other in self._joined:
             other.apply(gradients)
@@ -198,25 +183,14 @@ class FrozenStep:
 
 
 class StepOwner(Protocol):
-    """Takes the optimizer's step in its place. All calls come on the training thread; by default they do nothing."""
+    """Takes the optimizer's step in its place. All calls come on the training thread."""
 
-    def take_step(self, frozen: FrozenStep) -> None:
-        """The user called for the step of the last reduction."""
+    def take_step(self, frozen: FrozenStep) -> None: ...  # the user called for the step of the last reduction
+    def drop_step(self) -> None: ...  # it is not to be taken (AMP: a gradient was not finite)
+    def begin_forward(self) -> None: ...  # of the model, in training
+    def flush(self) -> None: ...  # take every step that was called for: parameters and optimizer state are read next
 
-    def drop_step(self) -> None:
-        """The step of the last reduction is not to be taken (AMP: a gradient was not finite)."""
-        return
-
-    def begin_forward(self) -> None:
-        """The model's forward pass begins, in training."""
-        return
-
-    def before_forward(self, block: Block) -> None:
-        """A module that uses `block` begins its forward pass."""
-        return
-
-    def flush(self) -> None:
-        """Take every step that was called for: parameters and optimizer state are read next."""
+    def before_forward(self, block: Block) -> None:  # of a module that uses `block`
         return
 
 
@@ -228,11 +202,6 @@ class Interceptor:
 
     It remembers which gradients a backward pass left in `.grad` and how often each was changed, because the owner steps from
     gradients of its own: a clipping of `.grad` would be lost without a word.
-
-    Args:
-        parameters: those that the owner steps, `stepped_parameters` of the session.
-        blocks: `before_forward` is called for each before a module of its `users` runs.
-    Raises: Unsupported (somebody else has replaced `optimizer.step`).
     """
 
     def __init__(
@@ -275,7 +244,7 @@ class Interceptor:
     # ---- told by the hook
 
     def begin_reduction(self) -> None:
-        """The first bucket of a backward pass. Raises: Unsupported (gradients are accumulated in `.grad`)."""
+        """The first bucket of a backward pass."""
         if self._n_stepped < self._n_reductions and self._is_accumulating:
             raise Unsupported(
                 "a second backward pass was reduced before the first one's step was taken, and its gradients add up in "
@@ -290,8 +259,6 @@ class Interceptor:
     def _is_as_noted(self, parameter: torch.Tensor) -> bool:
         gradient, version = self._noted[parameter]
         return parameter.grad is not None and gradient() is parameter.grad and parameter.grad._version == version
-
-    # ---- hooks
 
     def _before_root(self, *_: Any) -> None:
         self.end_step()
@@ -401,7 +368,7 @@ class Interceptor:
         return scale
 
     def _refuse_changed_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Raises: Unsupported if a gradient was replaced or changed since; one that was cleared is left alone."""
+        """Refuse gradients that were replaced or changed since; those that were cleared are left alone."""
         for parameter in parameters:
             if parameter in self._noted and parameter.grad is not None and not self._is_as_noted(parameter):
                 name = self._names.get(parameter, f"of shape {tuple(parameter.shape)}")
@@ -423,12 +390,9 @@ class Interceptor:
         self._is_active = False
         for handle in (*self._handles, *self._module_handles.values()):
             handle.remove()
-        self._handles.clear()
-        self._module_handles.clear()
         for one in self._trained:
             if isinstance(vars(one).get("train"), _TrainLink):
                 del vars(one)["train"]
-        self._trained.clear()
         for optimizer, own_step in self._own_steps.items():
             if vars(optimizer).get("step") is own_step:  # otherwise a scheduler wraps it, and it hands calls through
                 del optimizer.step
@@ -490,9 +454,6 @@ class _Link:
         if interceptor is not None and interceptor._is_active:
             getattr(interceptor, self._method)(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Link":
-        return _Link()
-
     def __reduce__(self) -> Any:
         return (_Link, ())
 
@@ -509,10 +470,6 @@ class _TrainLink:
         module = self._module()
         assert module is not None
         return type(module).train(module, mode)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_TrainLink":
-        module = self._module()
-        return _TrainLink(memo[id(module)])
 
     def __reduce__(self) -> Any:
         return (_TrainLink, (self._module(),))

@@ -63,7 +63,7 @@ def on_copies_of_the_state(optimizer: torch.optim.Optimizer, parameters: Iterabl
 
 
 def check_peekable(optimizer: torch.optim.Optimizer) -> None:
-    """Raises: Unsupported for an optimizer whose step cannot be tried and thrown away."""
+    """Refuse an optimizer whose step cannot be tried and thrown away."""
     known = [getattr(torch.optim, name).step for name in _PEEKABLE if hasattr(torch.optim, name)]
     step = type(optimizer).step  # or what torch wraps hooks around
     if not any(step is one or step is getattr(one, "__wrapped__", None) for one in known):
@@ -112,14 +112,13 @@ class LocBuf:
 
     def put_back(self) -> None:
         """Put the global weights into the parameters again, unless they are there."""
-        if not self.is_local:
-            return
         self.check_untouched()
-        torch._foreach_copy_([parameter.detach() for parameter in self._parameters], self._backup)
-        self.is_local = False
+        if self.is_local:
+            torch._foreach_copy_([parameter.detach() for parameter in self._parameters], self._backup)
+            self.is_local = False
 
     def check_untouched(self) -> None:
-        """Raises: Unsupported if somebody wrote to the parameters while they hold local weights."""
+        """Refuse parameters that somebody wrote to while they hold local weights."""
         if not self.is_local:
             return
         for parameter, version in zip(self._parameters, self._versions, strict=True):

@@ -1,8 +1,7 @@
-"""The Communicator: a Gloo group of gradwire's own, and one ordered background lane on which it is used.
+"""A Gloo group of gradwire's own, and one ordered background lane on which it is used.
 
-The group is separate from the one DDP uses, so that gradwire's messages never interleave with DDP's own broadcasts. All
-communication of a rank runs on one lane thread in the order of submission, which is the same on all ranks; the training
-thread goes on with the backward pass meanwhile.
+The group is separate from DDP's, so that messages never interleave with DDP's own broadcasts. All communication of a rank
+runs on one lane thread in the order of submission, the same on all ranks, while the training thread goes on.
 
 The group is made without `dist.new_group`, which either takes every rank of the world to call it, or names the group by
 how many groups each rank is in, so that ranks in unequally many subgroups wait for each other under different names.
@@ -43,15 +42,15 @@ _EXIT_LIMIT_S = 120
 _LONGEST_S = 10**9  # more than any clock here has to count
 
 
+# Of ranks that come and go: one that dies on its way to the others holds them up for so long.
+MEETING_TIMEOUT_S = 60.0
+
+
 @dataclass
 class _Task:
     future: torch.futures.Future
     run: Callable[[], Any]
     may_overtake: bool
-
-
-# Of ranks that come and go: one that dies on its way to the others holds them up for so long.
-MEETING_TIMEOUT_S = 60.0
 
 
 class Communicator:
@@ -61,8 +60,6 @@ class Communicator:
         group: the ranks to talk to, as a process group or a list of global ranks (default: all). gradwire makes a Gloo
             group of its own over the same ranks, so the constructor is collective: every rank of `group` calls it.
         timeout_s: how long to wait for a peer before PeerLost (default: as long as `group` does).
-    Raises: InvalidArgument (torch.distributed not initialised, timeout not positive, not a group of this rank), PeerLost
-        (a rank did not come).
     """
 
     def __init__(
@@ -124,9 +121,9 @@ class Communicator:
         _open_communicators.add(self)
 
     def subgroup(self, members: Sequence[int] | None = None) -> "Communicator":
-        """Another communicator over the same ranks, or over some of them, with a lane and connections of its own. Collective.
+        """Another one over the same ranks or some of them, with its own lane and connections, which break with this one's.
 
-        When this one fails, the connections of its subgroups break too: whoever waits on them wakes.
+        Collective.
         """
         if self._meeting is None:
             made = Communicator(self.members if members is None else members, self.timeout_s)
@@ -151,7 +148,6 @@ class Communicator:
         """Run task(*args) on the lane after everything submitted before; the future holds its result or its error.
 
         `may_overtake`: it may go before what the task before it has deferred, if it is there in time.
-        Raises: InvalidArgument (closed).
         """
         if self._closed:
             raise InvalidArgument("this attachment is closed: attach a scheme again first")
@@ -161,7 +157,7 @@ class Communicator:
         return future
 
     def check_process(self) -> None:
-        """Raises: InvalidArgument in a process that was forked from the one with the lane and the connections."""
+        """Refuse to work in a process that was forked from the one with the lane and the connections."""
         if os.getpid() != self._process:
             raise InvalidArgument(
                 "this process was forked from the one that attached, which keeps the connections: attach in this one, "
@@ -169,11 +165,10 @@ class Communicator:
             )
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Have `work` run when this task is over, on the lane, before the task's future is done; in the order of calls.
+        """Have `work` run on the lane when this task is over, before its future is done; in the order of calls.
 
-        The next task goes before it if it `may_overtake`, and is there in time: a message can be made while others travel.
-        What ranks do together in an order (collectives, new streams) must not be deferred, since one rank's task may be in
-        time and another's not.
+        The next task goes before it if it `may_overtake` and is there in time: a message can be made while others travel. On
+        another rank it may be late: what ranks do together in an order (collectives, new streams) must not be deferred.
         """
         self._deferred.append(work)
 
@@ -232,10 +227,10 @@ class Communicator:
             self._lane.join(limit_s)
         return not self._lane.is_alive()
 
-    # ---- operations, all called on the lane
+    # ---- operations, all called on the lane; a peer that does not answer is a PeerLost
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """Reduce `tensor` in place over all ranks. Raises: PeerLost."""
+        """Reduce `tensor` in place over all ranks."""
         with self._naming_peers():
             self._group.allreduce([tensor], op).wait()
 
@@ -247,18 +242,18 @@ class Communicator:
         return future
 
     def finish(self, started: torch.futures.Future) -> None:
-        """Wait for a started collective. Raises: PeerLost."""
+        """Wait for a started collective."""
         with self._naming_peers(self._started.pop(started, None)):
             started.wait()
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(world, n): every rank's `tensor` (n,), by rank. Raises: PeerLost."""
+        """(world, n): every rank's `tensor` (n,), by rank."""
         gathered = torch.empty((self.world_size, tensor.numel()), dtype=tensor.dtype, device="cpu")
         self.all_gather_into(gathered.view(-1), tensor)
         return gathered
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's `tensor` (n,), by rank, on rank 0; nothing elsewhere. Raises: PeerLost."""
+        """Every rank's `tensor` (n,), by rank, on rank 0; nothing elsewhere."""
         options = dist.GatherOptions()
         options.rootRank = 0
         gathered = [] if self.rank else [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -267,26 +262,26 @@ class Communicator:
         return gathered
 
     def all_gather_into(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Every rank's `tensor` (n,), by rank, into `gathered` (world n,); in place. Raises: PeerLost."""
+        """Every rank's `tensor` (n,), by rank, into `gathered` (world n,)."""
         with self._naming_peers():
             self._group._allgather_base(gathered, tensor).wait()
 
     def reduce_scatter_into(self, share: torch.Tensor, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """The sum over all ranks of part number `rank` of `values` (world n,) into `share` (n,). Raises: PeerLost."""
+        """The sum over all ranks of part number `rank` of `values` (world n,) into `share` (n,)."""
         options = dist.ReduceScatterOptions()
         options.reduceOp = op
         with self._naming_peers():
             self._group._reduce_scatter_base(share, values, options).wait()
 
     def all_to_all(self, shards: torch.Tensor) -> torch.Tensor:
-        """(world, n): row i of every rank's `shards` (world, n) goes to rank i, here by sender. Raises: PeerLost."""
+        """(world, n): row i of every rank's `shards` (world, n) goes to rank i, here by sender."""
         received = torch.empty_like(shards)
         with self._naming_peers():
             self._group.alltoall_base(received, shards.contiguous(), [], []).wait()
         return received
 
     def swap(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
-        """Send `tensor` (n,) to one rank, which swaps too, and give what it sent. Raises: PeerLost."""
+        """Send `tensor` (n,) to one rank, which swaps too, and give what it sent."""
         received = torch.empty_like(tensor)
         with self._naming_peers():
             sent = self._group.send([tensor], peer, 0)
@@ -296,10 +291,7 @@ class Communicator:
 
     @property
     def mesh(self) -> _native.Mesh:
-        """Connections of our own, for exchanges of messages. Ranks ask first at the same place in their order of tasks.
-
-        Raises: InvalidArgument (no such interface), PeerLost.
-        """
+        """Connections of our own, for exchanges of messages. Ranks ask first at the same place in their order of tasks."""
         if self._mesh is None:
             mesh = meet(self.store_for("mesh"), self.rank, self.world_size, self.timeout_s, self.all_gather)
             with self._failure_lock:
@@ -309,10 +301,9 @@ class Communicator:
         return self._mesh
 
     def open_exchange(self) -> tuple[_native.Mesh, int]:
-        """The mesh, and the first of two numbers for one exchange's messages: the same on all ranks, which call this in the
-        same order. Raises: as `mesh`."""
+        """The mesh, and the first of two numbers for one exchange's messages: the same on all ranks, by the order of calls."""
         self._n_streams = (self._n_streams + 2) % (1 << 32)
-        return self._mesh or self.mesh, self._n_streams
+        return self.mesh, self._n_streams
 
     def scratch(self, name: str, n_bytes: int) -> torch.Tensor:
         """(n_bytes,) uint8 that lives until the next call with this name: work space allocated once, not every step."""
@@ -321,12 +312,6 @@ class Communicator:
             self._scratch.pop(name, None)  # the old one goes before the new one comes
             buffer = self._scratch[name] = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
         return buffer[:n_bytes]
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of work space held now."""
-        held = 0 if self._mesh is None else self._mesh.bytes_held
-        return held + sum(buffer.numel() for buffer in self._scratch.values())
 
     @property
     def n_streams(self) -> int:
@@ -378,7 +363,6 @@ class Communicator:
         """What is below knows ranks by their place in the group; people know them by their number among all."""
         if error.names_global_ranks or self.members == list(range(self.world_size)):
             return error
-
         numbers = {str(place): str(member) for place, member in enumerate(self.members)}
 
         def name(found: re.Match[str]) -> str:
@@ -410,7 +394,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def _naming_peers(self, started: float | None = None) -> Any:
-        """Turn the backend's RuntimeError into PeerLost; it does not say who was waited for, of two peers and more.
+        """Turn the backend's RuntimeError, which does not say who of several peers was waited for, into PeerLost.
 
         `started`: when what is waited for began, if that is not now.
         """

@@ -1,7 +1,7 @@
-"""The wire of buckets that stay on their device: its stream, its memory, its collectives and what a step there has found.
+"""The wire of buckets that stay on their device.
 
-Everything is enqueued on one stream, and nothing here waits for the device but, on the lane, `DeviceWire.outcome`, for a step
-that is over, and `DeviceWire.read`.
+Everything is enqueued on one stream, and nothing here waits for the device but, on the lane, `outcome`, for a step that is
+over, and `read`.
 """
 
 import contextlib
@@ -22,19 +22,13 @@ from gradwire.wire.communicator import Communicator
 from gradwire.wire.wire import Flag, StepOutcome, Wire
 
 _HEAD_WORDS = 2  # int32: the sum of all other words, 1 if the gradient is not finite
+_CHECKSUM_ERROR = 3  # as an error word, by gpu/source/device.hpp
 
 
 class DeviceWire(Wire):
-    """Collectives between the ranks' devices. Collective to make.
+    """Collectives between the ranks' devices. `devices`: of the parameters. Collective to make.
 
-    Args:
-        devices: of the parameters.
     Raises: Unsupported (more than one device, or none that is torch's accelerator), OutOfMemory.
-
-    Attributes:
-        stream: on which all of it runs, in order.
-        group: the device's collectives, uncounted.
-        flags: (2,) int32 on the device, of the step: error word, and not 0 if something was not finite.
     """
 
     on_device = True
@@ -49,14 +43,12 @@ class DeviceWire(Wire):
         self.device = devices[0]
         check_accelerator(self.device)
         self.stream = torch.Stream(device=self.device)
-        self.group = DeviceGroup(communicator, self.device)
+        self.group = DeviceGroup(communicator, self.device)  # uncounted
         self._memory: dict[str, Tensor] = {}
-        with self.stream:
+        with self.stream:  # of the step: error word, and not 0 if something was not finite
             self.flags = torch.zeros(2, dtype=torch.int32, device=self.device)
         self._step = _DeviceStep()
         self._of_bucket: Tensor | None = None  # (2,) int32, as `flags`, of one bucket's own messages
-
-    # ---- a step
 
     def begin_step(self) -> None:
         self._step.arrival = None
@@ -76,7 +68,6 @@ class DeviceWire(Wire):
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """As every wire's. Raises: OutOfMemory."""
         try:
             with self.stream:
                 yield
@@ -91,8 +82,6 @@ class DeviceWire(Wire):
         stream.wait_stream(self.stream)
         for one in values:
             one.record_stream(stream)
-
-    # ---- values
 
     def timing(self, kind: str) -> AbstractContextManager[None]:
         times = self._step.times
@@ -114,7 +103,7 @@ class DeviceWire(Wire):
         return upload(values, self.device)
 
     def divide(self, values: Tensor, divisor: float) -> Tensor:
-        """As every wire's: by a scalar, a GPU multiplies by its reciprocal."""
+        # By a scalar, a GPU multiplies by its reciprocal.
         return values.div_(torch.full((1,), divisor, dtype=values.dtype, device=self.device))
 
     def all_finite(self, values: Tensor) -> Tensor:
@@ -138,7 +127,7 @@ class DeviceWire(Wire):
         return self._bucket_flags()[:1]
 
     def check(self, rank: int) -> None:
-        """As every wire's; here nobody waits."""
+        """Here nobody waits."""
 
     def note(self, is_finite: Flag) -> None:
         self.flags[1:].bitwise_or_(is_finite.logical_not())
@@ -157,8 +146,6 @@ class DeviceWire(Wire):
         if self._of_bucket is None:
             self._of_bucket = torch.zeros(2, dtype=torch.int32, device=self.device)
         return self._of_bucket
-
-    # ---- collectives
 
     def sum(self, values: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
         with self.timing("communicate"):
@@ -192,16 +179,15 @@ class DeviceWire(Wire):
         return received
 
     def _seal(self, rows: Tensor, is_finite: Flag) -> Tensor:
-        """(k, head + n) int32: each row as a message."""
         messages = torch.cat([rows.new_zeros(len(rows), _HEAD_WORDS), rows], 1)
         messages[:, 1].copy_(is_finite.logical_not())
         messages[:, 0].copy_(messages[:, 1:].sum(1, dtype=torch.int64))
         return messages
 
     def _open(self, received: Tensor) -> Tensor:
-        """(world, n): what the ranks' messages hold."""
         self.record.count_exchanged((self.world_size - 1) * 4 * received.shape[1])
-        self.note_error((received[:, 1:].sum(1, dtype=torch.int64).to(torch.int32) != received[:, 0]).any())
+        is_wrong = (received[:, 1:].sum(1, dtype=torch.int64).to(torch.int32) != received[:, 0]).any()
+        torch.maximum(self.error, is_wrong.to(torch.int32).mul_(_CHECKSUM_ERROR).view(1), out=self.error)
         self.note_message((received[:, 1] == 0).all())
         return received[:, _HEAD_WORDS:]
 
@@ -215,14 +201,12 @@ class DeviceWire(Wire):
         return list(is_used), scales
 
     def close(self) -> None:
-        """Let go of memory and connections, after the lane has ended."""
+        """After the lane has ended."""
         self._memory.clear()
         self.group.close(self.stream)
 
 
-class _DeviceStep:
-    """Shared on the host by the ends of all buckets of a step."""
-
+class _DeviceStep:  # shared on the host by the ends of all buckets of a step
     def __init__(self) -> None:
         self.pinned = torch.empty(2, dtype=torch.int32, pin_memory=True, device="cpu")
         self.arrival: Reading | None = None
@@ -231,12 +215,10 @@ class _DeviceStep:
 
 
 class DeviceGroup:
-    """The ranks of a communicator, each with one device, in a group of gradwire's own of the backend that torch has for them
-    (NCCL): apart from DDP's, so that the two never interleave. Collective to make.
+    """The ranks' devices in a group of gradwire's own, of the backend that torch has for them (NCCL): apart from DDP's, so
+    that the two never interleave. Collective to make.
 
     A collective is enqueued on the current stream and waits for nothing; ranks issue them in one order, that of their lanes.
-
-    Raises: Unsupported (torch has no backend for this device here).
     """
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
@@ -260,10 +242,7 @@ class DeviceGroup:
         self._group.alltoall_base(received, sent, [], []).wait()
 
     def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> None:
-        """`sent[i]` (n,) goes to rank i, from whom `received[i]` comes, both exactly as long as the other end has them.
-
-        One of each for every rank, this one too; empty: nothing goes there.
-        """
+        """`sent[i]` (n,) goes to rank i, from whom `received[i]` comes; empty: nothing goes there."""
         self._group.alltoall(list(received), list(sent)).wait()
 
     def all_gather(self, gathered: torch.Tensor, values: torch.Tensor) -> None:
@@ -351,14 +330,9 @@ def time_on(device: torch.device, work: Callable[[], object]) -> float:
 
 
 class Reading:
-    """Values on their way to the host, behind all that was enqueued; made with a stream current.
+    """Values on their way to `on_host`, behind all that was enqueued; made with a stream current.
 
-    Args:
-        values: on any device; those of the CPU are there at once, and stay where they are.
-        on_host: of the shape and dtype of `values`, pinned. None: made here.
-
-    Attributes:
-        on_host: where the values are, once `wait` has returned.
+    Those of the CPU are there at once, and stay where they are. `on_host`: of their shape and dtype, pinned; None: made here.
     """
 
     def __init__(self, values: Tensor, on_host: Tensor | None = None) -> None:
@@ -395,7 +369,7 @@ class ResidentBucket:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Enqueue what is inside on the wire's stream, behind the gradient; on the lane. Raises: OutOfMemory."""
+        """Enqueue what is inside on the wire's stream, behind the gradient; on the lane."""
         self._wire.stream.wait_event(self._written)
         with self._wire.at_work():
             yield
@@ -407,7 +381,7 @@ class ResidentBucket:
 
 
 def check_accelerator(device: torch.device) -> None:
-    """Raises: Unsupported (not torch's accelerator)."""
+    """Refuse what is not torch's accelerator."""
     accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
     if accelerator is None or accelerator.type != device.type:
         raise Unsupported(
@@ -417,7 +391,7 @@ def check_accelerator(device: torch.device) -> None:
 
 
 def check_not_captured(device: torch.device) -> None:
-    """Raises: Unsupported (a CUDA graph is being captured)."""
+    """Refuse to work while a CUDA graph is being captured."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise Unsupported(
             "a CUDA graph cannot capture a backward pass whose gradients gradwire exchanges: its messages are made anew in "

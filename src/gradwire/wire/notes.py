@@ -1,5 +1,5 @@
-"""Notes that the ranks of a group leave in their store: the error of the first that failed, so that all raise the same, and who
-has closed its end at which step, so that a rank that closes alone is told, and told of."""
+"""Notes that ranks leave in their store: the first failure, so that all raise the same; who closed at which step, so that a
+rank that closes alone is told, and told of."""
 
 import contextlib
 import json
@@ -20,33 +20,25 @@ Result = TypeVar("Result")
 
 
 class Note(NamedTuple):
-    """The rank that failed first, the class of its error, and what it said."""
-
-    rank: int
+    rank: int  # the one that failed first
     cls: type[GradwireError]
     message: str
 
 
 class Notes:
-    """One rank's view of its group's notes. `name`: the group's prefix in the store. `members`: its ranks among all."""
-
     def __init__(self, store: Any, name: str, rank: int, members: Sequence[int]) -> None:
+        """`name`: the group's prefix in the store. `members`: its ranks among all."""
         self._store, self._name, self._rank, self._members = store, name, rank, members
         self._world_size = len(members)
         self._closed_at: int | None = None
         self._knows_failure = False
-
-    # ---- a failure
 
     def is_failure_left(self) -> bool:
         """True if any rank has failed, as far as the store can say."""
         return try_for(lambda: bool(self._store.check([self._name + "/failure"])), False)
 
     def leave_failure(self, failure: GradwireError) -> Note:
-        """Note a failure unless a peer has noted one before; returns the note that stands.
-
-        One that no rank of ours can have written counts as none.
-        """
+        """The note that stands: this failure, unless a peer has noted one before. One that no rank can have written is none."""
         self._knows_failure = True
         mine = json.dumps({"rank": self._rank, "type": type(failure).__name__, "message": str(failure)})
 
@@ -67,8 +59,6 @@ class Notes:
                 time.sleep(0.01)
 
         try_for(wait_for_readers, None)
-
-    # ---- ends that are closed
 
     def tell_closing(self, step: int) -> None:
         """Note that this rank has closed its end after `step` reductions."""
@@ -92,10 +82,7 @@ class Notes:
         return better
 
     def wait_until_all_close(self, timeout_s: float) -> None:
-        """For a rank that has closed its end and goes on without gradwire.
-
-        Raises: RankMismatch (the others go on with it), PeerLost (they neither close nor fail within `timeout_s`).
-        """
+        """For a rank that has closed its end and goes on without gradwire: RankMismatch if the others go on with it."""
         deadline = time.monotonic() + timeout_s
         alone = f"this rank closed its attachment at step {self._closed_at}, the others did not"
         try:
@@ -119,11 +106,8 @@ class Notes:
 
 
 def try_for(action: Callable[[], Result], otherwise: Result) -> Result:
-    """The result of `action`, run on a thread of its own that is left behind after a while: a store whose host hangs holds
-    up nothing. `otherwise`: what is given then, and where it fails.
-
-    Where the host has died there is nobody to tell: the broken connections say enough.
-    """
+    """The result of `action`, on a thread that is left behind after a while, as a store's host may hang; `otherwise` then, and
+    where it fails. Where the host has died there is nobody to tell: the broken connections say enough."""
     result = [otherwise]
 
     def attempt() -> None:
@@ -137,7 +121,7 @@ def try_for(action: Callable[[], Result], otherwise: Result) -> Result:
 
 
 def _read(note: str | bytes, world_size: int) -> Note:
-    """The note as it was written; PeerLost for an error that we do not know. Raises: Exception (no note of ours)."""
+    """The note as it was written; PeerLost for an error that we do not know. Fails if it is no note of ours."""
     fields = json.loads(note)
     rank, cls = int(fields["rank"]), getattr(errors, str(fields["type"]), None)
     if not 0 <= rank < world_size:

@@ -1,8 +1,7 @@
 """The preamble: before ranks send gradients of a new layout, they compare one small record each.
 
-A mismatch found here names the field and the ranks, on every rank, before a byte of gradient has travelled. Between
-full exchanges the same facts ride in the header of every message, or, where the backend sums and no message has a header, in
-a `StepCheck`.
+A mismatch names the field and the ranks, on every rank, before a byte of gradient has travelled. Between full exchanges the
+same facts ride in every message's header, or, where the backend sums and messages have none, in a `StepCheck`.
 """
 
 import hashlib
@@ -76,13 +75,12 @@ def hash_configuration(name: str, configuration: dict[str, Any]) -> int:
 
 
 def compare_preambles(communicator: Communicator, mine: Preamble, record: BucketRecord, given: object = "") -> None:
-    """Exchange preambles with all ranks (on the lane). Raises: RankMismatch, naming the field and the ranks.
+    """Exchange preambles with all ranks, on the lane; a RankMismatch names the field and the ranks.
 
     `given`: this rank's optimizers, which are a part of the configuration, and said where it differs: it travels as a hash.
     """
     packed = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
-    n_bytes = packed.numel() * (communicator.world_size - 1)
-    record.count_exchanged(n_bytes)
+    record.count_exchanged(packed.numel() * (communicator.world_size - 1))
     theirs = [Preamble.unpack(bytes(row.tolist())) for row in communicator.all_gather(packed)]
     for field in Preamble._fields:
         values = [getattr(preamble, field) for preamble in theirs]
@@ -98,10 +96,9 @@ def compare_preambles(communicator: Communicator, mine: Preamble, record: Bucket
 
 
 class StepCheck:
-    """Compares step, layout and configuration of all ranks, one step behind; used on the lane.
+    """Compares step, layout and configuration of all ranks by a small all-reduce that is read a step later; on the lane.
 
-    After each step every rank adds a few numbers to one small all-reduce, which runs in the background and is read a step
-    later. It can only say that ranks differ, not which: then all ranks, which read the same numbers, run the full exchange.
+    It can only say that ranks differ, not which: then all ranks, which read the same numbers, run the full exchange.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -111,18 +108,14 @@ class StepCheck:
         self._pending: tuple[torch.futures.Future, Preamble, int] | None = None
 
     def start(self, mine: Preamble, record: BucketRecord, factors: int = 0) -> None:
-        """Read the last step's check, then start this step's. `factors`: 32 bits of the factors that ranks hold alike.
-
-        Raises: RankMismatch, PeerLost.
-        """
+        """Read the last step's check, then start this step's. `factors`: 32 bits of the factors that ranks hold alike."""
         if self._communicator.world_size == 1:
             return
         self._read(record)
         for index, fact in enumerate((mine.step, mine.layout ^ factors, mine.configuration)):
             self._extremes[0, index], self._extremes[1, index] = fact, -fact
         self._pending = self._communicator.start_all_reduce(self._extremes, dist.ReduceOp.MAX), mine, factors
-        n_bytes = ring_bytes(self._extremes.numel() * self._extremes.element_size(), self._communicator.world_size)
-        record.count_exchanged(n_bytes)
+        record.count_exchanged(ring_bytes(self._extremes.nbytes, self._communicator.world_size))
 
     def fail_early(self) -> None:
         """Have the group fail as soon as a peer is lost to the check under way: for steps in which no host waits for it."""
@@ -148,7 +141,7 @@ class StepCheck:
 
 
 def name_other_factors(communicator: Communicator, mine: Preamble, factors: int) -> NoReturn:
-    """Once all else was found to be equal; every rank calls it. `factors`: 32 bits of them. Raises: RankMismatch."""
+    """Once all else was found to be equal; every rank calls it. `factors`: 32 bits of them."""
     held = communicator.all_gather(torch.tensor([factors], dtype=torch.int64, device="cpu")).view(-1).tolist()
     listing = ", ".join(f"rank {rank}: {bits:08x}" for rank, bits in enumerate(held))
     raise RankMismatch(

@@ -1,5 +1,4 @@
-"""Ranks of a group find each other: who they are, the group's name in the store that they share already, addresses and a
-secret."""
+"""Ranks of a group find each other: who they are, the group's name in their store, addresses and a secret."""
 
 import contextlib
 import hashlib
@@ -34,9 +33,8 @@ class Meeting(NamedTuple):
 def name_group(store: Any, members: list[int], rank: int) -> str:
     """The prefix of the next group over `members` in the store: the same on all of them, and never used before.
 
-    All ranks of a group make groups in the same order, and each counts its own in the store: who takes a lost rank's place
-    finds its count there, or a new store with all counts at none. A launcher that restarts its ranks may keep the store of
-    their life before.
+    All ranks make groups in the same order, and each counts its own in the store: who takes a lost rank's place finds its
+    count there, or a new store without counts. A launcher that restarts its ranks may keep the store of their life before.
     """
     digest = hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
     name = f"gradwire/{digest}/{_life()}"
@@ -44,7 +42,7 @@ def name_group(store: Any, members: list[int], rank: int) -> str:
 
 
 def ranks_of(group: dist.ProcessGroup | Sequence[int] | None) -> list[int]:
-    """The global ranks of a group. Raises: InvalidArgument (not ranks of this run, or not with this one)."""
+    """The global ranks of a group, which must have this one."""
     if isinstance(group, Sequence):
         members = [int(rank) for rank in group]
         if len(set(members)) != len(members) or not set(members) <= set(range(dist.get_world_size())):
@@ -83,13 +81,9 @@ def _life() -> str:
 def meet(
     store: Any, rank: int, world_size: int, timeout_s: float, all_gather: Callable[[torch.Tensor], torch.Tensor]
 ) -> _native.Mesh:
-    """Make one rank's mesh. Collective.
+    """Make one rank's mesh, in a c10d store of this group alone. Collective.
 
-    Args:
-        store: a c10d store of this group alone.
-        timeout_s: how long the mesh waits for a peer.
-        all_gather: what says that every rank has written to the store; it fails where one does not.
-    Raises: InvalidArgument, and whatever `all_gather` raises.
+    `all_gather` says that every rank has written to the store; it fails where one does not.
     """
     mesh = _native.Mesh(
         rank, world_size, own_addresses(store), timeout_s, _n_connections(), os.environ.get(CONGESTION, "")
@@ -106,19 +100,17 @@ def meet(
     return mesh
 
 
-def _read_endpoints(store: Any, peer: int) -> list[Any]:
-    """Where `peer` listens. Raises: IncompatibleVersion."""
+def _read_endpoints(store: Any, peer: int) -> Any:
     try:
-        endpoints: list[Any] = json.loads(store.get(str(peer)))
+        return json.loads(store.get(str(peer)))
     except ValueError as error:
         raise IncompatibleVersion(
             f"rank {peer} says otherwise where it listens: install the same gradwire on every host"
         ) from error
-    return endpoints
 
 
 def _n_connections() -> int:
-    """Connections to each peer; 0: by its round trip. Raises: InvalidArgument."""
+    """Connections to each peer; 0: by its round trip."""
     given = os.environ.get(STREAMS) or "0"
     if not given.isdecimal() or not 0 <= int(given) <= MOST_STREAMS:
         raise InvalidArgument(f"{STREAMS} is a number of connections to each peer up to {MOST_STREAMS}, got {given!r}")
@@ -126,13 +118,10 @@ def _n_connections() -> int:
 
 
 def own_addresses(store: Any) -> list[str]:
-    """The numeric addresses that peers reach this rank at. Raises: InvalidArgument (no such interface)."""
-    for variable in INTERFACE_VARIABLES:
+    """The numeric addresses that peers reach this rank at."""
+    for variable, most in zip(INTERFACE_VARIABLES, (None, 1), strict=True):  # Gloo takes the first of several
         if names := [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]:
-            # Gloo takes the first of several.
-            return [
-                _native.interface_address(name) for name in (names if variable == INTERFACE_VARIABLES[0] else names[:1])
-            ]
+            return [_native.interface_address(name) for name in names[:most]]
     while hasattr(store, "underlying_store"):  # a PrefixStore around it
         store = store.underlying_store
     host, port = getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or socket.gethostname(), 1

@@ -28,7 +28,6 @@ from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.preamble import Facts, Preamble, compare_preambles
 
 _HEAD_WORDS = 3  # int32: checksum of the facts, 1 if the gradient is not finite, CRC32C of the rest
-_CHECKSUM_ERROR = 3  # as an error word, by gpu/source/device.hpp
 _FEW = 1 / 64  # of what travels beside: so much more may be sent for a hop less
 _INFINITY = 0x7F80_0000  # float32: patterns from here on are not finite
 
@@ -47,19 +46,12 @@ AnyWire = TypeVar("AnyWire", bound="Wire")
 
 
 class Wire:
-    """One rank's end of the group, in host memory; `for_bucket` gives the end of one bucket in one step. Used on the lane.
+    """One rank's end of the group, in host memory; `for_bucket` gives the end of one bucket in one step. Used on the lane."""
 
-    Attributes:
-        device: where the tensors lie.
-        on_device: whether that is a device, where work is enqueued and the host waits for nothing.
-        record: where bytes and times of the bucket are noted.
-        facts: what ranks must share, for streams whose frames compare it.
-    """
-
-    device = torch.device("cpu")
-    on_device: ClassVar[bool] = False
-    record: BucketRecord
-    facts: Facts
+    device = torch.device("cpu")  # where the tensors lie
+    on_device: ClassVar[bool] = False  # whether that is a device, where work is enqueued and the host waits for nothing
+    record: BucketRecord  # where bytes and times of the bucket are noted
+    facts: Facts  # what ranks must share, for streams whose frames compare it
     _preamble: Preamble
 
     def __init__(self, communicator: Communicator) -> None:
@@ -72,8 +64,7 @@ class Wire:
     def for_bucket(self: AnyWire, preamble: Preamble, record: BucketRecord) -> AnyWire:
         """The end of one bucket in one step; it shares the memory and the outcome of the step with all others."""
         end = copy.copy(self)
-        end.record, end._preamble = record, preamble
-        end.facts = preamble.facts
+        end.record, end._preamble, end.facts = record, preamble, preamble.facts
         return end
 
     @property
@@ -124,7 +115,7 @@ class Wire:
         return values.div_(divisor)
 
     def read(self, *values: Tensor) -> list[int]:
-        """Integers on the host, one tensor after the other; the lane waits for them. Raises: PeerLost and its kin."""
+        """Integers on the host, one tensor after the other; the lane waits for them."""
         return [number for one in values for number in one.tolist()]
 
     def all_finite(self, values: Tensor) -> Flag:
@@ -150,7 +141,7 @@ class Wire:
         self._is_bucket_finite &= bool(is_finite)
 
     def conclude(self, values: Tensor) -> None:
-        """Have `values`, the bucket's mean, be NaN altogether if a message was not finite."""
+        """Make `values`, the bucket's mean, NaN altogether if a message was not finite."""
         if not self._is_bucket_finite:
             values.fill_(math.nan)
 
@@ -163,12 +154,8 @@ class Wire:
             self._error = torch.zeros(1, dtype=torch.int32, device="cpu")
         return self._error
 
-    def note_error(self, is_wrong: Tensor) -> None:
-        """A message of this bucket is not what its rank sent, if so: () or (1,) bool."""
-        torch.maximum(self.error, is_wrong.to(torch.int32).mul_(_CHECKSUM_ERROR).view(1), out=self.error)
-
     def check(self, rank: int) -> None:
-        """The message of `rank` has been read. Raises: CorruptMessage (it was not whole); on a device a step later."""
+        """The message of `rank` has been read; CorruptMessage if it was not whole. On a device that comes a step later."""
         if self._error is not None and bool(self._error):
             raise CorruptMessage(
                 f"rank {rank} sent a message for bucket {self.facts.bucket} of step {self.facts.step} that cannot be read, "
@@ -223,8 +210,7 @@ class Wire:
         return wait
 
     def or_words(self, words: Tensor) -> None:
-        """Replace `words` (n,) int32 by their bitwise OR over the ranks: each rank ORs a shard of all ranks' words, and all
-        gather the shards. For backends that know no OR, as NCCL."""
+        """Replace `words` (n,) int32 by their bitwise OR over the ranks, shard by shard: for backends that know no OR."""
         n_words, shard = words.numel(), -(-words.numel() // self.world_size)
         rows = self.scratch("rows", self.world_size * shard, torch.int32)
         rows[:n_words].copy_(words)
@@ -238,10 +224,7 @@ class Wire:
         self.record.count_exchanged(self._ring_bytes(rows))
 
     def mean(self, values: Tensor, wire_dtype: torch.dtype | None = None) -> None:
-        """The mean over all ranks as DDP takes it, in place and in the dtype of `values`; what is not finite travels.
-
-        `wire_dtype`: what wider values are rounded to for the sum.
-        """
+        """The mean as DDP takes it, in place; what is not finite travels. Values wider than `wire_dtype` are rounded to it."""
         # DDP multiplies by 1/N before it sums, which keeps float16 sums in range; the same product gives its bits.
         values.mul_(1.0 / self.world_size)
         if wire_dtype is None or wire_dtype.itemsize >= values.element_size():
@@ -252,8 +235,7 @@ class Wire:
     def gather(self, payload: Tensor, is_finite: Flag) -> Tensor:
         """Every rank's `payload` (n,) int32: (world, n), by rank. `is_finite`: of what this rank's was made of.
 
-        Raises: RankMismatch (scheme, options, model or step), CorruptMessage (a payload is not what its rank sent); on a
-            device either is noticed a step later.
+        RankMismatch, and CorruptMessage of a payload that is not what its rank sent; on a device either comes a step later.
         """
         message = self._seal(payload[None], is_finite)[0]
         with self.timing("communicate"):
@@ -295,9 +277,7 @@ class Wire:
     ) -> tuple[list[bool], Tensor]:
         """Find the flags that any rank has set, and the largest of every scale over the ranks.
 
-        Args:
-            write_scales: fills (n_scales,) float32, not negative; not finite if this rank's gradient is not.
-        Raises: RankMismatch.
+        `write_scales` fills (n_scales,) float32, not negative; not finite if this rank's gradient is not.
         """
         # Floats that are not negative are ordered as their bits are, so one maximum of integers carries everything.
         checksum = self.checksum
@@ -314,7 +294,7 @@ class Wire:
         return [flag != 0 for flag in words[2 : len(head)].tolist()], scales
 
     def name_mismatch(self) -> NoReturn:
-        """The full exchange, which every rank comes to. Raises: RankMismatch."""
+        """The full exchange, which every rank comes to."""
         compare_preambles(self.communicator, self._preamble, self.record)
         raise RankMismatch(
             f"ranks sent different checksums for bucket {self.facts.bucket} of step {self.facts.step}, but agree on "

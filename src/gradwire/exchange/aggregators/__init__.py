@@ -26,43 +26,27 @@ class Aggregator(Protocol):
     """Element by element, over all ranks, in place. Every rank calls the same methods in the same order, on the lane.
 
     Results are bit-identical on all ranks. Each call notes in `wire.record` what it sends and receives, and how long it
-    takes.
+    takes. Raises: PeerLost, and Unsupported for a dtype that it cannot sum.
     """
 
     name: str  # as in the registry
     sums_floats: bool  # whether `start_sum` takes floats. A programmable switch only adds integers.
 
-    def bind(self, communicator: Communicator, recorder: Recorder) -> None:
-        """Take the ranks. Raises: Unsupported, InvalidArgument, PeerLost."""
-        ...
+    def bind(self, communicator: Communicator, recorder: Recorder) -> None: ...  # take the ranks
 
-    def or_words(self, words: Tensor, wire: Wire) -> None:
-        """Replace `words` (n,) int32 by their bitwise OR over the ranks. Raises: PeerLost."""
-        ...
+    # Replace `words` (n,) int32 by their bitwise OR over the ranks.
+    def or_words(self, words: Tensor, wire: Wire) -> None: ...
 
-    def start_sum(self, values: Tensor, wire: Wire) -> Sum:
-        """Start replacing `values` (n,) by their sum over the ranks: float32, bfloat16, float16, int32 (which wraps
-        around) or int64.
+    # Start replacing `values` (n,) by their sum over the ranks: float32, bfloat16, float16, int32 (which wraps around) or
+    # int64. They must be left alone until it has been waited for.
+    def start_sum(self, values: Tensor, wire: Wire) -> Sum: ...
 
-        `values` must be left alone until the sum has been waited for.
-        Raises: Unsupported (a dtype that this aggregator cannot sum), PeerLost.
-        """
-        ...
+    # Both as one aggregation; the OR is waited for first.
+    def start_or_and_sum(self, words: Tensor, values: Tensor, wire: Wire) -> tuple[Sum, Sum]: ...
 
-    def start_or_and_sum(self, words: Tensor, values: Tensor, wire: Wire) -> tuple[Sum, Sum]:
-        """Start `or_words` of `words` and `start_sum` of `values` as one aggregation; the OR is waited for first.
+    def stats(self) -> dict[str, Any]: ...  # figures of this aggregator's own, as plain values
 
-        Raises: as those.
-        """
-        ...
-
-    def stats(self) -> dict[str, Any]:
-        """Figures of this aggregator's own, as plain values."""
-        ...
-
-    def close(self) -> None:
-        """Let go of what it holds; it may be bound again."""
-        ...
+    def close(self) -> None: ...  # let go of what it holds; it may be bound again
 
 
 _REGISTRY: Registry[Aggregator] = Registry(

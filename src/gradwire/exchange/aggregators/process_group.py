@@ -11,24 +11,19 @@ from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.wire import Wire
 
-_OR_BY = ("all-reduce", "all-to-all")
-
 
 class ProcessGroup:
     """Sums by all-reduce; ORs by all-reduce (Gloo's BOR) or by shards.
 
-    Args:
-        or_by: "all-reduce", or "all-to-all" for backends that know no OR, and on devices: each rank gets one shard of
-            every rank's words, ORs them, and all ranks gather the shards. Both send 2 (N-1)/N of the words.
-    Raises: InvalidArgument.
+    `or_by`: "all-reduce", or "all-to-all" for backends that know no OR, and on devices: each rank gets one shard of every
+    rank's words, ORs them, and all ranks gather the shards. Both send 2 (N-1)/N of the words.
     """
 
     name = "process-group"
     sums_floats = True
 
     def __init__(self, or_by: str = "all-reduce") -> None:
-        check_choice("or_by", or_by, _OR_BY)
-        self.or_by = or_by
+        self.or_by = check_choice("or_by", or_by, ("all-reduce", "all-to-all"))
 
     def bind(self, communicator: Communicator, recorder: Recorder) -> None:
         """Each call brings a wire, which knows the ranks."""

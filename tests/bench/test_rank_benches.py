@@ -90,8 +90,8 @@ def test_methods_are_let_go(rank: int, world_size: int) -> None:
         for _ in range(4):
             method.step()
         method.finish_turn()
+        seen = [weakref.ref(thing) for thing in (method, method.session.ddp, *method.session.optimizers)]
         method.close()
-        seen = [weakref.ref(thing) for thing in (method, method._model, *method._optimizers)]
         del method
         gc.collect()
         assert [ref() for ref in seen] == [None] * 3, spec

@@ -31,6 +31,7 @@ from gradwire_lab.results.captions import format_bytes
 from gradwire_lab.results.experiment import Column, Table
 from gradwire_lab.results.tables import Grid, print_grid, tabulate
 from gradwire_lab.switch import Switch
+from gradwire_lab.training.sharding import make_scheme
 from gradwire_lab.workloads.gradients import OptimizerState, load_gradients
 
 QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20, 25_000_000)
@@ -162,7 +163,7 @@ class SchemeReducer(TimedReducer):
         super().__init__(name, options)
         optimizer = make_optimizer(state, n_elements) if state is not None else None
         names = {"gradient": optimizer.param_groups[0]["params"][0]} if optimizer is not None else {}
-        self._reducer = Reducer(driver.make_scheme(name, options), names=names, optimizer=optimizer)
+        self._reducer = Reducer(make_scheme(name, driver.published(name, options)), names=names, optimizer=optimizer)
         self._slots = list(self._reducer.slots.values())
         # `periodic` communicates in one call of `every`.
         self.period = int(self._reducer.scheme.configuration["every"]) if name == "periodic" else 1

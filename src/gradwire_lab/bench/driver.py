@@ -163,13 +163,9 @@ class RankMethod(Protocol):
         """Its counts so far, such as `sent_bytes`; a turn's are the differences."""
 
 
-def make_scheme(name: str, options: dict[str, Any]) -> schemes.Scheme:
-    """A scheme of the registry, or "two-level" around the one that its option `scheme` names. Raises: InvalidArgument."""
-    if name != "two-level":
-        return schemes.by_name(name, **schemes.as_published(name, options))
-    inner = str(options.get("scheme", "plain"))
-    rest = {key: value for key, value in options.items() if key != "scheme"}
-    return schemes.TwoLevel(inner, **schemes.as_published(inner, rest))
+def published(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options under which a scheme, or the one that two-level or fsdp2 has inside, is the same beside any optimizer."""
+    return schemes.as_published(str(options.get("scheme", name)), options)
 
 
 @contextlib.contextmanager

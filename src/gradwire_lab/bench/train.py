@@ -19,9 +19,10 @@ from gradwire.wire.communicator import ring_bytes
 from gradwire_lab import workloads
 from gradwire_lab.bench import driver, train_methods
 from gradwire_lab.bench.driver import Progress, Timing
-from gradwire_lab.bench.train_methods import BASELINES, SHARDED, StepTimes, TrainMethod, describe
+from gradwire_lab.bench.train_methods import BASELINES, StepTimes, TrainMethod, describe
 from gradwire_lab.results.experiment import Column, Table
 from gradwire_lab.results.tables import Grid, print_grid, tabulate
+from gradwire_lab.training.sharding import SHARDED, ranks_per_node
 from gradwire_lab.workloads import Workload
 
 REFERENCE = "ddp"
@@ -97,7 +98,7 @@ class TrainBench:
 
         Each holds parameters, gradients, buckets, two optimizer moments, and a scratch.
         """
-        needed = 6 * 4 * method.n_parameters * len(self.specs) * train_methods.ranks_per_node()
+        needed = 6 * 4 * method.n_parameters * len(self.specs) * ranks_per_node()
         return driver.largest_over_ranks([float(needed >= _MEMORY_SHARE * _available_bytes())]) == [0.0]
 
     def _train(self, started: Sequence[TrainMethod | None]) -> None:

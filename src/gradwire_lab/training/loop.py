@@ -21,7 +21,7 @@ from gradwire_lab.training import checkpoints
 from gradwire_lab.training.config import TrainConfig, TrainResult
 from gradwire_lab.training.digest import check_equal, gather_hashes, hash_parameters
 from gradwire_lab.training.meter import Meter
-from gradwire_lab.training.session import TrainingSession, n_parameters
+from gradwire_lab.training.session import TrainingSession
 from gradwire_lab.workloads import Workload, by_name
 from gradwire_lab.workloads.gradients import write_snapshot
 
@@ -186,7 +186,7 @@ def _describe(session: TrainingSession, batch_size: int, start_step: int) -> dic
         "ranks": dist.get_world_size(),
         "rate_bps": current_network().rate_bps,  # of the test network; None for links that are not shaped
         "start_step": start_step,
-        "n_parameters": n_parameters(session.model),
+        "n_parameters": session.n_parameters,
         **session.workload.describe(),
         "batch_size": batch_size,
         "n_threads": torch.get_num_threads(),

@@ -1,9 +1,8 @@
 """The one driver of `bench allreduce`, `train` and `regret`: the launcher's side, then a rank's.
 
-A benchmark makes `RankMethod`s and says what a record of them holds; whose turn it is, what is counted in a turn, which links
-it runs on, and where records go is done here. Ranks may ask the launcher, which owns the links, to change them in the middle
-of a run: rank 0 asks on standard output, where the launcher reads each line, and waits for the answer, a file beside the
-records' log.
+A benchmark makes `RankMethod`s and says what a record of them holds; what is counted in a turn, which links it runs on, and
+where records go is done here. Ranks may ask the launcher, which owns the links, to change them in the middle of a run: rank 0
+asks on standard output, where the launcher reads each line, and waits for the answer, a file beside the records' log.
 """
 
 import argparse
@@ -14,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire import _native, schemes
+from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire_lab.ranks.launch import run_gradwire
@@ -30,7 +30,7 @@ from gradwire_lab.ranks.netlab import Netlab
 from gradwire_lab.ranks.netlab.rate import format_rate, parse_rate, with_way
 from gradwire_lab.ranks.network import Network, current_network
 from gradwire_lab.results.captions import duration
-from gradwire_lab.results.records import RecordLog, write_csv, write_json
+from gradwire_lab.results.records import Record, RecordLog, write_csv, write_json
 
 DEFAULT_RANKS = 4
 _QUESTION = "gradwire bench: change links to "
@@ -65,9 +65,9 @@ def check_ranks(args: argparse.Namespace) -> None:
 
 
 def measure_in_ranks(
-    bench: str, args: argparse.Namespace, measure: Callable[[], None], specs: Sequence[str] = ()
-) -> list[dict[str, Any]]:
-    """As a rank `measure`; else run `gradwire bench BENCH` in `--ranks` processes, once for each `--rate`.
+    bench: str, args: argparse.Namespace, measure: Callable[[], Iterable[list[Record]]], specs: Sequence[str] = ()
+) -> list[Record]:
+    """As a rank keep what `measure` yields, as it comes; else run `gradwire bench BENCH` in `--ranks` processes, once a rate.
 
     If one of `specs` sums in the network, the emulation of an aggregating switch runs beside them. Returns the ranks' records;
     those so far are written even after a failure.
@@ -75,7 +75,14 @@ def measure_in_ranks(
     check_ranks(args)
     if is_rank():
         with as_rank():
-            measure()
+            use_fair_share_of_cores()
+            records: list[Record] = []
+            for batch in measure():
+                records += batch
+                if dist.get_rank() == 0 and args.log:
+                    RecordLog(args.log).append(batch)
+                elif dist.get_rank() == 0:
+                    write_results(args, records)
         return []
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
         log = RecordLog(args.log or Path(folder) / "records.jsonl")
@@ -130,7 +137,7 @@ def _answer_path(log: Path) -> Path:
     return log.with_name(f"{log.name}.links")
 
 
-def write_results(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+def write_results(args: argparse.Namespace, records: list[Record]) -> None:
     """Write `--json` and `--csv`, where given and if there are records: an interrupted run leaves earlier results be."""
     if records and args.json:
         write_json(args.json, records)
@@ -226,7 +233,7 @@ def largest_over_ranks(values: Sequence[float]) -> list[float]:
     return found.tolist()
 
 
-# ---- the links phase by phase, and records
+# ---- the links phase by phase
 
 
 class Links:
@@ -254,22 +261,6 @@ def rates_of(network: Network) -> str:
     """The links' rates as `--rate` takes them: one for all, or one a rank."""
     words = [format_rate(rate) for rate in network.rates_bps]
     return ",".join(words[:1] if len(set(words)) == 1 else words)
-
-
-class Records:
-    """The records of a run so far, `all`, which rank 0 writes as they come: to its launcher, or `--json` and `--csv`."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        self.all: list[dict[str, Any]] = []
-
-    def add(self, records: Sequence[dict[str, Any]]) -> None:
-        """Raises: GradwireError (they cannot be written)."""
-        self.all += records
-        if dist.get_rank() == 0 and self._args.log:
-            RecordLog(self._args.log).append(records)
-        elif dist.get_rank() == 0:
-            write_results(self._args, self.all)
 
 
 # ---- timing against noise: methods take turns (A B C A B C), warm-up rounds are dropped, a sample lasts long enough
@@ -318,37 +309,32 @@ def time_interleaved(
     n_rounds: int,
     n_warmup: int = 1,
     min_sample_s: float = MIN_SAMPLE_S,
-    clock: Callable[[], float] = time.perf_counter,
     what: str = "samples",
 ) -> dict[str, Timing]:
     """Time every task once a round, in the mapping's order, for `n_warmup` dropped and `n_rounds` counted rounds."""
+
+    def sample(task: Task, n_repeats: int) -> float:
+        task.before()
+        start = time.perf_counter()
+        for _ in range(n_repeats):
+            task.call()
+        elapsed_s = time.perf_counter() - start
+        task.after()
+        return elapsed_s
+
     progress = Progress(what, len(tasks) * (n_warmup + n_rounds))
-    repeats = {name: _calibrate(task, min_sample_s, clock) for name, task in tasks.items()}
+    repeats: dict[str, int] = {}
+    for name, task in tasks.items():
+        sample(task, 1)  # cold: it does not count
+        repeats[name] = max(1, math.ceil(min_sample_s / max(sample(task, 1), 1e-7)))
     samples: dict[str, list[float]] = {name: [] for name in tasks}
     for round_index in range(n_warmup + n_rounds):
         for name, task in tasks.items():
-            elapsed_s = _sample(task, repeats[name], clock)
+            elapsed_s = sample(task, repeats[name])
             if round_index >= n_warmup:
                 samples[name].append(elapsed_s / repeats[name])
             progress.advance()
     return {name: Timing.of(samples[name], repeats[name]) for name in tasks}
-
-
-def _sample(task: Task, n_repeats: int, clock: Callable[[], float]) -> float:
-    task.before()
-    start = clock()
-    for _ in range(n_repeats):
-        task.call()
-    elapsed_s = clock() - start
-    task.after()
-    return elapsed_s
-
-
-def _calibrate(task: Task, min_sample_s: float, clock: Callable[[], float]) -> int:
-    """How many calls make a sample of at least `min_sample_s`; the first, cold call does not count."""
-    _sample(task, 1, clock)
-    once_s = max(_sample(task, 1, clock), 1e-7)
-    return max(1, -int(-min_sample_s // once_s))
 
 
 class Progress:

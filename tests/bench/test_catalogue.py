@@ -181,7 +181,7 @@ def test_pages_are_short_and_their_pictures_few_and_readable() -> None:
     assert max(line.replace("\\|", "").count("|") for line in tables) <= 7 + 1
     pictures = dict(pages.pictures())
     assert len(pictures) <= 25
-    assert all(1 <= len(series) <= 7 for _, series, _ in pictures.values())
+    assert all(1 <= len(series) <= 7 for _, _, series in pictures.values())
     notes = {path.stem: path.read_text() for path in (ROOT / "results" / "notes").glob("*.md")}
     assert notes.keys() <= {experiment.key for experiment in EXPERIMENTS} | SYSTEMS.keys() | {"overview"}
     assert all(text.count("\n") <= 3 for name, text in notes.items() if name != "overview"), "a sentence or two"

@@ -216,8 +216,3 @@ def test_pages_in_the_checkout_are_what_the_results_say() -> None:
 def test_a_key_names_its_experiment_and_the_beginning_of_keys_all_of_them(keys: str, named: str) -> None:
     experiments = [replace(EXPERIMENTS[0], key=key, is_long=key == "one-more") for key in ("one", "one-more", "other")]
     assert {experiment.key for experiment in choose(experiments, keys.split())} == set(named.split())
-
-
-def test_a_key_that_names_nothing_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="no experiment's key begins with nothing"):
-        choose(EXPERIMENTS, ["nothing"])

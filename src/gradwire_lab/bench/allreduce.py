@@ -63,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
     if args.rounds < 1 or min(args.n_bytes or [4]) < 4:
         words = "rounds count from 1, bytes from 4 (one float32)"
         raise InvalidArgument(f"--rounds {args.rounds} --n-bytes {args.n_bytes}: {words}")
-    specs = choose_specs(args.scheme, reducing(), BY_NAME_ONLY)
+    # Of the registry, what reduces without a model around it.
+    alone = [name for name in schemes.names() if not (schemes.owns_step(name) or schemes.needs_momenta(name))]
+    specs = choose_specs(args.scheme, [*BASELINES, *alone], BY_NAME_ONLY)
     file = load_gradients(args.gradients) if args.gradients else None
     source = GradientSource(file, args.density, args.pattern)
     sizes = args.n_bytes or (QUICK_SIZES if args.quick else FULL_SIZES)
@@ -222,12 +224,6 @@ class TimedReduction:
     def stats(self) -> dict[str, float]:
         """`filling_s`: processor time that is none of the reduction's."""
         return {"sent_bytes": float(self._sent_bytes), "filling_s": self._filling_s}
-
-
-def reducing() -> list[str]:
-    """The baselines, then every scheme of the registry that reduces without a model around it."""
-    alone = [name for name in schemes.names() if not (schemes.owns_step(name) or schemes.needs_momenta(name))]
-    return [*BASELINES, *alone]
 
 
 # ---- all of them in turns; every function is collective

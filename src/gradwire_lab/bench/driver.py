@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -139,10 +139,9 @@ def _answer_path(log: Path) -> Path:
 
 def write_results(args: argparse.Namespace, records: list[Record]) -> None:
     """Write `--json` and `--csv`, where given and if there are records: an interrupted run leaves earlier results be."""
-    if records and args.json:
-        write_json(args.json, records)
-    if records and args.csv:
-        write_csv(args.csv, records)
+    for path, write in ((args.json, write_json), (args.csv, write_csv)):
+        if records and path:
+            write(path, records)
 
 
 def needs_switch(specs: Sequence[str]) -> bool:
@@ -160,14 +159,11 @@ Turn = dict[str, float]
 class RankMethod(Protocol):
     """What is measured: every rank makes the same ones, and each call is collective."""
 
-    def step(self) -> None:
-        """One reduction, or one step of training, whose time it keeps."""
+    def step(self) -> None: ...  # one reduction, or one step of training, whose time it keeps
 
-    def finish_turn(self) -> None:
-        """What was put off is done before the next method's turn."""
+    def finish_turn(self) -> None: ...  # what was put off is done before the next method's turn
 
-    def stats(self) -> dict[str, float]:
-        """Its counts so far, such as `sent_bytes`; a turn's are the differences."""
+    def stats(self) -> dict[str, float]: ...  # its counts so far, such as `sent_bytes`; a turn's are the differences
 
 
 def published(name: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -186,10 +182,7 @@ def as_rank() -> Iterator[None]:
 
 
 def take_turn(method: RankMethod, n_steps: int) -> Turn:
-    """Run steps, all ranks starting together, and count what they took on this rank.
-
-    `cpu_s` is of all threads and of the kernel on their behalf; `kernel_bytes` NaN where the kernel cannot tell.
-    """
+    """Run steps, all ranks starting together, and count what they took here; `cpu_s` is of all threads and the kernel."""
     dist.barrier()
     stats, kernel = method.stats(), sent_by_kernel()
     started_s, cpu_s = time.perf_counter(), time.process_time()
@@ -203,15 +196,12 @@ def take_turn(method: RankMethod, n_steps: int) -> Turn:
 
 
 def sent_by_kernel() -> float:
-    """Bytes that this rank's interface (GLOO_SOCKET_IFNAME) has sent, headers included: the check on gradwire's own count.
-
-    NaN where the kernel cannot tell: no such variable, not Linux, or loopback, which carries every rank's traffic.
-    """
+    """Bytes that this rank's interface (GLOO_SOCKET_IFNAME) has sent, headers included; NaN where the kernel cannot tell."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
             name, _, columns = line.partition(":")
-            if name.strip() == interface != "lo":
+            if name.strip() == interface != "lo":  # which carries every rank's traffic
                 return float(columns.split()[8])  # 8 columns received, then bytes sent
     return math.nan
 
@@ -271,8 +261,7 @@ MIN_SAMPLE_S = 0.05
 _SAID_EVERY_S = 5.0
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """One method: `call` is timed; `before` and `after` run outside the clock, once a sample (poison, verify)."""
 
     call: Callable[[], object]
@@ -345,7 +334,6 @@ class Progress:
         self._began_s = self._said_s = time.monotonic()
 
     def advance(self, n_pieces: int = 1) -> None:
-        """So many pieces more are done."""
         self.reach(self._done + n_pieces)
 
     def reach(self, done: int) -> None:

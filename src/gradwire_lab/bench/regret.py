@@ -202,10 +202,7 @@ def _times_as_fast(turns: Sequence[tuple[float, float]]) -> float:
 
 
 def _interval(name: str, turns: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """95 % interval of `_times_as_fast`, by a bootstrap over `N_BLOCKS` stretches of the turns.
-
-    Turns are not drawn singly, nor steps: what disturbs one disturbs its neighbours.
-    """
+    """95 % interval of `_times_as_fast`, by a bootstrap over stretches of turns: what disturbs one disturbs its neighbours."""
     n_blocks = min(N_BLOCKS, len(turns))
     blocks = [turns[len(turns) * i // n_blocks : len(turns) * (i + 1) // n_blocks] for i in range(n_blocks)]
     rng = random.Random(0)
@@ -214,10 +211,7 @@ def _interval(name: str, turns: Sequence[tuple[float, float]]) -> dict[str, floa
 
 
 def steps_until_good(schedule: Sequence[Sequence[Any]], step_s: Mapping[str, float], first: int, last: int) -> int:
-    """Steps from `first` on until 18 of 20 run under a scheme that is within 6 % of the best; all of them if none do.
-
-    `schedule`: [(step, scheme from then on)]; `step_s`: of every scheme, "plain" among them.
-    """
+    """Steps from `first` on until 18 of 20 run under a scheme that is within 6 % of the best; all of them if none do."""
     best_s = min(step_s.values())
     good = []
     for step in range(first, last):

@@ -98,12 +98,11 @@ class TrainBench:
             return None
 
     def _fits(self, method: TrainMethod) -> bool:
-        """Whether all methods of all ranks on this machine fit into its memory at once; the same on every rank.
-
-        Each holds parameters, gradients, buckets, two optimizer moments, and a scratch.
-        """
+        """Whether parameters, gradients, buckets, two moments and a scratch of all methods fit here; the same on every rank."""
         needed = 6 * 4 * method.n_parameters * len(self.specs) * ranks_per_node()
-        return driver.largest_over_ranks([float(needed >= _MEMORY_SHARE * _available_bytes())]) == [0.0]
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = sum(1024 * float(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        return driver.largest_over_ranks([float(needed >= _MEMORY_SHARE * available)]) == [0.0]
 
     def _train(self, started: Sequence[TrainMethod | None]) -> list[Record]:
         methods = [method for method in started if method is not None]
@@ -147,6 +146,7 @@ class TrainBench:
         means = dict(zip(names, spent, strict=True))
         # Of equally many steps for all, whatever each took to settle.
         n_trained = self.args.warmup + (phase + 1) * self.args.steps
+        n_ended = max(1, sum(end <= self._shared_s for end in itertools.accumulate(steps_s)))
         n_bytes, network = 4 * method.n_parameters, self._links.networks[phase]
         ring = ring_bytes(n_bytes, self.world_size)
         described = self.workload.describe()
@@ -175,7 +175,7 @@ class TrainBench:
             "samples_per_s": self.world_size * self.workload.batch_size / timing.median_s,
             "loss": statistics.fmean(losses[:n_trained][-_LOSS_STEPS:]),
             "loss_at_s": self._shared_s,
-            "loss_after_s": _loss_at(losses, steps_s, self._shared_s),
+            "loss_after_s": statistics.fmean(losses[max(0, n_ended - _LOSS_STEPS) : n_ended]),
             "n_steps": len(times),
             "n_warmup": n_warmup,
             "n_bytes": n_bytes,
@@ -224,19 +224,6 @@ def split_steps(times: Sequence[StepTimes]) -> dict[str, float]:
     dist.all_reduce(split)
     medians = (split / dist.get_world_size()).median(dim=1).values.tolist()
     return dict(zip(("compute_s", "exposed_s", "wait_s"), medians, strict=True))
-
-
-def _loss_at(losses: Sequence[float], steps_s: Sequence[float], moment_s: float) -> float:
-    """The mean loss of the last steps that had ended at `moment_s`."""
-    n_ended = max(1, sum(end <= moment_s for end in itertools.accumulate(steps_s)))
-    return statistics.fmean(losses[max(0, n_ended - _LOSS_STEPS) : n_ended])
-
-
-def _available_bytes() -> float:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return float(line.split()[1]) * 1024
-    return 0.0
 
 
 def make_grid(records: Sequence[dict[str, Any]]) -> Grid:

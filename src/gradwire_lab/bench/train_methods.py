@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,25 +54,19 @@ _LENGTH_BYTES = 8  # before every message: how long it is, as an int64
 _CODEC_KINDS = ("encode", "decode", "importance", "table")
 
 
-@dataclass
 class Timeline:
-    """What of communication and codec work hides behind computation (SlimGC, Fig. 13); a sink of gradwire's recorder.
-
-    Attributes: intervals on `time.perf_counter`, in seconds; they may overlap.
-        computing: forward and backward passes, up to the last gradient.
-        waiting: from there to the end of the optimizer's step.
-        communicating: time in which this rank waited for messages or a collective was under way.
-        training_codec, other_codec: codec work on the training thread, and on others beside it.
-    """
+    """What hides behind computation (SlimGC, Fig. 13), a sink of the recorder: intervals of `time.perf_counter` in seconds."""
 
     wants_spans = True
 
-    computing: list[Interval] = field(default_factory=list)
-    waiting: list[Interval] = field(default_factory=list)
-    communicating: list[Interval] = field(default_factory=list)
-    training_codec: list[Interval] = field(default_factory=list)
-    other_codec: list[Interval] = field(default_factory=list)
-    training_thread: int = field(default_factory=threading.get_ident)
+    def __init__(self) -> None:
+        self.computing: list[Interval] = []  # forward and backward passes, up to the last gradient
+        self.waiting: list[Interval] = []  # from there to the end of the optimizer's step
+        self.communicating: list[Interval] = []  # this rank waited for messages, or a collective was under way
+        # Codec work on the training thread, and on others beside it.
+        self.training_codec: list[Interval] = []
+        self.other_codec: list[Interval] = []
+        self._training_thread = threading.get_ident()
 
     def note_step(self, started_s: float, last_gradient_s: float, ended_s: float) -> None:
         """One step of the training thread."""
@@ -90,7 +84,7 @@ class Timeline:
             if span.kind == "communicate":
                 self.communicating.append(interval)
             elif span.kind in _CODEC_KINDS:
-                is_training = span.thread == self.training_thread
+                is_training = span.thread == self._training_thread
                 (self.training_codec if is_training else self.other_codec).append(interval)
 
     def close(self) -> None:
@@ -99,10 +93,9 @@ class Timeline:
     def measure(self, since_s: float, until_s: float) -> dict[str, float]:
         """Sums over the steps that began in [since_s, until_s), in seconds.
 
-        Returns:
-            overlap_s: computation and communication at once. Codec work on the training thread is not computation.
-            exposed_codec_s: codec work that training stood still for: all of it on the training thread; of the rest what
-                fell after a step's last gradient.
+        overlap_s: computation and communication at once; codec work on the training thread is not computation.
+        exposed_codec_s: codec work that training stood still for: on its thread all, of the rest what fell after a step's last
+        gradient.
         """
         computing, waiting, training_codec = (
             [interval for interval in intervals if since_s <= interval[0] < until_s]
@@ -115,10 +108,7 @@ class Timeline:
 
 
 class TrainMethod:
-    """A model of its own in training; methods of one run start from the same weights and see the same batches.
-
-    `settling_steps`: how many steps it takes until it works as it will; those are not to be counted.
-    """
+    """A model of its own in training; methods of one run start from the same weights and see the same batches."""
 
     def __init__(self, spec: str, workload: Workload, seed: int, has_timeline: bool = False) -> None:
         self.name, self.options = parse_spec(spec)
@@ -139,6 +129,7 @@ class TrainMethod:
             self.session.note_gradients()
         self.n_parameters, self.attachment = self.session.n_parameters, self.session.attachment
         self._owns_step = self.attachment is not None and self.attachment.scheme.owns_step
+        # Until it works as it will, which are not to be counted.
         self.settling_steps = 0 if self.attachment is None else self.attachment.scheme.settling_steps
         self._timeline = Timeline() if has_timeline else None
         self._quantiser: TrainingThreadQuantiser | None = None
@@ -213,11 +204,9 @@ class TrainMethod:
         return self._timeline.measure(since_s, until_s)
 
     def stats(self) -> dict[str, float]:
-        """What it has come to so far on this rank.
+        """`sent_bytes` so far, by gradwire's count or what a baseline's hook must send, and where a hook tells, `codec_s`.
 
-        `sent_bytes`, for gradients: gradwire's count, or what a baseline's hook must send; seconds in the codec, hidden or not,
-        where a hook tells: `codec_s`, of encoding, decoding and what they need, and of these `decode_s`, which grows with the
-        messages received, the rest with those sent.
+        That is busy time, hidden or not; of it `decode_s` grows with the messages received, the rest with those sent.
         """
         if own := self.own_stats():
             codec_s = float(sum(own[f"{kind}_s"] for kind in _CODEC_KINDS))
@@ -261,13 +250,7 @@ class TrainingThreadQuantiser:
     last gradient is there the same thread decodes and adds what it owns, encodes the sums, and decodes the answers. Bytes
     and arithmetic are those of the schemes `one-bit` and `two-bit`; only who works when differs.
 
-    When not to use this: in training. It exists to be compared with; its residuals belong to buckets, and the first step's
-    are lost when DDP rebuilds them.
-
-    Args:
-        codec: one-bit or two-bit.
-        occupy: told how many seconds of a backward pass the codec took, by an emulated accelerator that has to wait.
-        timeline: gets its codec work and its collectives, each from its start to its end.
+    When not to use this: in training. Its residuals belong to buckets, and the first step's are lost when DDP rebuilds them.
     """
 
     def __init__(

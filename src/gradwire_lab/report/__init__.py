@@ -430,10 +430,7 @@ def _draw_speed_up(section: Section, records: Sequence[Record], measure: str, of
 
 
 def _by_rate(records: Iterable[Record], measure: str) -> list[Record]:
-    """By the rate of their links, slowest first, unshaped last, the fastest first at each; `rate` in words.
-
-    With their spread under the names that tables know: `train --json` calls it the tenth and ninetieth of a hundred.
-    """
+    """By the rate of their links in words, slowest first, unshaped last; with their spread under the names of tables."""
     ordered = sorted(records, key=lambda r: (float(r["rate_bps"] or "inf"), float(r[measure])))
     return [
         {f"{measure}_low": record.get(f"{measure}_p10"), f"{measure}_high": record.get(f"{measure}_p90")}

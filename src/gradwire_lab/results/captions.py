@@ -11,7 +11,8 @@ def describe_network(fields: Mapping[str, Any]) -> str:
     text = kind or "network not recorded"
     if kind == "netlab":
         words = [word for word in rates.split(",") if word] or [str(rate_bps or "none")]
-        named = [format_rate(None if word == "none" else float(word)) for word in words if _is_rate(word)]
+        rates_bps = {"none": None} | {word: float(word) for word in words if word.replace(".", "", 1).isdigit()}
+        named = [format_rate(rates_bps[word]) for word in words if word in rates_bps]
         different = " / ".join(dict.fromkeys(named))
         text = "unshaped test network (netlab)" if different == "unshaped" else f"shaped to {different} (netlab)"
     elif kind == "loopback":
@@ -72,7 +73,3 @@ def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def _is_rate(word: str) -> bool:
-    return word == "none" or word.replace(".", "", 1).isdigit()

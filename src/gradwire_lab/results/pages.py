@@ -213,10 +213,7 @@ class Book:
         return Coverage("differs" if all(one.differs for one, _ in known) else "as in the paper", "; ".join(words))
 
     def snippet(self, name: str) -> str:
-        """What stands between the marks of NAME: a snippet of the catalogue, or the tables of an experiment's key.
-
-        Raises: InvalidArgument (neither is called so).
-        """
+        """What stands between the marks of NAME: a snippet, or an experiment's tables. Raises: InvalidArgument (neither)."""
         key, *tables = self.snippets.get(name, (name,))
         experiment = next((one for one in self.experiments if one.key == key), None)
         if experiment is None:

@@ -128,10 +128,7 @@ class Store:
         return read_lines(self.path(key))
 
     def replace(self, experiment: Experiment, cells: Sequence[Cell], records: Iterable[Record]) -> None:
-        """Put `records` in the place of all that is known of `cells`; the old file stays if that fails.
-
-        Raises: InvalidArgument (a record that is not flat), GradwireError.
-        """
+        """Put `records` in the place of all that is known of `cells`. Raises: InvalidArgument (not flat), GradwireError."""
         gone = {name_of(experiment, cell) for cell in cells}
         kept = [record for record in self.read(experiment.key) if name_of(experiment, record) not in gone]
         order = {name_of(experiment, cell): number for number, cell in enumerate(experiment.cells())}

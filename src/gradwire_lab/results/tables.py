@@ -31,10 +31,7 @@ class Value:
 
 
 class Summary:
-    """One experiment's records, those of equal axes but `over` taken together.
-
-    `rows`: a dict for each of these: the fields that all its records share, and the records as `"records"`.
-    """
+    """One experiment's records, those of equal axes but `over` taken together: `rows`, each with its "records"."""
 
     def __init__(self, experiment: Experiment, records: Sequence[Record], extra_axes: Sequence[str] = ()) -> None:
         self.experiment = experiment

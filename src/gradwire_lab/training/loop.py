@@ -42,7 +42,12 @@ def train_rank(config: TrainConfig, on_progress: Progress | None = None) -> Trai
     Raises: InvalidArgument, Unsupported (configuration), RankMismatch, PeerLost (other ranks), CorruptMessage,
         IncompatibleVersion (checkpoints).
     """
-    device = _choose_device(config.device)
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise Unsupported("device='cuda': this torch sees no GPU; use --device cpu")
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
     own_group = not dist.is_initialized()
     if own_group:
         alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
@@ -163,12 +168,11 @@ def _save(session: TrainingSession, step: int) -> None:
 def _finish(session: TrainingSession, meter: Meter) -> dict[str, Any]:
     """Close the scheme, compare the replicas, evaluate."""
     session.flush()
-    model = session.whole_model()
+    model, config = session.whole_model(), session.config
     hashes = gather_hashes(hash_parameters(model), session.device)
     if not session.replicas_may_differ:
-        check_equal(hashes, session.config.steps)
-    evaluates = session.config.evaluate and dist.get_rank() == 0
-    evaluation = session.workload.evaluate(model) if evaluates else {}
+        check_equal(hashes, config.steps)
+    evaluation = session.workload.evaluate(model) if config.evaluate and dist.get_rank() == 0 else {}
     stats = {} if session.attachment is None else dict(session.attachment.stats())
     session.close()
     dist.barrier()  # the other ranks wait for the evaluation, or their end would look like a loss of peers
@@ -204,15 +208,12 @@ def _add_trace(session: TrainingSession) -> None:
 
 
 def _open_steps(folder: Path, config: dict[str, Any], start_step: int) -> JsonLines:
-    """steps.jsonl (a line a step) of a run's folder, with config.json beside it; a run that ends has a summary.json too.
-
-    Steps from `start_step` on are this run's; earlier lines of an interrupted run are kept.
-    """
+    """steps.jsonl (a line a step) of a run's folder, with config.json beside it; a run that ends has a summary.json too."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", config)
     (folder / "summary.json").unlink(missing_ok=True)  # of an earlier run: this one is not done yet
     path = folder / "steps.jsonl"
-    if goes_on := start_step > 0 and path.exists():
+    if goes_on := start_step > 0 and path.exists():  # earlier lines of an interrupted run are kept
         kept = [line for line in path.read_text().splitlines() if _step_of(line) < start_step]
         write_text(path, "".join(line + "\n" for line in kept))
     return JsonLines(path, append=goes_on)
@@ -223,13 +224,3 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")  # a line cut short by a crash is dropped
-
-
-def _choose_device(name: str) -> torch.device:
-    if name == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise Unsupported("device='cuda': this torch sees no GPU; use --device cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device

@@ -67,23 +67,24 @@ class TrainingSession:
     def note_gradients(self) -> None:
         """Let `since_last_gradient_s` tell: a hook runs when a gradient is in `.grad` and before DDP hears of it."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._hooks = [one.register_post_accumulate_grad_hook(self._note_gradient) for one in trained]
+        self._hooks = [one.register_post_accumulate_grad_hook(lambda _: self._last_gradient.begin()) for one in trained]
 
     def _begin_local_sgd(self) -> None:
-        name, options = self.config.scheme, self.config.scheme_options
+        config = self.config
+
+        def outer(anchors: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+            optimizer = OUTER[config.outer](anchors)
+            for group in optimizer.param_groups:
+                group["lr"] = config.outer_rate or group["lr"]
+            return optimizer
+
         # Only a bare name may be made without error feedback, where momentum forbids it.
-        scheme = schemes.by_name(name, **options) if options else name
+        scheme = schemes.by_name(config.scheme, **config.scheme_options) if config.scheme_options else config.scheme
         self.ddp = self.model
         self.attachment = LocalSgd(
-            self.model, self.optimizers, scheme, self.config.local_sgd, self._outer, delay=self.config.delay,
-            fragments=self.config.fragments, feedback_decay=self.config.feedback_decay,
+            self.model, self.optimizers, scheme, config.local_sgd, outer, delay=config.delay,
+            fragments=config.fragments, feedback_decay=config.feedback_decay,
         )  # fmt: skip
-
-    def _outer(self, anchors: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        optimizer = OUTER[self.config.outer](anchors)
-        for group in optimizer.param_groups:
-            group["lr"] = self.config.outer_rate or group["lr"]
-        return optimizer
 
     def rewrap(self) -> None:
         """Wrap anew, as a resumption does, carrying the scheme's state over."""
@@ -119,10 +120,7 @@ class TrainingSession:
         return None if attachment is None else attachment.recorder
 
     def since_last_gradient_s(self) -> float:
-        """Asked when the backward pass has ended: how long it has waited for DDP's buckets, and done nothing else.
-
-        0 without hooks: behind FSDP2 nobody says when a gradient is there.
-        """
+        """At the end of the backward pass: how long it has only waited; 0 behind FSDP2, where no gradient is noted."""
         return self._last_gradient.elapsed_s if self._hooks else 0.0
 
     def computed_bytes(self, n_steps: int) -> float:
@@ -147,9 +145,6 @@ class TrainingSession:
         before, self._sent_bytes = self._sent_bytes, self.computed_bytes(self._n_steps)
         sent = self._sent_bytes - before
         return {**original, "exposed_s": waited_s, "bytes_sent": sent, "bytes_received": sent}
-
-    def _note_gradient(self, parameter: torch.Tensor) -> None:
-        self._last_gradient.begin()
 
     def update(self) -> None:
         """The optimizers' steps, then the schedules'."""

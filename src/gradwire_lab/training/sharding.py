@@ -78,12 +78,10 @@ class Sharded:
         return gradwire.attach(self.module, optimizers, name, weights=weights, **options)
 
     def sent_bytes(self, n_steps: int) -> float:
-        """By this rank in so many steps of torch's own: a block's weights are gathered for both passes, others for one.
-
-        Inside nodes, counted is what leaves them.
-        """
+        """By this rank in so many steps of torch's own; inside nodes what leaves them."""
         if self._name == "hsdp":
             return float(n_steps * ring_bytes(4 * -(-self._n // ranks_per_node()), self._n_nodes))
+        # A block's weights are gathered for both passes, others for one.
         weight, gradient = (_DTYPES[self._options.get(key, "float32")].itemsize for key in PRECISION)
         n_bytes = weight * (self._n + self._n_in_blocks) + gradient * self._n
         return float(n_steps * (self._world_size - 1) * n_bytes / self._world_size)

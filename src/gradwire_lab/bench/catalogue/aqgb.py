@@ -5,6 +5,7 @@ from typing import Any
 
 from gradwire import schemes
 from gradwire_lab.bench.catalogue.schemes import (
+    ACCURACY,
     CODEC,
     COMPUTE,
     DDP,
@@ -18,6 +19,7 @@ from gradwire_lab.bench.catalogue.schemes import (
     SENT,
     TO_LOSS,
     X_DDP,
+    against,
 )
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, ms
 
@@ -90,9 +92,7 @@ EXPERIMENTS = [
         of=[Ref("AQGB", "Table 2")],
         fixed={"workload": "resnet:width=8,folds=5", "ranks": 2, "rate": "100mbit", "steps": 150},
         axes={"seed": [0, 1, 2], "fold": list(range(5)), "scheme": _ACCURACY},
-        show=[Table([Column("accuracy", "accuracy, %", 100, ".2f", spread=True),
-                     Column("accuracy", "against full precision", 100, ".2f", "difference", spread=True),
-                     RATIO_LAST, ms("iteration_s", "ms a step")])],
+        show=[Table([ACCURACY, against(ACCURACY, "full precision"), RATIO_LAST, ms("iteration_s", "ms a step")])],
         goals=[Goal("AQGB's accuracy beside full precision", Column("accuracy", "", 100, ".2f", "difference"), ">=",
                     -0.7, {"scheme": _ACCURACY["AQGB"]}, (), "-0.67", Ref("AQGB", "Table 2"))],
     ),

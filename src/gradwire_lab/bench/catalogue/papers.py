@@ -1,9 +1,8 @@
 """The papers beside what is measured: their numbers, what differs from their conditions, and what nothing here gives."""
 
-from dataclasses import replace
 from typing import Any
 
-from gradwire_lab.results.experiment import Column, Coverage, Experiment, Goal, Ref
+from gradwire_lab.results.experiment import Column, Coverage, Goal, Ref
 
 # By experiment: what differs from the paper where it does; those that are not here are in the paper's own setting.
 DIFFERS = {
@@ -135,10 +134,3 @@ CLAIMS: dict[str, list[Goal]] = {
                 {"workload": workload, "scheme": "homomorphic:mode=lossy,budget=0.1"})
         for name, workload, paper in (("VGG19", "vgg19", "3.45"), ("BERT-base", "bert-base", "1.17"))],
 }  # fmt: skip
-
-
-def beside_the_papers(experiment: Experiment) -> Experiment:
-    """The experiment with what the papers claim beyond its goals, and what differs from their conditions."""
-    return replace(
-        experiment, goals=[*CLAIMS.get(experiment.key, ()), *experiment.goals], differs=DIFFERS.get(experiment.key, "")
-    )

@@ -1,6 +1,7 @@
 """`gradwire bench list`, `run` and `render`: the catalogue, its records, and the pages that are made of them."""
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,13 +26,13 @@ def list_experiments(args: argparse.Namespace) -> int:
     left: list[ExperimentRun] = []
     n_stale = 0
     for experiment in chosen:
-        runs = [ExperimentRun(experiment, cells) for cells in experiment.groups()]
-        states = [_best_state(experiment, run.cells, store, names) for run in runs]
-        again = [run for run, state in zip(runs, states, strict=True) if state != "current"]
-        left, n_stale = left + again, n_stale + states.count("stale")
+        states = [(_best_state(experiment, cells, store, names), cells) for cells in experiment.groups()]
+        again = [ExperimentRun(experiment, cells) for state, cells in states if state != "current"]
+        count = Counter(state for state, _ in states)
+        left, n_stale = left + again, n_stale + count["stale"]
         figures = "; ".join(f"{paper} {figure}" for paper, figure in experiment.of)
-        done, stale = f"{len(states) - states.count('never')}/{len(states)}", str(states.count("stale") or "-")
         takes = duration(runner.estimate_s(again)) if again else "-"
+        done, stale = f"{len(states) - count['never']}/{len(states)}", str(count["stale"] or "-")
         rows.append([experiment.key, done, stale, takes, experiment.question, figures])
     headings = ["key", "runs done", "stale", "left", "question", "figures"]
     shown = len(headings) if args.wide else 4
@@ -97,23 +98,19 @@ def render_pages(args: argparse.Namespace) -> int:
         print(pages.snippet(args.name), end="")
         return 0
     if args.check:
-        stale = pages.stale()
-        for path in stale:
-            print(f"stale: {path.relative_to(root)}")
-        print("`gradwire bench render` makes them anew" if stale else "every page is what results/ say")
+        stale = [f"stale: {path.relative_to(root)}" for path in pages.stale()]
+        ending = "`gradwire bench render` makes them anew" if stale else "every page is what results/ say"
+        print(*stale, ending, sep="\n")
         return 1 if stale else 0
     changed = pages.render()
-    for path in changed:
-        print(f"wrote {path.relative_to(root)}")
-    print(f"{len(changed)} files changed")
+    print(*(f"wrote {path.relative_to(root)}" for path in changed), f"{len(changed)} files changed", sep="\n")
     return 0
 
 
 def choose(experiments: Sequence[Experiment], keys: Sequence[str], *, quick: bool = False) -> list[Experiment]:
     """Those that are named by `keys`; all without any. Raises: InvalidArgument (none is).
 
-    A key names its own experiment, or, if there is none, those whose keys begin with it. `all` is the first list, `long`
-    the second one.
+    A key names its own experiment, or else those that begin with it. `all` is the first list, `long` the second one.
     """
     known, wanted = {one.key for one in experiments}, set()
     lists = {name: {one.key for one in experiments if one.is_long == (name == "long")} for name in ("all", "long")}

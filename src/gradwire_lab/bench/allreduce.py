@@ -218,9 +218,6 @@ class TimedReduction:
         self.times.append(time.perf_counter() - started)
         self._sent_bytes += self.way.finish()
 
-    def finish_turn(self) -> None:
-        """Nothing is put off."""
-
     def stats(self) -> dict[str, float]:
         """`filling_s`: processor time that is none of the reduction's."""
         return {"sent_bytes": float(self._sent_bytes), "filling_s": self._filling_s}
@@ -233,7 +230,10 @@ def measure_size(args: argparse.Namespace, source: GradientSource, specs: Sequen
     """Measure every scheme on a gradient of `n_bytes` of float32; returns the records, on every rank."""
     n_elements = max(1, n_bytes // 4)
     gradient = torch.from_numpy(source.gradient(dist.get_rank(), n_elements))
-    positions = checked_positions(n_elements)
+    positions = np.arange(n_elements)
+    if n_elements > _CHECKED_STRETCHES * _STRETCH_ELEMENTS:
+        starts = np.linspace(0, n_elements - _STRETCH_ELEMENTS, _CHECKED_STRETCHES).astype(np.int64)
+        positions = (starts[:, None] + np.arange(_STRETCH_ELEMENTS)).ravel()
     everyone = _gather(torch.from_numpy(gradient.numpy()[positions])).numpy().astype(np.float64)
     exact = Exact(everyone.mean(axis=0), np.abs(everyone).mean(axis=0), positions, len(everyone))
     state = source.file.state if source.file is not None else None
@@ -249,7 +249,7 @@ def measure_size(args: argparse.Namespace, source: GradientSource, specs: Sequen
         for round_index in range(max(method.n_rounds for method in methods)):
             for method in methods:
                 if round_index < method.n_rounds:
-                    method.turns.append(driver.take_turn(method, method.n_repeats))
+                    method.turns.append(driver.take_turn(method.step, method.stats, method.n_repeats))
                     _verify(method, exact, state)
                     progress.advance()
         return [_record(method, source.name, positions.size) for method in methods]
@@ -334,14 +334,6 @@ def _gather(mine: torch.Tensor) -> torch.Tensor:
     everyone = torch.empty(dist.get_world_size(), *mine.shape, dtype=mine.dtype)
     dist.all_gather(list(everyone), mine)
     return everyone
-
-
-def checked_positions(n_elements: int) -> np.ndarray:
-    """Elements that are compared with the exact mean: all, or evenly spread stretches of a long gradient."""
-    if n_elements <= _CHECKED_STRETCHES * _STRETCH_ELEMENTS:
-        return np.arange(n_elements)
-    starts = np.linspace(0, n_elements - _STRETCH_ELEMENTS, _CHECKED_STRETCHES).astype(np.int64)
-    return (starts[:, None] + np.arange(_STRETCH_ELEMENTS)).ravel()
 
 
 # ---- how far each scheme's mean may lie from the exact one

@@ -386,17 +386,14 @@ def _rounded_file(file: GradientFile, dtype: torch.dtype) -> GradientFile:
 # ---- by name
 
 
-def names() -> list[str]:
-    """Every codec and every baseline; a codec that has a baseline's name is `gradwire:NAME`."""
-    return [*(f"gradwire:{name}" if name in BASELINES else name for name in codecs.names()), *BASELINES]
-
-
 def choose_specs(asked: Sequence[str]) -> list[str]:
     """`all` spelt out, doubles dropped. Raises: InvalidArgument (a name that is neither codec nor baseline)."""
+    # A codec that has a baseline's name is `gradwire:NAME`.
+    names = [*(f"gradwire:{name}" if name in BASELINES else name for name in codecs.names()), *BASELINES]
     for spec in asked:
-        if _split(spec)[0] not in ("all", *names()):
-            raise InvalidArgument(f"no codec or baseline is called {spec!r}; there are: all, {', '.join(names())}")
-    everything = [*names(), *_VARIANTS]
+        if _split(spec)[0] not in ("all", *names):
+            raise InvalidArgument(f"no codec or baseline is called {spec!r}; there are: all, {', '.join(names)}")
+    everything = [*names, *_VARIANTS]
     return list(dict.fromkeys(one for spec in asked for one in (everything if spec == "all" else [spec])))
 
 

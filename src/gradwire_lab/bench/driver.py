@@ -1,8 +1,8 @@
 """The one driver of `bench allreduce`, `train` and `regret`: the launcher's side, then a rank's.
 
-A benchmark makes `RankMethod`s and says what a record of them holds; what is counted in a turn, which links it runs on, and
-where records go is done here. Ranks may ask the launcher, which owns the links, to change them in the middle of a run: rank 0
-asks on standard output, where the launcher reads each line, and waits for the answer, a file beside the records' log.
+A benchmark makes methods, the same on every rank, and says what a record of them holds; what is counted in a turn, which links
+it runs on, and where records go is done here. Ranks may ask the launcher, which owns the links, to change them in the middle
+of a run: rank 0 asks on standard output, where the launcher reads each line, and waits for the answer, a file beside the log.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -95,7 +95,9 @@ def measure_in_ranks(
             else:
                 print(line, flush=True)  # only rank 0 writes on standard output, so lines need no rank before them
 
-        how: dict[str, Any] = {"switch": needs_switch(specs), "ranks_per_node": args.ranks_per_node}
+        parsed = [parse_spec(spec) for spec in specs]
+        sums = any(name == "dense-switch" or options.get("aggregator") == "switch" for name, options in parsed)
+        how: dict[str, Any] = {"switch": sums, "ranks_per_node": args.ranks_per_node}
         for rate in [with_way(args, one) for one in args.rate or ["none"]]:
             each = rate.split(",") if "," in rate else rate
             try:
@@ -144,26 +146,9 @@ def write_results(args: argparse.Namespace, records: list[Record]) -> None:
             write(path, records)
 
 
-def needs_switch(specs: Sequence[str]) -> bool:
-    """Whether one of them sums in the network: `dense-switch`, or any scheme with `aggregator=switch`."""
-    parsed = [parse_spec(spec) for spec in specs]
-    return any(name == "dense-switch" or options.get("aggregator") == "switch" for name, options in parsed)
-
-
 # ---- a rank: warm up, take turns, time, count, gather, record
 
-
 Turn = dict[str, float]
-
-
-class RankMethod(Protocol):
-    """What is measured: every rank makes the same ones, and each call is collective."""
-
-    def step(self) -> None: ...  # one reduction, or one step of training, whose time it keeps
-
-    def finish_turn(self) -> None: ...  # what was put off is done before the next method's turn
-
-    def stats(self) -> dict[str, float]: ...  # its counts so far, such as `sent_bytes`; a turn's are the differences
 
 
 def published(name: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -181,17 +166,23 @@ def as_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def take_turn(method: RankMethod, n_steps: int) -> Turn:
-    """Run steps, all ranks starting together, and count what they took here; `cpu_s` is of all threads and the kernel."""
+def take_turn(
+    step: Callable[[], None], stats: Callable[[], Turn], n_steps: int, finish: Callable[[], None] | None = None
+) -> Turn:
+    """Run steps, all ranks starting together, and `finish` what they put off; the differences of `stats`, and times.
+
+    Every call is collective. `cpu_s` is of all threads and of the kernel; `kernel_bytes` NaN where the kernel cannot tell.
+    """
     dist.barrier()
-    stats, kernel = method.stats(), sent_by_kernel()
+    before, kernel = stats(), sent_by_kernel()
     started_s, cpu_s = time.perf_counter(), time.process_time()
     for _ in range(n_steps):
-        method.step()
-    method.finish_turn()
+        step()
+    if finish is not None:
+        finish()
     turn = {"started_s": started_s, "ended_s": time.perf_counter(), "cpu_s": time.process_time() - cpu_s}
     dist.barrier()  # now everything sent has arrived, so the kernel has counted it
-    turn |= {name: value - stats[name] for name, value in method.stats().items()}
+    turn |= {name: value - before[name] for name, value in stats().items()}
     return turn | {"kernel_bytes": sent_by_kernel() - kernel}
 
 
@@ -226,25 +217,19 @@ def largest_over_ranks(values: Sequence[float]) -> list[float]:
 # ---- the links phase by phase
 
 
-class Links:
-    """The links as the launcher made them, and as `--then` changes them: `networks`, one for each phase."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        first = current_network()
-        later = [tuple(parse_rate(word) for word in rates.split(",")) for rates in args.then]
-        self.networks = [first, *(dataclasses.replace(first, rates_bps=rates) for rates in later)]
-        self._log = args.log
-        self._rates = [rates_of(first), *args.then]
-        self._now = self._rates[0]
-
-    def enter(self, phase: int) -> None:
-        """Change the links to what they are in this phase. Collective. Raises: GradwireError."""
-        if self._rates[phase] == self._now:
-            return
-        if dist.get_rank() == 0:
-            change_links(self._log, self._rates[phase])
-        self._now = self._rates[phase]
-        dist.barrier()
+def phases(args: argparse.Namespace) -> Iterator[Network]:
+    """The links as the launcher made them, then as `--then` changes them; in the end they are as they were. Collective."""
+    first = current_network()
+    began = now = rates_of(first)
+    later = [(dataclasses.replace(first, rates_bps=tuple(map(parse_rate, one.split(",")))), one) for one in args.then]
+    for network, rates in [(first, began), *later, (None, began)]:
+        if rates != now:
+            if dist.get_rank() == 0:
+                change_links(args.log, rates)
+            now = rates
+            dist.barrier()
+        if network is not None:
+            yield network
 
 
 def rates_of(network: Network) -> str:
@@ -254,7 +239,6 @@ def rates_of(network: Network) -> str:
 
 
 # ---- timing against noise: methods take turns (A B C A B C), warm-up rounds are dropped, a sample lasts long enough
-
 
 # Below some 50 ms a sample is at the mercy of one scheduler tick (4 ms) or one page-fault storm.
 MIN_SAMPLE_S = 0.05

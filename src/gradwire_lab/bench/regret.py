@@ -84,11 +84,9 @@ class _Regret:
 
     def run(self) -> Iterator[list[Record]]:
         """The records of every phase."""
-        links = driver.Links(self._args)
         for method in self._all.values():
             method.step()  # DDP cuts its buckets anew after the first
-        for phase, network in enumerate(links.networks):
-            links.enter(phase)
+        for phase, network in enumerate(driver.phases(self._args)):
             yield self._describe(phase, network, self._run_phase())
         for method in self._all.values():
             method.close()

@@ -1,9 +1,10 @@
 """The one runner: measures what the store lacks of some experiments, run by run, and says how long the rest will take."""
 
+import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,20 +23,16 @@ def describe_run() -> dict[str, Any]:
     return {key: environment[key] for key in ("commit", "date", "cpu", "n_cores", "os", "python", "torch", "network")}
 
 
-class Load:
-    """What else the machine did around a run: the load average `before`, and the cores that others kept busy `during` it."""
-
-    def __enter__(self) -> "Load":
-        self.before = os.getloadavg()[0]
-        self.during: float | None = None
-        self._started = time.monotonic(), _others_s()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        (began_s, before_s), ended_s, after_s = self._started, time.monotonic(), _others_s()
-        if before_s is not None and after_s is not None and ended_s > began_s:
-            others = max(0.0, after_s - before_s) / (ended_s - began_s)
-            self.during = min(others, float(os.cpu_count() or 1))  # the kernel counts in ticks
+@contextlib.contextmanager
+def watched_load() -> Iterator[dict[str, float | None]]:
+    """What else the machine did: the load average before, and when it ends the cores that others kept busy during it."""
+    found: dict[str, float | None] = {"load_before": round(os.getloadavg()[0], 2), "load_during": None}
+    began_s, before_s = time.monotonic(), _others_s()
+    yield found
+    took_s, after_s = time.monotonic() - began_s, _others_s()
+    if before_s is not None and after_s is not None and took_s > 0:
+        others = max(0.0, after_s - before_s) / took_s
+        found["load_during"] = round(min(others, float(os.cpu_count() or 1)), 2)  # the kernel counts in ticks
 
 
 def _others_s() -> float | None:
@@ -138,7 +135,7 @@ class Runner:
         started = time.monotonic()
         try:
             checked = check_network(int(call.get("ranks", 4)), str(call.get("rate", "none")))
-            with Load() as load:
+            with watched_load() as load:
                 measured = by_name(experiment.measure)(call)
         except GradwireError as error:
             self.say(f"    failed: {'' if isinstance(error, PeerLost) else f'{type(error).__name__}: '}{error}")
@@ -150,8 +147,7 @@ class Runner:
             "settings": settings,
             "run": f"{settings}-{time.time():.0f}",
             "elapsed_s": round(elapsed_s, 1),
-            "load_before": round(load.before, 2),
-            "load_during": None if load.during is None else round(load.during, 2),
+            **load,
             "network_check": None if checked is None else round(checked, 4),
         }
         # The measure's own environment, and its network, are those of the ranks; the date is the run's.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire import schemes
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.registry import choose_specs, parse_spec, spec_of
 from gradwire.telemetry.environment import describe_environment
@@ -20,6 +21,7 @@ from gradwire_lab import workloads
 from gradwire_lab.bench import driver, train_methods
 from gradwire_lab.bench.driver import Progress, Timing
 from gradwire_lab.bench.train_methods import BASELINES, StepTimes, TrainMethod, describe
+from gradwire_lab.ranks.network import Network
 from gradwire_lab.results.experiment import Column, Table
 from gradwire_lab.results.records import Record
 from gradwire_lab.results.tables import Grid, print_grid, tabulate
@@ -43,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
         words = "both count from 1 (DDP rebuilds its buckets after the first step)"
         raise InvalidArgument(f"--steps {args.steps} --warmup {args.warmup}: {words}")
     workloads.check_name(parse_spec(args.workload)[0])
-    specs = choose_specs(args.scheme, train_methods.names(), train_methods.more())
+    # Beside what `all` means: doors, codecs on the training thread, and schemes of one optimizer.
+    more = [*train_methods.BY_NAME_ONLY, *filter(schemes.needs_momenta, schemes.names())]
+    specs = choose_specs(args.scheme, [name for name in [*BASELINES, *schemes.names()] if name not in more], more)
     for spec in specs:
         train_methods.check_baseline_options(*parse_spec(spec))
     given = {"batch_size": args.batch_size, "optimizer": args.optimizer}
@@ -72,8 +76,7 @@ class TrainBench:
     def __init__(self, args: argparse.Namespace, workload: Workload, specs: Sequence[str]) -> None:
         self.args, self.workload, self.specs = args, workload, specs
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._environment, self._links = describe_environment(), driver.Links(args)
-        self._shared_s = 0.0
+        self._environment, self._shared_s = describe_environment(), 0.0
 
     def run(self) -> Iterator[list[Record]]:
         """Train every method; yields the records of those that were trained together, on every rank."""
@@ -111,31 +114,29 @@ class TrainBench:
         n_steps = [self.args.steps] * len(methods)
         # What a scheme measures first is not how it will train.
         n_warmup = [max(self.args.warmup, method.settling_steps) for method in methods]
-        n_all = sum(n_warmup) + sum(n_steps) * len(self._links.networks)
+        n_all = sum(n_warmup) + sum(n_steps) * (1 + len(self.args.then))
         progress = Progress(f"{self.workload.name}, steps", n_all, self.rank != 0)
         _take_turns(methods, n_warmup, progress)
         for method in methods:
             method.check()
-        by_phase: list[list[Turns]] = []
-        for phase in range(len(self._links.networks)):
-            self._links.enter(phase)
-            by_phase.append(_take_turns(methods, n_steps, progress))
-        self._links.enter(0)
+        by_phase = [(network, _take_turns(methods, n_steps, progress)) for network in driver.phases(self.args)]
         losses = [driver.mean_over_ranks(method.losses) for method in methods]
         # When each step of a method would have ended, had it trained alone: sums of the slowest rank's steps.
         steps_s = [driver.largest_over_ranks([times.iteration_s for times in method.times]) for method in methods]
         # Run one after another, later methods are compared at the end of the first, usually DDP.
         self._shared_s = self._shared_s or min(map(sum, steps_s))
         records = [
-            {**self._record(phase, *of_method), "is_interleaved": len(methods) > 1}
-            for phase, turns in enumerate(by_phase)
+            {**self._record(phase, network, *of_method), "is_interleaved": len(methods) > 1}
+            for phase, (network, turns) in enumerate(by_phase)
             for of_method in zip(methods, turns, n_warmup, losses, steps_s, strict=True)
         ]
         for method in methods:
             method.close()
         return records
 
-    def _record(self, phase: int, method: TrainMethod, turns: Turns, n_warmup: int, *found: list[float]) -> Record:
+    def _record(
+        self, phase: int, network: Network, method: TrainMethod, turns: Turns, n_warmup: int, *found: list[float]
+    ) -> Record:
         losses, steps_s = found  # of every step: the mean over the ranks, the slowest one's
         first = n_warmup + phase * self.args.steps
         counted = slice(first, first + self.args.steps)
@@ -147,8 +148,11 @@ class TrainBench:
         # Of equally many steps for all, whatever each took to settle.
         n_trained = self.args.warmup + (phase + 1) * self.args.steps
         n_ended = max(1, sum(end <= self._shared_s for end in itertools.accumulate(steps_s)))
-        n_bytes, network = 4 * method.n_parameters, self._links.networks[phase]
+        n_bytes = 4 * method.n_parameters
         ring = ring_bytes(n_bytes, self.world_size)
+        parts: Record = dict.fromkeys(("compute_s", "exposed_s", "wait_s"))
+        if method.name not in SHARDED:
+            parts |= split_steps(times)
         described = self.workload.describe()
         return {
             "scheme": method.name,
@@ -159,11 +163,7 @@ class TrainBench:
             "rates": driver.rates_of(network),
             "phase": phase,
             **timing.fields("iteration_s"),
-            **(
-                split_steps(times)
-                if method.name not in SHARDED
-                else dict.fromkeys(("compute_s", "exposed_s", "wait_s"))
-            ),
+            **parts,
             "codec_s": means.get("codec_s"),
             "decode_s": means.get("decode_s"),
             **self._overlap(method, turns, len(times)),
@@ -205,8 +205,9 @@ def _take_turns(methods: Sequence[TrainMethod], n_steps: Sequence[int], progress
     for done in range(0, max(n_steps), n_a_turn):
         for method, n, kept in zip(methods, n_steps, turns, strict=True):
             if n > done:
-                kept.append(driver.take_turn(method, min(n_a_turn, n - done)))
-                progress.advance(min(n_a_turn, n - done))
+                n_now = min(n_a_turn, n - done)
+                kept.append(driver.take_turn(method.step, method.stats, n_now, method.finish_turn))
+                progress.advance(n_now)
     return turns
 
 

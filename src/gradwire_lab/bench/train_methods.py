@@ -4,13 +4,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from gradwire import codecs, schemes
+from gradwire import codecs
 from gradwire.codecs.quantised import OneBit, Quantised, TwoBit
 from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import GradwireError, InvalidArgument
@@ -33,8 +32,7 @@ BY_NAME_ONLY = ("two-level", *SHARDED, *TRAINING_THREAD)
 _POWER_SGD = {"rank": 2, "start": 2}
 
 
-@dataclass(frozen=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """One step on one rank, in seconds: iteration = local + waiting + update, data loading left out.
 
     `local_s` is forward and backward up to the last gradient; `waiting_s` from there to the end of the backward pass,
@@ -182,7 +180,7 @@ class TrainMethod:
         started = time.perf_counter()
         self.attachment.flush()
         last, ended = self.times[-1], time.perf_counter()
-        self.times[-1] = replace(last, waiting_s=last.waiting_s + ended - started)
+        self.times[-1] = last._replace(waiting_s=last.waiting_s + ended - started)
         if self._timeline is not None:
             self._timeline.extend_last(ended)
 
@@ -368,16 +366,6 @@ def check_baseline_options(name: str, options: dict[str, Any]) -> None:
             raise InvalidArgument(f"{name}:bucket_mb={bucket_mb}: expected a number of 0 or more")
         more = {key: value for key, value in options.items() if name != "ddp" or key != "bucket_mb"}
         torch_hooks.check_options(name, more, starts=range(_POWER_SGD["start"] + 1))
-
-
-def names() -> list[str]:
-    """What `all` means: the baselines, then every scheme of the registry that works with any optimizer."""
-    return [name for name in [*BASELINES, *schemes.names()] if name not in more()]
-
-
-def more() -> list[str]:
-    """What there is beside these: doors, codecs on the training thread, and schemes of one optimizer."""
-    return [*BY_NAME_ONLY, *(name for name in schemes.names() if schemes.needs_momenta(name))]
 
 
 def describe(method: TrainMethod) -> str:

@@ -3,11 +3,10 @@
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -71,19 +70,14 @@ def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[LoggedRun
             continue
         for number, record in enumerate(read_json(source)):
             records[_kind_of(record, f"{source}: record {number}")].append(record)
-    for run in runs:
-        what = (run.config.get("workload"), run.config.get("scheme"))
-        same = [one for one in runs if (one.config.get("workload"), one.config.get("scheme")) == what]
-        if len(same) > 1:
-            are_apart = len({_words(one.config.get("scheme_options")) for one in same}) == len(same)
-            run.label += " " + (_words(run.config.get("scheme_options")) if are_apart else f"({run.path.name})")
-    for kind in ("allreduce", "train"):
-        options = [_words(record.get("options") or record.get("scheme_options")) for record in records[kind]]
-        variants = {(str(record["scheme"]), words) for record, words in zip(records[kind], options, strict=True)}
-        n_variants = Counter(scheme for scheme, _ in variants)
-        for record, words in zip(records[kind], options, strict=True):
-            scheme = str(record["scheme"])
-            record["scheme"] = scheme if n_variants[scheme] == 1 else f"{scheme} {words}".strip()
+    for same in _group(runs, lambda run: (run.config.get("workload"), run.config.get("scheme"))):
+        words = [_words(run.config.get("scheme_options")) for run in same]
+        for run, options in zip(same, words, strict=True) if len(same) > 1 else ():
+            run.label += f" {options if len(set(words)) == len(same) else f'({run.path.name})'}"
+    for same in (same for kind in ("allreduce", "train") for same in _group(records[kind], lambda r: str(r["scheme"]))):
+        words = [_words(record.get("options") or record.get("scheme_options")) for record in same]
+        for record, options in zip(same, words, strict=True) if len(set(words)) > 1 else ():
+            record["scheme"] = f"{record['scheme']} {options}".strip()
     return runs, records
 
 
@@ -171,22 +165,12 @@ def read_json(path: Path) -> list[Record]:
 
 # ---- sections: runs, training at several rates, all-reduce and codecs
 
-
 # Whom the others are compared with, if it is there: what one would run without gradwire, else its own plain all-reduce.
 _BASELINES = ("ddp", "plain", "gloo", "nccl", "allreduce", "none")
 _SIZE_IN = (5.7, 3.4)  # half of the page's width
 _MOST_POINTS = 100  # of a line over steps
 _SPEED_UP = "speed-up"
 _PARTS = Plot("scheme", Column("ms", "ms an iteration"), "part", "stacks")
-
-
-class Figure(NamedTuple):
-    """One figure of the page. `name` is unique; title and caption say in words what it shows."""
-
-    name: str
-    title: str
-    caption: str
-    svg: str
 
 
 @dataclass
@@ -197,7 +181,7 @@ class Section:
     title: str
     intro: str
     base: str | None = None
-    figures: list[Figure] = field(default_factory=list)
+    figures: list[dict[str, str]] = field(default_factory=list)  # their name, title, caption and svg
     tables: list[Grid] = field(default_factory=list)
 
     def draw(self, plot: Plot, records: Sequence[Record], caption: str) -> None:
@@ -208,7 +192,8 @@ class Section:
             height = 0.9 + 0.5 * len({x for points in series.values() for x, _ in points})
             size = (_SIZE_IN[0], height) if plot.style == "stacks" else _SIZE_IN
             name = f"{self.anchor}-{len(self.figures)}"
-            self.figures.append(Figure(name, plot.title, caption, draw(replace(plot, title=""), series, name, size)))
+            svg = draw(replace(plot, title=""), series, name, size)
+            self.figures.append({"name": name, "title": plot.title, "caption": caption, "svg": svg})
 
     @property
     def baseline(self) -> dict[str, str]:
@@ -432,7 +417,7 @@ def _draw_speed_up(section: Section, records: Sequence[Record], measure: str, of
 def _by_rate(records: Iterable[Record], measure: str) -> list[Record]:
     """By the rate of their links in words, slowest first, unshaped last; with their spread under the names of tables."""
     ordered = sorted(records, key=lambda r: (float(r["rate_bps"] or "inf"), float(r[measure])))
-    return [
+    return [  # `train --json` says what a tenth and what nine tenths are below
         {f"{measure}_low": record.get(f"{measure}_p10"), f"{measure}_high": record.get(f"{measure}_p90")}
         | record
         | {"rate": format_rate(record["rate_bps"] or None)}

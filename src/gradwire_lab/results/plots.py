@@ -78,7 +78,6 @@ STYLE: Any = {
     "lines.solid_capstyle": "round",
 }
 
-
 # CSS variable: (light, dark).
 _VARIABLES: dict[str, tuple[str, str]] = {
     "ink": (INK, "#e6ebf1"),

@@ -105,7 +105,6 @@ def _write_error(path: Path, error: OSError) -> GradwireError:
 
 # ---- measured records by machine and experiment
 
-
 # Of a run: its sources and settings are as they were, are others now, or it was never measured.
 State = Literal["current", "stale", "never"]
 

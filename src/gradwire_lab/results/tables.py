@@ -133,7 +133,6 @@ def chosen(record: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
 
 # ---- from records to a table as words
 
-
 NOISE = "~"
 # Of a goal, the best first.
 VERDICTS = ("reached", "undecided", "missed")
@@ -228,7 +227,12 @@ def answer_of(experiment: Experiment, asked: Goal, records: Sequence[Record]) ->
     known = [(value.middle, show_value(value, column), value) for value in found if isinstance(value.middle, float)]
     verdict, goal = "", ""
     if asked.sign:
-        verdicts = [_judge(asked, middle, value) for middle, _, value in known]
+        verdicts = []
+        for middle, _, value in known:
+            is_met = middle <= asked.bound if asked.sign == "<=" else middle >= asked.bound
+            is_between = value.low is not None and value.high is not None and value.low < asked.bound < value.high
+            is_missed = value.n_without or not (is_met or is_between)
+            verdicts.append("missed" if is_missed else "undecided" if is_between else "reached")
         verdict = next((word for word in VERDICTS[::-1] if word in verdicts), "")
         if verdict and (n_reached := verdicts.count("reached")) not in (0, len(verdicts)):
             verdict += f", {n_reached} of {len(verdicts)} reached"
@@ -241,14 +245,7 @@ def answer_of(experiment: Experiment, asked: Goal, records: Sequence[Record]) ->
     return Answer(asked.says, figure, asked.paper, here, goal, verdict)
 
 
-def _judge(goal: Goal, middle: float, value: Value) -> str:
-    is_met = middle <= goal.bound if goal.sign == "<=" else middle >= goal.bound
-    is_between = value.low is not None and value.high is not None and value.low < goal.bound < value.high
-    return "missed" if value.n_without else "undecided" if is_between else "reached" if is_met else "missed"
-
-
 # ---- the one style of every table
-
 
 WIDTH = 80
 # A longer name takes a line of its own, and its values the next one.

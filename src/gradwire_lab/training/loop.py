@@ -1,6 +1,7 @@
 """The training loop of one rank."""
 
 import functools
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -9,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from gradwire.errors import InvalidArgument, PeerLost, Unsupported
+from gradwire.errors import InvalidArgument, PeerLost, RankMismatch, Unsupported
 from gradwire.telemetry.environment import describe_environment
 from gradwire.telemetry.jsonl import JsonLines
 from gradwire.telemetry.stopwatch import Stopwatch, processor_ns
@@ -19,7 +21,6 @@ from gradwire_lab.ranks.network import current_network
 from gradwire_lab.results.records import write_json, write_text
 from gradwire_lab.training import checkpoints
 from gradwire_lab.training.config import TrainConfig, TrainResult
-from gradwire_lab.training.digest import check_equal, gather_hashes, hash_parameters
 from gradwire_lab.training.meter import Meter
 from gradwire_lab.training.session import TrainingSession
 from gradwire_lab.workloads import Workload, by_name
@@ -169,15 +170,32 @@ def _finish(session: TrainingSession, meter: Meter) -> dict[str, Any]:
     """Close the scheme, compare the replicas, evaluate."""
     session.flush()
     model, config = session.whole_model(), session.config
-    hashes = gather_hashes(hash_parameters(model), session.device)
-    if not session.replicas_may_differ:
-        check_equal(hashes, config.steps)
+    mine = torch.tensor(list(bytes.fromhex(hash_parameters(model))), dtype=torch.uint8, device=session.device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    hashes = [bytes(one.tolist()).hex() for one in everyone]
+    different = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
+    if different and not session.replicas_may_differ:
+        raise RankMismatch(
+            f"after step {config.steps} the parameters of rank(s) {different} differ from rank 0's "
+            f"({hashes[different[0]][:12]}... against {hashes[0][:12]}...): the replicas have drifted apart"
+        )
     evaluation = session.workload.evaluate(model) if config.evaluate and dist.get_rank() == 0 else {}
     stats = {} if session.attachment is None else dict(session.attachment.stats())
     session.close()
     dist.barrier()  # the other ranks wait for the evaluation, or their end would look like a loss of peers
-    equal = len(set(hashes)) == 1
-    return {**meter.summarize(), **evaluation, "parameters_sha256": hashes[0], "replicas_equal": equal, "stats": stats}
+    same = {"parameters_sha256": hashes[0], "replicas_equal": not different}
+    return {**meter.summarize(), **evaluation, **same, "stats": stats}
+
+
+def hash_parameters(model: nn.Module) -> str:
+    """SHA-256 (hex) over name, dtype, shape and bytes of every parameter, in the model's order; the same on any machine."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
+        # Through bytes, since numpy knows no bfloat16.
+        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _describe(session: TrainingSession, batch_size: int, start_step: int) -> dict[str, Any]:

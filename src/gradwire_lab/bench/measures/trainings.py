@@ -177,8 +177,13 @@ def exponent_bits(run: FinishedRun) -> Record:
 def train_all(configs: dict[str, TrainConfig], n_ranks: int, rate: str, folder: Path) -> dict[str, FinishedRun]:
     """Train what is not finished; every run by its name. `out` of the configurations is replaced."""
     trainings = folder.resolve() / "trainings" / source_hash(__name__)
-    folders = {name: trainings / _folder_name(config, n_ranks, rate) for name, config in configs.items()}
-    placed = {name: dataclasses.replace(config, out=folders[name]) for name, config in configs.items()}
+    placed: dict[str, TrainConfig] = {}
+    for name, config in configs.items():
+        # What is trained in words, and a digest of all that sets trainings apart.
+        asked = json.dumps([dataclasses.asdict(config) | {"out": None}, n_ranks, rate], default=str, sort_keys=True)
+        words = f"{config.workload}--{config.scheme}--seed-{config.seed}--{config.steps}-steps--{n_ranks}-ranks"
+        folder_name = f"{words}--{hashlib.blake2b(asked.encode(), digest_size=8).hexdigest()}"
+        placed[name] = dataclasses.replace(config, out=trainings / folder_name)
     if left := {config.out: config for config in placed.values() if find_finished(config) is None}:
         run_in_ranks(list(left.values()), n_ranks, rate)
     found = {name: run for name, config in placed.items() if (run := find_finished(config)) is not None}
@@ -222,13 +227,6 @@ def train_as_rank(texts: Sequence[str]) -> None:
 
 def _name(cell: Cell) -> str:
     return json.dumps(cell, default=str, sort_keys=True)
-
-
-def _folder_name(config: TrainConfig, n_ranks: int, rate: str) -> str:
-    """What is trained in words, and a digest of all that sets trainings apart."""
-    asked = json.dumps([dataclasses.asdict(config) | {"out": None}, n_ranks, rate], default=str, sort_keys=True)
-    words = f"{config.workload}--{config.scheme}--seed-{config.seed}--{config.steps}-steps--{n_ranks}-ranks"
-    return f"{words}--{hashlib.blake2b(asked.encode(), digest_size=8).hexdigest()}"
 
 
 if __name__ == "__main__":

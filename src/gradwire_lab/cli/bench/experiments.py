@@ -11,8 +11,8 @@ from gradwire_lab.bench.measures import code_of
 from gradwire_lab.bench.runner import ExperimentRun, Runner, describe_run
 from gradwire_lab.ranks.supervisor import end_on_signals
 from gradwire_lab.results.captions import duration
-from gradwire_lab.results.experiment import Cell, Experiment, Table
-from gradwire_lab.results.records import State, Store, find_root, machine_name, machines, state_of
+from gradwire_lab.results.experiment import Experiment, Table
+from gradwire_lab.results.records import Store, find_root, machine_name, machines, state_of
 from gradwire_lab.results.tables import Grid, make_grid, print_grid
 
 
@@ -26,9 +26,13 @@ def list_experiments(args: argparse.Namespace) -> int:
     left: list[ExperimentRun] = []
     n_stale = 0
     for experiment in chosen:
-        states = [(_best_state(experiment, cells, store, names), cells) for cells in experiment.groups()]
-        again = [ExperimentRun(experiment, cells) for state, cells in states if state != "current"]
-        count = Counter(state for state, _ in states)
+        code, records = code_of(experiment.measure), [Store(store.folder, name).read(experiment.key) for name in names]
+        runs = [ExperimentRun(experiment, cells) for cells in experiment.groups()]
+        known = [{state_of(experiment, run.cells, one, code) for one in records} for run in runs]
+        # Of a run, on the machine where it is most current.
+        states = ["current" if "current" in one else "stale" if "stale" in one else "never" for one in known]
+        again = [run for run, state in zip(runs, states, strict=True) if state != "current"]
+        count = Counter(states)
         left, n_stale = left + again, n_stale + count["stale"]
         figures = "; ".join(f"{paper} {figure}" for paper, figure in experiment.of)
         takes = duration(runner.estimate_s(again)) if again else "-"
@@ -50,13 +54,6 @@ def list_experiments(args: argparse.Namespace) -> int:
     return 0
 
 
-def _best_state(experiment: Experiment, cells: Sequence[Cell], store: Store, names: Sequence[str]) -> State:
-    """Of a run, on the machine where it is most current."""
-    code = code_of(experiment.measure)
-    found = {state_of(experiment, cells, Store(store.folder, machine).read(experiment.key), code) for machine in names}
-    return "current" if "current" in found else "stale" if "stale" in found else "never"
-
-
 def run_experiments(args: argparse.Namespace) -> int:
     """Measure what is not finished, print the tables; status 1 if a run failed."""
     if not args.key and not args.quick:
@@ -74,20 +71,14 @@ def run_experiments(args: argparse.Namespace) -> int:
         return 0
     with end_on_signals():
         status = runner.run(left, n_finished)
-    show(chosen, store, args.wide)
-    return status
-
-
-def show(experiments: Sequence[Experiment], store: Store, wide: bool) -> None:
-    """The tables of what this machine's store has."""
-    for experiment in experiments:
+    for experiment in chosen:
         records = [record for record in store.read(experiment.key) if "absent" not in record]
-        for table in experiment.show:
-            if records and isinstance(table, Table):
-                print()
-                print_grid(make_grid(experiment, table, records), wide)
+        for table in (one for one in experiment.show if records and isinstance(one, Table)):
+            print()
+            print_grid(make_grid(experiment, table, records), args.wide)
         if records:
             print(f"records: {store.path(experiment.key)}")
+    return status
 
 
 def render_pages(args: argparse.Namespace) -> int:

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 from gradient_files import adamw_arrays, write
 
-from gradwire_lab.bench.driver import needs_switch
 from gradwire_lab.bench.train_methods import TrainMethod
 from gradwire_lab.workloads import by_name
 from programs import GRADWIRE, TORCHRUN, run, run_well
 from ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
-
 
 _TRAINING = "--ranks 2 --steps 2 --warmup 1 --batch-size 4"
 
@@ -74,12 +72,6 @@ def test_dense_and_sparse_all_reduce_through_the_switch_are_verified_and_counted
     assert sparse["wire_bytes"] < 0.1 * dense["wire_bytes"]
 
 
-def test_a_switch_is_started_for_those_who_sum_in_it_alone() -> None:
-    assert needs_switch(["ddp", "dense-switch"])
-    assert needs_switch(["homomorphic:mode=exact,aggregator=switch"])
-    assert not needs_switch(["ddp", "homomorphic", "homomorphic:aggregator=process-group"])
-
-
 @on_ranks(2)
 def test_methods_are_let_go(rank: int, world_size: int) -> None:
     """A method, its model and its optimizer are gone when it is done: the next one may be as large."""
@@ -90,8 +82,8 @@ def test_methods_are_let_go(rank: int, world_size: int) -> None:
         for _ in range(4):
             method.step()
         method.finish_turn()
+        seen = [weakref.ref(thing) for thing in (method, method.session.ddp, *method.session.optimizers)]
         method.close()
-        seen = [weakref.ref(thing) for thing in (method, method._model, *method._optimizers)]
         del method
         gc.collect()
         assert [ref() for ref in seen] == [None] * 3, spec
@@ -155,12 +147,12 @@ def test_methods_run_one_after_another_where_memory_is_short(tmp_path: Path) -> 
 
 _DIE_AT_THE_SECOND_SIZE = """\
 import gradwire_lab.bench.allreduce as bench
-run_size = bench.AllReduceBench.run_size
-def die_at_the_second(self, n_bytes):
-    if n_bytes == 8192 and os.environ["RANK"] == "1":
+measure_size = bench.measure_size
+def die_at_the_second(*given):
+    if given[-1] == 8192 and os.environ["RANK"] == "1":
         os._exit(7)
-    return run_size(self, n_bytes)
-bench.AllReduceBench.run_size = die_at_the_second
+    return measure_size(*given)
+bench.measure_size = die_at_the_second
 """
 
 

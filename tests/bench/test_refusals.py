@@ -7,6 +7,11 @@ from gradwire_lab.cli import main
 REFUSED = [
     ("bench run nope", "no experiment's key begins with nope"),
     ("bench run", "name experiments by KEY"),
+    ("bench codec --gradients absent.npz --codec nope", "no codec or baseline is called 'nope'; there are: all, "),
+    ("bench regret --scheme auto", "has to name ddp"),
+    ("bench regret --steps 5", "20 or more"),
+    ("bench regret --workload gtp", "no workload"),
+    ("bench regret --then 1gbit", "--then changes the links"),
     ("bench allreduce --scheme nope", "nothing to measure is called 'nope'"),
     ("bench allreduce --scheme gcomp:bits", "expected NAME:option=value"),
     ("bench allreduce --rate fast", "fast"),

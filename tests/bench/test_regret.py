@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from gradwire.errors import InvalidArgument
 from gradwire_lab.bench.regret import below_the_bars, make_records, run, steps_until_good
 from gradwire_lab.cli.bench import parser_of
 
@@ -115,20 +114,6 @@ def run_words(words: str) -> int:
     args = parser_of("regret").parse_args(words.split())
     args.arguments = words.split()
     return run(args)
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("--scheme auto", "has to name ddp"),
-        ("--steps 5", "20 or more"),
-        ("--workload gtp", "no workload"),
-        ("--then 1gbit", "--then changes the links"),
-    ],
-)
-def test_bad_options_say_what_would_do(words: str, text: str) -> None:
-    with pytest.raises(InvalidArgument, match=text):
-        run_words(words)
 
 
 def test_a_run_writes_a_flat_record_for_each_method(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from gradwire.errors import GradwireError
+from gradwire_lab.bench import runner
 from gradwire_lab.bench.measures import Call
-from gradwire_lab.bench.runner import Load, Runner
+from gradwire_lab.bench.runner import Runner, watched_load
 from gradwire_lab.results.experiment import Cell, Experiment
 from gradwire_lab.results.records import Record, Store, state_of
 
@@ -21,7 +22,6 @@ ONE = Experiment(
     "one", "schemes", "?", "codec", {"rate": ["fast", "slow"], "scheme": ["a", "b"]}, {"steps": 5}, seconds=10
 )
 TWO = Experiment("two", "schemes", "?", "train", {"scheme": ["a"]}, seconds=20)
-
 
 CODE = ["as it is"]
 
@@ -42,15 +42,22 @@ class _Measures:
         return measure
 
 
+@pytest.fixture(autouse=True)
+def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "by_name", runner.by_name)
+    monkeypatch.setattr(runner, "code_of", lambda measure: CODE[-1])
+    monkeypatch.setattr(runner, "check_network", lambda n_ranks, rate: 0.99)
+
+
 def _runner(folder: Path, measures: Any) -> tuple[Runner, list[str]]:
     said: list[str] = []
-    store = Store(folder / "results", "here")
-    return Runner(store, said.append, folder / "runs", measures, lambda name: CODE[-1], lambda n, rate: 0.99), said
+    runner.by_name = measures  # until the test has ended
+    return Runner(Store(folder / "results", "here"), said.append, folder / "runs"), said
 
 
 def _run(folder: Path, measures: Any, experiments: Sequence[Experiment] = (ONE, TWO), **options: Any) -> int:
-    runner, _ = _runner(folder, measures)
-    return runner.run(runner.plan(experiments, **options))
+    made, _ = _runner(folder, measures)
+    return made.run(made.plan(experiments, **options))
 
 
 def _records(folder: Path, key: str) -> list[Record]:
@@ -118,8 +125,8 @@ def test_cheap_runs_come_first_and_before_them_what_others_depend_on(tmp_path: P
 def test_failed_run_keeps_the_old_results_and_does_not_stop_the_others(tmp_path: Path) -> None:
     _run(tmp_path, _Measures())
     measures = _Measures(failing=["one"])
-    runner, said = _runner(tmp_path, measures)
-    assert runner.run(runner.plan([ONE, TWO], fresh=True)) == 1
+    made, said = _runner(tmp_path, measures)
+    assert made.run(made.plan([ONE, TWO], fresh=True)) == 1
     assert _values(tmp_path, "one") == [1, 1, 2, 2]
     assert _values(tmp_path, "two") == [3]
     assert any("output of one" in line for line in said)
@@ -175,8 +182,8 @@ def test_cell_that_a_measure_leaves_out_is_told_and_not_tried_for_ever(tmp_path:
 
 
 def test_progress_names_the_run_and_the_time_that_is_left(tmp_path: Path) -> None:
-    runner, said = _runner(tmp_path, _Measures())
-    runner.run(runner.plan([ONE, TWO]))
+    made, said = _runner(tmp_path, _Measures())
+    made.run(made.plan([ONE, TWO]))
     assert said[0].startswith("3 runs, about 40 s with nothing else running")
     assert said[1] == "[1/3] one rate=fast: about 10 s; 40 s left in all"
     assert said[5].startswith("[3/3] two")
@@ -186,12 +193,14 @@ def test_what_a_run_took_is_the_next_estimate(tmp_path: Path) -> None:
     _run(tmp_path, _Measures(), [TWO])
     path = Store(tmp_path / "results", "here").path("two")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"elapsed_s": 77.0}) + "\n")
-    runner, _ = _runner(tmp_path, _Measures())
-    assert runner.estimate_s(runner.plan([ONE, TWO], fresh=True)) == 10 + 10 + 77
+    made, _ = _runner(tmp_path, _Measures())
+    assert made.estimate_s(made.plan([ONE, TWO], fresh=True)) == 10 + 10 + 77
 
 
 def test_load_beside_a_run_is_that_of_others() -> None:
-    with Load() as load:
+    with watched_load() as load:
         sum(range(3_000_000))
-    assert load.before >= 0
-    assert load.during is None or 0 <= load.during <= (os.cpu_count() or 1)
+    before, during = load.values()
+    assert before is not None
+    assert before >= 0
+    assert during is None or 0 <= during <= (os.cpu_count() or 1)

@@ -51,7 +51,7 @@ def test_overlap_and_exposed_codec_time_are_told_against_the_codec_on_the_traini
 
 
 def test_hidden_communication_and_exposed_codec_work_follow_from_intervals() -> None:
-    timeline = Timeline(training_thread=1)
+    timeline = Timeline()
     timeline.note_step(0.0, 10.0, 14.0)
     timeline.note_step(20.0, 30.0, 31.0)
     timeline.extend_last(33.0)

@@ -1,6 +1,5 @@
 """Trainings as measures: trained once and found again, and what is told of them follows from their records."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ def test_refreshed_table_is_the_one_of_the_gradient_saved_before(tmp_path: Path)
         for step, scale in enumerate(scales):
             gradient = (scale * random.standard_normal(20_000)).astype(np.float32)
             np.savez(folder / f"step-{50 * step:08}.npz", gradient=gradient)
-        return trainings.exponent_bits(dataclasses.replace(make_run([1.0]), folder=tmp_path))
+        return trainings.exponent_bits(make_run([1.0])._replace(folder=tmp_path))
 
     other = bits(1e-9, 1e-3)
     assert other["refreshed_bits"] > other["static_bits"], "a table of gradients of another size fits worse"
@@ -119,7 +118,7 @@ def test_finished_trainings_are_not_done_again_and_others_are(tmp_path: Path, mo
     assert started[2:] == ["truncate"], "one that was cut off is done again, and that one alone"
     trainings.measure(call([{"scheme": "truncate:bits=18", "seed": 1}], tmp_path, baseline=BASELINE))
     assert started[3:] == ["truncate", "gcomp"], "another seed is another training, of the baseline too"
-    monkeypatch.setattr(trainings, "code_state", lambda: "other")
+    monkeypatch.setattr(trainings, "source_hash", lambda module: "other")
     trainings.measure(call([{"scheme": "truncate:bits=18"}], tmp_path))
     assert started[5:] == ["truncate"], "with other code it is another training"
 
@@ -164,10 +163,11 @@ def test_a_name_is_the_same_method_beside_every_optimizer(tmp_path: Path) -> Non
 
 def test_rates_and_ranks_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     placed: list[Path] = []
+    monkeypatch.setattr(trainings, "source_hash", lambda module: "of-the-code")
     monkeypatch.setattr(trainings, "run_in_ranks", lambda configs, *where: placed.extend(c.out for c in configs))
     for n_ranks, rate in ((2, "none"), (2, "1gbit"), (3, "1gbit")):
         config = trainings.configure(call([], tmp_path), {}, "plain")
         with pytest.raises(AssertionError, match="without a word"):
             trainings.train_all({"one": config}, n_ranks, rate, tmp_path)
     assert len(set(placed)) == 3
-    assert all(trainings.code_state() in str(path) for path in placed)
+    assert all("of-the-code" in str(path) for path in placed)

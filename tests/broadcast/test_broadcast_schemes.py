@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwire import schemes
 from gradwire.schemes import Scheme
 from gradwire.schemes.aqgb.scheme import Aqgb, Broadcast
-from gradwire_lab.training.digest import hash_parameters
+from gradwire_lab.training.loop import hash_parameters
 from ranks import on_ranks
 from small_training import Training, copying, small_layers
 from training_runs import CASES, find_differences

@@ -15,7 +15,7 @@ from gradwire.codecs.general import RawCodec
 from gradwire.errors import PeerLost, Unsupported
 from gradwire.schemes import Scheme, by_name
 from gradwire.schemes.slimgc.threshold import NEVER
-from gradwire_lab.training.digest import hash_parameters
+from gradwire_lab.training.loop import hash_parameters
 from ranks import on_ranks, try_ranks
 from small_training import MakeOptimizer, Training, adamw, from_one, sgd, small_layers
 from training_runs import CASES, MORE_OPTIMIZERS, N_STEPS, OPTIMIZERS, find_differences

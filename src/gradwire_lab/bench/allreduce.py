@@ -4,17 +4,14 @@ import argparse
 import math
 import time
 import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from gradwire import schemes
-from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.registry import choose_specs, parse_spec, spec_of
@@ -29,8 +26,10 @@ from gradwire_lab.bench.sources import GradientSource
 from gradwire_lab.ranks.network import current_network
 from gradwire_lab.results.captions import format_bytes
 from gradwire_lab.results.experiment import Column, Table
+from gradwire_lab.results.records import Record
 from gradwire_lab.results.tables import Grid, print_grid, tabulate
 from gradwire_lab.switch import Switch
+from gradwire_lab.training.sharding import make_scheme
 from gradwire_lab.workloads.gradients import OptimizerState, load_gradients
 
 QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20, 25_000_000)
@@ -64,53 +63,150 @@ def run(args: argparse.Namespace) -> int:
     if args.rounds < 1 or min(args.n_bytes or [4]) < 4:
         words = "rounds count from 1, bytes from 4 (one float32)"
         raise InvalidArgument(f"--rounds {args.rounds} --n-bytes {args.n_bytes}: {words}")
-    specs = choose_specs(args.scheme, reducing(), BY_NAME_ONLY)
+    # Of the registry, what reduces without a model around it.
+    alone = [name for name in schemes.names() if not (schemes.owns_step(name) or schemes.needs_momenta(name))]
+    specs = choose_specs(args.scheme, [*BASELINES, *alone], BY_NAME_ONLY)
     file = load_gradients(args.gradients) if args.gradients else None
     source = GradientSource(file, args.density, args.pattern)
     sizes = args.n_bytes or (QUICK_SIZES if args.quick else FULL_SIZES)
-    if source.file is not None and not args.n_bytes:
-        sizes = (source.file.gradient.nbytes,)
+    if file is not None and not args.n_bytes:
+        sizes = (file.gradient.nbytes,)
 
-    def measure() -> None:
-        use_fair_share_of_cores()
-        bench = AllReduceBench(args, source, specs)
+    def measure() -> Iterator[list[Record]]:
+        environment = describe_environment()
         for n_bytes in sizes:
-            records = bench.run_size(n_bytes)
-            if bench.rank == 0:
+            records = [{**record, **environment} for record in measure_size(args, source, specs, n_bytes)]
+            yield records
+            if dist.get_rank() == 0:
                 print_grid(make_grid(records), args.wide)
 
     driver.measure_in_ranks("allreduce", args, measure, specs)
     return 0
 
 
-# ---- what is timed: schemes outside DDP, and the backend's own all-reduce, behind one face
+# ---- what is timed: schemes outside DDP, and the backend's own all-reduce, each a row of functions
 
 
-class TimedReducer(ABC):
+class Reduction(NamedTuple):
     """One way to replace a tensor by its mean over the ranks.
 
-    Attributes:
-        period: steps after which everything repeats; a sample is made of whole periods.
-        Given by whoever times it:
-        gradient, buffer: (n,) float32: what a step reduces, and where.
-        n_rounds, n_repeats: of samples, and of steps in one. turns: what they took.
-        promise, error: what the last result was held to, and how far it was off, relative by norms.
+    reduce: replaces a buffer (n,) float32 by the mean, and returns when it is there. finish: what follows off the clock; the
+    bytes that this rank has sent. period: steps after which everything repeats; a sample is made of whole periods.
     """
 
-    gradient: torch.Tensor
-    buffer: torch.Tensor
+    reduce: Callable[[torch.Tensor], object]
+    finish: Callable[[], int]
+    close: Callable[[], None] = lambda: None
+    period: int = 1
+
+
+def _backend(name: str, n_elements: int) -> Reduction:
+    """torch.distributed's own all-reduce, as DDP without a hook calls it: divide, then sum.
+
+    The backend does not say what it sends; counted are the bytes of a ring, which Gloo's algorithm is.
+    """
+    is_half, world_size = name == "ddp-bf16", dist.get_world_size()
+
+    def reduce(buffer: torch.Tensor) -> None:
+        message = buffer.bfloat16() if is_half else buffer
+        message.div_(world_size)
+        dist.all_reduce(message)
+        if is_half:
+            buffer.copy_(message)
+
+    return Reduction(reduce, lambda: ring_bytes((2 if is_half else 4) * n_elements, world_size))
+
+
+def _scheme(name: str, options: dict[str, Any], state: OptimizerState | None, n_elements: int) -> Reduction:
+    """A scheme of the registry in a Reducer of its own, which gets the whole gradient as one bucket."""
+    optimizer = make_optimizer(state, n_elements) if state is not None else None
+    names = {"gradient": optimizer.param_groups[0]["params"][0]} if optimizer is not None else {}
+    scheme = make_scheme(name, driver.published(name, options))
+    reducer = Reducer(scheme, names=names, optimizer=optimizer)
+    slots = list(reducer.slots.values())
+
+    def finish() -> int:
+        reducer.wait_until_idle()
+        reducer.close_pass(reducer.step - 1, 0)
+        return reducer.recorder.steps[-1].bytes_sent
+
+    # `periodic` communicates in one call of `every`.
+    period = int(scheme.configuration["every"]) if name == "periodic" else 1
+    offsets = [0] * len(slots)
+    return Reduction(
+        lambda buffer: reducer.reduce(buffer, slots, offsets, 0, True).wait(), finish, reducer.close, period
+    )
+
+
+def _dense_switch() -> Reduction:
+    """In-network aggregation without compression: sums of int32 in the switch, one exponent for all values.
+
+    What SwitchML and ATP do: agree on the largest exponent, scale to int32 with room for the sum, add, scale back.
+
+    When not to use this: in training. It keeps as many bits as the largest value of all leaves, and has no fallback.
+    """
+    communicator = Communicator()
+    n_ranks, wire, aggregator = communicator.world_size, Wire(communicator), Switch()
+    recorder = Recorder(communicator.rank, n_ranks)
+    aggregator.bind(communicator, recorder)
+
+    def reduce(buffer: torch.Tensor) -> None:
+        wire.record = recorder.open_bucket(0, 0, buffer.nbytes)
+        communicator.submit(reduce_on_lane, buffer).wait()
+        recorder.close_bucket(wire.record)
+
+    def reduce_on_lane(buffer: torch.Tensor) -> None:
+        largest = max(-float(buffer.min()), float(buffer.max()))
+        # A value below 2^e; a sum of N below 2^(e + ceil(log2 N)), which must stay below 2^31.
+        exponent = math.frexp(largest)[1] if math.isfinite(largest) else _NOT_FINITE
+        agreed = torch.tensor([exponent], dtype=torch.int32)
+        aggregator.max_int32(agreed, wire)
+        if int(agreed) >= _NOT_FINITE:
+            raise Unsupported("dense-switch sums finite gradients only: fixed point has no Inf or NaN")
+        quantum = math.ldexp(1.0, int(agreed) + (n_ranks - 1).bit_length() - 30)
+        integers = communicator.scratch("dense switch", 4 * buffer.numel()).view(torch.int32)
+        sums = []
+        for start in range(0, buffer.numel(), _BLOCK_ELEMENTS):
+            block = slice(start, min(start + _BLOCK_ELEMENTS, buffer.numel()))
+            integers[block].copy_(buffer[block].mul_(1.0 / quantum).round_())
+            sums.append((block, aggregator.start_sum(integers[block], wire)))
+        for block, one in sums:
+            one()
+            buffer[block].copy_(integers[block]).mul_(quantum / n_ranks)
+
+    def close() -> None:
+        aggregator.close()
+        communicator.close()
+
+    return Reduction(reduce, lambda: recorder.close_step(0, 0).bytes_sent, close)
+
+
+class TimedReduction:
+    """A baseline or a scheme by its spec, timed on `gradient`, (n,) float32. Raises: InvalidArgument.
+
+    `promise`, `error`: what the last result was held to, and how far it was off, relative by norms.
+    """
+
     n_rounds: int
     n_repeats: int
     promise: str
     error: float
-    period = 1
 
-    def __init__(self, name: str, options: dict[str, Any] | None = None) -> None:
-        self.name, self.options = name, options or {}
+    def __init__(self, spec: str, gradient: torch.Tensor, buffer: torch.Tensor, state: OptimizerState | None) -> None:
+        self.name, self.options = parse_spec(spec)
+        self.gradient, self.buffer = gradient, buffer
+        if self.name in BASELINES:
+            self.options, self.way = {}, _backend(self.name, buffer.numel())
+        elif self.name == "dense-switch":
+            self.options, self.way = {}, _dense_switch()
+        else:
+            if self.name == "gcomp" and state is None:
+                # Its default reads an optimizer; a gradient without one can still be sent without loss.
+                self.options = {"importance": "none", **self.options}
+            self.way = _scheme(self.name, self.options, state, buffer.numel())
         self.times: list[float] = []
         self.turns: list[driver.Turn] = []
-        self.sent_bytes = 0  # by this rank, so far
-        self._filling_s = 0.0
+        self._sent_bytes, self._filling_s = 0, 0.0
 
     def step(self) -> None:
         """One reduction. Filling the buffer and finishing the step are off the clock."""
@@ -118,250 +214,119 @@ class TimedReducer(ABC):
         self.buffer.copy_(self.gradient)
         self._filling_s += time.thread_time() - filling_since_s
         started = time.perf_counter()
-        self.reduce(self.buffer)
+        self.way.reduce(self.buffer)
         self.times.append(time.perf_counter() - started)
-        self.finish_step()
+        self._sent_bytes += self.way.finish()
 
     def stats(self) -> dict[str, float]:
         """`filling_s`: processor time that is none of the reduction's."""
-        return {"sent_bytes": float(self.sent_bytes), "filling_s": self._filling_s}
-
-    @abstractmethod
-    def reduce(self, buffer: torch.Tensor) -> None:
-        """Replace `buffer` (n,) float32 by the mean; returns when it is there."""
-
-    def finish_step(self) -> None:
-        """What follows a reduction off the clock."""
-
-    def finish_turn(self) -> None:
-        """Nothing is put off."""
-
-    def close(self) -> None:
-        """Let go of everything."""
+        return {"sent_bytes": float(self._sent_bytes), "filling_s": self._filling_s}
 
 
-class BackendReducer(TimedReducer):
-    """torch.distributed's own all-reduce, as DDP without a hook calls it: divide, then sum.
-
-    The backend does not say what it sends; counted are the bytes of a ring, which Gloo's algorithm is.
-    """
-
-    def reduce(self, buffer: torch.Tensor) -> None:
-        message = buffer.bfloat16() if self.name == "ddp-bf16" else buffer
-        message.div_(dist.get_world_size())
-        dist.all_reduce(message)
-        self.sent_bytes += ring_bytes(message.nbytes, dist.get_world_size())
-        if message is not buffer:
-            buffer.copy_(message)
+# ---- all of them in turns; every function is collective
 
 
-class SchemeReducer(TimedReducer):
-    """A scheme of the registry in a Reducer of its own, which gets the whole gradient as one bucket."""
-
-    def __init__(self, name: str, options: dict[str, Any], state: OptimizerState | None, n_elements: int) -> None:
-        super().__init__(name, options)
-        optimizer = make_optimizer(state, n_elements) if state is not None else None
-        names = {"gradient": optimizer.param_groups[0]["params"][0]} if optimizer is not None else {}
-        self._reducer = Reducer(driver.make_scheme(name, options), names=names, optimizer=optimizer)
-        self._slots = list(self._reducer.slots.values())
-        # `periodic` communicates in one call of `every`.
-        self.period = int(self._reducer.scheme.configuration["every"]) if name == "periodic" else 1
-
-    def reduce(self, buffer: torch.Tensor) -> None:
-        self._reducer.reduce(buffer, self._slots, [0] * len(self._slots), 0, True).wait()
-
-    def finish_step(self) -> None:
-        self._reducer.wait_until_idle()
-        self._reducer.close_pass(self._reducer.step - 1, 0)
-        self.sent_bytes += self._reducer.recorder.steps[-1].bytes_sent
-
-    def close(self) -> None:
-        self._reducer.close()
-
-
-class DenseSwitchReducer(TimedReducer):
-    """In-network aggregation without compression: sums of int32 in the switch, one exponent for all values.
-
-    What SwitchML and ATP do: agree on the largest exponent, scale to int32 with room for the sum, add, scale back.
-
-    When not to use this: in training. It keeps as many bits as the largest value of all leaves, and has no fallback.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("dense-switch")
-        self._communicator = Communicator()
-        self._wire = Wire(self._communicator)
-        self._recorder = Recorder(self._communicator.rank, self._communicator.world_size)
-        self._aggregator = Switch()
-        self._aggregator.bind(self._communicator, self._recorder)
-
-    def reduce(self, buffer: torch.Tensor) -> None:
-        self._wire.record = self._recorder.open_bucket(len(self.times), 0, buffer.nbytes)
-        self._communicator.submit(self._reduce_on_lane, buffer).wait()
-        self._recorder.close_bucket(self._wire.record)
-
-    def _reduce_on_lane(self, buffer: torch.Tensor) -> None:
-        largest = max(-float(buffer.min()), float(buffer.max()))
-        # A value below 2^e; a sum of N below 2^(e + ceil(log2 N)), which must stay below 2^31.
-        exponent = math.frexp(largest)[1] if math.isfinite(largest) else _NOT_FINITE
-        agreed = torch.tensor([exponent], dtype=torch.int32)
-        self._aggregator.max_int32(agreed, self._wire)
-        if int(agreed) >= _NOT_FINITE:
-            raise Unsupported("dense-switch sums finite gradients only: fixed point has no Inf or NaN")
-        headroom_bits = (self._communicator.world_size - 1).bit_length()
-        quantum = math.ldexp(1.0, int(agreed) + headroom_bits - 30)
-        integers = self._communicator.scratch("dense switch", 4 * buffer.numel()).view(torch.int32)
-        sums = []
-        for start in range(0, buffer.numel(), _BLOCK_ELEMENTS):
-            block = slice(start, min(start + _BLOCK_ELEMENTS, buffer.numel()))
-            integers[block].copy_(buffer[block].mul_(1.0 / quantum).round_())
-            sums.append((block, self._aggregator.start_sum(integers[block], self._wire)))
-        for block, one in sums:
-            one()
-            buffer[block].copy_(integers[block]).mul_(quantum / self._communicator.world_size)
-
-    def finish_step(self) -> None:
-        self.sent_bytes += self._recorder.close_step(len(self.times) - 1, 0).bytes_sent
-
-    def close(self) -> None:
-        self._aggregator.close()
-        self._communicator.close()
-
-
-def make_reducer(spec: str, state: OptimizerState | None, n_elements: int) -> TimedReducer:
-    """A baseline or a scheme from its spec. Raises: InvalidArgument."""
-    name, options = parse_spec(spec)
-    if name in BASELINES:
-        return BackendReducer(name)
-    if name == "dense-switch":
-        return DenseSwitchReducer()
-    if name == "gcomp" and state is None:
-        # Its default reads an optimizer; a gradient without one can still be sent without loss.
-        options = {"importance": "none", **options}
-    return SchemeReducer(name, options, state, n_elements)
-
-
-def reducing() -> list[str]:
-    """The baselines, then every scheme of the registry that reduces without a model around it."""
-    alone = [name for name in schemes.names() if not (schemes.owns_step(name) or schemes.needs_momenta(name))]
-    return [*BASELINES, *alone]
-
-
-# ---- all of them in turns
-
-
-class AllReduceBench:
-    """All sizes of one run. Every method is collective."""
-
-    def __init__(self, args: argparse.Namespace, source: GradientSource, specs: Sequence[str]) -> None:
-        self.args, self.source, self.specs = args, source, specs
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._environment = describe_environment()
-        self._records = driver.Records(args)
-
-    def run_size(self, n_bytes: int) -> list[dict[str, Any]]:
-        """Measure every scheme on a gradient of `n_bytes` of float32; returns the records, on every rank."""
-        n_elements = max(1, n_bytes // 4)
-        gradient = torch.from_numpy(self.source.gradient(self.rank, n_elements))
-        exact = self._compute_exact(gradient)
-        state = self.source.file.state if self.source.file is not None else None
-        methods = [make_reducer(spec, state, n_elements) for spec in self.specs]
-        buffer = torch.empty_like(gradient)
-        try:
+def measure_size(args: argparse.Namespace, source: GradientSource, specs: Sequence[str], n_bytes: int) -> list[Record]:
+    """Measure every scheme on a gradient of `n_bytes` of float32; returns the records, on every rank."""
+    n_elements = max(1, n_bytes // 4)
+    gradient = torch.from_numpy(source.gradient(dist.get_rank(), n_elements))
+    positions = np.arange(n_elements)
+    if n_elements > _CHECKED_STRETCHES * _STRETCH_ELEMENTS:
+        starts = np.linspace(0, n_elements - _STRETCH_ELEMENTS, _CHECKED_STRETCHES).astype(np.int64)
+        positions = (starts[:, None] + np.arange(_STRETCH_ELEMENTS)).ravel()
+    everyone = _gather(torch.from_numpy(gradient.numpy()[positions])).numpy().astype(np.float64)
+    exact = Exact(everyone.mean(axis=0), np.abs(everyone).mean(axis=0), positions, len(everyone))
+    state = source.file.state if source.file is not None else None
+    buffer = torch.empty_like(gradient)
+    methods: list[TimedReduction] = []
+    try:
+        for spec in specs:
+            methods.append(TimedReduction(spec, gradient, buffer, state))
+        for method in methods:
+            _plan(method, args)
+        n_samples = sum(method.n_rounds for method in methods)
+        progress = Progress(f"{format_bytes(n_bytes)}, samples", n_samples, dist.get_rank() != 0)
+        for round_index in range(max(method.n_rounds for method in methods)):
             for method in methods:
-                method.gradient, method.buffer = gradient, buffer
-                self._plan(method)
-            n_samples = sum(method.n_rounds for method in methods)
-            progress = Progress(f"{format_bytes(n_bytes)}, samples", n_samples, self.rank != 0)
-            for round_index in range(max(method.n_rounds for method in methods)):
-                for method in methods:
-                    if round_index < method.n_rounds:
-                        method.turns.append(driver.take_turn(method, method.n_repeats))
-                        self._verify(method, exact, state)
-                        progress.advance()
-            records = [self._record(method, exact) for method in methods]
-        finally:
-            for method in methods:
-                method.close()
-        self._records.add(records)
-        return records
+                if round_index < method.n_rounds:
+                    method.turns.append(driver.take_turn(method.step, method.stats, method.n_repeats))
+                    _verify(method, exact, state)
+                    progress.advance()
+        return [_record(method, source.name, positions.size) for method in methods]
+    finally:
+        for method in methods:
+            method.way.close()
 
-    def _plan(self, method: TimedReducer) -> None:
-        """Warm up: `--warmup` steps, fewer where `--budget` is spent before. Rounds and repeats are what fits into it."""
-        total_s = once_s = 0.0
-        for _ in range(max(1, self.args.warmup)):
-            dist.barrier()
-            method.step()
-            once_s = max(driver.largest_over_ranks(method.times[-1:])[0], 1e-5)
-            total_s += once_s
-            if total_s > self.args.budget:
-                break
-        method.times.clear()
-        n_repeats = min(_MAX_REPEATS, max(1, round(MIN_SAMPLE_S / once_s)))
-        method.n_repeats = -(-n_repeats // method.period) * method.period
-        method.n_rounds = int(min(self.args.rounds, max(3, self.args.budget / (once_s * method.n_repeats))))
 
-    def _compute_exact(self, gradient: torch.Tensor) -> "Exact":
-        positions = checked_positions(gradient.numel())
-        everyone = _gather(torch.from_numpy(gradient.numpy()[positions])).numpy().astype(np.float64)
-        return Exact(everyone.mean(axis=0), np.abs(everyone).mean(axis=0), positions, self.world_size)
+def _plan(method: TimedReduction, args: argparse.Namespace) -> None:
+    """Warm up: `--warmup` steps, fewer where `--budget` is spent before. Rounds and repeats are what fits into it."""
+    total_s = once_s = 0.0
+    for _ in range(max(1, args.warmup)):
+        dist.barrier()
+        method.step()
+        once_s = max(driver.largest_over_ranks(method.times[-1:])[0], 1e-5)
+        total_s += once_s
+        if total_s > args.budget:
+            break
+    method.times.clear()
+    n_repeats, period = min(_MAX_REPEATS, max(1, round(MIN_SAMPLE_S / once_s))), method.way.period
+    method.n_repeats = -(-n_repeats // period) * period
+    method.n_rounds = int(min(args.rounds, max(3, args.budget / (once_s * method.n_repeats))))
 
-    def _verify(self, method: TimedReducer, exact: "Exact", state: OptimizerState | None) -> None:
-        """Hold the last result to its promise. Raises: CorruptMessage, on every rank."""
-        result = method.buffer.numpy()
-        error = np.abs(result[exact.positions].astype(np.float64) - exact.mean)
-        bound = error_bound(method.name, method.options, exact, state)
-        n_wrong = int((~np.isfinite(error)).sum() if bound is None else (~(error <= bound)).sum())
-        mine = torch.tensor([float(zlib.crc32(result.data)), float(n_wrong)], dtype=torch.float64)
-        checksums, n_wrong_by_rank = _gather(mine).T.tolist()
-        drifts_by_design = method.name == "periodic"  # its replicas meet only every few steps
-        if len(set(checksums)) > 1 and not drifts_by_design:
-            raise CorruptMessage(f"{method.name}: ranks hold different results (CRC-32 {checksums}); the run stops")
-        if any(n_wrong_by_rank):
-            raise CorruptMessage(
-                f"{method.name}: of {exact.positions.size} checked, {n_wrong_by_rank} by rank are not within "
-                "its bound, or not finite; its time would mean nothing: the run stops"
-            )
-        promise = "finite (drifts)" if drifts_by_design else "equal on all ranks"
-        method.promise = promise if bound is None else "within bound"
-        method.error = float(np.linalg.norm(error)) / (float(np.linalg.norm(exact.mean)) or 1.0)
 
-    def _record(self, method: TimedReducer, exact: "Exact") -> dict[str, Any]:
-        n_repeats = method.n_repeats
-        samples_s = [float(np.mean(method.times[at : at + n_repeats])) for at in range(0, len(method.times), n_repeats)]
-        timing = Timing.of(driver.largest_over_ranks(samples_s), n_repeats)  # it has ended when its last rank has
-        names = ("sent_bytes", "cpu_s", "filling_s", "kernel_bytes")
-        counted = [[turn[name] / n_repeats for name in names] for turn in method.turns]
-        counted = [[sent, cpu_s - filling_s, kernel] for sent, cpu_s, filling_s, kernel in counted]
-        mine = np.median(counted, axis=0).tolist()
-        mean_sent, mean_cpu_s, mean_kernel = driver.mean_over_ranks(mine)
-        n_bytes, network = method.buffer.nbytes, current_network()
-        ring = ring_bytes(n_bytes, self.world_size)
-        bandwidth = n_bytes / timing.median_s / 1e9
-        return {
-            "scheme": method.name,
-            "options": ",".join(f"{key}={value}" for key, value in method.options.items()),
-            "ranks": self.world_size,
-            "ranks_per_node": network.ranks_per_node,
-            "rate_bps": network.rate_bps,
-            "n_bytes": n_bytes,
-            "gradients": self.source.name,
-            **timing.fields("time_s"),
-            "cpu_s": mean_cpu_s,
-            "wire_bytes": mean_sent,
-            "wire_bytes_max": driver.largest_over_ranks(mine[:1])[0],
-            "kernel_bytes": None if np.isnan(mean_kernel) else mean_kernel,
-            "wire_ratio": mean_sent / ring if ring else 1.0,
-            "algorithm_gb_per_s": bandwidth,
-            "bus_gb_per_s": bandwidth * 2 * (self.world_size - 1) / self.world_size,
-            "verified": method.promise,
-            "n_verified": exact.positions.size,
-            "relative_error": method.error,
-            "n_samples": timing.n_samples,
-            "n_repeats": timing.n_repeats,
-            "shaped": network.shaped,
-            **self._environment,
-        }
+def _verify(method: TimedReduction, exact: "Exact", state: OptimizerState | None) -> None:
+    """Hold the last result to its promise. Raises: CorruptMessage, on every rank."""
+    result = method.buffer.numpy()
+    error = np.abs(result[exact.positions].astype(np.float64) - exact.mean)
+    bound = error_bound(method.name, method.options, exact, state)
+    n_wrong = int((~np.isfinite(error)).sum() if bound is None else (~(error <= bound)).sum())
+    mine = torch.tensor([float(zlib.crc32(result.data)), float(n_wrong)], dtype=torch.float64)
+    checksums, n_wrong_by_rank = _gather(mine).T.tolist()
+    drifts_by_design = method.name == "periodic"  # its replicas meet only every few steps
+    if len(set(checksums)) > 1 and not drifts_by_design:
+        raise CorruptMessage(f"{method.name}: ranks hold different results (CRC-32 {checksums}); the run stops")
+    if any(n_wrong_by_rank):
+        raise CorruptMessage(
+            f"{method.name}: of {exact.positions.size} checked, {n_wrong_by_rank} by rank are not within "
+            "its bound, or not finite; its time would mean nothing: the run stops"
+        )
+    promise = "finite (drifts)" if drifts_by_design else "equal on all ranks"
+    method.promise = promise if bound is None else "within bound"
+    method.error = float(np.linalg.norm(error)) / (float(np.linalg.norm(exact.mean)) or 1.0)
+
+
+def _record(method: TimedReduction, gradients: str, n_verified: int) -> Record:
+    n_repeats, world_size, network = method.n_repeats, dist.get_world_size(), current_network()
+    samples_s = [float(np.mean(method.times[at : at + n_repeats])) for at in range(0, len(method.times), n_repeats)]
+    timing = Timing.of(driver.largest_over_ranks(samples_s), n_repeats)  # it has ended when its last rank has
+    counted = [(turn["sent_bytes"], turn["cpu_s"] - turn["filling_s"], turn["kernel_bytes"]) for turn in method.turns]
+    mine = (np.median(counted, axis=0) / n_repeats).tolist()
+    mean_sent, mean_cpu_s, mean_kernel = driver.mean_over_ranks(mine)
+    n_bytes = method.buffer.nbytes
+    ring, bandwidth = ring_bytes(n_bytes, world_size), n_bytes / timing.median_s / 1e9
+    return {
+        "scheme": method.name,
+        "options": ",".join(f"{key}={value}" for key, value in method.options.items()),
+        "ranks": world_size,
+        "ranks_per_node": network.ranks_per_node,
+        "rate_bps": network.rate_bps,
+        "n_bytes": n_bytes,
+        "gradients": gradients,
+        **timing.fields("time_s"),
+        "cpu_s": mean_cpu_s,
+        "wire_bytes": mean_sent,
+        "wire_bytes_max": driver.largest_over_ranks(mine[:1])[0],
+        "kernel_bytes": None if np.isnan(mean_kernel) else mean_kernel,
+        "wire_ratio": mean_sent / ring if ring else 1.0,
+        "algorithm_gb_per_s": bandwidth,
+        "bus_gb_per_s": bandwidth * 2 * (world_size - 1) / world_size,
+        "verified": method.promise,
+        "n_verified": n_verified,
+        "relative_error": method.error,
+        "n_samples": timing.n_samples,
+        "n_repeats": n_repeats,
+        "shaped": network.shaped,
+    }
 
 
 def _gather(mine: torch.Tensor) -> torch.Tensor:
@@ -371,19 +336,10 @@ def _gather(mine: torch.Tensor) -> torch.Tensor:
     return everyone
 
 
-def checked_positions(n_elements: int) -> np.ndarray:
-    """Elements that are compared with the exact mean: all, or evenly spread stretches of a long gradient."""
-    if n_elements <= _CHECKED_STRETCHES * _STRETCH_ELEMENTS:
-        return np.arange(n_elements)
-    starts = np.linspace(0, n_elements - _STRETCH_ELEMENTS, _CHECKED_STRETCHES).astype(np.int64)
-    return (starts[:, None] + np.arange(_STRETCH_ELEMENTS)).ravel()
-
-
 # ---- how far each scheme's mean may lie from the exact one
 
 
-@dataclass(frozen=True)
-class Exact:
+class Exact(NamedTuple):
     """The exact result at the checked elements, and what the bounds are made of."""
 
     mean: Float64Array  # of the ranks' gradients

@@ -25,6 +25,7 @@ from gradwire_lab.bench.driver import Task, threads, time_interleaved, write_res
 from gradwire_lab.bench.level_rule import Float64Array, allowed_scale, entropy_bits, exponent_histogram, make_optimizer
 from gradwire_lab.bench.measures.gradients import gradient_file
 from gradwire_lab.results.experiment import Column, Table
+from gradwire_lab.results.records import Record
 from gradwire_lab.results.tables import Grid, print_grid, tabulate
 from gradwire_lab.workloads.gradients import FloatArray, GradientFile, load_gradients
 
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     # All of them, before anything is timed.
     files = [load_gradients(gradient_file(name, Path("runs/bench"))) for name in args.gradients]
     environment = describe_environment()
-    records: list[dict[str, Any]] = []
+    records: list[Record] = []
     for file in files:
         for n_threads in threads:
             batch = measure(file, names, n_threads, args.rounds)
@@ -59,32 +60,33 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(file: GradientFile, names: Sequence[str], n_threads: int, n_rounds: int) -> list[dict[str, Any]]:
-    """One flat record for each of `names` that can use `n_threads`, timed in turns; every sample's result is verified.
+def measure(file: GradientFile, names: Sequence[str], n_threads: int, n_rounds: int) -> list[Record]:
+    """One flat record for each of `names` that can use `n_threads`, timed in turns, each result verified.
 
-    The reference (zstd -1) runs along even if it is not among `names`: a ratio to it is only fair within one run.
+    The reference (zstd -1) runs along even if it is not among them: a ratio to it is only fair within one run.
     """
+    running: dict[str, TimedMethod] = {}
+    tasks: dict[str, Task] = {}
     with threads(n_threads):
-        running: dict[str, TimedMethod] = {}
         for name in dict.fromkeys([*names, REFERENCE]):
             try:
-                if method := by_spec(name, file, n_threads):
-                    running[name] = method
+                method = by_spec(name, file, n_threads)
             except Unsupported as error:
                 if name == REFERENCE:
                     raise
                 print(f"left out: {error}", file=sys.stderr)
-        tasks: dict[str, Task] = {}
-        for name, method in running.items():
-            method.encode()
-            tasks[f"{name} encode"] = Task(method.encode)
-            tasks[f"{name} decode"] = Task(method.decode, method.poison, method.verify)
+                continue
+            if method is not None:
+                running[name] = method
+                method.encode()
+                tasks[f"{name} encode"] = Task(method.encode)
+                tasks[f"{name} decode"] = Task(method.decode, method.poison, method.verify)
         timings = time_interleaved(tasks, n_rounds, what=f"{file.name}, samples")
     entropy = entropy_bits(exponent_histogram(file.gradient))
     records = []
-    for name, method in ((name, running[name]) for name in names if name in running):
-        n_bytes = method.n_bytes
-        record: dict[str, Any] = {
+    for name in filter(running.__contains__, names):
+        method, n_bytes = running[name], running[name].n_bytes
+        record: Record = {
             "codec": method.spec,
             "gradients": method.file.name,
             "threads": n_threads,
@@ -92,8 +94,8 @@ def measure(file: GradientFile, names: Sequence[str], n_threads: int, n_rounds: 
             "importance": method.importance,
             "n_elements": method.file.gradient.size,
             "n_bytes": n_bytes,
-            "encoded_bytes": method.encoded_bytes,
-            "ratio": method.encoded_bytes / n_bytes,
+            "encoded_bytes": len(method.message),
+            "ratio": len(method.message) / n_bytes,
             "exponent_entropy_bits": entropy,
             **{"exponent_bits": None, "bound_bytes": None, **method.parts()},
             "verified": method.guarantee,
@@ -109,7 +111,7 @@ def measure(file: GradientFile, names: Sequence[str], n_threads: int, n_rounds: 
     return records
 
 
-def make_grid(file: GradientFile, n_threads: int, records: Sequence[dict[str, Any]]) -> Grid:
+def make_grid(file: GradientFile, n_threads: int, records: Sequence[Record]) -> Grid:
     """The records of one file and thread count, for people."""
     entropy = entropy_bits(exponent_histogram(file.gradient))
     columns = [Column("ratio", form=".4f")]
@@ -199,9 +201,7 @@ BASELINES: dict[str, tuple[str, bool, Callable[[int], Baseline]]] = {
 
 
 def baseline_by_name(name: str, n_threads: int = 1) -> Baseline:
-    """A new baseline. Raises: InvalidArgument (unknown name), Unsupported (its package is not installed)."""
-    if name not in BASELINES:
-        raise InvalidArgument(f"no baseline is called {name!r}; there are: {', '.join(BASELINES)}")
+    """A new baseline. Raises: Unsupported (its package is not installed)."""
     try:
         encode, decode = BASELINES[name][2](n_threads)
     except ImportError as error:
@@ -214,36 +214,22 @@ def baseline_by_name(name: str, n_threads: int = 1) -> Baseline:
 
 @dataclass
 class TimedMethod:
-    """One codec with one gradient and one thread count, ready to run, as a table of functions.
-
-    Attributes:
-        name, spec: without and with options. importance: GComp's mode; empty where a codec has none.
-        n_bytes: of what is encoded.
-        encoder: makes the message of the gradient, with everything that the codec needs computed anew.
-        decoder: makes the values, (n,), of a message, in the `buffer` if there is one.
-        allowed: how far each decoded value may lie from the original one, zeros, subnormals, Inf and NaN aside.
-        guarantee: what `verify` holds the result to.
-        message: the last one.
-    """
+    """One codec with one gradient and one thread count, ready to run, as a table of functions."""
 
     spec: str
-    name: str
+    name: str  # without options
     setting: str
     file: GradientFile
-    n_bytes: int
-    encoder: Callable[[], Any]
-    decoder: Callable[[Any], Any]
+    n_bytes: int  # of what is encoded
+    encoder: Callable[[], Any]  # makes the message of the gradient, with everything that the codec needs computed anew
+    decoder: Callable[[Any], Any]  # makes the values, (n,), of a message, in the `buffer` if there is one
     buffer: torch.Tensor | None = None
-    importance: str = ""
-    guarantee: str = "bits"
-    allowed: Float64Array | None = None
-    message: Any = b""
+    importance: str = ""  # GComp's mode; empty where a codec has none
+    guarantee: str = "bits"  # what `verify` holds the result to
+    allowed: Float64Array | None = None  # distance from the original values; zeros, subnormals, Inf and NaN aside
+    message: Any = b""  # the last one
     _values: Any = None
     _once: np.ndarray | None = None
-
-    @property
-    def encoded_bytes(self) -> int:
-        return len(self.message)
 
     def encode(self) -> None:
         """Gradient to message."""
@@ -268,10 +254,7 @@ class TimedMethod:
             self._values = self.buffer
 
     def parts(self) -> dict[str, float]:
-        """What a message with parts tells: `exponent_bits` a value, and `bound_bytes`, the sum of the parts' bounds.
-
-        These are exponents at their entropy over the gradient; levels, signs, mantissas at the bits chosen for them.
-        """
+        """`exponent_bits` a value, and `bound_bytes`: exponents at their entropy, other parts at the bits chosen for them."""
         if self.allowed is None:
             return {}
         parts = describe(self.message)
@@ -327,11 +310,9 @@ def _coders(codec: Any, gradient: torch.Tensor, *importance: torch.Tensor, weigh
 def _time_gcomp(spec: str, name: str, given: dict[str, Any], file: GradientFile) -> TimedMethod:
     """GComp or truncate; by default its messages of format 2, and with `format=1` truncating ones, as published.
 
-    `table=fitted` (the default) encodes with the table of this gradient's own exponents, as training does once its
-    table was refreshed; making a table is no part of the encoder. `table=prior` is the built-in table of a first step.
-    `dtype=bfloat16` or `float16`: gradient, parameter and optimizer state are rounded to that dtype, and speeds count
-    its bytes. Without optimizer state in the file importance "paper" has nothing to read: "none" takes its place, or with a cap
-    "uniform".
+    `table=fitted` is the table of this gradient's own exponents, as in training once it was refreshed; making it is no part of
+    the encoder. `table=prior` is that of a first step. `dtype=` rounds gradient, parameter and optimizer state, and speeds
+    count its bytes. Without state importance "paper" has nothing to read: "none" takes its place, or with a cap "uniform".
     """
     options = dict(given)
     table, dtype_name = options.pop("table", "fitted"), options.pop("dtype", "float32")
@@ -374,20 +355,17 @@ def _time_gcomp(spec: str, name: str, given: dict[str, Any], file: GradientFile)
 
 
 def _allowed_distance(codec: GCompCodec, file: GradientFile, n_mantissa: int, tolerance: float) -> Float64Array:
-    magnitude = np.abs(file.gradient.astype(np.float64))
+    magnitude, bits = np.abs(file.gradient.astype(np.float64)), codec.bits or 0
     if codec.importance == "none":
         return np.zeros_like(magnitude)
-    if codec.importance == "uniform":
-        assert codec.bits is not None
-        return np.ldexp(magnitude, -codec.bits - 1)
     if codec.importance != "paper":
-        return np.ldexp(magnitude, (codec.bits or 0) - n_mantissa)
+        return np.ldexp(magnitude, -bits - 1 if codec.importance == "uniform" else bits - n_mantissa)
     assert file.state is not None
     total, slack = allowed_scale(file.state)
     # The promise; levels of format 1 are as published, and the nearest is half as far.
     rounds = codec.rounding == "nearest"
     allowed = tolerance * np.ldexp(total + slack, -n_mantissa - (rounds and codec.format == 1))
-    return allowed if codec.bits is None else np.maximum(allowed, np.ldexp(magnitude, -codec.bits - rounds))
+    return allowed if codec.bits is None else np.maximum(allowed, np.ldexp(magnitude, -bits - rounds))
 
 
 def _rounded_file(file: GradientFile, dtype: torch.dtype) -> GradientFile:
@@ -408,17 +386,14 @@ def _rounded_file(file: GradientFile, dtype: torch.dtype) -> GradientFile:
 # ---- by name
 
 
-def names() -> list[str]:
-    """Every codec and every baseline; a codec that has a baseline's name is `gradwire:NAME`."""
-    return [*(f"gradwire:{name}" if name in BASELINES else name for name in codecs.names()), *BASELINES]
-
-
 def choose_specs(asked: Sequence[str]) -> list[str]:
     """`all` spelt out, doubles dropped. Raises: InvalidArgument (a name that is neither codec nor baseline)."""
+    # A codec that has a baseline's name is `gradwire:NAME`.
+    names = [*(f"gradwire:{name}" if name in BASELINES else name for name in codecs.names()), *BASELINES]
     for spec in asked:
-        if _split(spec)[0] not in ("all", *names()):
-            raise InvalidArgument(f"no codec or baseline is called {spec!r}; there are: all, {', '.join(names())}")
-    everything = [*names(), *_VARIANTS]
+        if _split(spec)[0] not in ("all", *names):
+            raise InvalidArgument(f"no codec or baseline is called {spec!r}; there are: all, {', '.join(names)}")
+    everything = [*names, *_VARIANTS]
     return list(dict.fromkeys(one for spec in asked for one in (everything if spec == "all" else [spec])))
 
 

@@ -1,7 +1,4 @@
-"""What one machine with a device can show: every scheme against the CPU's bits, and rates.
-
-Device-neutral: any accelerator of torch's, so the tests run the same code on a device of their own.
-"""
+"""What one machine with any device of torch's can show: every scheme against the CPU's bits, and rates."""
 
 import functools
 import importlib
@@ -147,9 +144,8 @@ _TIMED: dict[str, tuple[str, dict[str, Any]]] = {
 def measure_kernels(kernels: Kernels, n_elements: int = 1 << 24, n_calls: int = _TIMED_CALLS) -> dict[str, Any]:
     """GB/s of float32 values that codecs encode, with error feedback where they want it, decode, and decode and add.
 
-    Several inputs in turn, so that none is still in the cache. `of_copy`: the memory traffic that a call cannot do without
-    (each value, residual, sum and message read once and written once) in a second, as a share of a copy's. Beside them
-    nvCOMP's ANS, where its package (`nvidia-nvcomp-cu13`) is.
+    `of_copy`: the memory traffic that a call cannot do without, in a second, as a share of a copy's. Beside them nvCOMP's ANS,
+    where its package (`nvidia-nvcomp-cu13`) is.
     """
     device = kernels.device
     drawn = [torch.randn(n_elements, device=device) for _ in range(4)]
@@ -183,14 +179,14 @@ def measure_kernels(kernels: Kernels, n_elements: int = 1 << 24, n_calls: int = 
                 traffic = 4 * n_elements * n_passes + n_bytes
                 shares[at] = rates[at] * traffic / (4 * n_elements) / (2 * rates["copy"])
     raise_error(int(error), "a message", device)
-    found = {"n_elements": n_elements, "gb_s": rates, "of_copy": shares, "message_bytes": sizes}
     # In a process of its own: version 6.0.0 ends one with a broken heap.
     here = f"from {__name__} import print_nvcomp; print_nvcomp({n_elements}, {n_calls})"
     ended = subprocess.run([sys.executable, "-c", here], capture_output=True, text=True, timeout=120)
     try:
-        return found | {"nvcomp_ans": json.loads(ended.stdout)}
+        ans = json.loads(ended.stdout)
     except ValueError:
-        return found | {"nvcomp_ans": f"not measured: {(ended.stderr.strip() or 'no output').splitlines()[-1]}"}
+        ans = f"not measured: {(ended.stderr.strip() or 'no output').splitlines()[-1]}"
+    return {"n_elements": n_elements, "gb_s": rates, "of_copy": shares, "message_bytes": sizes, "nvcomp_ans": ans}
 
 
 def print_nvcomp(n_elements: int, n_calls: int) -> None:
@@ -222,12 +218,10 @@ class GivenGradients(nn.Module):
 def train_with_given_gradients(
     scheme: Scheme, device: torch.device, group: Any = None, placement: str = "staged"
 ) -> Tensor:
-    """(n,) on the CPU: the parameters after a few steps, which depend on `device` only if gradwire's means do.
-
-    The learning rate is a power of two, so that the optimizer's step rounds once, wherever it runs.
-    """
+    """(n,) on the CPU: the parameters after a few steps, which depend on `device` only if gradwire's means do."""
     model = GivenGradients().to(device)
     ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.02)
+    # A rate that is a power of two: a step rounds once, wherever it runs.
     optimizer = torch.optim.SGD(ddp.parameters(), lr=2.0**-7, foreach=False)
     attachment = attach(ddp, optimizer, scheme, timeout_s=60, placement=placement)
     for step in range(_N_STEPS):
@@ -243,14 +237,9 @@ def train_with_given_gradients(
 def check_schemes(
     device: torch.device, group: Any = None, note: Callable[[str], None] = print, placement: str = "staged"
 ) -> dict[str, Any]:
-    """Every scheme on the device ends with the bits of its run on the CPU; in a rank, with the same on all of them.
+    """Every scheme, with "device" every one that works there, ends with the bits of its run on the CPU, the same on all ranks.
 
-    Low rank by `placement="device"` ends near them, and with the same bits on all ranks.
-
-    Args:
-        group: DDP's process group for the device; None: the default one.
-        placement: with "device" only the schemes that work there.
-    Raises: CheckFailed.
+    Low rank by `placement="device"` ends near them, and with the same bits on all ranks. Raises: CheckFailed.
     """
     seconds: dict[str, float] = {}
     different = []
@@ -288,10 +277,7 @@ def check_schemes(
 
 
 def check_features(device: torch.device) -> dict[str, Any]:
-    """What people do around DDP on a device, in one rank: mixed precision, a compiled model, a captured CUDA graph.
-
-    Raises: CheckFailed (a loss is not finite, or a captured backward pass was not refused).
-    """
+    """What people do around DDP on a device: mixed precision, compiling, capturing a CUDA graph. Raises: CheckFailed."""
     placements = ("staged", "device") if dist.get_backend() != "gloo" else ("staged",)
     done = []
     for name, placement, is_compiled in itertools.product(("one-bit", "gcomp", "auto"), placements, (False, True)):

@@ -1,9 +1,8 @@
 """The one driver of `bench allreduce`, `train` and `regret`: the launcher's side, then a rank's.
 
-A benchmark makes `RankMethod`s and says what a record of them holds; whose turn it is, what is counted in a turn, which links
+A benchmark makes methods, the same on every rank, and says what a record of them holds; what is counted in a turn, which links
 it runs on, and where records go is done here. Ranks may ask the launcher, which owns the links, to change them in the middle
-of a run: rank 0 asks on standard output, where the launcher reads each line, and waits for the answer, a file beside the
-records' log.
+of a run: rank 0 asks on standard output, where the launcher reads each line, and waits for the answer, a file beside the log.
 """
 
 import argparse
@@ -14,15 +13,16 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from gradwire import _native, schemes
+from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire_lab.ranks.launch import run_gradwire
@@ -30,7 +30,7 @@ from gradwire_lab.ranks.netlab import Netlab
 from gradwire_lab.ranks.netlab.rate import format_rate, parse_rate, with_way
 from gradwire_lab.ranks.network import Network, current_network
 from gradwire_lab.results.captions import duration
-from gradwire_lab.results.records import RecordLog, write_csv, write_json
+from gradwire_lab.results.records import Record, RecordLog, write_csv, write_json
 
 DEFAULT_RANKS = 4
 _QUESTION = "gradwire bench: change links to "
@@ -65,9 +65,9 @@ def check_ranks(args: argparse.Namespace) -> None:
 
 
 def measure_in_ranks(
-    bench: str, args: argparse.Namespace, measure: Callable[[], None], specs: Sequence[str] = ()
-) -> list[dict[str, Any]]:
-    """As a rank `measure`; else run `gradwire bench BENCH` in `--ranks` processes, once for each `--rate`.
+    bench: str, args: argparse.Namespace, measure: Callable[[], Iterable[list[Record]]], specs: Sequence[str] = ()
+) -> list[Record]:
+    """As a rank keep what `measure` yields, as it comes; else run `gradwire bench BENCH` in `--ranks` processes, once a rate.
 
     If one of `specs` sums in the network, the emulation of an aggregating switch runs beside them. Returns the ranks' records;
     those so far are written even after a failure.
@@ -75,7 +75,14 @@ def measure_in_ranks(
     check_ranks(args)
     if is_rank():
         with as_rank():
-            measure()
+            use_fair_share_of_cores()
+            records: list[Record] = []
+            for batch in measure():
+                records += batch
+                if dist.get_rank() == 0 and args.log:
+                    RecordLog(args.log).append(batch)
+                elif dist.get_rank() == 0:
+                    write_results(args, records)
         return []
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
         log = RecordLog(args.log or Path(folder) / "records.jsonl")
@@ -88,7 +95,9 @@ def measure_in_ranks(
             else:
                 print(line, flush=True)  # only rank 0 writes on standard output, so lines need no rank before them
 
-        how: dict[str, Any] = {"switch": needs_switch(specs), "ranks_per_node": args.ranks_per_node}
+        parsed = [parse_spec(spec) for spec in specs]
+        sums = any(name == "dense-switch" or options.get("aggregator") == "switch" for name, options in parsed)
+        how: dict[str, Any] = {"switch": sums, "ranks_per_node": args.ranks_per_node}
         for rate in [with_way(args, one) for one in args.rate or ["none"]]:
             each = rate.split(",") if "," in rate else rate
             try:
@@ -130,48 +139,21 @@ def _answer_path(log: Path) -> Path:
     return log.with_name(f"{log.name}.links")
 
 
-def write_results(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+def write_results(args: argparse.Namespace, records: list[Record]) -> None:
     """Write `--json` and `--csv`, where given and if there are records: an interrupted run leaves earlier results be."""
-    if records and args.json:
-        write_json(args.json, records)
-    if records and args.csv:
-        write_csv(args.csv, records)
-
-
-def needs_switch(specs: Sequence[str]) -> bool:
-    """Whether one of them sums in the network: `dense-switch`, or any scheme with `aggregator=switch`."""
-    parsed = [parse_spec(spec) for spec in specs]
-    return any(name == "dense-switch" or options.get("aggregator") == "switch" for name, options in parsed)
+    for path, write in ((args.json, write_json), (args.csv, write_csv)):
+        if records and path:
+            write(path, records)
 
 
 # ---- a rank: warm up, take turns, time, count, gather, record
 
-
 Turn = dict[str, float]
 
 
-class RankMethod(Protocol):
-    """What is measured: every rank makes the same ones, and each call is collective."""
-
-    def step(self) -> None:
-        """One reduction, or one step of training, whose time it keeps."""
-
-    def finish_turn(self) -> None:
-        """What was put off is done before the next method's turn."""
-
-    def stats(self) -> dict[str, float]:
-        """Its counts so far, such as `sent_bytes`; a turn's are the differences."""
-
-
-def make_scheme(name: str, options: dict[str, Any], as_published: bool = True) -> schemes.Scheme:
-    """A scheme of the registry, or "two-level" around the one that its option `scheme` names; or as users get it, who name
-    no more than that. Raises: InvalidArgument."""
-    complete = schemes.as_published if as_published else lambda _, options: options
-    if name != "two-level":
-        return schemes.by_name(name, **complete(name, options))
-    inner = str(options.get("scheme", "plain"))
-    rest = {key: value for key, value in options.items() if key != "scheme"}
-    return schemes.TwoLevel(inner, **complete(inner, rest))
+def published(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options under which a scheme, or the one that two-level or fsdp2 has inside, is the same beside any optimizer."""
+    return schemes.as_published(str(options.get("scheme", name)), options)
 
 
 @contextlib.contextmanager
@@ -184,33 +166,33 @@ def as_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def take_turn(method: RankMethod, n_steps: int) -> Turn:
-    """Run steps, all ranks starting together, and count what they took on this rank.
+def take_turn(
+    step: Callable[[], None], stats: Callable[[], Turn], n_steps: int, finish: Callable[[], None] | None = None
+) -> Turn:
+    """Run steps, all ranks starting together, and `finish` what they put off; the differences of `stats`, and times.
 
-    `cpu_s` is of all threads and of the kernel on their behalf; `kernel_bytes` NaN where the kernel cannot tell.
+    Every call is collective. `cpu_s` is of all threads and of the kernel; `kernel_bytes` NaN where the kernel cannot tell.
     """
     dist.barrier()
-    stats, kernel = method.stats(), sent_by_kernel()
+    before, kernel = stats(), sent_by_kernel()
     started_s, cpu_s = time.perf_counter(), time.process_time()
     for _ in range(n_steps):
-        method.step()
-    method.finish_turn()
+        step()
+    if finish is not None:
+        finish()
     turn = {"started_s": started_s, "ended_s": time.perf_counter(), "cpu_s": time.process_time() - cpu_s}
     dist.barrier()  # now everything sent has arrived, so the kernel has counted it
-    turn |= {name: value - stats[name] for name, value in method.stats().items()}
+    turn |= {name: value - before[name] for name, value in stats().items()}
     return turn | {"kernel_bytes": sent_by_kernel() - kernel}
 
 
 def sent_by_kernel() -> float:
-    """Bytes that this rank's interface (GLOO_SOCKET_IFNAME) has sent, headers included: the check on gradwire's own count.
-
-    NaN where the kernel cannot tell: no such variable, not Linux, or loopback, which carries every rank's traffic.
-    """
+    """Bytes that this rank's interface (GLOO_SOCKET_IFNAME) has sent, headers included; NaN where the kernel cannot tell."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
             name, _, columns = line.partition(":")
-            if name.strip() == interface != "lo":
+            if name.strip() == interface != "lo":  # which carries every rank's traffic
                 return float(columns.split()[8])  # 8 columns received, then bytes sent
     return math.nan
 
@@ -232,28 +214,22 @@ def largest_over_ranks(values: Sequence[float]) -> list[float]:
     return found.tolist()
 
 
-# ---- the links phase by phase, and records
+# ---- the links phase by phase
 
 
-class Links:
-    """The links as the launcher made them, and as `--then` changes them: `networks`, one for each phase."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        first = current_network()
-        later = [tuple(parse_rate(word) for word in rates.split(",")) for rates in args.then]
-        self.networks = [first, *(dataclasses.replace(first, rates_bps=rates) for rates in later)]
-        self._log = args.log
-        self._rates = [rates_of(first), *args.then]
-        self._now = self._rates[0]
-
-    def enter(self, phase: int) -> None:
-        """Change the links to what they are in this phase. Collective. Raises: GradwireError."""
-        if self._rates[phase] == self._now:
-            return
-        if dist.get_rank() == 0:
-            change_links(self._log, self._rates[phase])
-        self._now = self._rates[phase]
-        dist.barrier()
+def phases(args: argparse.Namespace) -> Iterator[Network]:
+    """The links as the launcher made them, then as `--then` changes them; in the end they are as they were. Collective."""
+    first = current_network()
+    began = now = rates_of(first)
+    later = [(dataclasses.replace(first, rates_bps=tuple(map(parse_rate, one.split(",")))), one) for one in args.then]
+    for network, rates in [(first, began), *later, (None, began)]:
+        if rates != now:
+            if dist.get_rank() == 0:
+                change_links(args.log, rates)
+            now = rates
+            dist.barrier()
+        if network is not None:
+            yield network
 
 
 def rates_of(network: Network) -> str:
@@ -262,32 +238,14 @@ def rates_of(network: Network) -> str:
     return ",".join(words[:1] if len(set(words)) == 1 else words)
 
 
-class Records:
-    """The records of a run so far, `all`, which rank 0 writes as they come: to its launcher, or `--json` and `--csv`."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        self.all: list[dict[str, Any]] = []
-
-    def add(self, records: Sequence[dict[str, Any]]) -> None:
-        """Raises: GradwireError (they cannot be written)."""
-        self.all += records
-        if dist.get_rank() == 0 and self._args.log:
-            RecordLog(self._args.log).append(records)
-        elif dist.get_rank() == 0:
-            write_results(self._args, self.all)
-
-
 # ---- timing against noise: methods take turns (A B C A B C), warm-up rounds are dropped, a sample lasts long enough
-
 
 # Below some 50 ms a sample is at the mercy of one scheduler tick (4 ms) or one page-fault storm.
 MIN_SAMPLE_S = 0.05
 _SAID_EVERY_S = 5.0
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """One method: `call` is timed; `before` and `after` run outside the clock, once a sample (poison, verify)."""
 
     call: Callable[[], object]
@@ -324,37 +282,32 @@ def time_interleaved(
     n_rounds: int,
     n_warmup: int = 1,
     min_sample_s: float = MIN_SAMPLE_S,
-    clock: Callable[[], float] = time.perf_counter,
     what: str = "samples",
 ) -> dict[str, Timing]:
     """Time every task once a round, in the mapping's order, for `n_warmup` dropped and `n_rounds` counted rounds."""
+
+    def sample(task: Task, n_repeats: int) -> float:
+        task.before()
+        start = time.perf_counter()
+        for _ in range(n_repeats):
+            task.call()
+        elapsed_s = time.perf_counter() - start
+        task.after()
+        return elapsed_s
+
     progress = Progress(what, len(tasks) * (n_warmup + n_rounds))
-    repeats = {name: _calibrate(task, min_sample_s, clock) for name, task in tasks.items()}
+    repeats: dict[str, int] = {}
+    for name, task in tasks.items():
+        sample(task, 1)  # cold: it does not count
+        repeats[name] = max(1, math.ceil(min_sample_s / max(sample(task, 1), 1e-7)))
     samples: dict[str, list[float]] = {name: [] for name in tasks}
     for round_index in range(n_warmup + n_rounds):
         for name, task in tasks.items():
-            elapsed_s = _sample(task, repeats[name], clock)
+            elapsed_s = sample(task, repeats[name])
             if round_index >= n_warmup:
                 samples[name].append(elapsed_s / repeats[name])
             progress.advance()
     return {name: Timing.of(samples[name], repeats[name]) for name in tasks}
-
-
-def _sample(task: Task, n_repeats: int, clock: Callable[[], float]) -> float:
-    task.before()
-    start = clock()
-    for _ in range(n_repeats):
-        task.call()
-    elapsed_s = clock() - start
-    task.after()
-    return elapsed_s
-
-
-def _calibrate(task: Task, min_sample_s: float, clock: Callable[[], float]) -> int:
-    """How many calls make a sample of at least `min_sample_s`; the first, cold call does not count."""
-    _sample(task, 1, clock)
-    once_s = max(_sample(task, 1, clock), 1e-7)
-    return max(1, -int(-min_sample_s // once_s))
 
 
 class Progress:
@@ -365,7 +318,6 @@ class Progress:
         self._began_s = self._said_s = time.monotonic()
 
     def advance(self, n_pieces: int = 1) -> None:
-        """So many pieces more are done."""
         self.reach(self._done + n_pieces)
 
     def reach(self, done: int) -> None:

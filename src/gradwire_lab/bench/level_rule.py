@@ -1,5 +1,4 @@
-"""GComp's level rule in float64 NumPy, straight from the paper's table, and the entropy of exponents, the floor under every
-lossless code of them: the judges of the codec, never its source. And a live optimizer for the code that they judge.
+"""GComp's level rule in float64 NumPy, straight from the paper's table, and the entropy of exponents: judges of the codec.
 
 Written independently of the library's own importance code on purpose: a slip there must show here.
 """
@@ -24,11 +23,8 @@ def allowed_scale(state: OptimizerState, n_ranks: int = 1) -> tuple[Float64Array
     S = |A / c| N / 2^ceil(log2 N), with A what the gradient is added to and c what multiplies it. The slack is 2^-20 of
     the terms of A, not of A: theirs is the rounding error where they cancel.
     """
-    terms = _numerator_terms(state)
-    factor = n_ranks / 2 ** math.ceil(math.log2(n_ranks))
-    total = np.abs(sum(terms, np.zeros(state.parameter.size))) * factor
-    magnitude = sum((np.abs(term) for term in terms), np.zeros(state.parameter.size)) * factor
-    return total, magnitude * 2.0**-20
+    terms = np.array(_numerator_terms(state)) * (n_ranks / 2 ** math.ceil(math.log2(n_ranks)))
+    return np.abs(terms.sum(axis=0)), np.abs(terms).sum(axis=0) * 2.0**-20
 
 
 def _numerator_terms(state: OptimizerState) -> list[Float64Array]:
@@ -88,17 +84,13 @@ def entropy_bits(histogram: npt.NDArray[np.int64]) -> float:
 def make_optimizer(
     state: OptimizerState, n_elements: int | None = None, dtype: torch.dtype = torch.float32
 ) -> torch.optim.Optimizer:
-    """torch's optimizer over one parameter (n_elements,) of `dtype`, with `state`'s arrays repeated or cut to that length.
-
-    Nothing is ever stepped: the parameter and the state only stand there to be read.
-    """
+    """torch's optimizer, never stepped, over one parameter (n_elements,) of `dtype`; arrays are repeated or cut to it."""
 
     def stretch(array: FloatArray) -> torch.Tensor:
         return torch.from_numpy(array if n_elements in (None, array.size) else np.resize(array, n_elements)).to(dtype)
 
-    options: dict[str, Any] = {**state.hyper, "lr": state.hyper["learning_rate"]}
-    for name in ("learning_rate", "step"):
-        options.pop(name, None)
+    options: dict[str, Any] = {key: value for key, value in state.hyper.items() if key != "step"}
+    options["lr"] = options.pop("learning_rate")
     if "beta1" in options:
         options["betas"] = options.pop("beta1"), options.pop("beta2")
     if "nesterov" in options:

@@ -11,12 +11,11 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec, spec_of
 from gradwire.telemetry.environment import describe_environment
@@ -26,6 +25,7 @@ from gradwire_lab.bench.driver import Progress, Timing
 from gradwire_lab.bench.train_methods import TrainMethod, describe
 from gradwire_lab.ranks.network import Network
 from gradwire_lab.results.experiment import Column, Table
+from gradwire_lab.results.records import Record
 from gradwire_lab.results.tables import Grid, print_grid, tabulate
 
 # The bars: against DDP over the whole run, and in its second half against the best fixed scheme allowed.
@@ -50,11 +50,7 @@ def run(args: argparse.Namespace) -> int:
     name, options = parse_spec(args.workload)
     workloads.check_name(name)
 
-    def measure() -> None:
-        use_fair_share_of_cores()
-        _Regret(args, workloads.by_name(name, **options)).run()
-
-    records = driver.measure_in_ranks("regret", args, measure)
+    records = driver.measure_in_ranks("regret", args, lambda: _Regret(args, workloads.by_name(name, **options)).run())
     if not records:  # a rank
         return 0
     print_grid(make_grid(records), wide=True)
@@ -89,14 +85,12 @@ class _Regret:
                     self._fixed[spec] = TrainMethod(as_auto, workload, args.seed, as_published=False)
         self._all = {**self._named, **self._fixed}
 
-    def run(self) -> None:
-        """Every phase, whose records rank 0 writes."""
-        links, records = driver.Links(self._args), driver.Records(self._args)
+    def run(self) -> Iterator[list[Record]]:
+        """The records of every phase."""
         for method in self._all.values():
             method.step()  # DDP cuts its buckets anew after the first
-        for phase, network in enumerate(links.networks):
-            links.enter(phase)
-            records.add(self._describe(phase, network, self._run_phase()))
+        for phase, network in enumerate(driver.phases(self._args)):
+            yield self._describe(phase, network, self._run_phase())
         for method in self._all.values():
             method.close()
 
@@ -146,18 +140,14 @@ class _Regret:
 def make_records(
     turns_s: Mapping[str, Turns], autos: Mapping[str, Mapping[str, Any]], first: int = 0, base: str = "ddp"
 ) -> dict[str, dict[str, Any]]:
-    """{method: its figures} of one phase of a run.
+    """{method: its figures} of one phase of a run, from the seconds a step of each and `stats()["auto"]` of the autos.
 
-    Args:
-        turns_s: every method's seconds a step, `base`, which has no gradwire, among them. In a turn each takes as many steps
-            as any other, or none.
-        autos: {method: `stats()["auto"]` of it}.
-        first: the number of auto's first step of the phase.
-
-    Two methods are compared in the turns that both took, in the same minutes of the machine.
-    `x_ddp`: against `base`, over all of these. `x_best_last_half`: against `best` in the second half; `best` is which of it and
-    the schemes that this auto may use is the fastest over all turns (the luckiest of few turns is not the best). Above 1 auto
-    is faster; `_low`, `_high`: 95 % intervals. `good_after`: steps until 18 of 20 ran under a scheme within 6 % of the best.
+    `base`, which has no gradwire, is among the methods; `first` is the number of auto's first step of the phase. In a turn each
+    takes as many steps as any other, or none; two are compared in the turns that both took, in the same minutes of the machine.
+    `x_ddp`: against `base`, over all of these. `x_best_last_half`: against `best` in the second half; `best` is which of `base`
+    and the schemes that this auto may use is the fastest over all turns (the luckiest of few turns is not the best). Above 1
+    auto is faster; `_low`, `_high`: 95 % intervals. `good_after`: steps until 18 of 20 ran under a scheme that is within 6 %
+    of the best.
     """
     beside_ddp = {spec: _common(turns_s[base], turns) for spec, turns in turns_s.items()}
     x_ddp = {spec: _times_as_fast(turns) for spec, turns in beside_ddp.items()}
@@ -213,10 +203,7 @@ def _times_as_fast(turns: Sequence[tuple[float, float]]) -> float:
 
 
 def _interval(name: str, turns: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """95 % interval of `_times_as_fast`, by a bootstrap over `N_BLOCKS` stretches of the turns.
-
-    Turns are not drawn singly, nor steps: what disturbs one disturbs its neighbours.
-    """
+    """95 % interval of `_times_as_fast`, by a bootstrap over stretches of turns: what disturbs one disturbs its neighbours."""
     n_blocks = min(N_BLOCKS, len(turns))
     blocks = [turns[len(turns) * i // n_blocks : len(turns) * (i + 1) // n_blocks] for i in range(n_blocks)]
     rng = random.Random(0)
@@ -225,11 +212,7 @@ def _interval(name: str, turns: Sequence[tuple[float, float]]) -> dict[str, floa
 
 
 def steps_until_good(schedule: Sequence[Sequence[Any]], step_s: Mapping[str, float], first: int, last: int) -> int:
-    """Steps from `first` on until 18 of 20 run under a scheme that is within 6 % of the best; all of them if none do.
-
-    Args:
-        schedule: [(step, scheme from then on)]. step_s: seconds a step of every scheme, "plain" among them.
-    """
+    """Steps from `first` on until 18 of 20 run under a scheme that is within 6 % of the best; all of them if none do."""
     best_s = min(step_s.values())
     good = []
     for step in range(first, last):

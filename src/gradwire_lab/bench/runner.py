@@ -1,15 +1,17 @@
 """The one runner: measures what the store lacks of some experiments, run by run, and says how long the rest will take."""
 
+import contextlib
+import functools
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradwire.errors import GradwireError, PeerLost, Unsupported
 from gradwire.telemetry.environment import describe_environment
-from gradwire_lab.bench.measures import WRITES, Call, Measure, by_name, code_of
+from gradwire_lab.bench.measures import WRITES, Call, by_name, code_of
 from gradwire_lab.results.captions import duration
 from gradwire_lab.results.experiment import Cell, Experiment
 from gradwire_lab.results.records import Store, name_of, state_of
@@ -21,20 +23,16 @@ def describe_run() -> dict[str, Any]:
     return {key: environment[key] for key in ("commit", "date", "cpu", "n_cores", "os", "python", "torch", "network")}
 
 
-class Load:
-    """What else the machine did around a run: the load average `before`, and the cores that others kept busy `during` it."""
-
-    def __enter__(self) -> "Load":
-        self.before = os.getloadavg()[0]
-        self.during: float | None = None
-        self._started = time.monotonic(), _others_s()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        (began_s, before_s), ended_s, after_s = self._started, time.monotonic(), _others_s()
-        if before_s is not None and after_s is not None and ended_s > began_s:
-            others = max(0.0, after_s - before_s) / (ended_s - began_s)
-            self.during = min(others, float(os.cpu_count() or 1))  # the kernel counts in ticks
+@contextlib.contextmanager
+def watched_load() -> Iterator[dict[str, float | None]]:
+    """What else the machine did: the load average before, and when it ends the cores that others kept busy during it."""
+    found: dict[str, float | None] = {"load_before": round(os.getloadavg()[0], 2), "load_during": None}
+    began_s, before_s = time.monotonic(), _others_s()
+    yield found
+    took_s, after_s = time.monotonic() - began_s, _others_s()
+    if before_s is not None and after_s is not None and took_s > 0:
+        others = max(0.0, after_s - before_s) / took_s
+        found["load_during"] = round(min(others, float(os.cpu_count() or 1)), 2)  # the kernel counts in ticks
 
 
 def _others_s() -> float | None:
@@ -47,18 +45,20 @@ def _others_s() -> float | None:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
 
 
+@functools.cache
 def check_network(n_ranks: int, rate: str) -> float | None:
     """What a plain all-reduce gets through links set to `rate`, as a share of it; None on links that are not shaped."""
     from gradwire_lab.ranks.netlab.check import measure_rate
 
+    if rate == "none" or "," in rate or n_ranks < 2:
+        return None
     try:
         return 1 + measure_rate(n_ranks, rate, seconds=0.3, repeats=3).deviation
     except Unsupported:  # no right to shape: the records say `loopback` themselves
         return None
 
 
-@dataclass(frozen=True)
-class ExperimentRun:
+class ExperimentRun(NamedTuple):
     """The cells of an experiment that are measured together."""
 
     experiment: Experiment
@@ -71,29 +71,22 @@ class ExperimentRun:
         return " ".join([self.experiment.key, *words])
 
 
-@dataclass
+@dataclass(frozen=True)
 class Runner:
     """Measures into a store; logs, gradients and trainings go to `folder`."""
 
     store: Store
     say: Callable[[str], None]
-    folder: Path = Path("runs/bench")
-    measure: Callable[[str], Measure] = by_name
-    code: Callable[[str], str] = code_of
-    check_network: Callable[[int, str], float | None] = check_network
-    _checked: dict[tuple[int, str], float | None] = field(default_factory=dict)
+    folder: Path
 
     def plan(
         self, experiments: Sequence[Experiment], *, fresh: bool = False, missing: bool = False
     ) -> list[ExperimentRun]:
-        """The runs that are not current, the cheap ones first.
-
-        `missing`: only those that were never measured, by whatever code; `fresh`: all of them.
-        """
+        """The runs that are not current, the cheap ones first; `missing`: only those that were never measured; `fresh`: all."""
         runs = []
         for experiment in experiments:
             records = self.store.read(experiment.key)
-            code = self.code(experiment.measure)
+            code = code_of(experiment.measure)
             for cells in experiment.groups():
                 state = state_of(experiment, cells, records, code)
                 if fresh or state == "never" or (state == "stale" and not missing):
@@ -103,7 +96,7 @@ class Runner:
     def estimate_s(self, runs: Sequence[ExperimentRun]) -> float:
         """About how long these take: what the same took before, else what the catalogue says of such runs."""
         total_s = 0.0
-        for experiment, cells in ((run.experiment, run.cells) for run in runs):
+        for experiment, cells in runs:
             wanted = {name_of(experiment, cell) for cell in cells}
             records = [one for one in self.store.read(experiment.key) if name_of(experiment, one) in wanted]
             took_s = [float(one["elapsed_s"]) for one in records if one.get("elapsed_s")]
@@ -126,7 +119,7 @@ class Runner:
             mine_s, left_s = self.estimate_s([run]), pace * self.estimate_s(runs[number - 1 :])
             takes = f"about {duration(pace * mine_s)}; {duration(left_s)} left in all"
             self.say(f"[{number}/{len(runs)}] {run.name}: {takes}")
-            took_s = self._measure(run)
+            took_s = self._measure(*run)
             if took_s is None:
                 failed.append(run.name)
             else:
@@ -136,28 +129,25 @@ class Runner:
             self.say(f"failed: {name}; the same command measures only what is missing")
         return 1 if failed else 0
 
-    def _measure(self, run: ExperimentRun) -> float | None:
+    def _measure(self, experiment: Experiment, cells: list[Cell]) -> float | None:
         """Seconds that it took; None where it failed, and then nothing is written."""
-        experiment = run.experiment
-        call = Call(experiment.key, run.cells, experiment.apart(run.cells[0]), dict(experiment.fixed), self.folder)
+        call = Call(experiment.key, cells, experiment.apart(cells[0]), dict(experiment.fixed), self.folder)
         started = time.monotonic()
         try:
-            checked = self._check(call)
-            with Load() as load:
-                measured = self.measure(experiment.measure)(call)
+            checked = check_network(int(call.get("ranks", 4)), str(call.get("rate", "none")))
+            with watched_load() as load:
+                measured = by_name(experiment.measure)(call)
         except GradwireError as error:
             self.say(f"    failed: {'' if isinstance(error, PeerLost) else f'{type(error).__name__}: '}{error}")
             return None
-        elapsed_s = time.monotonic() - started
-        settings = experiment.settings(run.cells)
+        elapsed_s, settings = time.monotonic() - started, experiment.settings(cells)
         shared = {
             **describe_run(),
-            "code": self.code(experiment.measure),
+            "code": code_of(experiment.measure),
             "settings": settings,
             "run": f"{settings}-{time.time():.0f}",
             "elapsed_s": round(elapsed_s, 1),
-            "load_before": round(load.before, 2),
-            "load_during": None if load.during is None else round(load.during, 2),
+            **load,
             "network_check": None if checked is None else round(checked, 4),
         }
         # The measure's own environment, and its network, are those of the ranks; the date is the run's.
@@ -166,17 +156,7 @@ class Runner:
             for cell, record in measured
         ]
         found = {name_of(experiment, record) for record in records}
-        for cell in run.cells:
-            if name_of(experiment, cell) not in found:
-                records.append({**cell, "absent": "the measure leaves it out on this machine", **shared})
-        self.store.replace(experiment, run.cells, records)
+        absent = {"absent": "the measure leaves it out on this machine", **shared}
+        records += [{**cell, **absent} for cell in cells if name_of(experiment, cell) not in found]
+        self.store.replace(experiment, cells, records)
         return elapsed_s
-
-    def _check(self, call: Call) -> float | None:
-        """The network's real rate as a share of the set one, once a session and rate; None where nothing is shaped."""
-        rate, n_ranks = str(call.get("rate", "none")), int(call.get("ranks", 4))
-        if rate == "none" or "," in rate or n_ranks < 2:
-            return None
-        if (n_ranks, rate) not in self._checked:
-            self._checked[n_ranks, rate] = self.check_network(n_ranks, rate)
-        return self._checked[n_ranks, rate]

@@ -5,13 +5,14 @@ import gc
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from gradwire import schemes
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.registry import choose_specs, parse_spec, spec_of
 from gradwire.telemetry.environment import describe_environment
@@ -19,9 +20,12 @@ from gradwire.wire.communicator import ring_bytes
 from gradwire_lab import workloads
 from gradwire_lab.bench import driver, train_methods
 from gradwire_lab.bench.driver import Progress, Timing
-from gradwire_lab.bench.train_methods import BASELINES, SHARDED, StepTimes, TrainMethod, describe
+from gradwire_lab.bench.train_methods import BASELINES, StepTimes, TrainMethod, describe
+from gradwire_lab.ranks.network import Network
 from gradwire_lab.results.experiment import Column, Table
+from gradwire_lab.results.records import Record
 from gradwire_lab.results.tables import Grid, print_grid, tabulate
+from gradwire_lab.training.sharding import SHARDED, ranks_per_node
 from gradwire_lab.workloads import Workload
 
 REFERENCE = "ddp"
@@ -41,22 +45,29 @@ def run(args: argparse.Namespace) -> int:
         words = "both count from 1 (DDP rebuilds its buckets after the first step)"
         raise InvalidArgument(f"--steps {args.steps} --warmup {args.warmup}: {words}")
     workloads.check_name(parse_spec(args.workload)[0])
-    specs = choose_specs(args.scheme, train_methods.names(), train_methods.more())
+    # Beside what `all` means: doors, codecs on the training thread, and schemes of one optimizer.
+    more = [*train_methods.BY_NAME_ONLY, *filter(schemes.needs_momenta, schemes.names())]
+    specs = choose_specs(args.scheme, [name for name in [*BASELINES, *schemes.names()] if name not in more], more)
     for spec in specs:
         train_methods.check_baseline_options(*parse_spec(spec))
     given = {"batch_size": args.batch_size, "optimizer": args.optimizer}
     name, options = parse_spec(args.workload)
     options |= {key: value for key, value in given.items() if value is not None}
 
-    def measure() -> None:
-        bench = TrainBench(args, workloads.by_name(name, compute=args.compute, **options), specs)
-        records = bench.run()
-        if bench.rank == 0:
+    def measure() -> Iterator[list[Record]]:
+        records: list[Record] = []
+        for batch in TrainBench(args, workloads.by_name(name, compute=args.compute, **options), specs).run():
+            records += batch
+            yield batch
+        if dist.get_rank() == 0:
             for phase in range(1 + len(args.then)):
                 print_grid(make_grid([record for record in records if record["phase"] == phase]), args.wide)
 
     driver.measure_in_ranks("train", args, measure, specs)
     return 0
+
+
+Turns = list[driver.Turn]
 
 
 class TrainBench:
@@ -65,22 +76,19 @@ class TrainBench:
     def __init__(self, args: argparse.Namespace, workload: Workload, specs: Sequence[str]) -> None:
         self.args, self.workload, self.specs = args, workload, specs
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._environment = describe_environment()
-        self._links, self._records = driver.Links(args), driver.Records(args)
-        self._shared_s = 0.0
+        self._environment, self._shared_s = describe_environment(), 0.0
 
-    def run(self) -> list[dict[str, Any]]:
-        """Train every method; returns the records, on every rank."""
+    def run(self) -> Iterator[list[Record]]:
+        """Train every method; yields the records of those that were trained together, on every rank."""
         methods = [self._start(self.specs[0])]
         are_together = methods[0] is None or len(self.specs) == 1 or self._fits(methods[0])
         for spec in self.specs[1:]:
             if not are_together:
-                self._train(methods)
+                yield self._train(methods)
                 methods.clear()
                 gc.collect()  # models, hooks and attachments refer to each other: they must be gone before the next one comes
             methods.append(self._start(spec))
-        self._train(methods)
-        return self._records.all
+        yield self._train(methods)
 
     def _start(self, spec: str) -> TrainMethod | None:
         try:
@@ -93,52 +101,43 @@ class TrainBench:
             return None
 
     def _fits(self, method: TrainMethod) -> bool:
-        """Whether all methods of all ranks on this machine fit into its memory at once; the same on every rank.
+        """Whether parameters, gradients, buckets, two moments and a scratch of all methods fit here; the same on every rank."""
+        needed = 6 * 4 * method.n_parameters * len(self.specs) * ranks_per_node()
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = sum(1024 * float(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        return driver.largest_over_ranks([float(needed >= _MEMORY_SHARE * available)]) == [0.0]
 
-        Each holds parameters, gradients, buckets, two optimizer moments, and a scratch.
-        """
-        needed = 6 * 4 * method.n_parameters * len(self.specs) * train_methods.ranks_per_node()
-        return driver.largest_over_ranks([float(needed >= _MEMORY_SHARE * _available_bytes())]) == [0.0]
-
-    def _train(self, started: Sequence[TrainMethod | None]) -> None:
+    def _train(self, started: Sequence[TrainMethod | None]) -> list[Record]:
         methods = [method for method in started if method is not None]
         if not methods:
-            return
-        phases, n_steps = range(len(self._links.networks)), [self.args.steps] * len(methods)
-        n_warmup = [self._n_warmup(method) for method in methods]
-        n_all = sum(n_warmup) + sum(n_steps) * len(phases)
+            return []
+        n_steps = [self.args.steps] * len(methods)
+        # What a scheme measures first is not how it will train.
+        n_warmup = [max(self.args.warmup, method.settling_steps) for method in methods]
+        n_all = sum(n_warmup) + sum(n_steps) * (1 + len(self.args.then))
         progress = Progress(f"{self.workload.name}, steps", n_all, self.rank != 0)
         _take_turns(methods, n_warmup, progress)
         for method in methods:
             method.check()
-        by_phase: list[list[list[driver.Turn]]] = []
-        for phase in phases:
-            self._links.enter(phase)
-            by_phase.append(_take_turns(methods, n_steps, progress))
-        self._links.enter(0)
+        by_phase = [(network, _take_turns(methods, n_steps, progress)) for network in driver.phases(self.args)]
         losses = [driver.mean_over_ranks(method.losses) for method in methods]
         # When each step of a method would have ended, had it trained alone: sums of the slowest rank's steps.
         steps_s = [driver.largest_over_ranks([times.iteration_s for times in method.times]) for method in methods]
         # Run one after another, later methods are compared at the end of the first, usually DDP.
         self._shared_s = self._shared_s or min(map(sum, steps_s))
-        self._records.add(
-            [
-                {**self._record(method, phase, turns, loss, steps), "is_interleaved": len(methods) > 1}
-                for phase, turns_of_all in enumerate(by_phase)
-                for method, turns, loss, steps in zip(methods, turns_of_all, losses, steps_s, strict=True)
-            ]
-        )
+        records = [
+            {**self._record(phase, network, *of_method), "is_interleaved": len(methods) > 1}
+            for phase, (network, turns) in enumerate(by_phase)
+            for of_method in zip(methods, turns, n_warmup, losses, steps_s, strict=True)
+        ]
         for method in methods:
             method.close()
-
-    def _n_warmup(self, method: TrainMethod) -> int:
-        """Steps of this method that do not count: what it measures first is not how it will train."""
-        return max(self.args.warmup, method.settling_steps)
+        return records
 
     def _record(
-        self, method: TrainMethod, phase: int, turns: list[driver.Turn], losses: list[float], steps_s: list[float]
-    ) -> dict[str, Any]:
-        n_warmup = self._n_warmup(method)
+        self, phase: int, network: Network, method: TrainMethod, turns: Turns, n_warmup: int, *found: list[float]
+    ) -> Record:
+        losses, steps_s = found  # of every step: the mean over the ranks, the slowest one's
         first = n_warmup + phase * self.args.steps
         counted = slice(first, first + self.args.steps)
         times = method.times[counted]
@@ -148,11 +147,13 @@ class TrainBench:
         means = dict(zip(names, spent, strict=True))
         # Of equally many steps for all, whatever each took to settle.
         n_trained = self.args.warmup + (phase + 1) * self.args.steps
+        n_ended = max(1, sum(end <= self._shared_s for end in itertools.accumulate(steps_s)))
         n_bytes = 4 * method.n_parameters
         ring = ring_bytes(n_bytes, self.world_size)
-        network = self._links.networks[phase]
+        parts: Record = dict.fromkeys(("compute_s", "exposed_s", "wait_s"))
+        if method.name not in SHARDED:
+            parts |= split_steps(times)
         described = self.workload.describe()
-        is_split = method.name not in SHARDED
         return {
             "scheme": method.name,
             "options": describe(method),
@@ -162,7 +163,7 @@ class TrainBench:
             "rates": driver.rates_of(network),
             "phase": phase,
             **timing.fields("iteration_s"),
-            **(split_steps(times) if is_split else dict.fromkeys(("compute_s", "exposed_s", "wait_s"))),
+            **parts,
             "codec_s": means.get("codec_s"),
             "decode_s": means.get("decode_s"),
             **self._overlap(method, turns, len(times)),
@@ -174,7 +175,7 @@ class TrainBench:
             "samples_per_s": self.world_size * self.workload.batch_size / timing.median_s,
             "loss": statistics.fmean(losses[:n_trained][-_LOSS_STEPS:]),
             "loss_at_s": self._shared_s,
-            "loss_after_s": _loss_at(losses, steps_s, self._shared_s),
+            "loss_after_s": statistics.fmean(losses[max(0, n_ended - _LOSS_STEPS) : n_ended]),
             "n_steps": len(times),
             "n_warmup": n_warmup,
             "n_bytes": n_bytes,
@@ -185,7 +186,7 @@ class TrainBench:
             "network": str(network),
         }
 
-    def _overlap(self, method: TrainMethod, turns: list[driver.Turn], n_steps: int) -> dict[str, float | None]:
+    def _overlap(self, method: TrainMethod, turns: Turns, n_steps: int) -> dict[str, float | None]:
         """Means over ranks and steps of `Timeline.measure`; None where it was not asked for or cannot be told."""
         if not self.args.overlap:
             return {}
@@ -196,16 +197,17 @@ class TrainBench:
         return dict(zip(found, means, strict=True))
 
 
-def _take_turns(methods: Sequence[TrainMethod], n_steps: Sequence[int], progress: Progress) -> list[list[driver.Turn]]:
+def _take_turns(methods: Sequence[TrainMethod], n_steps: Sequence[int], progress: Progress) -> list[Turns]:
     """Each method's turns, one method after the other until each has taken its `n_steps`."""
     # Turns are for methods that could disturb each other; the end of one costs a step that looks ahead its lead.
     n_a_turn = TURN_STEPS if len(methods) > 1 else max(n_steps)
-    turns: list[list[driver.Turn]] = [[] for _ in methods]
+    turns: list[Turns] = [[] for _ in methods]
     for done in range(0, max(n_steps), n_a_turn):
         for method, n, kept in zip(methods, n_steps, turns, strict=True):
             if n > done:
-                kept.append(driver.take_turn(method, min(n_a_turn, n - done)))
-                progress.advance(min(n_a_turn, n - done))
+                n_now = min(n_a_turn, n - done)
+                kept.append(driver.take_turn(method.step, method.stats, n_now, method.finish_turn))
+                progress.advance(n_now)
     return turns
 
 
@@ -223,19 +225,6 @@ def split_steps(times: Sequence[StepTimes]) -> dict[str, float]:
     dist.all_reduce(split)
     medians = (split / dist.get_world_size()).median(dim=1).values.tolist()
     return dict(zip(("compute_s", "exposed_s", "wait_s"), medians, strict=True))
-
-
-def _loss_at(losses: Sequence[float], steps_s: Sequence[float], moment_s: float) -> float:
-    """The mean loss of the last steps that had ended at `moment_s`."""
-    n_ended = max(1, sum(end <= moment_s for end in itertools.accumulate(steps_s)))
-    return statistics.fmean(losses[max(0, n_ended - _LOSS_STEPS) : n_ended])
-
-
-def _available_bytes() -> float:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return float(line.split()[1]) * 1024
-    return 0.0
 
 
 def make_grid(records: Sequence[dict[str, Any]]) -> Grid:

@@ -58,8 +58,7 @@ class LoggedRun:
 def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[LoggedRun], dict[str, list[Record]]]:
     """Read run folders, bench JSON files, and folders that hold either: runs, and records by kind (`BENCH_FIELDS`).
 
-    Raises: InvalidArgument (nothing given, a path that is missing or holds nothing to report),
-        CorruptMessage (a file that is not what its name promises).
+    Raises: InvalidArgument (nothing given, missing or to report), CorruptMessage (a file is not what its name promises).
     """
     if not paths:
         raise InvalidArgument("a report needs at least one run folder or bench JSON file")
@@ -68,22 +67,17 @@ def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[LoggedRun
     for source in [source for path in dict.fromkeys(map(Path, paths)) for source in _sources(path)]:
         if source.is_dir():
             runs.append(_load_run(source))
-        else:
-            for number, record in enumerate(read_json(source)):
-                records[_kind_of(record, f"{source}: record {number}")].append(record)
-    for run in runs:
-        what = (run.config.get("workload"), run.config.get("scheme"))
-        same = [one for one in runs if (one.config.get("workload"), one.config.get("scheme")) == what]
-        if len(same) > 1:
-            are_apart = len({_words(one.config.get("scheme_options")) for one in same}) == len(same)
-            run.label += " " + (_words(run.config.get("scheme_options")) if are_apart else f"({run.path.name})")
-    for kind in ("allreduce", "train"):
-        options = [_words(record.get("options") or record.get("scheme_options")) for record in records[kind]]
-        variants = {(str(record["scheme"]), words) for record, words in zip(records[kind], options, strict=True)}
-        for record, words in zip(records[kind], options, strict=True):
-            scheme = str(record["scheme"])
-            is_one = sum(name == scheme for name, _ in variants) == 1
-            record["scheme"] = scheme if is_one else f"{scheme} {words}".strip()
+            continue
+        for number, record in enumerate(read_json(source)):
+            records[_kind_of(record, f"{source}: record {number}")].append(record)
+    for same in _group(runs, lambda run: (run.config.get("workload"), run.config.get("scheme"))):
+        words = [_words(run.config.get("scheme_options")) for run in same]
+        for run, options in zip(same, words, strict=True) if len(same) > 1 else ():
+            run.label += f" {options if len(set(words)) == len(same) else f'({run.path.name})'}"
+    for same in (same for kind in ("allreduce", "train") for same in _group(records[kind], lambda r: str(r["scheme"]))):
+        words = [_words(record.get("options") or record.get("scheme_options")) for record in same]
+        for record, options in zip(same, words, strict=True) if len(set(words)) > 1 else ():
+            record["scheme"] = f"{record['scheme']} {options}".strip()
     return runs, records
 
 
@@ -171,22 +165,12 @@ def read_json(path: Path) -> list[Record]:
 
 # ---- sections: runs, training at several rates, all-reduce and codecs
 
-
 # Whom the others are compared with, if it is there: what one would run without gradwire, else its own plain all-reduce.
 _BASELINES = ("ddp", "plain", "gloo", "nccl", "allreduce", "none")
 _SIZE_IN = (5.7, 3.4)  # half of the page's width
 _MOST_POINTS = 100  # of a line over steps
 _SPEED_UP = "speed-up"
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure of the page. `name` is unique; title and caption say in words what it shows."""
-
-    name: str
-    title: str
-    caption: str
-    svg: str
+_PARTS = Plot("scheme", Column("ms", "ms an iteration"), "part", "stacks")
 
 
 @dataclass
@@ -197,19 +181,19 @@ class Section:
     title: str
     intro: str
     base: str | None = None
-    figures: list[Figure] = field(default_factory=list)
+    figures: list[dict[str, str]] = field(default_factory=list)  # their name, title, caption and svg
     tables: list[Grid] = field(default_factory=list)
 
     def draw(self, plot: Plot, records: Sequence[Record], caption: str) -> None:
         """Add a figure, if there is anything to draw."""
         axes = {axis: list(dict.fromkeys(record[axis] for record in records)) for axis in (plot.series, plot.x)}
         experiment = Experiment("", "", "", "", axes, baseline=self.baseline)
-        series = series_of(plot, Summary(experiment, records))
-        if series:
+        if series := series_of(plot, Summary(experiment, records)):
             height = 0.9 + 0.5 * len({x for points in series.values() for x, _ in points})
             size = (_SIZE_IN[0], height) if plot.style == "stacks" else _SIZE_IN
             name = f"{self.anchor}-{len(self.figures)}"
-            self.figures.append(Figure(name, plot.title, caption, draw(replace(plot, title=""), series, name, size)))
+            svg = draw(replace(plot, title=""), series, name, size)
+            self.figures.append({"name": name, "title": plot.title, "caption": caption, "svg": svg})
 
     @property
     def baseline(self) -> dict[str, str]:
@@ -249,9 +233,15 @@ def _begin(anchor: str, title: str, what: str, places: Sequence[Record], wanted:
     return Section(anchor, title, intro, base)
 
 
-def _columns(*fields: tuple[str, str], digits: int = 1) -> list[Column]:
-    """Seconds as ms: (field, title)."""
-    return [Column(field, f"{title}, ms", 1e3, f",.{digits}f") for field, title in fields]
+def _columns(digits: int = 1, **titles: str) -> list[Column]:
+    """Seconds as ms: field=title."""
+    return [Column(field, f"{title}, ms", 1e3, f",.{digits}f") for field, title in titles.items()]
+
+
+def _timed(field: str, title: str, digits: int = 1) -> list[Column]:
+    """A time with its spread, and how many times the baseline's it is shorter."""
+    (column,) = _columns(digits, **{field: title})
+    return [replace(column, spread=True), Column(field, _SPEED_UP, kind="speed-up")]
 
 
 # ---- training runs
@@ -276,12 +266,10 @@ def _of_runs(anchor: str, runs: Sequence[LoggedRun], wanted: str | None) -> Sect
         section.draw(Plot(x, Column("loss"), x_title=words, title=f"Loss against {title}"), losses, caption)
     caption = "Mean over steps after the first tenth, and over ranks, of the training thread; exposed is all that the "
     caption += "backward pass did not hide, the codec's share included."
-    time = Plot("scheme", Column("ms", "ms an iteration"), "part", "stacks", title="Where an iteration's time goes")
-    section.draw(time, shares, caption)
-    columns = [Column("steps", form=".0f"), Column("iteration_s", "iteration, ms", 1e3, ",.1f", spread=True),
-               Column("iteration_s", _SPEED_UP, kind="speed-up"), Column("bytes_sent", "MB sent a step", 1e-6, ",.2f"),
-               Column("ratio", "of a plain ring, %", 100, ".1f"),
-               *_columns(*((f"{name}_s", name) for name in ("exposed", "encode", "decode"))),
+    section.draw(replace(_PARTS, title="Where an iteration's time goes"), shares, caption)
+    columns = [Column("steps", form=".0f"), *_timed("iteration_s", "iteration"),
+               Column("bytes_sent", "MB sent a step", 1e-6, ",.2f"), Column("ratio", "of a plain ring, %", 100, ".1f"),
+               *_columns(exposed_s="exposed", encode_s="encode", decode_s="decode"),
                Column("loss", "final loss", form=".5g"), Column("deviation", "largest deviation")]  # fmt: skip
     caption = "Iteration: median (quartiles). Other times and bytes: means. All after the first tenth of the steps."
     caption += f" Speed-up and deviation against {base}, step by step." if base else ""
@@ -335,8 +323,8 @@ def _threshold_table(run: LoggedRun) -> Grid | None:
     for row in rows:
         sent = "compressed" if row["size_bytes"] >= threshold else "raw"
         shown.append({**row, "tensor, bytes": f"{row['size_bytes']:,.0f}", "sent": sent})
-    columns = _columns(*zip(_THRESHOLDS[1:5], ("raw", "compressed", "codec", "both"), strict=True), digits=2)
-    columns += [Column("benefit", form=".2f"), Column("sent")]
+    names = zip(_THRESHOLDS[1:5], ("raw", "compressed", "codec", "both"), strict=True)
+    columns = [*_columns(digits=2, **dict(names)), Column("benefit", form=".2f"), Column("sent")]
     chosen = "never: everything travels raw" if threshold >= NEVER else f"{threshold:,} bytes"
     caption = f"Communication threshold: {chosen}. One tensor of each size by itself, the slowest rank's mean over the "
     caption += "warm-up; benefit: raw / (compressed + codec)."
@@ -367,13 +355,9 @@ def _of_training(anchor: str, records: Sequence[Record], wanted: str | None) -> 
             ):
                 shares.append({"scheme": record["scheme"], "part": part, "ms": 1e3 * min(seconds, left_s)})
                 left_s -= min(seconds, left_s)
-        plot = Plot(
-            "scheme", Column("ms", "ms an iteration"), "part", "stacks", title=f"An iteration, {at_rate[0]['rate']}"
-        )
-        section.draw(plot, shares, "Median.")
-    columns = [Column("iteration_s", "iteration, ms", 1e3, ",.1f", spread=True),
-               Column("iteration_s", _SPEED_UP, kind="speed-up"),
-               *_columns(("compute_s", "computation"), ("codec_s", "codec"), ("exposed_s", "exposed")),
+        section.draw(replace(_PARTS, title=f"An iteration, {at_rate[0]['rate']}"), shares, "Median.")
+    columns = [*_timed("iteration_s", "iteration"),
+               *_columns(compute_s="computation", codec_s="codec", exposed_s="exposed"),
                Column("wire_bytes", "MB on the wire", 1e-6, ",.4g"), Column("loss", form=".5g")]  # fmt: skip
     caption = f"Median (spread) of the iterations.{_against(section, 'rate')}"
     section.tabulate(Table(columns, rows=("scheme", "rate"), title="Training in numbers"), records, caption)
@@ -395,8 +379,7 @@ def _of_allreduce(anchor: str, records: Sequence[Record], wanted: str | None) ->
             title = f"Time against size, {at_rate[0]['rate']}"
             plot = Plot("n_bytes", Column("time_s", "ms", 1e3), log="xy", x_title="bytes of the gradient", title=title)
             section.draw(plot, at_rate, "Median; both axes log.")
-    columns = [Column("time_s", "time, ms", 1e3, ",.2f", spread=True), Column("time_s", _SPEED_UP, kind="speed-up"),
-               Column("wire_bytes", "MB on the wire", 1e-6, ",.4g"),
+    columns = [*_timed("time_s", "time", digits=2), Column("wire_bytes", "MB on the wire", 1e-6, ",.4g"),
                Column("share", "wire bytes / size", form=".3f")]  # fmt: skip
     records.sort(key=lambda record: record["n_bytes"])
     table = Table(columns, rows=("scheme", "rate", "size"), title="All-reduce in numbers")
@@ -432,12 +415,9 @@ def _draw_speed_up(section: Section, records: Sequence[Record], measure: str, of
 
 
 def _by_rate(records: Iterable[Record], measure: str) -> list[Record]:
-    """By the rate of their links, slowest first, unshaped last, the fastest first at each; `rate` in words.
-
-    With their spread under the names that tables know: `train --json` calls it the tenth and ninetieth of a hundred.
-    """
+    """By the rate of their links in words, slowest first, unshaped last; with their spread under the names of tables."""
     ordered = sorted(records, key=lambda r: (float(r["rate_bps"] or "inf"), float(r[measure])))
-    return [
+    return [  # `train --json` says what a tenth and what nine tenths are below
         {f"{measure}_low": record.get(f"{measure}_p10"), f"{measure}_high": record.get(f"{measure}_p90")}
         | record
         | {"rate": format_rate(record["rate_bps"] or None)}
@@ -467,7 +447,6 @@ def write_report(
         run_dirs: run folders of `gradwire train`, JSON files of `gradwire bench --json`, or folders that hold either.
         out: the page; its folder is made if need be, and an older page stays as it is if anything fails.
         baseline: the label (scheme) to compare with; by default `ddp`, else `plain`.
-    Returns: `out` as a path.
     Raises: InvalidArgument (missing input, unknown baseline, page not writable), CorruptMessage (a file that holds
         something else), Unsupported (the packages of the extra `report` are missing).
     """
@@ -477,23 +456,12 @@ def write_report(
     if baseline is not None and baseline not in schemes:
         there_are = ", ".join(sorted(schemes)) or "none"
         raise InvalidArgument(f"no run or record is of a scheme called {baseline!r}; there are: {there_are}")
-    out, page = Path(out), _render(title, make_sections(runs, records, baseline), runs, records)
-    try:
-        write_text(out, page)
-    except GradwireError as error:
-        raise InvalidArgument(f"cannot write the report to {out}: {error.__cause__}") from error
-    return out
-
-
-def _render(
-    title: str, sections: Sequence[Section], runs: Sequence[LoggedRun], records: Mapping[str, Sequence[Record]]
-) -> str:
+    sections = make_sections(runs, records, baseline)
     try:
         import jinja2
     except ImportError as error:
-        raise Unsupported(
-            f"a report needs jinja2 ({error}); install it with: pip install 'gradwire[report]'"
-        ) from error
+        advice = "install it with: pip install 'gradwire[report]'"
+        raise Unsupported(f"a report needs jinja2 ({error}); {advice}") from error
     # Where and when each run and record was measured, and the distinct machines.
     places = [run.place for run in runs]
     for record in (record for batch in records.values() for record in batch):
@@ -508,7 +476,7 @@ def _render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html.j2").render(
+    page = environment.get_template("report.html.j2").render(
         title=title,
         sections=sections,
         runs=runs,
@@ -517,3 +485,8 @@ def _render(
         dark=css_variables(dark=True),
         dates=" to ".join(dict.fromkeys((days[0], days[-1]))) if days else "",
     )
+    try:
+        write_text(Path(out), page)
+    except GradwireError as error:
+        raise InvalidArgument(f"cannot write the report to {out}: {error.__cause__}") from error
+    return Path(out)

@@ -8,19 +8,17 @@ def describe_network(fields: Mapping[str, Any]) -> str:
     """For captions: how the network of a run or record came about, e.g. `shaped to 1 Gb/s (netlab)`."""
     kind, _, rates = str(fields.get("network") or "").partition(" ")
     rate_bps = fields.get("rate_bps")
+    text = kind or "network not recorded"
     if kind == "netlab":
-        words = [word for word in rates.split(",") if word] or ["none" if rate_bps is None else str(rate_bps)]
-        named = [format_rate(None if word == "none" else float(word)) for word in words if _is_rate(word)]
-        different = list(dict.fromkeys(named))
-        text = "unshaped test network (netlab)"
-        if different != ["unshaped"]:
-            text = f"shaped to {' / '.join(different)} (netlab)"
+        words = [word for word in rates.split(",") if word] or [str(rate_bps or "none")]
+        rates_bps = {"none": None} | {word: float(word) for word in words if word.replace(".", "", 1).isdigit()}
+        named = [format_rate(rates_bps[word]) for word in words if word in rates_bps]
+        different = " / ".join(dict.fromkeys(named))
+        text = "unshaped test network (netlab)" if different == "unshaped" else f"shaped to {different} (netlab)"
     elif kind == "loopback":
         text = "loopback, unshaped"
     elif rate_bps:
-        text = f"{format_rate(rate_bps)} ({kind or 'network not recorded'})"
-    else:
-        text = kind or "network not recorded"
+        text = f"{format_rate(rate_bps)} ({text})"
     return text + (", computation emulated" if is_emulated(fields) else "")
 
 
@@ -75,7 +73,3 @@ def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def _is_rate(word: str) -> bool:
-    return word == "none" or word.replace(".", "", 1).isdigit()

@@ -64,27 +64,19 @@ STYLE: Any = {
     "text.parse_math": False,  # a `$` in a name is a dollar
     "font.family": "DejaVu Sans",  # ships with matplotlib; wider than the system fonts that take its place
     "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": MUTED,
+    **{f"axes.spines.{side}": False for side in ("top", "right", "left")},
     "axes.axisbelow": True,
     "axes.grid": True,
     "grid.color": GRID,
     "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "ytick.major.size": 0,
-    "ytick.minor.size": 0,
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), MUTED),
+    **dict.fromkeys(("ytick.major.size", "ytick.minor.size"), 0),
     "xtick.minor.size": 2,
     "text.color": INK,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
     "lines.linewidth": 2,
     "lines.solid_capstyle": "round",
 }
-
 
 # CSS variable: (light, dark).
 _VARIABLES: dict[str, tuple[str, str]] = {
@@ -172,10 +164,7 @@ def digest_in(path: Path) -> str | None:
 
 
 def draw(plot: Plot, series: Series, name: str = "plot", size_in: tuple[float, float] = SIZE_IN) -> str:
-    """The plot as an <svg> element with CSS variables for colours; `name` makes the ids in it unique in a page.
-
-    Raises: Unsupported (matplotlib is not installed).
-    """
+    """An <svg> element with CSS variables for colours, its ids with `name` before them. Raises: Unsupported."""
     with _figure(size_in) as figure:
         _draw_in(figure.add_subplot(), plot, series)
         return _as_element(figure, name)

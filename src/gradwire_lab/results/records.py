@@ -55,11 +55,11 @@ class RecordLog:
     """An append-only JSONL file: every record is on the disk (fsync) before the next measurement starts."""
 
     def __init__(self, path: Path) -> None:
-        """Open `path` for appending, its folder made if need be. Raises: GradwireError."""
+        """Raises: GradwireError: that it can be written is checked before hours of measuring."""
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab+") as file:  # the check that it can be written comes before hours of measuring
+            with path.open("ab+") as file:
                 if file.tell():
                     file.seek(-1, os.SEEK_END)
                     if file.read(1) != b"\n":  # the last line is torn
@@ -78,17 +78,9 @@ class RecordLog:
         except OSError as error:
             raise _write_error(self.path, error) from error
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[Record]:
         """Every whole record of the file; a last line torn by a crash or a full disk is not one."""
-        records = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(record, dict):
-                records.append(record)
-        return records
+        return read_lines(self.path, is_log=True)
 
 
 def _line(record: Record) -> str:
@@ -113,7 +105,6 @@ def _write_error(path: Path, error: OSError) -> GradwireError:
 
 # ---- measured records by machine and experiment
 
-
 # Of a run: its sources and settings are as they were, are others now, or it was never measured.
 State = Literal["current", "stale", "never"]
 
@@ -123,33 +114,24 @@ class Store:
 
     A record belongs to a cell by the values of its experiment's axes. New records of a cell replace all old ones of it;
     a file is replaced as a whole, so that whatever ends the process leaves either the old or the new one.
-
-    Args:
-        folder: `results` of a checkout.
-        machine: the folder inside; see `machine_name`.
     """
 
     def __init__(self, folder: Path, machine: str) -> None:
         self.folder, self.machine = folder, machine
 
     def path(self, key: str) -> Path:
-        """The file of an experiment."""
         return self.folder / self.machine / f"{key}.jsonl"
 
     def read(self, key: str) -> list[Record]:
-        """Its records, [] without any. Raises: CorruptMessage (file and line)."""
+        """An experiment's records, [] without any. Raises: CorruptMessage (file and line)."""
         return read_lines(self.path(key))
 
     def replace(self, experiment: Experiment, cells: Sequence[Cell], records: Iterable[Record]) -> None:
-        """Put `records` in the place of all that is known of `cells`; the old file stays if that fails.
-
-        Raises: InvalidArgument (a record that is not flat), GradwireError.
-        """
+        """Put `records` in the place of all that is known of `cells`. Raises: InvalidArgument (not flat), GradwireError."""
         gone = {name_of(experiment, cell) for cell in cells}
         kept = [record for record in self.read(experiment.key) if name_of(experiment, record) not in gone]
         order = {name_of(experiment, cell): number for number, cell in enumerate(experiment.cells())}
-        everything = [*kept, *records]
-        everything.sort(key=lambda record: order.get(name_of(experiment, record), len(order)))
+        everything = sorted([*kept, *records], key=lambda record: order.get(name_of(experiment, record), len(order)))
         for record in everything:
             if nested := [key for key, value in record.items() if isinstance(value, dict | list | tuple)]:
                 raise InvalidArgument(f"a result is a flat record, but {', '.join(nested)} holds others")
@@ -190,17 +172,18 @@ def find_root(start: Path) -> Path:
     raise InvalidArgument(f"{start} lies in no checkout of gradwire (a folder with docs and results): pass --root")
 
 
-def read_lines(path: Path) -> list[Record]:
-    """A JSONL file's records, [] if there is no file. Raises: CorruptMessage (a line that is no record)."""
-    if not path.is_file():
-        return []
+def read_lines(path: Path, is_log: bool = False) -> list[Record]:
+    """A JSONL file's records, [] if there is no file. Raises: CorruptMessage (a line that is none, but in a log)."""
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
+            why = f" but {type(record).__name__}"
         except json.JSONDecodeError as error:
-            raise CorruptMessage(f"{path}:{number}: not a record ({error.msg})") from error
-        if not isinstance(record, dict):
-            raise CorruptMessage(f"{path}:{number}: not a record but {type(record).__name__}")
-        records.append(record)
+            record, why = None, f" ({error.msg})"
+        if isinstance(record, dict):
+            records.append(record)
+        elif not is_log:
+            raise CorruptMessage(f"{path}:{number}: not a record{why}")
     return records

@@ -17,11 +17,7 @@ _DOTTED = re.compile(r"gradwire(?:_lab)?(?:\.\w+)+")
 
 @functools.cache
 def source_hash(module: str, without: str = "") -> str:
-    """A digest of every file that `module` depends on, `without` the one of this name, which it writes itself.
-
-    These are the modules that it imports, directly or not, or names in a registry, the data files beside them, and the
-    sources of the C++ core where one of them uses it. What starts a process of its own depends on everything.
-    """
+    """A digest of every file that `module` depends on, `without` the one of this name, which it writes itself."""
     digest = hashlib.sha256()
     for path in files_of(module):
         name = path.relative_to(SOURCES.parent).as_posix()
@@ -32,7 +28,11 @@ def source_hash(module: str, without: str = "") -> str:
 
 @functools.cache
 def files_of(module: str) -> list[Path]:
-    """The files that `module` depends on, those of rooms that only show results left out."""
+    """The files that `module` depends on, those of rooms that only show results left out.
+
+    These are the modules that it imports, directly or not, or names in a registry, the data files beside them, and the
+    sources of the C++ core where one of them uses it. What starts a process of its own depends on everything.
+    """
     found: set[Path] = set()
     waiting = [path for path in [_file(module)] if path]
     while waiting:
@@ -76,9 +76,6 @@ def _file(name: str) -> Path | None:
     parts = name.split(".")
     if parts[0] not in PACKAGES:
         return None
-    for length in (len(parts), len(parts) - 1):
-        base = SOURCES.joinpath(*parts[:length])
-        for path in (base.with_suffix(".py"), base.with_suffix(".pyi"), base / "__init__.py"):
-            if path.is_file():
-                return path
-    return None
+    bases = [SOURCES.joinpath(*parts[:length]) for length in (len(parts), len(parts) - 1)]
+    places = (path for base in bases for path in (*map(base.with_suffix, (".py", ".pyi")), base / "__init__.py"))
+    return next(filter(Path.is_file, places), None)

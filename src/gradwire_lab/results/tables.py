@@ -20,37 +20,26 @@ _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9
 
 @dataclass(frozen=True)
 class Value:
-    """What a table's cell shows.
+    """What a table's cell shows."""
 
-    Attributes:
-        middle: median, mean, ratio or difference, scaled; None where it was not measured.
-        low, high: quartiles, mean -+ standard deviation, or the 95 % interval of a difference; None where unknown.
-        is_noise: a ratio or difference that noise alone can explain; nothing is claimed of it.
-        n_without: runs that ended without such a number (their loss was NaN), and are not in `middle`.
-    """
-
-    middle: float | str | None
+    middle: float | str | None  # median, mean, ratio or difference, scaled; None where it was not measured
+    # quartiles, mean -+ standard deviation, or the 95 % interval of a difference; None where unknown
     low: float | None = None
     high: float | None = None
-    is_noise: bool = False
-    n_without: int = 0
+    is_noise: bool = False  # a ratio or difference that noise alone can explain; nothing is claimed of it
+    n_without: int = 0  # runs that ended without such a number (their loss was NaN), and are not in `middle`
 
 
 class Summary:
-    """One experiment's records, those of equal axes but `over` taken together.
-
-    Attributes:
-        rows: one dict for each of these: the fields that all its records share, and the records as `"records"`.
-    """
+    """One experiment's records, those of equal axes but `over` taken together: `rows`, each with its "records"."""
 
     def __init__(self, experiment: Experiment, records: Sequence[Record], extra_axes: Sequence[str] = ()) -> None:
         self.experiment = experiment
         self._axes = [axis for axis in (*experiment.axes, *extra_axes) if axis not in experiment.over]
-        found: dict[str, list[Record]] = {}
+        self._groups: dict[str, list[Record]] = {}
         for record in records:
-            found.setdefault(self._name(record), []).append(record)
-        self._groups = found
-        self.rows = [{**group[0], "records": group} for group in found.values()]
+            self._groups.setdefault(self._name(record), []).append(record)
+        self.rows = [{**group[0], "records": group} for group in self._groups.values()]
 
     def value(self, row: Mapping[str, Any], column: Column) -> Value:
         """A row's value in a column."""
@@ -95,19 +84,13 @@ class Summary:
         pairs = [one[place] - other[place] for place in one if place in other]
         if not pairs:
             return Value(None)
-        middle, half, n_without = statistics.fmean(pairs), half_interval(pairs), _n_without(mine, column)
-        if half is None or mine is base:
+        middle, n_without = statistics.fmean(pairs), _plain(mine, column).n_without
+        if len(pairs) < 2 or mine is base:
             return Value(middle, n_without=n_without)
+        # By Student's t, with the next smaller number of degrees of freedom: never too narrow.
+        quantile = _T[max(k for k in _T if k < len(pairs))]
+        half = quantile * statistics.stdev(pairs) / math.sqrt(len(pairs))
         return Value(middle, middle - half, middle + half, abs(middle) <= half, n_without)
-
-
-def half_interval(values: Sequence[float]) -> float | None:
-    """Half of the 95 % interval of the mean of `values`, by Student's t; None of fewer than two."""
-    if len(values) < 2:
-        return None
-    freedom = len(values) - 1
-    quantile = _T[max(k for k in _T if k <= freedom)]  # the next smaller number of degrees: never too narrow
-    return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def _plain(records: Sequence[Record], column: Column) -> Value:
@@ -118,18 +101,17 @@ def _plain(records: Sequence[Record], column: Column) -> Value:
         words = dict.fromkeys({True: "yes", False: "no"}.get(value, value) for value in known)
         return Value(", ".join(map(str, words)))
     if len(records) > 1:
-        mean = column.scale * statistics.fmean(known)
+        mean, n_without = (
+            column.scale * statistics.fmean(known),
+            sum(one.get(column.field, 0) is None for one in records),
+        )
         if len(known) == 1:
-            return Value(mean, n_without=_n_without(records, column))
+            return Value(mean, n_without=n_without)
         spread = abs(column.scale) * statistics.stdev(known)
-        return Value(mean, mean - spread, mean + spread, n_without=_n_without(records, column))
+        return Value(mean, mean - spread, mean + spread, n_without=n_without)
     ends = [records[0].get(f"{column.field}_{end}") for end in ("low", "high")]
     low, high = (None if end is None else column.scale * float(end) for end in ends)
     return Value(column.scale * float(known[0]), low, high)
-
-
-def _n_without(records: Sequence[Record], column: Column) -> int:
-    return sum(record.get(column.field, 0) is None for record in records)
 
 
 def _overlap(one: Value, other: Value) -> bool:
@@ -151,7 +133,6 @@ def chosen(record: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
 
 # ---- from records to a table as words
 
-
 NOISE = "~"
 # Of a goal, the best first.
 VERDICTS = ("reached", "undecided", "missed")
@@ -169,11 +150,15 @@ def make_grid(
     rows, used = summary.rows, {*table.rows, table.across, *experiment.over}
     left = [axis for axis in experiment.axes if axis not in used and len({str(row.get(axis)) for row in rows}) > 1]
     names = [*left, *table.rows]
-    by_name: dict[tuple[str, ...], list[Record]] = {}
+
+    def head_of(row: Record) -> str:
+        return experiment.label(table.across, row.get(table.across)) if table.across else ""
+
+    by_name: dict[tuple[str, ...], dict[str, Record]] = {}
     for row in rows:
-        by_name.setdefault(tuple(experiment.label(axis, row.get(axis)) for axis in names), []).append(row)
-    across = [experiment.label(table.across, row.get(table.across)) for row in rows] if table.across else [""]
-    heads = list(dict.fromkeys(across))
+        name = tuple(experiment.label(axis, row.get(axis)) for axis in names)
+        by_name.setdefault(name, {}).setdefault(head_of(row), row)
+    heads = list(dict.fromkeys(map(head_of, rows)))
     columns = [column for column in table.columns if any(summary.value(row, column).middle is not None for row in rows)]
     room = most_columns - len(names) if most_columns else len(heads) * len(columns)
     heads = heads[: max(1, room)]
@@ -181,16 +166,13 @@ def make_grid(
     title, headings = table.title, [": ".join(filter(None, (head, one.heading))) for head in heads for one in shown]
     if table.across and len(shown) == 1:  # said once
         title, headings = ", ".join(filter(None, [table.title, shown[0].heading])), heads
-    lines, has_noise = [], False
-    for name, group in by_name.items():
-        by_head = {experiment.label(table.across, r.get(table.across)) if table.across else "": r for r in group[::-1]}
-        cells = [*name]
-        for head, column in itertools.product(heads, shown):
-            value = summary.value(by_head[head], column) if head in by_head else Value(None)
-            has_noise |= value.is_noise
-            cells.append(show_value(value, column))
-        lines.append(cells)
-    captions = [f"{NOISE} within the noise: nothing is claimed."] if has_noise else []
+    lines, captions = [], []
+    for name, by_head in by_name.items():
+        places = [(by_head.get(head), column) for head, column in itertools.product(heads, shown)]
+        values = [(summary.value(row, column) if row else Value(None), column) for row, column in places]
+        lines.append([*name, *(show_value(*one) for one in values)])
+        if any(value.is_noise for value, _ in values):
+            captions = [f"{NOISE} within the noise: nothing is claimed."]
     if more_columns := [column.heading for column in columns if column not in shown]:
         captions.append(f"Also measured: {', '.join(more_columns)}.")
     axes = [name.replace("_", " ").replace("n bytes", "bytes") for name in names]
@@ -245,27 +227,25 @@ def answer_of(experiment: Experiment, asked: Goal, records: Sequence[Record]) ->
     known = [(value.middle, show_value(value, column), value) for value in found if isinstance(value.middle, float)]
     verdict, goal = "", ""
     if asked.sign:
-        verdicts = [_judge(asked, middle, value) for middle, _, value in known]
+        verdicts = []
+        for middle, _, value in known:
+            is_met = middle <= asked.bound if asked.sign == "<=" else middle >= asked.bound
+            is_between = value.low is not None and value.high is not None and value.low < asked.bound < value.high
+            is_missed = value.n_without or not (is_met or is_between)
+            verdicts.append("missed" if is_missed else "undecided" if is_between else "reached")
         verdict = next((word for word in VERDICTS[::-1] if word in verdicts), "")
         if verdict and (n_reached := verdicts.count("reached")) not in (0, len(verdicts)):
             verdict += f", {n_reached} of {len(verdicts)} reached"
         goal = f"{asked.sign} {format(asked.bound, asked.column.form if asked.column.kind == 'value' else '.4g')}"
     words = [shown for _, shown, _ in sorted(known, key=lambda one: one[:2])]
-    here = "not measured" if not words else words[0]
+    here = words[0] if words else "not measured"
     if len(words) > 1:
         here += f" to {words[-1]} ({len(words)} cells)"
     figure = f"{asked.of.paper}, {asked.of.figure}" if asked.of else ""
     return Answer(asked.says, figure, asked.paper, here, goal, verdict)
 
 
-def _judge(goal: Goal, middle: float, value: Value) -> str:
-    is_met = middle <= goal.bound if goal.sign == "<=" else middle >= goal.bound
-    is_between = value.low is not None and value.high is not None and value.low < goal.bound < value.high
-    return "missed" if value.n_without else "undecided" if is_between else "reached" if is_met else "missed"
-
-
 # ---- the one style of every table
-
 
 WIDTH = 80
 # A longer name takes a line of its own, and its values the next one.
@@ -297,31 +277,29 @@ def to_markdown(grid: Grid) -> str:
 def to_text(grid: Grid, width: int | None = WIDTH) -> str:
     """The table for a terminal: as many columns as fit into `width`, all of them without one."""
     names = [" ".join(filter(None, row[: grid.n_names])) for row in grid.rows]
-    columns = [list(column) for column in zip(*(row[grid.n_names :] for row in grid.rows), strict=True)]
-    headings = list(grid.headings[grid.n_names :])
-    wide = max((len(name) for name in names), default=0)
-    name_width = wide if width is None else min(wide, _LONGEST_NAME)
-    name_width = max(name_width, len(" ".join(grid.headings[: grid.n_names])))
-    shown, used = [], name_width
-    for heading, column in zip(headings, columns, strict=True):
-        needed = len(_GAP) + max(len(heading), *(len(cell) for cell in column))
-        if width is not None and used + needed > width:
+    columns = list(zip(grid.headings[grid.n_names :], *(row[grid.n_names :] for row in grid.rows), strict=True))
+    first, wide = " ".join(grid.headings[: grid.n_names]), max(map(len, names), default=0)
+    name_width = max(wide if width is None else min(wide, _LONGEST_NAME), len(first))
+    sizes, used = [], name_width
+    for column in columns:
+        size = max(map(len, column))
+        if width is not None and used + len(_GAP) + size > width:
             break
-        shown.append((heading, column, needed - len(_GAP)))
-        used += needed
+        sizes.append(size)
+        used += len(_GAP) + size
+
+    def line(name: str, index: int) -> str:
+        cells = (column[index].rjust(size) for column, size in zip(columns, sizes, strict=False))
+        return _GAP.join([name.ljust(name_width), *cells]).rstrip()
+
     lines = [grid.title] if grid.title else []
-    head = _GAP.join(heading.rjust(size) for heading, _, size in shown)
-    first = " ".join(grid.headings[: grid.n_names]).ljust(name_width)
-    lines += [f"{first}{_GAP}{head}".rstrip(), "-" * used] if any(grid.headings) else []
-    for index, name in enumerate(names):
-        values = _GAP.join(column[index].rjust(size) for _, column, size in shown)
-        if len(name) > name_width:
-            lines.append(name)
-            name = ""
-        lines.append(f"{name.ljust(name_width)}{_GAP}{values}".rstrip())
-    left_out = headings[len(shown) :]
-    if left_out:
-        lines.append(f"--wide also shows: {', '.join(left_out)}")
+    if any(grid.headings):
+        lines += [line(first, 0), "-" * used]
+    for index, name in enumerate(names, start=1):
+        is_long = len(name) > name_width
+        lines += [name, line("", index)] if is_long else [line(name, index)]
+    if left_out := columns[len(sizes) :]:
+        lines.append(f"--wide also shows: {', '.join(column[0] for column in left_out)}")
     if grid.caption:
         lines += textwrap.wrap(grid.caption, width or used)
     return "\n".join(lines) + "\n"

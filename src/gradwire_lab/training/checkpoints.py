@@ -36,7 +36,7 @@ def find_newest(folder: Path) -> Path | None:
 
 def save(
     folder: Path, step: int, identity: dict[str, Any], shared: dict[str, Any], own: dict[str, Any], device: torch.device
-) -> Path:
+) -> None:
     """Write the checkpoint of `step`; a collective call. `shared` is taken from rank 0, `own` from every rank.
 
     Raises: RankMismatch, on every rank, when any of them could not write its part; earlier checkpoints are untouched.
@@ -58,7 +58,6 @@ def save(
             unfinished.rename(final)
             for path in sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name))[:-_KEPT]:
                 shutil.rmtree(path, ignore_errors=True)
-    return final
 
 
 @contextlib.contextmanager
@@ -86,7 +85,7 @@ def load(
     Raises: CorruptMessage (a file is missing, damaged or of another step), IncompatibleVersion (format),
         RankMismatch (world size), InvalidArgument (another workload, scheme, batch size or seed: named).
     """
-    shared, own = _read(path / "shared.pt"), None
+    shared = _read(path / "shared.pt")
     if shared["world_size"] != world_size:
         raise RankMismatch(
             f"{path} was written by {shared['world_size']} ranks, this run has {world_size}: "

@@ -72,7 +72,7 @@ class TrainConfig:
                 "with local SGD there is no DDP, and each rank has a state of its own: take a scheme such as plain, and leave "
                 "checkpoints out (a loop of your own saves them: gradwire.LocalSgd.state_dict)"
             )
-        outside = ("checkpoint", "rewrap_at", "dump_gradients_every", "local_sgd")
+        outside = ("checkpoint", "rewrap_at", "dump_gradients_every", "local_sgd", "bucket_cap_mb")
         if self.scheme in OVER_ALL and (any(getattr(self, name) for name in outside) or self.device != "cpu"):
             words = ", ".join(outside)
             raise InvalidArgument(f"{self.scheme} cuts the model into shards, on CPUs: leave out {words} and device")

@@ -25,9 +25,8 @@ _REPORT_MARK = "@gradwire "
 
 
 def run_ranks(config: TrainConfig, n_ranks: int, rate: str = "none") -> dict[str, Any]:
-    """Train in `n_ranks` new processes on this machine, behind links of `rate`; prints and returns the run's summary.
+    """Train in `n_ranks` new processes here, behind links of `rate`; prints and returns the run's summary.
 
-    The per-step records are in `config.out`/steps.jsonl.
     Raises: InvalidArgument, Unsupported (before any rank starts), PeerLost (a rank failed; its own words are on stderr).
     """
     check(config)
@@ -69,10 +68,7 @@ def given_config() -> TrainConfig | None:
 
 
 def check(config: TrainConfig) -> None:
-    """Make the scheme and the workload once, so that a wrong name or option is one error and not one a rank.
-
-    Raises: InvalidArgument, Unsupported.
-    """
+    """Raises: InvalidArgument, Unsupported: a wrong name or option is one error and not one a rank."""
     if config.scheme in HOOKS:
         check_options(config.scheme, config.scheme_options)
     elif config.scheme in sharding.OVER_ALL:

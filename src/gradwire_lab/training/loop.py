@@ -1,6 +1,7 @@
 """The training loop of one rank."""
 
 import functools
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -9,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from gradwire.errors import InvalidArgument, PeerLost, Unsupported
+from gradwire.errors import InvalidArgument, PeerLost, RankMismatch, Unsupported
 from gradwire.telemetry.environment import describe_environment
 from gradwire.telemetry.jsonl import JsonLines
 from gradwire.telemetry.stopwatch import Stopwatch, processor_ns
@@ -19,9 +21,8 @@ from gradwire_lab.ranks.network import current_network
 from gradwire_lab.results.records import write_json, write_text
 from gradwire_lab.training import checkpoints
 from gradwire_lab.training.config import TrainConfig, TrainResult
-from gradwire_lab.training.digest import check_equal, gather_hashes, hash_parameters
 from gradwire_lab.training.meter import Meter
-from gradwire_lab.training.session import TrainingSession, n_parameters
+from gradwire_lab.training.session import TrainingSession
 from gradwire_lab.workloads import Workload, by_name
 from gradwire_lab.workloads.gradients import write_snapshot
 
@@ -42,7 +43,12 @@ def train_rank(config: TrainConfig, on_progress: Progress | None = None) -> Trai
     Raises: InvalidArgument, Unsupported (configuration), RankMismatch, PeerLost (other ranks), CorruptMessage,
         IncompatibleVersion (checkpoints).
     """
-    device = _choose_device(config.device)
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise Unsupported("device='cuda': this torch sees no GPU; use --device cpu")
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
     own_group = not dist.is_initialized()
     if own_group:
         alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
@@ -163,17 +169,33 @@ def _save(session: TrainingSession, step: int) -> None:
 def _finish(session: TrainingSession, meter: Meter) -> dict[str, Any]:
     """Close the scheme, compare the replicas, evaluate."""
     session.flush()
-    model = session.whole_model()
-    hashes = gather_hashes(hash_parameters(model), session.device)
-    if not session.replicas_may_differ:
-        check_equal(hashes, session.config.steps)
-    evaluates = session.config.evaluate and dist.get_rank() == 0
-    evaluation = session.workload.evaluate(model) if evaluates else {}
+    model, config = session.whole_model(), session.config
+    mine = torch.tensor(list(bytes.fromhex(hash_parameters(model))), dtype=torch.uint8, device=session.device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    hashes = [bytes(one.tolist()).hex() for one in everyone]
+    different = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
+    if different and not session.replicas_may_differ:
+        raise RankMismatch(
+            f"after step {config.steps} the parameters of rank(s) {different} differ from rank 0's "
+            f"({hashes[different[0]][:12]}... against {hashes[0][:12]}...): the replicas have drifted apart"
+        )
+    evaluation = session.workload.evaluate(model) if config.evaluate and dist.get_rank() == 0 else {}
     stats = {} if session.attachment is None else dict(session.attachment.stats())
     session.close()
     dist.barrier()  # the other ranks wait for the evaluation, or their end would look like a loss of peers
-    equal = len(set(hashes)) == 1
-    return {**meter.summarize(), **evaluation, "parameters_sha256": hashes[0], "replicas_equal": equal, "stats": stats}
+    same = {"parameters_sha256": hashes[0], "replicas_equal": not different}
+    return {**meter.summarize(), **evaluation, **same, "stats": stats}
+
+
+def hash_parameters(model: nn.Module) -> str:
+    """SHA-256 (hex) over name, dtype, shape and bytes of every parameter, in the model's order; the same on any machine."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
+        # Through bytes, since numpy knows no bfloat16.
+        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _describe(session: TrainingSession, batch_size: int, start_step: int) -> dict[str, Any]:
@@ -186,7 +208,7 @@ def _describe(session: TrainingSession, batch_size: int, start_step: int) -> dic
         "ranks": dist.get_world_size(),
         "rate_bps": current_network().rate_bps,  # of the test network; None for links that are not shaped
         "start_step": start_step,
-        "n_parameters": n_parameters(session.model),
+        "n_parameters": session.n_parameters,
         **session.workload.describe(),
         "batch_size": batch_size,
         "n_threads": torch.get_num_threads(),
@@ -204,15 +226,12 @@ def _add_trace(session: TrainingSession) -> None:
 
 
 def _open_steps(folder: Path, config: dict[str, Any], start_step: int) -> JsonLines:
-    """steps.jsonl (a line a step) of a run's folder, with config.json beside it; a run that ends has a summary.json too.
-
-    Steps from `start_step` on are this run's; earlier lines of an interrupted run are kept.
-    """
+    """steps.jsonl (a line a step) of a run's folder, with config.json beside it; a run that ends has a summary.json too."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", config)
     (folder / "summary.json").unlink(missing_ok=True)  # of an earlier run: this one is not done yet
     path = folder / "steps.jsonl"
-    if goes_on := start_step > 0 and path.exists():
+    if goes_on := start_step > 0 and path.exists():  # earlier lines of an interrupted run are kept
         kept = [line for line in path.read_text().splitlines() if _step_of(line) < start_step]
         write_text(path, "".join(line + "\n" for line in kept))
     return JsonLines(path, append=goes_on)
@@ -223,13 +242,3 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")  # a line cut short by a crash is dropped
-
-
-def _choose_device(name: str) -> torch.device:
-    if name == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise Unsupported("device='cuda': this torch sees no GPU; use --device cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device

@@ -21,14 +21,11 @@ class Meter:
     """Collects this rank's steps; `gather` turns them into records over all ranks.
 
     A record has the loss as the mean over ranks (float64), `iteration_s` of the slowest rank, the other times and the
-    bytes as means per rank, and `ratio`: bytes sent by all ranks / what a float32 ring all-reduce sends. Without gradwire
-    the bytes are a ring's by computation, since only the kernel can count them (`gradwire netlab` does).
+    bytes as means per rank, and `ratio`: bytes sent by all ranks / what a float32 ring all-reduce sends.
     """
 
     def __init__(self, device: torch.device, is_computed: bool) -> None:
-        """`is_computed`: the bytes are, by whoever adds them."""
-        self._device = device
-        self._is_computed = is_computed
+        self._device, self._is_computed = device, is_computed
         self._pending: list[tuple[int, list[float]]] = []
         self._elapsed_s = 0.0
         self.records: list[dict[str, Any]] = []

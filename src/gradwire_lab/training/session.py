@@ -13,18 +13,20 @@ from gradwire import LocalSgd, schemes
 from gradwire.doors.local_sgd import OUTER
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire_lab.training.config import TrainConfig
-from gradwire_lab.training.sharding import OVER_ALL, Sharded
-from gradwire_lab.training.torch_hooks import HOOKS, TorchHook
+from gradwire_lab.training.sharding import SHARDED, Sharded, make_scheme
+from gradwire_lab.training.torch_hooks import HOOKS, ONE_BUCKET, TorchHook
 from gradwire_lab.workloads import Workload
 
 
 class TrainingSession:
-    """One rank's model under training; `wrap` puts it into DDP and attaches the scheme."""
+    """One rank's model under training; `wrap` puts it into DDP, or FSDP2, and attaches the scheme."""
 
     def __init__(self, config: TrainConfig, workload: Workload, device: torch.device) -> None:
         self.config, self.workload, self.device = config, workload, device
         self.model = workload.build_model(config.seed).to(device)
-        self._sharded = Sharded(self.model, config.scheme_options) if config.scheme in OVER_ALL else None
+        self.n_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        is_sharded = config.scheme in SHARDED
+        self._sharded = Sharded(self.model, config.scheme, config.scheme_options) if is_sharded else None
         self.optimizers = workload.build_optimizers(self.model)
         self.schedulers = workload.build_schedulers(self.optimizers)
         self.attachment: Any = None
@@ -32,51 +34,57 @@ class TrainingSession:
         self._torch_hook: TorchHook | None = None
         self._hooks: list[Any] = []
         self._last_gradient = Stopwatch()
-        self.ddp: nn.Module  # or the model itself, under local SGD
+        self.ddp: nn.Module  # or the model itself, under local SGD and FSDP2
         self._exchanged_step = -1
 
     def wrap(self, scheme_state: dict[str, Any] | None = None) -> None:
         """Put the model into a new DDP and attach the scheme, with the state it had if there was one."""
-        self._n_steps, self._sent_bytes = 0, 0.0
-        if self.config.local_sgd:
+        self._n_steps, self._sent_bytes, config = 0, 0.0, self.config
+        if config.local_sgd:
             self._begin_local_sgd()
             return
         if self._sharded is not None:
             self.ddp = self.model
             self.attachment = None if self.is_computed else self._sharded.attach(self.optimizers)
             return
-        options = self.workload.ddp_options()
-        if self.config.bucket_cap_mb is not None:
-            options["bucket_cap_mb"] = self.config.bucket_cap_mb
-        if self.config.scheme in HOOKS:
-            self._torch_hook = TorchHook(self.config.scheme, self.config.scheme_options)
-            options |= self._torch_hook.ddp_options(self.model)
+        options, whole_mb = self.workload.ddp_options(), 1 + (sum(p.nbytes for p in self.model.parameters()) >> 20)
+        if config.bucket_cap_mb is not None:
+            # The least that DDP takes for a size still lets no two tensors share a bucket.
+            options["bucket_cap_mb"] = min(max(config.bucket_cap_mb, 1e-6), whole_mb)
+        if config.scheme in ONE_BUCKET:
+            options["bucket_cap_mb"] = whole_mb
         devices = [self.device.index] if self.device.type == "cuda" else None
         self.ddp = DistributedDataParallel(self.model, device_ids=devices, **options)
-        if self._torch_hook is not None:
-            self._torch_hook.register(self.ddp)
-            self._hooks = [p.register_post_accumulate_grad_hook(self._note_gradient) for p in self.model.parameters()]
+        if config.scheme in HOOKS:
+            self._torch_hook = TorchHook(config.scheme, config.scheme_options, self.ddp)
+            self.note_gradients()
             return
-        self._scheme = schemes.by_name(self.config.scheme, **self.config.scheme_options)
+        self._scheme = make_scheme(config.scheme, config.scheme_options)
         self.attachment = gradwire.attach(self.ddp, self.optimizers, self._scheme)
         if scheme_state is not None:
             self.attachment.load_state_dict(scheme_state)
 
+    def note_gradients(self) -> None:
+        """Let `since_last_gradient_s` tell: a hook runs when a gradient is in `.grad` and before DDP hears of it."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._hooks = [one.register_post_accumulate_grad_hook(lambda _: self._last_gradient.begin()) for one in trained]
+
     def _begin_local_sgd(self) -> None:
-        name, options = self.config.scheme, self.config.scheme_options
+        config = self.config
+
+        def outer(anchors: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+            optimizer = OUTER[config.outer](anchors)
+            for group in optimizer.param_groups:
+                group["lr"] = config.outer_rate or group["lr"]
+            return optimizer
+
         # Only a bare name may be made without error feedback, where momentum forbids it.
-        scheme = schemes.by_name(name, **options) if options else name
+        scheme = schemes.by_name(config.scheme, **config.scheme_options) if config.scheme_options else config.scheme
         self.ddp = self.model
         self.attachment = LocalSgd(
-            self.model, self.optimizers, scheme, self.config.local_sgd, self._outer, delay=self.config.delay,
-            fragments=self.config.fragments, feedback_decay=self.config.feedback_decay,
+            self.model, self.optimizers, scheme, config.local_sgd, outer, delay=config.delay,
+            fragments=config.fragments, feedback_decay=config.feedback_decay,
         )  # fmt: skip
-
-    def _outer(self, anchors: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        optimizer = OUTER[self.config.outer](anchors)
-        for group in optimizer.param_groups:
-            group["lr"] = self.config.outer_rate or group["lr"]
-        return optimizer
 
     def rewrap(self) -> None:
         """Wrap anew, as a resumption does, carrying the scheme's state over."""
@@ -99,7 +107,7 @@ class TrainingSession:
     @property
     def is_computed(self) -> bool:
         """Without gradwire nobody counts what is sent."""
-        return self.config.scheme in (*HOOKS, "fully-shard")
+        return self.config.scheme in (*HOOKS, "hsdp", "fully-shard")
 
     def whole_model(self) -> nn.Module:
         """The model with all of its weights. Collective."""
@@ -112,32 +120,31 @@ class TrainingSession:
         return None if attachment is None else attachment.recorder
 
     def since_last_gradient_s(self) -> float:
-        """Asked when the backward pass has ended: how long it has waited for plain DDP's buckets, and done nothing else."""
-        return self._last_gradient.elapsed_s
+        """At the end of the backward pass: how long it has only waited; 0 behind FSDP2, where no gradient is noted."""
+        return self._last_gradient.elapsed_s if self._hooks else 0.0
+
+    def computed_bytes(self, n_steps: int) -> float:
+        """What this rank must have sent without gradwire in so many steps."""
+        source = self._torch_hook or self._sharded
+        assert source is not None
+        return source.sent_bytes(n_steps)
 
     def step_figures(self, waited_s: float) -> dict[str, float]:
         """The communication of the last step; `waited_s`: what `since_last_gradient_s` said at the end of its backward pass."""
+        original = {"original_bytes": 4.0 * self.n_parameters}
         if self.config.local_sgd:
             steps = self.recorder.steps
-            if steps and steps[-1].step != self._exchanged_step:
-                self._exchanged_step = steps[-1].step
-                exchanged: dict[str, float] = steps[-1].as_dict()
-                return exchanged
-            return {"original_bytes": 4.0 * n_parameters(self.model)}
+            if not steps or steps[-1].step == self._exchanged_step:
+                return original
+            self._exchanged_step = steps[-1].step
+            return dict(steps[-1].as_dict())
         if self.attachment is not None:
             # The step's record was closed at the end of its backward pass.
-            figures: dict[str, float] = self.attachment.recorder.steps[-1].as_dict()
-            return figures | self.attachment.scheme.step_figures()
+            return {**self.recorder.steps[-1].as_dict(), **self.attachment.scheme.step_figures()}
         self._n_steps += 1
-        source = self._torch_hook or self._sharded
-        assert source is not None
-        before, self._sent_bytes = self._sent_bytes, source.sent_bytes(self._n_steps)
-        sent, original = self._sent_bytes - before, 4.0 * n_parameters(self.model)
-        waited_s = waited_s if self._hooks else 0.0  # behind FSDP2 nobody says when a gradient is there
-        return {"exposed_s": waited_s, "original_bytes": original, "bytes_sent": sent, "bytes_received": sent}
-
-    def _note_gradient(self, parameter: torch.Tensor) -> None:
-        self._last_gradient.begin()
+        before, self._sent_bytes = self._sent_bytes, self.computed_bytes(self._n_steps)
+        sent = self._sent_bytes - before
+        return {**original, "exposed_s": waited_s, "bytes_sent": sent, "bytes_received": sent}
 
     def update(self) -> None:
         """The optimizers' steps, then the schedules'."""
@@ -180,8 +187,3 @@ class TrainingSession:
             optimizer.load_state_dict(own)
         for scheduler, at in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(at)
-
-
-def n_parameters(model: nn.Module) -> int:
-    """Elements of all parameters."""
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -34,14 +34,8 @@ _TABLE_STEPS, _SWITCH_AFTER = 4, 2  # from one look at what is sent to the next,
 class SimulatedRanks:
     """The ranks of a scheme whose messages go round a ring or through owners, or of `plain` and `bf16`.
 
-    Args:
-        scheme: as attached; what it derives from an optimizer when it is bound has to be said by its options.
-        n_ranks: 1 or more.
-        named: the parameters by name, in the order of the gradient; GComp reads them and `optimizers`.
-    Raises: Unsupported (another scheme).
-
-    Attributes:
-        n_bytes: sent by all ranks so far. n_plain_bytes: what a ring of float32 would have sent.
+    What the scheme derives from an optimizer when it is bound has to be said by its options. `named`: the parameters in the
+    order of the gradient; GComp reads them and `optimizers`. Raises: Unsupported (another scheme).
     """
 
     def __init__(
@@ -54,7 +48,7 @@ class SimulatedRanks:
         if not isinstance(scheme, Plain) and not isinstance(getattr(scheme, "collective", None), Ring | Owners):
             raise Unsupported(f"scheme {scheme.name!r} has no ring and no owners to be simulated")
         self.scheme, self.n_ranks, self.step = scheme, n_ranks, 0
-        self.n_bytes = self.n_plain_bytes = 0
+        self.n_bytes = self.n_plain_bytes = 0  # sent by all ranks so far, and what a ring of float32 would have sent
         self._slots: list[Slot] = list(slots_by_name(named).values())
         ends = torch.tensor([0] + [slot.numel() for slot in self._slots]).cumsum(0).tolist()
         self._offsets, self._n = ends[:-1], ends[-1]
@@ -95,14 +89,17 @@ class SimulatedRanks:
         return mean
 
     def _compressed(self, buckets: list[Bucket], scheme: Compressed) -> Tensor:
-        chosen = [bool(scheme.select(slot)) for slot in self._slots]
-        if not all(chosen):
+        if not all(map(scheme.select, self._slots)):
             raise Unsupported("tensors that are left out are not simulated")
         if isinstance(scheme.collective, Owners):
             return self._through_owners(buckets, scheme.collective)
         assert isinstance(scheme.collective, Ring)
-        if isinstance(scheme, GComp):
-            self._weigh(scheme.codec)
+        if self._metric is not None:
+            parameters = [slot.parameter for slot in self._slots if slot.parameter is not None]
+            self._metric.write_importance(parameters, self._offsets, self._importance)
+        if isinstance(scheme, GComp) and self.step % _TABLE_STEPS == _SWITCH_AFTER + 1 and self._counts.any():
+            scheme.codec.use_table(HuffmanTable.from_histogram(self._counts))
+            self._counts.zero_()
         return self._round_a_ring(buckets, scheme.collective)
 
     def _backend_mean(self, values: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -110,14 +107,6 @@ class SimulatedRanks:
         shares = [(own * (1.0 / self.n_ranks)).to(dtype) for own in values]
         self.n_bytes += 2 * (self.n_ranks - 1) * values[0].numel() * dtype.itemsize
         return functools.reduce(torch.add, shares).to(values[0].dtype)
-
-    def _weigh(self, codec: GCompCodec) -> None:
-        if self._metric is not None:
-            self._metric.write_importance([slot.parameter for slot in self._slots if slot.parameter is not None],
-                                          self._offsets, self._importance)  # fmt: skip
-        if self.step % _TABLE_STEPS == _SWITCH_AFTER + 1 and self._counts.any():
-            codec.use_table(HuffmanTable.from_histogram(self._counts))
-            self._counts.zero_()
 
     # ---- a ring
 
@@ -130,20 +119,17 @@ class SimulatedRanks:
         mean_room = 0 if self._metric is None else self._metric.promise.mean_room(world)
         n_chunks = count_chunks(-(-self._n // world), ring.chunk_elements)
         for part, chunks in enumerate(cut_into_chunks(self._n, world, n_chunks, lambda n, _: n)):
-            order = [(part + hop) % world for hop in range(world)]
-            if ring.topology == "direct":
-                order = list(range(world))
             for chunk in chunks:
                 values, weights = chunk.values, self._importance[chunk.values]
                 of_mean = ((weights.short() + mean_room) * (weights != 0)).clamp_(max=255).byte()
                 recode = functools.partial(self._recoded, codec, weights, mean.dtype)
                 if ring.topology == "ring":
-                    total = own[order[0]][values]
-                    for rank in order[1:]:
-                        total = recode(total).add_(own[rank][values])
+                    total = own[part][values]
+                    for hop in range(1, world):
+                        total = recode(total).add_(own[(part + hop) % world][values])
                 else:
                     total = torch.zeros_like(mean[values])
-                    for rank in order:
+                    for rank in range(world):
                         total = total + (own[rank][values] if rank == part else recode(own[rank][values]))
                 mean[values] = self._recoded(codec, of_mean, mean.dtype, total, world - 1)
                 mean[values] /= divisor
@@ -224,12 +210,10 @@ def play(
     seed: int,
     make_mean: Callable[[dict[str, Tensor], list[torch.optim.Optimizer]], MeanOf],
 ) -> tuple[list[float], dict[str, float]]:
-    """Train as `n_ranks` ranks would, one after the other.
+    """Train as `n_ranks` ranks would, one after the other: the losses, means over the ranks, and the evaluation at the end.
 
-    Args:
-        make_mean: given the parameters by name and their optimizers, returns what takes the step's number and the (n,)
-            gradients of all ranks, and returns what the optimizer gets.
-    Returns: the loss of every step, the mean over the ranks; what the workload evaluates in the end.
+    `make_mean`: given the parameters by name and their optimizers, returns what makes of a step's number and the (n,) gradients
+    of all ranks what the optimizer gets.
     """
     model = workload.build_model(seed)
     optimizers = workload.build_optimizers(model)
@@ -257,20 +241,18 @@ def play(
 def train(
     workload: Workload, spec: str, n_ranks: int, n_steps: int, seed: int = 0, disturb: float = 0.0
 ) -> dict[str, Any]:
-    """Train under the scheme `spec`; `disturb`: the mean is multiplied by 1 + `disturb` x normal numbers.
-
-    Returns: losses of every step, `ratio` of the bytes to those of a float32 ring, and what the workload evaluates.
-    """
-    ranks: list[SimulatedRanks] = []
+    """Losses under `spec`, `ratio` to a float32 ring's bytes, and the evaluation; means are off by `disturb` x noise."""
+    ranks: SimulatedRanks
     noise = torch.Generator().manual_seed(seed)
 
     def make(named: dict[str, Tensor], optimizers: list[torch.optim.Optimizer]) -> MeanOf:
-        ranks.append(SimulatedRanks(schemes.by_name(spec), n_ranks, named, optimizers))
+        nonlocal ranks
+        ranks = SimulatedRanks(schemes.by_name(spec), n_ranks, named, optimizers)
         return mean_of
 
     def mean_of(step: int, gradients: list[Tensor]) -> Tensor:
-        mean = ranks[0].mean(gradients)
+        mean = ranks.mean(gradients)
         return mean.mul_(1 + disturb * torch.randn(mean.shape, generator=noise)) if disturb else mean
 
     losses, end = play(workload, n_ranks, n_steps, seed, make)
-    return {"losses": losses, "ratio": ranks[0].n_bytes / max(1, ranks[0].n_plain_bytes), **end}
+    return {"losses": losses, "ratio": ranks.n_bytes / max(1, ranks.n_plain_bytes), **end}

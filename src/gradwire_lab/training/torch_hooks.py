@@ -1,12 +1,12 @@
 """What trains without gradwire: DistributedDataParallel, and PyTorch's hooks, which send less than it."""
 
+import sys
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -27,8 +27,7 @@ HOOKS: dict[str, dict[str, int]] = {
 # in an order of its own, and the collectives of different buckets meet: "Received data size doesn't match". So they get
 # all gradients in one bucket, and overlap nothing.
 ONE_BUCKET = ("ddp-powersgd", "ddp-quant8")
-_LEAST = {"rank": 1, "start": 2}
-_POWER_SGD_LEAST_START = 2  # what its constructor takes
+LEAST_START = 2  # that powerSGD_hook's constructor takes
 
 
 def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -62,44 +61,36 @@ class _DistributedAsNccl:
 _PLAIN_HOOKS = {"ddp-bf16": bf16_hook, "ddp-fp16": default_hooks.fp16_compress_hook, "ddp-quant8": quant8_hook}
 
 
-def check_options(name: str, options: dict[str, Any]) -> None:
-    """Raises: InvalidArgument (what the hook `name` does not take)."""
-    known = HOOKS[name]
+def check_options(name: str, options: Mapping[str, Any], starts: range = range(LEAST_START, sys.maxsize)) -> None:
+    """Raises: InvalidArgument (what `name` does not take); `starts`: what `start` may be."""
+    known, allowed = HOOKS.get(name, {}), {"rank": range(1, sys.maxsize), "start": starts}
     for key, value in options.items():
         if key not in known:
             takes = " and ".join(known) or "no options"
-            raise InvalidArgument(f"scheme {name!r} is DDP without gradwire and takes {takes}")
-        if isinstance(value, bool) or not isinstance(value, int) or value < _LEAST[key]:
-            raise InvalidArgument(f"{name}: {key} is a count from {_LEAST[key]}, not {value!r}")
+            raise InvalidArgument(f"scheme {name!r} is torch's own, without gradwire, and takes {takes}")
+        counts = allowed[key]
+        if type(value) is not int or value not in counts:
+            most = f" to {counts[-1]}" if counts.stop < sys.maxsize else ""
+            raise InvalidArgument(f"{name}: {key} is a count from {counts.start}{most}, not {value!r}")
 
 
 class TorchHook:
     """One of them on a model in DDP, and what it sends; `options` are checked, and a `start` below 2 begins at once."""
 
-    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        self._name, self._options = name, {**HOOKS[name], **options}
+    def __init__(self, name: str, options: Mapping[str, Any], ddp: DistributedDataParallel) -> None:
+        self._name, options = name, {**HOOKS[name], **options}
         self._state: powerSGD_hook.PowerSGDState | None = None
-        self._n_values = 0
-
-    def ddp_options(self, model: nn.Module) -> dict[str, Any]:
-        """What DDP has to be told."""
-        if self._name not in ONE_BUCKET:
-            return {}
-        return {"bucket_cap_mb": 1 + sum(p.numel() * p.element_size() for p in model.parameters()) // (1 << 20)}
-
-    def register(self, ddp: DistributedDataParallel) -> None:
-        """Give DDP the hook, if there is one."""
-        group = dist.group.WORLD
         self._n_values = sum(p.numel() for p in ddp.parameters() if p.requires_grad)
-        if self._name in _PLAIN_HOOKS:
-            ddp.register_comm_hook(group, _PLAIN_HOOKS[self._name])
-        elif self._name == "ddp-powersgd":
-            start = self._options["start"]
-            allowed = max(start, _POWER_SGD_LEAST_START)
+        if name in _PLAIN_HOOKS:
+            ddp.register_comm_hook(dist.group.WORLD, _PLAIN_HOOKS[name])
+        elif name == "ddp-powersgd":
+            self._start = options["start"]
+            allowed = max(self._start, LEAST_START)
+            rank = options["rank"]
             self._state = powerSGD_hook.PowerSGDState(
-                group, matrix_approximation_rank=self._options["rank"], start_powerSGD_iter=allowed, random_seed=0
+                dist.group.WORLD, rank, start_powerSGD_iter=allowed, random_seed=0
             )
-            self._state.iter = allowed - start  # the hook's own count of steps so far
+            self._state.iter = allowed - self._start  # the hook's own count of steps so far
             ddp.register_comm_hook(self._state, powerSGD_hook.powerSGD_hook)
 
     def sent_bytes(self, n_steps: int) -> float:
@@ -108,5 +99,5 @@ class TorchHook:
         if self._name == "ddp-quant8":  # an all-gather of bytes: everyone's to everyone
             return float((world_size - 1) * n_values)
         if self._state is not None:  # it counts what it compresses; the steps before are plain
-            n_values = min(n_steps, self._options["start"]) * self._n_values + self._state.total_numel_after_compression
+            n_values = min(n_steps, self._start) * self._n_values + self._state.total_numel_after_compression
         return float(ring_bytes((2 if self._name in ("ddp-bf16", "ddp-fp16") else 4) * n_values, world_size))

@@ -4,21 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradwire import schemes
-from gradwire_lab.bench.catalogue.schemes import (
-    CODEC,
-    COMPUTE,
-    DDP,
-    EXPOSED,
-    GRADIENTS,
-    HELD_OUT,
-    ITERATION,
-    LOSS,
-    PLAIN,
-    RATIO_LAST,
-    SENT,
-    TO_LOSS,
-    X_DDP,
-)
+from gradwire_lab.bench.catalogue import schemes as shared
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, ms
 
 _B32, _B4 = "broadcast:bits=32,bucket_mb=0.5", "broadcast:bits=4,bucket_mb=0.5"
@@ -26,7 +12,8 @@ _LIVE_AQGB = "aqgb:bucket_mb=0.5"
 _LIVE = {"ddp": "ddp", "ddp, buckets of 0.5 MB": "ddp:bucket_mb=0.5", "broadcast, 32 bits": _B32, "broadcast, 4 bits": _B4,
          "aqgb": _LIVE_AQGB, "aqgb, as in the paper": "aqgb:bucket_mb=0.5,max_contention=1"}  # fmt: skip
 _X_B32 = Column("iteration_s", "x faster than 32 bits", kind="speed-up", against=_B32)
-_SPLIT = [ITERATION, X_DDP, _X_B32, COMPUTE, EXPOSED, CODEC, ms("cpu_s", "cpu"), SENT, LOSS]
+_SPLIT = [shared.ITERATION, shared.X_DDP, _X_B32, shared.COMPUTE, shared.EXPOSED, shared.CODEC, ms("cpu_s", "cpu"),
+          shared.SENT, shared.LOSS]  # fmt: skip
 # Buckets smaller than a quarter of these small models: one for all would leave AQGB no block to send before others. As in
 # the paper, only the network bounds the bits: ranks that share cores would be left with the fixed 4.
 _ACCURACY = {"full precision": "plain", "32-bit broadcast": "broadcast:bits=32,bucket_mb=0.05",
@@ -61,14 +48,14 @@ def _aqgb(figure: str, question: str, axes: dict[str, Any], show: Sequence[Table
 
 EXPERIMENTS = [
     Experiment(
-        key="aqgb-live", system="aqgb", measure="train", seconds=60, baseline=DDP,
+        key="aqgb-live", system="aqgb", measure="train", seconds=60, baseline=shared.DDP,
         question="How long does a step take under fixed and adaptive bits, beside DDP's ring?",
         fixed={"workload": "gpt", "steps": 10, "warmup": 4},
         axes={"ranks": [2, 4], "rate": {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"}, "scheme": _LIVE},
         show=[Table(_SPLIT)],
         goals=[Goal("3.15 times as fast as 32 bits at 100 Mb/s (the paper)", _X_B32, ">=", 3.15,
                     {"rate": "100mbit", "scheme": _LIVE_AQGB}, (), "3.15", Ref("AQGB", "Table 2")),
-               Goal("within 5 % of DDP at 1 Gb/s", X_DDP, "<=", 1.05, {"rate": "1gbit", "scheme": _LIVE_AQGB})],
+               Goal("within 5 % of DDP at 1 Gb/s", shared.X_DDP, "<=", 1.05, {"rate": "1gbit", "scheme": _LIVE_AQGB})],
     ),
     Experiment(
         key="aqgb-adaptation", system="aqgb", measure="adaptation", seconds=70,
@@ -85,31 +72,30 @@ EXPERIMENTS = [
     ),
     Experiment(
         key="aqgb-accuracy", system="aqgb", measure="training", seconds=130, over=("seed", "fold"),
-        baseline=PLAIN, together=("fold", "scheme"),
+        baseline=shared.PLAIN, together=("fold", "scheme"),
         question="What do fixed and adaptive bits cost in accuracy: digits, 5 folds, 3 seeds?",
         of=[Ref("AQGB", "Table 2")],
         fixed={"workload": "resnet:width=8,folds=5", "ranks": 2, "rate": "100mbit", "steps": 150},
         axes={"seed": [0, 1, 2], "fold": list(range(5)), "scheme": _ACCURACY},
-        show=[Table([Column("accuracy", "accuracy, %", 100, ".2f", spread=True),
-                     Column("accuracy", "against full precision", 100, ".2f", "difference", spread=True),
-                     RATIO_LAST, ms("iteration_s", "ms a step")])],
+        show=[Table([shared.ACCURACY, shared.against(shared.ACCURACY, "full precision"), shared.RATIO_LAST,
+                     ms("iteration_s", "ms a step")])],
         goals=[Goal("AQGB's accuracy beside full precision", Column("accuracy", "", 100, ".2f", "difference"), ">=",
                     -0.7, {"scheme": _ACCURACY["AQGB"]}, (), "-0.67", Ref("AQGB", "Table 2"))],
     ),
     Experiment(
-        key="aqgb-times", system="aqgb", measure="training", seconds=110, baseline=DDP,
+        key="aqgb-times", system="aqgb", measure="training", seconds=110, baseline=shared.DDP,
         question="How long does training take to a loss?",
         of=[Ref("AQGB", "Fig. 11")],
         fixed={"workload": "gpt", "ranks": 4, "steps": 60, "baseline": "ddp"},
         axes={"rate": {"100 Mb/s": "100mbit", "500 Mb/s": "500mbit", "1 Gb/s": "1gbit"},
               "scheme": {name: _LIVE[name] for name in ("ddp", "broadcast, 32 bits", "broadcast, 4 bits", "aqgb")}},
-        show=[Table([ITERATION, TO_LOSS, HELD_OUT], across="rate")],
-        goals=[Goal("never slower than DDP beyond 5 %", X_DDP, "<=", 1.05, {"scheme": _LIVE_AQGB})],
+        show=[Table([shared.ITERATION, shared.TO_LOSS, shared.HELD_OUT], across="rate")],
+        goals=[Goal("never slower than DDP beyond 5 %", shared.X_DDP, "<=", 1.05, {"scheme": _LIVE_AQGB})],
     ),
     Experiment(
         key="aqgb-errors", system="aqgb", measure="float-errors", seconds=20, together=("method",),
         question="How far from one gradient is what is received of it, at equal bits?",
-        axes={"gradients": GRADIENTS, "method": _METHODS},
+        axes={"gradients": shared.GRADIENTS, "method": _METHODS},
         show=[Table([Column("bits_a_value", "bits", form=".2f"), Column("relative_error", "error", form=".3f"),
                      Column("shrinkage", form=".3f"), Column("zeros_share", "made 0, %", 100, ".1f")],
                      rows=("method",))],

@@ -2,17 +2,7 @@
 
 from typing import Any
 
-from gradwire_lab.bench.catalogue.schemes import (
-    DDP,
-    EXPOSED,
-    HELD_OUT,
-    ITERATION,
-    RATIO_MEAN,
-    SENT,
-    TIME,
-    TIME_X_DDP,
-    TO_LOSS,
-)
+from gradwire_lab.bench.catalogue import schemes as shared
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, mb, ms
 
 _SKETCH = "homomorphic:mode=sketch"
@@ -35,18 +25,16 @@ _SKETCHES = sorted([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.2, 1.6, 2.0, *_E
 _ERROR = Column("relative_error", "error", form=".1e")
 
 
-def _lossy(name: str, workload: str, *, metric: str, steps: int, seconds: float, **fixed: Any) -> Experiment:
-    scale, form = (100.0, ".2f") if metric == "accuracy" else (1.0, ".3f")
+def _lossy(name: str, workload: str, *, metric: Column, steps: int, seconds: float, **fixed: Any) -> Experiment:
     return Experiment(
         key=f"homomorphic-lossy-{name}", system="homomorphic", measure="training", seconds=seconds, over=("seed",),
-        baseline=DDP,
+        baseline=shared.DDP,
         question=f"What do lossy sketches of a tenth and three tenths cost {name}?",
         of=[Ref("Homomorphic", "Fig. 4"), *([Ref("Homomorphic", "Fig. 8")] if "rate" in fixed else [])],
         fixed={"workload": workload, "steps": steps, "baseline": "ddp", **fixed},
         axes={"seed": [0, 1, 2], "scheme": _LOSSY},
-        show=[Table([Column(metric, "accuracy, %" if metric == "accuracy" else "held-out loss", scale, form, spread=True),
-                     Column(metric, "against DDP", scale, form, "difference", spread=True), RATIO_MEAN,
-                     ms("iteration_s", "ms a step"), Column("seconds_to_loss", "s to DDP's loss", form=".1f")])],
+        show=[Table([metric, shared.against(metric, "DDP"), shared.RATIO_MEAN, ms("iteration_s", "ms a step"),
+                     Column("seconds_to_loss", "s to DDP's loss", form=".1f")])],
     )  # fmt: skip
 
 
@@ -75,31 +63,31 @@ EXPERIMENTS = [
                      Column("cells_a_nonzero", "cells a non-zero", form=".3f")], rows=("sketch_size",))],
     ),
     Experiment(
-        key="homomorphic-allreduce", system="homomorphic", measure="allreduce", seconds=60, baseline=DDP,
+        key="homomorphic-allreduce", system="homomorphic", measure="allreduce", seconds=60, baseline=shared.DDP,
         question="How much faster than Gloo is an all-reduce of 40 MB of which few values are not 0?",
         of=[Ref("Homomorphic", "Fig. 5"), Ref("Homomorphic", "Fig. 6")],
         fixed={"ranks": 4, "rate": "200mbit", "n_bytes": 40_000_000, "rounds": 3, "warmup": 2},
         axes={"density": [0.01, 0.05, 0.1, 0.3], "scheme": ["ddp", "dense-switch", _SKETCH, _SWITCH]},
-        show=[Table([TIME, _FASTER, _X_SWITCH, mb("wire_bytes", "MB sent"), _ERROR])],
+        show=[Table([shared.TIME, _FASTER, _X_SWITCH, mb("wire_bytes", "MB sent"), _ERROR])],
         goals=[Goal("6.33 times as fast as Gloo at 1 %", _FASTER, ">=", 6.33, {"density": 0.01, "scheme": _SKETCH}, (), "4.97",
                     Ref("Homomorphic", "Fig. 5")),
                Goal("over a switch 6.33 times as fast as the switch without compression at 1 %", _X_SWITCH, ">=", 6.33,
                     {"density": 0.01, "scheme": _SWITCH}, (), "6.33", Ref("Homomorphic", "Fig. 6")),
-               Goal("never slower than Gloo by more than 5 %", TIME_X_DDP, "<=", 1.05, {"scheme": _SKETCH})],
+               Goal("never slower than Gloo by more than 5 %", shared.TIME_X_DDP, "<=", 1.05, {"scheme": _SKETCH})],
     ),
     Experiment(
-        key="homomorphic-packed", system="homomorphic", measure="allreduce", seconds=70, baseline=DDP,
+        key="homomorphic-packed", system="homomorphic", measure="allreduce", seconds=70, baseline=shared.DDP,
         question="How much faster than Gloo are packed sums of 100 MB, by density?",
         fixed={"ranks": 4, "n_bytes": 100_000_000, "rounds": 3, "warmup": 2},
         axes={"rate": {"200 Mb/s": "200mbit", "1 Gb/s": "1gbit"}, "density": [0.01, 0.3, _VGG19],
               "scheme": ["ddp", "homomorphic"]},
-        show=[Table([TIME, _FASTER, mb("wire_bytes", "MB sent"),
+        show=[Table([shared.TIME, _FASTER, mb("wire_bytes", "MB sent"),
                      Column("wire_bytes", "of DDP's bytes", kind="ratio", form=".3f"), _ERROR], across="rate")],
         goals=[Goal("24 times as fast as Gloo at 1 %, 200 Mb/s", _FASTER, ">=", 24, {"density": 0.01, **_PACKED_SLOW}),
                Goal("2.8 times as fast at 30 %, 200 Mb/s", _FASTER, ">=", 2.8, {"density": 0.3, **_PACKED_SLOW}),
                Goal("at VGG19's density at most 0.74 of DDP's bytes", Column("wire_bytes", kind="ratio", form=".3f"), "<=",
                     0.74, {"density": _VGG19, "scheme": "homomorphic"}),
-               Goal("faster than DDP at VGG19's density, 1 Gb/s", TIME_X_DDP, "<=", 1.0,
+               Goal("faster than DDP at VGG19's density, 1 Gb/s", shared.TIME_X_DDP, "<=", 1.0,
                     {"density": _VGG19, "rate": "1gbit", "scheme": "homomorphic"})],
     ),
     Experiment(
@@ -107,27 +95,28 @@ EXPERIMENTS = [
         question="What do packed sums cost a rank in processor time (all threads, kernel included), beside sketches?",
         fixed={"ranks": 2, "rate": "none", "n_bytes": 40_000_000, "rounds": 7, "warmup": 3},
         axes={"density": [0.01, 0.05, 0.2, 0.5], "scheme": [_SKETCH, "homomorphic"]},
-        show=[Table([TIME, ms("cpu_s", "cpu ms"), Column("cpu_s", "x the sketch's", kind="ratio"),
+        show=[Table([shared.TIME, ms("cpu_s", "cpu ms"), Column("cpu_s", "x the sketch's", kind="ratio"),
                      mb("wire_bytes", "MB sent")])],
         goals=[Goal(f"at most {bound:g} times the sketch's at {100 * density:g} %", Column("cpu_s", kind="ratio", form=".2f"),
                     "<=", bound, {"density": density, "scheme": "homomorphic"})
                for density, bound in ((0.01, 0.5), (0.2, 0.15))],
     ),
     Experiment(
-        key="homomorphic-shapes", system="homomorphic", measure="train", seconds=150, baseline=DDP,
+        key="homomorphic-shapes", system="homomorphic", measure="train", seconds=150, baseline=shared.DDP,
         question="How long does a step of VGG19 and BERT-base take with a lossy sketch of a tenth, computation emulated?",
         of=[Ref("Homomorphic", "Fig. 7")], fixed={"ranks": 4, "rate": "1gbit", "compute": "emulate", "steps": 4, "warmup": 2},
         axes={"workload": ["vgg19", "bert-base"], "scheme": ["ddp", "homomorphic:mode=lossy,budget=0.1"]},
-        show=[Table([ITERATION, _STEP_FASTER, EXPOSED, SENT])],
+        show=[Table([shared.ITERATION, _STEP_FASTER, shared.EXPOSED, shared.SENT])],
     ),
     *(Experiment(
-        key=f"homomorphic-time-{workload}", system="homomorphic", measure="training", seconds=seconds, baseline=DDP,
+        key=f"homomorphic-time-{workload}", system="homomorphic", measure="training", seconds=seconds, baseline=shared.DDP,
         question=f"How long does training of {workload} take to DDP's loss at {rate}?",
         of=[Ref("Homomorphic", "Fig. 7"), Ref("Homomorphic", "Fig. 8")],
         fixed={"workload": workload, "ranks": 4, "rate": rate, "steps": steps, "baseline": "ddp"},
         axes={"scheme": ["ddp", _SKETCH, "homomorphic:mode=exact"]},
-        show=[Table([ITERATION, _STEP_FASTER, TO_LOSS, Column("loss_last_10", "loss", form=".4f"), HELD_OUT, RATIO_MEAN])],
+        show=[Table([shared.ITERATION, _STEP_FASTER, shared.TO_LOSS, Column("loss_last_10", "loss", form=".4f"),
+                     shared.HELD_OUT, shared.RATIO_MEAN])],
       ) for workload, rate, steps, seconds in (("ncf", "100mbit", 50, 200), ("lstm", "200mbit", 40, 260))),
-    _lossy("vgg", "vgg", metric="accuracy", steps=150, seconds=120, ranks=2),
-    _lossy("bert", "bert:n_layers=2,width=64,n_heads=4", metric="held_out_loss", steps=300, seconds=200, ranks=2),
+    _lossy("vgg", "vgg", metric=shared.ACCURACY, steps=150, seconds=120, ranks=2),
+    _lossy("bert", "bert:n_layers=2,width=64,n_heads=4", metric=shared.NATS, steps=300, seconds=200, ranks=2),
 ]  # fmt: skip

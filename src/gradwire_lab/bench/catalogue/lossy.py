@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from gradwire_lab.bench.catalogue.schemes import ITERATION, PLAIN, RATIO_LAST
+from gradwire_lab.bench.catalogue.schemes import ACCURACY, ITERATION, NATS, PLAIN, RATIO_LAST, against
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Table
 
 _GPT, _DIGITS = "gpt:n_layers=2,width=64,n_heads=4,length=64,batch_size=8", "resnet:width=8"
@@ -28,25 +28,23 @@ _SHORT = {
 # By optimizer: a step ahead.
 _STALE = {"AdamW": _GPT, "SGD": f"{_GPT},optimizer=momentum"}
 _BEHIND = Column("held_out_loss", "", 1.0, ".3f", "difference", "plain", spread=True)
-_BEHIND_4 = Column("held_out_loss", "against plain", 1.0, ".4f", "difference", "plain", spread=True)
-_NATS = Column("held_out_loss", "held-out loss", 1.0, ".3f", spread=True)
+_BEHIND_4 = against(NATS, "plain", "plain", ".4f")
 _SOONER = Column("seconds_to_loss", "x sooner than DDP", kind="speed-up", against="ddp")
 
 
 def _compare(key: str, question: str, schemes: Sequence[str] = (), workload: str = _GPT, *, steps: int, seconds: float,
-             loss: Column = _NATS, most_nats: Sequence[tuple[float, Sequence[str]]] = (), is_long: bool = False,
+             loss: Column = NATS, most_nats: Sequence[tuple[float, Sequence[str]]] = (), is_long: bool = False,
              system: str = "lossy", drawn: Sequence[str] = (), tables: Mapping[str, Sequence[str]] = {},
              ) -> Experiment:  # fmt: skip
     """Schemes beside plain, one table of all, or those of `tables` by their titles."""
     schemes = schemes or list(dict.fromkeys(["plain", *(spec for specs in tables.values() for spec in specs)]))
-    behind = Column(loss.field, "against plain", loss.scale, loss.form, "difference", "plain", spread=True)
     return Experiment(
         key=f"lossy-{key}", system=system, measure="training", seconds=seconds, question=question,
         fixed={"workload": workload, "ranks": 2, "steps": steps, "baseline": "plain"},
         axes={"seed": [0, 1, 2], "scheme": schemes}, over=("seed",), together=("scheme",), baseline=PLAIN, is_long=is_long,
         goals=[Goal(f"at most {nats} nats behind plain", _BEHIND, "<=", nats, {"scheme": tuple(specs)})
                for nats, specs in most_nats],
-        show=[*(Table([loss, behind, RATIO_LAST], where={"scheme": ["plain", *specs]}, title=title)
+        show=[*(Table([loss, against(loss, "plain", "plain"), RATIO_LAST], where={"scheme": ["plain", *specs]}, title=title)
                 for title, specs in (tables or {"": schemes}).items()), *([Plot(
             "ratio", Column(loss.field, loss.heading, loss.scale, loss.form), log="x", x_title="bytes / ring",
             where={"scheme": drawn})] if drawn else [])],
@@ -86,7 +84,7 @@ EXPERIMENTS = [
     _compare("digits", "Under SGD with momentum, a small ResNet on handwritten digits, 200 steps.", [
         "plain", "one-bit", "one-bit:scale_values=512", "two-bit", "two-bit:scale_values=512", "acp-sgd",
         "embedded-float:bits=8", "embedded-float:bits=5", "embedded-float:bits=4", "ddp-bf16", "ddp-powersgd:rank=8",
-    ], _DIGITS, steps=200, seconds=180, loss=Column("accuracy", "accuracy, %", 100.0, ".2f", spread=True)),
+    ], _DIGITS, steps=200, seconds=180, loss=ACCURACY),
     _compare("bert-long", "A small BERT after 2,400 steps, when every run has left the first plateau of its loss.", [
         "plain", "acp-sgd", "ddp-bf16", "one-bit-adam:freeze_step=300", "one-bit-adam:freeze_step=600",
         "one-bit-adam:codec=four-level,freeze_step=600", "one-bit:scale_values=512,warmup_steps=600",
@@ -96,7 +94,7 @@ EXPERIMENTS = [
         key=f"lossy-{key}", system="lossy", measure="training", seconds=seconds, is_long=True, baseline=PLAIN,
         question=question, fixed={"ranks": 2, "steps": 300, "baseline": "plain"},
         axes={"workload": workloads, "seed": [0, 1, 2], "scheme": specs}, over=("seed",), together=("scheme",),
-        show=[Table([_NATS, _BEHIND_4, RATIO_LAST], across="workload")],
+        show=[Table([NATS, _BEHIND_4, RATIO_LAST], across="workload")],
         goals=[Goal(f"at most {nats} nats behind plain under {name}", _BEHIND, "<=", nats,
                     {"workload": workloads[name], "scheme": spec}) for name, nats, spec in goals],
     ) for key, question, workloads, specs, seconds, goals in (
@@ -113,7 +111,7 @@ EXPERIMENTS = [
             **{f"gcomp, {bits} bits": f"gcomp:importance=uniform,bits={bits}" for bits in (12, 7)},
             **{f"embedded-float, {bits} bits": f"embedded-float:bits={bits}" for bits in (8, 5, 4)},
             **{f"{bits} bits, small tensors too": f"embedded-float:bits={bits},exempt=none" for bits in (8, 5, 4)}}},
-        over=("seed",), together=("scheme", "seed"), show=[Table([_NATS, _BEHIND_4, RATIO_LAST], across="ranks")],
+        over=("seed",), together=("scheme", "seed"), show=[Table([NATS, _BEHIND_4, RATIO_LAST], across="ranks")],
     ),
     Experiment(
         key="lossy-times", system="lossy", measure="training", seconds=600, is_long=True, baseline={"scheme": "ddp"},

@@ -1,9 +1,8 @@
 """The papers beside what is measured: their numbers, what differs from their conditions, and what nothing here gives."""
 
-from dataclasses import replace
 from typing import Any
 
-from gradwire_lab.results.experiment import Column, Coverage, Experiment, Goal, Ref
+from gradwire_lab.results.experiment import Column, Coverage, Goal, Ref
 
 # By experiment: what differs from the paper where it does; those that are not here are in the paper's own setting.
 DIFFERS = {
@@ -64,81 +63,49 @@ LEFT_OUT = {
     ("Homomorphic", "Table 1"): Coverage(_CANNOT, "models and their sparsity, on data that cannot be had here"),
 }
 
-
-def _claim(says: str, column: Column, where: dict[str, Any], paper: str, figure: Ref) -> Goal:
-    return Goal(says, column, "", 0, where, (), paper, figure)
-
-
-def _faster(says: str, paper: str, figure: Ref, where: dict[str, Any], against: str | None = None) -> Goal:
-    return _claim(says, Column("iteration_s", kind="speed-up", against=against, form=".2f"), where, paper, figure)
-
-
-def _ratio(method: str, workload: str, paper: str) -> Goal:
-    name = {"power_sgd": "Power-SGD", "acp_sgd": "ACP-SGD, a step"}[method]
-    column = Column(method, form=".1f")
-    where = {"of": "ratios", "workload": workload}
-    return _claim(f"{name}: times fewer bytes, {workload}", column, where, paper, Ref("ACP-SGD", "Table I"))
-
-
+_FASTER = Column("iteration_s", kind="speed-up", form=".2f")
 _ROUNDS, _MORE = Column("rounds", form=".0f"), Column("more_rounds", "", 100, ".0f")
-_RIVALS = {"terngrad": "1.17", "thc": "1.56", "top-k:share=0.1": "2.07", "dgc:share=0.1": "2.89"}
-_FIG_10 = Ref("AQGB", "Fig. 10")
-# By experiment: numbers of the paper, and the column that stands beside them here.
-CLAIMS: dict[str, list[Goal]] = {
-    "gcomp-fidelity": [
-        _claim("bytes / a ring's, mean over training", Column("ratio_mean", form=".2f"), {"scheme": "gcomp:importance=paper"},
-              "0.33 to 0.37", Ref("GComp", "Fig. 9"))],
-    "allreduce-gradient": [
-        _claim("time of an all-reduce, x Gloo's", Column("time_s", kind="ratio"), {"scheme": "gcomp"}, "0.47 to 0.62",
-              Ref("GComp", "Fig. 10"))],
-    "gcomp-load": [
-        _claim("cores busy, %", Column("machine_load", "", 100, ".0f"), {"scheme": "gcomp:importance=paper"}, "below 21.6",
-              Ref("GComp", "Fig. 11"))],
-    "gcomp-scaling": [
-        _claim("throughput of 128 workers, x a ring's", Column("round_s", kind="speed-up"),
-              {"scheme": "gcomp", "workers": 128, "codec": True}, "1.35 to 2.27", Ref("GComp", "Fig. 17"))],
-    "train-resnet": [
-        _faster("GComp's step at 100 Mb/s, times faster than DDP's", "1.5 to 1.9", Ref("GComp", "Fig. 15"),
-                {"rate": "100mbit", "scheme": "gcomp"})],
-    "acp-shapes": [_ratio("power_sgd", "resnet50", "67"), _ratio("power_sgd", "resnet152", "53"),
-                   _ratio("power_sgd", "bert-base", "16"), _ratio("power_sgd", "bert-large", "21"),
-                   _ratio("acp_sgd", "resnet50", "-")],
-    "acp-iteration-resnet50": [
-        _faster(f"ACP-SGD's step at {name}, times faster than DDP's", paper, Ref("ACP-SGD", "Fig. 13"),
-                {"rate": rate, "scheme": "acp-sgd:rank=4"})
-        for name, rate, paper in (("100 Mb/s", "100mbit", "-"), ("1 Gb/s", "1gbit", "4.06, mean of 4 models at 10 Gb/s"))],
-    "aqgb-live": [
-        _faster(f"AQGB at {name}, times faster than DDP's ring", "-", _FIG_10, {"rate": rate, "scheme": "aqgb:bucket_mb=0.5"})
-        for name, rate in (("100 Mb/s", "100mbit"), ("1 Gb/s", "1gbit"))],
-    "aqgb-fig10": [
-        _claim(f"rounds in 200 s, {name}", _ROUNDS, {"scheme": scheme, "jitter": "common"}, paper, _FIG_10)
-        for name, scheme, paper in (("32-bit broadcast", "broadcast-32", "39"), ("4-bit broadcast", "broadcast-4", "130"),
-                                    ("an uncompressed ring", "plain", "-"))],
-    "aqgb-fig13": [
-        _claim(f"more rounds than 32 bits, %, {name}", _MORE, {"scheme": scheme, "sigma": 1.5}, paper, Ref("AQGB", "Fig. 13"))
-        for name, scheme, paper in (("4 bits", "broadcast-4", "126"), ("AQGB", "aqgb", "118"))],
-    "slimgc-speed-resnet50": [
-        _claim("a step, times faster than the bare quantiser's", Column("speed_up", form=".2f"),
-              {"scheme": lambda spec: str(spec).startswith("slimgc") and "backup" in str(spec)}, "1.04 to 1.76",
-              Ref("SlimGC", "Fig. 12"))],
-    "slimgc-rivals": [
-        _claim(f"a step of {scheme.partition(':')[0]}, x that of slimgc", Column("iteration_s", kind="ratio"),
-              {"scheme": scheme}, paper, Ref("SlimGC", "Table 3")) for scheme, paper in _RIVALS.items()],
-    "homomorphic-time-ncf": [
-        _faster("a step of NCF, times faster than DDP's", "2.01", Ref("Homomorphic", "Fig. 7"),
-                {"scheme": "homomorphic:mode=sketch"})],
-    "homomorphic-time-lstm": [
-        _faster("a step of the LSTM, times faster than DDP's", "1.31", Ref("Homomorphic", "Fig. 7"),
-                {"scheme": "homomorphic:mode=sketch"})],
-    "homomorphic-shapes": [
-        _faster(f"a step of {name}, times faster than DDP's", paper, Ref("Homomorphic", "Fig. 7"),
-                {"workload": workload, "scheme": "homomorphic:mode=lossy,budget=0.1"})
-        for name, workload, paper in (("VGG19", "vgg19", "3.45"), ("BERT-base", "bert-base", "1.17"))],
-}  # fmt: skip
-
-
-def beside_the_papers(experiment: Experiment) -> Experiment:
-    """The experiment with what the papers claim beyond its goals, and what differs from their conditions."""
-    return replace(
-        experiment, goals=[*CLAIMS.get(experiment.key, ()), *experiment.goals], differs=DIFFERS.get(experiment.key, "")
-    )
+_SKETCH = {"scheme": "homomorphic:mode=sketch"}
+_RATES = {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"}
+# Of an experiment: in words, the column that stands beside it here, of which cells, the paper's number, and where it says so.
+_ROWS: list[tuple[str, str, Column, dict[str, Any], str, str]] = [
+    ("gcomp-fidelity", "bytes / a ring's, mean over training", Column("ratio_mean", form=".2f"),
+     {"scheme": "gcomp:importance=paper"}, "0.33 to 0.37", "GComp, Fig. 9"),
+    ("allreduce-gradient", "time of an all-reduce, x Gloo's", Column("time_s", kind="ratio"), {"scheme": "gcomp"},
+     "0.47 to 0.62", "GComp, Fig. 10"),
+    ("gcomp-load", "cores busy, %", Column("machine_load", "", 100, ".0f"), {"scheme": "gcomp:importance=paper"},
+     "below 21.6", "GComp, Fig. 11"),
+    ("gcomp-scaling", "throughput of 128 workers, x a ring's", Column("round_s", kind="speed-up"),
+     {"scheme": "gcomp", "workers": 128, "codec": True}, "1.35 to 2.27", "GComp, Fig. 17"),
+    ("train-resnet", "GComp's step at 100 Mb/s, times faster than DDP's", _FASTER, {"rate": "100mbit", "scheme": "gcomp"},
+     "1.5 to 1.9", "GComp, Fig. 15"),
+    *(("acp-shapes", f"Power-SGD: times fewer bytes, {workload}", Column("power_sgd", form=".1f"),
+       {"of": "ratios", "workload": workload}, paper, "ACP-SGD, Table I")
+      for workload, paper in (("resnet50", "67"), ("resnet152", "53"), ("bert-base", "16"), ("bert-large", "21"))),
+    ("acp-shapes", "ACP-SGD, a step: times fewer bytes, resnet50", Column("acp_sgd", form=".1f"),
+     {"of": "ratios", "workload": "resnet50"}, "-", "ACP-SGD, Table I"),
+    *(("acp-iteration-resnet50", f"ACP-SGD's step at {name}, times faster than DDP's", _FASTER,
+       {"rate": _RATES[name], "scheme": "acp-sgd:rank=4"}, paper, "ACP-SGD, Fig. 13")
+      for name, paper in (("100 Mb/s", "-"), ("1 Gb/s", "4.06, mean of 4 models at 10 Gb/s"))),
+    *(("aqgb-live", f"AQGB at {name}, times faster than DDP's ring", _FASTER, {"rate": rate, "scheme": "aqgb:bucket_mb=0.5"},
+       "-", "AQGB, Fig. 10") for name, rate in _RATES.items()),
+    *(("aqgb-fig10", f"rounds in 200 s, {name}", _ROUNDS, {"scheme": scheme, "jitter": "common"}, paper, "AQGB, Fig. 10")
+      for name, scheme, paper in (("32-bit broadcast", "broadcast-32", "39"), ("4-bit broadcast", "broadcast-4", "130"),
+                                  ("an uncompressed ring", "plain", "-"))),
+    *(("aqgb-fig13", f"more rounds than 32 bits, %, {name}", _MORE, {"scheme": scheme, "sigma": 1.5}, paper, "AQGB, Fig. 13")
+      for name, scheme, paper in (("4 bits", "broadcast-4", "126"), ("AQGB", "aqgb", "118"))),
+    ("slimgc-speed-resnet50", "a step, times faster than the bare quantiser's", Column("speed_up", form=".2f"),
+     {"scheme": lambda spec: str(spec).startswith("slimgc") and "backup" in str(spec)}, "1.04 to 1.76", "SlimGC, Fig. 12"),
+    *(("slimgc-rivals", f"a step of {scheme.partition(':')[0]}, x that of slimgc", Column("iteration_s", kind="ratio"),
+       {"scheme": scheme}, paper, "SlimGC, Table 3")
+      for scheme, paper in (("terngrad", "1.17"), ("thc", "1.56"), ("top-k:share=0.1", "2.07"), ("dgc:share=0.1", "2.89"))),
+    ("homomorphic-time-ncf", "a step of NCF, times faster than DDP's", _FASTER, _SKETCH, "2.01", "Homomorphic, Fig. 7"),
+    ("homomorphic-time-lstm", "a step of the LSTM, times faster than DDP's", _FASTER, _SKETCH, "1.31", "Homomorphic, Fig. 7"),
+    *(("homomorphic-shapes", f"a step of {name}, times faster than DDP's", _FASTER,
+       {"workload": workload, "scheme": "homomorphic:mode=lossy,budget=0.1"}, paper, "Homomorphic, Fig. 7")
+      for name, workload, paper in (("VGG19", "vgg19", "3.45"), ("BERT-base", "bert-base", "1.17"))),
+]  # fmt: skip
+CLAIMS: dict[str, list[Goal]] = {}
+for _key, _says, _column, _where, _paper, _figure in _ROWS:
+    _goal = Goal(_says, _column, "", 0, _where, (), _paper, Ref(*_figure.split(", ")))
+    CLAIMS.setdefault(_key, []).append(_goal)

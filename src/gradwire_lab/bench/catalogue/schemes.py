@@ -23,6 +23,8 @@ EXPOSED, CODEC, COMPUTE = ms("exposed_s", "exposed"), ms("codec_s", "codec, busy
 SENT, LOSS = mb("wire_bytes", "MB sent"), Column("loss", form=".3f")
 TIME, TIME_X_DDP = ms("time_s", "ms", spread=True), Column("time_s", "x ddp", kind="ratio")
 RATIO_MEAN, RATIO_LAST = (Column(name, "bytes / ring", form=".3f") for name in ("ratio_mean", "ratio"))
+NATS = Column("held_out_loss", "held-out loss", form=".3f", spread=True)
+ACCURACY = Column("accuracy", "accuracy, %", 100, ".2f", spread=True)
 HELD_OUT, TO_LOSS = Column("held_out_loss", form=".3f"), Column("seconds_to_loss", "s to the loss", form=".1f")
 _CPU_X_DDP = Column("cpu_s", "cpu x ddp", kind="ratio")
 _RATIO = Column("wire_ratio", "wire ratio", form=".3f")
@@ -51,6 +53,12 @@ _OUT_OF_NODE = mb("kernel_bytes", "MB out of a node")
 
 # Fewer bytes than bfloat16, and nearer to DDP (gcomp-tolerance).
 _TEN_BITS = "gcomp:importance=uniform,bits=10"
+
+
+def against(column: Column, name: str, scheme: str | None = None, form: str = "") -> Column:
+    """How far it lies from that of `scheme`, or of the baseline, over the same seeds and folds."""
+    return replace(column, title=f"against {name}", kind="difference", against=scheme, form=form or column.form)
+
 
 # ---- auto
 _AUTO_X_DDP = Column("x_ddp", "x DDP", form=".3f", spread=True)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gradwire_lab.bench.catalogue.schemes import DDP, ITERATION, PLAIN, RATIO_LAST, regret
+from gradwire_lab.bench.catalogue.schemes import DDP, ITERATION, NATS, PLAIN, RATIO_LAST, against, regret
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Table, mb
 
 _GPT = "gpt:n_layers=2,width=64,n_heads=4,length=64,batch_size=8"
@@ -11,9 +11,7 @@ _LARGE = "gpt:n_layers=6,width=384,n_heads=6"  # 10.7 M parameters
 _WHOLE = "factor_dtype=bfloat16,exempt=none,start_step=0"
 _SPARSE = "top-k:share=0.0156,code=chunks,warmup_steps=0,"  # SparseLoCo's share, in about 14 bits a value that is sent
 
-_NATS = Column("held_out_loss", "held-out loss", form=".3f", spread=True)
-_BEHIND = Column("held_out_loss", "against plain", form=".4f", kind="difference", against="plain", spread=True)
-_BEHIND_DDP = Column("held_out_loss", "against DDP", form=".3f", kind="difference", spread=True)
+_BEHIND, _BEHIND_DDP = against(NATS, "plain", "plain", ".4f"), against(NATS, "DDP")
 _FEWER = Column("wire_bytes", "x fewer bytes", form=",.0f", kind="speed-up")
 _SECONDS = Column("elapsed_s", "seconds", form=",.0f")
 
@@ -98,7 +96,7 @@ EXPERIMENTS = [
         "sites", "GPT, 2,000 steps, 4 ranks over two sites of 50 Mb/s and 40 ms apart: loss against bytes and seconds.",
         "sites", 1_500, 3, {"scheme": _LOCAL}, baseline=DDP,
         fixed={"workload": _GPT, "ranks": 4, "steps": _STEPS, "baseline": "ddp", "rate": "50mbit/sites=2x2/site-delay=20ms"},
-        show=[Table([_NATS, _BEHIND_DDP, _FEWER, _SECONDS, _X_ALONE]),
+        show=[Table([NATS, _BEHIND_DDP, _FEWER, _SECONDS, _X_ALONE]),
               Plot("elapsed_s", Column("held_out_loss", "held-out loss"), log="x", x_title="seconds")],
         goals=[Goal("100 times fewer bytes than DDP", _FEWER, ">=", 100.0, {"scheme": _SPARSE_LOCAL}),
                Goal("no more than 0.01 nats behind DDP", _BEHIND_DDP, "<=", 0.01, {"scheme": _SPARSE_LOCAL}),
@@ -108,7 +106,7 @@ EXPERIMENTS = [
         "sites-laws", "What do error feedback and an outer momentum do to each other, by H?", "sites", 1_400, 3,
         {"local_sgd": [8, 30, 64], "scheme": _LAWS}, together=("local_sgd", "scheme"), baseline=PLAIN,
         fixed={"workload": _GPT, "ranks": 2, "steps": _STEPS, "baseline": "plain"},
-        show=[Table([_NATS, _BEHIND], across="local_sgd")],
+        show=[Table([NATS, _BEHIND], across="local_sgd")],
     ),
     Experiment(
         key="shards-speed", system="shards", measure="train", seconds=123, baseline={"scheme": _FSDP2},
@@ -126,7 +124,7 @@ EXPERIMENTS = [
         question="A small GPT under FSDP2, 500 steps: what do coded weights and gradients lose?", together=("scheme",),
         fixed={"workload": _GPT, "ranks": 2, "steps": 500, "baseline": _FSDP2},
         axes={"seed": [0, 1, 2], "scheme": {name: _SHARDS[name] for name in ("FSDP2", "exact", "close")}},
-        show=[Table([_NATS, Column("held_out_loss", "against FSDP2", form=".4f", kind="difference", spread=True), RATIO_LAST])],
+        show=[Table([NATS, against(NATS, "FSDP2", form=".4f"), RATIO_LAST])],
         goals=[Goal(f"{name}: within 0.5 % of FSDP2's held-out loss", Column("held_out_loss", form=".4f", kind="ratio"),
                     "<=", 1.005, {"scheme": _SHARDS[name]}) for name in ("exact", "close")],
     ),
@@ -142,7 +140,7 @@ EXPERIMENTS = [
         {"scheme": _LONG, "step": list(range(_LONG_EVERY, _LONG_STEPS + 1, _LONG_EVERY))}, together=("scheme", "step"),
         baseline=DDP, fixed={"workload": _LONGER, "ranks": 2, "rate": "100mbit", "steps": _LONG_STEPS, "baseline": "ddp"},
         show=[Plot("elapsed_s", _RECENT, x_title="seconds"), Plot("step", _RECENT),
-              Table([_NATS, _BEHIND_DDP, RATIO_LAST, _SECONDS], where={"step": _LONG_STEPS})],
+              Table([NATS, _BEHIND_DDP, RATIO_LAST, _SECONDS], where={"step": _LONG_STEPS})],
         goals=[Goal(f"{words}: within 0.5 % of DDP's held-out loss",
                     Column("held_out_loss", form=".4f", kind="ratio"), "<=", 1.005, {"scheme": spec, "step": _LONG_STEPS})
                for words, spec in (("exact", "auto"), ("close", "auto:fidelity=close"))],
@@ -152,14 +150,14 @@ EXPERIMENTS = [
         question="Muon for matrices and AdamW for the rest, 500 steps: what does each class lose, by the number of ranks?",
         fixed={"workload": f"{_GPT.replace(',batch_size=8', '')},optimizer=muon", "steps": 500, "global_batch": 16},
         axes={"ranks": [2, 4, 8], "seed": [0, 1, 2], "scheme": _MUON}, over=("seed",), together=("scheme", "seed"),
-        show=[Table([_NATS, _BEHIND, RATIO_LAST], across="ranks")],
+        show=[Table([NATS, _BEHIND, RATIO_LAST], across="ranks")],
     ),
     _training(
         "muon-bytes", "Under AdamW and under Muon, 1,000 steps: low rank of gradients, and behind the optimizer.",
         "optimizers", 300, 5, {"workload": {"AdamW": _GPT, "Muon": f"{_GPT},optimizer=muon"}, "scheme": [
             "plain", f"power-sgd:rank=8,{_WHOLE}", f"acp-sgd:rank=16,{_WHOLE}", "power-momentum", "power-momentum:rank=12"]},
         baseline=PLAIN, fixed={"ranks": 2, "steps": 1_000, "baseline": "plain"},
-        show=[Table([_NATS, _BEHIND, RATIO_LAST], across="workload")],
+        show=[Table([NATS, _BEHIND, RATIO_LAST], across="workload")],
         goals=[Goal(f"at most {nats} nats behind plain", _BEHIND, "<=", nats, {"workload": workload, "scheme": spec})
                for workload, nats, spec in ((_GPT, 0.02, "power-momentum"),
                                             (f"{_GPT},optimizer=muon", 0.005, "power-momentum:rank=12"))]

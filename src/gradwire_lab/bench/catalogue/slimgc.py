@@ -1,9 +1,20 @@
 """SlimGC: sizes of gradients, accuracy of the strategies, throughput and time split."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from gradwire_lab.bench.catalogue.schemes import DDP, EXPOSED, ITERATION, PLAIN, RATIO_LAST, SENT
+from gradwire_lab.bench.catalogue.schemes import (
+    ACCURACY,
+    DDP,
+    EXPOSED,
+    ITERATION,
+    NATS,
+    PLAIN,
+    RATIO_LAST,
+    SENT,
+    against,
+)
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, ms
 
 CODECS = {"1 bit": "one-bit", "2 bit": "two-bit"}
@@ -49,18 +60,17 @@ def _accuracy(key: str, question: str, figure: str, schemes: Mapping[str, str], 
               gain: Mapping[str, Any] | None = None, **axes: Any) -> Experiment:  # fmt: skip
     """A training for each of `axes`: workload, steps. `gain`: where the strategies are to give back 1.1 points."""
     is_digits = "resnet" in str(axes["workload"])
-    field, scale, form = ("accuracy", 100.0, ".2f") if is_digits else ("held_out_loss", 1.0, ".3f")
-    parts = []
+    metric, parts = ACCURACY if is_digits else NATS, []
     for bits, codec in CODECS.items():
         mine = [spec for spec in schemes.values() if spec == "plain" or f"codec={codec}" in spec]
         bare = next((spec for spec in mine if spec == _slimgc(codec, _BARE)), None)
-        columns = [Column(field, "accuracy, %" if is_digits else "held-out loss", scale, form, spread=True)]
-        columns += [Column(field, f"against {name}", scale, form, "difference", against, spread=True)
-                    for name, against in (("bare", bare), ("full precision", "plain")) if against in mine]  # fmt: skip
+        others = [
+            against(metric, name, spec) for name, spec in (("bare", bare), ("full precision", "plain")) if spec in mine
+        ]
         if mine:
-            parts.append(Table([*columns, RATIO_LAST], where={"scheme": mine}, title=bits))
-    goals = [Goal(f"{bits}: what the strategies give back, points", Column(field, "", scale, form, "difference",
-                  _slimgc(codec, _BARE), spread=True), ">=", 1.1,
+            parts.append(Table([metric, *others, RATIO_LAST], where={"scheme": mine}, title=bits))
+    goals = [Goal(f"{bits}: what the strategies give back, points",
+                  replace(against(metric, "", _slimgc(codec, _BARE)), title=""), ">=", 1.1,
                   {"scheme": schemes[f"{bits}, everything"], **gain}, (), paper, Ref("SlimGC", figure))
              for (bits, codec), paper in zip(CODECS.items(), ("1.1 to 2.3", "1.1 to 1.6"), strict=True)
              if gain is not None]  # fmt: skip

@@ -5,9 +5,8 @@ To add one: a function of a `Call` in a module here, a line in `_MEASURES`, an e
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradwire.errors import InvalidArgument
 from gradwire_lab.results.experiment import Cell
@@ -44,8 +43,7 @@ _MEASURES: dict[str, str] = {
 WRITES = {"simulator-sizes": "measured.json"}
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One run of an experiment, whose `key` it has."""
 
     key: str

@@ -100,11 +100,7 @@ def _wire_s(record: Mapping[str, Any], bare: Mapping[str, Any] | None) -> float:
 
 
 def adaptation(call: Call) -> Measured:
-    """How AQGB's bits follow a network that changes in mid-run (its Fig. 9), from the step records of a live training.
-
-    `gradwire train` inside `gradwire netlab run --at ...`: a record for each `window_s` seconds of training. Arguments: ranks,
-    rate, at ({second: rate of all links}), scheme, workload, steps, bucket_mb, window_s.
-    """
+    """AQGB's bits while links change `at` {second: rate} (its Fig. 9): a record for each `window_s` seconds."""
     (cell,) = call.cells
     out = (call.folder / "adaptation" / str(cell["scheme"]).replace(":", "-")).resolve()
     ranks = int(call.get("ranks"))

@@ -24,10 +24,7 @@ _ROUNDING = 2.0**-24
 
 @cell_by_cell
 def measure_ranks(_: Call, workload: str, scheme: str, seed: int, ranks: int, steps: int, global_batch: int) -> Record:
-    """Losses by the number of ranks, which this process plays: real codecs at every hop, no network.
-
-    The batch of a step is the same at any number of ranks.
-    """
+    """Losses by the number of ranks, which this process plays: real codecs at every hop, one global batch, no network."""
     name, options = parse_spec(workload)
     task = workloads.by_name(name, **options, batch_size=global_batch // ranks)
     spec, disturb = ("plain", _ROUNDING) if scheme == CONTROL else (scheme, 0.0)
@@ -36,11 +33,10 @@ def measure_ranks(_: Call, workload: str, scheme: str, seed: int, ranks: int, st
 
 
 class Method:
-    """One way to quantise a worker's gradient.
+    """One way to quantise a worker's gradient: a codec as NAME:option=value,...; "none" is 32 bits.
 
-    Args: spec: a codec as NAME:option=value,...; "none" is 32 bits; `+ef` behind it: with error feedback; A|B: each value
-        through A or B, with equal chance (the paper's "2-8bit": QSGD with 2 bits or 8).
-    Raises: InvalidArgument (no such codec or option).
+    `+ef` behind it: with error feedback; A|B: each value through A or B, with equal chance (the paper's "2-8bit": QSGD with 2
+    bits or 8). Raises: InvalidArgument (no such codec or option).
     """
 
     def __init__(self, spec: str) -> None:
@@ -52,10 +48,7 @@ class Method:
         self._codecs = [codecs.by_name(name, **options) for name, options in parsed]
 
     def quantise(self, gradient: torch.Tensor, step: int, worker: int) -> tuple[torch.Tensor, float]:
-        """What the receivers of `gradient` (n,) float32 have, and the bits a value that it took.
-
-        Every step and worker draws numbers of its own; "A|B" costs the mean of A and B.
-        """
+        """What the receivers of `gradient` (n,) float32 have, and the bits a value that it took; of A|B the mean of both."""
         results, n_bits = [], 0.0
         for codec in self._codecs:
             message = torch.empty(codec.max_encoded_bytes(gradient.numel(), gradient.dtype), dtype=torch.uint8)
@@ -66,11 +59,8 @@ class Method:
             n_bits += 8 * n_bytes / max(1, gradient.numel()) / len(self._codecs)
         if not results:
             return gradient.clone(), 32.0
-        if len(results) == 1:
-            return results[0], n_bits
-        generator = step_generator("which codec", step, worker)
-        is_first = torch.rand(gradient.numel(), generator=generator) < 0.5
-        return torch.where(is_first, results[0], results[1]), n_bits
+        is_first = torch.rand(gradient.numel(), generator=step_generator("which codec", step, worker)) < 0.5
+        return torch.where(is_first, results[0], results[-1]), n_bits
 
 
 @cell_by_cell

@@ -1,8 +1,7 @@
 """The numbers behind the figures from gradient files: sizes, exponents and their codes, mantissas; two decoders' times."""
 
-from collections.abc import Callable
+import functools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,6 @@ from gradwire_lab.bench.driver import Task, threads, time_interleaved
 from gradwire_lab.bench.level_rule import allowed_scale, dropped_bits, entropy_bits, exponent_histogram
 from gradwire_lab.bench.measures import Call, Measured, cell_by_cell
 from gradwire_lab.results.records import Record
-from gradwire_lab.workloads import Workload
 from gradwire_lab.workloads.gradients import GradientFile, load_gradients, write_snapshot
 
 Lengths = npt.NDArray[np.int64]  # bits of each symbol's code, (256,)
@@ -29,37 +27,33 @@ THRESHOLD_BITS = RAW_BITS = 8
 
 
 def gradient_file(name: str, folder: Path) -> Path:
-    """The file that `name` stands for: WORKLOAD@STEP, trained to that step if it is not there; any other is a path.
+    """The file that `name` stands for: WORKLOAD@STEP, trained alone to that step if it is not there; any other is a path.
 
-    `gpt@400` is the gradient of GPT's step 400 with the optimizer's state. Raises: InvalidArgument.
+    `gpt@400` is the gradient of GPT's step 400 with the optimizer's state. Raises: InvalidArgument, Unsupported, GradwireError.
     """
-    workload, at, step = name.partition("@")
+    name, at, last = name.partition("@")
     if not at:
         return Path(name)
-    if not step.isdigit():
-        raise InvalidArgument(f"gradients {name!r}: expected WORKLOAD@STEP or a path")
-    made = workloads.by_name(workload)
-    path = folder / "gradients" / f"{made.name}_{made.optimizer}_step{step}.npz"
-    if not path.is_file():
-        _train_to(made, int(step), path)
-    return path
-
-
-def _train_to(workload: Workload, last: int, path: Path, seed: int = 0) -> None:
-    """Train alone to step `last` and write its gradient. Raises: Unsupported (the optimizer), GradwireError."""
-    model = workload.build_model(seed)
+    if not last.isdigit():
+        raise InvalidArgument(f"gradients '{name}@{last}': expected WORKLOAD@STEP or a path")
+    workload = workloads.by_name(name)
+    path = folder / "gradients" / f"{workload.name}_{workload.optimizer}_step{last}.npz"
+    if path.is_file():
+        return path
+    model = workload.build_model(0)
     optimizer = workload.build_optimizer(model)
     schedulers = workload.build_schedulers([optimizer])
     model.train()
-    for step in range(1, last + 1):
-        torch.manual_seed(seed * 1_000_003 + step)
+    for step in range(1, int(last) + 1):
+        torch.manual_seed(step)
         optimizer.zero_grad(set_to_none=True)
-        workload.loss(model, workload.batch_at(step - 1, 0, 1, workload.batch_size, seed)).backward()
-        if step == last:
+        workload.loss(model, workload.batch_at(step - 1, 0, 1, workload.batch_size, 0)).backward()
+        if step == int(last):
             write_snapshot(path, optimizer, step)
         optimizer.step()
         for scheduler in schedulers:
             scheduler.step()
+    return path
 
 
 def load(call: Call, name: str) -> GradientFile:
@@ -72,10 +66,7 @@ def load(call: Call, name: str) -> GradientFile:
 
 @cell_by_cell
 def measure_spread(call: Call, gradients: str) -> list[Record]:
-    """Figs. 2 and 3 as curves: points (`at`, `share`) for each `of`.
-
-    Shares of values by size (in standard deviations, without zeros) and by exponent, and those below |g| / |theta|.
-    """
+    """Figs. 2 and 3 as curves: points (`at`, `share`) of values by size and by exponent, and of those below |g| / |theta|."""
     file = load(call, gradients)
     nonzero = file.gradient[np.isfinite(file.gradient) & (file.gradient != 0)].astype(np.float64)
     counts, edges = np.histogram(nonzero / (float(nonzero.std()) or 1.0), bins=49, range=(-6.125, 6.125))
@@ -102,28 +93,15 @@ def measure_spread(call: Call, gradients: str) -> list[Record]:
 # ---- Figs. 12 and 13b: codes of exponents, and their decoders
 
 
-def _native_lengths(histogram: Lengths) -> Lengths:
-    """Huffman's. Every symbol counts once more than seen: an unseen one has no code, and other data could not be coded."""
-    return np.array(_native.huffman_native_lengths(torch.from_numpy(histogram + 1)), np.int64)
-
-
-def _escaped_lengths(histogram: Lengths) -> Lengths:
-    """Over-long ones replaced by the escape and the raw symbol (paper, section 4.3)."""
-    lengths = _native_lengths(histogram)
-    return np.where(lengths > THRESHOLD_BITS, THRESHOLD_BITS + RAW_BITS, lengths)
-
-
-def _gradwire_lengths(histogram: Lengths) -> Lengths:
-    """In a message of codec gcomp: at most 11, or the escape's and the raw symbol."""
+def _lengths_of(histogram: Lengths) -> dict[str, Lengths]:
+    """By code: Huffman's own; over-long ones replaced by the escape and the raw symbol (paper, section 4.3); gcomp's."""
+    # Every symbol counts once more than seen: an unseen one has no code, and other data could not be coded.
+    native = np.array(_native.huffman_native_lengths(torch.from_numpy(histogram + 1)), np.int64)
+    escaped = np.where(native > THRESHOLD_BITS, THRESHOLD_BITS + RAW_BITS, native)
+    # In a message of codec gcomp: at most 11, or the escape's and the raw symbol.
     *lengths, escape = HuffmanTable.from_histogram(torch.from_numpy(histogram)).lengths
-    return np.array([length or escape + RAW_BITS for length in lengths], np.int64)
-
-
-_CODES: dict[str, Callable[[Lengths], Lengths]] = {
-    "native": _native_lengths,
-    "escaped": _escaped_lengths,
-    "gradwire": _gradwire_lengths,
-}
+    gradwire = np.array([length or escape + RAW_BITS for length in lengths], np.int64)
+    return {"native": native, "escaped": escaped, "gradwire": gradwire}
 
 
 def _mean_bits(lengths: Lengths, histogram: Lengths) -> float:
@@ -136,7 +114,7 @@ def measure_cross_tables(call: Call) -> Measured:
     files = [(file.name, exponent_histogram(file.gradient)) for file in loaded]
     found: Measured = []
     for source, made_from in files:
-        codes = {name: make(made_from) for name, make in _CODES.items()}
+        codes = _lengths_of(made_from)
         for cell, (_, coded) in zip(call.cells, files, strict=True):
             ratios = {f"{code}_ratio": _mean_bits(lengths, coded) / 8 for code, lengths in codes.items()}
             found.append((cell, {"table_from": source, **ratios, "entropy_ratio": entropy_bits(coded) / 8}))
@@ -144,10 +122,7 @@ def measure_cross_tables(call: Call) -> Measured:
 
 
 def measure_decoders(call: Call) -> Measured:
-    """Fig. 13b over the axis `spread`: of the normal distribution, in binades, whose exponents are decoded.
-
-    ns a symbol of the look-up-table and the tree decoder, on the same segments, over the code length.
-    """
+    """Fig. 13b: ns a symbol of both decoders, on the same segments, by the `spread` of a normal distribution, in binades."""
     numbers, n_rounds = np.random.default_rng(13), int(call.get("rounds", 7))
     with threads(1):
         return [(cell, _time_decoders(float(cell["spread"]), numbers, n_rounds)) for cell in call.cells]
@@ -155,28 +130,23 @@ def measure_decoders(call: Call) -> Measured:
 
 def _time_decoders(spread: float, numbers: np.random.Generator, n_rounds: int) -> Record:
     n_symbols = _native.HUFFMAN_SEGMENT_VALUES
-    drawn = np.clip(np.rint(numbers.normal(118, spread, n_symbols)), 0, 255)
-    symbols = torch.from_numpy(drawn.astype(np.uint8))
+    symbols = torch.from_numpy(np.clip(np.rint(numbers.normal(118, spread, n_symbols)), 0, 255).astype(np.uint8))
     histogram = np.bincount(symbols.numpy(), minlength=256).astype(np.int64)
-    table = HuffmanTable.from_histogram(torch.from_numpy(histogram))
+    table, out = HuffmanTable.from_histogram(torch.from_numpy(histogram)), torch.empty_like(symbols)
     segment = torch.empty(3 * n_symbols + 64, dtype=torch.uint8)
     segment = segment[: _native.huffman_encode_segment(table.native, symbols, segment)]
-    decoders = {"table_ns": _native.huffman_decode_table, "tree_ns": _native.huffman_decode_tree}
-    tasks = {name: _decoding(decode, table, segment, symbols) for name, decode in decoders.items()}
-    record: Record = {"code_bits": _mean_bits(_gradwire_lengths(histogram), histogram)}
-    for name, timing in time_interleaved(tasks, n_rounds).items():
-        record |= timing.fields(name, 1e9 / n_symbols)
-    return {**record, "tree_over_table": record["tree_ns"] / record["table_ns"]}
-
-
-def _decoding(decode: Any, table: HuffmanTable, segment: torch.Tensor, symbols: torch.Tensor) -> Task:
-    out = torch.empty_like(symbols)
 
     def verify() -> None:
         if not torch.equal(out, symbols):
             raise CorruptMessage("a Huffman decoder of the comparison gave other symbols than were encoded")
 
-    return Task(lambda: decode(table.native, segment, out), out.zero_, verify)
+    decoders = {"table_ns": _native.huffman_decode_table, "tree_ns": _native.huffman_decode_tree}
+    calls = {name: functools.partial(decode, table.native, segment, out) for name, decode in decoders.items()}
+    timings = time_interleaved({name: Task(call, out.zero_, verify) for name, call in calls.items()}, n_rounds)
+    record: Record = {"code_bits": _mean_bits(_lengths_of(histogram)["gradwire"], histogram)}
+    for name, timing in timings.items():
+        record |= timing.fields(name, 1e9 / n_symbols)
+    return {**record, "tree_over_table": record["tree_ns"] / record["table_ns"]}
 
 
 # ---- Fig. 14
@@ -186,8 +156,7 @@ def _decoding(decode: Any, table: HuffmanTable, segment: torch.Tensor, symbols: 
 def measure_mantissas(call: Call, gradients: str) -> Record:
     """Fig. 14: sign, mantissa and level as a share of 24 bits, under one or three cuts, zeros kept or pruned.
 
-    "Single-Quant" knows two levels, 0 and 18 bits, and pays one bit to say which; "Multi-Quant" four, and pays two.
-    A file without optimizer state has no levels: only the pruning of zeros is counted for it.
+    "Single-Quant" knows levels of 0 and 18 bits, and pays one bit to say which; "Multi-Quant" four, and pays two.
     """
     file = load(call, gradients)
     is_pruned = (file.gradient.view(np.uint32) >> 23 & 0xFF) == 0  # subnormals go the way of the zeros

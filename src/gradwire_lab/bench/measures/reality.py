@@ -6,7 +6,7 @@ from typing import Any
 from gradwire.registry import parse_spec
 from gradwire_lab.bench.measures import Call, Measured
 from gradwire_lab.bench.measures.commands import run_command, train
-from gradwire_lab.results.records import Record, write_text
+from gradwire_lab.results.records import write_text
 from gradwire_lab.simulator.predictions import predict
 from gradwire_lab.simulator.schemes.registry import FORMAT, TABLE, MeasuredTable, to_text
 
@@ -40,7 +40,10 @@ def measure_sizes(call: Call) -> Measured:
     entry = content["workloads"].setdefault(name, {"schemes": {}})
     for _, record in found:
         rows = {row["ranks"]: row for row in entry["schemes"].get(record["scheme"], [])}
-        rows[record["ranks"]] = table_row(record)
+        decode_s = record["decode_s"] or 0.0
+        row = {"ranks": record["ranks"], "n_values": record["n_bytes"] // 4, "sent_bytes": record["wire_bytes"]}
+        row |= {"encode_s": max(0.0, (record["codec_s"] or 0.0) - decode_s), "decode_s": decode_s}
+        rows[record["ranks"]] = row | {key: record[key] for key in ("commit", "date")}
         entry["schemes"][record["scheme"]] = [rows[n_ranks] for n_ranks in sorted(rows)]
     first = found[0][1]
     words = "".join(f" ({key}={str(value).rpartition('/')[2]})" for key, value in options.items())
@@ -50,11 +53,3 @@ def measure_sizes(call: Call) -> Measured:
     }
     write_text(TABLE, to_text(content))
     return found
-
-
-def table_row(record: Record) -> Record:
-    """What the simulator's table holds of a record of `bench train`."""
-    decode_s = record["decode_s"] or 0.0
-    row = {"ranks": record["ranks"], "n_values": record["n_bytes"] // 4, "sent_bytes": record["wire_bytes"]}
-    row |= {"encode_s": max(0.0, (record["codec_s"] or 0.0) - decode_s), "decode_s": decode_s}
-    return row | {key: record[key] for key in ("commit", "date")}

@@ -46,10 +46,7 @@ def sent_elements(sizes: Sizes) -> dict[str, list[int]]:
 
 
 def sums_of(sizes: Sizes) -> dict[str, int]:
-    """Elements that a step sums: "original", "p" and "q" (ACP-SGD's two kinds of step), "power": both factors.
-
-    What is not compressed is in each of them, and once in "power": Power-SGD sends it once beside its two factors.
-    """
+    """Elements that a step sums: "original", "p" and "q" (ACP-SGD's two kinds of step), "power": both, and the rest once."""
     sums = {side: sum(elements) for side, elements in sent_elements(sizes).items()}
     return sums | {"power": sums["p"] + sums["q"] - sum(n for n, shape in sizes if shape is None)}
 
@@ -104,12 +101,8 @@ def describe_sizes(workload: str) -> list[Record]:
     ]
 
 
-_TABLES = {
-    "ratios": describe_ratios,
-    "traffic": describe_traffic,
-    "small-tensors": describe_small_tensors,
-    "sizes": describe_sizes,
-}
+_TABLES = {"ratios": describe_ratios, "traffic": describe_traffic, "small-tensors": describe_small_tensors,
+           "sizes": describe_sizes}  # fmt: skip
 
 
 @cell_by_cell

@@ -29,10 +29,7 @@ def simulate(scheme: str, *, workload: str = "resnet50-4blocks", workers: int = 
              jitter: str = "common", sigma: float = 1.5, seed: int = 0, codec: bool = True,
              seconds: float | None = None, rounds: int | None = None, trace: Any = None,
              measured_on: Mapping[str, str] = MappingProxyType({}), **options: Any) -> tuple[Any, Record]:  # fmt: skip
-    """A simulation, and its record.
-
-    Beside the simulation's own fields: wait_share (T_wait / computation); samples_per_s where a calibration has a batch size.
-    """
+    """A simulation, and its record with wait_share (T_wait / computation), and samples_per_s of a calibration's batch size."""
     disturbance = jitter_by_name(jitter, sigma, seed)
     setting = Setting(workloads.by_name(workload), workers, gbit_per_s * 1e9, jitter=disturbance, trace=trace)
     run = SimulatedRun(scheme, setting, seconds, rounds, options, measured_on.get(workload), codec)

@@ -10,9 +10,8 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,8 +48,7 @@ _FIELDS = ("optimizer", "learning_rate", "batch_size", "n_parameters", "ratio", 
            "network")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class FinishedRun:
+class FinishedRun(NamedTuple):
     """A run folder's content."""
 
     summary: dict[str, Any]
@@ -62,7 +60,7 @@ class FinishedRun:
         if step is None or step >= len(self.steps):
             return self
         summary = {key: value for key, value in self.summary.items() if key not in ("held_out_loss", "accuracy")}
-        return dataclasses.replace(self, summary=summary, steps=self.steps[:step])
+        return FinishedRun(summary, self.steps[:step], self.folder)
 
     def column(self, key: str) -> Values:
         """(n_steps,)."""
@@ -73,12 +71,10 @@ class FinishedRun:
 
 
 def measure(call: Call) -> Measured:
-    """One training a cell, or with an axis `step` its first steps; axes `scheme`, `seed`, `fold`, `local_sgd`; `baseline`, a
-    scheme, is trained too if it is none of them.
+    """One training a cell, or with an axis `step` its first steps; `baseline`, a scheme, is trained too if it is none of them.
 
-    Fields beside the run's own: `deviation_mean`, `_max`: of |loss - the baseline's loss| over the steps;
-    `seconds_to_loss`, `steps_to_loss`: until the loss stays below what the baseline's does in its last fifth;
-    with `dump_every`, of the baseline, `refreshed_bits` and others (`exponent_bits`) at its last saved gradient.
+    `deviation_mean`, `_max`: of |loss - the baseline's loss|; `seconds_to_loss`, `steps_to_loss`: until the loss stays below
+    what the baseline's does in its last fifth; of the baseline, with `dump_every`, `exponent_bits`.
     """
     baseline = call.get("baseline")
     asked = [*call.cells, *({**cell, "scheme": baseline} for cell in call.cells if baseline is not None)]
@@ -99,8 +95,7 @@ def configure(call: Call, cell: Cell, spec: str) -> TrainConfig:
     (workload, workload_options), (scheme, options) = parse_spec(str(call.get("workload"))), parse_spec(spec)
     for key in [key for key in options if key.startswith(_WORKLOAD_PREFIX)]:
         workload_options[key.removeprefix(_WORKLOAD_PREFIX)] = options.pop(key)
-    if "fold" in cell:
-        workload_options["fold"] = cell["fold"]
+    workload_options |= {key: cell[key] for key in ("fold",) if key in cell}
     bucket_mb = options.pop("bucket_mb", call.get("bucket_mb"))
     is_baseline = spec == call.get("baseline")
     given = {} if is_baseline else {key: cell[key] for key in ("local_sgd",) if key in cell}
@@ -138,7 +133,8 @@ def describe_run(run: FinishedRun, baseline: FinishedRun | None) -> Record:
     record["loss_recent"] = float(run.column("loss")[-_RECENT_STEPS:].mean())
     if baseline is not None:
         losses, theirs = run.column("loss"), baseline.column("loss")[: len(run.steps)]  # means over the ranks
-        deviation, target = np.abs(losses - theirs), loss_to_reach(theirs)
+        # What the baseline stays at or below in its last fifth is the slowest honest choice that is reached.
+        deviation, target = np.abs(losses - theirs), float(theirs[-max(_WINDOW, theirs.size // 5) :].max())
         reached = first_below(losses, target)
         record |= {"deviation_mean": float(deviation.mean()), "deviation_max": float(deviation.max())}
         record |= {"target_loss": target, "steps_to_loss": None if reached is None else reached + 1}
@@ -146,27 +142,17 @@ def describe_run(run: FinishedRun, baseline: FinishedRun | None) -> Record:
     return record
 
 
-def loss_to_reach(losses: Values) -> float:
-    """What `losses` stay at or below in their last fifth: the slowest honest choice that is reached."""
-    return float(losses[-max(_WINDOW, losses.size // 5) :].max())
-
-
 def first_below(losses: Values, target: float) -> int | None:
     """The last of the first ten steps in a row whose losses are at most `target`; None if there are none."""
-    row = 0
-    for step, loss in enumerate(losses):
-        row = row + 1 if loss <= target else 0
-        if row == _WINDOW:
-            return step
-    return None
+    starts = range(losses.size - _WINDOW + 1)
+    return next((at + _WINDOW - 1 for at in starts if (losses[at : at + _WINDOW] <= target).all()), None)
 
 
 def exponent_bits(run: FinishedRun) -> Record:
     """GComp's Fig. 13a: the exponent part of its messages under the built-in table for ever, and under refreshed ones.
 
-    The gradients that the run saved are encoded again, as the sums that the ring's last hops carry. A refreshed table is
-    made from the gradient saved before, so it is as old as one in training ever gets if gradients are saved as often as
-    tables are made. Means over the saved gradients but the first.
+    The saved gradients are encoded again, as the sums that the ring's last hops carry. A refreshed table is of the one saved
+    before, as old as one in training ever gets if they are saved as often as tables are made.
     """
     assert run.folder is not None
     bits: dict[str, list[float]] = {"static_bits": [], "refreshed_bits": [], "entropy_bits": []}
@@ -188,18 +174,16 @@ def exponent_bits(run: FinishedRun) -> Record:
 # ---- trainings
 
 
-def code_state() -> str:
-    """A digest of everything that can change a measured number: the packages' Python and the sources of the core."""
-    return source_hash("gradwire_lab.bench.measures.trainings")
-
-
 def train_all(configs: dict[str, TrainConfig], n_ranks: int, rate: str, folder: Path) -> dict[str, FinishedRun]:
     """Train what is not finished; every run by its name. `out` of the configurations is replaced."""
-    trainings = folder.resolve() / "trainings" / code_state()
-    placed = {
-        name: dataclasses.replace(config, out=trainings / _folder_name(config, n_ranks, rate))
-        for name, config in configs.items()
-    }
+    trainings = folder.resolve() / "trainings" / source_hash(__name__)
+    placed: dict[str, TrainConfig] = {}
+    for name, config in configs.items():
+        # What is trained in words, and a digest of all that sets trainings apart.
+        asked = json.dumps([dataclasses.asdict(config) | {"out": None}, n_ranks, rate], default=str, sort_keys=True)
+        words = f"{config.workload}--{config.scheme}--seed-{config.seed}--{config.steps}-steps--{n_ranks}-ranks"
+        folder_name = f"{words}--{hashlib.blake2b(asked.encode(), digest_size=8).hexdigest()}"
+        placed[name] = dataclasses.replace(config, out=trainings / folder_name)
     if left := {config.out: config for config in placed.values() if find_finished(config) is None}:
         run_in_ranks(list(left.values()), n_ranks, rate)
     found = {name: run for name, config in placed.items() if (run := find_finished(config)) is not None}
@@ -243,13 +227,6 @@ def train_as_rank(texts: Sequence[str]) -> None:
 
 def _name(cell: Cell) -> str:
     return json.dumps(cell, default=str, sort_keys=True)
-
-
-def _folder_name(config: TrainConfig, n_ranks: int, rate: str) -> str:
-    """What is trained in words, and a digest of all that sets trainings apart."""
-    asked = json.dumps([dataclasses.asdict(config) | {"out": None}, n_ranks, rate], default=str, sort_keys=True)
-    words = f"{config.workload}--{config.scheme}--seed-{config.seed}--{config.steps}-steps--{n_ranks}-ranks"
-    return f"{words}--{hashlib.blake2b(asked.encode(), digest_size=8).hexdigest()}"
 
 
 if __name__ == "__main__":

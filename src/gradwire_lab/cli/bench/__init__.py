@@ -89,8 +89,7 @@ def _add_allreduce_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pattern", choices=list(PATTERNS), default="element", help=words)
     option(parser, "--rounds", "N", "samples per scheme and size (default: 9; quick 5)", type=int)
     option(parser, "--warmup", "N", "calls dropped before the first sample", 2)
-    words = "seconds per scheme and size (default: 20; quick 2)"
-    option(parser, "--budget", "S", words, type=float)
+    option(parser, "--budget", "S", "seconds per scheme and size (default: 20; quick 2)", type=float)
     switch(parser, "--wide", "all columns of the tables")
 
 

@@ -1,6 +1,7 @@
 """`gradwire bench list`, `run` and `render`: the catalogue, its records, and the pages that are made of them."""
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +11,8 @@ from gradwire_lab.bench.measures import code_of
 from gradwire_lab.bench.runner import ExperimentRun, Runner, describe_run
 from gradwire_lab.ranks.supervisor import end_on_signals
 from gradwire_lab.results.captions import duration
-from gradwire_lab.results.experiment import Cell, Experiment, Table
-from gradwire_lab.results.records import State, Store, find_root, machine_name, machines, state_of
+from gradwire_lab.results.experiment import Experiment, Table
+from gradwire_lab.results.records import Store, find_root, machine_name, machines, state_of
 from gradwire_lab.results.tables import Grid, make_grid, print_grid
 
 
@@ -25,13 +26,17 @@ def list_experiments(args: argparse.Namespace) -> int:
     left: list[ExperimentRun] = []
     n_stale = 0
     for experiment in chosen:
+        code, records = code_of(experiment.measure), [Store(store.folder, name).read(experiment.key) for name in names]
         runs = [ExperimentRun(experiment, cells) for cells in experiment.groups()]
-        states = [_best_state(experiment, run.cells, store, names) for run in runs]
+        known = [{state_of(experiment, run.cells, one, code) for one in records} for run in runs]
+        # Of a run, on the machine where it is most current.
+        states = ["current" if "current" in one else "stale" if "stale" in one else "never" for one in known]
         again = [run for run, state in zip(runs, states, strict=True) if state != "current"]
-        left, n_stale = left + again, n_stale + states.count("stale")
+        count = Counter(states)
+        left, n_stale = left + again, n_stale + count["stale"]
         figures = "; ".join(f"{paper} {figure}" for paper, figure in experiment.of)
-        done, stale = f"{len(states) - states.count('never')}/{len(states)}", str(states.count("stale") or "-")
         takes = duration(runner.estimate_s(again)) if again else "-"
+        done, stale = f"{len(states) - count['never']}/{len(states)}", str(count["stale"] or "-")
         rows.append([experiment.key, done, stale, takes, experiment.question, figures])
     headings = ["key", "runs done", "stale", "left", "question", "figures"]
     shown = len(headings) if args.wide else 4
@@ -47,13 +52,6 @@ def list_experiments(args: argparse.Namespace) -> int:
     )
     print("`--wide`: questions, figures and runs; `--here`: of this machine only; `gradwire bench run KEY` measures")
     return 0
-
-
-def _best_state(experiment: Experiment, cells: Sequence[Cell], store: Store, names: Sequence[str]) -> State:
-    """Of a run, on the machine where it is most current."""
-    code = code_of(experiment.measure)
-    found = {state_of(experiment, cells, Store(store.folder, machine).read(experiment.key), code) for machine in names}
-    return "current" if "current" in found else "stale" if "stale" in found else "never"
 
 
 def run_experiments(args: argparse.Namespace) -> int:
@@ -73,20 +71,14 @@ def run_experiments(args: argparse.Namespace) -> int:
         return 0
     with end_on_signals():
         status = runner.run(left, n_finished)
-    show(chosen, store, args.wide)
-    return status
-
-
-def show(experiments: Sequence[Experiment], store: Store, wide: bool) -> None:
-    """The tables of what this machine's store has."""
-    for experiment in experiments:
+    for experiment in chosen:
         records = [record for record in store.read(experiment.key) if "absent" not in record]
-        for table in experiment.show:
-            if records and isinstance(table, Table):
-                print()
-                print_grid(make_grid(experiment, table, records), wide)
+        for table in (one for one in experiment.show if records and isinstance(one, Table)):
+            print()
+            print_grid(make_grid(experiment, table, records), args.wide)
         if records:
             print(f"records: {store.path(experiment.key)}")
+    return status
 
 
 def render_pages(args: argparse.Namespace) -> int:
@@ -97,23 +89,19 @@ def render_pages(args: argparse.Namespace) -> int:
         print(pages.snippet(args.name), end="")
         return 0
     if args.check:
-        stale = pages.stale()
-        for path in stale:
-            print(f"stale: {path.relative_to(root)}")
-        print("`gradwire bench render` makes them anew" if stale else "every page is what results/ say")
+        stale = [f"stale: {path.relative_to(root)}" for path in pages.stale()]
+        ending = "`gradwire bench render` makes them anew" if stale else "every page is what results/ say"
+        print(*stale, ending, sep="\n")
         return 1 if stale else 0
     changed = pages.render()
-    for path in changed:
-        print(f"wrote {path.relative_to(root)}")
-    print(f"{len(changed)} files changed")
+    print(*(f"wrote {path.relative_to(root)}" for path in changed), f"{len(changed)} files changed", sep="\n")
     return 0
 
 
 def choose(experiments: Sequence[Experiment], keys: Sequence[str], *, quick: bool = False) -> list[Experiment]:
     """Those that are named by `keys`; all without any. Raises: InvalidArgument (none is).
 
-    A key names its own experiment, or, if there is none, those whose keys begin with it. `all` is the first list, `long`
-    the second one.
+    A key names its own experiment, or else those that begin with it. `all` is the first list, `long` the second one.
     """
     known, wanted = {one.key for one in experiments}, set()
     lists = {name: {one.key for one in experiments if one.is_long == (name == "long")} for name in ("all", "long")}

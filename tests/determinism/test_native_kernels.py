@@ -44,15 +44,6 @@ def test_checksum_is_the_table_s_at_all_lengths_and_offsets(level: str) -> None:
                         assert _native.crc32c(data[offset : offset + n], crc) == expected[n], (offset, n)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_checksums_of_neighbours_join(level: str) -> None:
-    data = torch.randint(0, 256, (5_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
-    whole = prefixes(data.numpy().tobytes(), 0)[-1]
-    with at_level(level):
-        for cut in (0, 1, 255, 511, 512, 513, 1_000, 3_071, 4_999, 5_000):
-            assert _native.crc32c(data[cut:], _native.crc32c(data[:cut])) == whole, cut
-
-
 # ---- importance: the formula's bytes
 
 N_ELEMENTS = 3 * 65536 + 45  # several tiles, a last one that is no multiple of a vector

@@ -22,12 +22,14 @@ from float_messages import (
     same_bits,
 )
 from gcomp_gradients import KINDS, make_gradient, make_importance
-from gradwire import _native, codecs
+from gradwire import codecs
 from gradwire.codecs.count_sketch import CountSketch, FixedPoint, index_words, write_index
 from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.hadamard import Thc
 from gradwire.codecs.quantised import Quantised
+from gradwire.codecs.selection import take_largest
+from gradwire.codecs.signs import Signs
 from gradwire.codecs.ternary import Ternary
 from sketches import sparse_gradients
 
@@ -167,19 +169,17 @@ def signs_votes_and_selections() -> Iterator[Tensor]:
     values = torch.randn(100_003, generator=torch.Generator().manual_seed(5))
     values[::7] = 0.0
     values[::11] *= -0.0
-    for code, dtype in enumerate(DTYPES):
-        typed, words = values.to(dtype), torch.empty(3, 3_126, dtype=torch.uint32)
+    signs = Signs(ties_are_positive=False)
+    for dtype in DTYPES:
+        typed, words = values.to(dtype), torch.empty(3, 3_126, dtype=torch.int32)
         for message in range(3):
-            _native.pack_signs(typed.roll(message).view(torch.uint8), code, words[message])
-        one = int.from_bytes(bytes(torch.ones(1, dtype=dtype).view(torch.uint8).tolist()), "little")
+            signs.pack(typed.roll(message), words[message])
         for n_ranks in (1, 2, 3):
             votes = torch.empty_like(typed)
-            _native.write_majority(words[:n_ranks].view(-1), n_ranks, code, one, False, votes.view(torch.uint8))
+            signs.vote(words[:n_ranks], votes, 1.0)
             yield votes
     for k in (1, 100, 50_000):
-        indices = torch.empty(k, dtype=torch.int32)
-        _native.select_largest(values, indices)
-        yield indices
+        yield take_largest(values.clone(), k)[0]
 
 
 @functools.cache

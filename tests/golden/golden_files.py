@@ -33,8 +33,12 @@ class Golden(NamedTuple):
     codec: str
     options: dict[str, Any]
     dtype: torch.dtype = FLOAT32
-    kind: str = "quantiser"
+    kind: str = "gaussian"
     is_fitted: bool = False  # a Huffman table of these very values, instead of the prior
+
+    @property
+    def is_quantiser(self) -> bool:
+        return self.codec in ("one-bit", "two-bit", "ternary", "qsgd", "thc")
 
 
 NATIVE, STOCHASTIC = {"format": "native", "rounding": "truncate"}, {"rounding": "stochastic"}
@@ -43,45 +47,37 @@ FILES = {
         0x61C7680A, "embedded-float", {"bits": 17, "partition": 64, "format": 1}, BFLOAT16, "special"
     ),
     "floats/v1_embedded_float32_32": Golden(0x69874A6A, "embedded-float", {"bits": 32, "format": 1}, FLOAT32, "sparse"),
-    "floats/v1_embedded_float32_5": Golden(0xA7F9E641, "embedded-float", {"bits": 5, "format": 1}, FLOAT32, "gaussian"),
+    "floats/v1_embedded_float32_5": Golden(0xA7F9E641, "embedded-float", {"bits": 5, "format": 1}),
     "floats/v2_embedded_bfloat16_17_special": Golden(
         0x24D7D939, "embedded-float", {"bits": 17, "partition": 64}, BFLOAT16, "special"
     ),
     "floats/v2_embedded_float32_32": Golden(0x7322A1C6, "embedded-float", {"bits": 32}, FLOAT32, "sparse"),
-    "floats/v2_embedded_float32_5": Golden(0xACE45134, "embedded-float", {"bits": 5}, FLOAT32, "gaussian"),
+    "floats/v2_embedded_float32_5": Golden(0xACE45134, "embedded-float", {"bits": 5}),
     "floats/v1_truncated_float16_8_stochastic": Golden(
-        0x9A3B736D, "truncated-float", {"bits": 8, "seed": 3} | STOCHASTIC, FLOAT16, "gaussian"
+        0x9A3B736D, "truncated-float", {"bits": 8, "seed": 3} | STOCHASTIC, FLOAT16
     ),
-    "floats/v1_truncated_float32_12_native": Golden(
-        0x5CB3DC12, "truncated-float", {"bits": 12} | NATIVE, FLOAT32, "gaussian"
-    ),
+    "floats/v1_truncated_float32_12_native": Golden(0x5CB3DC12, "truncated-float", {"bits": 12} | NATIVE),
     "floats/v1_truncated_float32_4_special": Golden(
         0xBCB7AAA4, "truncated-float", {"bits": 4, "partition": 32, "rounding": "truncate"}, FLOAT32, "special"
     ),
     "floats/v1_truncated_float32_6_native_stochastic": Golden(
-        0xD4625BCC, "truncated-float", {"bits": 6} | NATIVE | STOCHASTIC, FLOAT32, "gaussian"
+        0xD4625BCC, "truncated-float", {"bits": 6} | NATIVE | STOCHASTIC
     ),
-    "gcomp/v1_bfloat16_paper": Golden(0x2EF07B8C, "gcomp", FIRST, BFLOAT16, "gaussian", True),
-    "gcomp/v1_float16_truncate": Golden(
-        0xD947C50B, "gcomp", FIRST | {"importance": "truncate", "bits": 4}, FLOAT16, "gaussian"
-    ),
+    "gcomp/v1_bfloat16_paper": Golden(0x2EF07B8C, "gcomp", FIRST, BFLOAT16, is_fitted=True),
+    "gcomp/v1_float16_truncate": Golden(0xD947C50B, "gcomp", FIRST | {"importance": "truncate", "bits": 4}, FLOAT16),
     "gcomp/v1_float32_none_special": Golden(0x23BE7053, "gcomp", FIRST | {"importance": "none"}, FLOAT32, "special"),
-    "gcomp/v1_float32_paper": Golden(0xE414B261, "gcomp", FIRST, FLOAT32, "gaussian", True),
+    "gcomp/v1_float32_paper": Golden(0xE414B261, "gcomp", FIRST, is_fitted=True),
     "gcomp/v1_float32_raw_exponents": Golden(0x14527C16, "gcomp", FIRST, FLOAT32, "random bits"),
     "gcomp/v1_float32_uniform": Golden(
         0xEB3234E0, "gcomp", FIRST | {"importance": "uniform", "bits": 9}, FLOAT32, "sparse", True
     ),
-    "gcomp/v2_bfloat16_paper": Golden(0xD9249F62, "gcomp", {}, BFLOAT16, "gaussian", True),
-    "gcomp/v2_bfloat16_uniform": Golden(
-        0xC8C7BCE8, "gcomp", {"importance": "uniform", "bits": 3}, BFLOAT16, "gaussian"
-    ),
+    "gcomp/v2_bfloat16_paper": Golden(0xD9249F62, "gcomp", {}, BFLOAT16, is_fitted=True),
+    "gcomp/v2_bfloat16_uniform": Golden(0xC8C7BCE8, "gcomp", {"importance": "uniform", "bits": 3}, BFLOAT16),
     "gcomp/v2_float16_none_subnormals": Golden(0x44B6885D, "gcomp", {"importance": "none"}, FLOAT16, "special", True),
-    "gcomp/v2_float16_truncate": Golden(
-        0x31537B70, "gcomp", {"importance": "truncate", "bits": 4}, FLOAT16, "gaussian"
-    ),
+    "gcomp/v2_float16_truncate": Golden(0x31537B70, "gcomp", {"importance": "truncate", "bits": 4}, FLOAT16),
     "gcomp/v2_float32_capped": Golden(0x9DACE239, "gcomp", {"bits": 9}, FLOAT32, "special", True),
     "gcomp/v2_float32_none_special": Golden(0xFAA0931B, "gcomp", {"importance": "none"}, FLOAT32, "special"),
-    "gcomp/v2_float32_paper": Golden(0x01218482, "gcomp", {}, FLOAT32, "gaussian", True),
+    "gcomp/v2_float32_paper": Golden(0x01218482, "gcomp", {}, is_fitted=True),
     "gcomp/v2_float32_raw_exponents": Golden(0xF6F0A588, "gcomp", {}, FLOAT32, "random bits"),
     "gcomp/v2_float32_uniform": Golden(
         0x039CB7A8, "gcomp", {"importance": "uniform", "bits": 9}, FLOAT32, "sparse", True
@@ -102,7 +98,7 @@ def write(golden: Golden, gradient: torch.Tensor, importance: torch.Tensor, tabl
     """The message of this codec and these options, as the file holds it."""
     if golden.codec == "gcomp":
         return encode(codecs.by_name("gcomp", table=table, **golden.options), gradient, importance=importance)
-    drawn = {"step": STEP} if golden.kind == "quantiser" else {}
+    drawn = {"step": STEP} if golden.is_quantiser else {}
     return encode(codecs.by_name(golden.codec, **golden.options), gradient, **drawn)
 
 
@@ -135,7 +131,7 @@ def main() -> None:
         path = FOLDER / f"{name}.npz"
         if path.exists():
             sys.exit(f"{path} exists: golden files are never rewritten")
-        if golden.kind == "quantiser":
+        if golden.is_quantiser:
             gradient = quantiser_oracles.make_gradient(N_VALUES)
         else:
             gradient = make_gradient(golden.kind, N_VALUES, golden.dtype)

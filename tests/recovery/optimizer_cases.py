@@ -20,7 +20,6 @@ MANTISSA_BITS = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 LEVEL_BITS = {torch.float32: (6, 12, 18), torch.float16: (3, 5, 8), torch.bfloat16: (2, 4, 6)}
 BYTE_OFFSET = 348
 
-
 SGD, Adagrad, RMSprop = torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop
 Adam, AdamW = torch.optim.Adam, torch.optim.AdamW
 
@@ -155,10 +154,7 @@ def _oracle(parts: list[Floats], g: Floats, gain: Floats, slack: Floats) -> Orac
 
 def _known(v: Floats, oracle: Oracle) -> Oracle:
     """v = 0: level 0."""
-    zero = np.zeros_like(v)
-    return Oracle(
-        np.where(v > 0, oracle.scale, zero), np.where(v > 0, oracle.rounding, zero), oracle.gain, oracle.slack
-    )
+    return Oracle(np.where(v > 0, oracle.scale, 0), np.where(v > 0, oracle.rounding, 0), oracle.gain, oracle.slack)
 
 
 def finite(*values: Tensor) -> NDArray[np.bool_]:
@@ -214,7 +210,7 @@ def stepped(
     dtype = dtype or parameter.dtype
     clone = torch.nn.Parameter(parameter.detach().to(dtype, copy=True))
     group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    known = _OPTIONS & inspect.signature(type(optimizer)).parameters.keys()  # decoupled_weight_decay is not AdamW's
+    known = inspect.signature(type(optimizer)).parameters.keys() - {"params"}  # decoupled_weight_decay is not AdamW's
     twin = type(optimizer)([clone], **{key: copy.deepcopy(value) for key, value in group.items() if key in known})
     for name, value in optimizer.state.get(parameter, {}).items():
         twin.state[clone][name] = value.clone() if value.dim() == 0 else value.detach().to(dtype, copy=True)
@@ -224,12 +220,6 @@ def stepped(
     for _ in range(n_more):
         twin.step()
     return clone.detach()
-
-
-_OPTIONS = {
-    "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "lr_decay", "eps", "alpha", "centered",
-    "betas", "amsgrad", "foreach", "fused", "momentum_decay", "decoupled_weight_decay",
-}  # fmt: skip
 
 
 def _float64(values: Tensor) -> Floats:

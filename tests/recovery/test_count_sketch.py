@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import gradwire
+from float_messages import DTYPES
 from gradwire import _native
-from gradwire.codecs import bloom_filter
+from gradwire.codecs import bloom_filter, packed_values
 from gradwire.codecs.bloom_filter import BloomShape
 from gradwire.codecs.count_sketch import MAX_ATTEMPTS, CountSketch, FixedPoint, Outcome, index_words, write_index
 from sketches import index_of, quantise, sparse_gradients, sum_sketches
@@ -239,12 +240,16 @@ def test_values_beyond_the_agreed_exponent_raise() -> None:
         sum_sketches([gradient], fixed)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_index_reports_non_zeros_the_largest_magnitude_and_what_is_not_finite(dtype: torch.dtype) -> None:
-    for value in (float("inf"), float("-inf"), float("nan")):
+    for value in (0.0, 6e-8, 1.5, -65_504.0, float("inf"), float("-inf"), float("nan")):
         for position in (0, 40, 99):
-            gradient = torch.zeros(100, dtype=dtype)
+            gradient, index = torch.zeros(100, dtype=dtype), torch.empty(4, dtype=torch.int32)
             gradient[position] = value
-            assert write_index(gradient, torch.empty(4, dtype=torch.int32)) == (1, math.inf)
-    gradient = torch.tensor([0.0, -0.0, 1e-39, -3.0] * 20, dtype=dtype)
+            largest = float(gradient[position].abs())
+            assert write_index(gradient, index) == (value != 0, largest if math.isfinite(largest) else math.inf)
+            assert (
+                int(packed_values.count(index, 100)) == (value != 0) == bool(index[position // 32] & 1 << position % 32)
+            )
+    gradient = torch.tensor([0.0, -0.0, 6e-8 if dtype == torch.float16 else 1e-39, -3.0] * 20, dtype=dtype)
     assert write_index(gradient, torch.empty(3, dtype=torch.int32)) == (40, 3.0)

@@ -5,7 +5,6 @@ import torch
 
 from float_messages import DTYPES, assert_same_bytes_everywhere, same_bits
 from gradwire.codecs import packed_values
-from gradwire.codecs.count_sketch import write_index
 from gradwire.errors import CorruptMessage, InvalidArgument
 from sketches import index_of
 
@@ -46,15 +45,3 @@ def test_sizes_that_do_not_fit_and_bits_past_the_end_are_refused() -> None:
     for call in (lambda: packed_values.count(index, 100), lambda: packed_values.pack(values, index, torch.empty(101))):
         with pytest.raises(CorruptMessage, match="past its 100 values"):
             call()
-
-
-@pytest.mark.parametrize("largest", [0.0, 6e-8, 1.5, 65_504.0, float("inf"), float("nan")])
-def test_index_of_float16_knows_its_largest_value(largest: float) -> None:
-    values = torch.zeros(70, dtype=torch.float16)
-    values[33] = -largest
-    index = torch.empty(3, dtype=torch.int32)
-    found = write_index(values, index)
-    expected = float(values[33].abs()) if torch.isfinite(values[33]) else float("inf")
-    assert found.max_magnitude == expected
-    assert found.n_nonzeros == int(largest != 0)
-    assert index.tolist() == [0, 2 * (largest != 0), 0]

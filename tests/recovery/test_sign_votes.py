@@ -4,18 +4,12 @@ import pytest
 import torch
 
 from float_messages import DTYPES
-from gradwire import _native
+from gradwire.codecs.signs import Signs
 
 
 def pack(values: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    words = torch.empty((values.numel() + 31) // 32, dtype=torch.uint32)
-    return words, _native.pack_signs(values.view(torch.uint8), DTYPES.index(values.dtype), words)
-
-
-def majority(words: torch.Tensor, n_ranks: int, votes: torch.Tensor, vote: float, ties_are_positive: bool) -> None:
-    bits = torch.tensor([vote], dtype=votes.dtype).view(torch.uint8).tolist()
-    code, bits = DTYPES.index(votes.dtype), int.from_bytes(bytes(bits), "little")
-    _native.write_majority(words, n_ranks, code, bits, ties_are_positive, votes.view(torch.uint8))
+    words = torch.empty(Signs.n_words(values), dtype=torch.int32)
+    return words, bool(Signs(False).pack(values, words))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -31,7 +25,7 @@ def test_majority_is_the_sign_of_the_sum_of_signs(dtype: torch.dtype, n: int, n_
     signs = torch.where(gradients.float() < 0, -1, 1).sum(0).sign()
     for ties_are_positive in (False, True):
         votes = torch.full((n,), 9.0, dtype=dtype)
-        majority(torch.cat([words for words, _ in packed]), n_ranks, votes, 2.0, ties_are_positive)
+        Signs(ties_are_positive).vote(torch.stack([words for words, _ in packed]), votes, 2.0)
         expected = torch.where(signs == 0, int(ties_are_positive), signs)
         assert torch.equal(votes.float(), 2.0 * expected.float())
 
@@ -49,5 +43,5 @@ def test_inf_and_nan_are_reported_wherever_they_stand(dtype: torch.dtype, at: in
 def test_many_ranks_are_counted_without_overflow() -> None:
     words, votes = torch.zeros(255, 2, dtype=torch.int32), torch.empty(64)
     words[:128] = -1
-    majority(words.view(-1).view(torch.uint32), 255, votes, 1.0, False)
+    Signs(False).vote(words, votes, 1.0)
     assert torch.equal(votes, torch.full((64,), -1.0))

@@ -45,9 +45,7 @@ class BloomShape(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The values that a filter lets through."""
-
-    n_candidates: int  # values that it may hold
+    n_candidates: int  # values that a filter may hold
     n_nonzeros: int  # how many of them are not zero, estimated from how full it is
     share_set: float  # of its bits
 
@@ -59,14 +57,10 @@ def insert(index: torch.Tensor, n_elements: int, shape: BloomShape, seed: int, o
 
 def query(bloom: torch.Tensor, n_elements: int, shape: BloomShape, seed: int, out: torch.Tensor) -> Found:
     """Write into `out` (index_words(n_elements),) the bitmap of everything that `bloom` (shape.n_words,) may hold."""
-    n_candidates = _native.sketch_query_bloom(
-        bloom.view(torch.uint32), n_elements, shape.n_hashes, seed, out.view(torch.uint32)
-    )
-    n_set = _native.sketch_count_index(bloom.view(torch.uint32), 32 * shape.n_words)
-    share_set = n_set / (32 * shape.n_words)
-    false_positives = 1.0
-    for _ in range(shape.n_hashes):
-        false_positives *= share_set
+    words, n_bits = bloom.view(torch.uint32), 32 * shape.n_words
+    n_candidates = _native.sketch_query_bloom(words, n_elements, shape.n_hashes, seed, out.view(torch.uint32))
+    share_set = _native.sketch_count_index(words, n_bits) / n_bits
+    false_positives = math.prod([share_set] * shape.n_hashes)
     if false_positives >= 1:
         return Found(n_candidates, n_candidates, share_set)
     estimated = (n_candidates - false_positives * n_elements) / (1 - false_positives)

@@ -27,16 +27,11 @@ from gradwire.codecs.tensors import check_64_bits
 from gradwire.errors import InvalidArgument
 
 MIN_GAMMA = 1.3
-# A core of up to this many values is sent beside the sketch; a larger one is given another salt.
-MAX_CORE = 8
-# So many salts are tried with each gamma, and then 5 % more cells.
+MAX_CORE = 8  # a core of up to this many values is sent beside the sketch; a larger one is given another salt
+MAX_ATTEMPTS = 64  # after so many tables (gamma has grown by 40 % then) all is sent as core
+_SALTS_PER_GAMMA, _GAMMA_STEP = 8, 0.05  # so many salts are tried with each gamma, and then 5 % more cells
 _SALTS_PER_STEP = 1 << 16  # more than all attempts, and the Bloom filter's
-_SALTS_PER_GAMMA = 8
-# Of the median of three normal draws, as a share of one draw's.
-_MEDIAN_VARIANCE = 0.449
-_GAMMA_STEP = 0.05
-# After so many tables (gamma has grown by 40 % then) all is sent as core.
-MAX_ATTEMPTS = 64
+_MEDIAN_VARIANCE = 0.449  # of the median of three normal draws, as a share of one draw's
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _CELLS = {torch.float32: 0, torch.int32: 1, torch.int64: 2}
@@ -45,7 +40,7 @@ _FIXED_BITS = {torch.int8: 7, torch.int16: 15, torch.int32: 31, torch.int64: 62}
 
 
 class Outcome(enum.IntEnum):
-    """The outcome of a recovery."""
+    """What came of a recovery."""
 
     COMPLETE = 0
     NONFINITE = 1  # sums of finite values have left the range of float32
@@ -91,8 +86,7 @@ class FixedPoint(NamedTuple):
         return scaled.to(self.dtype)
 
     def to_words(self, integers: torch.Tensor) -> torch.Tensor:
-        """What is summed of (n,) integers of two ranks or more: int8 and int16 several to an int32, moved by `limit` above
-        zero, so that no sum carries into the next."""
+        """What two ranks or more sum: int8 and int16 several to an int32, `limit` above zero, so that no sum carries over."""
         if integers.element_size() >= 4:
             return integers
         n = integers.numel()
@@ -150,10 +144,7 @@ def index_words(n_elements: int) -> int:
 
 
 def write_index(gradient: torch.Tensor, words: torch.Tensor) -> IndexFacts:
-    """Set bit i % 32 of word i / 32 of `words` (index_words(n),) int32 where value i of `gradient` (n,) is not zero.
-
-    Raises: InvalidArgument (dtype, size). Cost: one pass, as fast as memory.
-    """
+    """Set bit i % 32 of word i / 32 of `words` (index_words(n),) int32 where value i of `gradient` (n,) is not zero."""
     is_half = gradient.dtype == torch.float16  # sorted and zero where the same bits as bfloat16 are
     code = _DTYPES[torch.bfloat16] if is_half else _dtype_code(gradient)
     n_nonzeros, bits = _native.sketch_write_index(gradient.view(torch.uint8), code, words.view(torch.uint32))
@@ -163,18 +154,14 @@ def write_index(gradient: torch.Tensor, words: torch.Tensor) -> IndexFacts:
 
 
 class CountSketch:
-    """One count sketch at a time; keeps its work space for the next.
+    """One count sketch at a time; keeps its work space for the next (docs/format.md#count-sketch; sections 3.1 to 3.4).
 
     Args:
         batch_values: c: values that share rows, signs and rotations; a power of two from 16 to 1,024. Gradients with few
             non-zeros use smaller batches, so that a table has at least 32 rows.
         gamma: cells for each non-zero of the union. Peeling needs 1.23 asymptotically, and 1.3 at finite size.
         seed: of all hashes; ranks share it.
-    Raises: InvalidArgument.
-    Format: docs/format.md#count-sketch. Paper: Li et al., ICML 2024, sections 3.1 to 3.4.
     """
-
-    name = "count-sketch"
 
     def __init__(self, batch_values: int = 1024, gamma: float = MIN_GAMMA, seed: int = 0) -> None:
         if batch_values not in (16, 32, 64, 128, 256, 512, 1024):
@@ -189,16 +176,11 @@ class CountSketch:
         self._n_core = 0
 
     def prepare(self, index: torch.Tensor, n_elements: int, attempt: int = 0, max_cells: int = 0, step: int = 0) -> int:
-        """Fit size, rows and rotations to the OR-ed index; returns the number of cells.
+        """Fit size, rows and rotations to the OR-ed index, (index_words(n_elements),) int32; returns the number of cells.
 
-        Args:
-            index: (index_words(n_elements),) int32.
-            attempt: 0 first; each further one has another salt, and every eighth one 5 % more cells. With MAX_ATTEMPTS
-                there are no cells, and all values are core.
-            max_cells: take no more than about so many (whole rows of each block), and lose values; 0: enough for all.
-            step: from 0 to 2^32 - 1; each has hashes of its own, so that what estimates miss differs between steps.
-        Raises: CorruptMessage (bits past the end), InvalidArgument (size).
-        Cost: two passes over the index; allocates as the number of blocks grows.
+        Each `attempt` has another salt, and every eighth one 5 % more cells; with MAX_ATTEMPTS there are none, and all is core.
+        `max_cells`: about so many (whole rows of each block), which lose values; 0: enough for all. Each `step`, below 2^32,
+        has hashes of its own, so that what estimates miss differs. Raises: CorruptMessage (bits past the end).
         """
         if attempt >= MAX_ATTEMPTS:
             max_cells = 1
@@ -211,14 +193,13 @@ class CountSketch:
         """Fit the sketch before the index is known, to be summed along with it; returns the number of cells.
 
         `rows`: of each of the table's blocks, three or more, or none. `attempt`: the salt alone. `adopt` comes before `peel`.
-        Raises: InvalidArgument.
         """
         rows_of_blocks = torch.tensor(rows, dtype=torch.int32, device="cpu").view(torch.uint32)
         self._plan.assume(n_elements, batch_values, rows_of_blocks, self.seed, attempt)
         return self.n_cells
 
     def adopt(self, index: torch.Tensor) -> None:
-        """Take the OR-ed index for which a table was assumed. Raises: as `prepare`. Cost: two passes over the index."""
+        """Take the OR-ed index for which a table was assumed."""
         self._plan.adopt(index.view(torch.uint32))
 
     def block_nonzeros(self) -> list[int]:
@@ -228,7 +209,7 @@ class CountSketch:
     @property
     def table_batch_values(self) -> int:
         """Values that share rows in this table: `batch_values` or less."""
-        return int(self._plan.batch_values)
+        return self._plan.batch_values
 
     @property
     def estimate_shrinkage(self) -> float:
@@ -242,47 +223,37 @@ class CountSketch:
     @property
     def n_nonzeros(self) -> int:
         """Bits in the index."""
-        return int(self._plan.n_nonzeros)
+        return self._plan.n_nonzeros
 
     @property
     def n_cells(self) -> int:
-        """Cells of the sketch."""
-        return int(self._plan.n_cells)
+        return self._plan.n_cells
 
     @property
     def n_rounds(self) -> int:
         """Rounds of peeling, of the block that took most."""
-        return int(self._plan.n_rounds)
+        return self._plan.n_rounds
 
     def add(
         self, gradient: torch.Tensor, own_index: torch.Tensor, cells: torch.Tensor, fixed: FixedPoint | None = None
     ) -> None:
         """Write the sketch of this rank's `gradient` (n_elements,) float32 or bfloat16 over `cells` (n_cells,) float32, or
-        `fixed.dtype`. `own_index` is what `write_index` made of it, before the OR.
+        `fixed.dtype`. `own_index` is what `write_index` made of it, before the OR: only cache lines with non-zeros are read.
 
-        Raises: InvalidArgument (sizes, dtypes; a value that does not fit `fixed`).
-        Cost: reads only cache lines that hold non-zeros.
+        Raises: InvalidArgument (a value that does not fit `fixed`).
         """
-        expected = torch.float32 if fixed is None else fixed.dtype
+        expected, shift, limit = fixed or (torch.float32, 0, 0)
         if cells.dtype != expected:
             raise InvalidArgument(f"cells must be {expected}, got {cells.dtype}")
-        self._plan.add(
-            gradient.view(torch.uint8),
-            _dtype_code(gradient),
-            own_index.view(torch.uint32),
-            _CELLS[expected],
-            0 if fixed is None else fixed.shift,
-            0 if fixed is None else fixed.limit,
-            cells.view(torch.uint8),
-        )
+        values, index, kind = gradient.view(torch.uint8), own_index.view(torch.uint32), _CELLS[expected]
+        self._plan.add(values, _dtype_code(gradient), index, kind, shift, limit, cells.view(torch.uint8))
 
     def peel(self, index: torch.Tensor) -> int:
         """Find the order in which values come out of the sketch; returns how many do not: the core.
 
         Needs no values, so it runs while the sketch travels; `index` is as `prepare` was given it.
-        Raises: InvalidArgument (another index). Cost: linear in non-zeros; 16 bytes of work space each.
         """
-        self._n_core = int(self._plan.peel(index.view(torch.uint32)))
+        self._n_core = self._plan.peel(index.view(torch.uint32))
         return self._n_core
 
     def core(self) -> torch.Tensor:
@@ -292,26 +263,19 @@ class CountSketch:
         return positions
 
     def recover(
-        self,
-        cells: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-        estimate: bool = False,
-        bound: float | None = None,
+        self, cells: torch.Tensor, scale: float, out: torch.Tensor, estimate: bool = False, bound: float | None = None
     ) -> Outcome:
-        """Write sum x `scale` of every value; 0 where the index has no bit. In the order of `peel`, so all ranks get the
-        same bits from the same cells, with any number of threads.
+        """Write into `out` (n_elements,) float32 or bfloat16 sum x `scale` of every value; 0 where the index has no bit. In the
+        order of `peel`, so all ranks get the same bits from the same cells, with any number of threads.
 
         Args:
             cells: (n_cells,) float32, int32 or int64: the sum of all ranks' cells. Used up.
             scale: 1 / world size gives the mean; for integers times FixedPoint.scale.
-            out: (n_elements,) float32 or bfloat16.
-            estimate: write the median of a core value's three cells in its place (the paper's lossy mode); otherwise 0,
-                for the caller to fill in.
+            estimate: write the median of a core value's three cells in its place (the paper's lossy mode); otherwise 0.
             bound: the ranks' largest magnitudes add up to no more; in float32 cells, rounding leaves less than 2^-16 of
                 it. Default: the largest cell, which is too little where ranks cancel.
-        Returns: COMPLETE; FOREIGN if what has come out does not leave the cells empty (never with a core).
-        Raises: CorruptMessage (another number of cells), InvalidArgument.
+        Returns: FOREIGN if what has come out does not leave the cells empty (never with a core).
+        Raises: CorruptMessage (another number of cells).
         """
         kind, code = _CELLS[cells.dtype], _dtype_code(out)
         if bound is None:

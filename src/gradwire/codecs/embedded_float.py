@@ -30,8 +30,7 @@ class EmbeddedFloat(Floats):
     Inf and NaN: `holds_nonfinite` is set in the message, and all values of their partition decode as NaN until all 32
     bits are known, when they are exact again.
 
-    Stateless, thread-safe; the same bytes for every thread count and instruction set. AQGB (Luo et al.), section 4.4,
-    in the form that float32's exponent allows to refine.
+    AQGB (Luo et al.), section 4.4, in the form that float32's exponent allows to refine.
 
     When not to use it: where values of one partition span many binades that all matter (use `truncated-float`), or where
     they are spread evenly up to the largest, as no gradient's are (then `format=1` is nearer).
@@ -47,7 +46,6 @@ class EmbeddedFloat(Floats):
             bits: of every value, 2 to 32, that `encode` writes; `encode_planes` writes any.
             partition: values that share an exponent of one byte: a power of two from 32 to 1024.
             format: of the messages: 2, or 1 as published: magnitudes instead of their roots. `decode` reads both.
-        Raises: InvalidArgument.
         """
         if not 2 <= bits <= N_BITS:
             raise InvalidArgument(f"bits is from 2 to 32, not {bits}")
@@ -60,7 +58,6 @@ class EmbeddedFloat(Floats):
         return self.max_plane_bytes(n_elements, dtype, 0, self.bits)
 
     def check_device(self, device: torch.device) -> Kernels:
-        """See `DeviceCodec`."""
         if self.bits == N_BITS:
             raise Unsupported(
                 "kernels write embedded floats of 2 to 31 bits; bits=32 needs escapes: leave placement out"
@@ -75,28 +72,20 @@ class EmbeddedFloat(Floats):
         return {"kind": 1, "dtype": code, "n_bits": self.bits, "partition": self.partition, "version": self.format}
 
     def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:
-        """This codec as exchanges call it. Raises: InvalidArgument."""
+        """This codec as exchanges call it."""
         return _native.embedded_float_exchange_codec(dtype_code(dtype), self.partition, self.format, self.bits)
 
     def max_plane_bytes(self, n_elements: int, dtype: torch.dtype, first_bit: int, n_bits: int) -> int:
-        """Bytes that no message with bits [first_bit, first_bit + n_bits) of `n_elements` values exceeds.
-
-        Exactly that many unless it ends with bit 31, when up to 6 bytes a value of escapes come on top: 5 % of the values
-        of a gradient, as a rule. Raises: InvalidArgument.
-        """
+        """Bytes that no message with bits [first_bit, first_bit + n_bits) of `n_elements` values exceeds: exactly that many
+        unless it ends with bit 31, when up to 6 bytes a value of escapes come on top: 5 % of a gradient's values, as a rule."""
         dtype_code(dtype)
         check_size(n_elements)
         return _native.embedded_float_max_bytes(n_elements, self.partition, first_bit, n_bits)
 
     def encode_planes(self, gradient: Tensor, first_bit: int, n_bits: int, out: Tensor) -> int:
-        """Write bits [first_bit, first_bit + n_bits) of every value as one message.
+        """Write bits [first_bit, first_bit + n_bits) of every value as one message into `out` (>= max_plane_bytes(...),) uint8.
 
         Bit 0 is the sign, bit 1 the most significant of the magnitude. The gradient must be the same at every call.
-
-        Args:
-            first_bit, n_bits: 0 <= first_bit, 1 <= n_bits <= 32 - first_bit.
-            out: (>= max_plane_bytes(n, dtype, first_bit, n_bits),) uint8.
-        Returns: bytes written.
         """
         code, values = dtype_code(gradient.dtype), bytes_in("gradient", gradient)
         room = check_room(self.name, out, self.max_plane_bytes(gradient.numel(), gradient.dtype, first_bit, n_bits))
@@ -109,7 +98,7 @@ class EmbeddedFloat(Floats):
         _native.embedded_float_quantise(values, code, self.partition, self.format, n_bits, room)
 
     def receive(self, n_elements: int, dtype: torch.dtype) -> "EmbeddedValues":
-        """An empty receiver for the messages of one gradient. Raises: InvalidArgument."""
+        """An empty receiver for the messages of one gradient."""
         return EmbeddedValues(n_elements, dtype, self.partition, self.format)
 
 
@@ -120,19 +109,12 @@ class EmbeddedValues:
         n_bits: bits known of every value, 0 to 32.
     """
 
-    def __init__(
-        self, n_elements: int, dtype: torch.dtype, partition: int = DEFAULT_PARTITION, format: int = 2
-    ) -> None:
-        """See `EmbeddedFloat.receive`."""
+    def __init__(self, n_elements: int, dtype: torch.dtype, partition: int, format: int) -> None:
         check_size(n_elements)
-        self.n_bits = 0
-        self.n_elements = n_elements
-        self.dtype = dtype
-        self.partition = partition
-        self.format = format
-        self._dtype_code = dtype_code(dtype)
+        self.n_bits, self._dtype = 0, dtype
         self._codes = torch.empty(n_elements, dtype=torch.int32, device="cpu")
         self._exponents = torch.empty(-(-n_elements // partition), dtype=torch.uint8, device="cpu")
+        self._settings = dtype_code(dtype), partition, format
 
     def reset(self) -> None:
         """Know nothing again: the next message begins with bit 0. Keeps the memory."""
@@ -141,35 +123,28 @@ class EmbeddedValues:
     def add_planes(self, message: Tensor) -> int:
         """Take in the message with the bits that follow; returns `n_bits` after it.
 
-        Raises: InvalidArgument, CorruptMessage (also: other bits than the next ones, another size, dtype or
-            partition), IncompatibleVersion; nothing has changed then.
-        Cost: one pass over the codes, no allocation below bit 31.
+        Raises: as `decode`, also if it has other bits than the next ones; nothing has changed then.
         """
         encoded = bytes_in("message", message, torch.uint8)
-        self.n_bits = _native.embedded_float_refine(
-            encoded, self._codes, self._exponents, self._dtype_code, self.partition, self.format, self.n_bits
-        )
+        self.n_bits = _native.embedded_float_refine(encoded, self._codes, self._exponents, *self._settings, self.n_bits)
         return self.n_bits
 
     def write(self, out: Tensor) -> None:
-        """Put the values as they are known into `out`, (n,) of the sender's dtype. Raises: InvalidArgument."""
-        _native.embedded_float_write(*self._known(), bytes_in("out", out, self.dtype))
+        """Put the values as they are known into `out`, (n,) of the sender's dtype."""
+        _native.embedded_float_write(*self._known(), bytes_in("out", out, self._dtype))
 
     def add_to(self, sums: Tensor) -> None:
-        """sums += the values as they are known; (n,) float32, one rounding a value. Raises: InvalidArgument."""
+        """sums += the values as they are known; (n,) float32, one rounding a value."""
         check_tensor("sums", sums, torch.float32)
         _native.embedded_float_add(*self._known(), sums.detach())
 
     def _known(self) -> tuple[Tensor, Tensor, int, int, int, int]:
         if self.n_bits == 0:
             raise InvalidArgument("no message has come yet: add_planes first")
-        return self._codes, self._exponents, self._dtype_code, self.partition, self.format, self.n_bits
+        return self._codes, self._exponents, *self._settings, self.n_bits
 
 
 def describe(message: Tensor) -> dict[str, Any]:
-    """Describe a message, as plain values: codec, format_version, dtype, first_bit, n_bits, partition,
-    n_elements, holds_nonfinite, message_bytes. Chunks are not checked.
-
-    Raises: InvalidArgument, CorruptMessage (header only), IncompatibleVersion.
-    """
+    """What a message's header says, as plain values: codec, format_version, dtype, first_bit, n_bits, partition,
+    n_elements, holds_nonfinite, message_bytes. Raises: as `decode`, for the header only."""
     return _native.embedded_float_header(bytes_in("message", message, torch.uint8))

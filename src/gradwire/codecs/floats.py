@@ -40,7 +40,6 @@ class Floats(ABC):
     native_rounding = 0
 
     def check_device(self, device: torch.device) -> Kernels:
-        """See `DeviceCodec`."""
         return kernels_on(device)
 
     @abstractmethod
@@ -54,10 +53,9 @@ class Floats(ABC):
 
     @abstractmethod
     def _format(self, dtype: torch.dtype) -> dict[str, int]:
-        """`Format` of gpu/source/floats.hpp, but for the number of values. Raises: InvalidArgument."""
+        """`Format` of gpu/source/floats.hpp, but for the number of values."""
 
     def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None, *, step: int = 0) -> int | Tensor:
-        """As `DeviceCodec.encode`. Cost: one or two passes, no allocation below bit 31."""
         if kernels_for(gradient.device) is None:
             return self._encode_natively(gradient, out, step)
         return self.encode_messages(gradient, out, self._one_message(gradient.numel()), step=step)
@@ -99,10 +97,7 @@ class Floats(ABC):
         adds: bool = False,
         error: Tensor | None = None,
     ) -> None:
-        """As `DeviceCodec.decode`, with a divisor or adding. Of embedded floats a message begins with bit 0.
-
-        Cost: one pass, no allocation but with `adds`.
-        """
+        """As `DeviceCodec.decode`, with a divisor or adding. Of embedded floats a message begins with bit 0."""
         code = dtype_code(out.dtype)
         if adds and divisor != 1:
             raise InvalidArgument("values are added without a divisor")
@@ -130,12 +125,8 @@ class Floats(ABC):
         adds: bool = False,
         error: Tensor | None,
     ) -> None:
-        """As `decode`, of several messages in as many launches as one.
-
-        Args:
-            n_sources, source_bytes: with `adds`, so many have sent messages of the same values, in rooms so far apart: they
-                are added in their order.
-        """
+        """As `decode`, of several messages in as many launches as one. With `adds`, `n_sources` have sent messages of the same
+        values, in rooms `source_bytes` apart: they are added in their order."""
         table, n_rows, n, _ = messages
         launch, per_row = self.check_device(out.device).launch, parts(n, _CHUNK_VALUES)
         error = torch.zeros(1, dtype=torch.int32, device=out.device) if error is None else error

@@ -26,11 +26,9 @@ _ROUNDINGS = ("nearest", "truncate")
 # Of a header's byte 5 bits say how many mantissa bits are kept at most, and those above how many at least.
 _KEPT_BITS, _MOST_LEAST_BITS = 5, 7
 _MODE_CODES = {"none": 0, "paper": 1, "uniform": 2, "truncate": 3}
-
 # The table in use, the next one (agreed, not switched to yet) and the one before (messages still under way), for each
 # of two exponent widths; priors are always known besides.
 _MAX_TABLES = 6
-
 # Of the kernels (gpu/source/gcomp.hpp): values to a chunk, and the streams and lanes that each is coded in; bytes of memory
 # that the threads of a block share, and of what is known of a chunk before it is written.
 _CHUNK_VALUES, _STREAMS, _LANES = 16_384, 4, 16
@@ -55,8 +53,7 @@ class GCompCodec:
     When not to use it: where the network is faster than about 3 GB/s a core, or the values are not floats with
     clustered exponents.
 
-    `encode`, `decode` and `histogram` take tensors on a device too, with format 2; see `DeviceCodec`. All calls there are
-    made on one stream.
+    On a device `histogram` works too, messages are of format 2, and all calls are made on one stream.
     """
 
     name = "gcomp"
@@ -83,7 +80,6 @@ class GCompCodec:
                 the same bytes) or "truncate" (towards zero, as published).
             least_bits: with "paper" and format 2, the mantissa bits that every value keeps, 0 to 7, whatever its importance.
             format: of the messages: 2, or 1 as published: four levels, which travel (18 to 30 % longer). Both are read.
-        Raises: InvalidArgument.
         """
         check_choice("importance", importance, _MODE_CODES)
         check_choice("format", format, (1, 2))
@@ -103,10 +99,7 @@ class GCompCodec:
         if least_bits and (importance != "paper" or format == 1):
             raise InvalidArgument(f'least_bits={least_bits} is for importance="paper" and format=2')
         self.least_bits = check_count("least_bits", least_bits, 0, _MOST_LEAST_BITS)
-        self.importance = importance
-        self.bits = bits
-        self.rounding = rounding
-        self.format = format
+        self.importance, self.bits, self.rounding, self.format = importance, bits, rounding, format
         self._lock = threading.Lock()
         self._tables: dict[int, HuffmanTable] = {}  # by id, oldest first; replaced, never changed in place
         self._in_use = dict(_PRIORS)  # by exponent bits
@@ -114,7 +107,6 @@ class GCompCodec:
             self.use_table(table)
 
     def check_device(self, device: torch.device) -> Kernels:
-        """See `DeviceCodec`."""
         if self.format != 2:
             raise Unsupported("kernels read and write GComp messages of format 2: leave format=1 out")
         return kernels_on(device)
@@ -125,11 +117,7 @@ class GCompCodec:
         return _native.gcomp_max_encoded_bytes(n_elements, dtype_code(dtype), _MODE_CODES[self.importance], self.format)
 
     def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None, *, step: int = 0) -> int | Tensor:
-        """As `DeviceCodec.encode`. Cost: about two passes.
-
-        Args:
-            importance: with importance="paper", the importance bytes of `gradwire.schemes.gcomp.importance`.
-        """
+        """As `DeviceCodec.encode`; `importance`, with "paper", is the bytes of `gradwire.schemes.gcomp.importance`."""
         code, n, device = dtype_code(gradient.dtype), gradient.numel(), gradient.device
         importance = self._needed(importance)
         mode, kept_bits = _MODE_CODES[self.importance], self._kept_bits(gradient.dtype)
@@ -171,11 +159,8 @@ class GCompCodec:
         """As `DeviceCodec.decode`, with a divisor or adding; on a device also of this codec's table alone.
 
         Args:
-            importance: the bytes that the sender encoded by. Needed for messages of format 2 with importance="paper",
-                otherwise not looked at.
-        Raises: also CorruptMessage (a table that is not known: see `add_table`), RankMismatch (the sender's importance
-            bytes are others than these).
-        Cost: about two passes.
+            importance: the bytes that the sender encoded by, for messages of format 2 with importance="paper".
+        Raises: also CorruptMessage (an unknown table: see `add_table`), RankMismatch (other importance bytes).
         """
         code, n, device = dtype_code(out.dtype), out.numel(), out.device
         if adds and divisor != 1:
@@ -205,7 +190,7 @@ class GCompCodec:
         launch("gw_gcomp_unpack", n_chunks, THREADS, _SHARED_OF_UNPACK, parameters)
 
     def exponent_bits(self, dtype: torch.dtype) -> int:
-        """Width of the exponents that this codec's tables code: 8; in format 1, 5 for float16. Raises: InvalidArgument."""
+        """Width of the exponents that this codec's tables code: 8; in format 1, 5 for float16."""
         n_bits = exponent_bits_of(dtype)
         return n_bits if self.format == 1 else 8
 
@@ -227,7 +212,7 @@ class GCompCodec:
             self._in_use = {**self._in_use, table.exponent_bits: table}
 
     def table_in_use(self, dtype: torch.dtype) -> HuffmanTable:
-        """The table that gradients of `dtype` are encoded with. Raises: InvalidArgument (dtype)."""
+        """The table that gradients of `dtype` are encoded with."""
         return self._in_use[self.exponent_bits(dtype)]
 
     def table_of_width(self, exponent_bits: int) -> HuffmanTable:
@@ -235,12 +220,8 @@ class GCompCodec:
         return self._in_use[exponent_bits]
 
     def histogram(self, gradient: Tensor, out: Tensor) -> None:
-        """Add the exponent fields of `gradient` to the counts in `out`, for `HuffmanTable.from_histogram`.
-
-        Args:
-            out: (256,) int64, or (32,) for float16 in format 1; added to, so start from zeros.
-        Raises: InvalidArgument. Cost: one pass.
-        """
+        """Add the exponent fields of `gradient` to the counts in `out`, for `HuffmanTable.from_histogram`: (256,) int64, or
+        (32,) for float16 in format 1."""
         code = dtype_code(gradient.dtype)
         if kernels_for(gradient.device) is not None:
             parameters = fill_struct("GCompCount", values=gradient, counts=out, n=gradient.numel(), dtype=code)
@@ -257,23 +238,12 @@ class GCompCodec:
     def exchange_codec(
         self, dtype: torch.dtype, importance: _native.BucketImportance | None, counts: Tensor | None = None
     ) -> _native.ExchangeCodec:
-        """This codec as exchanges call it, with the tables known now, for one bucket of `dtype`.
-
-        Args: counts: as `out` of `histogram`: the exponents of all that is encoded are counted.
-        Raises: InvalidArgument.
-        """
-        return _native.gcomp_exchange_codec(
-            dtype_code(dtype),
-            _MODE_CODES[self.importance],
-            self._kept_bits(dtype),
-            self.rounding == "truncate",
-            self.format,
-            self.table_in_use(dtype).native,
-            self._known_tables(),
-            importance if self.importance == "paper" else None,
-            counts,
-            self._least_bits(),
-        )
+        """This codec as exchanges call it, with the tables known now, for one bucket of `dtype`; `counts`, as `out` of
+        `histogram`, gets the exponents of all that is encoded."""
+        mode = dtype_code(dtype), _MODE_CODES[self.importance], self._kept_bits(dtype), self.rounding == "truncate"
+        tables = self.table_in_use(dtype).native, self._known_tables()
+        weights = importance if self.importance == "paper" else None
+        return _native.gcomp_exchange_codec(*mode, self.format, *tables, weights, counts, self._least_bits())
 
     def _least_bits(self) -> int:
         """0 in messages of format 1, which a scheme may change to."""
@@ -305,12 +275,11 @@ class GCompCodec:
 
 
 def describe(message: Tensor) -> dict[str, Any]:
-    """Break the bytes of a GComp message down, as plain values.
+    """Break the bytes of a GComp message down, as plain values: codec, format_version, dtype, importance, kept_mantissa_bits,
+    table_id, n_elements, n_chunks, n_raw_chunks, holds_nonfinite, message_bytes, header_bytes, exponent_bytes, level_bytes,
+    mantissa_bytes, and per value exponent_bits, level_bits, mantissa_bits, message_bits (0 for an empty message).
 
-    Keys: codec, format_version, dtype, importance, kept_mantissa_bits, table_id, n_elements, n_chunks, n_raw_chunks,
-    holds_nonfinite, message_bytes, header_bytes, exponent_bytes, level_bytes, mantissa_bytes, and per value
-    exponent_bits, level_bits, mantissa_bits, message_bits (0 for an empty message).
-    Raises: InvalidArgument, CorruptMessage (headers only), IncompatibleVersion.
+    Raises: as `decode`, for headers only.
     """
     parts: dict[str, Any] = _native.gcomp_describe(bytes_in("message", message, torch.uint8))
     n_values = max(1, parts["n_elements"])

@@ -11,22 +11,18 @@ from gradwire import _native
 from gradwire.codecs.tensors import DTYPE_CODES, bytes_of, check_room, check_size, check_tensor, dtype_code
 from gradwire.errors import BufferTooSmall, CorruptMessage, IncompatibleVersion
 
-MAGIC = b"GWGE"
-VERSION = 1
-
+MAGIC, VERSION = b"GWGE", 1
 # magic, version, method, dtype, zero, n_elements, payload_bytes, checksum (docs/format.md#general)
 _HEADER = struct.Struct("<4sBBBBQQI")
 _CHECKSUM_OFFSET = _HEADER.size - 4
-
 _STORED = 0
 _METHOD_NAMES = {_STORED: "raw", 1: "zlib", 2: "zstd"}
 
 
 class RawCodec:
-    """The values as they are, behind a header: the lossless baseline of a ring of messages.
+    """The values as they are, behind a header (docs/format.md#general): the lossless baseline of a ring of messages.
 
     When not to use this: to save bytes.
-    Format: docs/format.md#general.
     """
 
     name = "raw"
@@ -40,7 +36,6 @@ class RawCodec:
         return _HEADER.size + n_elements * dtype.itemsize
 
     def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None) -> int:
-        """As `Codec.encode`; all bits are kept."""
         check_tensor("gradient", gradient)
         check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
         values = bytes_of(gradient).numpy()
@@ -56,7 +51,7 @@ class RawCodec:
         return end
 
     def decode(self, message: Tensor, out: Tensor) -> None:
-        """As `Codec.decode`. Raises: also BufferTooSmall (the message holds more)."""
+        """As `Codec.decode`; raises also BufferTooSmall (the message holds more)."""
         check_tensor("message", message, torch.uint8)
         check_tensor("out", out)
         dtype_code(out.dtype, "out")
@@ -89,10 +84,7 @@ class RawCodec:
 
 def describe(message: Tensor) -> dict[str, Any]:
     """What a general message says of itself, as plain values: codec, format_version, dtype, n_elements, message_bytes,
-    payload_bytes. The payload is checked against its checksum, not decoded.
-
-    Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.
-    """
+    payload_bytes. Raises: as `decode`; the payload is checked by its checksum only."""
     check_tensor("message", message, torch.uint8)
     data = message.numpy()
     _, _, method, dtype, _, n_elements, payload_bytes, _ = _read_header(data, "general message")

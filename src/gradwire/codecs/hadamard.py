@@ -24,18 +24,14 @@ class Thc(Quantised):
     look Gaussian; rotated values are clamped at `clip` standard deviations, mapped to 0 ... 30 and rounded by chance to
     {0, 3, 5, 7, 9, 11, 13, 14, 16, 17, 19, 21, 23, 25, 27, 30}. 0.126 of float32.
 
-    `write_norms`, `write_codes` and `read_sums` are for ranks that share norms: table values can be summed as integers. They
-    work in host memory and on devices, where they are enqueued on the current stream and wait for nothing.
+    `write_norms`, `write_codes` and `read_sums` are for ranks that share norms: table values can be summed as integers. On a
+    device they are enqueued on the current stream and wait for nothing.
 
     In a message, `step` gives both the signs and the rounding, and the signs' share of it travels along.
 
     Args:
         clip: in standard deviations of the rotated values; 2.15 clamps one in 32, as published.
         seed: of signs and rounding.
-    Raises: InvalidArgument.
-
-    Attributes:
-        sign_seed: of the signs alone.
 
     When not to use this: for small gradients (blocks are padded), and where the codec's time counts: a transform each way.
     """
@@ -47,8 +43,6 @@ class Thc(Quantised):
         self.clip = self._parameter = check_positive("clip", clip)
         self.seed = check_64_bits("seed", seed)
         self.sign_seed = self.seed ^ _native.THC_SIGN_SEED
-
-    # ---- sums over ranks
 
     @staticmethod
     def n_norms(n_elements: int) -> int:
@@ -62,14 +56,14 @@ class Thc(Quantised):
 
     @staticmethod
     def sums_are_wide(n_ranks: int) -> bool:
-        """Return whether a sum over `n_ranks` takes two bytes instead of one: more than 8 ranks. Raises: Unsupported."""
+        """True if a sum over `n_ranks` takes two bytes instead of one: more than 8 ranks. Raises: Unsupported."""
         if not 1 <= n_ranks <= _MAX_RANKS:
             raise Unsupported(f"thc's sums take 1 to {_MAX_RANKS} ranks, not {n_ranks}; use two-bit")
         return n_ranks > _MAX_RANKS_IN_BYTES
 
     @staticmethod
     def code_bytes(n_elements: int, n_ranks: int) -> int:
-        """Bytes of one rank's codes, which the sum over `n_ranks` takes too. Raises: Unsupported."""
+        """Bytes of one rank's codes, which the sum over `n_ranks` takes too."""
         return Thc.n_codes(n_elements) * (2 if Thc.sums_are_wide(n_ranks) else 1)
 
     @staticmethod
@@ -104,11 +98,8 @@ class Thc(Quantised):
     ) -> None:
         """Write table values of values + residual, to be summed over `n_ranks`, to `codes` (code_bytes(n, n_ranks),) uint8.
 
-        Args:
-            norms: (n_norms(n),) float32: the largest of any rank, for each block.
-            sign_step: what signs are drawn by: the same on all ranks. `step`: what rounding is: another on each rank.
-            residual, new_residual, residual_scale: as in `encode_with_residual`.
-        Raises: InvalidArgument, Unsupported.
+        `norms` (n_norms(n),) float32 are the largest of any rank. Signs are drawn by `sign_step`, the same on all ranks,
+        rounding by `step`, another on each. Residuals: as in `encode_with_residual`.
         """
         kernels = kernels_for(values.device)
         if kernels is not None:
@@ -119,22 +110,17 @@ class Thc(Quantised):
             kernels.launch("gw_thc_write", norms.numel(), THREADS, _SHARED_BYTES, parameters)
             return
         check_tensor("codes", codes, torch.uint8, self.code_bytes(values.numel(), n_ranks))
-        narrow = (
-            torch.empty(codes.numel() // 2, dtype=torch.uint8, device="cpu") if self.sums_are_wide(n_ranks) else codes
-        )
+        is_wide = self.sums_are_wide(n_ranks)
+        narrow = torch.empty(codes.numel() // 2, dtype=torch.uint8, device="cpu") if is_wide else codes
         summed = bytes_of(values), dtype_code(values.dtype), residual, residual_scale
         _native.thc_write_codes(
             *summed, new_residual, norms, self.clip, self.sign_seed, sign_step, self.seed, step, narrow
         )
-        if narrow is not codes:
+        if is_wide:
             codes.view(torch.int16).copy_(narrow)
 
     def read_sums(self, sums: Tensor, norms: Tensor, n_ranks: int, out: Tensor, *, sign_step: int) -> None:
-        """Sums of `n_ranks` codes to the mean of what they stand for, into out (n,).
-
-        A block whose norm is not finite becomes NaN. sums: (code_bytes(n, n_ranks),) uint8.
-        Raises: InvalidArgument, Unsupported.
-        """
+        """Write the mean that sums (code_bytes(n, n_ranks),) uint8 stand for into out (n,): NaN in blocks of no finite norm."""
         kernels = kernels_for(out.device)
         if kernels is not None:
             parameters = self._struct(out, norms, n_ranks, codes=sums, sign_step=sign_step)

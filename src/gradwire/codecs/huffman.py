@@ -12,7 +12,7 @@ _NO_PLACEHOLDER = 256
 
 
 def exponent_bits_of(dtype: torch.dtype) -> int:
-    """Width of the exponent field: 8 (float32, bfloat16) or 5 (float16). Raises: InvalidArgument (any other dtype)."""
+    """Width of the exponent field: 8 (float32, bfloat16) or 5 (float16)."""
     dtype_code(dtype)
     return 5 if dtype == torch.float16 else 8
 
@@ -26,7 +26,6 @@ class HuffmanTable:
     __slots__ = ("native",)
 
     def __init__(self, native: _native.HuffmanTable) -> None:
-        """Wraps a native table; use `from_histogram`, `prior` or `from_bytes` instead."""
         self.native = native
 
     @classmethod
@@ -34,10 +33,8 @@ class HuffmanTable:
         """The best code for values with these exponents; the rarest exponents are escaped where that is shorter.
 
         Args:
-            histogram: (256,) for float32 and bfloat16 or (32,) for float16, int64, contiguous, CPU: how often each
-                exponent field occurred; not all zero, sum below 2^52.
-        Raises: InvalidArgument.
-        Cost: under a millisecond to a few.
+            histogram: (256,) for float32 and bfloat16 or (32,) for float16, int64, on the CPU: how often each exponent field
+                occurred; not all zero, sum below 2^52.
         """
         if histogram.dtype != torch.int64 or histogram.device.type != "cpu" or histogram.shape not in ((256,), (32,)):
             raise InvalidArgument(
@@ -48,10 +45,7 @@ class HuffmanTable:
 
     @classmethod
     def prior(cls, dtype: torch.dtype) -> "HuffmanTable":
-        """The table to begin with, before any gradient was seen; built in, the same in every release of the format.
-
-        Raises: InvalidArgument (dtype).
-        """
+        """The table to begin with, before any gradient was seen; built in, the same in every release of the format."""
         return cls(_native.HuffmanTable.prior(exponent_bits_of(dtype)))
 
     @classmethod
@@ -70,7 +64,6 @@ class HuffmanTable:
 
     @property
     def exponent_bits(self) -> int:
-        """8 (float32, bfloat16) or 5 (float16)."""
         return self.native.exponent_bits
 
     @property

@@ -30,8 +30,6 @@ _BLOCK = 1024  # values that a device counts together
 
 
 class Head(NamedTuple):
-    """The ranks' heads together."""
-
     exponent: int | None  # every value of every rank is below 2^exponent; None if all are zero
     flags: int  # of any rank
     ranks_agree: bool  # on their facts
@@ -84,9 +82,8 @@ def count(index: Tensor, n_elements: int, head: Tensor | None = None) -> Tensor:
     """
     kernels = kernels_for(index.device)
     if kernels is None:
-        return torch.tensor(
-            [_native.sketch_count_index(index.view(torch.uint32), n_elements)], dtype=torch.int64, device="cpu"
-        )
+        n_set = _native.sketch_count_index(index.view(torch.uint32), n_elements)
+        return torch.tensor([n_set], dtype=torch.int64, device="cpu")
     n_blocks = parts(n_elements, _BLOCK)
     counts = torch.empty(n_blocks, dtype=torch.int32, device=index.device)
     parameters = fill_struct("Index", words=index, head=head, counts=counts, n=n_elements, n_blocks=n_blocks)
@@ -97,13 +94,13 @@ def count(index: Tensor, n_elements: int, head: Tensor | None = None) -> Tensor:
 def pack(values: Tensor, index: Tensor, packed: Tensor, ends: Tensor | None = None) -> None:
     """Write into `packed` the values, of 2 or 4 bytes, at the set bits, in order. `ends`: on a device, what `count` gave.
 
-    Raises: InvalidArgument (sizes), CorruptMessage (bits past the end), in host memory. Cost: one pass.
+    Raises: InvalidArgument (sizes), CorruptMessage (bits past the end), in host memory.
     """
     _copy("pack", values, packed, index, ends)
 
 
 def unpack(packed: Tensor, index: Tensor, values: Tensor, ends: Tensor | None = None) -> None:
-    """The inverse of `pack`: every one of `values` is written, those without a bit as 0. Raises and costs: as `pack`."""
+    """The inverse of `pack`: every one of `values` is written, those without a bit as 0."""
     _copy("unpack", packed, values, index, ends)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.checks import choice as check_choice
+from gradwire.checks import count as check_count
 from gradwire.codecs.tensors import (
     bytes_in,
     check_64_bits,
@@ -25,9 +26,6 @@ from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on, table_of, upload_once, zeros_between_launches
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, fill_struct, parts
 
-# A rule of native/quantisers/codec.hpp: two scales for the same values.
-TWO_SCALES = 2
-
 # Of the kernels (gpu/source/quantised.hpp): values that are added up together where a codec has no blocks, bytes of such
 # sums, bytes of a message that a block of threads writes or reads.
 _CPU_BLOCK, _SUMS_BYTES, _PIECE_BYTES = 4096, 32, 2048
@@ -36,12 +34,12 @@ _SHARED_OF_SUMS = _SUMS_BYTES * THREADS + 8
 _SHARED_OF_PIECE = SHARED_OF_CHECKSUM + 16 + 4 * _PIECE_BYTES
 
 _RULES = {"fixed": 0, "mean": 1, "two-means": 2}
+_TWO_SCALES = 2  # the rule of native/quantisers/codec.hpp: for the same values
 _BLOCKS = tuple(128 << i for i in range(6))
 _SCALE_VALUES = (None, 64, *_BLOCKS)
 # Of a threshold that is also what values decode to, in units of the mean magnitude: the squared error is least at sqrt(2)
 # for a Laplace distribution and at 1.1 for a Gaussian; 1.25 is 1.2 % and 2.6 % above the least.
-DEFAULT_THRESHOLD = 1.25
-PAPER_THRESHOLD = 0.5
+_DEFAULT_THRESHOLD, _PAPER_THRESHOLD = 1.25, 0.5
 
 
 class _Layout(NamedTuple):
@@ -67,9 +65,7 @@ class Quantised:
     Messages do not say the dtype of what was encoded: they decode to float32, rounded to the dtype of `out`. A gradient
     with Inf or NaN becomes a message that says so and decodes to NaN everywhere.
 
-    `encode`, `encode_with_residual` and `decode` take tensors on a device too, all on one, where they enqueue kernels on
-    the current stream and return; see `DeviceCodec`. A message there takes `message_room` bytes, of which one that is not
-    finite uses the header alone.
+    A message on a device takes `message_room` bytes, of which one that is not finite uses the header alone.
     """
 
     name: str
@@ -96,7 +92,6 @@ class Quantised:
         return {"scale_values": self.scale_values} if self.scale_values else {}
 
     def check_device(self, device: torch.device) -> Kernels:
-        """See `DeviceCodec`."""
         if not self._has_kernels:
             raise Unsupported(f"{self.name} has no kernels: one-bit, two-bit and qsgd have")
         return kernels_on(device)
@@ -108,7 +103,7 @@ class Quantised:
         return _native.quantiser_max_bytes(self._kind, self._levels, self._block, n_elements, n_cuts)
 
     def message_room(self, n_elements: int, cuts: Sequence[int] = ()) -> int:
-        """Bytes of every finite message of `n_elements` values with just these cuts. Raises: InvalidArgument (cuts)."""
+        """Bytes of every finite message of `n_elements` values with just these cuts."""
         return self._layout(n_elements, cuts).n_bytes
 
     def encode(
@@ -119,15 +114,52 @@ class Quantised:
         *,
         step: int = 0,
         cuts: Sequence[int] = (),
+        residual: Tensor | None = None,
+        new_residual: Tensor | None = None,
+        residual_scale: float = 1.0,
     ) -> int | Tensor:
-        """As `DeviceCodec.encode`.
+        """As `DeviceCodec.encode`; with a residual, or room for one, with error feedback: see `encode_with_residual`.
 
         Args:
-            out: on a device, (>= message_room(n, cuts),).
             cuts: where tensors begin in `gradient`, ascending, from 1 to n - 1; only for codecs with `scale_values`,
                 none of whose scales then serves two tensors.
         """
-        return self._encode(gradient, None, 1.0, None, out, step, cuts)
+        check_64_bits("step", step)
+        check_positive("residual_scale", residual_scale)
+        new_residual = residual if new_residual is None else new_residual
+        if kernels_for(gradient.device) is None:
+            for name, tensor in (("residual", residual), ("new_residual", new_residual)):
+                if tensor is not None:
+                    check_tensor(name, tensor, torch.float32, gradient.numel())
+            code, values = dtype_code(gradient.dtype), bytes_in("gradient", gradient)
+            if cuts and self.scale_values is None:
+                raise InvalidArgument(f"{self.name} has one scale a message here, which cuts mean nothing to")
+            if any(not 0 < cut < gradient.numel() for cut in cuts):
+                raise InvalidArgument(f"cuts lie from 1 to {gradient.numel() - 1}, got {list(cuts)[:8]}")
+            # With cuts the native code says what is too small.
+            n_needed = 0 if cuts else self.max_encoded_bytes(gradient.numel(), gradient.dtype)
+            room, options = check_room(self.name, out, n_needed), (*self.native_options, step)
+            return _native.quantiser_encode(values, code, residual, residual_scale, new_residual, *options, room, cuts)
+        n, device = gradient.numel(), gradient.device
+        launch = self.check_device(device).launch
+        layout = self._layout(n, cuts)
+        n_bytes = torch.empty(1, dtype=torch.int64, device=device)
+        sum_bytes = _SUMS_BYTES * layout.n_sums if layout.groups is None else 0
+        sums = torch.empty(sum_bytes, dtype=torch.uint8, device=device)
+        checksums = torch.empty(layout.n_blocks, dtype=torch.int32, device=device)
+        turns = zeros_between_launches(device, 2)
+        parameters = fill_struct(
+            "QuantiseGroups", values=gradient, residual=residual, left_out=new_residual, message=out, sums=sums,
+            pieces=checksums, n_bytes=n_bytes, n=n, seed=self.seed, step=step, residual_scale=residual_scale,
+            parameter=self._parameter, kind=self._kind, dtype=dtype_code(gradient.dtype), rule=self._rule, turns=turns,
+            levels=self._levels, block=self._block or _CPU_BLOCK, **self._grouping(layout, device),
+        )  # fmt: skip
+        names = ("gw_grouped_measure", "gw_grouped_pack")
+        if layout.groups is None:
+            names = ("gw_quantised_measure", "gw_quantised_pack_levels" if self._levels else "gw_quantised_pack")
+        launch(names[0], max(1, parts(8 * layout.n_sums, THREADS)), THREADS, _SHARED_OF_SUMS, parameters)
+        launch(names[1], layout.n_blocks, THREADS, _SHARED_OF_PIECE, parameters)
+        return n_bytes
 
     def encode_with_residual(
         self,
@@ -143,20 +175,16 @@ class Quantised:
         """Error feedback in one sweep: residual += gradient; encode(residual); residual -= decoded.
 
         Args:
-            gradient: (n,) float32, bfloat16 or float16, contiguous; not changed.
-            residual: (n,) float32, contiguous: what earlier messages left out, divided by `residual_scale`. None for
-                nothing; then `new_residual` has to be given.
-            out, step, cuts: see `encode`.
+            residual: (n,) float32: what earlier messages left out, divided by `residual_scale`; None: nothing.
             new_residual: (n,) float32: where the new residual goes; `residual` itself if not given. Given another
                 tensor, `residual` is not changed, so that a step may still be thrown away.
             residual_scale: what the gradient is multiplied by and the residual is not (AMP's loss scale); positive.
         Returns: as `encode`. If a value is not finite, the message says only that, and the residual stays.
         """
-        target = residual if new_residual is None else new_residual
-        if target is None:
+        if residual is None and new_residual is None:
             raise InvalidArgument("without a residual, say where the new one goes: new_residual=tensor")
-        check_positive("residual_scale", residual_scale)
-        return self._encode(gradient, residual, residual_scale, target, out, step, cuts)
+        kept = {"residual": residual, "new_residual": new_residual}
+        return self.encode(gradient, out, step=step, cuts=cuts, residual_scale=residual_scale, **kept)
 
     def decode(
         self,
@@ -195,7 +223,7 @@ class Quantised:
     def exchange_codec(
         self, dtype: torch.dtype, importance: _native.BucketImportance | None, first_step: int = 0
     ) -> _native.ExchangeCodec:
-        """This codec as exchanges call it, whose n-th message draws by step `first_step` + n. Raises: InvalidArgument."""
+        """This codec as exchanges call it, whose n-th message draws by step `first_step` + n."""
         return _native.quantiser_exchange_codec(self.native_options, check_64_bits("first_step", first_step))
 
     @property
@@ -203,55 +231,10 @@ class Quantised:
         """Kind, rule, parameter, levels, block, seed: see native/quantisers/codec.hpp."""
         return self._kind, self._rule, self._parameter, self._levels, self._block, self.seed
 
-    def _encode(
-        self,
-        gradient: Tensor,
-        residual: Tensor | None,
-        residual_scale: float,
-        new_residual: Tensor | None,
-        out: Tensor,
-        step: int,
-        cuts: Sequence[int],
-    ) -> int | Tensor:
-        check_64_bits("step", step)
-        if kernels_for(gradient.device) is None:
-            for name, tensor in (("residual", residual), ("new_residual", new_residual)):
-                if tensor is not None:
-                    check_tensor(name, tensor, torch.float32, gradient.numel())
-            code, values = dtype_code(gradient.dtype), bytes_in("gradient", gradient)
-            if cuts and self.scale_values is None:
-                raise InvalidArgument(f"{self.name} has one scale a message here, which cuts mean nothing to")
-            if any(not 0 < cut < gradient.numel() for cut in cuts):
-                raise InvalidArgument(f"cuts lie from 1 to {gradient.numel() - 1}, got {list(cuts)[:8]}")
-            # With cuts the native code says what is too small.
-            n_needed = 0 if cuts else self.max_encoded_bytes(gradient.numel(), gradient.dtype)
-            room, options = check_room(self.name, out, n_needed), (*self.native_options, step)
-            return _native.quantiser_encode(values, code, residual, residual_scale, new_residual, *options, room, cuts)
-        n, device = gradient.numel(), gradient.device
-        launch = self.check_device(device).launch
-        layout = self._layout(n, cuts)
-        n_bytes = torch.empty(1, dtype=torch.int64, device=device)
-        sum_bytes = _SUMS_BYTES * layout.n_sums if layout.groups is None else 0
-        sums = torch.empty(sum_bytes, dtype=torch.uint8, device=device)
-        checksums = torch.empty(layout.n_blocks, dtype=torch.int32, device=device)
-        turns = zeros_between_launches(device, 2)
-        parameters = fill_struct(
-            "QuantiseGroups", values=gradient, residual=residual, left_out=new_residual, message=out, sums=sums,
-            pieces=checksums, n_bytes=n_bytes, n=n, seed=self.seed, step=step, residual_scale=residual_scale,
-            parameter=self._parameter, kind=self._kind, dtype=dtype_code(gradient.dtype), rule=self._rule, turns=turns,
-            levels=self._levels, block=self._block or _CPU_BLOCK, **self._grouping(layout, device),
-        )  # fmt: skip
-        names = ("gw_grouped_measure", "gw_grouped_pack")
-        if layout.groups is None:
-            names = ("gw_quantised_measure", "gw_quantised_pack_levels" if self._levels else "gw_quantised_pack")
-        launch(names[0], max(1, parts(8 * layout.n_sums, THREADS)), THREADS, _SHARED_OF_SUMS, parameters)
-        launch(names[1], layout.n_blocks, THREADS, _SHARED_OF_PIECE, parameters)
-        return n_bytes
-
     @property
     def _per_group(self) -> int:
         """Scales of a group."""
-        return 2 if self._rule == TWO_SCALES else 1
+        return 2 if self._rule == _TWO_SCALES else 1
 
     def _grouping(self, layout: _Layout, device: torch.device) -> dict[str, Any]:
         """`Grouping` of gpu/source/quantised.hpp."""
@@ -302,7 +285,6 @@ class OneBit(Quantised):
             mean loss, divide it by the batch size.
         scale_values: values to a scale, 64, 128, ..., 4096; None for one scale a message. A scale is then rounded to
             bfloat16, so that 64 values take 1.25 bits each, 512 take 1.03, and belongs to values of one tensor (`cuts`).
-    Raises: InvalidArgument.
     When not to use this: without error feedback; every value decodes to the same magnitude, zeros included.
     """
 
@@ -346,7 +328,6 @@ class TwoBit(Quantised):
             then rounded to bfloat16 and belongs to values of one tensor (`cuts`).
         levels: 3 (+t, 0, -t), or 4: +-0.5675 and +-1.893 mean magnitudes, with `scale_values` only and without a
             threshold.
-    Raises: InvalidArgument.
     When not to use this: without error feedback; values below the threshold would never be sent.
     """
 
@@ -355,11 +336,7 @@ class TwoBit(Quantised):
     _has_kernels = True
 
     def __init__(
-        self,
-        threshold: float | None = None,
-        relative: bool = True,
-        scale_values: int | None = None,
-        levels: int = 3,
+        self, threshold: float | None = None, relative: bool = True, scale_values: int | None = None, levels: int = 3
     ) -> None:
         super().__init__()
         if levels not in (3, 4):
@@ -369,7 +346,7 @@ class TwoBit(Quantised):
                 "levels=4 is for scale_values=64, 128, ..., 4096, whose mean magnitudes it follows: leave threshold and "
                 "relative out"
             )
-        default = DEFAULT_THRESHOLD if relative else PAPER_THRESHOLD
+        default = _DEFAULT_THRESHOLD if relative else _PAPER_THRESHOLD
         self.threshold = check_positive("threshold", default if threshold is None else threshold)
         self.relative = bool(relative)
         if scale_values is not None and not relative:
@@ -379,7 +356,7 @@ class TwoBit(Quantised):
         self.scale_values = check_choice("scale_values", scale_values, _SCALE_VALUES)
         self._block = self.scale_values or 0
         self.levels = levels
-        self._rule = TWO_SCALES if levels == 4 else 1 if self.relative else 0
+        self._rule = _TWO_SCALES if levels == 4 else 1 if self.relative else 0
         self._parameter = self.threshold
 
     @property
@@ -400,7 +377,6 @@ class Qsgd(Quantised):
         levels: 1 to 127; 7 in the comparison of SlimGC.
         block: values to a norm: 128, 256, ..., 4096. Smaller blocks have smaller norms and so smaller errors.
         seed: of the rounding.
-    Raises: InvalidArgument.
     When not to use this: at levels 7 where one-bit or two-bit with error feedback converges: they send less.
     """
 
@@ -412,11 +388,8 @@ class Qsgd(Quantised):
 
     def __init__(self, levels: int = 7, block: int = 512, seed: int = 0) -> None:
         super().__init__()
-        if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= 127:
-            raise InvalidArgument(f"levels must be an integer from 1 to 127, got {levels!r}")
-        check_choice("block", block, _BLOCKS)
-        self.levels = self._levels = levels
-        self.block = self._block = block
+        self.levels = self._levels = check_count("levels", levels, 1, 127)
+        self.block = self._block = check_choice("block", block, _BLOCKS)
         self.seed = check_64_bits("seed", seed)
 
     @property
@@ -425,9 +398,6 @@ class Qsgd(Quantised):
 
 
 def describe(message: Tensor) -> dict[str, Any]:
-    """Describe a quantiser's message, as plain values; the codes are checked against the checksum only.
-
-    Keys: codec, format_version, n_elements, message_bytes, is_finite, levels, block, first_scale, second_scale.
-    Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.
-    """
+    """What a quantiser's message says of itself, as plain values: codec, format_version, n_elements, message_bytes,
+    is_finite, levels, block, first_scale, second_scale. Raises: as `decode`; the codes are checked by the checksum only."""
     return _native.quantiser_describe(bytes_in("message", message, torch.uint8))

@@ -49,10 +49,8 @@ _EXACTLY = Sample(None, 0)  # no sample: exactly as many as are wanted
 def take_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Take the k largest magnitudes, of equal ones the first, out of `values` (n,) float32, where zeros are left.
 
-    NaN counts as larger than all numbers.
-
-    Returns: (k,) int32, their places, ascending; (k,) float32; and () bool: whether all values were finite.
-    Raises: InvalidArgument (more than there are, too many values).
+    NaN counts as larger than all numbers. Returns: (k,) int32, their places, ascending; (k,) float32; and () bool: whether
+    all values were finite. Raises: InvalidArgument (more than there are, too many values).
     """
     _check_size(values)
     kernels = kernels_for(values.device)
@@ -79,13 +77,8 @@ def take_by_sample(
 
     The threshold of a sample is moved up to ten times until it selects from 0.8 to 1.3 times as many; of too many the
     largest stay. One that never settles gives way to an exact one. Zeros are not taken. Of values that are not finite some
-    are taken, but not the same everywhere.
+    are taken, but not the same everywhere. `beside`, (n,) float32 as `values`, becomes zero at the same places.
 
-    Args:
-        values: (n,) float32.
-        spans: of `values`; they do not overlap.
-        samples: one a span.
-        beside: (n,) float32: becomes zero at the same places.
     Returns: (1,) int32, how many there are; (sum(counts),) int32, their places, ascending in each span, span after span;
         (sum(counts),) float32. What is left free is zero.
     """
@@ -111,7 +104,7 @@ def take_by_sample(
 def add_elements(indices: Tensor, taken: Tensor, sums: Tensor, error: Tensor, n_taken: Tensor | None = None) -> None:
     """Add a rank's elements, (m,) int32 and float32, of which the first `n_taken` (1,) int32 count, to `sums` (n,) float32.
 
-    error: (1,) int32: becomes OUTSIDE, unless it says worse, if indices do not ascend in `sums` or are not enough.
+    `error` (1,) int32 becomes OUTSIDE, unless it says worse, if indices do not ascend in `sums` or are not enough.
     """
     room = indices.numel()
     kernels = kernels_for(sums.device)
@@ -131,7 +124,7 @@ def add_elements(indices: Tensor, taken: Tensor, sums: Tensor, error: Tensor, n_
 
 
 def raise_error(code: int) -> None:
-    """Raise what an error word of gathered elements says, if anything. Raises: CorruptMessage."""
+    """Raise CorruptMessage if an error word of gathered elements says so."""
     if code:
         said = _WRONG.get(code, f"it is of no kind that is known (error word {code})")
         raise CorruptMessage(f"a message of elements cannot be read: {said}; restart from the last checkpoint")

@@ -12,7 +12,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def dtype_code(dtype: torch.dtype, what: str = "the gradient") -> int:
-    """The native number of the dtype of `what`. Raises: InvalidArgument."""
+    """The native number of the dtype of `what`."""
     code = DTYPE_CODES.get(dtype)
     if code is None:
         raise InvalidArgument(f"codecs take float32, bfloat16 and float16, not {dtype}: convert {what}")
@@ -20,7 +20,7 @@ def dtype_code(dtype: torch.dtype, what: str = "the gradient") -> int:
 
 
 def check_positive(what: str, value: float) -> float:
-    """`value` as a finite float above zero. Raises: InvalidArgument."""
+    """`value` as a finite float above zero."""
     number = float(value)
     if not math.isfinite(number) or number <= 0 or number > 3e38:
         raise InvalidArgument(f"{what} must be a positive number, got {value!r}")
@@ -28,7 +28,7 @@ def check_positive(what: str, value: float) -> float:
 
 
 def check_64_bits(what: str, value: int) -> int:
-    """`value` if it is an integer of 64 bits without a sign. Raises: InvalidArgument."""
+    """`value` if it is an integer of 64 bits without a sign."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 64:
         raise InvalidArgument(f"{what} must be an integer from 0 to 2^64 - 1, got {value!r}")
     return value
@@ -43,7 +43,6 @@ def check_room(name: str, out: Tensor, n_bytes: int) -> Tensor:
 
 
 def check_size(n_elements: int) -> None:
-    """Raises: InvalidArgument (fewer than no values)."""
     if n_elements < 0:
         raise InvalidArgument(f"n_elements is not negative, got {n_elements}")
 

@@ -37,13 +37,12 @@ class Ternary(Quantised):
     scale is the largest magnitude after clipping, so that without clipping the mean over many steps is the gradient.
     Deviations are taken from zero. Values below 2^-100 count as zero. 1/16 of float32.
 
-    `write_scales`, `write_counts` and `read_counts` are for ranks that share scales: their fields can be summed. They work
-    in host memory and on devices, where they are enqueued on the current stream and wait for nothing.
+    `write_scales`, `write_counts` and `read_counts` are for ranks that share scales: their fields can be summed. On a device
+    they are enqueued on the current stream and wait for nothing.
 
     Args:
         clip: in standard deviations; 2.5 in the paper. It bounds the variance, at the price of a bias in few values.
         seed: of the drawing.
-    Raises: InvalidArgument.
     When not to use this: where two-bit with error feedback can be used, whose errors do not stay.
     """
 
@@ -69,7 +68,7 @@ class Ternary(Quantised):
 
     @staticmethod
     def share(n_elements: int, spans: Sequence[tuple[int, int]], device: torch.device) -> Shares:
-        """Lay out n values on a device, of which each of `spans` has a scale; for launches on the current stream."""
+        """Lay out n values, of which each of `spans` has a scale; on a device for launches on the current stream."""
         if kernels_for(device) is None:
             return Shares(n_elements, spans, len(spans) == 1)
         filled = [span for span in sorted(spans) if span[0] < span[1]]
@@ -97,10 +96,7 @@ class Ternary(Quantised):
         self, values: Tensor, shares: Shares, scales: Tensor, n_ranks: int, counts: Tensor, step: int
     ) -> None:
         """Draw by `scales`, the largest of any rank, and write fields that can be summed over `n_ranks` as unsigned bytes to
-        `counts` (count_bytes(n, n_ranks),). Values beyond their scale count as the scale; ranks need steps of their own.
-
-        Raises: InvalidArgument, Unsupported.
-        """
+        `counts` (count_bytes(n, n_ranks),). Values beyond their scale count as the scale; ranks need steps of their own."""
         kernels = kernels_for(values.device)
         if kernels is not None:
             parameters = self._struct(values, shares, scales, n_ranks, counts=counts, step=step)
@@ -116,10 +112,7 @@ class Ternary(Quantised):
         _native.write_ternary_counts(bytes_of(values), code, scale, self.seed, step, bits, counts)
 
     def read_counts(self, counts: Tensor, shares: Shares, scales: Tensor, n_ranks: int, out: Tensor) -> None:
-        """Sums of `n_ranks` fields to the mean of what they stand for, in the spans of `out` (n,).
-
-        A span whose scale is not finite becomes NaN. Raises: InvalidArgument, Unsupported.
-        """
+        """Write the mean that sums of `n_ranks` fields stand for into the spans of `out` (n,); NaN for no finite scale."""
         kernels = kernels_for(out.device)
         if kernels is not None:
             parameters = self._struct(out, shares, scales, n_ranks, counts=counts)

@@ -38,8 +38,7 @@ class TruncatedFloat(Floats):
     Inf and NaN: `holds_nonfinite` is set in the message, and all values of their partition decode as NaN; where all
     bits of the native word are kept, every value is exact instead.
 
-    Random numbers are Philox4x32-10's, a function of (seed, step, index) alone (native/random/counter.hpp). The codec
-    is stateless and thread-safe; the same bytes for every thread count and instruction set.
+    Random numbers are Philox4x32-10's, a function of (seed, step, index) alone (native/random/counter.hpp).
 
     When not to use it: where more bits may follow later (`embedded-float`); "truncate" in training without error
     feedback at few bits, since it shrinks every value.
@@ -62,23 +61,19 @@ class TruncatedFloat(Floats):
             rounding: "nearest", "truncate" (as published) or "stochastic".
             seed: of stochastic rounding, 0 to 2^64 - 1.
             partition: values that share a scale: a power of two from 32 to 1024.
-        Raises: InvalidArgument.
         """
         check_choice("format", format, ("auto", *_FORMATS))
         widest = _FORMAT_WIDTHS.get(format, 32)
         if not 2 <= bits <= widest:
             raise InvalidArgument(f"bits is from 2 to {widest} with format {format!r}, not {bits}")
         check_choice("rounding", rounding, _ROUNDINGS)
-        self.bits = bits
-        self.format = format
-        self.rounding = rounding
+        self.bits, self.format, self.rounding = bits, format, rounding
         self.native_rounding = _ROUNDINGS[rounding]
         self.seed = check_64_bits("seed", seed)
         self.partition = check_choice("partition", partition, PARTITIONS)
 
     def format_for(self, dtype: torch.dtype) -> str:
-        """The format that values of `dtype` are written in: what "auto" comes to. Raises: InvalidArgument."""
-        dtype_code(dtype)
+        """The format that values of `dtype` are written in: what "auto" comes to."""
         if self.format != "auto":
             return self.format
         if self.bits >= 8 * dtype.itemsize:
@@ -104,7 +99,7 @@ class TruncatedFloat(Floats):
     def exchange_codec(
         self, dtype: torch.dtype, importance: _native.BucketImportance | None, first_step: int = 0
     ) -> _native.ExchangeCodec:
-        """This codec as exchanges call it, whose n-th message draws by step `first_step` + n. Raises: InvalidArgument."""
+        """This codec as exchanges call it, whose n-th message draws by step `first_step` + n."""
         return _native.truncated_float_exchange_codec(
             *self.native_settings(dtype), self.native_rounding, self.seed, first_step
         )
@@ -130,9 +125,6 @@ def draw_after(first: int, n_messages: int) -> int:
 
 
 def describe(message: Tensor) -> dict[str, Any]:
-    """Describe a message, as plain values: codec, format_version, dtype, format, bits, partition,
-    n_elements, holds_nonfinite, message_bytes. Chunks are not checked.
-
-    Raises: InvalidArgument, CorruptMessage (header only), IncompatibleVersion.
-    """
+    """What a message's header says, as plain values: codec, format_version, dtype, format, bits, partition,
+    n_elements, holds_nonfinite, message_bytes. Raises: as `decode`, for the header only."""
     return _native.truncated_float_header(bytes_in("message", message, torch.uint8))

@@ -5,6 +5,7 @@ A slot is what error feedback, factors and importance are kept for: a parameter,
 
 import contextlib
 import hashlib
+import itertools
 import math
 import operator
 import threading
@@ -47,11 +48,9 @@ class Slot:
         self._numel = math.prod(self.shape)
 
     def numel(self) -> int:
-        """Elements that it has on this rank."""
         return self._numel
 
     def dim(self) -> int:
-        """Number of dimensions."""
         return len(self.shape)
 
     def __eq__(self, other: object) -> bool:
@@ -98,9 +97,7 @@ class Layout:
     """The places of slots in a flat gradient: made once, for all steps whose buckets lie alike. Equal layouts are one key.
 
     Attributes:
-        slots: in their order.
-        offsets: the first element of each.
-        spans: the first and the past-the-last element of each.
+        spans: the first and the past-the-last element of each slot.
         hash: 32 bits over dtype, shapes and offsets; equal on all ranks if their models are.
     """
 
@@ -141,8 +138,6 @@ class Bucket:
         layout: whose gradients lie where in `buffer`; `slots`, `offsets`, `spans` and `layout_hash` are its.
         index: position in this backward pass, 0 first.
         step: number of this reduction since attaching (or since the resumed checkpoint's start), 0 first.
-        is_last: no bucket of this backward pass follows.
-        record: where times and bytes of this bucket are noted.
         staged: if the gradient comes from a device, its copy under way to `buffer`; see `wait_for`.
         resident: if it is reduced on its device, how work gets behind it there.
         at_work: `with bucket.at_work():` enqueues what is inside behind the gradient, if the bucket stays on its device.
@@ -167,12 +162,11 @@ class Bucket:
         resident: ResidentBucket | None = None,
     ) -> None:
         """`slots`: of a parameter that is given, its own; or the layout of a bucket that lies alike, which is not looked at."""
-        if isinstance(slots, Layout):
-            layout = slots
-        else:
+        if not isinstance(slots, Layout):
             check_gradient(buffer, on_any_device=resident is not None)
-            layout = Layout(buffer, tuple(map(slot_of, slots)), offsets)
-        self.buffer, self.layout, self.n_elements = buffer, layout, layout.n_elements
+            slots = Layout(buffer, tuple(map(slot_of, slots)), offsets)
+        self.layout = layout = slots
+        self.buffer, self.n_elements = buffer, layout.n_elements
         self.slots, self.offsets, self.spans, self.layout_hash = layout.slots, layout.offsets, layout.spans, layout.hash
         self.index, self.step, self.is_last = index, step, is_last
         self.record = record or BucketRecord(step, index, buffer.nbytes, threading.Lock())
@@ -182,10 +176,7 @@ class Bucket:
         )
 
     def wait_for(self, position: int) -> None:
-        """Return when the gradient of slot number `position` may be read; at once, but for device gradients.
-
-        Only for schemes that wait by tensor (`Scheme.waits_by_tensor`).
-        """
+        """Return when the gradient of slot number `position` may be read; for schemes with `waits_by_tensor`."""
         if self.staged is not None:
             self.staged.wait_for(position)
 
@@ -206,7 +197,7 @@ class Bucket:
 
     @property
     def original_bytes(self) -> int:
-        return self.buffer.numel() * self.buffer.element_size()
+        return self.buffer.nbytes
 
 
 def check_gradient(gradient: torch.Tensor, on_any_device: bool = False) -> None:
@@ -228,10 +219,7 @@ def check_gradient(gradient: torch.Tensor, on_any_device: bool = False) -> None:
 
 
 def check_trained(module: nn.Module) -> None:
-    """Raise, and name the layer, if codecs and collectives do not take a gradient that `module` will have.
-
-    Raises: Unsupported (sparse), InvalidArgument (dtype).
-    """
+    """Raise, and name the layer, if codecs and collectives do not take a gradient that `module` will have."""
     ignored: set[str] = getattr(module, "parameters_to_ignore", set())
     for name, parameter in named_parameters(module).items():
         if parameter.requires_grad and name not in ignored and parameter.dtype not in SUPPORTED_DTYPES:
@@ -260,10 +248,7 @@ def cut_into_buckets(
 
 def offsets_of(slots: Sequence[Slot]) -> list[int]:
     """First element of each slot in a flat bucket, and last the end of it."""
-    offsets = [0]
-    for slot in slots:
-        offsets.append(offsets[-1] + slot.numel())
-    return offsets
+    return list(itertools.accumulate((slot.numel() for slot in slots), initial=0))
 
 
 def flatten_like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -46,10 +46,7 @@ def not_the_state(of: str, why: str) -> InvalidArgument:
 
 
 def load(scheme: Saved, communicator: Communicator, saved: dict[str, Any], strict: bool) -> int:
-    """Check what the envelope says, then give the scheme its state. Returns: the step to go on with.
-
-    Nothing is changed if a check fails. Raises: InvalidArgument.
-    """
+    """Check what the envelope says, then give the scheme its state. Returns: the step to go on with."""
     if saved["scheme"] != scheme.name:
         raise InvalidArgument(
             f"the checkpoint was written by scheme {saved['scheme']!r}, but {scheme.name!r} is attached; "
@@ -81,7 +78,7 @@ def load(scheme: Saved, communicator: Communicator, saved: dict[str, Any], stric
 
 
 def take(scheme: Saved, state: dict[str, Any]) -> None:
-    """Give a scheme its saved state; one that it cannot read changes nothing. Raises: what it raises, InvalidArgument."""
+    """Give a scheme its saved state; one that it cannot read changes nothing."""
     before = scheme.state_dict()
     try:
         scheme.load_state_dict(state)
@@ -129,7 +126,6 @@ def state_for(gathered: dict[str, Any], per_rank: Iterable[str] | None, world_si
     """One new rank's state: its own; or with another number of ranks the mean of what differs, which is what counts.
 
     `per_rank`: the fields of a scheme's state that differ between ranks, each tensors by name.
-    Raises: CorruptMessage, InvalidArgument (no rank 0's answer).
     """
     states = gathered["ranks"]
     if not states:

@@ -36,7 +36,7 @@ class Feedback:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: the model is let go."""
+        """Forget everything."""
         # Of slots that are in no whole room; flat, or a matrix in the slot's shape.
         self._current: dict[Slot, Tensor] = {}
         self._whole: dict[Layout, Tensor] = {}
@@ -160,9 +160,8 @@ class Feedback:
     def discard(self, slots: Iterable[Slot] | None = None) -> None:
         """Forget what was staged in this step (for `slots`, one by one, or for all)."""
         if slots is None:
-            self._staged.clear()
             self._staged_whole.clear()
-        for slot in slots or ():
+        for slot in list(self._staged) if slots is None else slots:
             self._staged.pop(slot, None)
 
     def forget_nonfinite(self) -> None:
@@ -223,25 +222,21 @@ class Unused:
     def __init__(self, spans: Sequence[tuple[int, int]], is_used: Sequence[bool], residual: Tensor) -> None:
         """Takes them out of `residual` (n,) until `put_back`."""
         self._residual = residual
-        self._kept: dict[int, tuple[int, int, Tensor]] = {}
+        self._kept: list[tuple[int, int, int, Tensor]] = []
         for place, ((start, end), used) in enumerate(zip(spans, is_used, strict=True)):
             if not used:
-                self._kept[place] = start, end, residual[start:end].clone()
+                self._kept.append((place, start, end, residual[start:end].clone()))
                 residual[start:end] = 0
 
     def put_back(self) -> None:
         """Make `residual` what it was before."""
-        for start, end, values in self._kept.values():
+        for _, start, end, values in self._kept:
             self._residual[start:end] = values
 
     def keep(self, unsent: Tensor, used_by_any: Sequence[bool], counted: tuple[int, int] | None = None) -> None:
-        """Let them stand in `unsent` (n,) as they were, and beside them what messages left out of nothing.
-
-        Args:
-            used_by_any: for each parameter, whether its result will be used at all; if not, nothing is added.
-            counted: the elements of which this rank's message counted although it did not use them; all, if not given.
-        """
-        for place, (start, end, values) in self._kept.items():
+        """Let them stand in `unsent` (n,) as they were, and beside them what messages left out of nothing, where the result of
+        a parameter is `used_by_any`. `counted`: the elements of which this rank's message counted; all, if not given."""
+        for place, start, end, values in self._kept:
             first, last = (start, end) if counted is None else (max(start, counted[0]), min(end, counted[1]))
             if used_by_any[place] and first < last:
                 values[first - start : last - start] += unsent[first:last]
@@ -253,7 +248,6 @@ class Part:
     """One rank's values as a scheme's step sees them: gradient + residual x loss_scale is to be sent.
 
     Attributes:
-        bucket: whose buffer (n,) holds the gradient; the mean is written over it.
         residual: (n,) float32, or None for no error feedback.
         unsent: (n,) float32 to be written: what is not sent, in units of the residual; made None, the residual stays.
         used_by_any: written by collectives: for each span, whether its result counts although this rank did not use it.
@@ -270,7 +264,7 @@ class Part:
 
     @property
     def values(self) -> Tensor:
-        """(n,) the gradient, then its mean, in the bucket's dtype."""
+        """(n,) the gradient, over which the mean is written, in the bucket's dtype."""
         return self.bucket.buffer
 
     @functools.cached_property
@@ -300,10 +294,9 @@ class Part:
 
 
 def redistribute(states: list[Mapping[str, Tensor]], world_size: int) -> dict[str, Tensor]:
-    """The residual of each of `world_size` new ranks, from those of all old ranks: their mean, which is what must last.
+    """The residual of each of `world_size` new ranks: the mean of those of all old ranks.
 
-    The mean gradient weighs a rank's residual by 1 / world size, so the *mean* has to be kept: each new rank gets the
-    mean of the old ones.
+    The mean gradient weighs a rank's residual by 1 / world size, so the *mean* is what has to be kept.
     """
     if not states:
         raise InvalidArgument("no residuals to redistribute: pass the state of every old rank")

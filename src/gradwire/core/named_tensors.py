@@ -28,19 +28,15 @@ class FlatBucket:
 
 
 class Flattener:
-    """Makes flat buckets of named tensors, and keeps their memory for the next step.
-
-    Args:
-        slots: by name; those of new names are added.
-        bucket_bytes: the most that one bucket holds, unless one tensor does.
-    """
+    """Makes flat buckets of named tensors, of up to `bucket_bytes` unless one tensor has more, and keeps their memory for the
+    next step. `slots` by name: those of new names are added."""
 
     def __init__(self, slots: dict[str, Slot], bucket_bytes: float) -> None:
         self.slots, self._bucket_bytes = slots, bucket_bytes
         self._spare: dict[tuple[str, ...], FlatBucket] = {}
 
     def _slot(self, name: str, tensor: torch.Tensor) -> Slot:
-        """The slot called `name`, made at first sight. Raises: InvalidArgument (a dtype, or another shape than before)."""
+        """The slot called `name`, made at first sight."""
         if tensor.dtype not in SUPPORTED_DTYPES:
             raise InvalidArgument(f"{name!r} is {tensor.dtype}, not one of float32, bfloat16, float16; convert it")
         shape = local_of(tensor).shape
@@ -50,7 +46,7 @@ class Flattener:
         return slot
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> list[FlatBucket]:
-        """Copies of the tensors, cut into buckets. Raises: InvalidArgument (none, another dtype or shape)."""
+        """Copies of the tensors, cut into buckets."""
         if not tensors:
             raise InvalidArgument("all_reduce() got no tensors; give the same names on every rank")
         slotted = [(self._slot(name, tensor), tensor) for name, tensor in tensors.items()]
@@ -76,12 +72,7 @@ class Flattener:
 
 
 class AllReduceWork:
-    """An `all_reduce` under way.
-
-    Args:
-        futures: of the buckets.
-        finish: puts the means in place, called with how long `wait` waited, in ns. Raises: what a rank failed of.
-    """
+    """An `all_reduce` under way. `finish` puts the means in place, called with how long `wait` waited, in ns."""
 
     def __init__(self, futures: list[torch.futures.Future], finish: Callable[[int], None]) -> None:
         self._futures, self._finish = futures, finish

@@ -36,9 +36,7 @@ class Optimizers:
     stands for the one inside; another wrapper (SAM, Lookahead) stays, as its step is more, and has the family of what it
     wraps.
 
-    Args:
-        given: one, a list or tuple of several, an Optimizers, or None.
-    Raises: InvalidArgument (an empty list), Unsupported (something that is no optimizer).
+    `given`: one, a list or tuple of several, an Optimizers, or None.
     """
 
     def __init__(self, given: Any = None) -> None:

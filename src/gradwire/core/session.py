@@ -17,11 +17,7 @@ from gradwire.wire.wire import Wire
 
 
 class LossScale:
-    """The factor of the gradients of this backward pass (AMP), read so that no thread waits for the whole device.
-
-    Args:
-        scaler: the GradScaler; None: nothing is scaled.
-    """
+    """The factor of the gradients of this backward pass (AMP), read so that no thread waits for the whole device."""
 
     def __init__(self, scaler: Any = None) -> None:
         self._scaler = scaler
@@ -55,8 +51,7 @@ class Session:
     wire: Wire  # its collectives, in host memory or on the device of the buckets
     recorder: Recorder  # where bytes and times go
     optimizers: Optimizers  # the user's, read live and never changed; none if gradwire was not given any
-    # what is reduced, by name; read live, as named tensors are added at first sight. Empty if gradwire was not told
-    # names.
+    # what is reduced, by name; read live, as named tensors are added at first sight; empty without names
     slots: Mapping[str, Slot]
     # what the loss, and so every gradient, is multiplied by now (AMP); 1.0 without a scaler
     loss_scale: Callable[[], float]
@@ -74,5 +69,4 @@ class Session:
 
     @property
     def names(self) -> dict[torch.Tensor, str]:
-        """Each parameter with its name."""
         return {slot.parameter: name for name, slot in self.slots.items() if slot.parameter is not None}

@@ -22,8 +22,7 @@ _ALIGNMENT_BYTES = 512
 class Staging:
     """The streams and the pinned memory of one attachment.
 
-    Args:
-        parameters: whose gradients will come; those on a device get their pinned memory now, because to pin is slow.
+    Of `parameters`, whose gradients will come, those on a device get their pinned memory now, because to pin is slow.
     Raises: OutOfMemory, Unsupported (a device that is not torch's accelerator).
     """
 
@@ -32,18 +31,14 @@ class Staging:
         n_bytes: Counter[torch.device] = Counter()
         for parameter in parameters:
             if parameter.device.type != "cpu":
-                # Room for every parameter to be a bucket of its own.
-                n_bytes[parameter.device] += _aligned(parameter.numel() * parameter.element_size())
+                n_bytes[parameter.device] += _aligned(parameter.nbytes)  # each may be a bucket of its own
         for device, needed in n_bytes.items():
             self._device(device).reserve(needed)
 
     def stage(self, index: int, buffer: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> "StagedBucket":
         """Start copying a bucket, (n,) on its device; on the thread whose stream writes it.
 
-        Args:
-            index: position of the bucket in its backward pass. With 0 the memory of the pass before is used again.
-            bounds: first and past-the-last value of each piece that can be waited for by itself.
-        Raises: OutOfMemory, Unsupported.
+        `index`: in its backward pass. `bounds`: first and past-the-last value of each piece that can be waited for by itself.
         """
         if index == 0:  # all buckets of the pass before are reduced
             for device in self._devices.values():
@@ -57,12 +52,7 @@ class Staging:
 
 
 class StagedBucket:
-    """One bucket on its way.
-
-    Attributes:
-        on_device: DDP's buffer.
-        on_host: (n,) pinned; values are valid once `wait_for` of their piece has returned.
-    """
+    """One bucket on its way from DDP's buffer to `on_host`, (n,) pinned: valid once `wait_for` of a piece has returned."""
 
     def __init__(self, device: "_Device", on_device: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> None:
         self.on_device, self._device, self._stream = on_device, device, device.stream
@@ -82,10 +72,8 @@ class StagedBucket:
             self._arrivals[-1].wait()  # the stream is in order
 
     def compute(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The (n,) result of `function`, which works on the device, in host memory; on the lane.
-
-        It sees the parameters and the optimizer as the backward pass sees them. Raises: OutOfMemory.
-        """
+        """The (n,) result of `function`, which works on the device, in host memory; on the lane. It sees the parameters and the
+        optimizer as the backward pass sees them."""
         return self._device.compute(function)
 
     def send_back(self) -> None:
@@ -112,10 +100,8 @@ class _Device:
         self._results: dict[int, torch.Tensor] = {}  # by position in the step, of what was computed on the device
         self._n_results = 0
 
-    # ---- pinned memory
-
     def reserve(self, n_bytes: int) -> None:
-        """Make room for a step of `n_bytes`. Raises: OutOfMemory."""
+        """Make room for a step of `n_bytes`."""
         if n_bytes > self._memory.numel():
             self._memory, self._n_taken = self._pin(n_bytes), 0
 
@@ -123,7 +109,7 @@ class _Device:
         self._n_taken = self._n_results = 0
 
     def take(self, n_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """(n_elements,) of pinned memory that nobody else gets in this step. Raises: OutOfMemory."""
+        """(n_elements,) of pinned memory that nobody else gets in this step."""
         n_bytes = n_elements * dtype.itemsize
         if self._n_taken + n_bytes > self._memory.numel():
             self.reserve(max(n_bytes, 2 * self._memory.numel()))  # buckets hold on to the memory that they have
@@ -141,14 +127,12 @@ class _Device:
                 f"after close(). Backend: {error}"
             ) from error
 
-    # ---- the stream
-
     def compute(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
         position, self._n_results = self._n_results, self._n_results + 1
         try:
             with self.stream:
                 result = function()
-                n_bytes, kept = result.numel() * result.element_size(), self._results.get(position)
+                n_bytes, kept = result.nbytes, self._results.get(position)
                 if kept is None or kept.numel() < n_bytes:
                     kept = self._results[position] = self._pin(n_bytes)
                 arrival = Reading(result, kept[:n_bytes].view(result.dtype))

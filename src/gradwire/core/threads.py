@@ -25,10 +25,8 @@ def thread_count() -> int:
 
 
 def use_fair_share_of_cores() -> None:
-    """Unless the user chose, give codecs this rank's share: usable cores / ranks on this machine, at least one.
-
-    torchrun says how many ranks these are; otherwise: all of them.
-    """
+    """Unless the user chose, give codecs this rank's share: usable cores / ranks on this machine (torchrun says how many; else
+    all), at least one."""
     if _chosen_by_user:
         return
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

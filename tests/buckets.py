@@ -45,7 +45,6 @@ class Driver:
             first += size
         self.scheme.begin_step(self.step)
         futures = [self.scheme.reduce(bucket) for bucket in buckets]
-        self.scheme.end_buckets(self.step)
         for future in futures:
             future.wait()
         self.communicator.submit(self.scheme.end_step, self.step).wait()

@@ -1,6 +1,6 @@
 """A scheme at work over a group of ranks. Every door (DDP, FSDP2, local SGD) hands its buckets to a Reducer.
 
-The life of a step: `begin_step`, every bucket in order, `end_buckets`, and on the lane the commit of what was staged. An
+The life of a step: `begin_step`, every bucket in order, and on the lane the commit of what was staged. An
 error never travels through a bucket's future, which completes with whatever the buffer holds; it is raised, with its own
 type, by `close_pass`, where the door's training thread can take it.
 """
@@ -206,8 +206,6 @@ class Reducer:
             if bucket.staged is not None and not self.scheme.waits_by_tensor:
                 self.communicator.submit(bucket.staged.wait_for_all)
             done = self.scheme.reduce(bucket)
-            if is_last:
-                self.scheme.end_buckets(step)
         except Exception as error:
             self.fail(error)
             self.recorder.close_bucket(record)

@@ -54,10 +54,7 @@ def count_in_warm_steps(rank: int, world_size: int, name: str) -> tuple[int, int
             state.scheme.begin_step(step)
             for index, (gradient, parameter) in enumerate(zip(gradients, parameters, strict=True)):
                 bucket = Bucket(gradient, [parameter], [0], index=index, step=step, is_last=index == 1)
-                reduced = state.scheme.reduce(bucket)
-                if index == 1:
-                    state.scheme.end_buckets(step)
-                reduced.wait()
+                state.scheme.reduce(bucket).wait()
             state.communicator.submit(state.scheme.end_step, step).wait()
 
     take_steps(range(1, 25))

@@ -19,7 +19,7 @@ from small_training import Loss, MakeOptimizer, Training
 from small_training import adamw as adamw_by_default
 
 LR, BETAS, EPS, DECAY, FREEZE, STEPS = 0.01, (0.9, 0.99), 1e-8, 0.1, 4, 10
-Q = 64  # values to a scale
+Q = 64  # values to a scale, if nothing is said
 
 
 def model() -> nn.Module:
@@ -31,13 +31,9 @@ def adamw(parameters: Any, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, LR, BETAS, EPS, DECAY, **options)
 
 
-def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1_000 * rank + step)
-    return torch.randn(16, 20, generator=generator), torch.randn(16, 5, generator=generator)
-
-
 def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
-    x, y = batch(rank, step)
+    generator = torch.Generator().manual_seed(1_000 * rank + step)
+    x, y = (torch.randn(16, n, generator=generator).to(next(module.parameters()).dtype) for n in (20, 5))
     return (module(x) - y).square().mean()
 
 
@@ -70,20 +66,12 @@ def check(ours: list[Tensor], expected: list[Tensor]) -> list[Tensor]:
     return ours
 
 
-def as_set(step: int, name: str) -> tuple[float, float]:
-    """Learning rate and weight decay of a parameter in a step."""
-    return LR, DECAY
-
-
 class OneBit:
-    """Momenta, one tensor a message, pushed and pulled by hand.
+    """Momenta of two ranks, one tensor a message, pushed and pulled by hand; the ranks' parts meet in the bucket's middle."""
 
-    Every tensor is cut where the ranks' parts and chunks are; with two ranks and one bucket that is its middle.
-    """
-
-    def __init__(self, n_ranks: int, starts: list[int], total: int) -> None:
-        self.starts, self.residuals = starts, [torch.zeros(total, dtype=torch.float64) for _ in range(n_ranks)]
-        self.parts = [(total * rank // n_ranks, total * (rank + 1) // n_ranks) for rank in range(n_ranks)]
+    def __init__(self, starts: list[int], total: int) -> None:
+        self.starts, self.residuals = starts, [torch.zeros(total, dtype=torch.float64) for _ in range(2)]
+        self.parts = [(0, total // 2), (total // 2, total)]
 
     def __call__(self, m: Tensor, gradients: list[Tensor]) -> Tensor:
         own = [BETAS[0] * m + (1 - BETAS[0]) * gradient for gradient in gradients]
@@ -107,26 +95,22 @@ class OneBit:
         return torch.cat([quantised(values[a - first : b - first]) for a, b in itertools.pairwise(cuts)])
 
 
-def transcribed(
-    n_ranks: int,
-    rates: Callable[[int, str], tuple[float, float]] = as_set,
-) -> list[Tensor]:
-    """The parameters after every rank's training, in float64."""
+def transcribed(rates: Callable[[int, str], tuple[float, float]] = lambda step, name: (LR, DECAY)) -> list[Tensor]:
+    """The parameters after the training of two ranks, in float64; `rates`: a parameter's learning rate and weight decay."""
     module = model().double()
     names = [name for name, _ in module.named_parameters()][::-1]  # as DDP's one bucket holds them
     parameters = dict(module.named_parameters())
     sizes = [parameters[name].numel() for name in names]
     total, starts = sum(sizes), [sum(sizes[:i]) for i in range(len(sizes))]
     m, v = torch.zeros(total, dtype=torch.float64), torch.zeros(total, dtype=torch.float64)
-    exchange = OneBit(n_ranks, starts, total)
+    exchange = OneBit(starts, total)
     spans = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
     for step in range(STEPS):
         gradients = []
-        for rank in range(n_ranks):
+        for rank in range(2):
             module.zero_grad()
-            x, y = (one.double() for one in batch(rank, step))
-            (module(x) - y).square().mean().backward()
+            loss_of(module, rank, step).backward()
             gradients.append(torch.cat([parameters[name].grad.reshape(-1) for name in names]))
         if step < FREEZE:
             mean = torch.stack(gradients).mean(0)
@@ -165,9 +149,9 @@ def ended(training: Training) -> list[Tensor]:
 @pytest.mark.parametrize("adam", [{}, {"foreach": True}])
 @on_ranks(2)
 def test_a_training_is_the_transcription(rank: int, world_size: int, adam: dict[str, Any]) -> list[Tensor]:
-    training = start(rank, partial(adamw, **adam), scale_values=Q).after(range(STEPS))
+    training = start(rank, partial(adamw, **adam)).after(range(STEPS))
     assert training.stats()["n_frozen"] == 4
-    return check(ended(training), transcribed(2))
+    return check(ended(training), transcribed())
 
 
 @on_ranks(2)
@@ -224,11 +208,8 @@ def test_zeros_in_the_variance_and_parameters_that_train_late(rank: int, world_s
 @pytest.mark.parametrize("at", [FREEZE - 1, FREEZE, FREEZE + 3])
 @on_ranks(2)
 def test_resume_before_in_and_after_the_freeze(rank: int, world_size: int, at: int) -> None:
-    """Through, and saved and loaded into new objects after `at` steps: bit for bit the same.
-
-    DDP does not rebuild its buckets where it looks for unused parameters, so both cut them alike.
-    """
-    ddp = {"find_unused_parameters": True}
+    """Through, and saved and loaded into new objects after `at` steps: bit for bit the same."""
+    ddp = {"find_unused_parameters": True}  # where DDP does not rebuild its buckets, so that both cut them alike
     through = start(rank, ddp=ddp).after(range(STEPS))
     through.close()
     first = start(rank, ddp=ddp).after(range(at))
@@ -307,13 +288,11 @@ def test_a_run_that_ends_before_the_freeze_is_told(rank: int, world_size: int, f
     texts = log_of("gradwire.schemes.plain_steps")
     training = start(rank, freeze_step=freeze_step).after(range(2))
     training.close()
-    if freeze_step == 1:
-        assert len(texts) == 1
-        assert "nothing" not in texts[0], "one rank has nothing to compress, and that is no fault of freeze_step"
-    else:
-        assert "steps before 99 are reduced plainly" in texts[0]
-        assert "nothing was compressed" in texts[1]
-        assert "lower freeze_step" in texts[1]
+    assert f"steps before {freeze_step} are reduced plainly" in texts[0]
+    # With 1, one rank has nothing to compress, and that is no fault of freeze_step.
+    ended = [] if freeze_step == 1 else [("nothing was compressed", "lower freeze_step")]
+    assert len(texts) == 1 + len(ended)
+    assert all(word in text for words, text in zip(ended, texts[1:], strict=True) for word in words)
 
 
 @on_ranks(2)
@@ -326,9 +305,8 @@ def test_moments_lie_as_their_bucket_does(rank: int, world_size: int) -> None:
         return nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
 
     def loss(module: nn.Module, rank: int, step: int) -> Tensor:
-        return (
-            module(torch.randn(4, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)).square().mean()
-        )
+        images = torch.randn(4, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)
+        return module(images).square().mean()
 
     training = start(rank, of=(convolution, loss)).after(range(STEPS))
     weight = training.ddp.module.weight
@@ -348,21 +326,17 @@ def test_moments_lie_as_their_bucket_does(rank: int, world_size: int) -> None:
 CHANGE = FREEZE + 2
 
 
-def begin(rank: int) -> Training:
-    return start(rank, scale_values=Q)
-
-
 @on_ranks(2)
 def test_a_restart_of_the_learning_rate_is_the_transcription(rank: int, world_size: int) -> list[Tensor]:
     """A schedule that falls, and starts again after the freeze."""
-    training, rates = begin(rank), []
+    training, rates = start(rank), []
     schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(training.optimizer, CHANGE)
     for step in range(STEPS):
         rates.append(float(training.optimizer.param_groups[0]["lr"]))
         training.take_steps([step])
         schedule.step()
     assert rates[CHANGE] == LR > rates[CHANGE - 1]
-    return check(ended(training), transcribed(2, lambda step, name: (rates[step], DECAY)))
+    return check(ended(training), transcribed(lambda step, name: (rates[step], DECAY)))
 
 
 @pytest.mark.parametrize("change", [{"lr": 0.0}, {"lr": 0.03}, {"weight_decay": 5.0}])
@@ -377,17 +351,17 @@ def test_groups_cut_anew_after_the_freeze_rule_from_the_next_step_on(
             return LR, DECAY
         return change.get("lr", LR), change.get("weight_decay", DECAY)
 
-    training = begin(rank).after(range(CHANGE))
+    training = start(rank).after(range(CHANGE))
     group = training.optimizer.param_groups[0]
     parameters, group["params"] = group["params"], group["params"][2:]
     training.optimizer.add_param_group({"params": parameters[:2], **change})
     training.take_steps(range(CHANGE, STEPS))
-    return check(ended(training), transcribed(2, rates))
+    return check(ended(training), transcribed(rates))
 
 
 def save(rank: int, world_size: int) -> tuple[Any, Any]:
     """A rank's own state, and that for all ranks."""
-    training = begin(rank).after(range(CHANGE))
+    training = start(rank).after(range(CHANGE))
     saved = training.state(), training.state(all_ranks=True)
     training.close()
     return saved
@@ -395,7 +369,7 @@ def save(rank: int, world_size: int) -> tuple[Any, Any]:
 
 def go_on(rank: int, world_size: int, own: Any, whole: Any) -> tuple[dict[str, Any], list[Tensor]]:
     """Load another number's checkpoint; the state that it becomes, and the parameters in the end."""
-    training = begin(rank)
+    training = start(rank)
     with pytest.raises(InvalidArgument, match=r"written by 2 ranks.*state_dict\(all_ranks=True\)"):
         training.attachment.load_state_dict(own[-1], strict=False)
     loaded = training.load(whole).state()[-1]["state"]

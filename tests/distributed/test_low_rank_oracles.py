@@ -100,20 +100,6 @@ def test_scheme_follows_its_float64_transcription(
     return {"results": torch.stack(digest), "factors": state["factors"]}
 
 
-@on_ranks(2)
-def test_two_steps_on_a_constant_gradient_are_one_step_of_power_sgd(rank: int, world_size: int) -> None:
-    """From the same start, in float64."""
-    driver = drive("acp-sgd", [10], error_feedback=False)
-    everyone = [gradients_of(other, 0) for other in range(world_size)]
-    driver.reduce(everyone[rank])
-    results = driver.reduce(everyone[rank])
-    for i, shape in MATRICES.items():
-        oracle = Transcription("power-sgd", shape, f"p{i}", world_size, feedback=False)
-        expected = oracle.step([matrix(gradients[i]) for gradients in everyone])
-        assert np.allclose(matrix(results[i]), expected, rtol=1e-4, atol=1e-5), i
-    driver.close()
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-5), (torch.float16, 50.0)])
 @on_ranks(3)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from buckets import Driver, mean_over_ranks
+from buckets import Driver, gradients_of, mean_over_ranks
 from gradwire import InvalidArgument, schemes
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator, ring_bytes
@@ -21,9 +21,8 @@ from ranks import agree, on_ranks
 SHAPES = [(30, 20), (7,), (40, 30), (9, 8)]
 
 
-def gradients_of(rank: int, step: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    return [torch.randn(shape, generator=generator) * 10.0**place for place, shape in enumerate(SHAPES)]
+def scaled(rank: int, step: int) -> list[Tensor]:
+    return [one * 10.0**place for place, one in enumerate(gradients_of(rank, step, shapes=SHAPES))]
 
 
 def is_small_or_ninefold(name: str, shape: tuple[int, ...]) -> bool:
@@ -56,9 +55,9 @@ def test_what_is_exempt_is_the_mean(
     """In the second of two steps."""
     driver = Driver(schemes.by_name(name, **options), [torch.zeros(shape) for shape in SHAPES], [2, 2])
     for step in range(2):
-        results = driver.reduce(gradients_of(rank, step))
+        results = driver.reduce(scaled(rank, step))
     driver.close()
-    for place, of_ranks in enumerate(zip(gradients_of(0, 1), gradients_of(1, 1), strict=True)):
+    for place, of_ranks in enumerate(zip(scaled(0, 1), scaled(1, 1), strict=True)):
         mean = torch.stack(of_ranks).mean(0)
         deviation = float((results[place] - mean).norm() / mean.norm())
         assert deviation < 1e-6 if place in plain else deviation > 0.05, (place, deviation)
@@ -69,14 +68,8 @@ def test_what_is_exempt_is_the_mean(
 FEW, MANY = ([(200, 100), (9,), (30, 20), (7, 1), ()], [(30, 20), (9,), (9, 8), (7, 1), ()])
 SMALL = (1, 3, 4)
 LOSSY: dict[str, dict[str, Any]] = {
-    "embedded-float": {"bits": 3},
-    "truncated-float": {"bits": 4},
-    "one-bit": {},
-    "two-bit": {},
-    "qsgd": {},
-    "terngrad": {},
-    "thc": {},
-    "top-k": {"share": 0.1},
+    **{"embedded-float": {"bits": 3}, "truncated-float": {"bits": 4}, "top-k": {"share": 0.1}},
+    **{name: {} for name in ("one-bit", "two-bit", "qsgd", "terngrad", "thc")},
 }
 
 
@@ -108,9 +101,8 @@ def test_small_tensors_are_spared_as_long_as_they_are_few(rank: int, world_size:
             state = gradwire.Reducer(scheme)
         for _ in range(3):
             shares = [[torch.randn(shape, generator=own) for shape in shapes] for own in generators]
-            gradients = {
-                key: mine.clone() for (key, _), mine in zip(model.named_parameters(), shares[rank], strict=True)
-            }
+            names = dict(model.named_parameters())
+            gradients = {key: mine.clone() for key, mine in zip(names, shares[rank], strict=True)}
             if door == "ddp":
                 ddp.zero_grad()
                 ddp(gradients).backward()
@@ -136,12 +128,9 @@ def test_small_tensors_are_spared_as_long_as_they_are_few(rank: int, world_size:
 @on_ranks(2)
 def test_what_a_spared_tensor_had_not_sent_is_sent(rank: int, world_size: int) -> None:
     """A state that was saved while it was compressed; and its Inf, from which no residual lives on."""
-    drivers = [
-        Driver(schemes.by_name("one-bit", exempt=exempt), [torch.zeros(shape) for shape in FEW])
-        for exempt in ((), None)
-    ]
-    generator = torch.Generator().manual_seed(rank)
-    gradients = [torch.randn(shape, generator=generator) for shape in FEW]
+    made = [schemes.by_name("one-bit", exempt=exempt) for exempt in ((), None)]
+    drivers = [Driver(scheme, [torch.zeros(shape) for shape in FEW]) for scheme in made]
+    gradients = gradients_of(rank, 0, shapes=FEW)
     drivers[0].reduce([gradient.clone() for gradient in gradients])
     drivers[1].scheme.load_state_dict(drivers[0].scheme.state_dict())
     waiting = drivers[0].state()[20_000:20_009]
@@ -184,9 +173,8 @@ def test_names_of_nothing(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     for name in ("acp-sgd", "power-sgd", "dgc", "sign-sgd", *LOSSY):
-        with pytest.raises(
-            InvalidArgument, match=r"only='tail' matches no tensor; there are 0\.weight, 1\.weight, 1\.bias"
-        ):
+        told = r"only='tail' matches no tensor; there are 0\.weight, 1\.weight, 1\.bias"
+        with pytest.raises(InvalidArgument, match=told):
             gradwire.attach(ddp, optimizer, schemes.by_name(name, only=["tail"]))
 
 
@@ -210,11 +198,8 @@ def test_dgc_takes_its_share_of_every_layer_or_of_the_bucket(rank: int, world_si
     """Of two layers, whose gradients differ a thousandfold, a hundredth is sent."""
     shapes = [(200, 100), (100, 100)]
     driver = Driver(schemes.by_name("dgc", share=0.01, per=per), [torch.zeros(shape) for shape in shapes])
-    generator = torch.Generator().manual_seed(rank)
-    gradients = [
-        torch.randn(shape, generator=generator) * scale for shape, scale in zip(shapes, (1e3, 1.0), strict=True)
-    ]
-    n_first, n_second = (int((one != 0).sum()) for one in driver.reduce(gradients))
+    first, second = gradients_of(rank, 0, shapes=shapes)
+    n_first, n_second = (int((one != 0).sum()) for one in driver.reduce([1e3 * first, second]))
     driver.close()
     if per == "layer":  # of both ranks, hardly any in common
         assert 2 * 160 <= n_first <= 2 * 260

@@ -1,7 +1,8 @@
 """terngrad and thc, whose integers are summed, and dgc: against transcriptions that know all ranks."""
 
-import itertools
 import math
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,8 +99,8 @@ def test_thc_follows_its_transcription(rank: int, world_size: int) -> None:
 
 def layers_of(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
     """The places of each matrix in a bucket of these."""
-    ends = itertools.accumulate(math.prod(shape) for shape in shapes)
-    spans = [torch.arange(end - math.prod(shape), end) for shape, end in zip(shapes, ends, strict=True)]
+    sizes = [math.prod(shape) for shape in shapes]
+    spans = torch.arange(sum(sizes)).split(sizes)
     return [span for shape, span in zip(shapes, spans, strict=True) if len(shape) > 1 and len(span)]
 
 
@@ -120,11 +121,8 @@ def test_dgc_follows_its_float64_transcription(rank: int, world_size: int) -> No
             driver.loss_scale = 2.0**step
             everyone = [[one.double() for one in gradients_of(other, step)] for other in range(world_size)]
             results = by_bucket(driver.reduce([driver.loss_scale * one for one in gradients_of(rank, step)]))
-            if "max_norm" in options:
-                limit = options["max_norm"] / world_size**0.5
-                everyone = [
-                    [one * min(1, limit / max(1e-30, float(one.norm()))) for one in ranks] for ranks in everyone
-                ]
+            limit = options.get("max_norm", math.inf) / world_size**0.5
+            everyone = [[one * min(1, limit / max(1e-30, float(one.norm()))) for one in ranks] for ranks in everyone]
             share = 0.05 ** min(1, (step + 1) / (options.get("warmup_steps", 0) + 1))
             for index, result in enumerate(results):
                 expected = torch.zeros(sizes[index], dtype=torch.float64)
@@ -135,13 +133,9 @@ def test_dgc_follows_its_float64_transcription(rank: int, world_size: int) -> No
                     u[other][index] = momentum * u[other][index] + torch.where(whole, means, gradient)
                     update = gradient + momentum * u[other][index] if "nesterov" in options else u[other][index]
                     v[other][index] = torch.where(whole, 0, v[other][index] + update)
-                    sizes_of_all = v[other][index].abs()
-                    chosen = torch.cat(
-                        [
-                            one[sizes_of_all[one].topk(max(1, round(share * one.numel()))).indices]
-                            for one in places[index]
-                        ]
-                    )
+                    counts = [max(1, round(share * one.numel())) for one in places[index]]
+                    largest = [v[other][index][one].abs().topk(k) for one, k in zip(places[index], counts, strict=True)]
+                    chosen = torch.cat([one[top.indices] for one, top in zip(places[index], largest, strict=True)])
                     expected[chosen] += v[other][index][chosen] / world_size
                     u[other][index][chosen] = 0  # momentum factor masking
                     v[other][index][chosen] = 0
@@ -166,17 +160,14 @@ def test_dgc_alone_is_sgd_with_momentum_and_weight_decay(rank: int, world_size: 
     def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
         return model(torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(step))).square().mean()
 
-    ended = []
-    own = {"momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1}
-    for scheme, options in ((Dgc(nesterov=nesterov, weight_decay=0.1), {}), (None, own)):
-        training = Training(
-            rank, scheme, lambda p, options=options: torch.optim.SGD(p, 0.05, **options), convolutional, loss,
-            ddp={"bucket_cap_mb": 25},
-        )  # fmt: skip
-        training.take_steps(range(6))
+    def ended(scheme: Dgc | None, **options: Any) -> torch.Tensor:
+        sgd = partial(torch.optim.SGD, lr=0.05, **options)
+        training = Training(rank, scheme, sgd, convolutional, loss, ddp={"bucket_cap_mb": 25}).after(range(6))
         training.close()
-        ended.append(training.flat())
-    assert torch.allclose(*ended, rtol=1e-5, atol=1e-6)
+        return training.flat()
+
+    ours = ended(Dgc(nesterov=nesterov, weight_decay=0.1))
+    assert torch.allclose(ours, ended(None, momentum=0.9, nesterov=nesterov, weight_decay=0.1), rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)
@@ -210,13 +201,10 @@ def test_state_of_unused_parameters_waits(rank: int, world_size: int) -> None:
         driver.reduce(gradients_of(rank, 0))
         before = driver.scheme.state_dict()
         gradients = gradients_of(rank, 1)
-        gradients[0].zero_()
-        gradients[1].zero_()
-        if rank == 0:
-            gradients[2].zero_()
+        for unused in gradients[: 3 if rank == 0 else 2]:
+            unused.zero_()
         results = driver.reduce(gradients)
-        assert not results[0].any()
-        assert not results[1].any()
+        assert not flat(results[:2]).any()
         after = driver.scheme.state_dict()
         for kind in before:
             for parameter in ("p0", "p1"):

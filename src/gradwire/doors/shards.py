@@ -285,7 +285,6 @@ class ShardState(Reducer):
                 step = self.step
                 self.step += 1
                 if not self.scheme.is_transparent:
-                    self.scheme.end_buckets(step)
                     self.communicator.submit(self._end_step, step)
                 exposed_ns, self._exposed_ns, self._in_step = self._exposed_ns, 0, False
                 took_ns = self._step_watch.elapsed_ns

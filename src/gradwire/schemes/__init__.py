@@ -30,7 +30,7 @@ _REGISTRY: Registry[Scheme] = Registry(
         "one-bit": "gradwire.schemes.quantisers:OneBitScheme",
         "one-bit-adam": "gradwire.schemes.one_bit_adam:OneBitAdam",
         "plain": "gradwire.schemes.plain:Plain",
-        "power-momentum": "gradwire.schemes.power_momentum:PowerMomentum",
+        "power-momentum": "gradwire.schemes.power_sgd:PowerMomentum",
         "power-sgd": "gradwire.schemes.power_sgd:power_sgd",
         "power-sgd-overlap": "gradwire.schemes.power_sgd:power_sgd_overlap",
         "qsgd": "gradwire.schemes.quantisers:QsgdScheme",

@@ -1,13 +1,11 @@
 """The scheme `acp-sgd`: alternate compressed Power-SGD (Zhang et al., ICDCS 2023, algorithms 1 and 2).
 
-In every step each gradient matrix M is compressed into one of two factors, P and Q by turns, and only that one is
-summed. With E what compression has left out so far:
+Of every gradient matrix M one of two factors is summed, P and Q by turns. With E what compression has left out so far:
 
     a step for P:  Q <- orthogonal(Q);  P <- (M + E) Q;    E <- (M + E) - P Q^T;  sum P;  gradient = mean(P) Q^T
     a step for Q:  P <- orthogonal(P);  Q <- (M + E)^T P;  E <- (M + E) - P Q^T;  sum Q;  gradient = P mean(Q)^T
 
-What comes in was summed one step ago, and is made orthogonal right then, while nobody waits. So a bucket needs one
-product before its sum, and the sum blocks nothing.
+What comes in was summed one step ago, and is made orthogonal right then, while nobody waits.
 
 When not to use this: where the network is faster than the products (rates below about 1 % of the model's own), for
 models of few or small matrices, or where every step's gradient has to be exact.
@@ -31,7 +29,7 @@ def acp_sgd(**options: Any) -> LowRank:
 
 
 def steps_of(scheme: LowRank, work: Work) -> Iterator[Next]:
-    """Algorithm 2 for one bucket, over all its matrices of one shape at a time; factors are kept transposed."""
+    """Algorithm 2 for one bucket; factors are kept transposed."""
     groups, turn = work.plan.groups, scheme.turn
     for group in groups:
         if turn == "p":  # P <- (M + E) Q

@@ -1,8 +1,7 @@
-"""A step ahead: any scheme that only reduces, whose means the training does not wait for (`attach(..., ahead=1)`).
+"""A step ahead: a scheme's means, which the training does not wait for (`attach(..., ahead=1)`).
 
 The next step starts at once, on local weights: those that all ranks share, moved by this rank's own gradient. When the mean
-is there, it moves what the ranks share in its place (SlimGC's model backup, section 3.5). So a whole step hides what a scheme
-sends, and gradients are one step old in what they know of other ranks.
+is there, it moves what the ranks share in its place (SlimGC's model backup, section 3.5).
 
 At the user's step i, in this order:
 
@@ -18,14 +17,14 @@ When not to use this: where nothing waits for the network; where every step has 
 beside large learning rates, which stale gradients bear least.
 """
 
-from dataclasses import asdict, dataclass, fields, replace
+import contextlib
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
 from gradwire.checks import count as check_count
 from gradwire.core.bucket import Bucket
-from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
@@ -42,7 +41,7 @@ from gradwire.stepping.look_ahead import LocBuf, LookAheadOptions, check_peekabl
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.preamble import Preamble
 
-OPTIONS = tuple(field.name for field in fields(LookAheadOptions))
+OPTIONS = tuple(option.name for option in fields(LookAheadOptions))
 _LEAST_SYNC_STEPS = 2  # in which DDP rebuilds its buckets
 
 
@@ -51,9 +50,14 @@ class Aggregate:
     """One step's gradients on their way: grad_buf, replaced in place by the mean."""
 
     step: int  # the reduction
-    buckets: list[Bucket]  # copies of DDP's buckets; `done`: one future for each
-    done: list[torch.futures.Future]
+    buckets: list[Bucket] = field(default_factory=list)  # copies of DDP's buckets; `done`: one future for each
+    done: list[torch.futures.Future] = field(default_factory=list)
     frozen: FrozenStep | None = None  # the user's call of that step; None as long as there was none
+
+    def wait(self) -> None:
+        """Return when the mean is there."""
+        for done in self.done:
+            done.wait()
 
 
 class Ahead(Scheme, StepOwner):
@@ -61,7 +65,6 @@ class Ahead(Scheme, StepOwner):
 
     Args:
         inner: a scheme that only reduces, and reads neither parameters nor the optimizer's state.
-        ahead: 1, the steps that may start before a mean is there.
         options: see `LookAheadOptions`.
     Raises: InvalidArgument, Unsupported (a scheme that does more than reduce).
     """
@@ -83,8 +86,7 @@ class Ahead(Scheme, StepOwner):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._interceptor: Interceptor | None = None
-        self._flag: FiniteFlag | None = None
+        self._undo = contextlib.ExitStack()  # lets go of the model and the optimizer
         self._parameters: list[torch.Tensor] = []
         self.loc_buf = LocBuf(())
         self._grad_bufs: list[dict[int, torch.Tensor]] = [{}, {}]  # of the step under way, and of the one before
@@ -131,58 +133,44 @@ class Ahead(Scheme, StepOwner):
         self._n_waiting = self.options.sync_steps or 0  # steps
         self.loc_buf = LocBuf(self._parameters)
         self._flag = FiniteFlag(self.session)
+        self._undo.callback(self._flag.close)
         self._interceptor = Interceptor(self.session, self._parameters, self)
+        self._undo.callback(self._interceptor.remove)
 
     # ---- the backward pass
-
-    def begin_at(self, step: int) -> None:
-        self.inner.begin_at(step)
 
     def begin_step(self, step: int) -> None:
         """Raises: Unsupported (ddp.join)."""
         refuse_join(self.session.module, "ahead=1", "leave ahead out")
-        assert self._interceptor is not None
-        assert self._flag is not None
         self._interceptor.begin_reduction()
         self._flag.begin_step()
         if self._arriving is not None:
-            _wait(self._arriving)  # the user never called for its step; its memory is used again
-        self._arriving = Aggregate(step, [], [])
+            self._arriving.wait()  # the user never called for its step; its memory is used again
+        self._arriving = Aggregate(step)
         self.inner.begin_step(step)
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Copy the bucket to grad_buf and send that; DDP goes on with this rank's own gradient."""
         assert self._arriving is not None
-        assert self._flag is not None
         if bucket.index == 0 and self.session.has_scaler:
             # The lane may come to this step's buckets when GradScaler has changed its scale already.
-            self.session.communicator.submit(self._take_scale, self.session.loss_scale())
+            self.session.communicator.submit(setattr, self, "_loss_scale", self.session.loss_scale())
         bucket.wait_for_all()
-        copied, recorder = self._copy(bucket), self.session.recorder
+        # The aggregate of the step before is still needed, so two sets of buffers take turns.
+        buffers, own = self._grad_bufs[bucket.step % 2], bucket.buffer
+        buffer = buffers.get(bucket.index)
+        if buffer is None or buffer.shape != own.shape or buffer.dtype != own.dtype:
+            buffer = buffers[bucket.index] = torch.empty_like(own, memory_format=torch.contiguous_format)
+        buffer.copy_(own)
+        # The hook closes its own record at the end of the backward pass; this traffic goes on after that.
+        recorder, record = self.session.recorder, self.session.recorder.open_bucket(bucket.step, -1, 0)
+        place: Any = {"index": bucket.index, "step": bucket.step, "is_last": bucket.is_last}
+        copied = Bucket(buffer, bucket.layout, record=record, **place)
         done = self.inner.reduce(copied)
         done.add_done_callback(lambda _: recorder.close_bucket(copied.record))
         self._arriving.buckets.append(copied)
         self._arriving.done.append(done)
         return self._flag.own_gradient(bucket)
-
-    def _copy(self, bucket: Bucket) -> Bucket:
-        # The aggregate of the step before is still needed, so two sets of buffers take turns.
-        buffers = self._grad_bufs[bucket.step % 2]
-        copied = buffers.get(bucket.index)
-        if copied is None or copied.shape != bucket.buffer.shape or copied.dtype != bucket.buffer.dtype:
-            copied = buffers[bucket.index] = torch.empty_like(bucket.buffer, memory_format=torch.contiguous_format)
-        copied.copy_(bucket.buffer)
-        # The hook closes its own record at the end of the backward pass; this traffic goes on after that.
-        record = self.session.recorder.open_bucket(bucket.step, -1, 0)
-        return Bucket(
-            copied, bucket.layout, index=bucket.index, step=bucket.step, is_last=bucket.is_last, record=record
-        )
-
-    def _take_scale(self, loss_scale: float) -> None:
-        self._loss_scale = loss_scale
-
-    def end_buckets(self, step: int) -> None:
-        self.inner.end_buckets(step)
 
     def settle(self) -> None:
         self.inner.settle()
@@ -190,16 +178,12 @@ class Ahead(Scheme, StepOwner):
     def end_step(self, step: int) -> None:
         self.inner.end_step(step)
 
-    def end_backward(self, step: int) -> int:
-        if self._interceptor is not None:
-            self._interceptor.end_backward()
-        return self._waited.take_ns() + self.inner.end_backward(step)
-
-    def step_figures(self) -> dict[str, float]:
-        return self.inner.step_figures()
-
     def preamble(self, bucket: Bucket) -> Preamble:
         return self.inner.preamble(bucket)
+
+    def end_backward(self, step: int) -> int:
+        self._interceptor.end_backward()
+        return self._waited.take_ns() + self.inner.end_backward(step)
 
     # ---- what the interceptor asks (StepOwner)
 
@@ -214,7 +198,6 @@ class Ahead(Scheme, StepOwner):
         # Staleness: at most the aggregate of the step taken before this one is outstanding.
         assert self._pending is None or self._pending.step < arrived.step
         self.flush()
-        assert self._pending is None
         self._n_taken += 1
         self._pending = arrived
         if self._n_taken <= self._n_waiting:
@@ -224,7 +207,16 @@ class Ahead(Scheme, StepOwner):
         if not frozen.parameters:
             return  # nothing will move: there is nothing to back up
         self.loc_buf.back_up()
-        self._step_locally(frozen)
+        own = {p: p.grad for p in self._parameters if p.grad is not None and p in frozen.parameters}
+        gradients, (optimizer,) = self._prepare(own, frozen, in_place=False), self.session.optimizers
+        if self._options.local == "sgd":
+            rates = {p: float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+            for parameter, gradient in gradients.items():
+                parameter.add_(gradient, alpha=-(self._options.local_rate or rates[parameter]))
+        else:
+            for chunk in in_chunks(gradients):
+                with on_copies_of_the_state(optimizer, chunk):
+                    frozen.apply({p: gradients[p] for p in chunk})
         self.loc_buf.note_local()
 
     @torch.no_grad()
@@ -233,9 +225,7 @@ class Ahead(Scheme, StepOwner):
         dropped, self._arriving = self._arriving, None
         self.flush()
         if dropped is not None:
-            _wait(dropped)
-
-    # ---- the global step
+            dropped.wait()
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -244,7 +234,7 @@ class Ahead(Scheme, StepOwner):
         try:
             if pending is not None:
                 with self._waited:
-                    _wait(pending)
+                    pending.wait()
         finally:
             # Also if the aggregation failed: the parameters then hold the last global weights that are complete.
             self.loc_buf.put_back()
@@ -274,27 +264,9 @@ class Ahead(Scheme, StepOwner):
             torch._foreach_mul_(values, clip_factor(values, self._options.max_grad_norm))
         return dict(zip(chosen, values, strict=True))
 
-    # ---- the local step
-
-    def _step_locally(self, frozen: FrozenStep) -> None:
-        own = {p: p.grad for p in self._parameters if p.grad is not None and p in frozen.parameters}
-        gradients, (optimizer,) = self._prepare(own, frozen, in_place=False), self.session.optimizers
-        if self._options.local == "sgd":
-            rates = {p: float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
-            for parameter, gradient in gradients.items():
-                parameter.add_(gradient, alpha=-(self._options.local_rate or rates[parameter]))
-            return
-        for chunk in in_chunks(gradients):
-            with on_copies_of_the_state(optimizer, chunk):
-                frozen.apply({p: gradients[p] for p in chunk})
-
-    # ---- between steps
-
     def stats(self) -> dict[str, Any]:
-        """The inner scheme's, the steps that started the next one without waiting, and the bytes of the backup."""
-        if self._last_stats is not None:
-            return self._last_stats
-        return {**self.inner.stats(), "steps_ahead": self._n_ahead, "backup_bytes": self.loc_buf.n_bytes}
+        """The inner scheme's, and the steps that started the next one without waiting."""
+        return self._last_stats or {**self.inner.stats(), "steps_ahead": self._n_ahead}
 
     def state_dict(self) -> dict[str, Any]:
         """After a flush: nothing is on its way."""
@@ -302,10 +274,7 @@ class Ahead(Scheme, StepOwner):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
-        stepping = state.get("stepping")
-        if not isinstance(stepping, dict):
-            raise not_the_state(f"scheme {self.name} with ahead=1", "it lacks stepping")
-        n_taken: Any = stepping.get("n_taken")
+        n_taken = state["stepping"]["n_taken"]
         self._n_taken = check_count("the checkpoint's number of steps taken", n_taken, at_least=0)
         self.inner.load_state_dict({name: value for name, value in state.items() if name != "stepping"})
 
@@ -315,10 +284,7 @@ class Ahead(Scheme, StepOwner):
         try:
             self.flush()
         finally:
-            if self._interceptor is not None:
-                self._interceptor.remove()
-            if self._flag is not None:
-                self._flag.close()
+            self._undo.close()
             self._begin_anew()
             self.inner.close()
             self.inner.unbind()
@@ -340,8 +306,3 @@ def _refuse(inner: Scheme) -> None:
         raise Unsupported(
             f"ahead=1 takes a scheme that only reduces, and {inner.name!r} {why}; leave one of the two out"
         )
-
-
-def _wait(aggregate: Aggregate) -> None:
-    for done in aggregate.done:
-        done.wait()

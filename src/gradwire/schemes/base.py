@@ -1,4 +1,4 @@
-"""The Scheme: one way to reduce buckets. Its life, with defaults for all that only some schemes do."""
+"""What every scheme is, with defaults for all that only some schemes do."""
 
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from gradwire.wire.wire import Wire
 class Scheme(metaclass=ABCMeta):
     """One way to replace a bucket by its mean over the ranks.
 
-    The life of a scheme: made with its options, `bind` once, then for every step `begin_step`, `reduce` once per
-    bucket, `end_buckets` and `end_step`; `state_dict` between steps; `close` at the end.
+    Its life: made with its options, `bind` once, then for every step `begin_step`, `reduce` once per bucket and `end_step`;
+    `state_dict` between steps; `close` at the end.
     """
 
     name: str
@@ -28,19 +28,14 @@ class Scheme(metaclass=ABCMeta):
     per_rank_state: tuple[str, ...] | None = ("residuals",)
     # Whether ranks may end a step with different results, by definition of the scheme; all but `periodic` may not.
     replicas_may_differ: ClassVar[bool] = False
-
     # Whether it waits for each tensor of a device bucket itself (`Bucket.wait_for`); otherwise it gets whole buckets.
     waits_by_tensor: ClassVar[bool] = False
-
     # Whether it can reduce buckets on their device (`Session.wire`).
     works_on_device: ClassVar[bool] = False
-
     # Whether it takes every gradient that DDP takes, sparse ones and all dtypes.
     takes_any_gradient: ClassVar[bool] = False
-
     # Who is told what a bound scheme notices in mid-run that it cannot serve; None: it is raised. Set before `bind`.
     objection: Callable[[Unsupported], None] | None = None
-
     # Whether it takes the optimizer's step itself (gradwire.stepping); it then needs the model and the optimizer.
     owns_step: bool = False
     # Whether it works with some of torch's optimizers only, whose momenta it exchanges or reads.
@@ -58,6 +53,11 @@ class Scheme(metaclass=ABCMeta):
     @property
     def reads_optimizer(self) -> bool:
         """Whether it reads parameters or the optimizer's state while gradients travel, as all ranks have them then."""
+        return False
+
+    @property
+    def may_object(self) -> bool:
+        """Whether it looks for what it cannot serve while it is at work."""
         return False
 
     @property
@@ -95,7 +95,7 @@ class Scheme(metaclass=ABCMeta):
                 raise Unsupported(
                     f"scheme {self.name!r} works on host memory: leave placement out; docs/gpu.md lists what works on devices"
                 )
-            shared = {**shared, "placement": "device"}
+            shared["placement"] = "device"
         self.session = session
         self.configuration_hash = hash_configuration(self.name, shared)
 
@@ -108,23 +108,13 @@ class Scheme(metaclass=ABCMeta):
             raise error
         self.objection(error)
 
-    @property
-    def may_object(self) -> bool:
-        """Whether it looks for what it cannot serve while it is at work."""
-        return False
-
     def begin_step(self, step: int) -> None:
-        """Called on the training thread before the first bucket of a step, be it the scheme's own or not.
-
-        The step before may not have ended: its backward pass was given up half-way.
-        """
+        """Called on the training thread before the first bucket of a step, be it the scheme's own or not; the step before may
+        not have ended: its backward pass was given up half-way."""
 
     @abstractmethod
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Start replacing bucket.buffer by its mean over the ranks; the future is done when it is. Never blocks."""
-
-    def end_buckets(self, step: int) -> None:
-        """Called on the training thread when the last bucket of a step has been handed over, not yet reduced."""
 
     def settle(self) -> None:
         """Called on the lane when nothing else is under way: wait for what the scheme does elsewhere, on a device."""
@@ -151,10 +141,8 @@ class Scheme(metaclass=ABCMeta):
         """Called before another scheme takes its place, between two steps: have what it did not send in the feedback."""
 
     def end_backward(self, step: int) -> int:
-        """Called on the training thread when DDP has ended a backward pass.
-
-        Returns: how long the training thread stood still for this scheme outside of the backward pass, in ns.
-        """
+        """Called on the training thread when DDP has ended a backward pass. Returns: how long that thread stood still for this
+        scheme outside of the backward pass, in ns."""
         return 0
 
     def flush(self) -> None:
@@ -167,8 +155,6 @@ class Scheme(metaclass=ABCMeta):
     def step_figures(self) -> dict[str, float]:
         """Figures of the last step that a training log keeps beside bytes and times; none by default."""
         return {}
-
-    # ---- between steps
 
     def stats(self) -> dict[str, Any]:
         """Figures of this scheme's own, as plain values."""

@@ -1,20 +1,17 @@
 """The frame of most schemes: what happens to a bucket before and after `step`, which is the scheme's own.
 
-A scheme's `step` replaces the values of a `Part` (the bucket, or the tensors of it that are chosen) by their mean over the
-ranks, in the verbs of a `Wire`: the same code in host memory and on a device. The frame adds error feedback, plain first
-steps and tensors that travel as they are, and keeps one rule for what is not finite: all ranks get NaN for the message that
-it was in, and residuals and momenta of the step are dropped.
+The frame adds error feedback, plain first steps and tensors that travel as they are, and keeps one rule for what is not
+finite: all ranks get NaN for the message that it was in, and residuals and momenta of the step are dropped.
 """
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from gradwire.codecs import Codec, choose_feedback
 from gradwire.core.bucket import Bucket
-from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import Feedback, Part, Unused
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
@@ -50,6 +47,7 @@ class Compressed(Scheme):
     works_on_device = True
     acts_alone = False  # whether one rank's gradient is changed too
     settles_plainly = True  # whether the steps before it is settled are reduced plainly
+    shared: ClassVar[tuple[str, ...]] = ()  # the names of its own options, which ranks must have alike
     _agreed_step = -1  # in which ranks have compared where they are
 
     def __init__(
@@ -75,6 +73,10 @@ class Compressed(Scheme):
         self.adam = adam
         self.n_not_finite = 0
         self._kept: dict[str, Feedback] = {}  # by its name in a checkpoint, what counts from the end of a step on
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {**{name: getattr(self, name) for name in self.shared}, **self.frame_configuration}
 
     @property
     def frame_configuration(self) -> dict[str, Any]:
@@ -111,9 +113,8 @@ class Compressed(Scheme):
         self.plain.bind(session)
         self.select.bind(session)
         super().bind(session)
-        self._kept = {"residuals": session.feedback} if self.error_feedback else {}
-        if self.momenta is not None:
-            self._kept["momenta"] = self.momenta
+        kept = {"residuals": session.feedback if self.error_feedback else None, "momenta": self.momenta}
+        self._kept = {name: feedback for name, feedback in kept.items() if feedback is not None}
         if self.collective is not None:
             self.collective.bind(session.wire)
         elif session.wire.on_device:
@@ -168,10 +169,8 @@ class Compressed(Scheme):
         return None
 
     def _agree_while_settling(self, bucket: Bucket, wire: Wire) -> None:
-        """Compare where ranks are before the first bucket of a step, as long as other steps send messages of other lengths.
-
-        One that is longer than awaited would end a process of the backend's. Raises: RankMismatch.
-        """
+        """Compare where ranks are before the first bucket of a step, as long as other steps send messages of other lengths: one
+        that is longer than awaited would end a process of the backend's. Raises: RankMismatch."""
         is_settling = bucket.step <= self.settling_steps > 0 and wire.world_size > 1 and not wire.on_device
         if is_settling and bucket.step != self._agreed_step:
             self._agreed_step = bucket.step
@@ -198,21 +197,18 @@ class Compressed(Scheme):
 
     def _send(self, bucket: Bucket, wire: Wire) -> None:
         """Replace the bucket by its mean, and stage what was not sent."""
-        feedback, unused = self.session.feedback, None
+        feedback = self.session.feedback
         residual, unsent = feedback.pair(bucket) if self.error_feedback else (None, None)
         part = Part(bucket, wire, residual, unsent, self.session.loss_scale())
-        if residual is not None and not all(part.is_used):
-            unused = Unused(bucket.spans, part.is_used, residual)
+        unused = Unused((), (), bucket.buffer) if residual is None else Unused(bucket.spans, part.is_used, residual)
         put_back_small = self._take_out_small(part, wire)
         try:
             self.step(part, wire)
             put_back_small()
         finally:
-            if unused is not None:
-                unused.put_back()
+            unused.put_back()
         if part.unsent is not None:
-            if unused is not None:
-                unused.keep(part.unsent, part.used_by_any or part.is_used, part.counted)
+            unused.keep(part.unsent, part.used_by_any or part.is_used, part.counted)
             feedback.stage_bucket(bucket, part.unsent)
         wire.conclude(bucket.buffer)
         if self.error_feedback and bucket.buffer.dtype == torch.float16:
@@ -225,9 +221,7 @@ class Compressed(Scheme):
         if places is None:
             return lambda: None
         if not isinstance(self.collective, Ring | Scatter):  # which do not ask
-            part.is_used = list(
-                part.is_used
-            )  # before there are zeros, which the host, unlike a device, takes for unused
+            _ = part.is_used  # looked up before there are zeros, which the host, unlike a device, takes for unused
         small = part.values.index_select(0, places)
         if part.residual is not None:  # of a state in which they were compressed
             small = small.float().add_(part.residual.index_select(0, places), alpha=part.loss_scale)
@@ -258,7 +252,7 @@ class Compressed(Scheme):
     # ---- which tensors are compressed, and what is sent of them
 
     def choose(self, bucket: Bucket) -> Selection | None:
-        """Choose which of the bucket's tensors are compressed; None: the bucket, as it lies."""
+        """Choose which of the bucket's tensors are compressed; None: all."""
         if self.adam is not None:
             return self.adam.choose(bucket, self.select)
         chosen = Selection(bucket, self.select) if self.select else None
@@ -320,8 +314,6 @@ class Compressed(Scheme):
         if self.adam is not None:
             self.adam.close()
 
-    # ---- between steps
-
     def stats(self) -> dict[str, Any]:
         """Steps in which something was not finite (through a ring it travels as any value does), spared values, and frozen
         variances."""
@@ -336,9 +328,6 @@ class Compressed(Scheme):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
-        for name in self._kept:
-            if not isinstance(state.get(name), dict):
-                raise not_the_state(f"scheme {self.name}", f"it lacks {name}")
         for name, kept in self._kept.items():
             kept.load_by_name(state[name], self.session.slots)
         if self.adam is not None:

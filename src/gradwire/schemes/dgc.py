@@ -1,4 +1,4 @@
-"""The scheme `dgc`: deep gradient compression (Lin et al., ICLR 2018): the largest accumulated updates of every rank.
+"""The scheme `dgc`: deep gradient compression (Lin et al., ICLR 2018).
 
 u = momentum x u + gradient; v = v + u; the largest of v are sent, and v and u are zero there (momentum correction and factor
 masking). With Nesterov's momentum v = v + gradient + momentum x u. One-dimensional parameters are sent whole, and get their
@@ -18,14 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.checks import choice as check_choice
-from gradwire.checks import count as check_count
-from gradwire.checks import share as check_share
+from gradwire import checks
 from gradwire.codecs.chunks import CHUNK, add_chunks, take_chunks
 from gradwire.codecs.selection import Sample, add_elements, take_by_sample
 from gradwire.codecs.tensors import check_positive
 from gradwire.core.bucket import Bucket, Slot, local_of
-from gradwire.core.feedback import Part, Unused
+from gradwire.core.feedback import Feedback, Part, Unused
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.compressed import Compressed, count_of
@@ -37,8 +35,7 @@ from gradwire.wire.wire import Wire
 _log = logging.getLogger(__name__)
 _SAMPLED_SHARE = 0.01
 _MIN_SAMPLES = 4_096  # fewer are no faster to look through, and buckets below are selected from exactly
-# Options that ranks must have alike.
-_SHARED = ("share", "momentum", "warmup_steps", "max_norm", "seed", "per", "nesterov", "weight_decay", "code")
+
 _Spans = list[tuple[int, int]]
 
 
@@ -66,6 +63,8 @@ class Dgc(Compressed):
     acts_alone = True
     settles_plainly = False
     options_of = ByName
+    shared = ("share", "momentum", "warmup_steps", "max_norm", "seed", "per", "nesterov", "weight_decay", "code")
+    momenta: Feedback
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class Dgc(Compressed):
         **names: Names,
     ) -> None:
         super().__init__(error_feedback=True, momenta=True, select=ByName(**{"exempt": (), **names}))
-        self.share = check_share("share", share)
+        self.share = checks.share("share", share)
         if not 0 <= momentum < 1:
             raise InvalidArgument(f"momentum must be from 0 to less than 1, got {momentum}")
         if not isinstance(seed, int):
@@ -91,19 +90,15 @@ class Dgc(Compressed):
         if isinstance(weight_decay, bool) or not (weight_decay >= 0 and math.isfinite(weight_decay)):
             raise InvalidArgument(f"weight_decay must be finite and not negative, got {weight_decay!r}")
         self.momentum, self.nesterov, self.weight_decay = float(momentum), bool(nesterov), float(weight_decay)
-        self.per, self.code = check_choice("per", per, ("layer", "bucket")), check_choice("code", code, CODES)
-        self.warmup_steps = check_count("warmup_steps", warmup_steps, at_least=0)
-        self.max_norm = None if max_norm is None else check_positive("max_norm", max_norm)
         self.seed = seed
+        self.per, self.code = checks.choice("per", per, ("layer", "bucket")), checks.choice("code", code, CODES)
+        self.warmup_steps = checks.count("warmup_steps", warmup_steps, at_least=0)
+        self.max_norm = None if max_norm is None else check_positive("max_norm", max_norm)
 
     @property
     def settling_steps(self) -> int:
         """The steps in which the share falls."""
         return self.warmup_steps
-
-    @property
-    def configuration(self) -> dict[str, Any]:
-        return {**{name: getattr(self, name) for name in _SHARED}, **self.select.configuration}
 
     def share_at(self, step: int) -> float:
         """The share that is sent in `step`: share^((step + 1) / (warmup_steps + 1)) while it warms up."""
@@ -125,20 +120,21 @@ class Dgc(Compressed):
                 self.momentum, self.momentum,
             )  # fmt: skip
 
-    # ---- one bucket
-
     def choose(self, bucket: Bucket) -> None:
         """The bucket as it lies: what travels whole has a momentum too."""
 
     def step(self, part: Part, wire: Wire) -> None:
         """u and v move on, the largest of v are sent, and tensors that travel whole get their momentum after the mean."""
-        bucket, spans, sums, new_sums = part.bucket, part.bucket.spans, part.residual, part.unsent
-        assert self.momenta is not None
-        assert sums is not None
-        assert new_sums is not None
+        bucket, spans = part.bucket, part.bucket.spans
+        sums: Any = part.residual
+        new_sums: Any = part.unsent
         with wire.timing("encode"):
             momenta, new_momenta = self.momenta.pair(bucket)
-            whole = self._whole_spans(bucket)
+            # With one rank everything is sent whole.
+            raw = Selection(bucket, lambda slot: matrices(slot) and self.select(slot)).raw
+            whole = [(span.offset, span.offset + span.n_elements) for span in raw]
+            if wire.world_size == 1:
+                whole = spans or [(0, bucket.n_elements)]
             # What this rank did not use waits; the momentum of tensors that are sent whole is the same on all ranks.
             is_used = [used or span in whole for used, span in zip(part.is_used, spans, strict=True)]
             waiting = Unused(spans, is_used, momenta)
@@ -179,35 +175,25 @@ class Dgc(Compressed):
         if wire.world_size == 1:
             wire.note_message(is_finite)
             return []
+        share = self.share_at(bucket.step)
         if self.code == "chunks":
             with wire.timing("encode"):
-                payload = take_chunks(sums, count_of(self.share_at(bucket.step), CHUNK), beside=momenta)
+                payload = take_chunks(sums, count_of(share, CHUNK), beside=momenta)
             return list(wire.gather(payload, is_finite))
         with wire.timing("encode"):
-            tensors, counts = self._spans_and_counts(bucket, whole)
+            spans = [(0, bucket.n_elements)]  # that the largest are taken of
+            sizes = [bucket.n_elements - sum(end - start for start, end in whole)]  # what is whole holds zeros by now
+            if self.per == "layer" and bucket.slots:
+                spans = [span for span in bucket.spans if span not in whole and span[1] > span[0]]
+                sizes = [end - start for start, end in spans]
+            counts = [count_of(share, n) for n in sizes]
             generator = torch.Generator().manual_seed(bucket.draw(wire.rank, self.seed) & 0x7FFF_FFFF_FFFF_FFFF)
             samples = [
                 draw_sample(end - start, k, generator) if k else Sample(None, 0)
-                for (start, end), k in zip(tensors, counts, strict=True)
+                for (start, end), k in zip(spans, counts, strict=True)
             ]
-            n_taken, indices, taken = take_by_sample(sums, tensors, counts, samples, beside=momenta)
+            n_taken, indices, taken = take_by_sample(sums, spans, counts, samples, beside=momenta)
         return list(wire.gather(torch.cat([n_taken, indices, taken.view(torch.int32)]), is_finite))
-
-    def _spans_and_counts(self, bucket: Bucket, whole: _Spans) -> tuple[_Spans, list[int]]:
-        """The spans that the largest are taken of, and how many at most of each."""
-        spans, share = [(0, bucket.n_elements)], self.share_at(bucket.step)
-        counts = [bucket.n_elements - sum(end - start for start, end in whole)]  # what is whole holds zeros by now
-        if self.per == "layer" and bucket.slots:
-            spans = [span for span in bucket.spans if span not in whole and span[1] > span[0]]
-            counts = [end - start for start, end in spans]
-        return spans, [count_of(share, n) if n else 0 for n in counts]
-
-    def _whole_spans(self, bucket: Bucket) -> _Spans:
-        """The spans of tensors that are sent whole: everything, with one rank."""
-        if self.session.communicator.world_size == 1:
-            return bucket.spans or [(0, bucket.n_elements)]
-        whole = Selection(bucket, lambda slot, n_bytes: matrices(slot) and self.select(slot)).raw
-        return [(span.offset, span.offset + span.n_elements) for span in whole]
 
     def _clipped(self, part: Part, wire: Wire) -> Tensor:
         """(n,) float32, scratch: the gradient without the loss scale, each parameter's clipped."""
@@ -244,9 +230,7 @@ class Dgc(Compressed):
 
     def _update(self, gradient: Tensor, momenta: Tensor, out: Tensor) -> Tensor:
         """Write what SGD with momentum takes off the parameters to `out`."""
-        if not self.nesterov:
-            return out.copy_(momenta)
-        return torch.add(gradient, momenta, alpha=self.momentum, out=out)
+        return torch.add(gradient, momenta, alpha=self.momentum, out=out) if self.nesterov else out.copy_(momenta)
 
 
 def draw_sample(n_elements: int, k: int, generator: torch.Generator) -> Sample:

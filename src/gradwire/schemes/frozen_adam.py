@@ -1,7 +1,7 @@
 """Adam whose variance stays as it is from some step on: what the user's own optimizer does, once its momenta are compressed.
 
-The optimizer stays the user's. Just before its step the parameters that are frozen are stepped here, by its own state
-and hyper-parameters as they are at that moment, and hidden from it; just after, their gradients are back.
+Just before its step the parameters that are frozen are stepped here, by its own state and hyper-parameters as they are at that
+moment, and hidden from it; just after, their gradients are back.
 """
 
 import logging
@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.checks import choice as check_choice
-from gradwire.checks import count as check_count
+from gradwire import checks
 from gradwire.core.bucket import Bucket, Slot, local_of
-from gradwire.core.checkpoint import not_the_state
 from gradwire.core.optimizers import Optimizers
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
@@ -40,36 +38,29 @@ _UNTAKEN = ("maximize", "capturable", "differentiable", "fused")
 class FrozenAdam:
     """The user's Adam or AdamW, while a scheme of its momenta is bound: its variances are frozen one by one.
 
-    Where momenta are wanted on a device, the host does not wait for it, but for `choose`: for the step before, and once
-    more after a state was loaded.
+    On a device the host waits for it in `choose` alone: for the step before, and once more after a state was loaded.
 
     Args:
-        scheme: whose name errors have.
         freeze_step: updates of a parameter, from its first gradient on, before its variance is frozen. A parameter that
             begins to train later travels plainly for so many updates of its own.
         correction: of the variance for its start at zero: "frozen" with it, so that the size of a step goes on as it was;
             "running", as Adam's own, by which steps grow to 1 / sqrt(1 - beta2^freeze_step) times theirs: what is
             published has no correction, and ends there.
-    Raises: InvalidArgument.
-
-    Attributes:
-        frozen_at: frozen parameters, each with the updates that its variance had seen.
-        idle_until: parameters with the updates that they had seen no gradient in.
     """
 
     def __init__(self, scheme: str, freeze_step: int, correction: str) -> None:
         self._scheme = scheme
-        self.freeze_step = check_count("freeze_step", freeze_step, at_least=0)
-        if self.freeze_step < 1:
+        if checks.count("freeze_step", freeze_step, at_least=0) == 0:
             raise InvalidArgument("freeze_step must be at least 1: a variance that has seen nothing cannot be frozen")
-        self.correction = check_choice("correction", correction, ("frozen", "running"))
-        self._hooks: list[RemovableHandle] = []
+        self.freeze_step = freeze_step
+        self.correction = checks.choice("correction", correction, ("frozen", "running"))
         self._reset()
 
     def _reset(self) -> None:
+        self._hooks: list[RemovableHandle] = []
         self._begun: _BegunVariances | None = None
-        self.frozen_at: dict[Tensor, int] = {}
-        self.idle_until: dict[Tensor, int] = {}
+        self.frozen_at: dict[Tensor, int] = {}  # frozen parameters, with the updates that their variances had seen
+        self.idle_until: dict[Tensor, int] = {}  # parameters with the updates that they had seen no gradient in
         self._largest: dict[Tensor, Tensor] = {}  # variances, each where its parameter is
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._n_steps = 0  # with frozen parameters
@@ -101,15 +92,17 @@ class FrozenAdam:
         self._reset()
         self._device = session.wire.device
         self._begun = None if self._device.type == "cpu" else _BegunVariances()
-        self._hooks = [adam.register_step_pre_hook(self._before_step) for adam in self._adams]
-        self._hooks += [adam.register_step_post_hook(self._after_step) for adam in self._adams]
+        for adam in self._adams:
+            self._hooks += (
+                adam.register_step_pre_hook(self._before_step),
+                adam.register_step_post_hook(self._after_step),
+            )
 
     def close(self) -> None:
         """Leave the optimizer as it was; its variance goes on from where it stood."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
-        vars(self).pop("_adams", None)
+        self._adams = Optimizers()
         self._reset()
 
     # ---- on the lane, between two steps of the optimizer
@@ -118,23 +111,17 @@ class FrozenAdam:
         """The tensors of which momenta are sent from now on; alike on all ranks, as their optimizers' states are."""
         # All are asked, because to ask is to count.
         frozen = {slot: self._is_frozen(slot) for slot in bucket.slots}
-        return Selection(bucket, lambda slot, n_bytes: slot is not None and frozen[slot] and select(slot, n_bytes))
+        return Selection(bucket, lambda slot: slot is not None and frozen[slot] and select(slot))
 
     def _is_frozen(self, slot: Slot) -> bool:
         parameter = slot.parameter
-        if parameter is None:
-            return False
-        if parameter in self.frozen_at:
-            return True
+        if parameter is None or parameter in self.frozen_at:
+            return parameter is not None
         state = self._state_of(parameter)
         if "exp_avg_sq" not in state:
             return False
-        n_updates = int(state["step"])
-        variance = local_of(self._variance(state))
-        had_gradient = (
-            holds_nonzero(variance.reshape(-1)) if self._begun is None else self._begun.has(parameter, variance)
-        )
-        if not had_gradient:
+        n_updates, variance = int(state["step"]), _variance(state)
+        if not (holds_nonzero(variance.reshape(-1)) if self._begun is None else self._begun.has(parameter, variance)):
             self.idle_until[parameter] = n_updates
         if n_updates - self.idle_until.get(parameter, 0) < self.freeze_step:
             return False
@@ -170,12 +157,8 @@ class FrozenAdam:
             parameter.grad = gradient
         self._hidden.clear()
         if self._begun is not None:
-            self._begun.look({
-                p: local_of(self._variance(state))
-                for adam in self._adams
-                for p, state in adam.state.items()
-                if p not in self.frozen_at and "exp_avg_sq" in state
-            })  # fmt: skip
+            states = [pair for adam in self._adams for pair in adam.state.items() if pair[0] not in self.frozen_at]
+            self._begun.look({p: _variance(state) for p, state in states if "exp_avg_sq" in state})
 
     def _warn_of_large_updates(self) -> None:
         """Look at the sizes of this step's updates; on a device, at those that have been read."""
@@ -185,12 +168,11 @@ class FrozenAdam:
             self._sizes.clear()
         if self._read_sizes is None or self._has_warned or not self._read_sizes[0].is_there():
             return
-        reading, n_values = self._read_sizes
-        self._read_sizes = None
+        (reading, n_values), self._read_sizes = self._read_sizes, None
         total = float(reading.wait().double().sum())
-        if total <= _LARGE_UPDATES**2 * n_values:
+        self._has_warned = total > _LARGE_UPDATES**2 * n_values
+        if not self._has_warned:
             return
-        self._has_warned = True
         _log.warning(
             "gradwire %s: updates are %.0f times what the variance says that was frozen after %d updates: it was frozen too "
             "early, and the loss may stay behind or diverge. Begin again with freeze_step= a sixth of the run or more",
@@ -208,33 +190,24 @@ class FrozenAdam:
             values.mul_(1 - lr * float(group["weight_decay"]))
         momentum.lerp_(gradient.to(momentum.dtype), 1 - beta1)
         n_seen = self.frozen_at[parameter] if self.correction == "frozen" else float(state["step"])
-        root = self._root(parameter).div_(math.sqrt(1 - beta2**n_seen)).add_(float(group["eps"]))
-        if not self._has_warned and self._n_steps % _LOOK_EVERY == 0:
-            self._sizes.append((momentum.div(root).square_().sum(), momentum.numel()))
-        values.addcdiv_(momentum, root, value=-lr / (1 - beta1 ** float(state["step"])))
-
-    def _root(self, parameter: Tensor) -> Tensor:
-        """The root of the variance, from its floor up, in the shape of the parameter's local part."""
-        variance = local_of(self._variance(self._state_of(parameter)))
+        variance = _variance(state)
         if parameter not in self._largest:
             # Which one is the largest does not hang on the order in which threads look, as a mean does.
             self._largest[parameter] = variance.max() if variance.numel() else variance.new_zeros(())
         largest = self._largest[parameter]
         floor = largest.double().mul_(FLOOR_SHARE).to(variance.dtype)
-        return variance.clamp(min=floor).masked_fill_(variance == 0, largest).sqrt_()
-
-    @staticmethod
-    def _variance(state: Mapping[str, Any]) -> Tensor:
-        return state["max_exp_avg_sq"] if "max_exp_avg_sq" in state else state["exp_avg_sq"]
+        root = variance.clamp(min=floor).masked_fill_(variance == 0, largest).sqrt_()
+        root.div_(math.sqrt(1 - beta2**n_seen)).add_(float(group["eps"]))
+        if not self._has_warned and self._n_steps % _LOOK_EVERY == 0:
+            self._sizes.append((momentum.div(root).square_().sum(), momentum.numel()))
+        values.addcdiv_(momentum, root, value=-lr / (1 - beta1 ** float(state["step"])))
 
     def _groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """The parameter groups as they are now. Raises: Unsupported."""
         for group in optimizer.param_groups:
-            for option in _UNTAKEN:
-                if group.get(option):
-                    raise Unsupported(
-                        f"{self._scheme} does not take {option}=True; leave it out, or take one-bit or two-bit"
-                    )
+            for option in filter(group.get, _UNTAKEN):
+                cure = "leave it out, or take one-bit or two-bit"
+                raise Unsupported(f"{self._scheme} does not take {option}=True; {cure}")
             is_decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
             if group["weight_decay"] and not is_decoupled:
                 raise Unsupported(
@@ -247,8 +220,6 @@ class FrozenAdam:
         place = self._adams.of(parameter)
         return {} if place is None else place.optimizer.state.get(parameter, {})
 
-    # ---- between steps
-
     def state_by_name(self, slots: Mapping[str, Slot]) -> dict[str, dict[str, int]]:
         """Counts of updates by parameter name, for `load_by_name`."""
         return {
@@ -258,20 +229,19 @@ class FrozenAdam:
 
     def load_by_name(self, state: Mapping[str, Any], slots: Mapping[str, Slot]) -> None:
         """Take counts back. Raises: InvalidArgument (a name that the model lacks, no counts)."""
-        parameters = {name: slot.parameter for name, slot in slots.items() if slot.parameter is not None}
-        loaded: dict[str, dict[Tensor, int]] = {}
-        for key in ("frozen_at", "idle_until"):
-            counts = state.get(key)
-            if not isinstance(counts, Mapping) or not all(isinstance(n, int) and n >= 0 for n in counts.values()):
-                raise not_the_state(f"scheme {self._scheme}", f"it lacks {key}")
-            unknown = [name for name in counts if name not in parameters]
-            if unknown:
-                raise InvalidArgument(
-                    f"the checkpoint's {key} names {unknown[0]!r}, which the model has no parameter of"
-                )
-            loaded[key] = {parameters[name]: n for name, n in counts.items()}
-        self.frozen_at, self.idle_until = loaded["frozen_at"], loaded["idle_until"]
+        for key, counts in (("frozen_at", self.frozen_at), ("idle_until", self.idle_until)):
+            counts.clear()
+            for name, n in state[key].items():
+                slot = slots.get(name)
+                if slot is None or slot.parameter is None:
+                    raise InvalidArgument(f"the checkpoint's {key} names {name!r}, which the model has no parameter of")
+                counts[slot.parameter] = checks.count(f"the checkpoint's {key} of {name!r}", n, at_least=0)
         self._largest.clear()
+
+
+def _variance(state: Mapping[str, Any]) -> Tensor:
+    """What Adam divides by, of this rank's part of a parameter."""
+    return local_of(state["max_exp_avg_sq" if "max_exp_avg_sq" in state else "exp_avg_sq"])
 
 
 class _BegunVariances:

@@ -1,8 +1,7 @@
 """Low-rank schemes: each gradient matrix is approximated by P Q^T, and factors are summed in its place.
 
 An algorithm (`acp_sgd.py`, `power_sgd.py`) is one function: what becomes of the matrices of one bucket. `LowRank` is the scheme
-around it, and `Fusion` runs it for all buckets of a step, so that sums are fused and overlap the backward pass. Tensors lie in
-host memory, or on a device, where work is enqueued on the current stream.
+around it, and `Fusion` runs it for all buckets of a step, so that sums are fused and overlap the backward pass.
 """
 
 import contextlib
@@ -11,19 +10,16 @@ import logging
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.checks import choice as check_choice
-from gradwire.checks import count as check_count
-from gradwire.checks import share as check_share
+from gradwire import checks
 from gradwire.core.bucket import Bucket, Layout, Slot, offsets_of
-from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import Unused
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
@@ -89,16 +85,16 @@ class Options:
     only: Names | None = None
 
     def __post_init__(self) -> None:
-        check_count("rank", self.rank)
+        checks.count("rank", self.rank)
         if not self.min_compression_rate >= 0:
             raise InvalidArgument(
                 f"min_compression_rate must be at least 0 (compress all), got {self.min_compression_rate}"
             )
         if self.feedback_decay is not None:
-            check_share("feedback_decay", self.feedback_decay)
+            checks.share("feedback_decay", self.feedback_decay)
         if math.isnan(self.buffer_mb) or self.buffer_mb < 0:
             raise InvalidArgument(f"buffer_mb must be 0 (no fusion), a size or inf, got {self.buffer_mb}")
-        check_choice("factor_dtype", self.factor_dtype, _WIRE_DTYPES)
+        checks.choice("factor_dtype", self.factor_dtype, _WIRE_DTYPES)
         for name in ("min_compression_rate", "buffer_mb"):
             object.__setattr__(self, name, float(getattr(self, name)))
 
@@ -107,27 +103,21 @@ class Options:
 
 
 class MatrixGroup:
-    """The matrices of one shape in one bucket, stacked, so that one batched product compresses them all.
+    """The matrices of one shape in one bucket, stacked, so that one batched product compresses them all."""
 
-    Attributes:
-        keys: what the factors of each are drawn from.
-        spans: where each lies in the bucket.
-        p: (k, rank, n_rows), q: (k, rank, n_columns): the factors, transposed. Row after row they are contiguous.
-        new_q: as q, for a Q that is made while the last one still counts.
-        total: (k, n_rows, n_columns) float32: gradient + residual; less what of it is sent, the new residual.
-    """
-
-    total: Tensor
+    total: Tensor  # (k, n_rows, n_columns) float32: gradient + residual; less what of it is sent, the new residual
 
     def __init__(self, shape: MatrixShape, members: Sequence[tuple[Slot, str, tuple[int, int]]], device: torch.device):
         self.shape = shape
         self.slots, self.keys, self.spans = map(list, zip(*members, strict=True))
-        # Zeros, so that ranks agree on the other factors even where their turn comes before they were ever summed.
+        # Transposed, so that row after row they are contiguous. Zeros, so that ranks agree on the other factors even where
+        # their turn comes before they were ever summed.
         self.p = torch.zeros(len(members), shape.rank, shape.n_rows, dtype=torch.float32, device=device)
         self.q = torch.zeros(len(members), shape.rank, shape.n_columns, dtype=torch.float32, device=device)
 
     @functools.cached_property
     def new_q(self) -> Tensor:
+        """As q, for a Q that is made while the last one still counts."""
         return torch.empty_like(self.q)
 
     def incoming(self, turn: str) -> Tensor:
@@ -135,35 +125,27 @@ class MatrixGroup:
         return self.q if turn == "p" else self.p
 
     def in_bucket(self, flat: Tensor) -> list[Tensor]:
-        """k times (n_rows, n_columns): the matrices in a tensor that is laid out as the bucket."""
+        """k times (n_rows, n_columns): the matrices in the bucket's values."""
         return [flat[start:end].view(self.shape.n_rows, self.shape.n_columns) for start, end in self.spans]
 
     def redraw(self, factors: Tensor, options: Options, step: int) -> None:
         """Draw `factors` anew; with `reuse` only those that are zero: they would stay so, whatever the gradients."""
-        are_kept = factors.flatten(1).any(1).tolist() if options.reuse else [False] * len(self.keys)
+        are_kept = factors.flatten(1).any(1).tolist()
         for factor, key, is_kept in zip(factors, self.keys, are_kept, strict=True):
-            if not is_kept:
+            if not (is_kept and options.reuse):
                 factor.copy_(draw_factor(options.seed, key, step, *factor.shape))
 
 
 class BucketPlan:
-    """How the buckets of one layout are compressed.
-
-    Attributes:
-        groups: its matrices by shape.
-        dense: where the tensors lie that travel as they are.
-        spans: where the matrices lie in the bucket, group by group.
-        sizes: values of each group.
-        matrices: a bucket of the matrices alone, group by group: as residuals are kept. Its values are nobody's.
-        checksum: of the factors that come in next, for ranks to compare.
-    """
+    """How the buckets of one layout are compressed: matrices in groups by shape, and the spans of what travels `dense`."""
 
     def __init__(self, groups: list[MatrixGroup], dense: list[tuple[int, int]], device: torch.device) -> None:
-        self.groups, self.dense, self.checksum = groups, dense, 0
+        self.groups, self.dense = groups, dense
+        self.checksum = 0  # of the factors that come in next, for ranks to compare
         self.spans = [span for group in groups for span in group.spans]
-        self.sizes = [group.p.shape[0] * group.shape.n_rows * group.shape.n_columns for group in groups]
         slots = [slot for group in groups for slot in group.slots]
         *offsets, n = offsets_of(slots)
+        # A bucket of the matrices alone, group by group: as residuals are kept. Its values are nobody's.
         values = torch.empty(1, dtype=torch.float32, device=device).expand(n)
         self.matrices = Bucket(values, Layout(values, slots, offsets))
 
@@ -180,28 +162,19 @@ class BucketPlan:
 
 
 class Plans:
-    """A plan for every bucket layout in use, and factors of slots that are in none: buckets are rebuilt.
+    """A plan for every bucket layout in use, and factors of slots that are in none: buckets are rebuilt."""
 
-    Args:
-        shape_of: the matrix that a slot is compressed as.
-        seed: of factors that are drawn.
-        complete: what is done to a factor (1, rank, n) that was drawn.
-    """
-
-    def __init__(
-        self, shape_of: Callable[[Slot], MatrixShape | None], seed: int, complete: Callable[[Tensor], None] | None
-    ) -> None:
-        self._shape_of, self._seed, self._complete = shape_of, seed, complete
+    def __init__(self, scheme: "LowRank") -> None:
+        self._scheme = scheme
         self._plans: dict[Layout, BucketPlan] = {}
-        self._keys: dict[Slot, str] = {}
+        self.keys: dict[Slot, str] = {}  # of all that were in any bucket: what their factors are drawn from
         self._n_elements = {"p": 0, "q": 0, "": 0}  # sent of the model so far, dense tensors included, and in all
         self._loose: dict[Slot, Tensor] = {}
 
     def find(self, bucket: Bucket, turn: str) -> BucketPlan:
-        """The plan of this bucket; if `turn` is "p", Q comes in. In a new plan it is that of earlier steps, or drawn."""
-        plan = self._plans.get(bucket.layout)
-        if plan is not None:
-            return plan
+        """The plan of this bucket; in a new one what comes in is that of earlier steps, or drawn."""
+        if bucket.layout in self._plans:
+            return self._plans[bucket.layout]
         for layout, old in list(self._plans.items()):  # those that share a slot with it are of an old layout, and go
             if not layout.slots or not set(bucket.slots).isdisjoint(layout.slots):
                 del self._plans[layout]
@@ -211,9 +184,9 @@ class Plans:
             if slot in self._loose:
                 factor.copy_(self._loose.pop(slot))
                 continue
-            factor.copy_(draw_factor(self._seed, self._keys[slot], 0, *factor.shape))
-            if self._complete is not None:
-                self._complete(factor[None])
+            factor.copy_(draw_factor(self._scheme.options.seed, self.keys[slot], 0, *factor.shape))
+            if self._scheme.takes_turns:
+                orthogonalise(self._scheme.kernels, factor[None])
         plan.keep(turn)
         return plan
 
@@ -225,11 +198,6 @@ class Plans:
         """Begin with these."""
         self._plans, self._loose = {}, factors
 
-    @property
-    def slots(self) -> list[Slot]:
-        """All that were in any bucket."""
-        return list(self._keys)
-
     def rate_of(self, side: str) -> float:
         """Elements sent / elements of the gradient, over the whole model as far as it has been seen."""
         return self._n_elements[side] / self._n_elements[""] if self._n_elements[""] else 1.0
@@ -238,16 +206,16 @@ class Plans:
         dense = [] if bucket.slots else [(0, bucket.n_elements)]
         members: dict[MatrixShape, list[tuple[Slot, str, tuple[int, int]]]] = {}
         for slot, (start, end) in zip(bucket.slots, bucket.spans, strict=True):
-            shape = self._shape_of(slot)
-            if slot not in self._keys:
+            shape = self._scheme.shape_of(slot)
+            if slot not in self.keys:
                 # Without names: the order in which slots first appear, which is the same on all ranks.
-                self._keys[slot] = slot.name or f"#{len(self._keys)}"
+                self.keys[slot] = slot.name or f"#{len(self.keys)}"
                 n = slot.numel()
                 n_p, n_q = (shape.rank * shape.n_rows, shape.rank * shape.n_columns) if shape else (n, n)
                 for side, n_sent in (("", n), ("p", n_p), ("q", n_q)):
                     self._n_elements[side] += n_sent
             if shape is not None:
-                members.setdefault(shape, []).append((slot, self._keys[slot], (start, end)))
+                members.setdefault(shape, []).append((slot, self.keys[slot], (start, end)))
             elif start < end:
                 dense.append((start, end))
         device = bucket.buffer.device
@@ -276,8 +244,7 @@ class Work:
     unused: Unused | None = None  # residuals of matrices that wait
 
 
-@dataclass
-class _FusedBuffer:
+class _FusedBuffer(NamedTuple):
     """Tensors that share one all-reduce, and `values`, all of them."""
 
     tensors: list[tuple[Work, Tensor]]
@@ -287,10 +254,8 @@ class _FusedBuffer:
 
 
 class Fusion:
-    """Runs the algorithm for a step's buckets: fused sums in an order that all ranks share, beside what is still compressed.
-
-    Used on the lane.
-    """
+    """Runs the algorithm for a step's buckets on the lane: fused sums in an order that all ranks share, beside what is still
+    compressed."""
 
     def __init__(self, session: Session, plans: Plans, options: Options) -> None:
         self._communicator, self._wire, self._plans = session.communicator, session.wire, plans
@@ -298,7 +263,6 @@ class Fusion:
         # Of a fused buffer, if nothing were compressed.
         self._buffer_bytes = options.buffer_mb * _MIB * (self._dtype.itemsize / 4)
         self.drop()
-        self.n_buffers = 0
 
     def drop(self) -> None:
         """Forget everything, after a failure."""
@@ -318,11 +282,10 @@ class Fusion:
         self._held.append(work)
         if not (self._overlaps or is_last):
             return
-        before, self._half_sent = self._half_sent, []
+        before = self._half_sent
         for held in self._held:
             self._go_on(held)
-            if held.next == "send":
-                self._half_sent.append(held)
+        self._half_sent = [held for held in self._held if held.next == "send"]
         self._held = []
         if self._half_sent:
             self.flush()
@@ -372,12 +335,10 @@ class Fusion:
         """Start to sum what is left."""
         if not self._filling:
             return
-        n = self._filling_bytes // self._dtype.itemsize
+        n, tensors = self._filling_bytes // self._dtype.itemsize, self._filling
         values = torch.empty(n, dtype=self._dtype, device=self._wire.device)
-        torch.cat([tensor for _, tensor in self._filling], out=values)
-        tensors = self._filling
+        torch.cat([tensor for _, tensor in tensors], out=values)
         self._filling, self._filling_bytes = [], 0
-        self.n_buffers += 1
         if isinstance(self._wire, DeviceWire):
             self._started.append(_FusedBuffer(tensors, values, self._wire.group.start_reduce(values)))
             return
@@ -418,35 +379,24 @@ class Fusion:
 
 # ---- the scheme
 
-Algorithm = Callable[["LowRank", Work], Iterator[Next]]
+Steps = Callable[["LowRank", Work], Iterator[Next]]
 
 
 class LowRank(Compressed):
-    """Mean over the ranks, in low rank.
+    """Mean over the ranks, in low rank, by an algorithm for one bucket: what it sends is the mean when it goes on.
 
     Args:
-        name: by which the registry knows the algorithm.
-        steps: the algorithm, for one bucket: what it sends is the mean over the ranks when it goes on.
         takes_turns: a step sends the one or the other factor; what comes in was summed a step ago, and is orthonormal.
         momenta: what is expected of gradients: of what they differ from it the mean is taken.
-
-    Attributes:
-        turn: "p" or "q": the factor that a step computes first; the other one comes in.
     """
 
     options_of = Options
 
     def __init__(
-        self,
-        name: str,
-        steps: Algorithm,
-        options: Options,
-        takes_turns: bool = False,
-        /,
-        momenta: Momenta | None = None,
+        self, name: str, steps: Steps, options: Options, takes_turns: bool = False, /, momenta: Momenta | None = None
     ) -> None:
         self.name = name
-        self._steps, self.options, self._takes_turns, self._momenta = steps, options, takes_turns, momenta
+        self._steps, self.options, self.takes_turns, self._momenta = steps, options, takes_turns, momenta
         self._n_factors = 1 if takes_turns else 2  # that a step sends
         super().__init__(
             error_feedback=options.error_feedback,
@@ -460,83 +410,61 @@ class LowRank(Compressed):
     def configuration(self) -> dict[str, Any]:
         chosen = ("start_step", "exempt", "only")
         shared = {name: value for name, value in vars(self.options).items() if name not in chosen}
-        shared["feedback_decay"] = self._decay
-        return shared | {self.plain.option: self.plain.n} | self.select.configuration
+        return shared | {"feedback_decay": self._decay, "start_step": self.plain.n} | self.select.configuration
 
     def bind(self, session: Session) -> None:
         """Raises: Unsupported (more ranks than bfloat16 can count; with momenta, none that is known, or DDP that looks for
         unused parameters), InvalidArgument (names of no tensor)."""
         n_ranks = session.communicator.world_size
         if self.wire_dtype == torch.bfloat16 and n_ranks > _MAX_RANKS_BFLOAT16:
-            raise Unsupported(
-                f'factor_dtype="bfloat16" takes up to {_MAX_RANKS_BFLOAT16} ranks, this run has '
-                f'{n_ranks}; use factor_dtype="float32"'
-            )
+            most = f'factor_dtype="bfloat16" takes up to {_MAX_RANKS_BFLOAT16} ranks'
+            raise Unsupported(f'{most}, this run has {n_ranks}; use factor_dtype="float32"')
         if self.options.feedback_decay is None:
             momenta = [float(group.get("momentum", 0.0)) for group in session.optimizers.param_groups]
-            is_late = self._takes_turns and not is_beside_adam(session) and max(momenta, default=0.0) > _MOST_MOMENTUM
+            is_late = self.takes_turns and not is_beside_adam(session) and max(momenta, default=0.0) > _MOST_MOMENTUM
             self._decay = _DECAY_BESIDE_MOMENTUM if is_late else 1.0
         if self._momenta is not None:
             self._momenta.bind(session, self.name)
         super().bind(session)
         if self.options.exempt is None and is_beside_adam(session):
-            self._exempt_words(session)
+            words = embeddings_and_heads(session.module)
+            self.select.bind(session, words)
+            if words:
+                whole = {name: slot.numel() for name, slot in session.slots.items() if not self.select(slot)}
+                share = sum(whole.values()) / max(1, sum(slot.numel() for slot in session.slots.values()))
+                text = "gradwire %s: sent whole, under Adam: %s, %.0f %% of the gradient; exempt=() compresses them"
+                _log.info(text, self.name, ", ".join(whole), 100 * share)
         self.kernels = kernels_for(session.wire.device)
-        self._begin_anew(session)
+        self._begin_anew()
 
-    def _begin_anew(self, session: Session) -> None:
-        self.turn, self._is_told = "p", False
+    def _begin_anew(self) -> None:
+        self.turn = "p"  # or "q": the factor that a step computes first; the other one comes in
+        self._is_told = False
         self._works: list[Work] = []  # all compressed buckets of this step, in order
-        complete = functools.partial(orthogonalise, self.kernels) if self._takes_turns else None
-        self.plans = Plans(self._shape_of, self.options.seed, complete)
-        self.fusion = Fusion(session, self.plans, self.options)
+        self.plans = Plans(self)
+        self.fusion = Fusion(self.session, self.plans, self.options)
 
-    def _exempt_words(self, session: Session) -> None:
-        words = embeddings_and_heads(session.module)
-        self.select.bind(session, words)
-        if words:
-            whole = {name: slot.numel() for name, slot in session.slots.items() if not self.select(slot)}
-            share = sum(whole.values()) / max(1, sum(slot.numel() for slot in session.slots.values()))
-            _log.info(
-                "gradwire %s: sent whole, under Adam: %s, %.0f %% of the gradient; exempt=() compresses them",
-                self.name, ", ".join(whole), 100 * share,
-            )  # fmt: skip
-
-    def _shape_of(self, slot: Slot) -> MatrixShape | None:
+    def shape_of(self, slot: Slot) -> MatrixShape | None:
+        """The matrix that a slot is compressed as."""
         rank, rate = self.options.rank, self.options.min_compression_rate
         return matrix_shape(slot, rank, rate, self._n_factors) if self.select(slot) else None
-
-    def _tell_of_nothing(self) -> None:
-        """Log, once it is known, that no matrix is compressed, and the rank at which one would be."""
-        if self.plans.factors(self.turn) or self._is_told:
-            return
-        self._is_told = True
-        rate, slots = self.options.min_compression_rate, filter(self.select, self.plans.slots)
-        highest = int(max((highest_rank(slot, rate, self._n_factors) for slot in slots), default=0))
-        _log.warning(
-            "gradwire %s: rank=%d compresses none of %d tensors, all are sent whole: %s",
-            self.name, self.options.rank, len(self.plans.slots),
-            f"rank={highest} or less compresses some, min_compression_rate=0 all matrices" if highest else
-            "none is a matrix that is large enough; take another scheme",
-        )  # fmt: skip
 
     # ---- a step
 
     def reduce(self, bucket: Bucket) -> Future:
         """Compress on the lane. The future may complete with a later bucket, at the latest with the last one."""
         done: Future = Future()
-        taken = self.session.communicator.submit(self._take, bucket, done)
-        taken.add_done_callback(functools.partial(self._fail_open, done))
-        return done
 
-    def _fail_open(self, done: Future, taken: Future) -> None:
-        """If a bucket has failed, no other of the step is waited for any longer."""
-        try:
-            taken.wait()
-        except Exception as error:
-            for one in [done, *(work.done for work in self._works)]:
-                if not one.done():
-                    one.set_exception(error)
+        def fail_open(taken: Future) -> None:  # if a bucket has failed, no other of the step is waited for any longer
+            try:
+                taken.wait()
+            except Exception as error:
+                for one in [done, *(work.done for work in self._works)]:
+                    if not one.done():
+                        one.set_exception(error)
+
+        self.session.communicator.submit(self._take, bucket, done).add_done_callback(fail_open)
+        return done
 
     def _take(self, bucket: Bucket, done: Future) -> None:
         wire = self.wire(bucket)
@@ -545,62 +473,59 @@ class LowRank(Compressed):
             return
         self._agree_while_settling(bucket, wire)
         with bucket.at_work():
-            work = None if bucket.step < self.plain.n else self._begin(bucket, wire, done)
+            work = None
+            if bucket.step >= self.plain.n:
+                work = Work(bucket, wire, done, self.plans.find(bucket, self.turn), self.session.loss_scale())
+                work.steps = self._run(work)
+                self._works.append(work)
             if wire.on_device and bucket.is_last:  # no host reads a fingerprint there: compared one step behind
                 held = zlib.crc32(repr([one.plan.checksum for one in self._works]).encode())
                 self._check.start(self.preamble(bucket), bucket.record, held)
                 self._check.fail_early()
             if work is None:
                 wire.mean(bucket.buffer)
-                done.set_result(bucket.buffer)
-                return
-            self.fusion.take(work)
+            else:
+                self.fusion.take(work)
             if bucket.is_last:
                 self._compare_fingerprints()
+            if bucket.is_last or work is None:
                 done.set_result(bucket.buffer)
 
-    def _begin(self, bucket: Bucket, wire: Wire, done: Future) -> Work:
-        work = Work(bucket, wire, done, self.plans.find(bucket, self.turn), self.session.loss_scale())
-        work.steps = self._run(work)
-        if not wire.on_device:
+    def _run(self, work: Work) -> Iterator[Next]:
+        """The algorithm, and what comes before."""
+        bucket = work.bucket
+        sent = [bucket.buffer[start:end] for start, end in work.plan.dense]
+        if not work.wire.on_device:
             # 32 bits as floats: their means are 0 or 1 if ranks share them. bfloat16 counts up to 256 exactly.
             facts = (self.configuration_hash, bucket.layout_hash, bucket.step, work.plan.checksum)
             bits = zlib.crc32(repr(facts).encode())
             ones = [float(bits >> place & 1) for place in range(32)]
             work.fingerprint = torch.tensor(ones, dtype=torch.float32, device="cpu")
-        self._works.append(work)
-        return work
-
-    def _run(self, work: Work) -> Iterator[Next]:
-        """The algorithm, and what comes before."""
-        first = [] if work.fingerprint is None else [work.fingerprint]
-        dense = [work.bucket.buffer[start:end] for start, end in work.plan.dense]
-        self.fusion.send(work, first + dense, self.turn)
+            sent.insert(0, work.fingerprint)
+        self.fusion.send(work, sent, self.turn)
         if work.plan.groups:
             self._add_residuals(work)
         for pause in self._steps(self, work):
             if pause == "keep" and self._momenta is not None:  # the mean of the differences is written
                 for expected, (start, end) in zip(work.expected, work.plan.spans, strict=True):
                     if expected.values is not None:
-                        work.bucket.buffer[start:end].add_(expected.values, alpha=work.loss_scale)
+                        bucket.buffer[start:end].add_(expected.values, alpha=work.loss_scale)
             yield pause
 
     def _add_residuals(self, work: Work) -> None:
         """total = gradient + residual, both multiplied by the loss scale, of every matrix; the bucket stays as it is.
 
-        A matrix whose gradient is all zero on this rank (an unused parameter) sends nothing and keeps its residual: if
-        it is unused everywhere, DDP throws the result away, and the residual would go with it. On a device, which would have
-        to be asked, it sends its residual.
+        An unused parameter sends nothing (`Unused`); on a device, which would have to be asked, it sends its residual.
         """
         matrices, gradient, feedback = work.plan.matrices, work.bucket.buffer, self.session.feedback
         residual = None
-        if self.error_feedback:
+        if not self.error_feedback:
+            work.total = feedback.room(matrices.layout, matrices.n_elements, device=gradient.device)
+        else:
             residual, work.total = feedback.pair(matrices)
             # With momenta a gradient of zeros is one, as it is to the optimizer.
             if self._momenta is None and not all(is_used := work.wire.used(gradient, work.plan.spans)):
                 work.unused = Unused(matrices.spans, is_used, residual)
-        else:
-            work.total = feedback.room(matrices.layout, matrices.n_elements, device=gradient.device)
         for (first, last), (start, end) in zip(work.plan.spans, matrices.spans, strict=True):
             values, total = gradient[first:last], work.total[start:end]
             if residual is None:
@@ -616,7 +541,8 @@ class LowRank(Compressed):
             for expected, (start, end) in zip(work.expected, matrices.spans, strict=True):
                 if expected.values is not None:
                     work.total[start:end].sub_(expected.values, alpha=work.loss_scale)
-        for group, total in zip(work.plan.groups, work.total.split(work.plan.sizes), strict=True):
+        sizes = [len(group.slots) * group.shape.n_rows * group.shape.n_columns for group in work.plan.groups]
+        for group, total in zip(work.plan.groups, work.total.split(sizes), strict=True):
             group.total = total.view(-1, group.shape.n_rows, group.shape.n_columns)
 
     def keep_totals(self, work: Work) -> None:
@@ -638,9 +564,9 @@ class LowRank(Compressed):
         for work in self._works:
             shares = work.fingerprint
             if shares is not None and not bool(((shares == 0) | (shares == 1)).all()):
-                mine = self.preamble(work.bucket)
-                compare_preambles(self.session.communicator, mine, work.bucket.record)
-                name_other_factors(self.session.communicator, mine, work.plan.checksum)
+                communicator, mine = self.session.communicator, self.preamble(work.bucket)
+                compare_preambles(communicator, mine, work.bucket.record)
+                name_other_factors(communicator, mine, work.plan.checksum)
 
     def commit(self) -> None:
         """Residuals and factors of the step are those of the next."""
@@ -651,12 +577,22 @@ class LowRank(Compressed):
             super().commit()
             for work in self._works:
                 next(work.steps, None)
-            if self._takes_turns:
+            if self.takes_turns:
                 self.turn = "q" if self.turn == "p" else "p"
             for work in self._works:
                 work.plan.keep(self.turn)
-        self._tell_of_nothing()
         self.session.recorder.close_bucket(record)
+        if self._is_told or self.plans.factors(self.turn):
+            return
+        self._is_told = True  # that no matrix is compressed, and the rank at which one would be
+        rate, slots = self.options.min_compression_rate, filter(self.select, self.plans.keys)
+        highest = int(max((highest_rank(slot, rate, self._n_factors) for slot in slots), default=0))
+        _log.warning(
+            "gradwire %s: rank=%d compresses none of %d tensors, all are sent whole: %s",
+            self.name, self.options.rank, len(self.plans.keys),
+            f"rank={highest} or less compresses some, min_compression_rate=0 all matrices" if highest else
+            "none is a matrix that is large enough; take another scheme",
+        )  # fmt: skip
 
     def discard(self) -> None:
         self._works.clear()
@@ -665,22 +601,13 @@ class LowRank(Compressed):
 
     def close(self) -> None:
         super().close()
-        self._begin_anew(self.session)
-
-    # ---- between steps
+        self._begin_anew()
 
     def stats(self) -> dict[str, Any]:
-        """Matrices compressed and whole; elements sent / elements by side, buffers summed, steps in which something was not
-        finite."""
+        """Matrices compressed and whole, and steps in which something was not finite."""
         n_matrices = len(self.plans.factors(self.turn))
-        return {
-            "n_matrices": n_matrices,
-            "n_matrices_whole": sum(slot.dim() > 1 and slot.numel() > 0 for slot in self.plans.slots) - n_matrices,
-            "compression_rate_p": self.plans.rate_of("p"),
-            "compression_rate_q": self.plans.rate_of("q"),
-            "n_fused_buffers": self.fusion.n_buffers,
-            **super().stats(),
-        }
+        n_whole = sum(slot.dim() > 1 and slot.numel() > 0 for slot in self.plans.keys) - n_matrices
+        return {"n_matrices": n_matrices, "n_matrices_whole": n_whole, **super().stats()}
 
     def state_dict(self) -> dict[str, Any]:
         """Copies: {"residuals": {name: (n_rows, n_columns)}, "factors": {name: (rank, n)}}, float32."""
@@ -688,24 +615,20 @@ class LowRank(Compressed):
         residuals = {
             name: residual.view(shape.n_rows, shape.n_columns)
             for name, residual in super().state_dict().get("residuals", {}).items()
-            if (shape := self._shape_of(slots[name])) is not None
+            if (shape := self.shape_of(slots[name])) is not None
         }
         names = {slot: name for name, slot in slots.items()}
         factors = {names[slot]: factor.to("cpu", copy=True) for slot, factor in self.plans.factors(self.turn).items()}
-        turn = {"is_step_for_p": self.turn == "p"} if self._takes_turns else {}
+        turn = {"is_step_for_p": self.turn == "p"} if self.takes_turns else {}
         return {"residuals": residuals, "factors": factors, **turn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises: InvalidArgument (another model or rank, fields missing)."""
-        is_step_for_p = state.get("is_step_for_p") if self._takes_turns else True
-        if not isinstance(is_step_for_p, bool):
-            raise not_the_state(f"scheme {self.name}", "it lacks is_step_for_p")
-        if not isinstance(state.get("factors"), Mapping):
-            raise not_the_state(f"scheme {self.name}", "it lacks factors")
+        """Raises: InvalidArgument (another model or rank)."""
+        is_step_for_p = bool(state["is_step_for_p"]) if self.takes_turns else True
         factors = {}
         for name, factor in sorted(state["factors"].items()):
             slot = self.session.slots.get(name)
-            shape = None if slot is None else self._shape_of(slot)
+            shape = None if slot is None else self.shape_of(slot)
             if slot is None or shape is None:
                 raise InvalidArgument(
                     f"the checkpoint holds a factor of {name!r}, but this run "

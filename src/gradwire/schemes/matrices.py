@@ -27,27 +27,21 @@ class MatrixShape(NamedTuple):
 def matrix_shape(
     parameter: Slot | Tensor, rank: int, min_compression_rate: float, n_factors: int = 2
 ) -> MatrixShape | None:
-    """The matrix that `parameter` is compressed as, or None if it travels as it is.
-
-    The rate is n m / what a step sends of it: both factors of (n + m) r, as in PyTorch's powerSGD_hook, or one, half of that.
-    """
-    n_rows, n_columns = sides_of(parameter)
+    """The matrix that `parameter` is compressed as, or None if it travels as it is: if the rate is too small, which is n m /
+    what a step sends of it: both factors of (n + m) r, as in PyTorch's powerSGD_hook, or one, half of that."""
+    highest = highest_rank(parameter, min_compression_rate, n_factors)
+    if highest == 0:
+        return None
+    n_rows, n_columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
     rank = min(rank, n_rows, n_columns)
-    is_compressed = 0 < rank <= highest_rank(parameter, min_compression_rate, n_factors)
-    return MatrixShape(n_rows, n_columns, rank) if is_compressed else None
-
-
-def sides_of(parameter: Slot | Tensor) -> tuple[int, int]:
-    """(rows, columns): the first dimension by the rest."""
-    n_rows = parameter.shape[0] if parameter.dim() else 1
-    return n_rows, parameter.numel() // max(1, n_rows)
+    return MatrixShape(n_rows, n_columns, rank) if rank <= highest else None
 
 
 def highest_rank(parameter: Slot | Tensor, min_compression_rate: float, n_factors: int) -> float:
     """The rank up to which `parameter` is compressed; 0 for what is no matrix."""
     if parameter.dim() < 2 or parameter.numel() == 0:
         return 0
-    n_sent = sum(sides_of(parameter)) * n_factors / 2
+    n_sent = (parameter.shape[0] + parameter.numel() // parameter.shape[0]) * n_factors / 2
     return parameter.numel() / (min_compression_rate * n_sent) if min_compression_rate else math.inf
 
 
@@ -64,10 +58,8 @@ def draw_factor(seed: int, key: str, step: int, rank: int, length: int) -> Tenso
 def multiply(
     kernels: Kernels | None, left: Tensor, right: Tensor, out: Iterable[Tensor], subtract: bool = False
 ) -> None:
-    """Each of `out` (n, m) = left^T right, rounded to its dtype; or, of float32, out -= that.
-
-    Args: left, right: (k, rank, n), (k, rank, m) float32, for k matrices.
-    """
+    """Each of `out` (n, m) = left^T right, of (k, rank, n) and (k, rank, m) float32, rounded to its dtype; or, of float32,
+    out -= that."""
     for one, other, matrix in zip(left, right, out, strict=True):
         if kernels is None:
             is_direct = matrix.dtype == torch.float32
@@ -76,11 +68,10 @@ def multiply(
             if product is not matrix:
                 matrix.copy_(product)
             continue
-        sizes = {"n_rows": matrix.shape[0], "n_columns": matrix.shape[1], "rank": one.shape[0]}
-        dtype = dtype_code(matrix.dtype)
         parameters = fill_struct(
-            "MultiplyFactors", left=one, right=other, matrix=matrix, **sizes, dtype=dtype, subtracts=subtract
-        )
+            "MultiplyFactors", left=one, right=other, matrix=matrix, n_rows=matrix.shape[0], n_columns=matrix.shape[1],
+            rank=one.shape[0], dtype=dtype_code(matrix.dtype), subtracts=subtract,
+        )  # fmt: skip
         kernels.launch("gw_multiply_factors", grid(matrix.numel()), THREADS, 0, parameters)
 
 

@@ -4,9 +4,8 @@ With m the optimizer's momentum as a running mean of gradients, b its decay, and
 
     D <- gradient - m + b E;    C <- compressed(D);    E <- D - C;    gradient <- m + mean(C)
 
-By this gradient the user's optimizer moves m by (1 - b) mean(C), and m + (1 - b) E is the momentum that a rank would have of
-its own gradients alone: so what is sent are changes of momenta, and what is late is never older than the momentum's own
-memory. (Dion's decoupled momenta, Ahn et al. 2025; EF21's differences, Richtarik et al. 2021.)
+So what is sent are changes of momenta: the user's optimizer moves m by (1 - b) mean(C), and what is late is never older than
+the momentum's own memory. (Dion's decoupled momenta, Ahn et al. 2025; EF21's differences, Richtarik et al. 2021.)
 """
 
 from collections.abc import Mapping
@@ -41,10 +40,8 @@ class Momenta:
     def bind(self, session: Session, scheme: str) -> None:
         """Raises: Unsupported (no optimizer with a momentum that is known; DDP looks for unused parameters)."""
         if getattr(session.module, "find_unused_parameters", False):
-            raise Unsupported(
-                f"find_unused_parameters=True: {scheme} takes a parameter that no rank used for one whose momentum goes on; "
-                "leave it out, or take power-sgd"
-            )
+            why = f"{scheme} takes a parameter that no rank used for one whose momentum goes on"
+            raise Unsupported(f"find_unused_parameters=True: {why}; leave it out, or take power-sgd")
         self._optimizers, self._device = session.optimizers, session.wire.device
         if not any(_kept_by(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups):
             raise Unsupported(
@@ -55,8 +52,7 @@ class Momenta:
     def of(self, slot: Slot) -> Momentum:
         """As it is now; between two steps of the optimizer."""
         place = self._optimizers.of(slot.parameter)
-        kept = None if place is None else _kept_by(*place)
-        if place is None or kept is None or slot.parameter is None:
+        if place is None or slot.parameter is None or (kept := _kept_by(*place)) is None:
             return Momentum(None, 1.0)
         key, decay, factor = kept
         values = place.optimizer.state.get(slot.parameter, {}).get(key)

@@ -49,7 +49,7 @@ class OneBitAdam(Compressed):
 
     name = "one-bit-adam"
     needs_momenta = True
-    collective: Owners
+    options_of = ByName
     adam: FrozenAdam
 
     def __init__(
@@ -60,8 +60,7 @@ class OneBitAdam(Compressed):
         correction: str = "frozen",
         pull: str = "compressed",
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
-        exempt: Names = (),
-        only: Names = (),
+        **names: Names,
     ) -> None:
         self._codec_name = check_choice("codec", codec, _CODECS)
         self.codec = _CODECS[codec](None if scale_values == "none" else scale_values)
@@ -69,15 +68,13 @@ class OneBitAdam(Compressed):
             collective=Owners(self.codec, pull, chunk_elements),
             error_feedback=self.codec.feeds_back,
             adam=FrozenAdam(self.name, freeze_step, correction),
-            select=ByName(exempt, only),
+            select=ByName(**{"exempt": (), **names}),
         )
 
     @property
     def configuration(self) -> dict[str, Any]:
         scales = {"scale_values": self.codec.scale_values} if self.codec.scale_values else {}
         return {"error_feedback": self.error_feedback, **self.frame_configuration, "codec": self._codec_name, **scales}
-
-    # ---- one bucket
 
     def fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
         loss_scale = self.session.loss_scale()

@@ -18,8 +18,7 @@ class Plain(Scheme):
     """
 
     name = "plain"
-    # What wider gradients are rounded to for the sum; None: nothing.
-    wire_dtype: ClassVar[torch.dtype | None] = None
+    wire_dtype: ClassVar[torch.dtype | None] = None  # that wider gradients are rounded to for the sum
     works_on_device = True
     takes_any_gradient = True
 
@@ -73,11 +72,8 @@ def start_plain_mean(
     wire_dtype: torch.dtype | None = None,
     rounded: dict[int, torch.futures.Future] | None = None,
 ) -> torch.futures.Future:
-    """Start the mean as this scheme takes it, on the lane, which need not wait: the future is done when it is there.
-
-    With a `wire_dtype` wider gradients are rounded to it for the sum, and put back; `rounded` says which such sums, by
-    bucket, are under way: a bucket's next one takes their memory.
-    """
+    """Start the mean as `plain` takes it, on the lane, which need not wait; or rounded to `wire_dtype`, where `rounded` says
+    which such sums, by bucket, are under way: a bucket's next one takes their memory."""
     done: torch.futures.Future = torch.futures.Future()
     # DDP multiplies by 1/N before it sums, which keeps float16 sums in range; the same product gives its bits.
     bucket.buffer.mul_(1.0 / communicator.world_size)
@@ -101,8 +97,7 @@ def start_plain_mean(
         timing.end()
         if travelling is not bucket.buffer:
             bucket.buffer.copy_(travelling)
-        n_bytes = ring_bytes(travelling.numel() * travelling.element_size(), communicator.world_size)
-        bucket.record.count_exchanged(n_bytes)
+        bucket.record.count_exchanged(ring_bytes(travelling.nbytes, communicator.world_size))
         done.set_result(bucket.buffer)
 
     summed.add_done_callback(finish)

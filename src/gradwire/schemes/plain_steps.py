@@ -1,8 +1,7 @@
 """The first steps of a training, which some schemes reduce plainly, and what else they choose beside Adam.
 
-Adam divides by the root of a running mean of squares. What a coarse scheme does to its first steps stays in there for
-hundreds. So schemes that lose much there begin plainly beside an optimizer of Adam's family, and serve fewer values by a
-scale, unless their user chooses: measured in docs/results/lossy.md. Beside SGD all is as published.
+Adam divides by the root of a running mean of squares, in which what a coarse scheme does to its first steps stays for
+hundreds: measured in docs/results/lossy.md.
 """
 
 from __future__ import annotations
@@ -29,23 +28,13 @@ BESIDE_ADAM: dict[str, dict[str, tuple[Any, Any]]] = {
 
 
 class PlainSteps:
-    """The count of a training's first steps that are reduced plainly.
-
-    Args:
-        scheme: its registry name.
-        option: the option that says how many.
-        asked: its value; None: the optimizer chooses.
-    Raises: InvalidArgument (no count).
-
-    Attributes:
-        n: how many; if the optimizer chooses, once bound.
-        last: the step that was begun last; -1 before the first.
-    """
+    """How many first steps of a training are reduced plainly, as `option` of `scheme` says; None: the optimizer chooses."""
 
     def __init__(self, scheme: str, option: str = "warmup_steps", asked: int | None = 0) -> None:
         self._scheme, self.option = scheme, option
         self._asked = None if asked is None else check_count(option, asked, at_least=0)
-        self.n, self.last = self._asked or 0, -1
+        self.n = self._asked or 0  # how many; if the optimizer chooses, once bound
+        self.last = -1  # the step that was begun last
 
     def bind(self, session: Session) -> None:
         """Choose by the optimizer what was left out; before ranks compare the configuration."""
@@ -82,6 +71,5 @@ def is_beside_adam(session: Session) -> bool:
 
 
 def _as_text(options: dict[str, Any]) -> str:
-    return ", ".join(
-        f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in options.items()
-    )
+    quoted = {name: f'"{value}"' if isinstance(value, str) else value for name, value in options.items()}
+    return ", ".join(f"{name}={value}" for name, value in quoted.items())

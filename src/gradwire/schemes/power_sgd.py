@@ -1,12 +1,11 @@
-"""The schemes `power-sgd` and `power-sgd-overlap` (Vogels et al., NeurIPS 2019), which acp-sgd is measured against.
+"""The schemes `power-sgd` and `power-sgd-overlap` (Vogels et al., NeurIPS 2019), and `power-momentum`, the same iteration
+behind the optimizer.
 
 With E what compression has left out so far, every step, for every gradient matrix M:
 
     P <- (M + E) Q;  P <- orthogonal(mean(P));  Q <- mean((M + E)^T P);  gradient = P Q^T;  E <- (M + E) - gradient
 
-Two sums, the second of which waits for the first: Q cannot be computed before P has been summed.
-
-When not to use these: acp-sgd sends half as much and waits for nothing. The error is taken against the aggregated
+When not to use the first two: acp-sgd sends half as much and waits for nothing. The error is taken against the aggregated
 product, as published: where ranks see different data each rank's own E grows, though the mean of them does not.
 """
 
@@ -18,6 +17,8 @@ import torch
 
 from gradwire.schemes.low_rank import LowRank, Next, Options, Work
 from gradwire.schemes.matrices import multiply, orthogonalise
+from gradwire.schemes.momenta import Momenta
+from gradwire.schemes.selection import Names
 
 
 def power_sgd(rank: int = 4, buffer_mb: float = math.inf, **options: Any) -> LowRank:
@@ -40,7 +41,7 @@ def _make(name: str, overlap: bool, options: dict[str, Any]) -> LowRank:
 
 
 def steps_of(scheme: LowRank, work: Work) -> Iterator[Next]:
-    """Algorithm 1 for one bucket, over all its matrices of one shape at a time; factors are kept transposed."""
+    """Algorithm 1 for one bucket; factors are kept transposed."""
     groups, gradient = work.plan.groups, work.bucket.buffer
     for group in groups:
         scheme.fusion.send(work, torch.bmm(group.q, group.total.mT, out=group.p), "p")  # P <- (M + E) Q
@@ -61,3 +62,31 @@ def steps_of(scheme: LowRank, work: Work) -> Iterator[Next]:
     for group in groups:
         group.q, group.new_q = group.new_q, group.q
         group.redraw(group.q, scheme.options, work.bucket.step + 1)
+
+
+class PowerMomentum(LowRank):
+    """Low rank of what gradients differ from the momentum that ranks share. Options: see `gradwire.schemes.low_rank.Options`.
+
+    With m and b as in `momenta.py`, for every matrix:
+
+        D <- M - m + b E;  P <- orthogonal(mean(D Q));  Q <- mean(D^T P);  E <- D - P Q^T;  gradient <- m + P Q^T
+
+    Where Power-SGD hands Adam gradients of a rank, here they have all of the momentum. So embeddings are compressed too, and no
+    step is plain. A residual decays as its momentum does, and by `feedback_decay` besides.
+
+    When not to use this: where ranks use different parameters in a step; and under Muon where 0.03 nats count
+    (docs/schemes.md): it brings all singular directions to one length, those too that low rank has left out.
+    """
+
+    needs_momenta = True
+
+    def __init__(
+        self,
+        rank: int = 8,
+        factor_dtype: str = "bfloat16",
+        buffer_mb: float = math.inf,
+        exempt: Names = (),
+        **options: Any,
+    ) -> None:
+        chosen = Options(rank=rank, factor_dtype=factor_dtype, buffer_mb=buffer_mb, exempt=exempt, **options)
+        super().__init__("power-momentum", steps_of, chosen, momenta=Momenta())

@@ -1,7 +1,7 @@
 """The schemes `one-bit`, `two-bit` and `qsgd`: a few bits of every value, through the owners of its parts.
 
-With one rank the mean is the gradient, and nothing is changed. Beside an optimizer of Adam's family `one-bit` and `two-bit`
-begin with plain steps, and a scale serves few values: values far below their message's scale would drown in its noise.
+Beside an optimizer of Adam's family `one-bit` and `two-bit` begin with plain steps, and a scale serves few values: values far
+below their message's scale would drown in its noise.
 """
 
 from typing import Any
@@ -20,15 +20,21 @@ class _Quantiser(Compressed):
     """The mean through owners, each value by a quantiser."""
 
     collective: Owners
+    options_of = ByName
 
     def __init__(
-        self, codec: Quantised, pull: str, chunk_elements: int, select: ByName, error_feedback: bool = False,
-        warmup_steps: int | None = 0,
-    ) -> None:  # fmt: skip
-        self.codec, plain = codec, PlainSteps(self.name, asked=warmup_steps)
-        super().__init__(
-            collective=Owners(codec, pull, chunk_elements), error_feedback=error_feedback, plain=plain, select=select
-        )
+        self,
+        codec: Quantised,
+        /,
+        error_feedback: bool = True,
+        pull: str = "compressed",
+        chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
+        warmup_steps: int | None = None,
+        **names: Names,
+    ) -> None:
+        self.codec, collective = codec, Owners(codec, pull, chunk_elements)
+        plain, select = PlainSteps(self.name, asked=warmup_steps), ByName(**names)
+        super().__init__(collective=collective, error_feedback=error_feedback, plain=plain, select=select)
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -62,20 +68,10 @@ class OneBitScheme(_Quantiser):
     name = "one-bit"
 
     def __init__(
-        self,
-        scale: str = "mean",
-        threshold: float | None = None,
-        error_feedback: bool = True,
-        pull: str = "compressed",
-        chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
-        warmup_steps: int | None = None,
-        scale_values: int | str | None = None,
-        exempt: Names = None,
-        only: Names = (),
+        self, scale: str = "mean", threshold: float | None = None, scale_values: int | str | None = None, **options: Any
     ) -> None:
         self._asked = scale, threshold, scale_values
-        codec = self._codec_beside(None)
-        super().__init__(codec, pull, chunk_elements, ByName(exempt, only), error_feedback, warmup_steps)
+        super().__init__(self._codec_beside(None), **options)
 
     def _codec_beside(self, session: Session | None) -> OneBit:
         scale, threshold, asked = self._asked
@@ -98,19 +94,14 @@ class TwoBitScheme(_Quantiser):
     """
 
     name = "two-bit"
-    options_of = ByName
 
     def __init__(
         self,
         threshold: float | None = None,
         relative: bool = True,
-        error_feedback: bool = True,
-        pull: str = "compressed",
-        chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
-        warmup_steps: int | None = None,
         scale_values: int | str | None = None,
         levels: int | None = None,
-        **names: Names,
+        **options: Any,
     ) -> None:
         if levels not in (None, 3, 4):
             raise InvalidArgument(f"levels is 3 or 4, not {levels!r}")
@@ -118,8 +109,7 @@ class TwoBitScheme(_Quantiser):
             raise InvalidArgument("levels=4 is for scales by group: give scale_values=64 too")
         self._levels_in_groups = levels or (4 if scale_values is None and threshold is None else 3)
         self._asked = threshold, relative, scale_values
-        codec = self._codec_beside(None)
-        super().__init__(codec, pull, chunk_elements, ByName(**names), error_feedback, warmup_steps)
+        super().__init__(self._codec_beside(None), **options)
 
     def _codec_beside(self, session: Session | None) -> TwoBit:
         threshold, relative, asked = self._asked
@@ -144,7 +134,7 @@ class QsgdScheme(_Quantiser):
     """
 
     name = "qsgd"
-    options_of = ByName
+    options_of = ByName  # and none of a quantiser's besides
 
     def __init__(
         self,
@@ -155,7 +145,7 @@ class QsgdScheme(_Quantiser):
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
         **names: Names,
     ) -> None:
-        super().__init__(Qsgd(levels, block, seed), pull, chunk_elements, ByName(**names))
+        super().__init__(Qsgd(levels, block, seed), False, pull, chunk_elements, 0, **names)
 
 
 def _scale_values(scheme: str, asked: int | str | None, session: Session | None) -> Any:

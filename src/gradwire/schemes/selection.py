@@ -1,7 +1,4 @@
-"""Which tensors of a bucket are compressed, and which travel raw: by name, by size, by shape.
-
-A `Select` is the rule, a `Selection` what it makes of one bucket.
-"""
+"""Which tensors of a bucket are compressed, and which travel raw: by name, by size, by shape."""
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -18,70 +15,49 @@ from gradwire.wire.wire import Wire
 # Names, `*` and `?` as in file names; as one text, joined by "+"; or a function of (name, shape).
 Names = str | Sequence[str] | Callable[[str, torch.Size], bool] | None
 _MAX_SHOWN = 24
-
-
-# Whether a tensor, (its slot or None, its bytes), is compressed; the same answer on all ranks.
-Select = Callable[[Slot | None, int], bool]
+# Whether a tensor, by its slot or None, is compressed; the same answer on all ranks.
+Select = Callable[[Slot | None], bool]
 
 
 class TensorSpan(NamedTuple):
-    """Tensor number `position`: `n_elements` values from `offset` of the bucket and `fused` of the buffer of its kind.
+    """Tensor number `position`: `n_elements` values from `offset` of the bucket and `fused` of the buffer of its kind."""
 
-    `slot` is None in a bucket that has none: the whole of it counts as one tensor, without error feedback.
-    """
-
-    slot: Slot | None
+    slot: Slot | None  # None: the whole of a bucket without slots counts as one tensor, without error feedback
     offset: int
     n_elements: int
     fused: int
     position: int
 
     def in_bucket(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Its view of the bucket's buffer."""
         return buffer[self.offset : self.offset + self.n_elements]
 
     def in_fused(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Its view of the buffer in which the tensors of its kind lie one after the other."""
         return buffer[self.fused : self.fused + self.n_elements]
 
 
 class Selection:
-    """One bucket's tensors by what becomes of them.
+    """One bucket's tensors by what becomes of them, in its order; `runs` of neighbours are what is copied at a time.
 
-    Args:
-        keeps_places: compressed tensors are fused in a buffer that is laid out as the bucket, with gaps where raw ones lie.
-
-    Attributes:
-        raw, compressed: the tensors of each kind, in the bucket's order.
-        n_raw, n_compressed: values of each kind.
-        raw_runs, compressed_runs: the same, neighbours joined into one run: what is copied at a time.
+    `keeps_places`: compressed tensors are fused in a buffer that is laid out as the bucket, with gaps where raw ones lie.
     """
 
     def __init__(self, bucket: Bucket, takes: Select, keeps_places: bool = False) -> None:
-        element_bytes = bucket.buffer.element_size()
-        raw: list[TensorSpan] = []
-        compressed: list[TensorSpan] = []
+        self.raw: list[TensorSpan] = []
+        self.compressed: list[TensorSpan] = []
         self.n_raw = self.n_compressed = 0
         for position, (slot, offset, n_elements) in enumerate(tensors_of(bucket)):
-            if takes(slot, n_elements * element_bytes):
+            if takes(slot):
                 fused = offset if keeps_places else self.n_compressed
-                compressed.append(TensorSpan(slot, offset, n_elements, fused, position))
+                self.compressed.append(TensorSpan(slot, offset, n_elements, fused, position))
                 self.n_compressed += n_elements
             else:
-                raw.append(TensorSpan(slot, offset, n_elements, self.n_raw, position))
+                self.raw.append(TensorSpan(slot, offset, n_elements, self.n_raw, position))
                 self.n_raw += n_elements
-        self.raw, self.compressed = tuple(raw), tuple(compressed)
-        self.raw_runs, self.compressed_runs = tuple(_join(raw)), tuple(_join(compressed))
+        self.raw_runs, self.compressed_runs = _join(self.raw), _join(self.compressed)
 
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """The compressed slots; with `offsets`, where they lie in the fused buffer."""
-        return tuple(span.slot for span in self.compressed if span.slot is not None)
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Offset in the fused buffer of each compressed slot."""
-        return tuple(span.fused for span in self.compressed if span.slot is not None)
+        # The compressed slots, and where they lie in the fused buffer.
+        self.slots = tuple(span.slot for span in self.compressed if span.slot is not None)
+        self.offsets = tuple(span.fused for span in self.compressed if span.slot is not None)
 
 
 def tensors_of(bucket: Bucket) -> Sequence[tuple[Slot | None, int, int]]:
@@ -101,7 +77,7 @@ def _join(spans: Sequence[TensorSpan]) -> list[TensorSpan]:
     return runs
 
 
-def matrices(slot: Slot | None, n_bytes: int = 0) -> bool:
+def matrices(slot: Slot | None) -> bool:
     """Selects what has two dimensions or more, and what nothing is known of."""
     return slot is None or slot.dim() >= 2
 
@@ -123,23 +99,19 @@ class ByName:
     Tensors without a name are compressed. Raises: InvalidArgument (names that are no names).
 
     Args:
-        exempt: None, without `only`: small tensors (`is_small`) are spared, as long as all of them together are a small share.
-            () exempts nothing.
-
-    Attributes:
-        configuration: what ranks must share: of each option patterns, or, once bound, the tensors that its function names.
-        spares: whether small tensors are spared: they are in the bucket that is compressed, as zeros, and travel beside it.
-        n_spared, spared_share: how many values are, and their share, as far as layouts have been seen.
+        exempt: None, without `only`: small tensors (`is_small`) are spared, as long as all of them together are a small share:
+            they are in the bucket that is compressed, as zeros, and travel beside it. () exempts nothing.
     """
 
     def __init__(self, exempt: Names = None, only: Names = ()) -> None:
         self.spares = exempt is None and not only
         self._exempt, self._only = _read("exempt", exempt), _read("only", only)
-        self.n_spared, self.spared_share = 0, 0.0
+        self.n_spared, self.spared_share = 0, 0.0  # values, as far as layouts have been seen
         self._places: dict[Layout, torch.Tensor | None] = {}
         self._known: Mapping[str, Slot] = {}
         self._exempted: set[int] = set()  # parameters that a scheme leaves out besides, by id
         options = {"exempt": self._exempt, "only": self._only}
+        # What ranks must share: of each option patterns, or, once bound, the tensors that its function names.
         self.configuration: dict[str, Any] = {
             key: [] if callable(names) else list(names) for key, names in options.items() if names
         }
@@ -158,15 +130,18 @@ class ByName:
         slots = dict(session.slots)
         if not slots:
             return
+        shown = ", ".join(list(slots)[:_MAX_SHOWN]) + (
+            f", ... ({len(slots)} in all)" if len(slots) > _MAX_SHOWN else ""
+        )
         for key, names in (("exempt", self._exempt), ("only", self._only)):
             if callable(names):
                 self.configuration[key] = [name for name, slot in slots.items() if _are_of(names, slot)]
                 continue
             for pattern in names:
                 if not any(fnmatchcase(name, pattern) for name in slots):
-                    raise InvalidArgument(f"{key}={pattern!r} matches no tensor; there are {_shown(slots)}")
+                    raise InvalidArgument(f"{key}={pattern!r} matches no tensor; there are {shown}")
         if self and not any(self(slot) for slot in slots.values()):
-            raise InvalidArgument(f"exempt= and only= leave nothing to compress; there are {_shown(slots)}")
+            raise InvalidArgument(f"exempt= and only= leave nothing to compress; there are {shown}")
 
     def release(self) -> None:
         """Let the tensors go."""
@@ -182,13 +157,12 @@ class ByName:
         known = [one for one in named if getattr(one.parameter, "requires_grad", True)] or named or bucket.slots
         n_small, n = (sum(slot.numel() for slot in slots) for slots in (filter(is_small, known), known))
         spans = [span for slot, span in zip(bucket.slots, bucket.spans, strict=True) if slot.numel() and is_small(slot)]
-        self._places[bucket.layout] = None
+        places = None
         if spans and n_small <= _MAX_SPARED_SHARE * n:
-            self._places[bucket.layout] = torch.cat(
-                [torch.arange(*span, dtype=torch.int64, device="cpu") for span in spans]
-            )
+            places = torch.cat([torch.arange(*span, dtype=torch.int64, device="cpu") for span in spans])
             self.n_spared, self.spared_share = n_small, n_small / n
-        return self._places[bucket.layout]
+        self._places[bucket.layout] = places
+        return places
 
     def places_of_small(self, bucket: Bucket, wire: Wire) -> torch.Tensor | None:
         """The same where the bucket lies; on the lane."""
@@ -197,7 +171,7 @@ class ByName:
             places = self._places[bucket.layout] = wire.place(places)
         return places
 
-    def __call__(self, slot: Slot | None, n_bytes: int = 0) -> bool:
+    def __call__(self, slot: Slot | None) -> bool:
         """Return whether `slot` is compressed."""
         if slot is None:
             return True
@@ -211,16 +185,15 @@ _Read = tuple[str, ...] | Callable[[str, torch.Size], bool]
 
 
 def _read(key: str, names: Names) -> _Read:
-    if names is None:
+    if names in (None, "", "none"):
         return ()
     if isinstance(names, str):
-        names = [] if names in ("", "none") else names.split("+")
+        names = names.split("+")
     if callable(names):
         return names
     if not isinstance(names, Sequence) or not all(isinstance(name, str) and name for name in names):
-        raise InvalidArgument(
-            f"{key} takes names (* and ? stand for any), or a function of (name, shape), not {names!r}"
-        )
+        taken = "names (* and ? stand for any), or a function of (name, shape)"
+        raise InvalidArgument(f"{key} takes {taken}, not {names!r}")
     return tuple(names)
 
 
@@ -229,11 +202,6 @@ def _are_of(names: _Read, slot: Slot) -> bool:
     if callable(names):
         return bool(names(slot.name, slot.shape))
     return any(fnmatchcase(slot.name, pattern) for pattern in names)
-
-
-def _shown(slots: dict[str, Slot]) -> str:
-    shown = ", ".join(list(slots)[:_MAX_SHOWN])
-    return shown if len(slots) <= _MAX_SHOWN else f"{shown}, ... ({len(slots)} in all)"
 
 
 def embeddings_and_heads(model: nn.Module | None) -> list[torch.Tensor]:

@@ -1,11 +1,8 @@
 """The scheme `sign-sgd`: one bit an element, majority vote over the ranks (Bernstein et al., ICML 2018).
 
-When not to use this: with the learning rate of another scheme. The result is +1, -1 or 0 for every element, so the
-learning rate alone says how far a parameter moves (1e-4 is a start for what trains at 0.1), and weak gradients count
-like strong ones (`one-bit` sends as little, with error feedback).
+When not to use this: with the learning rate of another scheme. It alone says how far a parameter moves (1e-4 is a start for
+what trains at 0.1), and weak gradients count like strong ones (`one-bit` sends as little, with error feedback).
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,15 +32,12 @@ class SignSgd(Compressed):
     name = "sign-sgd"
     options_of = ByName
     acts_alone = True
+    shared = ("ties",)
 
     def __init__(self, ties: str = "zero", **names: Names) -> None:
         super().__init__(select=ByName(**{"exempt": (), **names}))
         self.ties = check_choice("ties", ties, ("zero", "positive"))
         self._signs = Signs(ties_are_positive=ties == "positive")
-
-    @property
-    def configuration(self) -> dict[str, Any]:
-        return {"ties": self.ties, **self.frame_configuration}
 
     def bind(self, session: Session) -> None:
         """Raises: Unsupported (more ranks than votes can be counted of)."""

@@ -1,14 +1,10 @@
 """The scheme `terngrad`: -1, 0 or 1 times a scale that all ranks share, summed as integers (Wen et al., NeurIPS 2017).
 
-Up to 7 ranks a value takes 4 bits on the wire (the sum of all ranks has to fit), up to 127 ranks 8 bits. Each
-tensor has a scale of its own, and is clipped at 2.5 of its own standard deviations, as published. By bucket (`per="bucket"`)
-the tensors of small gradients are next to all zeros, and clipping takes most from those of large ones.
+Up to 7 ranks a value takes 4 bits on the wire (the sum of all ranks has to fit), up to 127 ranks 8 bits.
 
 When not to use this: with more than 127 ranks; where one-bit or two-bit can be used, which send less and feed their errors
 back: the variance of ternary rounding stays, and asks for smaller learning rates.
 """
-
-from typing import Any
 
 import torch
 
@@ -27,20 +23,19 @@ class TernGrad(Compressed):
     Args:
         clip: in standard deviations of what shares a scale (taken from zero).
         seed: of the drawing; the same on all ranks, which draw independently nevertheless.
-        per: what shares a scale: "layer", a tensor; or "bucket".
+        per: what shares a scale: "layer", a tensor, as published; or "bucket", where the tensors of small gradients are next
+            to all zeros, and clipping takes most from those of large ones.
         exempt, only: see `ByName`.
     """
 
     name = "terngrad"
     options_of = ByName
+    shared = ("clip", "seed", "per")
 
     def __init__(self, clip: float = 2.5, seed: int = 0, per: str = "layer", **names: Names) -> None:
         super().__init__(select=ByName(**names))
         self.codec, self.per = Ternary(clip, seed), check_choice("per", per, ("layer", "bucket"))
-
-    @property
-    def configuration(self) -> dict[str, Any]:
-        return {**self.frame_configuration, "clip": self.codec.clip, "seed": self.codec.seed, "per": self.per}
+        self.clip, self.seed = self.codec.clip, self.codec.seed
 
     def bind(self, session: Session) -> None:
         """Raises: Unsupported (more ranks than can be summed)."""

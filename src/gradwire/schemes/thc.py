@@ -1,13 +1,10 @@
 """The scheme `thc`: rotated values on 16 levels whose integers are summed in flight (Li et al., NSDI 2024).
 
-Up to 8 ranks a value takes a byte on the wire, up to 1,000 ranks two. The published system sums in a switch or server,
-from 4 bits a value; a plain all-reduce carries the sums both ways. Each block of 1,024 values shares the largest of the
-ranks' norms.
+Up to 8 ranks a value takes a byte on the wire, up to 1,000 ranks two (the published system sums in a switch or server, from 4
+bits a value). Each block of 1,024 values shares the largest of the ranks' norms.
 
 When not to use this: with more than 8 ranks, unless two bytes a value are little enough; where the codec's time counts.
 """
-
-from typing import Any
 
 import torch
 
@@ -33,15 +30,12 @@ class ThcScheme(Compressed):
 
     name = "thc"
     options_of = ByName
+    shared = ("clip", "seed", "error_feedback")
 
     def __init__(self, clip: float = 2.15, seed: int = 0, error_feedback: bool = True, **names: Names) -> None:
         super().__init__(error_feedback=error_feedback, select=ByName(**names))
         self.codec = Thc(clip, seed)
-
-    @property
-    def configuration(self) -> dict[str, Any]:
-        own = {"clip": self.codec.clip, "seed": self.codec.seed, "error_feedback": self.error_feedback}
-        return own | self.frame_configuration
+        self.clip, self.seed = self.codec.clip, self.codec.seed
 
     def bind(self, session: Session) -> None:
         """Raises: Unsupported (more ranks than can be summed)."""

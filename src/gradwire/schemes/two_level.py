@@ -2,14 +2,12 @@
 
 For each bucket: (1) inside the node, where the network is fast, every rank gets the node's mean of the rows that it owns;
 (2) the ranks of all nodes that own the same rows reduce them by the inner scheme; (3) inside the node every rank gets all
-rows. So a node sends each value once, whatever the number of its ranks, and each rank encodes and keeps residuals of its
-share alone. Tensors are cut by rows, as FSDP2 cuts them: who owns what does not depend on buckets, and matrices stay matrices.
+rows. Tensors are cut by rows, as FSDP2 cuts them: who owns what does not depend on buckets, and matrices stay matrices.
 
 When not to use this: with one rank a node; where the network inside a node is no faster than between nodes; or where little
 is sent anyway, as two more copies through the node's memory then cost more than the wire saves.
 """
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -37,9 +35,7 @@ class _Cut:
         lengths = [0] * size
         for slot, offset, n in tensors_of(bucket):
             for owner, (start, end) in enumerate(cut_rows(slot, n, size)):
-                if start == end:
-                    continue
-                if owner == own and slot is not None:
+                if owner == own and slot is not None and start < end:
                     self.slots.append(_slice(slot, start, end))
                     self.offsets.append(lengths[owner])
                 self._pieces.append((owner, offset + start, offset + end, lengths[owner]))
@@ -103,25 +99,22 @@ class TwoLevel(Scheme):
         own = next(node for node in nodes if communicator.rank in node)
         self._size, self._own = len(own), own.index(communicator.rank)
         super().bind(session)
-        members = communicator.members
-        in_node = [members[rank] for rank in own]
+        in_node = [communicator.members[rank] for rank in own]
         # Twice: sums of a bucket and rows of an earlier one may cross on the way, in another order on other ranks.
         self._sums, self._gathers = communicator.subgroup(in_node), communicator.subgroup(in_node)
-        self._between = communicator.subgroup([members[node[self._own]] for node in nodes])
+        self._between = communicator.subgroup([communicator.members[node[self._own]] for node in nodes])
         self._inner_slots: dict[str, Slot] = dict(session.slots)  # whole, for the names that the inner scheme checks
         self._cuts: dict[Layout, _Cut] = {}
         self._ready: dict[int, Callable[[], None]] = {}  # gathers whose turn has not come, by number
         self._pending: dict[int, torch.futures.Future] = {}
-        self._n_begun = self._n_gathered = self._bytes_in_node = 0
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._close_groups)
-            self.inner.bind(
-                replace(session, communicator=self._between, wire=Wire(self._between), slots=self._inner_slots)
-            )
-            undo.pop_all()
+        self._n_begun = self._n_gathered = 0
+        between = replace(session, communicator=self._between, wire=Wire(self._between), slots=self._inner_slots)
+        try:
+            self.inner.bind(between)
+        except BaseException:
+            self._close_groups()
+            raise
         self._inner_slots.clear()
-
-    # ---- one bucket
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Sums on one lane, the inner scheme on its own, gathers on a third: buckets overlap."""
@@ -129,7 +122,10 @@ class TwoLevel(Scheme):
         number = self._n_begun
         self._n_begun += 1
         self._pending[number] = done
-        cut = self._cut_of(bucket)
+        if bucket.layout not in self._cuts:
+            made = self._cuts[bucket.layout] = _Cut(bucket, self._size, self._own)
+            self._inner_slots.update({slot.name: slot for slot in made.slots if slot.name})
+        cut = self._cuts[bucket.layout]
         # The last one of the step before may still be gathered from: buckets keep their buffers apart by number.
         flat = torch.zeros(self._size, cut.n_share, dtype=bucket.buffer.dtype, device="cpu")
         share = torch.empty(cut.n_share, dtype=bucket.buffer.dtype, device="cpu")
@@ -144,22 +140,25 @@ class TwoLevel(Scheme):
             if cut.n_own and not bool(share[-1].isfinite()):
                 share[0] = float("nan")  # so that no share of a step that is not finite is kept
             timing.end()
-            self._bytes_in_node += 2 * (self._size - 1) * share.numel() * share.element_size()
 
         def reduce_between() -> None:
             if bucket.index == 0:
                 self.inner.begin_step(bucket.step)
-            inner_bucket = Bucket(
-                share[: cut.n_own], cut.slots, cut.offsets, index=bucket.index, step=bucket.step,
-                is_last=bucket.is_last, record=bucket.record,
-            )  # fmt: skip
-            reduced = self.inner.reduce(inner_bucket)
+            place: Any = {"index": bucket.index, "step": bucket.step, "is_last": bucket.is_last}
+            own = Bucket(share[: cut.n_own], cut.slots, cut.offsets, record=bucket.record, **place)
+            reduced = self.inner.reduce(own)
             if bucket.is_last:
-                self.inner.end_buckets(bucket.step)
                 # Here and not in `end_step`, which runs on another lane and would overtake it.
                 self._then(self._between.submit(self.inner.end_step, bucket.step), lambda: None)
-            # In the order of the buckets: the inner scheme may end in another order on another rank of the node.
-            self._then(reduced, lambda: self._in_turn(number, lambda: self._then(self._gathers.submit(gather), finish)))
+            self._then(reduced, gather_in_turn)
+
+        def gather_in_turn() -> None:
+            """In the order of the buckets: the inner scheme may end in another order on another rank of the node."""
+            with self._turns:
+                self._ready[number] = lambda: self._then(self._gathers.submit(gather), finish)
+                while self._n_gathered in self._ready:
+                    self._ready.pop(self._n_gathered)()
+                    self._n_gathered += 1
 
         def gather() -> None:
             timing = bucket.record.timing("communicate")
@@ -175,12 +174,6 @@ class TwoLevel(Scheme):
         self._then(self._sums.submit(sum_in_node), reduce_between)
         return done
 
-    def _cut_of(self, bucket: Bucket) -> _Cut:
-        if bucket.layout not in self._cuts:
-            cut = self._cuts[bucket.layout] = _Cut(bucket, self._size, self._own)
-            self._inner_slots.update({slot.name: slot for slot in cut.slots if slot.name})
-        return self._cuts[bucket.layout]
-
     def _then(self, begun: torch.futures.Future, work: Callable[[], None]) -> None:
         """Do `work` when what has begun has ended; where either fails, all buckets do, which would wait for their turn."""
 
@@ -189,25 +182,13 @@ class TwoLevel(Scheme):
                 ended.wait()
                 work()
             except Exception as error:
-                self._fail_all(error)
+                failure = self.session.communicator.fail(error)
+                for number in list(self._pending):
+                    done = self._pending.pop(number, None)
+                    if done is not None and not done.done():
+                        done.set_exception(failure)
 
         begun.add_done_callback(go_on)
-
-    def _in_turn(self, number: int, start: Callable[[], None]) -> None:
-        with self._turns:
-            self._ready[number] = start
-            while self._n_gathered in self._ready:
-                self._ready.pop(self._n_gathered)()
-                self._n_gathered += 1
-
-    def _fail_all(self, error: Exception) -> None:
-        failure = self.session.communicator.fail(error)
-        for number in list(self._pending):
-            done = self._pending.pop(number, None)
-            if done is not None and not done.done():
-                done.set_exception(failure)
-
-    # ---- between steps
 
     def _settle(self) -> None:
         """Return when the inner scheme has ended its step."""
@@ -217,12 +198,9 @@ class TwoLevel(Scheme):
     def end_backward(self, step: int) -> int:
         return self.inner.end_backward(step)
 
-    def step_figures(self) -> dict[str, float]:
-        return self.inner.step_figures()
-
     def stats(self) -> dict[str, Any]:
-        """The inner scheme's figures, and the bytes that this rank sent inside its node."""
-        return {"inner": self.inner.name, "bytes_sent_in_node": self._bytes_in_node, **self.inner.stats()}
+        """The inner scheme's figures."""
+        return {"inner": self.inner.name, **self.inner.stats()}
 
     def state_dict(self) -> dict[str, Any]:
         self._settle()

@@ -92,11 +92,6 @@ class LocBuf:
         self._versions: list[int] = []
         self.is_local = False
 
-    @property
-    def n_bytes(self) -> int:
-        """Memory held by the backup."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._backup)
-
     def back_up(self) -> None:
         """Copy the global weights, which the parameters hold, to the backup."""
         assert not self.is_local, "the parameters hold local weights"

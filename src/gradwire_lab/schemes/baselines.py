@@ -26,16 +26,13 @@ class Periodic(Compressed):
     name = "periodic"
     replicas_may_differ = True
     works_on_device = False
+    shared = ("every",)
 
     def __init__(self, every: int = 8) -> None:
         if every < 1:
             raise InvalidArgument(f"every must be at least 1, got {every}")
         super().__init__(collective=Ring(codecs.by_name("raw")))
         self.every = every
-
-    @property
-    def configuration(self) -> dict[str, Any]:
-        return {**self.frame_configuration, "every": self.every}
 
     def step(self, part: Part, wire: Wire) -> None:
         if part.bucket.step % self.every == self.every - 1:

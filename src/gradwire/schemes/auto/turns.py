@@ -136,9 +136,6 @@ class Turns(Scheme):
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         return self._stepping.reduce(bucket)
 
-    def end_buckets(self, step: int) -> None:
-        self._stepping.end_buckets(step)
-
     def end_step(self, step: int) -> None:
         self._stepping.end_step(step)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from awkward_models import build_model
 from gradwire import schemes
 from gradwire.gpu import kernels
 from gradwire.reducer import Reducer
@@ -73,11 +74,6 @@ def begin_with_kernels(library: Path) -> tuple[Any, Place]:
     kernels.MAKERS["late"] = functools.partial(emulated.LateKernels, emulated.build(), functions)
     kernels._made.clear()
     return functions, place._replace(placement="device")
-
-
-def build_model(seed: int = 1) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 3))
 
 
 def batch(rank: int, step: int, place: Place, dtype: torch.dtype = torch.float32) -> Tensor:

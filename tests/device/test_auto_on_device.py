@@ -16,7 +16,6 @@ from late_cases import (
     Place,
     batch,
     begin_with_kernels,
-    build_model,
     counting_waits_of_hooks,
     end,
     mean_square_off_one,
@@ -27,6 +26,7 @@ from test_steps_on_device import READING, Asked
 from torch import Tensor
 
 import gradwire
+from awkward_models import build_model
 from gradwire.planning.recommend import recommend
 from gradwire.schemes.auto import costs
 from gradwire.schemes.auto.scheme import Auto, ResidualHandover

@@ -12,10 +12,8 @@ from late import LikeNccl
 from late_cases import (
     CPU,
     Place,
-    assert_the_dead_is_named,
     begin_with_kernels,
     counting_waits_of_hooks,
-    die_in_step_2,
     end,
     sgd,
     training_at,
@@ -29,7 +27,7 @@ from gradwire.codecs.packed_values import HEAD_WORDS
 from gradwire.schemes.homomorphic import learnt
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire, Reading
-from ranks import on_ranks, patience, run_ranks, try_ranks
+from ranks import on_ranks, patience, run_ranks
 from small_training import Training
 
 N_WORDS, N_STEPS = 700, 9
@@ -135,27 +133,6 @@ def test_an_index_that_is_changed_on_its_way(rank: int, world_size: int, library
         with mock.patch.object(LikeNccl, "_allgather_base", change), pytest.raises(error, match=says):
             training.backward(1)
         training.attachment.close()
-
-
-@on_ranks(2)
-def test_ranks_that_disagree(rank: int, world_size: int, library: Path) -> None:
-    """In options, while layouts are the same."""
-    _, place = begin_with_kernels(library)
-    training = training_of(rank, place, ("all", "largest")[rank])
-    with pytest.raises(gradwire.RankMismatch, match="config"):
-        training.backward(0)
-    training.attachment.close()
-
-
-def die(rank: int, world_size: int, library: Path) -> tuple[str, float]:
-    """While the other rank's lane waits for the device, and so for it."""
-    late, place = begin_with_kernels(library)
-    late.set_lateness_us(1_000)
-    return die_in_step_2(training_of(rank, place, "all"), waits=False)
-
-
-def test_a_rank_that_dies_is_named(library: Path) -> None:
-    assert_the_dead_is_named(*try_ranks(die, 2, library))
 
 
 def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:

@@ -8,23 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from late_cases import (
-    CPU,
-    N_STEPS,
-    SCHEMES,
-    Maker,
-    Place,
-    attach,
-    begin,
-    bits_of,
-    end,
-    mean_square,
-    momentum,
-    sgd,
-    states_at_the_end,
-    train_on_both,
-    training_at,
-)
+from late_cases import CPU, N_STEPS, SCHEMES, Place, begin, end, momentum, sgd, states_of, train_on_both, training_at
 from torch import Tensor, nn
 
 import gradwire
@@ -62,7 +46,7 @@ def mix_dtypes(rank: int, place: Place, scheme: Scheme) -> Tensor:
 
 
 def accumulate_and_clip(rank: int, place: Place, scheme: Scheme) -> Tensor:
-    training = training_at(rank, place, scheme, loss=lambda outputs: mean_square(10 * outputs))
+    training = training_at(rank, place, scheme, loss=lambda outputs: (10 * outputs).square().mean())
     for step in range(2 * N_STEPS):
         with training.ddp.no_sync() if step % 2 == 0 else contextlib.nullcontext():
             training.loss(training.ddp, rank, step).backward()
@@ -128,7 +112,7 @@ def stop_and_resume(rank: int, place: Place, scheme: Scheme) -> Tensor:
     """Saved after two steps, loaded into another model; a switch to `plain` and the end of the attachment after that."""
     training = training_at(rank, place, scheme)
     training.take_steps(range(2))
-    of_model, of_optimizer, of_attachment = states_at_the_end(training)
+    of_model, of_optimizer, of_attachment = states_of(training)
     model = build_model(seed=5)
     model.load_state_dict(of_model)
 
@@ -144,7 +128,7 @@ def stop_and_resume(rank: int, place: Place, scheme: Scheme) -> Tensor:
     resumed.take_steps([4])
     resumed.attachment.close()
     resumed.take_steps([5])  # DDP's own all-reduce
-    return bits_of(resumed.ddp)
+    return resumed.flat()
 
 
 FEATURES: dict[Feature, list[str]] = {
@@ -160,7 +144,9 @@ FEATURES: dict[Feature, list[str]] = {
 }
 
 
-def compare_features(rank: int, place: Place, makers: dict[str, Maker], features: dict[Feature, list[str]]) -> None:
+def compare_features(
+    rank: int, place: Place, makers: dict[str, Callable[[], Scheme]], features: dict[Feature, list[str]]
+) -> None:
     for feature, names in features.items():
         for name in names:
             expected, found = (feature(rank, where, makers[name]()) for where in (Place(CPU), place))
@@ -178,8 +164,7 @@ def test_every_scheme_has_its_bits_of_the_cpu(
 
 @on_ranks(2, timeout_s=170)
 def test_features_of_ddp_have_their_bits_of_the_cpu(rank: int, world_size: int, library: Path) -> None:
-    late, device = begin(library)
-    late.set_lateness_us(1_000)
+    _, device = begin(library, 1_000)
     compare_features(rank, device, SCHEMES, FEATURES)
 
 
@@ -200,8 +185,7 @@ class OnTwoDevices(nn.Module):
 
 @on_ranks(2)
 def test_a_model_on_two_devices(rank: int, world_size: int, library: Path) -> None:
-    late, on_late = begin(library)
-    late.set_lateness_us(1_000)
+    _, on_late = begin(library, 1_000)
     ends = []
     for place, second in ((Place(CPU), CPU), (on_late, torch.device("late", 1))):
         # Buckets are other ones than on the CPU, so schemes that do not depend on them.
@@ -217,8 +201,7 @@ def test_a_bucket_that_moves_and_ranks_that_count_devices_differently(
     rank: int, world_size: int, library: Path
 ) -> None:
     """The same gradient comes from another device in every step, and from another one on every rank."""
-    late, _ = begin(library)
-    late.set_lateness_us(1_000)
+    begin(library, 1_000)
     means = []
     for devices in ([CPU, CPU], [torch.device("late", 0), torch.device("late", 1)]):
         reducer = Reducer("one-bit", timeout_s=30)
@@ -240,13 +223,13 @@ def test_full_memory_is_said_and_training_goes_on_without_gradwire(rank: int, wo
     alone, beside = (training_at(rank, place, None) for _ in range(2))
     late.set_limits(1 << 40, 1_000)
     with pytest.raises(gradwire.errors.OutOfMemory, match="could not be pinned"):
-        attach(beside.ddp, beside.optimizer, SCHEMES["one-bit"]())
+        gradwire.attach(beside.ddp, beside.optimizer, SCHEMES["one-bit"](), timeout_s=30)
     late.set_limits(1 << 40, 1 << 40)
     for training in (alone, beside):
         training.take_steps(range(2))
-    assert torch.equal(bits_of(beside.ddp), bits_of(alone.ddp))
+    assert torch.equal(beside.flat(), alone.flat())
 
-    attachment = attach(beside.ddp, beside.optimizer, SCHEMES["gcomp"]())
+    attachment = gradwire.attach(beside.ddp, beside.optimizer, SCHEMES["gcomp"](), timeout_s=30)
     compute = StagedBucket.compute
 
     def compute_without_memory(bucket: StagedBucket, function: Any) -> Tensor:
@@ -260,7 +243,7 @@ def test_full_memory_is_said_and_training_goes_on_without_gradwire(rank: int, wo
     attachment.close()
     for training in (alone, beside):
         training.take_steps(range(3, 5))
-    assert torch.equal(bits_of(beside.ddp), bits_of(alone.ddp))
+    assert torch.equal(beside.flat(), alone.flat())
 
 
 @on_ranks(1)

@@ -65,14 +65,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 def on_ranks(
     world_size: int | None = None, timeout_s: float = 120, raises: type[BaseException] | None = None, match: str = ""
 ) -> Callable[[Callable[..., object]], Any]:
-    """A test that every rank goes through: `def test_...(rank, world_size, ...)`, with pytest's other arguments.
-
-    What it returns has to be the same on all ranks, to the bit.
-
-    Args:
-        world_size: None: the test is parametrised by it.
-        raises: what every rank has to raise, with a text in which `match` is found.
-    """
+    """A test that every rank goes through: `def test_...(rank, world_size, ...)`, with pytest's other arguments. What
+    it returns has to be the same on all ranks, to the bit. Without `world_size` it is parametrised by it; `raises`:
+    what every rank has to raise, with a text in which `match` is found."""
 
     def decorate(function: Callable[..., object]) -> Any:
         _, of_world, *others = inspect.signature(function).parameters.values()

@@ -46,7 +46,7 @@ def mean_square(module: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def from_one(module: nn.Module, rank: int, step: int) -> Tensor:
-    return (module(batch_of(rank, step)) - 1).square().mean()
+    return (module(batch_of(rank, step)).float() - 1).square().mean()
 
 
 def small_layers(seed: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -83,17 +83,13 @@ class _Give(torch.autograd.Function):
 
 
 def flat(module: nn.Module) -> Tensor:
-    """(n,): a copy of all parameters."""
-    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+    """(n,): a copy of all parameters, on the CPU."""
+    return torch.cat([parameter.detach().cpu().reshape(-1) for parameter in module.parameters()])
 
 
 class Training:
-    """A model behind DDP, its optimizer and, where a scheme is given, the attachment; steps have numbers.
-
-    Args:
-        loss: of the model, on a rank, in a step.
-        ddp: options of DistributedDataParallel; `options` are those of `attach`.
-    """
+    """A model behind DDP, its optimizer and, where a scheme is given, the attachment; steps have numbers. `loss`: of
+    the model, on a rank, in a step; `ddp`: options of DistributedDataParallel, `options`: of `attach`."""
 
     def __init__(
         self,

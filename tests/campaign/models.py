@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+
+from awkward_models import Branches, Oddments, Recomputed, build_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHAPES = [(64, 48), (48,), (3, 7, 5), (1,), (128, 33), (256,), (0, 4), (17,)]
@@ -78,45 +79,6 @@ def gradients_for(pattern: str, dtype: torch.dtype, rank: int, world_size: int, 
     return out
 
 
-class Branches(nn.Module):
-    """One branch or the other by the batch, and one that nothing uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.left, self.right, self.spare = (nn.Linear(20, 20) for _ in range(4))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        branch = self.left if float(batch[0, 0]) > 0 else self.right
-        return branch(self.trunk(batch).relu())
-
-
-class Oddments(nn.Module):
-    """Tied, empty, frozen and transposed parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(20, 20), nn.Linear(20, 20)
-        self.second.weight = self.first.weight
-        self.empty = nn.Parameter(torch.empty(0, 7))
-        self.frozen = nn.Parameter(torch.ones(20), requires_grad=False)
-        self.turned = nn.Parameter(torch.randn(20, 9).t())
-
-    def forward(self, batch: Tensor) -> Tensor:
-        hidden = self.second(self.first(batch).relu()) * self.frozen
-        return hidden @ self.turned.t() + self.empty.sum()
-
-
-class Recomputed(nn.Module):
-    """Hidden layers that run again in the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = _mlp()
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.layers[4](checkpoint(self.layers[1:4], self.layers[0](batch), use_reentrant=True))
-
-
 class Convolutions(nn.Module):
     """In channels_last."""
 
@@ -142,12 +104,8 @@ class Attention(nn.Module):
         return self.head(self.mix(batch[:, None, :].expand(-1, 3, -1)))
 
 
-def _mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 3))
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": _mlp,
+    "mlp": build_model,
     "branches": Branches,
     "oddments": Oddments,
     "recomputed": Recomputed,

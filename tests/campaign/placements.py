@@ -17,6 +17,7 @@ import gradwire
 from campaign import models
 from campaign.findings import Refused, launch, require, results_of
 from ranks import patience
+from small_training import flat
 
 _DEVICE_TESTS = Path(__file__).parents[1] / "device"
 if str(_DEVICE_TESTS) not in sys.path:
@@ -129,4 +130,4 @@ def _train(rank: int, place: Any, case: dict[str, Any]) -> Tensor:
             attachment.close()
             attachment = attach()
     attachment.close()
-    return late_cases.bits_of(ddp)
+    return flat(ddp).double()

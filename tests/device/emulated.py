@@ -6,6 +6,7 @@ import hashlib
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +23,38 @@ SANITIZED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-
 
 
 def build(extra_flags: list[str] | None = None, source: Path = SOURCES) -> Path:
-    """The kernels as a shared library, kept in build/ by the hash of what it is made of.
-
-    `source`: where the kernels are; tests that plant faults have some of their own.
-    """
+    """The kernels as a shared library. `source`: where the kernels are; tests that plant faults have some of their
+    own."""
     files = {path.name: path.read_bytes() for path in sorted(source.iterdir())}
     names = re.findall(r"^GW_KERNEL\w*\((gw_\w+),", b"\n".join(files.values()).decode(), re.MULTILINE)
     flags = [*FLAGS, "-DGW_ENTRIES=" + " ".join(f"GW_ENTRY({name})" for name in names), *(extra_flags or [])]
     own = {name: (HERE / name).read_bytes() for name in ("emulated.cpp", "emulation.hpp")}
-    key = hashlib.blake2b(repr((files, own, flags)).encode(), digest_size=8).hexdigest()
-    library = HERE.parents[1] / "build" / "emulated" / f"kernels_{key}.so"
-    if library.exists():
-        return library
+
+    def compile_it(library: Path) -> None:
+        unfinished = library.with_suffix(".unfinished")
+        compiler = shutil.which("g++") or "c++"
+        command = [compiler, *flags, f"-I{source}", f"-I{HERE}", HERE / "emulated.cpp", "-o", unfinished]
+        subprocess.run(command, check=True)
+        unfinished.replace(library)
+
+    return kept("kernels", (files, own, flags), compile_it)
+
+
+def kept(name: str, made_from: object, compile_it: Callable[[Path], None]) -> Path:
+    """The library that `compile_it` writes to the path that it is given, in build/, by the hash of what it is made from."""
+    key = hashlib.blake2b(repr(made_from).encode(), digest_size=8).hexdigest()
+    library = HERE.parents[1] / "build" / name / f"{name}_{key}.so"
     library.parent.mkdir(parents=True, exist_ok=True)
-    with library.with_suffix(".lock").open("w") as lock:
+    with library.with_suffix(".one-at-a-time").open("w") as lock:  # ".lock" may be torch's own
         fcntl.flock(lock, fcntl.LOCK_EX)  # of all who want it now, one compiles it
         if not library.exists():
-            unfinished = library.with_suffix(".unfinished")
-            compiler = shutil.which("g++") or "c++"
-            command = [compiler, *flags, f"-I{source}", f"-I{HERE}", str(HERE / "emulated.cpp"), "-o", str(unfinished)]
-            subprocess.run(command, check=True)
-            unfinished.replace(library)
+            compile_it(library)
     return library
 
 
 class EmulatedKernels:
-    """`gradwire.gpu.kernels.Kernels` on host memory.
-
-    Args:
-        seed: the order of blocks and threads: 0 forward, 1 backward, others by chance.
-    """
+    """`gradwire.gpu.kernels.Kernels` on host memory. `seed`: the order of blocks and threads: 0 forward, 1 backward,
+    others by chance."""
 
     def __init__(self, library: Path, seed: int = 0) -> None:
         self.device = torch.device("cpu")

@@ -4,7 +4,7 @@ Each `assert_*` compares one case, and raises AssertionError where it differs.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -156,32 +156,34 @@ class Fenced(NamedTuple):
     def check(self, n_used: int | None = None) -> None:
         """Raises: AssertionError (something past its first `n_used` elements was written; None: past its end)."""
         rest = self.whole[self.inner.numel() if n_used is None else n_used :].cpu().view(torch.uint8)
-        require(bool((rest == _FENCE).all()), "past the end was written")
+        assert bool((rest == _FENCE).all()), "past the end was written"
 
 
-def fenced(n: int, dtype: torch.dtype, kernels: Kernels, values: Tensor | None = None) -> Fenced:
-    """(n,) of `dtype` where `kernels` run, filled with `values`, if given."""
-    whole = torch.full(((n + 8) * dtype.itemsize,), _FENCE, dtype=torch.uint8, device=kernels.device).view(dtype)
+def fenced(n: int, dtype: torch.dtype, place: torch.device, values: Tensor | None = None) -> Fenced:
+    """(n,) of `dtype`, filled with `values`, if given."""
+    whole = torch.full(((n + 8) * dtype.itemsize,), _FENCE, dtype=torch.uint8, device=place).view(dtype)
     if values is not None:
-        whole[:n] = values.to(kernels.device)
+        whole[:n] = values.to(place)
     return Fenced(whole[:n], whole)
-
-
-def require(is_right: bool, what: str) -> None:
-    """Raises: AssertionError."""
-    if not is_right:
-        raise AssertionError(what)
 
 
 def require_same(found: Tensor, expected: Tensor, what: str, *, any_nan: bool = False) -> None:
     """Bit by bit; with `any_nan`, whatever a NaN looks like. Raises: AssertionError, with the first that differ."""
     words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[expected.element_size()]
     found = found.cpu()
-    require(found.shape == expected.shape, f"{what} of another shape")
+    assert found.shape == expected.shape, f"{what} of another shape"
     differs = found.contiguous().view(words) != expected.view(words)
     if any_nan:
         differs &= ~(found.isnan() & expected.isnan())
-    require(not bool(differs.any()), f"other {what}, the first at {differs.nonzero()[:8].view(-1).tolist()}")
+    assert not bool(differs.any()), f"other {what}, the first at {differs.nonzero()[:8].view(-1).tolist()}"
+
+
+def require_alike(kernels: Kernels, run: Callable[[torch.device], Iterator[tuple[str, Tensor]]]) -> None:
+    """What `run` yields in a place, by name, is the same on the CPU and where kernels do the work."""
+    expected = [(what, values.clone()) for what, values in run(torch.device("cpu"))]
+    with using(kernels):
+        for (what, wanted), (_, found) in zip(expected, run(kernels.device), strict=True):
+            require_same(found, wanted, what, any_nan=what == "sums")
 
 
 # ---- messages
@@ -194,20 +196,18 @@ def assert_messages(
     residual: Tensor | None = None, cuts: Sequence[int] = (), *, is_exact: bool = False,
 ) -> None:  # fmt: skip
     """Message, residual and decoded values of the kernels are the CPU's, and nothing beside them is written.
-
-    `is_exact`: the kernels read a message in memory of just its length, and write nothing else of the room.
-    """
+    `is_exact`: the kernels read a message in memory of just its length, and write nothing else of the room."""
     n, place = values.numel(), kernels.device
     options: dict[str, Any] = {"step": STEP, "cuts": cuts} if isinstance(codec, Quantised) else {"step": STEP}
     weights = None if importance is None else importance.to(place)
-    expected, written = torch.empty(room, dtype=torch.uint8), fenced(room, torch.uint8, kernels)
+    expected, written = torch.empty(room, dtype=torch.uint8), fenced(room, torch.uint8, place)
 
     if residual is None:
         n_bytes = int(codec.encode(values, expected, importance, **options))
         with using(kernels):
             n_found = int(codec.encode(values.to(place), written.inner, weights, **options))
     else:
-        left, found_left = torch.empty(n), fenced(n, torch.float32, kernels)
+        left, found_left = torch.empty(n), fenced(n, torch.float32, place)
         options |= {"residual_scale": 2 * LOSS_SCALE}
         n_bytes = int(codec.encode_with_residual(values, residual, expected, new_residual=left, **options))
         with using(kernels):
@@ -215,13 +215,13 @@ def assert_messages(
             n_found = int(codec.encode_with_residual(*there, new_residual=found_left.inner, **options))
         require_same(found_left.inner, left, "residuals")
         found_left.check()
-    require(n_found == n_bytes, f"{n_found} bytes, not {n_bytes}")
+    assert n_found == n_bytes, f"{n_found} bytes, not {n_bytes}"
     require_same(written.inner[:n_bytes], expected[:n_bytes], "bytes")
     written.check(n_bytes if is_exact else None)
     message = expected[:n_bytes]
     for dtype, divisor, adds in ways:
         wanted = torch.linspace(-1, 1, n).to(dtype)
-        out, error = fenced(n, dtype, kernels, wanted), torch.zeros(1, dtype=torch.int32, device=place)
+        out, error = fenced(n, dtype, place, wanted), torch.zeros(1, dtype=torch.int32, device=place)
         codec.decode(message, wanted, importance, divisor=divisor, adds=adds)
         options = {"cuts": cuts} if isinstance(codec, Quantised) else {}
         with using(kernels):
@@ -289,19 +289,11 @@ def drawn_factors(shape: tuple[int, ...]) -> Tensor:
 
 
 def assert_selection(kernels: Kernels, values: Tensor, share: float, way: str) -> None:
-    """The native core's elements in its order, and their sums.
-
-    `way`: "exact": the largest; by thresholds from samples: of the "whole", of "spans", of many spans of "threes".
-    """
-    n, place = values.numel(), kernels.device
-    left, on_device = values.clone(), values.to(kernels.device, copy=True)
+    """The native core's elements in its order, and their sums. `way`: "exact": the largest; by thresholds from samples:
+    of the "whole", of "spans", of many spans of "threes"."""
+    n, samples = values.numel(), []
     if way == "exact":
-        count = torch.tensor([count_of(share, n)], dtype=torch.int32)
-        indices, taken, is_finite = take_largest(left, int(count))
-        with using(kernels):
-            found_indices, found_taken, found_is_finite = take_largest(on_device, int(count))
-        found_count = count.to(place)
-        require(bool(found_is_finite) == bool(is_finite), "values are finite, or not")
+        counts = [count_of(share, n)]
     else:
         spans = [(0, n)] if way == "whole" else spans_of(n, *(range(3, n, 3) if way == "threes" else (4_700, 25_000)))
         if len(spans) > 3:
@@ -309,23 +301,24 @@ def assert_selection(kernels: Kernels, values: Tensor, share: float, way: str) -
         counts = [count_of(share, end - start) for start, end in spans]
         generator = torch.Generator().manual_seed(11)
         samples = [draw_sample(end - start, k, generator) for (start, end), k in zip(spans, counts, strict=True)]
-        zeroed = torch.ones_like(values)
-        beside = zeroed.to(place, copy=True)
-        count, indices, taken = take_by_sample(left, spans, counts, samples, zeroed)
-        with using(kernels):
-            found_count, found_indices, found_taken = take_by_sample(on_device, spans, counts, samples, beside)
-        require_same(beside, zeroed, "places beside them")
-    require_same(found_count, count, "numbers")
-    require_same(found_indices, indices, "elements")
-    require_same(found_taken, taken, "values")
-    require_same(on_device, left, "values left")
-    sums, error = torch.linspace(-1, 1, n), torch.zeros(1, dtype=torch.int32)
-    summed, noted = sums.to(place, copy=True), error.to(place, copy=True)
-    add_elements(indices, taken, sums, error, count)
-    with using(kernels):
-        add_elements(found_indices, found_taken, summed, noted, found_count)
-    raise_selection_error(max(int(error), int(noted)))
-    require_same(summed, sums, "sums", any_nan=True)
+
+    def run(place: torch.device) -> Iterator[tuple[str, Tensor]]:
+        left = values.to(place, copy=True)
+        if way == "exact":
+            count = torch.tensor(counts, dtype=torch.int32, device=place)
+            indices, taken, is_finite = take_largest(left, *counts)
+            yield "whether values are finite", is_finite
+        else:
+            zeroed = torch.ones_like(left)
+            count, indices, taken = take_by_sample(left, spans, counts, samples, zeroed)
+            yield "places beside them", zeroed
+        yield from (("numbers", count), ("elements", indices), ("values", taken), ("values left", left))
+        sums, error = torch.linspace(-1, 1, n).to(place), torch.zeros(1, dtype=torch.int32, device=place)
+        add_elements(indices, taken, sums, error, count)
+        raise_selection_error(int(error))
+        yield "sums", sums
+
+    require_alike(kernels, run)
 
 
 def assert_signs(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype, ties: bool) -> None:
@@ -338,90 +331,78 @@ def assert_signs(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype, t
     n_words = signs.n_words(values[0])
     expected, voted = torch.empty(n_ranks, n_words, dtype=torch.int32), torch.empty(n, dtype=dtype)
     for words, own in zip(expected, values, strict=True):
-        require(bool(signs.pack(own, words)), "finite values were called others")
+        assert bool(signs.pack(own, words)), "finite values were called others"
     signs.vote(expected, voted, LOSS_SCALE)
     # A word before them, and one that stays as it is.
     found = torch.full((n_ranks, n_words + 2), -1, dtype=torch.int32, device=place)
-    flags, out = torch.zeros(1, dtype=torch.int32, device=place), fenced(n, dtype, kernels)
+    flags, out = torch.zeros(1, dtype=torch.int32, device=place), fenced(n, dtype, place)
     with using(kernels):
         for words, own in zip(found, values.to(place), strict=True):
-            require(bool(signs.pack(own, words[:-1])), "finite values were called others")
+            assert bool(signs.pack(own, words[:-1])), "finite values were called others"
         signs.vote(found[:, :-1], out.inner, LOSS_SCALE, flags)
     packed = found.cpu()
     require_same(packed[:, 1:-1], expected, "signs")
-    require(bool((packed[:, 0] == 0).all()) and int(flags) == 0, "finite values were noted as others")
-    require(bool((packed[:, -1] == -1).all()), "words past the message were written")
+    assert not bool(packed[:, 0].any()), "finite values were noted as others"
+    assert int(flags) == 0, "finite values were noted as others"
+    assert bool((packed[:, -1] == -1).all()), "words past the message were written"
     require_same(out.inner, voted, "majority")
     bad = values[-1].to(place, copy=True)  # one rank's value that is not finite: all are NaN
     bad[n // 2] = float("-inf") if n % 2 else float("nan")
     with using(kernels):
         is_finite = signs.pack(bad, found[-1, :-1])
         signs.vote(found[:, :-1], out.inner, LOSS_SCALE, flags)
-    is_told = not bool(is_finite) and int(flags) == 1
-    require(bool(out.inner.isnan().all()) and is_told, "a value that is not finite was not told")
+    assert (bool(is_finite), int(flags)) == (False, 1), "a value that is not finite was not told"
+    assert bool(out.inner.isnan().all()), "a value that is not finite was not told"
     out.check()
 
 
 def assert_ternary(kernels: Kernels, values: Tensor, n_ranks: int, is_cut: bool) -> None:
     """Scales, fields and means of ranks that all drew the same."""
-    n, place, values = values.numel(), kernels.device, finite(values)
+    n, values = values.numel(), finite(values)
     codec, spans = Ternary(2.5, seed=n), spans_of(n, 4700) if is_cut else [(0, n)]
-    filled = torch.tensor([start < end for start, end in spans])  # what is empty has no scale on a device
-    shares = codec.share(n, spans, torch.device("cpu"))
-    expected, counts = torch.empty(len(spans)), torch.empty(codec.count_bytes(n, n_ranks), dtype=torch.uint8)
-    codec.write_scales(values, shares, expected)
-    there, scales = values.to(place, copy=True), torch.zeros(int(filled.sum()), device=place)
-    with using(kernels):
-        on_device = codec.share(n, spans, place)
-        codec.write_scales(there, on_device, scales)
-    require_same(scales, expected[filled], "scales")
-    expected *= 1.5  # another rank's are larger
-    scales.copy_(expected[filled])
-    codec.write_counts(values, shares, expected, n_ranks, counts, STEP)
-    fields = fenced(counts.numel(), torch.uint8, kernels)
-    with using(kernels):
-        codec.write_counts(there, on_device, scales, n_ranks, fields.inner, STEP)
-    require_same(fields.inner, counts, "fields")
-    fields.check()
-    sums, mean = counts.mul_(n_ranks), values.clone()
-    codec.read_counts(sums, shares, expected, n_ranks, mean)
-    with using(kernels):
-        codec.read_counts(sums.to(place), on_device, scales, n_ranks, there)
-    require_same(there, mean, "means")
+
+    def run(place: torch.device) -> Iterator[tuple[str, Tensor]]:
+        there, shares = values.to(place, copy=True), codec.share(n, spans, place)
+        scales = torch.zeros(len(shares.spans), device=place)
+        codec.write_scales(there, shares, scales)
+        yield "scales", scales[[start < end for start, end in shares.spans]]  # what is empty has none on a device
+        scales *= 1.5  # another rank's are larger
+        fields = fenced(codec.count_bytes(n, n_ranks), torch.uint8, place)
+        codec.write_counts(there, shares, scales, n_ranks, fields.inner, STEP)
+        yield "fields", fields.inner
+        fields.check()
+        codec.read_counts(fields.inner * n_ranks, shares, scales, n_ranks, there)
+        yield "means", there
+
+    require_alike(kernels, run)
 
 
 def assert_thc(kernels: Kernels, values: Tensor, n_ranks: int) -> None:
     """Norms, codes, residuals and means; without a residual for 9 ranks and an even number of values."""
-    n, place, codec, values = values.numel(), kernels.device, Thc(seed=values.numel()), finite(values)
+    n, codec, values = values.numel(), Thc(seed=values.numel()), finite(values)
     residual = values_of("gradient", n) / 3 if n_ranks == 8 or n % 2 else None
-    there, old = values.to(place), None if residual is None else residual.to(place)
-    expected, norms = torch.empty(codec.n_norms(n)), torch.zeros(codec.n_norms(n), device=place)
-    codec.write_norms(values, expected, residual, LOSS_SCALE)
-    with using(kernels):
-        codec.write_norms(there, norms, old, LOSS_SCALE)
-    require_same(norms, expected, "norms")
-    expected *= 1.5  # another rank's are larger
-    norms.copy_(expected)
-    codes, unsent = torch.empty(codec.code_bytes(n, n_ranks), dtype=torch.uint8), torch.empty(n)
     draws: dict[str, Any] = {"n_ranks": n_ranks, "sign_step": SIGN_STEP, "step": STEP, "residual_scale": LOSS_SCALE}
-    new = None if residual is None else unsent
-    codec.write_codes(values, expected, codes, residual=residual, new_residual=new, **draws)
-    written, left = fenced(codes.numel(), torch.uint8, kernels), fenced(n, torch.float32, kernels)
-    with using(kernels):
-        new = None if residual is None else left.inner
-        codec.write_codes(there, norms, written.inner, residual=old, new_residual=new, **draws)
-    require_same(written.inner, codes, "codes")
-    written.check()
-    if residual is not None:
-        require_same(left.inner, unsent, "residuals")
-    left.check(None if residual is not None else 0)
-    codec.summable(codes, n_ranks).mul_(n_ranks)  # all of them drew the same
-    mean, out = torch.empty_like(values), fenced(n, values.dtype, kernels)
-    codec.read_sums(codes, expected, n_ranks, mean, sign_step=SIGN_STEP)
-    with using(kernels):
-        codec.read_sums(codes.to(place), norms, n_ranks, out.inner, sign_step=SIGN_STEP)
-    require_same(out.inner, mean, "means")
-    out.check()
+
+    def run(place: torch.device) -> Iterator[tuple[str, Tensor]]:
+        there, old = values.to(place), None if residual is None else residual.to(place)
+        norms = torch.zeros(codec.n_norms(n), device=place)
+        codec.write_norms(there, norms, old, LOSS_SCALE)
+        yield "norms", norms
+        norms *= 1.5  # another rank's are larger
+        codes, left = fenced(codec.code_bytes(n, n_ranks), torch.uint8, place), fenced(n, torch.float32, place)
+        new = None if old is None else left.inner
+        codec.write_codes(there, norms, codes.inner, residual=old, new_residual=new, **draws)
+        yield "codes", codes.inner
+        codes.check()
+        yield "residuals", left.inner
+        left.check(0 if old is None else None)
+        codec.summable(codes.inner, n_ranks).mul_(n_ranks)  # all of them drew the same
+        out = fenced(n, values.dtype, place)
+        codec.read_sums(codes.inner, norms, n_ranks, out.inner, sign_step=SIGN_STEP)
+        yield "means", out.inner
+        out.check()
+
+    require_alike(kernels, run)
 
 
 def finite(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -430,9 +411,10 @@ def finite(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def assert_index(kernels: Kernels, values: Tensor) -> None:
     """Head, bits, counts, packed values and values again."""
-    n, there = values.numel(), values.to(kernels.device)
+    n, place = values.numel(), kernels.device
+    there = values.to(place)
     n_words, facts = HEAD_WORDS + index_words(n), 0x12345678
-    message, found = torch.empty(n_words, dtype=torch.int32), fenced(n_words, torch.int32, kernels)
+    message, found = torch.empty(n_words, dtype=torch.int32), fenced(n_words, torch.int32, place)
     head, found_index = found.inner[:HEAD_WORDS], found.inner[HEAD_WORDS:]
     packed_values.write_index(values, message, facts)
     with using(kernels):
@@ -450,12 +432,12 @@ def assert_index(kernels: Kernels, values: Tensor) -> None:
     packed, again = torch.empty(count, dtype=values.dtype), torch.empty(n, dtype=values.dtype)
     packed_values.pack(values, index, packed)
     packed_values.unpack(packed, index, again)
-    room, unpacked = fenced(count, values.dtype, kernels), fenced(n, values.dtype, kernels, values)
+    room, unpacked = fenced(count, values.dtype, place), fenced(n, values.dtype, place, values)
     with using(kernels):
         ends = packed_values.count(found_index, n, head)
         packed_values.pack(there, found_index, room.inner, ends)
         packed_values.unpack(room.inner, found_index, unpacked.inner, ends)
-    require(int(ends[-1]) == count, "other counts")
+    assert int(ends[-1]) == count, "other counts"
     require_same(room.inner, packed, "packed values")
     require_same(unpacked.inner, again, "values")
     room.check()
@@ -463,18 +445,16 @@ def assert_index(kernels: Kernels, values: Tensor) -> None:
     if n % 32:
         found.inner[-1] |= torch.iinfo(torch.int32).min
         with using(kernels):
-            require(int(packed_values.count(found_index, n, head)[-1]) == count, "a bit past the end was counted")
-        require(bool(int(head[FLAGS_AT]) & PAST_THE_END), "a bit past the end was not told")
+            assert int(packed_values.count(found_index, n, head)[-1]) == count, "a bit past the end was counted"
+        assert bool(int(head[FLAGS_AT]) & PAST_THE_END), "a bit past the end was not told"
 
 
 # ---- families of kernels, and all cases of each
 
 
 class Family(NamedTuple):
-    """Kernels that are checked alike: what compares one case, and the values of each of its axes.
-
-    A codec is given by its name in `codecs`; the axes content, n and dtype together make `values`.
-    """
+    """Kernels that are checked alike: what compares one case, and the values of each of its axes. A codec is given by
+    its name in `codecs`; the axes content, n and dtype together make `values`."""
 
     compare: Callable[..., None]
     axes: dict[str, Collection[Any]]
@@ -526,10 +506,8 @@ FAMILIES = {
 
 
 def run(kernels: Kernels, family: str, **axes: Collection[Any]) -> int:
-    """Compare every case of a family, with other values of some of its axes; returns how many there were.
-
-    Raises: AssertionError (the first case that differs, by name).
-    """
+    """Compare every case of a family, with other values of some of its axes; returns how many there were. Raises:
+    AssertionError (the first case that differs, by name)."""
     compare, own, codecs = FAMILIES[family]
     assert axes.keys() <= own.keys()
     n_cases = 0

@@ -1,12 +1,10 @@
 """The late device (late_device.cpp) as torch sees it, and a process group for it that refuses what NCCL refuses.
 
-It is compiled against the torch that is installed and kept in build/late-device, by the hash of what it is made from.
+It is compiled against the torch that is installed.
 """
 
 import contextlib
 import ctypes
-import fcntl
-import hashlib
 import importlib.util
 import os
 import subprocess
@@ -16,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
+import emulated
 import torch
 import torch.distributed as dist
 
@@ -33,15 +32,7 @@ cpp_extension.load(name, [source], extra_cflags=flags, build_directory=folder)
 def build() -> Path:
     """The compiled device; made where it is not there yet, in about 30 s."""
     made_from = [path.read_text() for path in _MADE_FROM]
-    key = hashlib.blake2b(f"{made_from} {torch.__version__} {_FLAGS}".encode(), digest_size=6).hexdigest()
-    folder = Path(__file__).parents[2] / "build" / "late-device"
-    library = folder / f"late_{key}.so"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "one-at-a-time").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # tests of another process may be making it ("lock" is torch's own)
-        if not library.exists():
-            _compile(library)
-    return library
+    return emulated.kept("late", (made_from, torch.__version__, _FLAGS), _compile)
 
 
 def _compile(library: Path) -> None:
@@ -77,15 +68,13 @@ def load(library: Path) -> Any:
     sys.modules["torch.late"] = module
     torch._register_device_module("late", module)
     torch.utils.generate_methods_for_privateuse1_backend()
-    dist.Backend.register_backend("like_nccl", _make_group, devices=["late", "cpu"])
+    dist.Backend.register_backend("like_nccl", LikeNccl, devices=["late", "cpu"])
     return late
 
 
 class LikeNccl(dist.ProcessGroup):
-    """Collectives in the order of their calls, each on its device's stream; host memory is not served.
-
-    Its values travel by Gloo. DDP's CPU tensors go to Gloo as well, as with the backend "cpu:gloo,cuda:nccl".
-    """
+    """Collectives in the order of their calls, each on its device's stream; host memory is not served. Its values
+    travel by Gloo. DDP's CPU tensors go to Gloo as well, as with the backend "cpu:gloo,cuda:nccl"."""
 
     made: ClassVar[list["LikeNccl"]] = []
 
@@ -212,7 +201,3 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     raw = (ctypes.c_uint8 * n_bytes).from_address(tensor.data_ptr())
     return torch.frombuffer(raw, dtype=tensor.dtype).view(tensor.shape)
-
-
-def _make_group(store: Any, rank: int, size: int, timeout: Any) -> LikeNccl:
-    return LikeNccl(store, rank, size, timeout)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from awkward_models import build_model
 from gradwire import schemes
 from gradwire.gpu import kernels
 from gradwire.reducer import Reducer
@@ -61,23 +62,20 @@ class Place(NamedTuple):
         return DistributedDataParallel(module, **{"bucket_cap_mb": 0.01, "process_group": self.group, **options})
 
 
-def begin(library: Path) -> tuple[Any, Place]:
+def begin(library: Path, lateness_us: int | None = None) -> tuple[Any, Place]:
     """In a rank: the device's functions, and the place to train on it, through host memory."""
     functions = late.load(library)
+    if lateness_us is not None:
+        functions.set_lateness_us(lateness_us)
     return functions, Place(torch.device("late", 0), dist.new_group(backend="like_nccl"))
 
 
-def begin_with_kernels(library: Path) -> tuple[Any, Place]:
+def begin_with_kernels(library: Path, lateness_us: int | None = None) -> tuple[Any, Place]:
     """And between devices, by emulated kernels."""
-    functions, place = begin(library)
+    functions, place = begin(library, lateness_us)
     kernels.MAKERS["late"] = functools.partial(emulated.LateKernels, emulated.build(), functions)
     kernels._made.clear()
     return functions, place._replace(placement="device")
-
-
-def build_model(seed: int = 1) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 3))
 
 
 def batch(rank: int, step: int, place: Place, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -88,7 +86,7 @@ def mean_square(outputs: Tensor) -> Tensor:
     return outputs.float().square().mean()
 
 
-def mean_square_off_one(outputs: Tensor) -> Tensor:
+def square_off_one(outputs: Tensor) -> Tensor:
     return (outputs - 1.0).square().mean()
 
 
@@ -104,15 +102,6 @@ def still(parameters: Any) -> torch.optim.Optimizer:
     return sgd(parameters, lr=0.0)
 
 
-def attach(ddp: nn.Module, optimizer: torch.optim.Optimizer, scheme: Scheme | str, **options: Any) -> Any:
-    return gradwire.attach(ddp, optimizer, scheme, timeout_s=30, **options)
-
-
-def bits_of(ddp: nn.Module) -> Tensor:
-    """(n,) float64 on the CPU: all parameters."""
-    return torch.cat([parameter.detach().cpu().double().reshape(-1) for parameter in ddp.parameters()])
-
-
 def training_at(
     rank: int,
     place: Place,
@@ -124,10 +113,8 @@ def training_at(
     scaler: Any = None,
     **ddp: Any,
 ) -> Training:
-    """A training of `model`, with the `loss` of its outputs for what `inputs` gives it on a rank, in a step, at `place`.
-
-    It has several buckets, which DDP rebuilds after the first step.
-    """
+    """A training of `model`, with the `loss` of its outputs for what `inputs` gives it on a rank, in a step, at
+    `place`. It has several buckets, which DDP rebuilds after the first step."""
     ddp = {"bucket_cap_mb": 0.01, "process_group": place.group, **ddp}
     attaching = {"timeout_s": 30, "scaler": scaler, "placement": place.placement}
     module = (model or build_model()).to(place.device)
@@ -138,7 +125,7 @@ def training_at(
     return Training(rank, scheme, optimizer, lambda: module, loss_of, ddp, **({} if scheme is None else attaching))
 
 
-def states_at_the_end(training: Training) -> list[dict[str, Any]]:
+def states_of(training: Training) -> list[dict[str, Any]]:
     """Of model, optimizer and attachment, which is closed."""
     training.attachment.flush()
     states = [one.state_dict() for one in (training.ddp.module, training.optimizer, training.attachment)]
@@ -150,17 +137,17 @@ def end(training: Training) -> Tensor:
     """All parameters, after the attachment was closed."""
     training.attachment.flush()
     training.attachment.close()
-    return bits_of(training.ddp)
+    return training.flat()
 
 
 def train(rank: int, place: Place, scheme: Scheme, n_steps: int = N_STEPS) -> Tensor:
-    training = training_at(rank, place, scheme, loss=mean_square_off_one)
+    training = training_at(rank, place, scheme, loss=square_off_one)
     training.take_steps(range(n_steps))
     return end(training)
 
 
 @contextlib.contextmanager
-def counting_waits_of_hooks(late: Any) -> Iterator[list[int]]:
+def waits_of_hooks(late: Any) -> Iterator[list[int]]:
     """How often DDP's hook stood still for the device, call by call."""
     waits: list[int] = []
     reduce = Reducer.reduce
@@ -187,7 +174,7 @@ def train_on_both(
         for lateness_us in latenesses_us:
             late.set_lateness_us(lateness_us)
             scheme = make()
-            with counting_waits_of_hooks(late) as waits:
+            with waits_of_hooks(late) as waits:
                 found = train(rank, place, scheme)
             assert len(waits) > N_STEPS or name == "auto"  # which puts its hook in where something is to be won
             is_delayed = scheme.owns_step and place.placement is None

@@ -16,34 +16,39 @@ from gradwire.gpu.kernels import Kernels, using
 from gradwire.gpu.launching import raise_error
 from sealing import SEALS, put
 
-Coded = Float | GCompCodec
+Coded = Float | GCompCodec | Quantised
 N_VALUES = 90  # of every message here: one chunk, and fewer than eight partitions
 
 
-def message_of(codec: Coded, values: Tensor, importance: Tensor | None = None) -> Tensor:
+def message_of(codec: Coded, values: Tensor, importance: Tensor | None = None, **cuts: tuple[int, ...]) -> Tensor:
     """A message of the CPU's codec in memory of exactly its length."""
-    out = torch.zeros(codec.max_encoded_bytes(values.numel(), values.dtype), dtype=torch.uint8)
-    return out[: codec.encode(values, out, importance)].clone()
+    out = torch.zeros(1 << 12, dtype=torch.uint8)
+    return out[: codec.encode(values, out, importance, **cuts)].clone()
 
 
-def error_of(kernels: Kernels, codec: Coded, message: Tensor, out: Tensor, importance: Tensor | None = None) -> int:
+def error_of(
+    kernels: Kernels,
+    codec: Coded,
+    message: Tensor,
+    out: Tensor,
+    importance: Tensor | None = None,
+    **cuts: tuple[int, ...],
+) -> int:
     """The error word after decoding into `out`; a message of floats is in the codec's room, filled up with zeros."""
-    if not isinstance(codec, GCompCodec):
+    if isinstance(codec, Float):
         n_zeros = codec.max_encoded_bytes(out.numel(), out.dtype) - message.numel()
         message = torch.cat([message, message.new_zeros(n_zeros)])
     error = torch.zeros(1, dtype=torch.int32)
     with using(kernels):
-        codec.decode(message, out, importance, error=error)
+        codec.decode(message, out, importance, error=error, **cuts)
     return int(error)
 
 
 def is_refused(
     kernels: Kernels, codec: Coded, message: Tensor, lie: Tensor, out: Tensor, importance: Tensor | None = None
 ) -> bool:
-    """Whether kernels refuse what became of `message`: as the CPU's codec does, by the same error; or both read the same.
-
-    A device codec also refuses options that are not its own.
-    """
+    """Whether kernels refuse what became of `message`: as the CPU's codec does, by the same error; or both read the
+    same. A device codec also refuses options that are not its own."""
     code = error_of(kernels, codec, lie, out, importance)
     answer = _error_of(lambda: raise_error(code, codec.name, kernels.device))
     expected = torch.empty_like(out)
@@ -89,7 +94,7 @@ def lies_of(codec: Coded, message: Tensor, step: int = 1) -> Iterator[Tensor]:
         yield sealed(codec, put(lie, 24, "<Q", n_bytes)) if n_bytes >= 48 else lie
 
 
-def sealed(codec: Coded | Quantised, message: Tensor) -> Tensor:
+def sealed(codec: Coded, message: Tensor) -> Tensor:
     SEALS[codec.name](message, N_VALUES)
     return message
 

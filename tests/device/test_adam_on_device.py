@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from late_cases import CPU, Place, batch, begin_with_kernels, bits_of, states_at_the_end, training_at
+from late_cases import CPU, Place, batch, begin_with_kernels, states_of, training_at
 from test_ddp_on_device import scale_the_loss, stop_and_resume
 from test_on_device import by_name
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ def test_a_parameter_that_trains_late_is_frozen_late(rank: int, world_size: int,
             run = gated_training(rank, place)
             with refusing_reads() if place.device != CPU else contextlib.nullcontext():
                 run.take_steps(range(N_STEPS))
-            ends.append((counts_of(run), bits_of(run.ddp)))
+            ends.append((counts_of(run), run.flat()))
             run.attachment.close()
         (counts, expected), (found_counts, found) = ends
         assert found_counts == counts
@@ -114,19 +114,18 @@ def test_a_host_that_reads_too_soon_is_seen(rank: int, world_size: int, library:
 @on_ranks(2)
 def test_resume_has_the_bits_of_the_cpu(rank: int, world_size: int, library: Path) -> None:
     """Saved before the late parameter trains, and after it; the optimizer's state is another tensor then."""
-    late, device = begin_with_kernels(library)
-    late.set_lateness_us(1_000)
+    _, device = begin_with_kernels(library, 1_000)
     for at in (2, 4):
         ends = []
         for place in (Place(CPU), device):
             run = gated_training(rank, place)
             run.take_steps(range(at))
-            saved = states_at_the_end(run)
+            saved = states_of(run)
             run = gated_training(rank, place)
             for one, state in zip((run.ddp.module, run.optimizer, run.attachment), saved, strict=True):
                 one.load_state_dict(state)
             run.take_steps(range(at, N_STEPS))
-            ends.append((counts_of(run), bits_of(run.ddp)))
+            ends.append((counts_of(run), run.flat()))
             run.attachment.close()
         assert ends[0][0] == ends[1][0]
         assert torch.equal(ends[0][1], ends[1][1])
@@ -135,8 +134,7 @@ def test_resume_has_the_bits_of_the_cpu(rank: int, world_size: int, library: Pat
 @on_ranks(2)
 def test_an_overflow_is_skipped_and_a_checkpoint_goes_on(rank: int, world_size: int, library: Path) -> None:
     """float16 behind a GradScaler, an Inf in step 1; and features that do not depend on the optimizer's class."""
-    late, device = begin_with_kernels(library)
-    late.set_lateness_us(1_000)
+    _, device = begin_with_kernels(library, 1_000)
 
     def adamw_instead(parameters: Any, **_: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
@@ -154,8 +152,7 @@ def test_an_overflow_is_skipped_and_a_checkpoint_goes_on(rank: int, world_size: 
 
 @on_ranks(2)
 def test_gradients_that_outgrow_the_variance_are_told_once(rank: int, world_size: int, library: Path) -> None:
-    late, device = begin_with_kernels(library)
-    late.set_lateness_us(1_000)
+    _, device = begin_with_kernels(library, 1_000)
     said = log_of("gradwire", logging.WARNING)
     run = gated_training(rank, device)
     for step in range(20):  # updates are looked at every 16 steps, and what was found comes a step later

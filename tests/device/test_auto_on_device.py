@@ -11,22 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-from late_cases import (
-    CPU,
-    Place,
-    batch,
-    begin_with_kernels,
-    build_model,
-    counting_waits_of_hooks,
-    end,
-    mean_square_off_one,
-    momentum,
-    training_at,
-)
+from late_cases import CPU, Place, batch, begin_with_kernels, end, momentum, square_off_one, training_at, waits_of_hooks
 from test_steps_on_device import READING, Asked
 from torch import Tensor
 
 import gradwire
+from awkward_models import build_model
 from gradwire.planning.recommend import recommend
 from gradwire.schemes.auto import costs
 from gradwire.schemes.auto.scheme import Auto, ResidualHandover
@@ -45,7 +35,7 @@ ON_DEVICE = ["one-bit@device", "embedded-float:bits=8,topology=direct@device", "
 
 def training_under(rank: int, place: Place, scheme: Auto, placement: str | None = None) -> Training:
     """On the device with a placement, or with none."""
-    return training_at(rank, place._replace(placement=placement), scheme, momentum, loss=mean_square_off_one)
+    return training_at(rank, place._replace(placement=placement), scheme, momentum, loss=square_off_one)
 
 
 def end_auto(training: Training) -> tuple[Tensor, Any]:
@@ -59,8 +49,7 @@ def small_probes() -> Any:
 
 
 def begin(library: Path, lateness_us: int = 1_000) -> tuple[Any, Place]:
-    late, place = begin_with_kernels(library)
-    late.set_lateness_us(lateness_us)
+    late, place = begin_with_kernels(library, lateness_us)
     link_probe.DEVICE_PROBE_ELEMENTS = 1 << 14
     return late, place
 
@@ -77,7 +66,7 @@ def nobody_waits(late: Any) -> Iterator[None]:
             add(*arguments, **options)
         in_add[0] += late.n_waits_here() - before
 
-    with mock.patch.object(ResidualHandover, "add_to", watched), counting_waits_of_hooks(late) as waits:
+    with mock.patch.object(ResidualHandover, "add_to", watched), waits_of_hooks(late) as waits:
         # Waits of transparent steps are not among those of hooks.
         yield
     assert waits

@@ -1,18 +1,23 @@
-"""Kernels of floats and GComp, run on the host: what they refuse, and of GComp's, every pattern of bits."""
+"""Kernels run on the host: messages, elements and arguments that they refuse, and of GComp's, every pattern of bits."""
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from emulated import kernels
-from kernel_checks import FLOATS, GCOMP, assert_gcomp, values_of
-from lies import N_VALUES, Coded, error_of, is_refused, lies_of, message_of
-from test_kernels import SOME_FLOATS
+from kernel_checks import FLOATS, GCOMP, QUANTISERS, assert_gcomp, values_of
+from lies import N_VALUES, WRONG_ELEMENTS, Coded, assert_reported, error_of, is_refused, lies_of, message_of, sealed
+from test_kernels import SOME_FLOATS, SOME_QUANTISERS
 
 from gcomp_gradients import KINDS, NAMES, make_gradient, make_importance, tensor_of, words_of
 from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
+from gradwire.codecs.hadamard import Thc
+from gradwire.codecs.selection import CHECKSUM, OUTSIDE, Sample, take_by_sample, take_largest
+from gradwire.codecs.selection import raise_error as raise_selection_error
+from gradwire.codecs.ternary import Ternary
 from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, RankMismatch, Unsupported
 from gradwire.gpu.kernels import using
@@ -25,8 +30,9 @@ def coded(
     name: str, content: str, dtype: torch.dtype = torch.float32
 ) -> tuple[Coded, torch.Tensor | None, torch.Tensor]:
     """A codec, importance, and a message of the CPU's."""
-    if name in FLOATS:
-        return FLOATS[name], None, message_of(FLOATS[name], values_of(content, N_VALUES, dtype))
+    if name not in GCOMP:
+        codec: Coded = FLOATS[name] if name in FLOATS else QUANTISERS[name]
+        return codec, None, message_of(codec, values_of(content, N_VALUES, dtype))
     importance = make_importance(N_VALUES)
     return GCOMP[name], importance, message_of(GCOMP[name], make_gradient(content, N_VALUES, dtype), importance)
 
@@ -34,7 +40,10 @@ def coded(
 FLOAT_CASES = [(name, content) for name in SOME_FLOATS for content in ("gradient", "nan")]
 
 
-@pytest.mark.parametrize(("name", "content"), [*FLOAT_CASES, ("paper, few codes", "gaussian")])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [*FLOAT_CASES, *((name, "gradient") for name in SOME_QUANTISERS), ("paper, few codes", "gaussian")],
+)
 def test_every_changed_byte_is_reported_and_not_read(name: str, content: str) -> None:
     codec, importance, message = coded(name, content)
     used = kernels()
@@ -45,7 +54,9 @@ def test_every_changed_byte_is_reported_and_not_read(name: str, content: str) ->
         code = error_of(used, codec, changed, out, importance)
         with pytest.raises((CorruptMessage, IncompatibleVersion)):
             raise_error(code, codec.name, used.device)
-        assert bool(out.isnan().all()), f"values of a message with another byte {byte} were used"
+        with using(used):
+            codec.decode(changed, again := torch.empty(N_VALUES), importance)
+        assert bool((out.isnan() & again.isnan()).all()), f"values of a message with another byte {byte} were used"
         with pytest.raises((CorruptMessage, IncompatibleVersion)):
             codec.decode(changed, out, importance)
 
@@ -68,6 +79,34 @@ def test_a_lie_with_right_checksums_is_answered_as_on_the_cpu(name: str, content
         found.append(is_refused(used, codec, message, lie, out, importance))
     # Most change codes or mantissas, which say anything.
     assert (100 if name in GCOMP else 40) < sum(found) < len(found)
+
+
+# Of messages of so many values, cut there: bytes that no encoder writes, and what is said.
+LIES = [
+    ("two-bit", 16, (), {32: 0xFF}, "no encoder writes"),
+    ("two-bit by group", 200, (130,), {32: 3}, "flags"),  # the number of cuts
+    ("two-bit by group", 200, (130,), {36: 131}, "flags"),  # the cut
+    ("two-bit by group", 200, (130,), {41: 0xFF}, "no encoder"),  # the first group's scale
+    ("two-bit by group", 200, (130,), {48: 0xFF}, "no encoder"),  # the first codes
+    # All codes of four levels mean something; a scale that is not finite does not.
+    ("four levels by group", 200, (), {36: 0x80, 37: 0x7F}, "no encoder"),
+]
+
+
+@pytest.mark.parametrize(("name", "n", "cuts", "lie", "says"), LIES)
+def test_what_no_encoder_writes_is_reported_though_the_checksum_is_right(
+    name: str, n: int, cuts: tuple[int, ...], lie: dict[int, int], says: str
+) -> None:
+    used, codec = kernels(), QUANTISERS[name]
+    message = message_of(codec, values_of("gradient", n), cuts=cuts)
+    for place, byte in lie.items():
+        message[place] = byte
+    sealed(codec, message)
+    with pytest.raises(CorruptMessage, match=says):
+        raise_error(error_of(used, codec, message, torch.empty(n), cuts=cuts), codec.name, used.device)
+    if not cuts:  # of which the CPU's codec knows what the message says
+        with pytest.raises(CorruptMessage, match=says):
+            codec.decode(message, torch.empty(n))
 
 
 # ---- GComp alone
@@ -147,4 +186,49 @@ def test_what_kernels_do_not_do_is_refused() -> None:
         for call in (EmbeddedFloat(32).encode, EmbeddedFloat(32).decode):
             with pytest.raises(Unsupported, match="escapes"):
                 call(out, out)
+        with pytest.raises(InvalidArgument, match="float32 only"):
+            QUANTISERS["one-bit"].decode(message, out.half(), adds=True)
+        for codec in (Ternary(), Thc()):
+            with pytest.raises(Unsupported, match=f"{codec.name} has no kernels"):
+                codec.encode(out, message)
     assert used.launched == []
+    with pytest.raises(InvalidArgument, match="cuts ascend"):
+        QUANTISERS["two-bit by group"].message_room(200, (130, 130))
+    with pytest.raises(Unsupported, match="none for 'meta'"):
+        QUANTISERS["one-bit"].check_device(torch.device("meta"))
+
+
+# ---- elements
+
+
+@pytest.mark.parametrize("name", WRONG_ELEMENTS)
+def test_what_no_rank_sends_is_reported_and_not_written_outside(name: str) -> None:
+    wrong = WRONG_ELEMENTS[name]
+    for used in (None, kernels()):
+        fenced = torch.zeros(wrong.n_elements + 16)
+        assert_reported(used, wrong, fenced[8:-8])
+        assert not fenced[:8].any()
+        assert not fenced[-8:].any()
+
+
+def test_error_words_are_told() -> None:
+    raise_selection_error(0)
+    for code, says in ((CHECKSUM, "checksum does not match"), (OUTSIDE, "outside of the bucket"), (9, "error word 9")):
+        with pytest.raises(CorruptMessage, match=says):
+            raise_selection_error(code)
+
+
+def test_more_values_than_indices_can_tell_are_refused() -> None:
+    values = torch.empty(1 << 31, device="meta")
+    for take in (lambda: take_largest(values, 1), lambda: take_by_sample(values, [], [], [])):
+        with pytest.raises(InvalidArgument, match="at most 2147483647"):
+            take()
+
+
+def test_nothing_is_taken_of_no_tensors() -> None:
+    for used in (None, kernels()):
+        values = torch.ones(7)
+        with contextlib.nullcontext() if used is None else using(used):
+            n_taken, indices, taken = take_by_sample(values, [(0, 0), (7, 7)], [0, 0], [Sample(None, 0)] * 2)
+        assert (int(n_taken), indices.numel(), taken.numel()) == (0, 0, 0)
+        assert bool((values == 1).all())

@@ -222,13 +222,7 @@ def test_the_others_too(world_size: int) -> None:
 if __name__ == "__main__":  # the table of docs/gpu.md
     for one in ("plain", "bf16", "qsgd", *FLOATS):
         for n in (2, 4, 8):
-            print(one, n, count(one, n, n // 2), end=" ")
-            if one in FLOATS:
-                print(
-                    "before:",
-                    count(one, n, n // 2, one_by_one=True),
-                    "ring:",
-                    count(f"{one},topology=ring", n, 0),
-                    end="",
-                )
-            print()
+            others = (
+                (count(one, n, n // 2, one_by_one=True), count(f"{one},topology=ring", n, 0)) if one in FLOATS else ()
+            )
+            print(one, n, count(one, n, n // 2), *others)

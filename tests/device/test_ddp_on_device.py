@@ -1,4 +1,4 @@
-"""DDP's features with staged schemes on the late device, errors and deaths: the CPU's bits, or the CPU's errors."""
+"""Staged schemes on the late device: every one of them, DDP's features, and errors; the CPU's bits, or the CPU's errors."""
 
 import contextlib
 from collections.abc import Callable
@@ -8,33 +8,16 @@ from unittest import mock
 
 import pytest
 import torch
-from late_cases import (
-    CPU,
-    N_STEPS,
-    SCHEMES,
-    Maker,
-    Place,
-    assert_the_dead_is_named,
-    attach,
-    begin,
-    bits_of,
-    build_model,
-    die_in_step_2,
-    end,
-    mean_square,
-    momentum,
-    sgd,
-    states_at_the_end,
-    training_at,
-)
+from late_cases import CPU, N_STEPS, SCHEMES, Place, begin, end, momentum, sgd, states_of, train_on_both, training_at
 from torch import Tensor, nn
 
 import gradwire
+from awkward_models import Branches, Mixed, build_model
 from gradwire.core.bucket import Slot
 from gradwire.core.staging import StagedBucket
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
-from ranks import on_ranks, try_ranks
+from ranks import on_ranks
 from small_training import adamw
 
 Feature = Callable[[int, Place, Scheme], Tensor]
@@ -54,35 +37,8 @@ def keep_graph_static(rank: int, place: Place, scheme: Scheme) -> Tensor:
     return run(rank, place, scheme, static_graph=True)
 
 
-class Branches(nn.Module):
-    """`left` or `right` by rank and step; `spare` is never used; one parameter has another memory order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.trunk, self.left, self.right, self.spare = (nn.Linear(20, 20) for _ in range(4))
-        self.turned = nn.Parameter(torch.randn(20, 9).t())
-        self.empty = nn.Parameter(torch.empty(0, 7))
-
-    def forward(self, values: Tensor) -> Tensor:
-        branch = self.left if float(values[0, 0]) > 0 else self.right
-        return branch(self.trunk(values).relu()) @ self.turned.t() + self.empty.sum()
-
-
 def leave_parameters_unused(rank: int, place: Place, scheme: Scheme) -> Tensor:
     return run(rank, place, scheme, Branches(), find_unused_parameters=True)
-
-
-class Mixed(nn.Module):
-    """Three dtypes in one model: DDP makes buckets for each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.wide, self.short, self.narrow = nn.Linear(20, 20), nn.Linear(20, 20).bfloat16(), nn.Linear(20, 20).half()
-
-    def forward(self, values: Tensor) -> Tensor:
-        return self.narrow(self.short(self.wide(values).bfloat16()).relu().half()).float()
 
 
 def mix_dtypes(rank: int, place: Place, scheme: Scheme) -> Tensor:
@@ -90,7 +46,7 @@ def mix_dtypes(rank: int, place: Place, scheme: Scheme) -> Tensor:
 
 
 def accumulate_and_clip(rank: int, place: Place, scheme: Scheme) -> Tensor:
-    training = training_at(rank, place, scheme, loss=lambda outputs: mean_square(10 * outputs))
+    training = training_at(rank, place, scheme, loss=lambda outputs: (10 * outputs).square().mean())
     for step in range(2 * N_STEPS):
         with training.ddp.no_sync() if step % 2 == 0 else contextlib.nullcontext():
             training.loss(training.ddp, rank, step).backward()
@@ -142,19 +98,21 @@ def scale_the_loss(rank: int, place: Place, scheme: Scheme) -> Tensor:
 
 
 def meet_nan(rank: int, place: Place, scheme: Scheme) -> Tensor:
-    """A NaN on one rank, without a scaler: the whole step is NaN there, as it is on the CPU."""
+    """A NaN on one rank, without a scaler: the messages that hold it are NaN altogether, as on the CPU."""
     training = training_at(rank, place, scheme, sgd)
     for step in range(2):
         training.backward(step, float("nan") if rank == step == 1 else 1.0)
         training.optimizer.step()
-    return torch.nan_to_num(end(training), nan=12345.0)
+    parameters = end(training)
+    assert bool(parameters.isnan().any())
+    return torch.nan_to_num(parameters, nan=12345.0)
 
 
 def stop_and_resume(rank: int, place: Place, scheme: Scheme) -> Tensor:
     """Saved after two steps, loaded into another model; a switch to `plain` and the end of the attachment after that."""
     training = training_at(rank, place, scheme)
     training.take_steps(range(2))
-    of_model, of_optimizer, of_attachment = states_at_the_end(training)
+    of_model, of_optimizer, of_attachment = states_of(training)
     model = build_model(seed=5)
     model.load_state_dict(of_model)
 
@@ -170,7 +128,7 @@ def stop_and_resume(rank: int, place: Place, scheme: Scheme) -> Tensor:
     resumed.take_steps([4])
     resumed.attachment.close()
     resumed.take_steps([5])  # DDP's own all-reduce
-    return bits_of(resumed.ddp)
+    return resumed.flat()
 
 
 FEATURES: dict[Feature, list[str]] = {
@@ -186,17 +144,27 @@ FEATURES: dict[Feature, list[str]] = {
 }
 
 
-def compare_features(rank: int, place: Place, makers: dict[str, Maker], features: dict[Feature, list[str]]) -> None:
+def compare_features(
+    rank: int, place: Place, makers: dict[str, Callable[[], Scheme]], features: dict[Feature, list[str]]
+) -> None:
     for feature, names in features.items():
         for name in names:
             expected, found = (feature(rank, where, makers[name]()) for where in (Place(CPU), place))
             assert torch.equal(found, expected), f"{feature.__name__}, {name}: off by {(found - expected).abs().max()}"
 
 
+@pytest.mark.parametrize(("world_size", "latenesses_us"), [(1, [1_000]), (2, [0, 5_000]), (3, [1_000])])
+@on_ranks(timeout_s=170)
+def test_every_scheme_has_its_bits_of_the_cpu(
+    rank: int, world_size: int, library: Path, latenesses_us: list[int]
+) -> None:
+    late, device = begin(library)
+    train_on_both(rank, late, device, SCHEMES, latenesses_us)
+
+
 @on_ranks(2, timeout_s=170)
 def test_features_of_ddp_have_their_bits_of_the_cpu(rank: int, world_size: int, library: Path) -> None:
-    late, device = begin(library)
-    late.set_lateness_us(1_000)
+    _, device = begin(library, 1_000)
     compare_features(rank, device, SCHEMES, FEATURES)
 
 
@@ -217,8 +185,7 @@ class OnTwoDevices(nn.Module):
 
 @on_ranks(2)
 def test_a_model_on_two_devices(rank: int, world_size: int, library: Path) -> None:
-    late, on_late = begin(library)
-    late.set_lateness_us(1_000)
+    _, on_late = begin(library, 1_000)
     ends = []
     for place, second in ((Place(CPU), CPU), (on_late, torch.device("late", 1))):
         # Buckets are other ones than on the CPU, so schemes that do not depend on them.
@@ -234,8 +201,7 @@ def test_a_bucket_that_moves_and_ranks_that_count_devices_differently(
     rank: int, world_size: int, library: Path
 ) -> None:
     """The same gradient comes from another device in every step, and from another one on every rank."""
-    late, _ = begin(library)
-    late.set_lateness_us(1_000)
+    begin(library, 1_000)
     means = []
     for devices in ([CPU, CPU], [torch.device("late", 0), torch.device("late", 1)]):
         reducer = Reducer("one-bit", timeout_s=30)
@@ -257,13 +223,13 @@ def test_full_memory_is_said_and_training_goes_on_without_gradwire(rank: int, wo
     alone, beside = (training_at(rank, place, None) for _ in range(2))
     late.set_limits(1 << 40, 1_000)
     with pytest.raises(gradwire.errors.OutOfMemory, match="could not be pinned"):
-        attach(beside.ddp, beside.optimizer, SCHEMES["one-bit"]())
+        gradwire.attach(beside.ddp, beside.optimizer, SCHEMES["one-bit"](), timeout_s=30)
     late.set_limits(1 << 40, 1 << 40)
     for training in (alone, beside):
         training.take_steps(range(2))
-    assert torch.equal(bits_of(beside.ddp), bits_of(alone.ddp))
+    assert torch.equal(beside.flat(), alone.flat())
 
-    attachment = attach(beside.ddp, beside.optimizer, SCHEMES["gcomp"]())
+    attachment = gradwire.attach(beside.ddp, beside.optimizer, SCHEMES["gcomp"](), timeout_s=30)
     compute = StagedBucket.compute
 
     def compute_without_memory(bucket: StagedBucket, function: Any) -> Tensor:
@@ -277,18 +243,4 @@ def test_full_memory_is_said_and_training_goes_on_without_gradwire(rank: int, wo
     attachment.close()
     for training in (alone, beside):
         training.take_steps(range(3, 5))
-    assert torch.equal(bits_of(beside.ddp), bits_of(alone.ddp))
-
-
-def disagree_then_die(rank: int, world_size: int, library: Path) -> tuple[str, float]:
-    late, place = begin(library)
-    late.set_lateness_us(1_000)
-    training = training_at(rank, place, "two-bit" if rank else "one-bit")
-    with pytest.raises(gradwire.RankMismatch):
-        training.backward(0)
-    training.attachment.close()
-    return die_in_step_2(training_at(rank, place, SCHEMES["gcomp"]()), waits=False)
-
-
-def test_ranks_that_disagree_and_a_rank_that_dies(library: Path) -> None:
-    assert_the_dead_is_named(*try_ranks(disagree_then_die, 2, library))
+    assert torch.equal(beside.flat(), alone.flat())

@@ -24,17 +24,7 @@ STREAM = 0x1234
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tmp_path_factory.mktemp("stub") / "stub.so"
-    command = [
-        "g++",
-        "-std=c++20",
-        "-O0",
-        "-shared",
-        "-fPIC",
-        str(HERE / "driver_stub.cpp"),
-        "-o",
-        str(library),
-        "-ldl",
-    ]
+    command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", HERE / "driver_stub.cpp", "-o", library, "-ldl"]
     subprocess.run(command, check=True)
     return library
 

@@ -26,10 +26,6 @@ from ranks import on_ranks, patience
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
 
-def do_nothing(*arguments: Any) -> None:
-    pass
-
-
 @on_ranks(1)
 def test_sections_pass_on_the_late_device_and_see_faults(rank: int, world_size: int, library: Path) -> None:
     functions = late.load(library)
@@ -49,8 +45,7 @@ def test_sections_pass_on_the_late_device_and_see_faults(rank: int, world_size: 
 
 @on_ranks(2)
 def test_schemes_are_compared_with_the_cpu(rank: int, world_size: int, library: Path) -> None:
-    functions, place = begin_with_kernels(library)
-    functions.set_lateness_us(500)
+    _, place = begin_with_kernels(library, 500)
     check = functools.partial(device_checks.check_schemes, place.device, place.group, note=lambda _: None)
     assert check()["n_schemes"] > 15
     with mock.patch.object(costs, "_DEVICE_SAMPLE", 1 << 12):  # of kernels that are emulated
@@ -61,7 +56,7 @@ def test_schemes_are_compared_with_the_cpu(rank: int, world_size: int, library: 
         "two-bit",
     }  # fmt: skip
     with (
-        mock.patch.object(StagedBucket, "send_back", do_nothing),
+        mock.patch.object(StagedBucket, "send_back"),
         pytest.raises(CheckFailed, match=r"other bits.*one-bit"),
     ):
         check()

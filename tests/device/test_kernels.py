@@ -1,11 +1,11 @@
-"""Kernels run on the host: the CPU codecs' bytes in every order of threads; and of the quantisers, what they refuse."""
+"""Kernels run on the host: the CPU codecs' bytes in every order of threads."""
 
 import contextlib
 from typing import Any
 
 import pytest
 import torch
-from emulated import EmulatedKernels, kernels
+from emulated import kernels
 from kernel_checks import (
     CONTENTS,
     FAMILIES,
@@ -20,19 +20,14 @@ from kernel_checks import (
     SELECTED,
     WIDE_FLOATS,
     run,
-    values_of,
 )
-from lies import sealed
 
 from gradwire.codecs import packed_values
 from gradwire.codecs.hadamard import Thc
 from gradwire.codecs.packed_values import HEAD_WORDS
-from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.ternary import Ternary
-from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
 from gradwire.gpu.driver import CudaKernels
 from gradwire.gpu.kernels import using
-from gradwire.gpu.launching import raise_error
 
 FORWARD, OTHERS, BY_CHANCE = (0,), ORDERS[1:], (7,)
 GRADIENT: dict[str, Any] = {"content": ("gradient",)}
@@ -144,81 +139,3 @@ def test_every_case_is_the_cpus_on_a_gpu(family: str) -> None:
     if family in ("quantised", "gcomp", "floats"):
         some = {"quantised": ("one-bit", "two-bit", "qsgd"), "gcomp": ("uniform", "paper"), "floats": ("truncated 8",)}
         assert run(on_gpu, family, codec=some[family], n=((1 << 20) + 1, 1 << 24), content=("gradient",)) > 0
-
-
-def message_of(used: EmulatedKernels, codec: Quantised, n: int, cuts: tuple[int, ...] = ()) -> torch.Tensor:
-    message = torch.empty(codec.message_room(n, cuts), dtype=torch.uint8)
-    with using(used):
-        codec.encode(values_of("gradient", n), message, cuts=cuts)
-    return message
-
-
-def error_of(
-    used: EmulatedKernels, codec: Quantised, message: torch.Tensor, n: int, cuts: tuple[int, ...] = ()
-) -> tuple[int, torch.Tensor]:
-    error, out = torch.zeros(1, dtype=torch.int32), torch.full((n,), 7.0)
-    with using(used):
-        codec.decode(message, out, cuts=cuts, error=error)
-        codec.decode(message, again := torch.full((n,), 7.0), cuts=cuts)
-    assert torch.equal(out.isnan(), again.isnan())
-    return int(error), out
-
-
-@pytest.mark.parametrize(
-    "name", ["one-bit", "two-bit", "one-bit by group", "two-bit by group", "four levels by group", "qsgd"]
-)
-def test_a_changed_message_is_reported_and_not_read(name: str) -> None:
-    used, codec, n = kernels(), QUANTISERS[name], 200
-    message = message_of(used, codec, n)
-    assert error_of(used, codec, message, n)[0] == 0
-    for byte in (0, 4, 5, 6, 7, 8, 16, 20, 28, 31, 32, 40, message.numel() - 1):
-        changed = message.clone()
-        changed[byte] ^= 0x10
-        code, out = error_of(used, codec, changed, n)
-        with pytest.raises((CorruptMessage, IncompatibleVersion)):
-            raise_error(code, name, used.device)
-        assert bool(out.isnan().all()), f"values of a message with another byte {byte} were used"
-        with pytest.raises((CorruptMessage, IncompatibleVersion)):
-            codec.decode(changed, torch.empty(n))
-
-
-# Of messages of so many values, cut there: bytes that no encoder writes, and what is said.
-LIES = [
-    ("two-bit", 16, (), {32: 0xFF}, "no encoder writes"),
-    ("two-bit by group", 200, (130,), {32: 3}, "flags"),  # the number of cuts
-    ("two-bit by group", 200, (130,), {36: 131}, "flags"),  # the cut
-    ("two-bit by group", 200, (130,), {41: 0xFF}, "no encoder"),  # the first group's scale
-    ("two-bit by group", 200, (130,), {48: 0xFF}, "no encoder"),  # the first codes
-    # All codes of four levels mean something; a scale that is not finite does not.
-    ("four levels by group", 200, (), {36: 0x80, 37: 0x7F}, "no encoder"),
-]
-
-
-@pytest.mark.parametrize(("name", "n", "cuts", "lie", "says"), LIES)
-def test_what_no_encoder_writes_is_reported_though_the_checksum_is_right(
-    name: str, n: int, cuts: tuple[int, ...], lie: dict[int, int], says: str
-) -> None:
-    used, codec = kernels(), QUANTISERS[name]
-    message = message_of(used, codec, n, cuts)
-    for place, byte in lie.items():
-        message[place] = byte
-    sealed(codec, message)
-    with pytest.raises(CorruptMessage, match=says):
-        raise_error(error_of(used, codec, message, n, cuts)[0], codec.name, used.device)
-    if not cuts:  # of which the CPU's codec knows what the message says
-        with pytest.raises(CorruptMessage, match=says):
-            codec.decode(message, torch.empty(n))
-
-
-def test_what_kernels_do_not_do_is_refused() -> None:
-    used = kernels()
-    with pytest.raises(InvalidArgument, match="float32 only"), using(used):
-        QUANTISERS["one-bit"].decode(torch.empty(40, dtype=torch.uint8), torch.empty(64).half(), adds=True)
-    assert used.launched == []
-    for codec in (Ternary(), Thc()):
-        with pytest.raises(Unsupported, match=f"{codec.name} has no kernels"), using(used):
-            codec.encode(torch.empty(64), torch.empty(64, dtype=torch.uint8))
-    with pytest.raises(InvalidArgument, match="cuts ascend"):
-        QUANTISERS["two-bit by group"].message_room(200, (130, 130))
-    with pytest.raises(Unsupported, match="none for 'meta'"):
-        QUANTISERS["one-bit"].check_device(torch.device("meta"))

@@ -5,25 +5,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import test_ddp_on_device as staged
 import torch
-from late_cases import CPU, Maker, Place, begin_with_kernels, build_model, sgd, train_on_both
-from test_ddp_on_device import (
-    FEATURES,
-    Feature,
-    accumulate_and_clip,
-    compare_features,
-    join_with_uneven_inputs,
-    keep_graph_static,
-    leave_parameters_unused,
-    meet_nan,
-    mix_dtypes,
-    scale_the_loss,
-    stop_and_resume,
-    view_buckets,
-)
+from late_cases import CPU, Maker, Place, begin_with_kernels, sgd, train_on_both
 from torch import Tensor
 
 import gradwire
+from awkward_models import build_model
 from gradwire import schemes
 from gradwire.codecs.general import RawCodec
 from gradwire.codecs.hadamard import Thc
@@ -45,10 +33,11 @@ def sparing(name: str, **options: Any) -> Scheme:
     return by_name(name, exempt=None, **options)
 
 
+PLAIN_NAMES = (
+    "plain", "bf16", "truncated-float", "embedded-float", "one-bit", "two-bit", "qsgd", "terngrad", "sign-sgd", "thc",
+)  # fmt: skip
 SCHEMES: dict[str, Maker] = {
-    "plain": lambda: by_name("plain"),
-    "bf16": lambda: by_name("bf16"),
-    "truncated-float": lambda: by_name("truncated-float"),
+    **{name: lambda name=name: by_name(name) for name in PLAIN_NAMES},
     "truncated-float at random": lambda: by_name(
         "truncated-float", bits=6, rounding="stochastic", seed=7, partition=32, chunk_elements=300
     ),
@@ -59,25 +48,21 @@ SCHEMES: dict[str, Maker] = {
     "gcomp of ten bits": lambda: by_name("gcomp", importance="uniform", bits=10, topology="direct"),
     "gcomp direct": lambda: by_name("gcomp", importance="uniform", bits=5, topology="direct", refresh_every=0),
     "gcomp, nothing left out": lambda: by_name("gcomp", importance="none", refresh_every=0, chunk_elements=1_000),
-    "embedded-float": lambda: by_name("embedded-float"),
     "embedded-float but for biases": lambda: sparing("embedded-float", bits=5),
     "embedded-float direct": lambda: by_name(
         "embedded-float", bits=13, partition=64, topology="direct", chunk_elements=500
     ),
-    "one-bit": lambda: by_name("one-bit"),
     "one-bit in small messages": lambda: by_name("one-bit", scale="two-means", chunk_elements=500),
     "one-bit without feedback": lambda: by_name("one-bit", error_feedback=False),
     "one-bit after plain steps": lambda: by_name("one-bit", warmup_steps=2),
     "one-bit but for some": lambda: by_name("one-bit", exempt=["*0.weight", "*.bias"]),
     "one-bit by group": lambda: schemes.by_name("one-bit", warmup_steps=1),  # as beside AdamW
     "one-bit by group, two means": lambda: by_name("one-bit", scale="two-means", scale_values=64, chunk_elements=500),
-    "two-bit": lambda: by_name("two-bit"),
     "one-bit but for biases": lambda: sparing("one-bit"),
     "terngrad but for biases": lambda: sparing("terngrad"),
     "thc but for biases": lambda: sparing("thc"),
     "two-bit by group": lambda: by_name("two-bit", scale_values=128, exempt=["*0.weight"]),
     "two-bit, four levels": lambda: schemes.by_name("two-bit", warmup_steps=1),  # as beside AdamW
-    "qsgd": lambda: by_name("qsgd"),
     "one-bit, raw sums": lambda: by_name("one-bit", pull="raw", exempt=["*.bias"]),
     "two-bit by group, raw sums": lambda: by_name("two-bit", pull="raw", scale_values=64, chunk_elements=300),
     "qsgd, sums as coarse": lambda: by_name("qsgd", pull="compressed", chunk_elements=500),
@@ -93,11 +78,8 @@ SCHEMES: dict[str, Maker] = {
     ),
     "one-bit-adam but for some": lambda: by_name("one-bit-adam", codec="four-level", freeze_step=1, exempt=["*.bias"]),
     "one-bit-adam, raw sums": lambda: by_name("one-bit-adam", freeze_step=1, pull="raw"),
-    "terngrad": lambda: by_name("terngrad"),
     "terngrad by bucket": lambda: by_name("terngrad", per="bucket", seed=3),
-    "sign-sgd": lambda: by_name("sign-sgd"),
     "sign-sgd, ties are positive": lambda: by_name("sign-sgd", ties="positive"),
-    "thc": lambda: by_name("thc"),
     "thc without feedback": lambda: by_name("thc", error_feedback=False, clip=1.5, seed=9),
     "acp-sgd": lambda: by_name("acp-sgd", rank=2, min_compression_rate=0, exempt=()),
     "acp-sgd at the end": lambda: by_name("acp-sgd", rank=2, min_compression_rate=0, overlap=False, start_step=1),
@@ -145,83 +127,53 @@ def test_sums_of_two_bytes_are_the_cpus(rank: int, world_size: int, library: Pat
 
 # ---- DDP's features
 
-SEVERAL: dict[Feature, list[str]] = {
-    view_buckets: ["one-bit", "bf16", "power-sgd", "homomorphic, largest"],
-    keep_graph_static: ["two-bit", "acp-sgd"],
-    leave_parameters_unused: ["terngrad", "sign-sgd"],  # which keep no residuals
-    mix_dtypes: [
+FEATURES: dict[staged.Feature, list[str]] = {
+    staged.view_buckets: [
+        "one-bit", "bf16", "power-sgd", "homomorphic, largest", "embedded-float", "gcomp", "slimgc",
+    ],
+    staged.keep_graph_static: ["two-bit", "acp-sgd", "truncated-float at random", "gcomp"],
+    # terngrad and sign-sgd keep no residuals.
+    staged.leave_parameters_unused: ["terngrad", "sign-sgd", "truncated-float at random", "gcomp"],
+    staged.mix_dtypes: [
         "two-bit", "plain", "one-bit by group, two means", "one-bit, raw sums", "terngrad", "thc", "sign-sgd", "top-k",
-        "dgc", "acp-sgd", "homomorphic, largest",
+        "dgc", "acp-sgd", "homomorphic, largest", "truncated-float at random", "embedded-float direct", "gcomp",
+        "gcomp, nothing left out", "gcomp direct", "slimgc of all, qsgd",
     ],
-    accumulate_and_clip: ["one-bit", "qsgd", "power-sgd-overlap"],
-    scale_the_loss: [
+    staged.accumulate_and_clip: ["one-bit", "qsgd", "power-sgd-overlap", "slimgc that measures"],
+    staged.join_with_uneven_inputs: ["truncated-float", "gcomp of ten bits"],
+    staged.scale_the_loss: [
         "one-bit", "one-bit but for some", "two-bit by group", "two-bit by group, raw sums", "qsgd", "terngrad",
-        "sign-sgd", "thc", "plain", "acp-sgd", "power-sgd", "top-k", "dgc", "homomorphic, largest",
+        "sign-sgd", "thc", "plain", "acp-sgd", "power-sgd", "top-k", "dgc", "homomorphic, largest", "truncated-float",
+        "gcomp", "slimgc",
     ],
-    meet_nan: ["plain", "acp-sgd", "power-sgd", "homomorphic, largest"],
-    stop_and_resume: [
+    staged.meet_nan: [
+        "plain", "acp-sgd", "power-sgd", "homomorphic, largest", "one-bit", "sign-sgd", "thc", "top-k", "dgc",
+        "truncated-float", "embedded-float direct", "gcomp", "gcomp, nothing left out", "slimgc",
+    ],
+    staged.stop_and_resume: [
         "one-bit", "one-bit by group", "two-bit", "thc", "acp-sgd", "power-sgd", "top-k", "dgc by bucket",
-        "homomorphic, largest",
+        "homomorphic, largest", "truncated-float at random", "gcomp", "slimgc",
     ],
 }  # fmt: skip
-FLOATS: dict[Feature, list[str]] = {
-    view_buckets: ["embedded-float"],
-    keep_graph_static: ["truncated-float at random"],
-    leave_parameters_unused: ["truncated-float at random"],
-    mix_dtypes: ["truncated-float at random", "embedded-float direct"],
-    join_with_uneven_inputs: ["truncated-float"],
-    scale_the_loss: ["truncated-float"],
-    meet_nan: ["truncated-float", "embedded-float direct"],
-    stop_and_resume: ["truncated-float at random"],
-}
-GCOMP: dict[Feature, list[str]] = {
-    view_buckets: ["gcomp"],
-    keep_graph_static: ["gcomp"],
-    leave_parameters_unused: ["gcomp"],
-    mix_dtypes: ["gcomp", "gcomp, nothing left out", "gcomp direct"],
-    join_with_uneven_inputs: ["gcomp of ten bits"],
-    scale_the_loss: ["gcomp"],
-    meet_nan: ["gcomp", "gcomp, nothing left out"],
-    stop_and_resume: ["gcomp"],
-}
-SLIMGC: dict[Feature, list[str]] = {
-    view_buckets: ["slimgc"],
-    mix_dtypes: ["slimgc of all, qsgd"],
-    accumulate_and_clip: ["slimgc that measures"],
-    scale_the_loss: ["slimgc"],
-    stop_and_resume: ["slimgc"],
-}
 
 
-@pytest.mark.parametrize("features", [SEVERAL, FLOATS, GCOMP, SLIMGC], ids=["several", "floats", "gcomp", "slimgc"])
+@pytest.mark.parametrize("feature", staged.FEATURES)
 @on_ranks(2, timeout_s=170)
 def test_features_of_ddp_have_their_bits_of_the_cpu(
-    rank: int, world_size: int, library: Path, features: dict[Feature, list[str]]
+    rank: int, world_size: int, library: Path, feature: staged.Feature
 ) -> None:
-    assert {*SEVERAL, join_with_uneven_inputs} == set(FEATURES), "a feature of the staged tests is not here"
-    late, device = begin_with_kernels(library)
-    late.set_lateness_us(1_000)
-    compare_features(rank, device, SCHEMES, features)
+    _, device = begin_with_kernels(library, 1_000)
+    staged.compare_features(rank, device, SCHEMES, {feature: FEATURES[feature]})
 
 
 @on_ranks(2)
 def test_a_rank_that_has_run_out_of_input_sends_its_residual(rank: int, world_size: int, library: Path) -> Tensor:
     """A CPU rank keeps its residual then: a device does not look whether a gradient is all zeros. Both lose nothing."""
     _, device = begin_with_kernels(library)
-    expected, found = (join_with_uneven_inputs(rank, place, by_name("one-bit")) for place in (Place(CPU), device))
+    expected, found = (
+        staged.join_with_uneven_inputs(rank, place, by_name("one-bit")) for place in (Place(CPU), device)
+    )
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)
-    return found
-
-
-@pytest.mark.parametrize("name", ["one-bit", "sign-sgd", "acp-sgd", "thc", "top-k", "dgc"])
-@on_ranks(2)
-def test_a_message_with_a_nan_is_nan_altogether_as_on_the_cpu(
-    rank: int, world_size: int, library: Path, name: str
-) -> Tensor:
-    _, device = begin_with_kernels(library)
-    expected, found = (meet_nan(rank, place, SCHEMES[name]()) for place in (Place(CPU), device))
-    assert torch.equal(found, expected)
-    assert bool((expected == 12345.0).any())
     return found
 
 

@@ -11,18 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from late import LikeNccl
-from late_cases import (
-    CPU,
-    Place,
-    assert_the_dead_is_named,
-    begin_with_kernels,
-    bits_of,
-    die_in_step_2,
-    sgd,
-    still,
-    train,
-    training_at,
-)
+from late_cases import Place, assert_the_dead_is_named, begin_with_kernels, die_in_step_2, still, train, training_at
 from test_on_device import SCHEMES
 from torch import Tensor
 
@@ -129,25 +118,38 @@ def test_other_factors_are_told(rank: int, world_size: int, library: Path) -> No
     training.attachment.close()
 
 
-def die(rank: int, world_size: int, library: Path, name: str) -> tuple[str, float]:
-    late, place = begin_with_kernels(library)
-    late.set_lateness_us(1_000)
-    return die_in_step_2(training_at(rank, place, SCHEMES[name]()))
+PLACEMENTS = ["device", "staged"]
 
 
-@pytest.mark.parametrize("name", ["one-bit", "gcomp"])
-def test_a_rank_that_dies_is_named(library: Path, name: str) -> None:
-    assert_the_dead_is_named(*try_ranks(die, 2, library, name))
+def die(rank: int, world_size: int, library: Path, name: str, placement: str, waits: bool) -> tuple[str, float]:
+    _, place = begin_with_kernels(library, 1_000)
+    return die_in_step_2(training_at(rank, place._replace(placement=placement), SCHEMES[name]()), waits)
 
 
+@pytest.mark.parametrize(
+    ("name", "placement", "waits"),
+    [
+        ("one-bit", "device", True),
+        ("gcomp", "device", True),
+        # While the other rank's lane waits for the device, and so for it.
+        ("homomorphic, largest", "device", False),
+        ("gcomp", "staged", False),
+    ],
+)
+def test_a_rank_that_dies_is_named(library: Path, name: str, placement: str, waits: bool) -> None:
+    assert_the_dead_is_named(*try_ranks(die, 2, library, name, placement, waits))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @on_ranks(2)
-def test_ranks_that_disagree(rank: int, world_size: int, library: Path) -> None:
-    """On the scheme, and on where it works."""
+def test_ranks_that_disagree(rank: int, world_size: int, library: Path, placement: str) -> None:
+    """On the scheme, or in options alone, while layouts are the same."""
     _, place = begin_with_kernels(library)
-    training = training_at(rank, place, SCHEMES["two-bit" if rank else "one-bit"]())
-    with pytest.raises(gradwire.RankMismatch, match="scheme"):
-        training.backward(0)
-    training.attachment.close()
+    for words, names in (("scheme", ("one-bit", "two-bit")), ("config", ("homomorphic", "homomorphic, largest"))):
+        training = training_at(rank, place._replace(placement=placement), SCHEMES[names[rank]]())
+        with pytest.raises(gradwire.RankMismatch, match=words):
+            training.backward(0)
+        training.attachment.close()
 
 
 @on_ranks(2)
@@ -168,7 +170,7 @@ def test_full_memory_is_said_and_ddp_goes_on(rank: int, world_size: int, library
     training.attachment.close()
     for one in (alone, training):
         one.take_steps(range(2))
-    assert torch.equal(bits_of(training.ddp), bits_of(alone.ddp))
+    assert torch.equal(training.flat(), alone.flat())
 
 
 # ---- planted faults
@@ -201,7 +203,7 @@ FAULTS = {
 def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:
     """Which faults made a difference."""
     late, place = begin_with_kernels(library)
-    expected = train(rank, Place(CPU), SCHEMES["one-bit"](), 2)
+    expected = train(rank, Place(torch.device("cpu")), SCHEMES["one-bit"](), 2)
     seen = {}
     late_us = int(50_000 * patience())  # a host that is held up for as long reads what it should have waited for
     for names, all_us, autograds_us in (
@@ -236,11 +238,11 @@ def test_each_planted_fault_is_seen(library: Path) -> None:
     assert {name for seen in by_rank for name, is_seen in seen.items() if is_seen} == {*FAULTS, "verdict read too soon"}
 
 
-@pytest.mark.parametrize("placement", ["staged", "device"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @on_ranks(1)
 def test_a_captured_backward_pass_is_refused(rank: int, world_size: int, library: Path, placement: str) -> None:
     _, place = begin_with_kernels(library)
-    training = training_at(rank, place._replace(placement=placement), "one-bit", sgd)
+    training = training_at(rank, place._replace(placement=placement), "one-bit", still)
 
     def check(device: torch.device) -> None:
         assert device.type == "late"

@@ -34,16 +34,12 @@ def _complete_elsewhere(self: StagedBucket, reduced: torch.futures.Future) -> No
     reduced.set_result(self.on_device)
 
 
-def _do_nothing(*arguments: Any) -> None:
-    pass
-
-
 FAULTS = {
-    "missing wait": lambda: mock.patch.object(staging._Device, "_follow_caller", _do_nothing),
+    "missing wait": lambda: mock.patch.object(staging._Device, "_follow_caller"),
     "early free": lambda: mock.patch.object(staging._Device, "take", _take_what_is_in_use),
     "wrong stream": lambda: mock.patch.object(StagedBucket, "complete", _complete_elsewhere),
-    "missing record_stream": lambda: mock.patch.object(torch.Tensor, "record_stream", _do_nothing),
-    "host read too soon": lambda: mock.patch.object(StagedBucket, "wait_for_all", _do_nothing),
+    "missing record_stream": lambda: mock.patch.object(torch.Tensor, "record_stream"),
+    "host read too soon": lambda: mock.patch.object(StagedBucket, "wait_for_all"),
 }
 
 

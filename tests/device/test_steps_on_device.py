@@ -1,20 +1,24 @@
-"""Steps on the late device: what a checkpoint holds, what the host asks and gives, and what the backend is asked for."""
+"""Steps on the late device: checkpoints, what the host and the backend are asked for, and what is gcomp's and slimgc's own."""
 
+import functools
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from late import LikeNccl
-from late_cases import CPU, Place, begin_with_kernels, counting_waits_of_hooks, train, training_at
-from test_on_device import SCHEMES
+from late_cases import CPU, Place, begin_with_kernels, end, sgd, still, train, training_at, waits_of_hooks
+from test_on_device import SCHEMES, by_name
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import gradwire
 from gradwire.gpu import kernels
 from gradwire.schemes.compressed import Compressed
 from gradwire.wire.communicator import Communicator
-from gradwire.wire.device_wire import DeviceWire
+from gradwire.wire.device_wire import DeviceTimes, DeviceWire
 from ranks import on_ranks, patience
 
 # ---- what a checkpoint holds
@@ -22,8 +26,7 @@ from ranks import on_ranks, patience
 
 @on_ranks(2)
 def test_states_are_the_cpus(rank: int, world_size: int, library: Path) -> None:
-    late, device = begin_with_kernels(library)
-    late.set_lateness_us(1_000)
+    _, device = begin_with_kernels(library, 1_000)
     for name in ("one-bit", "top-k", "dgc", "dgc by bucket"):
         states = []
         for place in (Place(CPU), device):
@@ -109,16 +112,154 @@ def test_what_the_device_has_not_read_is_kept(rank: int, world_size: int, librar
 # ---- what the backend is asked for
 
 
-@on_ranks(2)
-def test_one_or_two_collectives_a_bucket(rank: int, world_size: int, library: Path) -> None:
+TWICE = (
+    "one-bit", "one-bit in small messages", "qsgd", "terngrad", "thc", "one-bit by group, two means", "qsgd, raw sums",
+)  # fmt: skip
+HOPS = ("truncated-float", "gcomp, nothing left out")  # one for each hop and a gather
+
+
+@pytest.mark.parametrize(
+    ("world_size", "collectives"),
+    [(2, {1: ("plain", "sign-sgd", "top-k"), 2: TWICE}), (3, {2: ("embedded-float direct", "gcomp direct"), 3: HOPS})],
+)
+@on_ranks()
+def test_how_many_collectives_a_bucket_takes(
+    rank: int, world_size: int, library: Path, collectives: dict[int, tuple[str, ...]]
+) -> None:
     late, place = begin_with_kernels(library)
-    once, twice = ("plain", "sign-sgd", "top-k"), ("one-bit", "one-bit in small messages", "qsgd", "terngrad", "thc")
-    twice += ("one-bit by group, two means", "qsgd, raw sums")
-    for name, per_bucket in {**dict.fromkeys(once, 1), **dict.fromkeys(twice, 2)}.items():
+    for per_bucket, name in ((n, name) for n, names in collectives.items() for name in names):
         n_groups = len(LikeNccl.made)
         train(rank, place, SCHEMES[name](), n_steps=0)
         (own,) = LikeNccl.made[n_groups:]
-        assert own.n_started == 0
-        with counting_waits_of_hooks(late) as waits:
+        assert own.n_started == 0, name
+        with waits_of_hooks(late) as waits:
             train(rank, place, SCHEMES[name]())
-        assert LikeNccl.made[-1].n_started == per_bucket * len(waits)
+        assert LikeNccl.made[-1].n_started == per_bucket * len(waits), name
+
+
+# ---- messages that are not whole
+
+
+@on_ranks(2)
+def test_other_importance_is_told(rank: int, world_size: int, library: Path) -> None:
+    """Learning rates differ: no rank gets values, and all hear why in the next step."""
+    _, place = begin_with_kernels(library)
+    training = training_at(rank, place, SCHEMES["gcomp"](), functools.partial(sgd, lr=1e-3 * 1_000**rank))
+    training.backward(0)
+    assert bool(training.gradient().isnan().any())
+    with pytest.raises(gradwire.RankMismatch, match="other importance bytes"):
+        training.backward(1)
+    training.attachment.close()
+
+
+@on_ranks(2)
+def test_a_length_that_no_message_has(rank: int, world_size: int, library: Path) -> None:
+    _, place = begin_with_kernels(library)
+    training = training_at(rank, place, SCHEMES["gcomp, nothing left out"](), still)
+    read = DeviceWire.read
+
+    def lie(site: DeviceWire, values: torch.Tensor) -> list[int]:
+        return [1 << 40 if rank else length for length in read(site, values)]
+
+    with (
+        mock.patch.object(DeviceWire, "read", lie),
+        pytest.raises(gradwire.CorruptMessage, match="rank 1 has a message of 1099511627776 bytes"),
+    ):
+        training.backward(0)
+    training.attachment.close()
+
+
+# ---- gcomp's own
+
+
+@on_ranks(2)
+def test_tables_are_made_of_the_counts_of_all_ranks(rank: int, world_size: int, library: Path) -> None:
+    _, device = begin_with_kernels(library)
+    found = []
+    for place in (Place(CPU), device):
+        training = training_at(rank, place, SCHEMES["gcomp"]())
+        training.take_steps(range(6))
+        stats = training.attachment.stats()
+        found.append({field: value for field, value in stats.items() if field.startswith(("table_id", "table_ref"))})
+        training.attachment.close()
+    on_cpu, on_device = found
+    assert on_cpu["table_refreshes"] == 2
+    assert on_device == on_cpu
+
+
+@on_ranks(2)
+def test_gradients_that_are_scaled_up_are_noticed_later(rank: int, world_size: int, library: Path) -> None:
+    _, place = begin_with_kernels(library, 1_000)
+    training = training_at(rank, place, SCHEMES["gcomp"]())
+
+    def train_on() -> None:
+        for step in range(30):
+            training.backward(step)
+            for parameter in training.ddp.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(3)
+            training.optimizer.step()
+            torch.accelerator.synchronize()
+
+    with pytest.raises(gradwire.Unsupported, match="gradients are 3 times as large"):
+        train_on()
+    training.attachment.close()
+
+
+@on_ranks(2)
+def test_uneven_inputs_are_refused_beside_importance(rank: int, world_size: int, library: Path) -> None:
+    _, place = begin_with_kernels(library)
+    training = training_at(rank, place, SCHEMES["gcomp"]())
+    with pytest.raises(gradwire.Unsupported, match=r'ddp\.join\(\) with importance="paper"'), training.ddp.join():
+        training.backward(0)
+    training.attachment.close()
+
+
+# ---- slimgc's table
+
+
+@on_ranks(2)
+def test_the_table_is_measured_by_the_device_and_shared(
+    rank: int, world_size: int, library: Path
+) -> tuple[Tensor, list[Any], int]:
+    """A table after the warm-up, and another one after it was asked for, on all ranks by one of them."""
+    _, place = begin_with_kernels(library, 200)
+    scheme: Any = by_name("slimgc", warmup_steps=4, drift_every=3, drift_factor=1e9)
+    run = training_at(rank, place, scheme, functools.partial(torch.optim.AdamW, lr=1e-3, foreach=False))
+    tables = []
+    for step in range(12):
+        run.take_steps([step])
+        stats = run.attachment.stats()
+        # Step 4 begins with the table of the warm-up; step 6 with a look, and step 7 with what step 6 has measured.
+        assert stats["threshold_measured"] == (step >= 4) + (step >= 7), step
+        if step == 4:
+            tables.append(stats["threshold_table"])
+            if rank == 0:
+                scheme.remeasure()
+        if step == 7:
+            tables.append(stats["threshold_table"])
+    assert run.attachment.state_dict()["state"]["measuring"]["sample"].device == CPU
+    threshold = run.attachment.stats()["threshold_bytes"]
+    parameters = end(run)
+    for table in tables:
+        assert [row["size_bytes"] for row in table] == [12, 240, 720, 4_800, 14_400]
+        assert all(row["raw_s"] > 0 and row["compressed_s"] > 0 and row["codec_s"] > 0 for row in table)
+    assert tables[0] != tables[1]
+    return parameters, tables, threshold
+
+
+@on_ranks(1)
+def test_times_are_the_devices(rank: int, world_size: int, library: Path) -> None:
+    late, place = begin_with_kernels(library)
+    times = DeviceTimes(place.device)
+    with times.timing("encode"):
+        late.enqueue(0, 0, functools.partial(time.sleep, 0.5))
+    ((_, begun, ended),) = times._spans
+    with pytest.raises(RuntimeError, match="must be completed"):  # as a GPU says it: who takes them has to wait
+        begun.elapsed_time(ended)
+    with times.timing("encode"), times.timing("communicate"):
+        late.enqueue(0, 0, functools.partial(time.sleep, 0.02))
+    taken = times.take()
+    assert taken["encode"] >= taken["communicate"] + 0.5
+    assert taken["communicate"] >= 0.02
+    assert times.take() == {}

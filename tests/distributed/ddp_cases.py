@@ -8,6 +8,7 @@ import torch
 from reducing_cases import REDUCING
 from torch import Tensor, nn
 
+from awkward_models import build_model
 from gradwire import schemes
 from gradwire.schemes import Scheme
 from ranks import agree
@@ -46,11 +47,6 @@ TOLERANCE = {
 }
 
 Case = Callable[[int, Scheme | None], Tensor]
-
-
-def build_model(seed: int = 1) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 3))
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

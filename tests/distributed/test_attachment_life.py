@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_cases import build_model, finish, sgd, start
+from ddp_cases import finish, sgd, start
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import gradwire
+from awkward_models import build_model
 from gradwire import codecs, schemes
 from gradwire.core.bucket import Bucket
 from gradwire_lab.schemes.baselines import CodecRing

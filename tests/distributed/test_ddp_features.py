@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_cases import N_STEPS, Case, batch_of, build_model, check_case, finish, from_one, sgd, start
+from ddp_cases import N_STEPS, Case, batch_of, check_case, finish, from_one, sgd, start
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import gradwire
+from awkward_models import Branches, Mixed, Oddments, Recomputed, build_model
 from gradwire import schemes
 from gradwire.schemes import Scheme
 from ranks import on_ranks
@@ -33,19 +33,6 @@ def buckets_were_rebuilt(training: Training) -> None:
     if training.attachment is not None:
         counts = [step.n_buckets for step in training.attachment.recorder.steps]
         assert counts[0] == 1 < counts[1] == counts[-1], counts  # one bucket for all, then several
-
-
-class Branches(nn.Module):
-    """`left` or `right` by the batch, so by rank and step; `spare` is never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.trunk, self.left, self.right, self.spare = (nn.Linear(20, 20) for _ in range(4))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        branch = self.left if float(batch[0, 0]) > 0 else self.right
-        return branch(self.trunk(batch).relu())
 
 
 def spare_has_no_gradient(training: Training) -> None:
@@ -73,24 +60,6 @@ def join_with_uneven_inputs(rank: int, scheme: Scheme | None) -> Tensor:
     return finish(training)  # DDP broadcasts the parameters of the last rank to those that left early
 
 
-class Oddments(nn.Module):
-    """Parameters of size 0, a frozen one, a tied one, and one in another memory order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.second = nn.Linear(20, 20), nn.Linear(20, 20)
-        self.second.weight = self.first.weight
-        self.empty = nn.Parameter(torch.empty(0, 7))
-        self.nothing = nn.Parameter(torch.empty(0))
-        self.frozen = nn.Parameter(torch.ones(20), requires_grad=False)
-        self.turned = nn.Parameter(torch.randn(20, 9).t())
-
-    def forward(self, batch: Tensor) -> Tensor:
-        hidden = self.second(self.first(batch).relu()) * self.frozen
-        return hidden @ self.turned.t() + self.empty.sum() + self.nothing.sum()
-
-
 def frozen_has_not_moved(training: Training) -> None:
     assert torch.equal(training.ddp.module.frozen, torch.ones(20))
 
@@ -103,18 +72,6 @@ def clip_after_backward(rank: int, scheme: Scheme | None) -> Tensor:
         assert torch.nn.utils.clip_grad_norm_(training.ddp.parameters(), 0.5) > 0.5
         training.optimizer.step()
     return finish(training)
-
-
-class Recomputed(nn.Module):
-    """The hidden layers run again in the backward pass, in a backward pass of their own (re-entrant)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = build_model()
-
-    def forward(self, batch: Tensor) -> Tensor:
-        hidden = self.layers[0](batch)
-        return self.layers[4](checkpoint(self.layers[1:4], hidden, use_reentrant=True))
 
 
 def compile_the_model(rank: int, scheme: Scheme | None) -> Tensor:
@@ -226,19 +183,6 @@ def train_in(dtype: torch.dtype) -> Case:
         return (module(batch_of(rank, step).to(dtype)).float() - 1.0).square().mean()
 
     return partial(train, model=lambda: build_model().to(dtype), optimizer=sgd, loss=loss)
-
-
-class Mixed(nn.Module):
-    """Three dtypes in one model: DDP makes buckets for each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.wide, self.short, self.narrow = nn.Linear(20, 20), nn.Linear(20, 20).bfloat16(), nn.Linear(20, 20).half()
-
-    def forward(self, batch: Tensor) -> Tensor:
-        hidden = self.short(self.wide(batch).bfloat16()).relu()
-        return self.narrow(hidden.half()).float()
 
 
 def every_dtype_has_a_bucket(training: Training) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_cases import N_STEPS, SCHEMES, batch_of, build_model, finish, sgd, start
+from ddp_cases import N_STEPS, SCHEMES, batch_of, finish, sgd, start
 from torch import Tensor
 
 import gradwire
+from awkward_models import build_model
 from gradwire import schemes
 from gradwire.wire import rendezvous
 from gradwire.wire.communicator import Communicator

@@ -94,8 +94,7 @@ class Switch:
 
     def stats(self) -> dict[str, Any]:
         """Packets and bytes of this rank since the start; says that the switch is an emulation."""
-        counters = self._stream.client.counters() if self._stream is not None else self._totals
-        return {"switch": "emulation", **counters}
+        return {"switch": "emulation", **(self._stream.client.counters() if self._stream else self._totals)}
 
     def close(self) -> None:
         """Leave the switch, which frees this rank's part of the job."""

@@ -28,12 +28,8 @@ def no_leftovers() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _one_at_a_time(no_leftovers: None) -> Iterator[None]:
+def _one_at_a_time(request: pytest.FixtureRequest, no_leftovers: None) -> Iterator[None]:
     with _alone():
+        if request.node.get_closest_marker("root") is not None and (why := why_no_lab("100mbit")):
+            pytest.skip(why)
         yield
-
-
-@pytest.fixture(autouse=True)
-def _skip_without_lab(request: pytest.FixtureRequest) -> None:
-    if request.node.get_closest_marker("root") is not None and (why := why_no_lab("100mbit")):
-        pytest.skip(why)

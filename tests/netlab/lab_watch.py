@@ -6,7 +6,7 @@ import os
 import queue
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,28 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0
         time.sleep(0.02)
 
 
-def network_namespaces() -> set[int]:
-    """The network namespaces in which processes live."""
+class Started:
+    """A process and all that it has started, with the network namespaces that it made, as of now."""
+
+    def __init__(self, pid: int) -> None:
+        self.pids, new = list[int](), [pid]
+        while new:
+            with contextlib.suppress(OSError):  # it has ended
+                children = child_pids(new.pop())
+                self.pids += children
+                new += children
+        self.namespaces = _namespaces(self.pids) - _namespaces([os.getpid()])
+
+    def wait_for_the_end(self) -> None:
+        wait_until(lambda: not any(map(is_running, self.pids)), "ranks, their children and the network process end")
+        wait_until(lambda: not self.namespaces & _namespaces(os.listdir("/proc")), "the namespaces are empty")
+
+
+def _namespaces(pids: Iterable[object]) -> set[int]:
     found = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
+    for pid in pids:
+        with contextlib.suppress(OSError):
             found.add(os.stat(f"/proc/{pid}/ns/net").st_ino)
-        except OSError:
-            continue
     return found
 
 

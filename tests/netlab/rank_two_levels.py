@@ -1,4 +1,4 @@
-"""What a rank does in test_netlab_nodes: NAME:TOPOLOGY...; a step reduces 4 MB. Rank 0 prints what its node has sent:
+"""What a rank does in test_truth_of_byte_counts: NAME:TOPOLOGY...; a step reduces 4 MB. Rank 0 prints what its node has sent:
 `framed` as its interface counts it, and `sent` without the headers of Ethernet, IP and TCP, both by the gradient's bytes."""
 
 import json

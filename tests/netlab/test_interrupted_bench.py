@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from lab_watch import child_pids, is_running, network_namespaces, rank_command, wait_until
+from lab_watch import Started, rank_command, wait_until
 
 from programs import GRADWIRE
 from ranks import patience
@@ -45,30 +45,18 @@ class _Bench:
         path = self._folder / "results/here/small.jsonl"
         return [json.loads(line)["seed"] for line in path.read_text().splitlines()] if path.exists() else []
 
-    def descendants(self) -> list[int]:
-        found, new = [], [self.process.pid]
-        while new:
-            try:
-                children = child_pids(new.pop())
-            except OSError:  # it has ended
-                continue
-            found += children
-            new += children
-        return found
+    @property
+    def started(self) -> Started:
+        return Started(self.process.pid)
 
     def ranks(self) -> list[int]:
         """Those that have come as far as training: gradwire's core is loaded."""
-        return [
-            pid for pid in self.descendants() if _read(pid, "environ", b"\0RANK=") and _read(pid, "maps", b"_native")
-        ]
+        pids = self.started.pids
+        return [pid for pid in pids if _read(pid, "environ", b"\0RANK=") and _read(pid, "maps", b"_native")]
 
     @property
     def leftovers(self) -> list[str]:
         return sorted(path.name for path in (self._folder / "tmp").iterdir() if path.name.startswith("gradwire"))
-
-
-def _namespace(pid: int) -> int:
-    return os.stat(f"/proc/{pid}/ns/net").st_ino
 
 
 def _read(pid: int, name: str, word: bytes) -> bool:
@@ -83,7 +71,7 @@ def _read(pid: int, name: str, word: bytes) -> bool:
 def bench(tmp_path: Path) -> Iterator[_Bench]:
     bench = _Bench(tmp_path)
     yield bench
-    for pid in bench.descendants():  # where the test failed
+    for pid in bench.started.pids:  # where the test failed
         os.kill(pid, signal.SIGKILL)
     if bench.process is not None:
         bench.process.kill()
@@ -93,15 +81,13 @@ def bench(tmp_path: Path) -> Iterator[_Bench]:
 def _interrupt(bench: _Bench, number: int, status: int, within_s: float = 60) -> None:
     """While ranks train, and see all end that was started."""
     wait_until(lambda: len(bench.ranks()) == 2, "the ranks train", 60)
-    started = bench.descendants()
-    namespaces = set(map(_namespace, started)) - {_namespace(os.getpid())}
+    started = bench.started
     if number == signal.SIGINT:  # a terminal sends it to the whole group
         os.killpg(bench.process.pid, number)
     else:
         bench.process.send_signal(number)
     assert bench.process.wait(within_s * patience()) == status, bench.said
-    wait_until(lambda: not any(map(is_running, started)), "ranks, their launcher and the network process end")
-    wait_until(lambda: not namespaces & network_namespaces(), "the namespaces are empty")
+    started.wait_for_the_end()
     if number != signal.SIGKILL:
         assert bench.leftovers == []
 
@@ -143,8 +129,8 @@ def test_ctrl_c_ends_a_command_and_its_ranks_within_two_seconds(bench: _Bench, w
 def test_ctrl_c_ends_a_campaign_within_two_seconds(bench: _Bench) -> None:
     bench.start_command([sys.executable, "-m", "campaign", "--minutes", "1"])
     # Beside the fork server and its helper.
-    wait_until(lambda: len(bench.descendants()) >= 4, "a case runs in ranks", 60)
-    started = bench.descendants()
+    wait_until(lambda: len(bench.started.pids) >= 4, "a case runs in ranks", 60)
+    started = bench.started
     os.killpg(bench.process.pid, signal.SIGINT)
     assert bench.process.wait(2 * patience()) == 130, bench.said
-    wait_until(lambda: not any(map(is_running, started)), "ranks and their server end")
+    started.wait_for_the_end()

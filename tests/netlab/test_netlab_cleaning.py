@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from lab_watch import CLI, child_pids, is_running, network_namespaces, wait_until
+from lab_watch import CLI, Started, child_pids, is_running, wait_until
 
 from gradwire_lab.ranks.netlab import Netlab
 from gradwire_lab.ranks.netlab.stale import end_stale_labs, find_stale_labs, lab_identity
@@ -17,48 +17,38 @@ pytestmark = pytest.mark.root
 N_RANKS = 3
 
 
-class OwnedLab:
+def start_lab(folder: Path) -> tuple[subprocess.Popen[bytes], Started]:
     """A lab that another process owns, with ranks that sleep and one child of a rank that left its session."""
-
-    def __init__(self, folder: Path) -> None:
-        before = network_namespaces()
-        script = f"setsid sleep 100 & echo $$ $! > {folder}/$RANK.new; mv {folder}/$RANK.new {folder}/$RANK; sleep 100"
-        command = [*CLI, "run", "--ranks", str(N_RANKS), "--rate", "1gbit", "--", "sh", "-c", script]
-        self.owner = subprocess.Popen(command)
-        files = [folder / str(rank) for rank in range(N_RANKS)]
-        wait_until(lambda: all(file.exists() for file in files), "the ranks start")
-        self.rank_pids = [int(word) for file in files for word in file.read_text().split()]
-        self.namespaces = network_namespaces() - before
-        children = [pid for pid in child_pids(self.owner.pid) if pid not in self.rank_pids]
-        (self.fabric,) = [pid for pid in children if b"fabric.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        assert len(self.namespaces) >= N_RANKS
-
-    def assert_all_gone(self) -> None:
-        pids = [*self.rank_pids, self.fabric]
-        wait_until(lambda: not any(map(is_running, pids)), "ranks, their children and the network process end")
-        wait_until(lambda: not self.namespaces & network_namespaces(), "the namespaces are empty")
+    script = f"setsid sleep 100 & touch {folder}/$RANK; sleep 100"
+    owner = subprocess.Popen([*CLI, "run", "--ranks", str(N_RANKS), "--rate", "1gbit", "--", "sh", "-c", script])
+    wait_until(lambda: len(list(folder.iterdir())) == N_RANKS, "the ranks start")
+    started = Started(owner.pid)
+    assert len(started.pids) >= 1 + 2 * N_RANKS
+    assert len(started.namespaces) >= N_RANKS
+    return owner, started
 
 
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
 def test_nothing_is_left_after_an_interrupt_or_a_killed_owner(number: int, status: int, tmp_path: Path) -> None:
-    lab = OwnedLab(tmp_path)
-    lab.owner.send_signal(number)
-    assert lab.owner.wait(30 * patience()) == status
-    lab.assert_all_gone()
+    owner, started = start_lab(tmp_path)
+    owner.send_signal(number)
+    assert owner.wait(30 * patience()) == status
+    started.wait_for_the_end()
 
 
 def test_clean_ends_what_is_left_when_owner_and_network_process_are_killed_at_once(tmp_path: Path) -> None:
-    lab = OwnedLab(tmp_path)
-    identity = lab_identity(lab.owner.pid)
+    owner, started = start_lab(tmp_path)
+    identity = lab_identity(owner.pid)
+    (fabric,) = [pid for pid in child_pids(owner.pid) if b"fabric.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     # Stopped first, so that neither can react to the other's end; the ranks' children have no parent to die with.
     for number in (signal.SIGSTOP, signal.SIGKILL):
-        subprocess.run(["kill", f"-{number.value}", str(lab.owner.pid), str(lab.fabric)], check=True)
-    lab.owner.wait()
+        subprocess.run(["kill", f"-{number.value}", str(owner.pid), str(fabric)], check=True)
+    owner.wait()
     wait_until(lambda: identity in find_stale_labs(), "the lab is found to be stale")
-    assert f"a lab of dead process {lab.owner.pid}" in run_well([*CLI, "clean"])
-    lab.assert_all_gone()
+    assert f"a lab of dead process {owner.pid}" in run_well([*CLI, "clean"])
+    started.wait_for_the_end()
     assert identity not in find_stale_labs()
 
 

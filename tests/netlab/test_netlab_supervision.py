@@ -47,15 +47,13 @@ def test_every_rank_gets_torchruns_variables(monkeypatch: pytest.MonkeyPatch) ->
     assert lines == [f"{rank} 3 {rank} 3 127.0.0.1 lo 1 {port}" for rank in range(3)]
 
 
-def test_ranks_on_loopback_are_told_so() -> None:
-    lines = [line for line in lines_of("env", 2, "none") if line.startswith("GRADWIRE_")]
-    network = current_network(dict(line.split("=", 1) for line in lines))
-    assert (network.kind, network.rate_bps, network.n_ranks_on_machine) == ("loopback", None, 2)
-
-
-def test_variables_that_the_caller_sets_win(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_loopback_are_told_so_and_variables_that_the_caller_sets_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert lines_of("echo $OMP_NUM_THREADS $MASTER_PORT", 1, env={"MASTER_PORT": "1234"}) == ["3 1234"]
+    lines = lines_of("env", 1, "none", env={"MASTER_PORT": "1234"})
+    variables = dict(line.split("=", 1) for line in lines if line.startswith(("GRADWIRE_", "OMP_NUM", "MASTER_PORT")))
+    network = current_network(variables)
+    assert (network.kind, network.rate_bps, network.n_ranks_on_machine) == ("loopback", None, 1)
+    assert (variables["OMP_NUM_THREADS"], variables["MASTER_PORT"]) == ("3", "1234")
 
 
 def test_output_is_forwarded_by_line_with_its_rank_and_stream(capfd: pytest.CaptureFixture[str]) -> None:

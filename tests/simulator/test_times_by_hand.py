@@ -11,14 +11,16 @@ from gradwire.schemes.auto.costs import SHAPES, CodecCost, SharedCores, StepCost
 from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire_lab.simulator.schemes.broadcast import AqgbModel, FixedBroadcast
 from gradwire_lab.simulator.schemes.collective import Collective, FullyShard, LocalSteps, ParameterServer, SlimGc
-from gradwire_lab.simulator.simulation import SchemeModel, Simulation
+from gradwire_lab.simulator.simulation import Simulation
 from gradwire_lab.simulator.stage import Setting, Uniform
 from gradwire_lab.simulator.workloads import BlockTimes, WorkloadTimes
 
 # 100 values of 32 bits each: 3,200 bits; forward 1 s and backward 2 s a block.
 TWO = WorkloadTimes("two", (BlockTimes("a", 100, 1.0, 2.0), BlockTimes("b", 100, 1.0, 2.0)), "by hand")
 ONE = WorkloadTimes("one", (BlockTimes("a", 100, 1.0, 2.0),), "by hand")
-STILL = Uniform(0.0)
+N_MANY = 2 * 10 * CHUNK_ELEMENTS
+MANY = WorkloadTimes("many", (BlockTimes("a", N_MANY, 1.0, 2.0),), "by hand")
+STILL, CODEC = Uniform(0.0), CodecCost(0.01, 0.01)
 
 
 def ends(make, workload: WorkloadTimes, n_workers: int, rate_bps: float, rounds: int = 2, **setting) -> list[float]:  # type: ignore[no-untyped-def]
@@ -68,6 +70,19 @@ CASES: dict[str, tuple[Any, WorkloadTimes, int, float, dict[str, Any], list[floa
     "FSDP2 that keeps its weights": (lambda s: FullyShard(s, reshard=False), TWO, 2, 320.0, {}, [24.0, 47.0]),
     # Begun at 6 s, needed at 12, there at 26: the next is begun at the end of round 2 (32 s), needed at 38.
     "local SGD beside a step": (lambda s: LocalSteps(s, every=2, delay=1), TWO, 2, 320.0, {}, [6.0, 26.0, 32.0, 52.0]),
+    # b: encode 4 to 5, send 5 to 15, decode to 16; a: encode 16 to 17, send to 27, decode to 28.
+    "codec times of sums that agree first": (lambda s: Collective(s, "agreed-sum", CODEC), TWO, 2, 320.0, {}, [28.0]),
+    # a is encoded while b is sent, and sent when b has been: 15 to 25, while b is decoded; decoded at 26.
+    "codec times of sums": (lambda s: Collective(s, "sum", CODEC), TWO, 2, 320.0, {}, [26.0]),
+    # Codec (2 s) and wire (10 s) side by side, of one chunk: nothing overlaps, 12 s each.
+    "codec times in a ring": (lambda s: Collective(s, "ring", CODEC), TWO, 2, 320.0, {}, [28.0]),
+    # Of ten chunks in each of two parts: the codec's 2 s are hidden but for a tenth.
+    "a pipeline of many chunks": (
+        lambda s: Collective(s, "ring", CodecCost(1 / N_MANY, 1 / N_MANY)), MANY, 2, 3.2 * N_MANY, {}, [3.0 + 10.0 + 0.2],
+    ),
+    # One round without a profile: 4 bits of 100 values to one receiver at 40 bits a second, 10 s; and in a single block
+    # nothing is left to be refined behind the forward pass.
+    "AQGB without a profile": (lambda s: AqgbModel(s, floor=0.125), ONE, 2, 40.0, {}, [13.0]),
 }  # fmt: skip
 
 
@@ -94,22 +109,6 @@ def test_the_newest_block_is_broadcast_first() -> None:
     assert metrics.rounds[0].compute_s == pytest.approx(6.0)
     # From the first gradient (4 s) to the last block (24 s) 20 s, of which computation covers 3.
     assert metrics.rounds[0].osf == pytest.approx(6.0 / (6.0 + 20.0 - 3.0))
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected_s"),
-    [
-        # b: encode 4 to 5, send 5 to 15, decode to 16; a: encode 16 to 17, send to 27, decode to 28.
-        ("agreed-sum", 28.0),
-        # a is encoded while b is sent, and sent when b has been: 15 to 25, while b is decoded; decoded at 26.
-        ("sum", 26.0),
-        # Codec (2 s) and wire (10 s) side by side, of one chunk: nothing overlaps, 12 s each.
-        ("ring", 28.0),
-    ],
-)
-def test_codec_times_count_where_the_shape_says(shape: str, expected_s: float) -> None:
-    made = ends(lambda s: Collective(s, shape, CodecCost(0.01, 0.01)), TWO, 2, 320.0, rounds=1)
-    assert made == pytest.approx([expected_s])
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -167,25 +166,11 @@ def test_collectives_of_one_block_take_what_their_formulas_say(seed: int) -> Non
         assert made[1] - made[0] == pytest.approx(0.75 + expected_s, rel=1e-9), collective
 
 
-def test_a_pipeline_of_many_chunks_hides_the_shorter_of_codec_and_wire() -> None:
-    n_values = 2 * 10 * CHUNK_ELEMENTS  # ten chunks in each of two parts
-    workload = WorkloadTimes("big", (BlockTimes("a", n_values, 1.0, 2.0),), "by hand")
-    codec = CodecCost(1 / n_values, 1 / n_values)
-    made = ends(lambda s: Collective(s, "ring", codec), workload, 2, 32.0 * n_values / 10, rounds=1)
-    assert made == pytest.approx([3.0 + 10.0 + 2.0 / 10])
-
-
-def test_aqgb_without_a_profile_sends_the_floor_and_then_what_time_allows() -> None:
-    def make(simulation: Simulation) -> SchemeModel:
-        return AqgbModel(simulation, floor=0.125)
-
-    # One round without a profile: 4 bits of 100 values to one receiver at 40 bits a second, 10 s; and in a single block
-    # nothing is left to be refined behind the forward pass.
-    assert ends(make, ONE, 2, 40.0, rounds=1) == pytest.approx([13.0])
-    # On a link with time to spare b goes out whole before a appears, or behind a's forward pass where there was no profile
-    # before; a, which everybody waits for, keeps the floor.
-    metrics = Simulation(Setting(TWO, 2, 1e6, jitter=STILL), make).run(rounds=4)
-    assert [one.sent_bits for one in metrics.rounds] == [32 * 100 + 4 * 100] * 3
+def test_aqgb_on_a_link_with_time_to_spare_sends_whole_what_nobody_waits_for() -> None:
+    # b goes out whole before a appears, or behind a's forward pass where there was no profile before; a, which everybody
+    # waits for, keeps the floor.
+    simulation = Simulation(Setting(TWO, 2, 1e6, jitter=STILL), lambda s: AqgbModel(s, floor=0.125))
+    assert [one.sent_bits for one in simulation.run(rounds=4).rounds] == [32 * 100 + 4 * 100] * 3
 
 
 def test_slimgc_compresses_from_its_threshold_on() -> None:

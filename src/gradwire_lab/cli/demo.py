@@ -16,6 +16,8 @@ from typing import Any
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.plan import describe_rate
 from gradwire_lab.cli.options import add_ranks, add_way, add_workload, option, switch
+from gradwire_lab.ranks.launch import run_gradwire
+from gradwire_lab.ranks.netlab.rate import parse_link, with_way
 from gradwire_lab.results.records import write_json, write_text
 from gradwire_lab.results.tables import Grid, print_grid
 
@@ -37,9 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the ranks, show what they found, write DIR/demo.json."""
     from gradwire_lab import workloads
-    from gradwire_lab.ranks.launch import run_gradwire
 
     seconds = args.seconds if args.seconds is not None else _QUICK_SECONDS if args.quick else _SECONDS
     if not seconds > 0:
@@ -49,8 +49,6 @@ def run(args: argparse.Namespace) -> int:
     if "RANK" in os.environ:
         _train(args.workload, seconds)
         return 0
-    from gradwire_lab.ranks.netlab.rate import parse_link, with_way
-
     rate = with_way(args, args.rate)
     parse_link(rate, 0, args.ranks)
     workloads.by_name(args.workload)
@@ -88,23 +86,21 @@ def _train(workload_name: str, seconds: float) -> None:
     methods = {spec: TrainMethod(spec, workload, 0) for spec in METHODS}
     for method in methods.values():
         method.step()  # DDP cuts its buckets anew after the first
-    n_done, ends = 0, time.monotonic() + seconds
-    order = list(methods.values())
-    while n_done < _MOST_STEPS:
+    ends, order = time.monotonic() + seconds, list(methods.values())
+    for n_done in range(_TURN, _MOST_STEPS + 1, _TURN):
         for method in order:
             dist.barrier()
             for _ in range(_TURN):
                 method.step()
         order.reverse()
-        n_done += _TURN
         (late_s,) = driver.largest_over_ranks([time.monotonic() - ends])
         if late_s > 0 and n_done >= _FEWEST_STEPS:
             break
         if dist.get_rank() == 0:
             print(f"  {n_done} steps of each, {max(0.0, -late_s):.0f} s to go", flush=True)
-    result: dict[str, Any] = {"n_steps": n_done, "ranks": dist.get_world_size(), "workload": workload_name, "runs": {}}
+    runs: dict[str, dict[str, Any]] = {}
     for spec, method in methods.items():
-        found: dict[str, Any] = {
+        found = runs[spec] = {
             "step_s": driver.largest_over_ranks([times.iteration_s for times in method.times[-n_done:]]),
             "losses": driver.mean_over_ranks(method.losses[-n_done:]),
             "sent_bytes_per_step": method.stats()["sent_bytes"] / (n_done + 1),
@@ -115,8 +111,8 @@ def _train(workload_name: str, seconds: float) -> None:
             names = ("plain_s", "best", "best_s")
             found["elsewhere"] = {str(rate): dict(zip(names, plan, strict=True)) for rate, plan in plans.items()}
             found["auto"] = method.own_stats()["auto"]
-        result["runs"][spec] = found
     if dist.get_rank() == 0:
+        result = {"n_steps": n_done, "ranks": dist.get_world_size(), "workload": workload_name, "runs": runs}
         print(_MARK + json.dumps(result), flush=True)
     for method in methods.values():
         method.close()
@@ -141,9 +137,7 @@ def show(result: dict[str, Any]) -> None:
     ]
     title = f"{result['workload']}, {result['ranks']} ranks, {result['n_steps']} steps each, {network}"
     print_grid(Grid(title, ["", *(METHODS[spec] for spec in runs)], rows))
-    for spec, found in runs.items():
-        if "auto" not in found:
-            continue
+    for spec, found in ((spec, found) for spec, found in runs.items() if "auto" in found):
         print(f"\n{METHODS[spec]}: {verdict(reached['ddp'], reached[spec])}")
         for decision in found["auto"]["decisions"][:8]:
             print(f"  step {decision['step']}: {decision['kind']} {decision['scheme']}: {decision['why']}")
@@ -172,11 +166,8 @@ def seconds_to_the_same_loss(runs: dict[str, dict[str, Any]]) -> tuple[float, di
     """
     curves = {spec: _falling(found["losses"]) for spec, found in runs.items()}
     target = max(curve[-1] for curve in curves.values())
-    found = {}
-    for spec, curve in curves.items():
-        n_steps = next(at for at, loss in enumerate(curve, start=1) if loss <= target)
-        found[spec] = sum(runs[spec]["step_s"][:n_steps])
-    return target, found
+    n_above = {spec: sum(loss > target for loss in curve) for spec, curve in curves.items()}
+    return target, {spec: sum(runs[spec]["step_s"][: n + 1]) for spec, n in n_above.items()}
 
 
 def _falling(losses: list[float]) -> list[float]:

@@ -1,6 +1,7 @@
 """`gradwire gpu check`: what this machine's GPUs show of gradwire, section by section, in one record."""
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 from gradwire.errors import InvalidArgument
 from gradwire_lab.cli.options import add_json, switch
+from gradwire_lab.ranks.launch import run_gradwire
 from gradwire_lab.results.records import write_json
 
 SECTIONS = ("devices", "copies", "kernel rates", "one rank", "two ranks")
@@ -32,15 +34,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     if os.environ.get(_RANK):
         return _run_rank()
-    record = _read(arguments.json)
-    reason = why_no_device()
-    record.update(_describe(has_device=reason is None))
-    if reason is not None:
-        record["sections"] = {name: {"status": "not run", "reason": reason} for name in SECTIONS}
-        _write(arguments.json, record)
-        print(f"gradwire gpu: nothing was checked: {reason}", file=sys.stderr)
-        return 1
-    return run_sections(_sections(), record, arguments)
+    record, reason = _read(arguments.json), why_no_device()
+    record |= _describe(has_device=reason is None)
+    if reason is None:
+        return run_sections(_sections(), record, arguments)
+    record["sections"] = {name: {"status": "not run", "reason": reason} for name in SECTIONS}
+    _write(arguments.json, record)
+    print(f"gradwire gpu: nothing was checked: {reason}", file=sys.stderr)
+    return 1
 
 
 def run_sections(sections: dict[str, Callable[[], dict[str, Any]]], record: dict[str, Any], arguments: Any) -> int:
@@ -96,8 +97,6 @@ def _check_in_ranks(n_ranks: int) -> dict[str, Any]:
     """
     import torch
 
-    from gradwire_lab.ranks.launch import run_gradwire
-
     are_enough = torch.accelerator.device_count() >= n_ranks and torch.cuda.is_available()
     backend = "cpu:gloo,cuda:nccl" if are_enough else "gloo"
     run_gradwire(["gpu", "check"], n_ranks, env={_RANK: backend}, timeout_s=400)
@@ -125,9 +124,6 @@ def _run_rank() -> int:
     return 0
 
 
-# ---- the record
-
-
 def _describe(has_device: bool) -> dict[str, Any]:
     import torch
 
@@ -144,13 +140,11 @@ def _describe(has_device: bool) -> dict[str, Any]:
 def _read(path: Path | None) -> dict[str, Any]:
     if path is None or not path.exists():
         return {}
-    try:
+    with contextlib.suppress(ValueError):
         record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        record = None
-    if not isinstance(record, dict) or record.get("benchmark") != "gpu-check":
-        raise InvalidArgument(f"{path} is no record of `gradwire gpu check`; name another file")
-    return record
+        if isinstance(record, dict) and record.get("benchmark") == "gpu-check":
+            return record
+    raise InvalidArgument(f"{path} is no record of `gradwire gpu check`; name another file")
 
 
 def _write(path: Path | None, record: dict[str, Any]) -> None:

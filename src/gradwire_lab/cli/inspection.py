@@ -38,15 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one table a path."""
     records = []
     for path in args.paths:
-        record = {"path": str(path), **inspect_path(path)}
-        records.append(record)
+        found = inspect_path(path)
+        records.append({"path": str(path), **found})
         # Without a terminal's escape sequences: names come from files that anyone may have written.
-        shown = _rows({key: value for key, value in record.items() if key not in ("path", "kind")})
-        rows = [[_printable(key), _printable(_show(value))] for key, value in shown]
-        print_grid(Grid(_printable(f"{path}: {record['kind']}"), ["", ""], rows), wide=True)
+        rows = [
+            [_printable(key), _printable(_show(value))] for key, value in _rows(found) if key not in ("path", "kind")
+        ]
+        print_grid(Grid(_printable(f"{path}: {found['kind']}"), ["", ""], rows), wide=True)
     if args.json is not None:
         write_json(args.json, records)
     return 0

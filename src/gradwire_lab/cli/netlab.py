@@ -4,12 +4,14 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Callable
+from dataclasses import astuple
 
 from gradwire.errors import InvalidArgument
 from gradwire_lab.cli.options import add_json, add_ranks, add_way, option, switch
 from gradwire_lab.ranks.launch import start_ranks
 from gradwire_lab.ranks.netlab.check import RateCheck, measure_rate
-from gradwire_lab.ranks.netlab.lab import DISTANT_MTU, MTU, QUEUE_MS, LinkCounters, Schedule, parse_event
+from gradwire_lab.ranks.netlab.lab import DISTANT_MTU, MTU, QUEUE_MS, parse_event, scheduled
 from gradwire_lab.ranks.netlab.rate import format_rate, parse_link, with_way
 from gradwire_lab.ranks.netlab.stale import end_stale_labs
 from gradwire_lab.ranks.supervisor import end_on_signals
@@ -18,7 +20,6 @@ from gradwire_lab.results.tables import Grid, print_grid, to_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `run`, `check` and `clean`."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     run = actions.add_parser(
         "run",
@@ -55,11 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do `args.action`; returns the exit status."""
     logging.basicConfig(format="gradwire: %(message)s", level=logging.INFO)
-    if args.action == "clean":
-        return _clean()
-    return _check(args) if args.action == "check" else _run(args)
+    actions: dict[str, Callable[[argparse.Namespace], int]] = {"run": _run, "check": _check, "clean": _clean}
+    return actions[args.action](args)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -75,31 +74,23 @@ def _run(args: argparse.Namespace) -> int:
         raise InvalidArgument("--at changes a lab's links and ranks; with --rate none there is no lab")
     events = [parse_event(text, args.ranks) for text in args.at]
     rate = rates if args.straggler else own
-    options = {
-        "mtu": args.mtu, "queue_ms": args.queue_ms, "require_shaping": args.require_shaping,
-        "ranks_per_node": args.ranks_per_node,
-    }  # fmt: skip
+    names = ("mtu", "queue_ms", "require_shaping", "ranks_per_node")
+    options = {name: getattr(args, name) for name in names}
     with end_on_signals(), start_ranks(args.rank_command, args.ranks, rate, grace_s=args.grace, **options) as launch:
-        with Schedule(launch, events) as schedule:
+        with scheduled(launch, events) as troubles:
             result = launch.wait(args.timeout)
-        for event, trouble in schedule.done:
-            if trouble is not None:
-                print(f"gradwire: at {event}: {trouble}", file=sys.stderr)
+        for trouble in troubles:
+            print(f"gradwire: at {trouble}", file=sys.stderr)
         counters = launch.counters() if args.counters and launch.shaped else None
         if args.counters and counters is None:
             print("gradwire: no counters: on loopback the kernel does not tell ranks apart", file=sys.stderr)
     if counters is not None:
-        print(to_text(_counter_grid(counters)), end="", file=sys.stderr)
+        rows = [[str(rank), *(f"{n:,}" for n in astuple(link))] for rank, link in enumerate(counters)]
+        headings = ["rank", "sent bytes", "packets", "drops", "received bytes", "packets", "drops"]
+        print(to_text(Grid("frames on the links, headers included", headings, rows)), end="", file=sys.stderr)
     if result.status != 0:
         print(f"gradwire: {result}", file=sys.stderr)
     return result.status
-
-
-def _counter_grid(counters: list[LinkCounters]) -> Grid:
-    names = ("sent_bytes", "sent_packets", "sent_drops", "received_bytes", "received_packets", "received_drops")
-    rows = [[str(rank), *(f"{getattr(link, name):,}" for name in names)] for rank, link in enumerate(counters)]
-    headings = ["rank", "sent bytes", "packets", "drops", "received bytes", "packets", "drops"]
-    return Grid("frames on the links, headers included", headings, rows)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -125,8 +116,8 @@ def _check(args: argparse.Namespace) -> int:
     outside = [
         format_rate(one.set_bps)
         for one, way in zip(checks, ways, strict=True)
-        if (one.deviation < -args.tolerance and not way.is_distant)
-        or one.deviation > args.tolerance
+        if one.deviation > args.tolerance
+        or (one.deviation < -args.tolerance and not way.is_distant)
         or not one.has_way_of(way, args.tolerance)
     ]
     if outside:
@@ -135,7 +126,7 @@ def _check(args: argparse.Namespace) -> int:
     return 1 if outside else 0
 
 
-def _clean() -> int:
+def _clean(_: argparse.Namespace) -> int:
     labs = end_stale_labs()
     for identity, pids in labs.items():
         print(f"ended a lab of dead process {identity.split('.')[0]}: {len(pids)} processes, and its namespaces")

@@ -38,17 +38,14 @@ def option(
 
 
 def switch(parser: argparse.ArgumentParser, name: str, help: str) -> None:
-    """Add an option without a value."""
     parser.add_argument(name, action="store_true", help=help)
 
 
 def add_workload(parser: argparse.ArgumentParser, default: str | None = "gpt") -> None:
-    """`--workload`."""
     option(parser, "--workload", "NAME", "as NAME:option=value,...", default)
 
 
 def add_ranks(parser: argparse.ArgumentParser, default: int | None = None, rate: str = "none") -> None:
-    """`--ranks`, and `--rate` of the links between them."""
     if default is None:
         option(parser, "--ranks", "N", "ranks to start here (default: 4, or torchrun's)", type=int)
     else:
@@ -66,7 +63,6 @@ def add_way(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser, what: str = "write a list of flat records", *, csv: bool = False) -> None:
-    """`--json`, and `--csv`."""
     option(parser, "--json", "FILE", what, type=Path)
     if csv:
         option(parser, "--csv", "FILE", "write the records as a table", type=Path)

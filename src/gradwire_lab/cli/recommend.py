@@ -14,6 +14,7 @@ from gradwire.planning.box import GpuLinks, advise, plan_box, read_topology
 from gradwire.planning.plan import Plan, describe_rate
 from gradwire.registry import describe_choices, parse_spec
 from gradwire_lab.cli.options import add_json, add_ranks, add_way, option
+from gradwire_lab.ranks.launch import run_gradwire
 from gradwire_lab.ranks.netlab.rate import parse_rate, with_way
 from gradwire_lab.results.records import write_text
 from gradwire_lab.results.tables import Grid, print_grid
@@ -38,43 +39,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure or read, then say."""
     if args.profile is not None:
         plan = _read(args.profile)
         if args.for_ranks is not None or args.rate != "none" or args.path is not None:
             rate_bps = None if args.rate == "none" else float(parse_rate(args.rate) or 0)
             plan = plan.elsewhere(args.for_ranks, rate_bps, **_path(args.path or ""))
-        _show(plan, args)
-        return 0
-    if args.box is not None:
-        _, described = parse_spec(f"box:{args.box}")
+    elif args.box is not None:
         try:
-            plan = plan_box(**described)
+            plan = plan_box(**parse_spec(f"box:{args.box}")[1])
         except TypeError as error:
             raise InvalidArgument(f"--box takes what gradwire.planning.box.plan_box does: {error}") from error
-        _show(plan, args)
-        return 0
-    if args.for_ranks is not None or args.path is not None:
+    elif args.for_ranks is not None or args.path is not None:
         raise InvalidArgument("--for-ranks and --path predict from a plan: give it with --profile FILE")
-    if "RANK" not in os.environ:
-        return _start_ranks(args)
-    if args.rate != "none" and args.ranks is None:
+    elif "RANK" not in os.environ:
+        command = ["recommend", "--fidelity", args.fidelity, "--seconds", str(args.seconds)]
+        for flag, value in (("--workload", args.workload), ("--entry", args.entry), ("--json", args.json)):
+            command += [] if value is None else [flag, str(value)]
+        if args.entry is not None:
+            _check_entry(args.entry)
+        run_gradwire(command, args.ranks if args.ranks is not None else 4, with_way(args, args.rate))
+        return 0
+    elif args.rate != "none" and args.ranks is None:
         raise InvalidArgument("--rate shapes the links of ranks that this command starts: not under torchrun")
-    plan = _measure(args)
-    if os.environ["RANK"] == "0":
-        _show(plan, args)
-    return 0
-
-
-def _start_ranks(args: argparse.Namespace) -> int:
-    from gradwire_lab.ranks.launch import run_gradwire
-
-    command = ["recommend", "--fidelity", args.fidelity, "--seconds", str(args.seconds)]
-    for flag, value in (("--workload", args.workload), ("--entry", args.entry), ("--json", args.json)):
-        command += [] if value is None else [flag, str(value)]
-    if args.entry is not None:
-        _check_entry(args.entry)
-    run_gradwire(command, args.ranks if args.ranks is not None else 4, with_way(args, args.rate))
+    else:
+        plan = _measure(args)
+        if os.environ["RANK"] != "0":
+            return 0
+    _show(plan, args)
     return 0
 
 
@@ -83,8 +74,7 @@ def _measure(args: argparse.Namespace) -> Plan:
 
     from gradwire.planning.recommend import recommend
 
-    own_group = not dist.is_initialized() and args.entry is None
-    if own_group:
+    if not dist.is_initialized() and args.entry is None:
         dist.init_process_group("gloo")
     ddp, optimizer, step = _load_entry(args.entry) if args.entry else _load_workload(args.workload or "gpt")
     plan = recommend(ddp, optimizer, step, seconds=args.seconds, fidelity=args.fidelity)
@@ -130,9 +120,9 @@ def _load_workload(spec: str) -> Any:
 
     workload = workloads.by_name(spec)
     ddp = DistributedDataParallel(workload.build_model(0), **workload.ddp_options())
-    several = workload.build_optimizers(ddp)
+    optimizers = workload.build_optimizers(ddp)
     batch = workload.batch_at(0, dist.get_rank(), dist.get_world_size(), workload.batch_size, 0)
-    return ddp, several, lambda: workload.loss(ddp, batch).backward()
+    return ddp, optimizers, lambda: workload.loss(ddp, batch).backward()
 
 
 def _read(path: Path) -> Plan:
@@ -145,10 +135,10 @@ def _read(path: Path) -> Plan:
 
 
 def _path(text: str) -> dict[str, Any]:
-    _, given = parse_spec(f"path:{text}")
+    given, known = parse_spec(f"path:{text}")[1], ("rtt_ms", "loss", "streams")
     for name, value in given.items():
-        if name not in ("rtt_ms", "loss", "streams"):
-            raise InvalidArgument(f"--path has no {name!r}; {describe_choices(name, ('rtt_ms', 'loss', 'streams'))}")
+        if name not in known:
+            raise InvalidArgument(f"--path has no {name!r}; {describe_choices(name, known)}")
         if isinstance(value, str):
             raise InvalidArgument(f"--path {name}={value}: expected a number")
     return {"rtt_s": given.pop("rtt_ms", 0) / 1e3, **given}
@@ -165,14 +155,12 @@ def _topology(args: argparse.Namespace) -> GpuLinks | None:
 
 def _show(plan: Plan, args: argparse.Namespace) -> None:
     machine, link = plan.profile.machine, plan.profile.link
-    waits_s = max(0.0, plan.plain_s - plan.compute_s)
     where = f"{machine.n_local} on {machine.n_cores} cores; link {describe_rate(8 * link.rate)}"
     if machine.on_device:
         where = f"on GPUs; bus bandwidth {link.rate / 1e9:.3g} GB/s, as NCCL counts it"
-    print(
-        f"{machine.n_ranks} ranks, {where}, {1e3 * link.backend_hop_s:.2g} ms a hop;\n"
-        f"a step computes {1e3 * plan.compute_s:.0f} ms and waits {1e3 * waits_s:.0f} ms"
-    )
+    print(f"{machine.n_ranks} ranks, {where}, {1e3 * link.backend_hop_s:.2g} ms a hop;")
+    waits_ms = 1e3 * max(0.0, plan.plain_s - plan.compute_s)
+    print(f"a step computes {1e3 * plan.compute_s:.0f} ms and waits {waits_ms:.0f} ms")
     print_grid(make_grid(plan))
     if args.box is not None:
         print("By arithmetic: nothing was measured here, and kernels are taken to move 350 GB/s of memory.")
@@ -186,17 +174,12 @@ def _show(plan: Plan, args: argparse.Namespace) -> None:
 def make_grid(plan: Plan) -> Grid:
     """One line a scheme, 80 columns."""
     rows = []
-    for forecast in plan.forecasts():
-        is_plain = forecast.spec == "plain"
-        rows.append(
-            [
-                "DDP" if is_plain else forecast.spec + (" *" if forecast.by_name_only else ""),
-                "" if is_plain else forecast.level,
-                f"{1e3 * forecast.step_s:.1f}" + (" m" if forecast.is_measured else ""),
-                f"{plan.plain.step_s / forecast.step_s:.2f}" if forecast.step_s else "-",
-                f"{forecast.sent_bytes / 1e6:.3g}",
-                "" if is_plain else describe_rate(forecast.pays_below_bps),
-            ]
-        )
+    for one in plan.forecasts():
+        name, level, pays_below = one.spec + " *" * one.by_name_only, one.level, describe_rate(one.pays_below_bps)
+        if one.spec == "plain":
+            name, level, pays_below = "DDP", "", ""
+        step_ms = f"{1e3 * one.step_s:.1f}" + " m" * one.is_measured
+        speed = f"{plan.plain.step_s / one.step_s:.2f}" if one.step_s else "-"
+        rows.append([name, level, step_ms, speed, f"{one.sent_bytes / 1e6:.3g}", pays_below])
     caption = "m: measured in steps of this model; the others predicted. *: by name only"
     return Grid("", ["scheme", "fidelity", "ms", "x DDP", "MB", "pays below"], rows, caption)

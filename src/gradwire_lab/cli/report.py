@@ -19,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page, and the merged trace if asked; print where they are."""
     print(write_report(args.inputs, args.out, args.title, args.baseline))
     if args.trace is not None:
         traces = [trace for path in args.inputs if path.is_dir() for trace in sorted(path.glob("**/trace*.json"))]

@@ -19,7 +19,6 @@ from gradwire_lab.results.tables import Grid, Summary, make_grid, print_grid
 from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.inputs import load_cluster, load_model, parse_link_rate, parse_trace
 from gradwire_lab.simulator.schemes import registry
-from gradwire_lab.simulator.schemes.registry import MeasuredTable
 from gradwire_lab.simulator.search import ROUNDS, SampleGoal, SimulatedRun, rounds_of
 from gradwire_lab.simulator.simulation import write_trace
 from gradwire_lab.simulator.stage import JITTERS, Setting, jitter_by_name
@@ -61,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate what was asked and print a table. Raises: InvalidArgument, GradwireError."""
     runs = make_runs(args)
     if args.chrome_trace and len(runs) > 1:
         raise InvalidArgument(
@@ -87,10 +85,9 @@ def run(args: argparse.Namespace) -> int:
         records.append(record)
         details += simulation.metrics.details(record) if args.details else []
     records = goal.rank(records) if goal else records
-    if args.json:
-        write_json(args.json, records)
-    if args.details:
-        write_json(args.details, details)
+    for path, content in ((args.json, records), (args.details, details)):
+        if path:
+            write_json(path, content)
     if args.csv:
         write_csv(args.csv, records)
     if args.chrome_trace:
@@ -104,21 +101,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_runs(args: argparse.Namespace) -> list[SimulatedRun]:
-    """Every combination of scheme, workers, rate and workload. Raises: InvalidArgument."""
-    table = MeasuredTable.load()
-    specs = [name for spec in args.scheme for name in (registry.names(table) if spec == "all" else [spec])]
+    specs = [name for spec in args.scheme for name in (registry.names() if spec == "all" else [spec])]
     seconds = args.seconds if args.seconds is not None or args.rounds is not None or args.samples is not None else 200.0
     jitter = jitter_by_name(args.jitter, args.sigma, args.seed)
     codecs, keeps_spans = (args.measured_on, not args.no_codec_times), args.chrome_trace is not None
     runs = []
-    for model, setting in itertools.product(_models(args), _networks(args)):
-        for spec in specs:
-            name, options = parse_spec(spec)
-            registry.by_name(name, options, *codecs, table)  # a wrong name fails at once
-            rounds = rounds_of(spec, args.rounds or ROUNDS) if args.samples is not None else args.rounds
-            runs.append(
-                SimulatedRun(name, setting(model, jitter=jitter), seconds, rounds, options, *codecs, keeps_spans)
-            )
+    for model, make_setting, spec in itertools.product(_models(args), _networks(args), specs):
+        name, options = parse_spec(spec)
+        registry.by_name(name, options, *codecs)  # a wrong name fails at once
+        rounds = rounds_of(spec, args.rounds or ROUNDS) if args.samples is not None else args.rounds
+        setting = make_setting(model, jitter=jitter)
+        runs.append(SimulatedRun(name, setting, seconds, rounds, options, *codecs, keeps_spans))
     return runs
 
 
@@ -135,10 +128,9 @@ def _networks(args: argparse.Namespace) -> list[Callable[..., Setting]]:
     trace, workers = parse_trace(args.trace) if args.trace else None, tuple(args.trace_workers or ()) or None
     traced: dict[str, Any] = {"trace": trace, "traced_workers": workers}
     if args.cluster:
-        for name in ("rate", "racks", "core_rate", "latency_us"):
-            if getattr(args, name) is not None:
-                option = f"--{name.replace('_', '-')}"
-                raise InvalidArgument(f"{option}: the cluster in {args.cluster} says that; leave one of the two out")
+        for name in ("rate", "racks", "core-rate", "latency-us"):
+            if getattr(args, name.replace("-", "_")) is not None:
+                raise InvalidArgument(f"--{name}: the cluster in {args.cluster} says that; leave one of the two out")
 
         def of_cluster(workload: WorkloadTimes, n: int | None = None, **more: Any) -> Setting:
             setting = load_cluster(args.cluster, workload)
@@ -178,14 +170,13 @@ _SEARCHED = Table(
 def make_table(records: Sequence[dict[str, Any]]) -> Grid:
     """The records, for people; of a search in its order."""
     shown = [{**record, "scheme": spec_of(record), "Gb/s": f"{record['rate_bps'] / 1e9:g}"} for record in records]
-    is_search = "hours" in records[0]
-    if is_search:
+    table, caption = _TABLE, _CAPTION
+    if "hours" in records[0]:  # of a search
         shown = [{**record, "budget": "within" if record["in_budget"] else "beyond"} for record in shown]
-    table = _SEARCHED if is_search else _TABLE
+        table, caption = _SEARCHED, ""
     axes: dict[str, list[Any]] = {axis: [] for axis in ("workload", *table.rows)}
     grid = make_grid(Experiment("simulated", "", "", "", axes), table, shown)
     workloads_of = ", ".join(dict.fromkeys(record["workload"] for record in records))
-    caption = "" if is_search else _CAPTION
     return replace(grid, title=f"simulated {workloads_of}: {records[0]['jitter']} jitter", caption=caption)
 
 
@@ -199,16 +190,14 @@ def plot_sweep(records: Sequence[dict[str, Any]], path: Path) -> None:
     varied = {field: len({record[field] for record in records}) for field in ("rate_bps", "workers")}
     x = max(varied, key=lambda field: varied[field])
     title, scale = {"rate_bps": ("link rate, Gb/s", 1e-9), "workers": ("workers", 1.0)}[x]
+    if varied[x] == 1:
+        x, title, scale = "scheme", "scheme", 1.0
     shown = [{**record, "wait_share": (record["wait_s"] or 0.0) / record["compute_s"]} for record in records]
     measures = [Column("rounds"), Column("utilisation", "link utilisation, %", 100),
                 Column("wait_share", "T_wait / computation"), Column("row", "ROW")]  # fmt: skip
     if "hours" in shown[0]:  # of a search
         measures[0], measures[3] = Column("hours"), Column("worker_hours", "worker hours")
-    is_line = varied[x] > 1
     axes: dict[str, list[Any]] = {field: [] for field in ("scheme", "options", "workload", "workers", "rate_bps")}
     summary = Summary(Experiment("sweep", "", "", "", axes), shown)
-    plots = [
-        Plot(x if is_line else "scheme", one, style="lines" if is_line else "bars", x_title=title if is_line else "scheme",
-             x_scale=scale if is_line else 1.0) for one in measures
-    ]  # fmt: skip
+    plots = [Plot(x, one, style="bars" if x == "scheme" else "lines", x_title=title, x_scale=scale) for one in measures]
     draw_panels([(plot, series_of(plot, summary)) for plot in plots], path)

@@ -6,7 +6,6 @@ machine, and proves nothing about a switch's speed; what it proves is that nothi
 
 import argparse
 import json
-from typing import Any
 
 from gradwire import _native
 from gradwire.errors import InvalidArgument
@@ -45,10 +44,10 @@ def run(args: argparse.Namespace) -> int:
                 server.run(_SLICE_S)
     except (KeyboardInterrupt, SystemExit):
         pass
-    counters = describe(server)
-    print(json.dumps(counters), flush=True)
+    counters = json.dumps({"switch": "emulation", "epoch": server.epoch, **server.counters()})
+    print(counters, flush=True)
     if args.json:
-        write_text(args.json, json.dumps(counters) + "\n")
+        write_text(args.json, counters + "\n")
     return 0
 
 
@@ -66,7 +65,6 @@ def open_switch(
 
 
 def _open_rack(args: argparse.Namespace) -> RackSwitch:
-    """Raises: InvalidArgument."""
     try:
         rack, n_racks = map(int, args.rack.split("/"))
         ranks = [int(rank) for rank in args.ranks.split(",")]
@@ -77,8 +75,3 @@ def _open_rack(args: argparse.Namespace) -> RackSwitch:
             f"--above is HOST:PORT, --rack K/R, --ranks N,N,..., not {args.above!r}, {args.rack!r}, {args.ranks!r}"
         ) from error
     return RackSwitch(args.address, args.port, args.slots, above, rack, n_racks, ranks)
-
-
-def describe(server: _native.SwitchServer | RackSwitch) -> dict[str, Any]:
-    """Its counters, flat, with a word that it is an emulation."""
-    return {"switch": "emulation", "epoch": server.epoch, **server.counters()}

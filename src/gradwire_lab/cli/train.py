@@ -18,12 +18,10 @@ from gradwire_lab.training.launching import given_config, run_ranks, train_and_r
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
-    words = "such as optimizer=muon, data_dir=..., fold=2"
-    option(parser, "--workload-option", "K=V", words, [], action="append")
+    option(parser, "--workload-option", "K=V", "such as optimizer=muon, data_dir=..., fold=2", [], action="append")
     words = "emulate: captured gradients, calibrated waits"
     parser.add_argument("--compute", choices=["real", "emulate"], default="real", help=words)
-    words = "a run each; ddp: without gradwire"
-    option(parser, "--scheme", "NAME", words, ["gcomp"], nargs="+")
+    option(parser, "--scheme", "NAME", "a run each; ddp: without gradwire", ["gcomp"], nargs="+")
     option(parser, "--scheme-option", "K=V", "such as importance=none", [], action="append")
     add_ranks(parser)
     option(parser, "--steps", "N", "train up to this step", 100)
@@ -33,8 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: cpu")
     option(parser, "--threads", "N", "torch's per rank (default: 1 if ranks share)", type=int, dest="n_threads")
     option(parser, "--bucket-mb", "MB", "DDP's bucket size (default: DDP's)", type=float, dest="bucket_cap_mb")
-    words = "records of steps; of several schemes a folder each"
-    option(parser, "--out", "RUN_DIR", words, type=Path)
+    option(parser, "--out", "RUN_DIR", "records of steps; of several schemes a folder each", type=Path)
     switch(parser, "--trace", "a Chrome trace per rank, in RUN_DIR")
     words = "write gradient files into RUN_DIR/gradients"
     option(parser, "--dump-gradients", "EVERY", words, 0, dest="dump_gradients_every")
@@ -43,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     switch(parser, "--resume", "from the newest checkpoint in --checkpoint")
     words = "wrap the model in a new DDP there, as a resumption does"
     option(parser, "--rewrap-at", "STEP", words, [], nargs="+", type=int)
-    words = "DiLoCo: exchange every H steps"
-    option(parser, "--local-sgd", "H", words, 0)
+    option(parser, "--local-sgd", "H", "DiLoCo: exchange every H steps", 0)
     words = "DiLoCo's optimizer, or the mean alone"
     parser.add_argument("--outer", default="nesterov", choices=["nesterov", "average"], help=words)
     words = "of its residuals that last"
@@ -60,7 +56,6 @@ def _either(parser: argparse.ArgumentParser, name: str, words: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train as a rank if the environment says so, else start the ranks."""
     given = given_config()
     configs = [given] if given is not None else configs_from(args)
     if "RANK" in os.environ:
@@ -85,7 +80,6 @@ def flat_record(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def configs_from(args: argparse.Namespace) -> list[TrainConfig]:
-    """One configuration per scheme."""
     workload, workload_options = parse_spec(args.workload)
     workload_options |= parse_options(args.workload_option, "--workload-option")
     if args.compute != "real":

@@ -1,5 +1,6 @@
 """Start N ranks as processes with torchrun's environment variables: on loopback, or in a `Netlab`."""
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,14 +26,11 @@ def start_ranks(
     on_loopback = rate is None or (
         isinstance(rate, str | int | float) and parse_rate(rate) is None and "/" not in str(rate)
     )
-    lab = Netlab(n_ranks, rate, on_loopback=on_loopback, **lab_options)
-    lab.open()
-    try:
+    with contextlib.ExitStack() as stack:
+        lab = stack.enter_context(Netlab(n_ranks, rate, on_loopback=on_loopback, **lab_options))
         lab.start(command, env, grace_s=grace_s, on_line=on_line)
-        return lab
-    except BaseException:
-        lab.close()
-        raise
+        stack.pop_all()  # what runs is the caller's to end
+    return lab
 
 
 def run_gradwire(

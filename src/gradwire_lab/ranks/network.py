@@ -2,8 +2,7 @@
 
 `GRADWIRE_NETWORK` is "netlab 1000000000" (all links alike), "netlab 1000000000,100000000" (one rate a rank, "none" for
 an unshaped link), "netlab 100000000 nodes=2x4" (two links with four ranks behind each), "netlab 100000000 way=delay=20ms"
-or "loopback";
-`GRADWIRE_RANKS_ON_MACHINE` is how many ranks share this machine's cores.
+or "loopback"; `GRADWIRE_RANKS_ON_MACHINE` is how many ranks share this machine's cores.
 """
 
 import os
@@ -42,15 +41,11 @@ class Network:
     def to_variables(self) -> dict[str, str]:
         """The environment variables that `current_network` reads."""
         words = ["none" if rate is None else str(rate) for rate in self.rates_bps]
-        if len(set(words)) == 1:
-            words = words[:1]
-        if self.ranks_per_node > 1 and self.n_ranks_on_machine is not None:
-            words = [",".join(words) + f" nodes={self.n_ranks_on_machine // self.ranks_per_node}x{self.ranks_per_node}"]
-        way = f" way={self.way}" if self.way else ""
-        variables = {NETWORK_VARIABLE: f"{self.kind} {','.join(words)}{way}".strip()}
-        if self.n_ranks_on_machine is not None:
-            variables[RANKS_VARIABLE] = str(self.n_ranks_on_machine)
-        return variables
+        text, n_ranks = f"{self.kind} {','.join(words[:1] if len(set(words)) == 1 else words)}", self.n_ranks_on_machine
+        if n_ranks is not None and self.ranks_per_node > 1:
+            text += f" nodes={n_ranks // self.ranks_per_node}x{self.ranks_per_node}"
+        text += f" way={self.way}" if self.way else ""
+        return {NETWORK_VARIABLE: text.strip(), **({} if n_ranks is None else {RANKS_VARIABLE: str(n_ranks)})}
 
     def __str__(self) -> str:
         return self.to_variables()[NETWORK_VARIABLE]

@@ -49,7 +49,6 @@ class Header(NamedTuple):
     reserved: int
 
     def sealed(self, payload: bytes = b"") -> bytes:
-        """The datagram."""
         raw = _HEADER.pack(*self)
         return raw + struct.pack("<I", _native.crc32c(payload, _native.crc32c(raw))) + payload
 
@@ -69,8 +68,7 @@ class _Job:
 
     def make_registers(self) -> None:
         n = 2 << self.log2_slots
-        self.sequences = np.full(n, _FIRST_SEQUENCE - 1, np.int64)
-        self.contents, self.seen = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        self.sequences, self.contents, self.seen = np.zeros((3, n), np.int64)  # sequences of packets begin with 1
         self.is_final = np.zeros(n, bool)
         self.values = np.zeros((n, _native.SWITCH_LANES), np.int32)
 
@@ -80,14 +78,9 @@ class _Job:
 
 
 class RackSwitch:
-    """A switch below another one; serves while its `run(seconds)` is called.
+    """A switch below another one, which sees it as worker `rack` of `n_racks`; serves while its `run(seconds)` is called.
 
-    Args:
-        address, port: where its workers find it; port 0 takes a free one.
-        n_slots: a power of two, for all jobs.
-        above: the upper switch, which sees this rack as worker `rack` of `n_racks`.
-        workers: the ranks of this rack.
-    Raises: InvalidArgument.
+    Its own workers, these ranks, find it at `address` and `port`, of which 0 takes a free one. Raises: InvalidArgument.
     """
 
     def __init__(
@@ -95,15 +88,12 @@ class RackSwitch:
     ) -> None:
         if not 0 <= rack < n_racks <= _native.SWITCH_MAX_WORKERS:
             raise InvalidArgument(f"a rack is one of up to {_native.SWITCH_MAX_WORKERS}, not {rack} of {n_racks}")
-        ranks = set(workers)
-        if not ranks or len(ranks) != len(workers) or not ranks < set(range(_native.SWITCH_MAX_WORKERS)):
-            raise InvalidArgument(
-                f"a rack has ranks below {_native.SWITCH_MAX_WORKERS}, each once, not {list(workers)}"
-            )
+        ranks, most = set(workers), _native.SWITCH_MAX_WORKERS
+        if not ranks or len(ranks) != len(workers) or not ranks < set(range(most)):
+            raise InvalidArgument(f"a rack has ranks below {most}, each once, not {list(workers)}")
         self._here = sum(1 << worker for worker in workers)
         self._rack, self._n_racks, self._n_slots = rack, n_racks, n_slots
-        self._front = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._back = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._front, self._back = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
         for one in (self._front, self._back):
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
             one.setblocking(False)
@@ -119,7 +109,6 @@ class RackSwitch:
         self._counts = dict.fromkeys(("values", "results", "duplicates", "stale", "foreign", "refusals", "sent_up"), 0)
 
     def counters(self) -> dict[str, int]:
-        """What has come and gone, in packets."""
         return {"n_slots": self._n_slots, "n_jobs": len(self._jobs), **self._counts}
 
     def close(self) -> None:
@@ -127,7 +116,6 @@ class RackSwitch:
         self._back.close()
 
     def run(self, seconds: float) -> None:
-        """Serve for so long."""
         end = time.monotonic() + seconds
         while (left_s := end - time.monotonic()) > 0:
             for ready in select.select([self._front, self._back], [], [], left_s)[0]:

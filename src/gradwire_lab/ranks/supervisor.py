@@ -67,12 +67,10 @@ class LaunchResult:
             return f"time is up; {ended} had not finished and had to be ended"
         if self.first_failed is None:
             return f"all {len(self.exit_codes)} ranks ended well"
-        others = [
-            f"rank {rank} {_describe(code)}"
-            for rank, code in enumerate(self.exit_codes)
-            if code != 0 and rank != self.first_failed and rank not in self.ended_by_us
-        ] + ([f"{ended} had to be ended"] if self.ended_by_us else [])
-        first = f"rank {self.first_failed} {_describe(self.exit_codes[self.first_failed])}"
+        failed = {rank: f"rank {rank} {_describe(code)}" for rank, code in enumerate(self.exit_codes) if code != 0}
+        first = failed.pop(self.first_failed)
+        others = [words for rank, words in failed.items() if rank not in self.ended_by_us]
+        others += [f"{ended} had to be ended"] if self.ended_by_us else []
         return first + (f" (the first to fail; then {', '.join(others)})" if others else "")
 
     def raise_if_failed(self) -> None:
@@ -104,12 +102,14 @@ class RankSet:
             raise InvalidArgument(f"grace_s is {grace_s}; it must be 0 or more")
         if not hasattr(os, "pidfd_open"):
             raise Unsupported("starting ranks needs Linux 5.3 or newer; here, start them with torchrun")
-        self._grace_s = grace_s
+        self._grace_s, self._on_line = grace_s, on_line
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended: dict[int, int] = {}
         self._first_failed: int | None = None
-        self._output = _OutputForwarder(on_line)
         self._result: LaunchResult | None = None
+        self._lock = threading.Lock()
+        self._forwarders: list[threading.Thread] = []  # one a pipe
+        self._reader_error: Exception | None = None  # the first that `on_line` raised
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], namespaces: Sequence[int] = ()) -> None:
         """Start the next rank; `namespaces` are descriptors for it to enter, in this order."""
@@ -122,15 +122,15 @@ class RankSet:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        rank = len(self._processes)
+        for pipe in (process.stdout, process.stderr):
+            copied = (pipe, len(self._processes), pipe is process.stderr)
+            thread = threading.Thread(target=self._forward, args=copied, name="gradwire-rank-output", daemon=True)
+            thread.start()
+            self._forwarders.append(thread)
         self._processes.append(process)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._output.add(rank, process.stdout, process.stderr)
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, by rank."""
         return [process.pid for process in self._processes]
 
     @property
@@ -166,8 +166,8 @@ class RankSet:
             self.end(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
             raise
         codes = tuple(self._ended[rank] for rank in range(len(self._processes)))
-        if self._output.error is not None:
-            raise self._output.error
+        if self._reader_error is not None:
+            raise self._reader_error
         self._result = LaunchResult(codes, self._first_failed if not timed_out else None, timed_out, late)
         return self._result
 
@@ -181,7 +181,9 @@ class RankSet:
             pass
         self._signal_all(signal.SIGKILL)
         self._collect_all(None)
-        self._output.finish()
+        give_up_at = time.monotonic() + 1.0  # a stray process may hold a pipe open
+        for thread in self._forwarders:
+            thread.join(max(0.0, give_up_at - time.monotonic()))
 
     def _signal_all(self, number: int) -> None:
         for rank in range(len(self._processes)):
@@ -213,30 +215,8 @@ class RankSet:
             self._first_failed = min(failed, key=lambda rank: (self._ended[rank] > 0, rank))
         return bool(ready)
 
-
-class _OutputForwarder:
-    """A thread a pipe, which copies whole lines of the ranks' output with the rank in front."""
-
-    def __init__(self, on_line: Callable[[int, str], None] | None) -> None:
-        self._on_line, self._lock = on_line, threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self.error: Exception | None = None  # the first that `on_line` raised
-
-    def add(self, rank: int, standard_output: IO[bytes], standard_error: IO[bytes]) -> None:
-        for pipe, is_error in ((standard_output, False), (standard_error, True)):
-            thread = threading.Thread(
-                target=self._copy, args=(pipe, rank, is_error), name="gradwire-rank-output", daemon=True
-            )
-            thread.start()
-            self._threads.append(thread)
-
-    def finish(self) -> None:
-        """Forward what is left, once all ranks have ended; a stray process that holds a pipe open is waited for 1 s."""
-        give_up_at = time.monotonic() + 1.0
-        for thread in self._threads:
-            thread.join(max(0.0, give_up_at - time.monotonic()))
-
-    def _copy(self, pipe: IO[bytes], rank: int, is_error: bool) -> None:
+    def _forward(self, pipe: IO[bytes], rank: int, is_error: bool) -> None:
+        """In a thread: copy whole lines of a rank's output with the rank in front."""
         pending = b""
         with pipe:
             while data := os.read(pipe.fileno(), 1 << 16):
@@ -252,10 +232,10 @@ class _OutputForwarder:
         with self._lock:
             if self._on_line is not None and not is_error:
                 try:
-                    for line in lines if self.error is None else ():
+                    for line in lines if self._reader_error is None else ():
                         self._on_line(rank, line)
                 except Exception as error:  # the thread goes on: a rank must not hang on a full pipe
-                    self.error = error
+                    self._reader_error = error
             elif lines:
                 # Our own reader may have gone (`... | head`); the ranks are not to hang on a full pipe for that.
                 with contextlib.suppress(OSError, ValueError):
@@ -268,8 +248,7 @@ def _owned(command: Sequence[str], namespaces: Sequence[int] = ()) -> list[str]:
     """`command`, to be started by this thread, behind the prelude: it dies with this process."""
     # The kernel sends "parent died" when the *thread* that started a process ends: only the main one lasts.
     owner = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-    words = ",".join(map(str, [owner, *namespaces]))
-    return [sys.executable, "-I", "-S", "-c", _PRELUDE, words, *command]
+    return [sys.executable, "-I", "-S", "-c", _PRELUDE, ",".join(map(str, [owner, *namespaces])), *command]
 
 
 def run_to_end(command: Sequence[str], output: IO[bytes]) -> int:

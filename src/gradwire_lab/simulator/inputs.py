@@ -43,7 +43,6 @@ class Given:
             raise InvalidArgument(f"cannot read {path}: {error}") from error
 
     def wrong(self, what: str) -> InvalidArgument:
-        """The error to raise."""
         name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self._field).lstrip(".")
         line = self._text.count("\n", 0, self._place()) + 1
         return InvalidArgument(f"{self._path}, line {line}, {name or 'the whole'}: {what}")
@@ -66,26 +65,26 @@ class Given:
                 return begin
         return at
 
+    def _fields(self, *names: str) -> dict[str, Any]:
+        if not isinstance(self.value, dict):
+            raise self.wrong(f"expected an object with {', '.join(names)}, got {_shown(self.value)}")
+        return self.value
+
     def member(self, name: str, default: Any = None) -> "Given":
         """A field of an object, or `default`. Raises: InvalidArgument (no object; it is missing and `default` is ...)."""
-        if not isinstance(self.value, dict):
-            raise self.wrong(f"expected an object with {name}, got {_shown(self.value)}")
-        found = Given(self._path, self._text, self.value.get(name, default), (*self._field, name))
+        found = Given(self._path, self._text, self._fields(name).get(name, default), (*self._field, name))
         if found.value is ...:
             raise found.wrong("is missing")
         return found
 
     def known(self, *names: str) -> "Given":
         """The same, an object of no other fields than these. Raises: InvalidArgument."""
-        if not isinstance(self.value, dict):
-            raise self.wrong(f"expected an object with {', '.join(names)}, got {_shown(self.value)}")
-        for name in self.value:
+        for name in self._fields(*names):
             if name not in names:
                 raise self.member(name).wrong(f"there is no such field; {describe_choices(name, names)}")
         return self
 
     def items(self) -> "list[Given]":
-        """Of a list that is not empty. Raises: InvalidArgument."""
         if not isinstance(self.value, list) or not self.value:
             raise self.wrong(f"expected a list with something in it, got {_shown(self.value)}")
         return [Given(self._path, self._text, one, (*self._field, i)) for i, one in enumerate(self.value)]
@@ -100,7 +99,6 @@ class Given:
         return value
 
     def rate(self) -> float:
-        """Bits a second. Raises: InvalidArgument."""
         try:
             return parse_link_rate(self.value)
         except InvalidArgument as error:
@@ -131,9 +129,10 @@ def _shown(value: Any) -> str:
 def load_model(path: Path) -> WorkloadTimes:
     """Blocks, a plan or a trace, whichever the file is. Raises: InvalidArgument."""
     given = Given.load(path)
-    if isinstance(given.value, dict) and "traceEvents" in given.value:
+    names = given.value if isinstance(given.value, dict) else ()
+    if "traceEvents" in names:
         return _of_trace(given, path)
-    if isinstance(given.value, dict) and "profile" in given.value:
+    if "profile" in names:
         compute_s = given.member("compute_s", ...).number(1e-9, _MOST_S)
         buckets = given.member("profile").member("buckets", ...).items()
         sizes = [one.number(1, _MOST_VALUES, is_whole=True) for one in buckets]
@@ -199,10 +198,7 @@ def _of_trace(given: Given, path: Path) -> WorkloadTimes:
 def load_cluster(path: Path, workload: WorkloadTimes) -> Setting:
     """All of its workers with a model; fewer or more: `Setting.of_workers`. Raises: InvalidArgument."""
     given = Given.load(path).known("groups", "latency_us", "between", "at_once", "failures")
-    sizes: list[int] = []
-    rates: list[float] = []
-    speeds: list[float] = []
-    uplinks: list[float] = []
+    sizes, rates, speeds, uplinks = list[int](), list[float](), list[float](), list[float]()
     for group in given.member("groups", ...).items():
         group.known("workers", "rate", "speed", "uplink")
         n = group.member("workers", ...).number(1, _MOST_WORKERS, is_whole=True)
@@ -213,7 +209,6 @@ def load_cluster(path: Path, workload: WorkloadTimes) -> Setting:
         uplinks.append(sum(rates[-n:]) if uplink.value is None else uplink.rate())
     between = given.member("between", {}).known("rtt_ms", "loss", "streams")
     rtt_ms = between.member("rtt_ms", ... if between.value else None)
-    failures = given.member("failures")
     return Setting(
         workload,
         sum(sizes),
@@ -227,19 +222,17 @@ def load_cluster(path: Path, workload: WorkloadTimes) -> Setting:
         loss=between.member("loss", 0).number(0, 0.5),
         streams=between.member("streams", 1).number(1, 1024, is_whole=True),
         at_once=given.member("at_once", 1).number(1, 64, is_whole=True),
-        failures=None if failures.value is None else _failures_of(failures),
+        failures=_failures_of(given.member("failures")),
     )
 
 
-def _failures_of(given: Given) -> Failures:
-    given.known("mtbf_hours", "restart_s", "checkpoint_s", "every_s")
-    every_s = given.member("every_s")
-    return Failures(
-        given.member("mtbf_hours", ...).number(1e-3, 1e9) * 3600,
-        given.member("restart_s", ...).number(0, 1e7),
-        given.member("checkpoint_s", ...).number(0, 1e7),
-        None if every_s.value is None else every_s.number(1e-3, 1e9),
-    )
+def _failures_of(given: Given) -> Failures | None:
+    if given.value is None:
+        return None
+    every_s = given.known("mtbf_hours", "restart_s", "checkpoint_s", "every_s").member("every_s")
+    mtbf_s = given.member("mtbf_hours", ...).number(1e-3, 1e9) * 3600
+    restart_s, checkpoint_s = (given.member(name, ...).number(0, 1e7) for name in ("restart_s", "checkpoint_s"))
+    return Failures(mtbf_s, restart_s, checkpoint_s, None if every_s.value is None else every_s.number(1e-3, 1e9))
 
 
 # ---- rates
@@ -251,11 +244,11 @@ def make_trace(steps: Sequence[tuple[float, float]]) -> Trace:
         raise InvalidArgument("a bandwidth trace needs at least one line: seconds,rate")
     before_s = -math.inf
     for at_s, rate_bps in steps:
-        if not math.isfinite(at_s) or at_s < 0:
+        if not 0 <= at_s < math.inf:
             raise InvalidArgument(f"a bandwidth trace has a time of {at_s} s; times count from the start, 0 or more")
         if at_s <= before_s:
             raise InvalidArgument(f"a bandwidth trace goes from {before_s} s to {at_s} s; times must grow")
-        if not (math.isfinite(rate_bps) and rate_bps > 0):
+        if not 0 < rate_bps < math.inf:
             raise InvalidArgument(f"a bandwidth trace has a rate of {rate_bps} bits a second; rates are above 0")
         before_s = at_s
     return tuple((float(at_s), float(rate_bps)) for at_s, rate_bps in steps)

@@ -42,7 +42,6 @@ class Use:
         self._n_users = 0
 
     def enter(self, now_s: float) -> None:
-        """One more uses it."""
         self._n_users += 1
         if self._n_users > 1:
             return
@@ -53,7 +52,6 @@ class Use:
             self._starts_s.append(now_s)
 
     def leave(self, now_s: float) -> None:
-        """One fewer does."""
         self._n_users -= 1
         if self._n_users == 0:
             self._ends_s.append(now_s)
@@ -102,7 +100,6 @@ class Crossing:
     busiest: Callable[[int], float] | None = None
 
     def on_busiest(self, n_flows: int) -> float:
-        """How many of so many flows are on the busiest link."""
         return self.busiest(n_flows) if self.busiest else self.everywhere / self.link.n_links * n_flows
 
 
@@ -120,7 +117,6 @@ class FlowClass:
         self._waiting: list[tuple[float, int, Flow]] = []
 
     def advance(self, now_s: float) -> None:
-        """Carry on at the present rate up to now."""
         elapsed_s = now_s - self._until_s
         self._until_s = now_s
         if not self.n_flows or elapsed_s <= 0:
@@ -151,7 +147,6 @@ class FlowClass:
         return max(0.0, flow.ends_at_bits - self._progress_bits)
 
     def take_done(self, now_s: float) -> "list[Flow]":
-        """End the flows that have arrived by now."""
         self.advance(now_s)
         # What this instant cannot tell apart is done: the next double after `now` may carry more bits than are left.
         until_bits = self._progress_bits + max(_DONE_BITS, self.rate_bps * now_s * 4e-16)
@@ -201,7 +196,6 @@ class SimulatedNetwork:
         self.n_settlings = 0
         self._numbers = itertools.count()
         self._is_settling = False
-        self._timer_number = 0
         # Shares by how many flows each class has: the same few states come again in every round.
         self._shares: dict[tuple[int, ...], list[tuple[FlowClass, float]]] = {}
 
@@ -212,7 +206,6 @@ class SimulatedNetwork:
         return link
 
     def add_class(self, crossings: Sequence[Crossing]) -> FlowClass:
-        """A new class of flows, none of them begun."""
         flow_class = FlowClass(crossings)
         self.classes.append(flow_class)
         return flow_class
@@ -221,7 +214,7 @@ class SimulatedNetwork:
         """Begin `weight` transfers of `bits` each, now or so many seconds later."""
         flow = Flow(self.environment, flow_class, bits, weight)
         if after_s:
-            self._call_at(after_s, lambda _: self._begin(flow), None)
+            self._call_at(after_s, lambda: self._begin(flow))
         else:
             self._begin(flow)
         return flow
@@ -267,26 +260,24 @@ class SimulatedNetwork:
             return
         self._is_settling = True
         if self.environment.peek() > self.environment.now:  # nothing else happens in this instant
-            self._settle(None)
+            self._settle()
         else:
-            self._call_at(0.0, self._settle, None)
+            self._call_at(0.0, self._settle)
 
-    def _call_at(self, delay_s: float, function: Callable[[simpy.Event], None], value: int | None) -> None:
+    def _call_at(self, delay_s: float, function: Callable[[], None]) -> None:
         event = simpy.Event(self.environment)
-        event._ok, event._value, event.callbacks = True, value, [function]
+        event._ok, event._value, event.callbacks = True, None, [lambda _: function()]
         self.environment.schedule(event, _LAST_OF_INSTANT, delay_s)
 
-    def _settle(self, _: simpy.Event | None) -> None:
+    def _settle(self) -> None:
         """Share the links out anew among the flows under way, and wake up when the first of them is done."""
         self._is_settling = False
         self.n_settlings += 1
-        now_s = self.environment.now
-        next_s = math.inf
+        now_s, next_s, number = self.environment.now, math.inf, self.n_settlings
         for flow_class, rate_bps in self._share_out():
             next_s = min(next_s, flow_class.go_on(rate_bps, now_s))
-        self._timer_number += 1
         if next_s < math.inf:
-            self._call_at(max(0.0, next_s), self._wake, self._timer_number)
+            self._call_at(max(0.0, next_s), lambda: self._wake(number))
 
     def _share_out(self) -> list[tuple[FlowClass, float]]:
         """(class, rate of each of its flows), for the classes that have any."""
@@ -305,8 +296,8 @@ class SimulatedNetwork:
             shares = self._shares[state] = list(zip(active, rates_bps, strict=True))
         return shares
 
-    def _wake(self, timer: simpy.Event) -> None:
-        if timer.value != self._timer_number:  # the rates have changed since
+    def _wake(self, number: int) -> None:
+        if number != self.n_settlings:  # the rates have changed since
             return
         now_s = self.environment.now
         self._is_settling = True  # what these ends begin is settled with them
@@ -323,16 +314,10 @@ def _checked_capacity(capacity_bps: Any) -> float:
 
 
 def share_max_min(capacities_bps: Sequence[float], loads: Sequence[Mapping[int, float]]) -> list[float]:
-    """The max-min fair rate of a flow of each class, bits a second, by progressive filling.
+    """The max-min fair rate of a flow of each class; `loads`: link index -> how many of its flows are there (more than 0).
 
     All rates rise together until a link is full; the flows on it keep what they have, and the others rise on (Bertsekas and
-    Gallager, Data Networks, section 6.5.2).
-
-    Args:
-        capacities_bps: of each link.
-        loads: for each class, link index -> how many of its flows are on that link (more than 0).
-    Raises: InvalidArgument (a class that crosses no link, which nothing would bound).
-    Cost: classes x links, times the number of links that fill up.
+    Gallager, Data Networks, section 6.5.2). Cost: classes x links, times the number of links that fill up.
     """
     if any(not crossed for crossed in loads):
         raise InvalidArgument("a flow that crosses no link has no rate")
@@ -382,12 +367,10 @@ class Topology:
     """Links of workers, and of racks where there are several, on a network.
 
     Args:
-        rates_bps: of each worker's link, both ways.
         racks: how many workers each has; a number: as many racks, worker i of m is in rack i * racks // m.
-        core_bps: of each rack's link to the core, both ways; None for as much as all of its workers together.
+        core_bps: of each rack's link to the core; None for as much as all of its workers together.
         kinds: what else may differ between workers, so that they are not of one site.
         connection_bps: what the connections of two workers in different racks carry at most.
-    Raises: InvalidArgument.
     """
 
     def __init__(
@@ -455,9 +438,8 @@ class Topology:
     def even(self, name: str) -> FlowClass:
         """One flow: a bit on every worker's links, both ways, a bit; all at the rate of the slowest.
 
-        Args:
-            name: ring: every worker sends to the next, rack by rack, so one stream leaves a rack. inside: rings inside the
-                racks. between: every worker's ring with its like in the other racks. exchange: between all pairs.
+        `ring`: every worker sends to the next, rack by rack, so one stream leaves a rack. `inside`: rings inside the racks.
+        `between`: every worker's ring with its like in the other racks. `exchange`: between all pairs.
         """
         peers = max(1, self.n_workers - 1)
         leaving: dict[str, Callable[[int], float]] = {

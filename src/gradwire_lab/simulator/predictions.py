@@ -34,13 +34,9 @@ _N_BLOCKS = 4  # of the live broadcasts
 def predict(records: Sequence[Record], latencies_s: dict[str, float], workload: str) -> list[Record]:
     """Predicted and measured iteration times of one cell, one record for each scheme.
 
-    Inputs are the cell's own: what DDP alone computed in a step, bytes, codec times and processor times of each scheme, and
-    what the smallest reduction took for each of its hops.
-
-    Args:
-        records: of `bench train --compute emulate`, `ddp` among them.
-        latencies_s: of a hop, for "backend" and "frames".
-        workload: as `bench train` was given it.
+    Inputs are the cell's own, of `bench train --compute emulate` with `ddp` among its schemes: what DDP alone computed in a
+    step, bytes, codec times and processor times of each scheme, and what the smallest reduction took for each of its hops
+    ("backend" and "frames").
     """
     computed_s = next(record["compute_s"] for record in records if record["scheme"] == "ddp")
     return [_predict_one(record, latencies_s, workload, computed_s) for record in records]
@@ -54,11 +50,8 @@ def rate_with_cores(record: Record) -> float:
     itself; it goes on beside the transfer and bounds its rate. Records without processor times leave the link's rate.
     """
     rate_bps, cpu_s, n_cores = float(record["rate_bps"]), record.get("cpu_s"), record.get("n_cores")
-    if cpu_s is None or n_cores is None:
-        return rate_bps
-    transport_s = cpu_s - (record["codec_s"] or 0.0)
-    bits = 8 * _link_bytes(record)
-    if transport_s <= 0 or bits == 0:
+    transport_s, bits = (cpu_s or 0.0) - (record["codec_s"] or 0.0), 8 * _link_bytes(record)
+    if n_cores is None or transport_s <= 0 or bits == 0:
         return rate_bps
     return min(rate_bps, min(1.0, n_cores / record["ranks"]) * bits / transport_s)
 
@@ -79,16 +72,13 @@ def _predict_one(record: Record, latencies_s: dict[str, float], workload: str, s
     # From the middle on: AQGB has learnt its rounds by then. Between ends, since a live step's wall time is between them.
     middle = len(ends_s) // 2
     predicted_s = (ends_s[-1] - ends_s[middle]) / (len(ends_s) - 1 - middle)
-    measured_s = record["iteration_s"]
     taken = ("scheme", "options", "ranks", "rate_bps", "codec_s", "cpu_s", "compute", "commit", "date")
     return {
         **{key: record.get(key) for key in taken},
         "workload": workload,
         "predicted_s": predicted_s,
-        "measured_s": measured_s,
-        "measured_s_low": record["iteration_s_low"],
-        "measured_s_high": record["iteration_s_high"],
-        "error": predicted_s / measured_s - 1,
+        **{f"measured_s{end}": record[f"iteration_s{end}"] for end in ("", "_low", "_high")},
+        "error": predicted_s / record["iteration_s"] - 1,
         "compute_s": step_s,
         "rate_with_cores_bps": rate_bps,
         "wire_bytes": _link_bytes(record),
@@ -106,8 +96,8 @@ def _make_scheme(simulation: Simulation, record: Record) -> SchemeModel:
     bits_per_value = 8 * _link_bytes(record) / n_values
     decode_s = record["decode_s"] or 0.0
     encode_s = max(0.0, (record["codec_s"] or 0.0) - decode_s)
-    copies = max(1, n_ranks - 1)
     if record["scheme"] == "broadcast":
+        copies = max(1, n_ranks - 1)
         codec = CodecCost(encode_s / n_values, decode_s / n_values / copies)
         return FixedBroadcast(simulation, bits_per_value / copies, codec, is_fan_out=True)
     if record["scheme"] == "aqgb":
@@ -129,10 +119,9 @@ def _make_scheme(simulation: Simulation, record: Record) -> SchemeModel:
 def bucket_workload(name: str, options: dict[str, Any], step_s: float) -> WorkloadTimes:
     """DDP's buckets as blocks, the first to be used first. Raises: InvalidArgument (not an emulated workload)."""
     model = _replay(name, options)
-    buckets = _buckets(model)
     # Nothing of the next forward pass begins before all buckets are there: it is all in the one that is used last.
-    forward_s = [sum(layer.forward_s for layer in model.layers)] + [0.0] * (len(buckets) - 1)
-    pieces = [(values, ready_s, forward_s[i]) for i, (values, ready_s, _) in enumerate(buckets)]
+    pieces = [(values, ready_s, 0.0) for values, ready_s, _ in _buckets(model)]
+    pieces[0] = (*pieces[0][:2], sum(layer.forward_s for layer in model.layers))
     return _in_order(pieces, f"{name}, DDP's buckets", model, step_s)
 
 
@@ -142,8 +131,7 @@ def block_workload(name: str, options: dict[str, Any], step_s: float) -> Workloa
     ready_s = {id(parameter): ready for _, ready, members in _buckets(model) for parameter in members}
     blocks = find_blocks(model, model.parameters(), _N_BLOCKS)
     home = {id(parameter): block.index for block in blocks for parameter in block.parameters}
-    forward_s = [0.0] * len(blocks)
-    index = 0
+    forward_s, index = [0.0] * len(blocks), 0
     for layer in model.layers:
         index = home[id(layer.parameters[0])] if layer.parameters else index
         forward_s[index] += layer.forward_s
@@ -158,9 +146,7 @@ def _replay(name: str, options: dict[str, Any]) -> ReplayModel:
     workload = by_name(name, compute="emulate", **options)
     if not isinstance(workload, ReplayWorkload):
         raise InvalidArgument(f"{name} cannot be replayed")
-    model = workload.make_model()
-    assert isinstance(model, ReplayModel)
-    return model
+    return workload.make_model()
 
 
 def _buckets(model: ReplayModel) -> list[tuple[int, float, list[Any]]]:
@@ -168,20 +154,19 @@ def _buckets(model: ReplayModel) -> list[tuple[int, float, list[Any]]]:
 
     As DDP rebuilds them after the first step, in the order in which gradients arrive.
     """
-    arrivals: list[tuple[Any, float]] = []
+    parameters: list[Any] = []
+    arrivals_s: list[float] = []
     now_s = 0.0
     for layer in reversed(model.layers):
         now_s += layer.backward_s
-        arrivals += [(parameter, now_s) for parameter in reversed(layer.parameters)]
-    parameters = [parameter for parameter, _ in arrivals]
+        parameters += reversed(layer.parameters)
+        arrivals_s += [now_s] * len(layer.parameters)
     limits = [c10d._DEFAULT_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
-    is_sparse = [False] * len(parameters)
-    indices, _ = c10d._compute_bucket_assignment_by_size(parameters, limits, is_sparse)
+    indices, _ = c10d._compute_bucket_assignment_by_size(parameters, limits, [False] * len(parameters))
     buckets = []
     for members in indices:
-        values = sum(parameters[index].numel() for index in members)
-        ready_s = max(arrivals[index][1] for index in members)
-        buckets.append((values, ready_s, [parameters[index] for index in members]))
+        held = [parameters[index] for index in members]
+        buckets.append((sum(one.numel() for one in held), max(arrivals_s[index] for index in members), held))
     return sorted(buckets, key=lambda bucket: bucket[1])
 
 

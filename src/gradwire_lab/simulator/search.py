@@ -37,12 +37,10 @@ class SimulatedRun:
     keep_spans: bool = False
 
     def do(self, on_round: Callable[[int, float], None] | None = None) -> tuple[Simulation, dict[str, Any]]:
-        """Simulate; returns the simulation and its record. Raises: InvalidArgument."""
         make = registry.by_name(self.scheme, self.options, self.measured_on, self.with_codec_times)
-        watch = Stopwatch()
-        simulation = Simulation(self.setting, make, self.keep_spans, on_round)
-        metrics = simulation.run(self.seconds, self.rounds)
-        setting, summary = self.setting, metrics.summary()
+        watch, setting = Stopwatch(), self.setting
+        simulation = Simulation(setting, make, self.keep_spans, on_round)
+        summary = simulation.run(self.seconds, self.rounds).summary()
         lost = setting.failures.lost_share(setting.n_workers) if setting.failures else 0.0
         round_s = summary["round_s"]
         return simulation, {
@@ -78,28 +76,24 @@ class SampleGoal:
             if value is not None and not 0 < value < math.inf:
                 raise InvalidArgument(f"{name}={value}: expected more than 0")
 
-    def add_to(self, record: Record) -> Record:
-        """A run's record with what the training takes at its pace: hours, worker_hours, in_budget, and the scheme's level.
+    def rank(self, records: Sequence[Record]) -> list[Record]:
+        """With what the training takes at each pace: what is within the budget first, the soonest done first.
 
         Samples count alike under every scheme; what a scheme loses in accuracy for a sample is its level's (docs/auto.md), and
         is not in the hours.
         """
-        n_workers, step_s = record["workers"], record["effective_round_s"]
-        found: Record = {"samples_per_s": None, "hours": None, "worker_hours": None, "in_budget": False}
-        if step_s is not None:
-            hours = math.ceil(self.samples / (n_workers * self.batch)) * step_s / 3600
-            is_within = self.budget_hours is None or hours * n_workers <= self.budget_hours
-            found = {"samples_per_s": n_workers * self.batch / step_s, "hours": hours, "worker_hours": hours * n_workers,
-                     "in_budget": is_within}  # fmt: skip
-        return {**record, **found, "level": level_of(spec_of(record))}
-
-    def rank(self, records: Sequence[Record]) -> list[Record]:
-        """With what the training takes: what is within the budget first, the soonest done first."""
-
-        def place(record: Record) -> tuple[bool, float, int]:
-            return not record["in_budget"], math.inf if record["hours"] is None else record["hours"], record["workers"]
-
-        return sorted(map(self.add_to, records), key=place)
+        ranked: list[tuple[tuple[bool, float, int], Record]] = []
+        for record in records:
+            n_workers, step_s = record["workers"], record["effective_round_s"]
+            hours, samples = math.inf, n_workers * self.batch
+            found: Record = {"samples_per_s": None, "hours": None, "worker_hours": None, "in_budget": False}
+            if step_s is not None:
+                hours = math.ceil(self.samples / samples) * step_s / 3600
+                is_within = self.budget_hours is None or hours * n_workers <= self.budget_hours
+                found = dict(zip(found, (samples / step_s, hours, hours * n_workers, is_within), strict=True))
+            place = (not found["in_budget"], hours, n_workers)
+            ranked.append((place, {**record, **found, "level": level_of(spec_of(record))}))
+        return [record for _, record in sorted(ranked, key=lambda both: both[0])]
 
 
 def level_of(spec: str) -> str:

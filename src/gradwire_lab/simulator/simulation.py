@@ -29,16 +29,21 @@ from gradwire_lab.simulator.network import SimulatedNetwork, Site, Topology
 from gradwire_lab.simulator.stage import Setting, Trace
 
 _ROWS = {"compute": 0, "network": 1}  # of a trace
+_WAIT = "wait"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class WorkerGroup:
-    """Workers simulated as one: `count` of them from `first_worker` on, all of one site."""
+    """Workers simulated as one, `count` of them from `first_worker` on, all of one site; and what each does in a round."""
 
     index: int
     first_worker: int
     count: int
     site: Site
+    computing: list[Interval] = field(default_factory=list)
+    wait_s: float = 0.0
+    backward_started_s: float = 0.0
+    totals_s: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # computed, waited, overlapped
 
 
 class SchemeModel:
@@ -57,7 +62,7 @@ class SchemeModel:
     def on_forward(self, group: WorkerGroup, round_number: int, block: int) -> None:
         """They begin the forward pass of `block`."""
 
-    def on_forward_end(self, group: WorkerGroup, round_number: int, block: int) -> None:
+    def on_forward_end(self, group: WorkerGroup) -> None:
         """They end it."""
 
     def on_backward(self, group: WorkerGroup, round_number: int, block: int) -> simpy.Event | None:
@@ -102,7 +107,6 @@ class Gates:
             self.open(round_number, block)
 
     def open(self, round_number: int, block: int) -> None:
-        """Everybody has `block`."""
         self._last_open[block] = round_number
         waited_for = self._events.pop((round_number, block), None)
         if waited_for is not None:
@@ -112,13 +116,7 @@ class Gates:
 
 
 class Simulation:
-    """One run of one scheme.
-
-    Args:
-        make_scheme: builds the scheme on this simulation's network.
-        keep_spans: record what every group computed and sent, for a trace.
-        on_round: called after each round with their number so far and the simulated time.
-    """
+    """One run of one scheme; `keep_spans` of what every group does, for a trace; `on_round` is told rounds so far, and time."""
 
     def __init__(
         self,
@@ -130,16 +128,10 @@ class Simulation:
         self.setting = setting
         self.environment = simpy.Environment()
         self.network = SimulatedNetwork(self.environment)
-        traced = set(setting.traced_workers if setting.traced_workers is not None else range(setting.n_workers))
-        rates = list(setting.rates_bps or [setting.rate_bps] * setting.n_workers)
-        self.topology = Topology(
-            self.network,
-            rates,
-            setting.racks,
-            setting.core_bps,
-            kinds=[worker in traced for worker in range(setting.n_workers)] if setting.trace else None,
-            connection_bps=setting.connection_bps,
-        )
+        workers, rates = range(setting.n_workers), setting.rates_bps or [setting.rate_bps] * setting.n_workers
+        traced = set(workers if setting.traced_workers is None else setting.traced_workers)
+        kinds = [worker in traced for worker in workers] if setting.trace else None
+        self.topology = Topology(self.network, rates, setting.racks, setting.core_bps, kinds, setting.connection_bps)
         self.groups = list(self._make_groups())
         self.gates = Gates(self)
         self.metrics = Metrics(self, keep_spans)
@@ -176,7 +168,6 @@ class Simulation:
         return self.metrics
 
     def end_round(self) -> None:
-        """Every worker has every block of a round."""
         self.round_ends_s.append(self.environment.now)
         if len(self.round_ends_s) == self._last_round:
             self._stop()
@@ -203,32 +194,20 @@ class Simulation:
 
     def _train(self, group: WorkerGroup) -> Generator[simpy.Event, Any, None]:
         environment, scheme, metrics = self.environment, self.scheme, self.metrics
-        blocks = self.setting.workload.blocks
+        blocks = [*enumerate(self.setting.workload.blocks)]
         for round_number in itertools.count():
             factor = self._factor(round_number, group)
-            for index, block in enumerate(blocks):
-                gate = self.gates.event(round_number - 1, index)
-                if gate is not None:
-                    since_s = environment.now
-                    yield gate
-                    metrics.add_wait(group, since_s, environment.now)
+            for index, block in blocks:
+                yield from self._spend(group, self.gates.event(round_number - 1, index))
                 scheme.on_forward(group, round_number, index)
-                started_s = environment.now
-                yield environment.timeout(block.forward_s * factor)
-                metrics.add_compute(group, started_s, environment.now, "forward", block.name)
-                scheme.on_forward_end(group, round_number, index)
+                yield from self._spend(group, environment.timeout(block.forward_s * factor), f"forward {block.name}")
+                scheme.on_forward_end(group)
             if round_number:
                 metrics.end_forward(group, round_number - 1, self.round_ends_s[round_number - 1])
             metrics.start_backward(group)
-            for index in range(len(blocks) - 1, -1, -1):
-                gate = scheme.on_backward(group, round_number, index)
-                started_s = environment.now
-                if gate is not None:
-                    yield gate
-                    metrics.add_wait(group, started_s, environment.now)
-                    started_s = environment.now
-                yield environment.timeout(blocks[index].backward_s * factor)
-                metrics.add_compute(group, started_s, environment.now, "backward", blocks[index].name)
+            for index, block in reversed(blocks):
+                yield from self._spend(group, scheme.on_backward(group, round_number, index))
+                yield from self._spend(group, environment.timeout(block.backward_s * factor), f"backward {block.name}")
                 metrics.note_gradient(round_number)
                 scheme.on_gradient(group, round_number, index)
             if self._computed.completes(round_number, group.count):
@@ -236,6 +215,14 @@ class Simulation:
                 self._factors.pop(round_number - 1, None)
                 if self._on_round:
                     self._on_round(self.n_rounds, environment.now)
+
+    def _spend(
+        self, group: WorkerGroup, event: simpy.Event | None, name: str = _WAIT
+    ) -> Generator[simpy.Event, Any, None]:
+        if event is not None:
+            started_s = self.environment.now
+            yield event
+            self.metrics.add_time(group, started_s, name)
 
     def _factor(self, round_number: int, group: WorkerGroup) -> float:
         if round_number not in self._factors:
@@ -255,25 +242,18 @@ class Simulation:
 
 
 class RoundTimes(NamedTuple):
-    """One round, over all workers.
-
-    Attributes:
-        started_s, ended_s: from the first backward pass to the last forward pass that uses its gradients.
-        compute_s, overlap_s, wait_s: means over the workers.
-        longest_wait_s: of all workers, which ROW divides by.
-        osf, sent_bits: means over the workers; of one copy of what each sends, None where a scheme does not tell.
-    """
+    """One round: means over the workers, but for `longest_wait_s`, which ROW divides by."""
 
     number: int
-    started_s: float
-    ended_s: float
+    started_s: float  # the first backward pass
+    ended_s: float  # the last forward pass that uses its gradients
     compute_s: float
     overlap_s: float
     wait_s: float
     longest_wait_s: float
     row: float
     osf: float
-    sent_bits: float | None
+    sent_bits: float | None  # of one copy; None where a scheme does not tell
 
 
 class LinkUse(NamedTuple):
@@ -307,22 +287,11 @@ class TraceSpan(NamedTuple):
     arguments: dict[str, Any]
 
 
-@dataclass
-class _OfGroup:
-    """One group's present round, and its sums: computed, waited, overlapped."""
-
-    computing: list[Interval] = field(default_factory=list)
-    wait_s: float = 0.0
-    backward_started_s: float = 0.0
-    totals_s: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-
-
 class Metrics:
     """Collects during a run; read it when the run is over."""
 
     def __init__(self, simulation: Simulation, keep_spans: bool) -> None:
         self._simulation = simulation
-        self._of_group = [_OfGroup() for _ in simulation.groups]
         # Of each round that some groups have ended (workers, since when, computed, overlapped, waited, OSF) of those.
         self._open: defaultdict[int, list[tuple[int, float, float, float, float, float]]] = defaultdict(list)
         self._ended = Tally(simulation.setting.n_workers)
@@ -333,23 +302,16 @@ class Metrics:
         # (simulated second, share of its bits that a value is sent with): the first group's decisions.
         self.ratios: list[tuple[float, float]] = []
 
-    # ---- told by the workers and the scheme
-
-    def add_wait(self, group: WorkerGroup, start_s: float, end_s: float) -> None:
-        """A worker waited for gradients."""
-        self._of_group[group.index].wait_s += end_s - start_s
-        if self.spans is not None and end_s > start_s:
-            self.spans.append(TraceSpan(group.index, "compute", "wait", start_s, end_s, {}))
-
-    def add_compute(self, group: WorkerGroup, start_s: float, end_s: float, kind: str, block: str) -> None:
-        """A worker computed."""
-        computing = self._of_group[group.index].computing
-        if computing and computing[-1][1] == start_s:
+    def add_time(self, group: WorkerGroup, start_s: float, name: str) -> None:
+        end_s, computing = self._simulation.environment.now, group.computing
+        if name == _WAIT:
+            group.wait_s += end_s - start_s
+        elif computing and computing[-1][1] == start_s:
             computing[-1] = (computing[-1][0], end_s)
         else:
             computing.append((start_s, end_s))
-        if self.spans is not None:
-            self.spans.append(TraceSpan(group.index, "compute", f"{kind} {block}", start_s, end_s, {}))
+        if self.spans is not None and (end_s > start_s or name != _WAIT):
+            self.spans.append(TraceSpan(group.index, "compute", name, start_s, end_s, {}))
 
     def add_transfer(self, group: WorkerGroup, round_number: int, bits: float, start_s: float, name: str) -> None:
         """A worker sent `bits` (one copy of them) from `start_s` until now."""
@@ -365,52 +327,38 @@ class Metrics:
 
     def start_backward(self, group: WorkerGroup) -> None:
         """A worker begins a backward pass: what it did so far belongs to the round before."""
-        of_group = self._of_group[group.index]
-        of_group.backward_started_s = self._simulation.environment.now
-        of_group.computing, of_group.wait_s = [], 0.0
+        group.backward_started_s = self._simulation.environment.now
+        group.computing, group.wait_s = [], 0.0
 
     def end_forward(self, group: WorkerGroup, round_number: int, synchronised_s: float) -> None:
         """A worker has used all gradients of `round_number`, which everybody had at `synchronised_s`."""
-        of_group = self._of_group[group.index]
-        computing, in_use_s = of_group.computing, group.site.use.seconds
+        computing, in_use_s, wait_s = group.computing, group.site.use.seconds, group.wait_s
         overlap = math.fsum(in_use_s(end_s) - in_use_s(start_s) for start_s, end_s in computing)
-        compute = length_s(computing)
-        began_s = self._first_gradient_s[round_number]
-        update = (began_s, max(began_s, synchronised_s))
-        figures = (compute, of_group.wait_s, overlap)
-        of_group.totals_s = [total + one for total, one in zip(of_group.totals_s, figures, strict=True)]
-        since_s = of_group.backward_started_s
-        self._open[round_number].append(
-            (group.count, since_s, compute, overlap, of_group.wait_s, osf(computing, update))
-        )
-        if self._ended.completes(round_number, group.count):
-            self._close_round(round_number)
-
-    def _close_round(self, number: int) -> None:
-        counts, started_s, *figures = zip(*self._open.pop(number), strict=True)
+        compute, began_s = length_s(computing), self._first_gradient_s[round_number]
+        group.totals_s = [total + one for total, one in zip(group.totals_s, (compute, wait_s, overlap), strict=True)]
+        mine = osf(computing, (began_s, max(began_s, synchronised_s)))
+        self._open[round_number].append((group.count, group.backward_started_s, compute, overlap, wait_s, mine))
+        if not self._ended.completes(round_number, group.count):
+            return
+        counts, started_s, *figures = zip(*self._open.pop(round_number), strict=True)
         _, overlaps_s, waits_s, _ = figures
-        sent_bits, n = self._sent_bits.pop(number, None), self._simulation.setting.n_workers
-        self._first_gradient_s.pop(number)
+        sent_bits, n = self._sent_bits.pop(round_number, None), self._simulation.setting.n_workers
+        self._first_gradient_s.pop(round_number)
         compute_s, overlap_s, wait_s, mean_osf = (
             sum(count * value for count, value in zip(counts, values, strict=True)) / n for values in figures
         )
         self.rounds.append(
-            RoundTimes(number, min(started_s), self._simulation.environment.now, compute_s, overlap_s, wait_s, max(waits_s),
-                       row(overlaps_s, waits_s), mean_osf, None if sent_bits is None else sent_bits / n)
+            RoundTimes(round_number, min(started_s), self._simulation.environment.now, compute_s, overlap_s, wait_s,
+                       max(waits_s), row(overlaps_s, waits_s), mean_osf, None if sent_bits is None else sent_bits / n)
         )  # fmt: skip
 
-    # ---- read when the run is over
-
     def links(self) -> list[LinkUse]:
-        """Every kind of link."""
         now_s, links = self._simulation.environment.now, self._simulation.network.links
         shares = [(one, one.carried_bits / one.offered_bits, one.use.seconds(now_s) / now_s) for one in links]
         return [LinkUse(one.name, one.n_links, one.carried_bits, *both) for one, *both in shares]
 
     def workers(self) -> list[WorkerUse]:
-        """Every group of workers."""
-        both = zip(self._simulation.groups, self._of_group, strict=True)
-        return [WorkerUse(group.first_worker, group.count, *one.totals_s) for group, one in both]
+        return [WorkerUse(one.first_worker, one.count, *one.totals_s) for one in self._simulation.groups]
 
     @property
     def utilisation(self) -> float:
@@ -453,15 +401,10 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(finite) if finite else None
 
 
-# ---- a trace
-
-
 def write_trace(path: Path, simulation: Simulation, n_rounds: int | None = None) -> int:
     """Write the spans of the first rounds (by default all) as Chrome trace events, for Perfetto; returns how many.
 
-    A process is a group of workers, with a row for its computation and one for its link; what of the run's links is busy is
-    a counter. Times are simulated microseconds; the format is gradwire.telemetry.chrome_trace's.
-
+    A process is a group of workers, with a row for its computation and one for its link; links that are busy are counters.
     Raises: InvalidArgument (the simulation kept no spans), GradwireError (cannot be written).
     """
     spans = simulation.metrics.spans

@@ -24,11 +24,9 @@ _HOPELESS = 100.0  # failures in the time of a stretch between two checkpoints
 
 
 class Jitter(ABC):
-    """Factors by which a round's computation is longer than the workload says.
+    """Factors by which a round's computation is longer than the workload says: one draw a round for all workers, or for each.
 
-    Args:
-        is_common: one draw a round for all workers, or one for each.
-        seed: rounds and workers draw from it independently, so that schemes meet the same rounds.
+    Rounds and workers draw from the seed independently, so that schemes meet the same rounds.
     """
 
     def __init__(self, is_common: bool, seed: int = 0) -> None:
@@ -38,8 +36,7 @@ class Jitter(ABC):
 
     def factors(self, round_number: int, n_workers: int) -> np.ndarray:
         """(n_workers,) float64; (1,) if the draw is common."""
-        generator = np.random.default_rng([self.seed, round_number])
-        return self._draw(generator, 1 if self.is_common else n_workers)
+        return self._draw(np.random.default_rng([self.seed, round_number]), 1 if self.is_common else n_workers)
 
     @abstractmethod
     def _draw(self, generator: np.random.Generator, n: int) -> np.ndarray: ...
@@ -71,8 +68,7 @@ class Stragglers(Jitter):
         if not 0.05 <= sigma <= 3:
             raise InvalidArgument(f"sigma={sigma}: expected 0.05 to 3")
         super().__init__(is_common=False, seed=seed)
-        self.sigma = sigma
-        self._mu = self._find_mu()
+        self.sigma, self._mu = sigma, self._find_mu(sigma)
 
     def _draw(self, generator: np.random.Generator, n: int) -> np.ndarray:
         widest = self.high_s - self.low_s
@@ -81,9 +77,9 @@ class Stragglers(Jitter):
             excess[outside] = generator.lognormal(self._mu, self.sigma, int(outside.sum()))
         return (self.low_s + excess) / _MEAN_S
 
-    def _find_mu(self) -> float:
+    def _find_mu(self, sigma: float) -> float:
         """The mu at which the mean of the cut-off excess is what is left of 1.5 s."""
-        low, high, sigma = -12.0, 6.0, self.sigma
+        low, high = -12.0, 6.0
         for _ in range(60):  # bisection: the mean grows with mu
             mu = (low + high) / 2
             cut = (math.log(self.high_s - self.low_s) - mu) / sigma
@@ -117,7 +113,7 @@ class Failures:
     every_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("mtbf_s", "restart_s", "checkpoint_s"):
+        for name in ("restart_s", "checkpoint_s"):
             checks.finite(name, getattr(self, name), 0)
         for name, value in (("mtbf_s", self.mtbf_s), ("every_s", self.every_s)):
             if value is not None and not 0 < value < math.inf:
@@ -136,40 +132,25 @@ class Failures:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is simulated, but for the scheme.
-
-    Attributes:
-        rate_bps: of every worker's link, both ways.
-        rates_bps: of each worker's, instead.
-        trace: rates from given times on; of all links, or of those of `traced_workers`.
-        racks, core_bps: a two-level tree instead of one switch (`Topology`); racks may be sites.
-        latency_s: from a sender to a receiver, paid by every message that somebody waits for.
-        core_latency_s: what it is more between racks.
-        loss, streams: of the TCP connections between racks, where `core_latency_s` is given: what they carry at most
-            (`costs.connection_rate`).
-        at_once: asynchronous collectives that are under way at a time: one for each stream of NCCL, or thread of Gloo.
-        speeds: of each worker's computation; 2 is twice as fast as the workload says.
-        failures: as lost time; None: none.
-        shares_groups: simulate workers that are alike once; False lists them singly, for tests.
-    """
+    """What is simulated, but for the scheme."""
 
     workload: WorkloadTimes
     n_workers: int
-    rate_bps: float
-    rates_bps: tuple[float, ...] | None = None
-    trace: Trace | None = None
+    rate_bps: float  # of every worker's link, both ways
+    rates_bps: tuple[float, ...] | None = None  # of each worker's, instead
+    trace: Trace | None = None  # of all links, or of those of `traced_workers`
     traced_workers: tuple[int, ...] | None = None
     jitter: Jitter = field(default_factory=Uniform)
-    racks: int | tuple[int, ...] = 1
+    racks: int | tuple[int, ...] = 1  # or sites: a two-level tree instead of one switch (`Topology`)
     core_bps: float | tuple[float, ...] | None = None
-    latency_s: float = 0.0
-    core_latency_s: float | None = None
+    latency_s: float = 0.0  # from a sender to a receiver, paid by every message that somebody waits for
+    core_latency_s: float | None = None  # what it is more between racks, over TCP connections with such losses
     loss: float = 0.0
     streams: int = 1
-    at_once: int = 1
-    speeds: tuple[float, ...] | None = None
-    failures: Failures | None = None
-    shares_groups: bool = True
+    at_once: int = 1  # asynchronous collectives under way at a time: one for each stream of NCCL, or thread of Gloo
+    speeds: tuple[float, ...] | None = None  # of each worker; 2 is twice as fast as the workload says
+    failures: Failures | None = None  # as lost time
+    shares_groups: bool = True  # workers that are alike are simulated once; False lists them singly, for tests
 
     def __post_init__(self) -> None:
         checks.count("n_workers", self.n_workers)
@@ -178,10 +159,10 @@ class Setting:
             if several is not None and len(several) != self.n_workers:
                 raise InvalidArgument(f"{len(several)} {what} for {self.n_workers} workers")
         for speed in self.speeds or ():
-            if not 0 < speed < float("inf"):
+            if not 0 < speed < math.inf:
                 raise InvalidArgument(f"a speed of {speed}: expected more than 0")
         for rate_bps in self.rates_bps or (self.rate_bps,):
-            if not 0 < rate_bps < float("inf"):
+            if not 0 < rate_bps < math.inf:
                 raise InvalidArgument(f"a link rate of {rate_bps} bits a second: expected more than 0")
         for name in ("latency_s", "core_latency_s"):
             checks.finite(name, getattr(self, name) or 0.0, 0)
@@ -192,19 +173,16 @@ class Setting:
 
     @property
     def is_one_rack(self) -> bool:
-        """There is no core between workers."""
         return self.racks == 1 or (isinstance(self.racks, tuple) and len(self.racks) == 1)
 
     @property
     def connection_bps(self) -> float:
         """What the connections of two workers in different racks carry. Raises: InvalidArgument (a loss without latency)."""
-        if self.core_latency_s is None:
-            if self.loss or self.streams != 1:
-                raise InvalidArgument(
-                    "loss and streams are those of paths between racks: give core_latency_s with them"
-                )
-            return float("inf")
-        return 8 * connection_rate(2 * self.core_latency_s, self.loss, self.streams)
+        if self.core_latency_s is not None:
+            return 8 * connection_rate(2 * self.core_latency_s, self.loss, self.streams)
+        if self.loss or self.streams != 1:
+            raise InvalidArgument("loss and streams are those of paths between racks: give core_latency_s with them")
+        return math.inf
 
     @cached_property
     def link(self) -> LinkCost:
@@ -232,5 +210,4 @@ class Setting:
         )
 
     def replace(self, **changes: Any) -> "Setting":
-        """The same with `changes`. Raises: InvalidArgument."""
         return dataclasses.replace(self, **changes)

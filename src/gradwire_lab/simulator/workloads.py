@@ -41,7 +41,6 @@ class WorkloadTimes:
 
     @property
     def n_values(self) -> int:
-        """Of the whole gradient."""
         return sum(block.n_values for block in self.blocks)
 
     @property
@@ -93,8 +92,6 @@ _RESNET50_LAYERS = {
     "conv5_2-fc1000": (11.0, 26.1, 22.4),
     "conv5_3-fc1000": (6.5, 13.05, 11.2),
 }
-
-
 _RESNET50_BLOCKS = {
     1: ("conv1-fc1000",),
     3: ("conv1-conv4_1", "conv4_2-conv4_6", "conv5_1-fc1000"),
@@ -119,16 +116,7 @@ def _resnet50(name: str, n_blocks: int) -> WorkloadTimes:
     return WorkloadTimes(name, tuple(blocks), "Luo et al. 2025, Table 1 and section 5.2.6")
 
 
-def _calibrated_step_s(name: str) -> float:
-    from gradwire_lab.workloads.calibration import reference_calibration
-
-    reference = reference_calibration(name)
-    assert reference is not None, f"{name} is in the table of calibrations"
-    return reference.step_s
-
-
 def names() -> list[str]:
-    """The workloads that `by_name` knows."""
     return [*(f"resnet50-{n}blocks" for n in _RESNET50_BLOCKS), "bert-base", "resnet50"]
 
 
@@ -137,16 +125,19 @@ def by_name(name: str) -> WorkloadTimes:
 
     Raises: InvalidArgument.
     """
+    from gradwire_lab.workloads.calibration import reference_calibration
+
     if name not in names():
         raise InvalidArgument(f"no simulated workload is called {name!r}; {describe_choices(name, names())}")
+    if name.endswith("blocks"):
+        return _resnet50(name, int(name.removeprefix("resnet50-").removesuffix("blocks")))
+    reference = reference_calibration(name)
+    assert reference is not None, f"{name} is in the table of calibrations"
+    step_s = reference.step_s
     if name == "resnet50":
-        scaled = _resnet50(name, 4).scaled(_calibrated_step_s(name))
-        return replace(scaled, origin=f"blocks of Luo et al. 2025, Table 1; {_ON_AN_A100}")
-    if name == "bert-base":
-        step_s = _calibrated_step_s(name)
-        blocks = [
-            BlockTimes(f"group {index}", round(millions * 1e6), step_s * share / 3, step_s * share * 2 / 3)
-            for index, (millions, share) in enumerate(_BERT_BASE)
-        ]
-        return WorkloadTimes(name, tuple(blocks), f"time by layers; {_ON_AN_A100}")
-    return _resnet50(name, int(name.removeprefix("resnet50-").removesuffix("blocks")))
+        return replace(_resnet50(name, 4).scaled(step_s), origin=f"blocks of Luo et al. 2025, Table 1; {_ON_AN_A100}")
+    blocks = [
+        BlockTimes(f"group {index}", round(millions * 1e6), step_s * share / 3, step_s * share * 2 / 3)
+        for index, (millions, share) in enumerate(_BERT_BASE)
+    ]
+    return WorkloadTimes(name, tuple(blocks), f"time by layers; {_ON_AN_A100}")

@@ -201,7 +201,7 @@ class ReplayWorkload(Workload):
         else:
             self.step_s, self.calibration = self._capture.step_s, "as measured on the capturing machine"
 
-    def make_model(self) -> nn.Module:
+    def make_model(self) -> ReplayModel:
         rank = int(os.environ.get("RANK", "0"))
         return ReplayModel(self._capture, rank % self._capture.n_captures, self.step_s)
 

@@ -1,6 +1,5 @@
 """The simulator against the test network, and the sizes that it predicts with."""
 
-import json
 from typing import Any
 
 from gradwire.registry import parse_spec
@@ -34,8 +33,7 @@ def measure_sizes(call: Call) -> Measured:
     found = train(call)
     content: dict[str, Any] = {"format": FORMAT, "workloads": {}}
     if TABLE.is_file():
-        MeasuredTable.load(TABLE)  # refuses what is none, before it is written over
-        content = json.loads(TABLE.read_text(encoding="utf-8"))
+        content = MeasuredTable.load(TABLE).content  # refuses what is none, before it is written over
     name, options = parse_spec(str(call.get("workload")))
     entry = content["workloads"].setdefault(name, {"schemes": {}})
     for _, record in found:

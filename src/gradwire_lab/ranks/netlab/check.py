@@ -42,16 +42,12 @@ class RateCheck:
     def has_way_of(self, link: LabLink, tolerance: float) -> bool:
         """Whether round trip and loss are the link's: to so many parts, or to 1 ms, and to what chance leaves."""
         chance = 4 * math.sqrt((link.loss + 1 / _N_DATAGRAMS) / _N_DATAGRAMS)
-        meant_s = 2 * (link.delay_s + link.site_delay_s * (self.ranks == 2 and link.site_delay_s > 0))
-        is_long_enough = self.round_trip_s >= meant_s - 2 * link.jitter_s - tolerance * meant_s
-        return (
-            is_long_enough
-            and self.round_trip_s <= meant_s * (1 + tolerance) + 2 * link.jitter_s + 1e-3
-            and abs(self.loss - link.loss) <= chance
-        )
+        meant_s = 2 * (link.delay_s + link.site_delay_s * (self.ranks == 2))
+        slack_s = tolerance * meant_s + 2 * link.jitter_s
+        is_as_far = meant_s - slack_s <= self.round_trip_s <= meant_s + slack_s + 1e-3
+        return is_as_far and abs(self.loss - link.loss) <= chance
 
     def to_record(self) -> dict[str, float]:
-        """A flat JSON record."""
         return {**asdict(self), "deviation": self.deviation}
 
 
@@ -68,20 +64,12 @@ def measure_rate(ranks: int, rate: str | float, seconds: float = 1.0, repeats: i
         launch.wait(60 + 10 * seconds * (repeats + 1)).raise_if_failed()
         counters = launch.counters()
     found = json.loads(lines[-1])
-    rates = found["rates_bps"]
+    rates, way = found["rates_bps"], (found["round_trip_s"], found["loss"])
     # The probe's warm-up sends a quarter of the tensor; every rank sends and receives 2 (N - 1) / N of each.
     payload = 2 * 2 * (ranks - 1) / ranks * found["payload_bytes"] * (repeats + 0.25)
-    return RateCheck(
-        ranks=ranks,
-        set_bps=set_bps,
-        payload_bps=statistics.median(rates),
-        lowest_bps=min(rates),
-        highest_bps=max(rates),
-        wire_overhead=(counters[0].sent_bytes + counters[0].received_bytes) / payload - 1,
-        drops=sum(link.sent_drops + link.received_drops for link in counters),
-        round_trip_s=found["round_trip_s"],
-        loss=found["loss"],
-    )
+    overhead = (counters[0].sent_bytes + counters[0].received_bytes) / payload - 1
+    drops = sum(link.sent_drops + link.received_drops for link in counters)
+    return RateCheck(ranks, set_bps, statistics.median(rates), min(rates), max(rates), overhead, drops, *way)
 
 
 def probe(seconds: float, repeats: int, rate_bps: int) -> None:
@@ -104,8 +92,7 @@ def probe(seconds: float, repeats: int, rate_bps: int) -> None:
         start = time.perf_counter()
         dist.all_reduce(tensor)
         rates.append(4 * n_elements * crossing * 8 / (time.perf_counter() - start))
-        assert tensor[0] == world_size
-        assert tensor[-1] == world_size
+        assert tensor[0] == tensor[-1] == world_size
     found = {"payload_bytes": 4 * n_elements, "rates_bps": rates, "round_trip_s": round_trip_s, "loss": loss}
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
@@ -139,9 +126,7 @@ def _echoes(rank: int) -> tuple[float, float]:
         with contextlib.suppress(TimeoutError):
             while True:
                 _take(own, sent, took)
-    if not took:
-        return math.inf, 1.0
-    return statistics.median(took.values()), 1 - math.sqrt(len(took) / _N_DATAGRAMS)
+    return statistics.median(took.values() or [math.inf]), 1 - math.sqrt(len(took) / _N_DATAGRAMS)
 
 
 def _take(own: socket.socket, sent: dict[int, float], took: dict[int, float]) -> None:

@@ -37,7 +37,6 @@ class UnavailableError(Exception):
 
 
 def unshare(flags: int) -> None:
-    """Move this process into new namespaces. Raises OSError."""
     if _libc.unshare(flags) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
@@ -55,11 +54,8 @@ def become_able() -> int | None:
         unshare(CLONE_NEWUSER)
         # The same ids inside as outside: a rank sees itself as the user who started it, and loses the namespace's
         # capabilities when it executes its command.
-        for name, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{user_id} {user_id} 1"),
-            ("gid_map", f"{group_id} {group_id} 1"),
-        ):
+        maps = {"setgroups": "deny", "uid_map": f"{user_id} {user_id} 1", "gid_map": f"{group_id} {group_id} 1"}
+        for name, text in maps.items():
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
         unshare(CLONE_NEWNET)
@@ -138,22 +134,20 @@ class Fabric:
             peer = {"ifname": "eth0", "net_ns_fd": namespace, "mtu": mtu}
             self._switch.link("add", ifname=name, kind="veth", mtu=mtu, peer=peer)
             port = self._switch.link_lookup(ifname=name)[0]
-            card = route.link_lookup(ifname="eth0")[0]
-            self._shape(self._switch, port, rate_bps, "add")
-            self._shape(route, card, rate_bps, "add")
+            self._links.append((route, route.link_lookup(ifname="eth0")[0], port))
+            self._shape(rank, rate_bps, "add")
             self._switch.link("set", index=port, master=bridge, state="up")
             bring_up(route, rank)
             self.namespaces.append(namespace)
-            self._links.append((route, card, port))
 
-    def _shape(self, route: Any, index: int, rate_bps: int | None, command: str) -> None:
-        route.tc(command, "tbf", index, TBF_HANDLE, **bucket_parameters(rate_bps, self._queue_ms))
+    def _shape(self, rank: int, rate_bps: int | None, command: str) -> None:
+        route, card, port = self._links[rank]
+        for side, index in ((self._switch, port), (route, card)):
+            side.tc(command, "tbf", index, TBF_HANDLE, **bucket_parameters(rate_bps, self._queue_ms))
 
     def set_rate(self, rank: int, rate_bps: int | None) -> None:
         """Change both directions in place: queued packets and counters stay."""
-        route, card, port = self._links[rank]
-        self._shape(self._switch, port, rate_bps, "change")
-        self._shape(route, card, rate_bps, "change")
+        self._shape(rank, rate_bps, "change")
 
     def set_link(self, rank: int, up: bool) -> None:
         """Take the switch's side down or up: the rank keeps its address and loses its carrier, like a pulled cable."""
@@ -161,18 +155,17 @@ class Fabric:
 
     def counters(self) -> list[list[int]]:
         """Per rank: sent bytes, packets, drops; received bytes, packets, drops; as the token buckets counted."""
-        down = {message["index"]: self._read(message) for message in self._switch.get_qdiscs()}
-        rows = []
-        for route, card, port in self._links:
-            up = next(self._read(message) for message in route.get_qdiscs() if message["index"] == card)
-            rows.append([*up, *down[port]])
-        return rows
 
-    @staticmethod
-    def _read(message: Any) -> list[int]:
-        statistics = message.get_attr("TCA_STATS2")
-        basic, queue = statistics.get_attr("TCA_STATS_BASIC"), statistics.get_attr("TCA_STATS_QUEUE")
-        return [basic["bytes"], basic["packets"], queue["drops"]]
+        def read(route: Any) -> dict[int, list[int]]:
+            found = {}
+            for message in route.get_qdiscs():
+                attributes = message.get_attr("TCA_STATS2")
+                basic, queue = attributes.get_attr("TCA_STATS_BASIC"), attributes.get_attr("TCA_STATS_QUEUE")
+                found[message["index"]] = [basic["bytes"], basic["packets"], queue["drops"]]
+            return found
+
+        down = read(self._switch)
+        return [[*read(route)[card], *down[port]] for route, card, port in self._links]
 
     def close(self) -> None:
         """Nothing: links go with their namespaces."""
@@ -228,7 +221,6 @@ class DistantFabric:
         struct.pack_into("d", self._table, _LINE_BYTES * rank + 8 * _LINE.index("queue_s"), queue_s)
 
     def set_rate(self, rank: int, rate_bps: int | None) -> None:
-        """Change both directions."""
         self.set_line(rank, rate_bps=rate_bps, down_bps=rate_bps)
 
     def set_link(self, rank: int, up: bool) -> None:
@@ -243,11 +235,8 @@ class DistantFabric:
         ]
 
     def close(self) -> None:
-        """End the relay."""
-        if self._relay:
-            os.close(self._stop)
-            os.waitpid(self._relay, 0)
-            self._relay = 0
+        os.close(self._stop)
+        os.waitpid(self._relay, 0)
 
 
 def _relay(native: str, devices: list[int], table: mmap.mmap, stop: int) -> None:
@@ -267,29 +256,21 @@ def _relay(native: str, devices: list[int], table: mmap.mmap, stop: int) -> None
     os._exit(0)
 
 
-def kill_inside(descriptors: Sequence[int]) -> int:
-    """Kill every process in the lab's namespaces, however far from the ranks it was started; returns how many."""
+def kill_inside(descriptors: Sequence[int]) -> None:
+    """Kill every process in the lab's namespaces, however far from the ranks it was started."""
     inodes = {os.fstat(namespace).st_ino for namespace in descriptors}
-    killed: set[int] = set()
     give_up = time.monotonic() + 3
     while time.monotonic() < give_up:
         others = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
-        found = [pid for pid in others if _namespace(pid) in inodes]
-        if not found:
-            break
-        for pid in found:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-                killed.add(pid)
+        is_alone = True
+        for pid in others:
+            with contextlib.suppress(OSError):  # gone, a zombie, or another user's: not of this lab
+                if os.stat(f"/proc/{pid}/ns/net").st_ino in inodes:
+                    is_alone = False
+                    os.kill(pid, signal.SIGKILL)
+        if is_alone:
+            return
         time.sleep(0.01)
-    return len(killed)
-
-
-def _namespace(pid: int) -> int | None:
-    try:
-        return os.stat(f"/proc/{pid}/ns/net").st_ino
-    except OSError:  # gone, a zombie, or another user's: not of this lab
-        return None
 
 
 def serve(fabric: Fabric | DistantFabric, channel: socket.socket, owner: int) -> None:
@@ -301,18 +282,12 @@ def serve(fabric: Fabric | DistantFabric, channel: socket.socket, owner: int) ->
         poll.register(os.pidfd_open(owner), select.POLLIN)
     while True:
         ready = dict(poll.poll())
-        if channel.fileno() not in ready:
-            return
-        packet = channel.recv(1 << 16)
-        if not packet:
-            return
-        request = json.loads(packet)
+        packet = channel.recv(1 << 16) if channel.fileno() in ready else b""
+        request = json.loads(packet or '{"operation": "close"}')
         operation = request.pop("operation")
+        if operation == "close":
+            return
         try:
-            if operation == "close":
-                fabric.close()
-                channel.send(json.dumps({"answer": kill_inside(fabric.namespaces)}).encode())
-                return
             answer = {"answer": getattr(fabric, operation)(**request)}
         except Exception as error:  # the owner decides what a refusal means
             answer = {"error": f"{type(error).__name__}: {error}"}
@@ -321,28 +296,25 @@ def serve(fabric: Fabric | DistantFabric, channel: socket.socket, owner: int) ->
 
 def main() -> None:
     """`fabric.py CHANNEL_DESCRIPTOR OWNER_PID JSON`, with JSON: rates_bps or lines and native; mtu, queue_ms."""
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    owner = int(sys.argv[2])
+    channel, settings = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[3])
     try:
-        settings = json.loads(sys.argv[3])
         fabric = DistantFabric(**settings) if "lines" in settings else Fabric(**settings)
-    except ImportError as error:
-        channel.send(json.dumps({"missing": str(error)}).encode())
+    except Exception as error:
+        kind, reason = "missing" if isinstance(error, ImportError) else "unavailable", str(error)
+        if not isinstance(error, ImportError | UnavailableError):
+            # pyroute2's NetlinkError above all: the kernel has no veth, bridge or tbf.
+            reason = f"the kernel refused a link, bridge or token bucket ({error}); it needs veth, bridge and sch_tbf"
+        channel.send(json.dumps({kind: reason}).encode())
         return
-    except UnavailableError as error:
-        channel.send(json.dumps({"unavailable": str(error)}).encode())
-        return
-    except Exception as error:  # pyroute2's NetlinkError above all: the kernel has no veth, bridge or tbf
-        reason = f"the kernel refused a link, bridge or token bucket ({error}); it needs veth, bridge and sch_tbf"
-        channel.send(json.dumps({"unavailable": reason}).encode())
-        return
-    descriptors = [*fabric.namespaces, *([] if fabric.user_namespace is None else [fabric.user_namespace])]
-    socket.send_fds(channel, [json.dumps({"user_namespace": fabric.user_namespace is not None}).encode()], descriptors)
+    user = [] if fabric.user_namespace is None else [fabric.user_namespace]
+    socket.send_fds(channel, [json.dumps({"user_namespace": bool(user)}).encode()], [*fabric.namespaces, *user])
     try:
-        serve(fabric, channel, owner)
+        serve(fabric, channel, int(sys.argv[2]))
     finally:
         fabric.close()
         kill_inside(fabric.namespaces)
+        with contextlib.suppress(OSError):  # the owner may be gone
+            channel.send(b'{"answer": null}')
 
 
 if __name__ == "__main__":

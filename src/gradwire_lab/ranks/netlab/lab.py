@@ -1,5 +1,6 @@
 """`Netlab`: one network namespace a rank, shaped links between them, and what can happen to a network in mid-run."""
 
+import contextlib
 import json
 import logging
 import os
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,6 @@ class LinkCounters:
     received_drops: int
 
     def __sub__(self, before: "LinkCounters") -> "LinkCounters":
-        """What was carried since `before`."""
         return LinkCounters(*(getattr(self, name) - getattr(before, name) for name in self.__dataclass_fields__))
 
 
@@ -89,7 +89,7 @@ class Netlab:
         if ranks_per_node < 1 or ranks % ranks_per_node:
             raise InvalidArgument(f"{ranks} ranks do not make whole nodes of {ranks_per_node}")
         n_nodes = ranks // ranks_per_node
-        self._ranks_per_node = ranks_per_node
+        self._n_ranks, self._ranks_per_node = ranks, ranks_per_node
         rates = [rate] * n_nodes if rate is None or isinstance(rate, str | int | float) else list(rate)
         if len(rates) != n_nodes:
             links = "ranks" if ranks_per_node == 1 else "nodes"
@@ -101,16 +101,15 @@ class Netlab:
         checks.count("mtu in bytes", mtu, 1280, 65535)
         if not 1 <= queue_ms <= 10_000:
             raise InvalidArgument(f"queue_ms is {queue_ms}; it must be from 1 to 10000 milliseconds")
-        self._n_ranks = ranks
+        if self._is_distant and switch:
+            raise InvalidArgument("an aggregating switch stands in one rack: leave delay, loss and sites out")
         self._rates_bps = [line.rate_bps for line in lines]
-        hosts_bps = [*self._rates_bps, *([switch_rate_bps(self._rates_bps)] if switch else [])]
         self._settings: dict[str, Any] = {"mtu": mtu, "queue_ms": queue_ms}
         if self._is_distant:
-            if switch:
-                raise InvalidArgument("an aggregating switch stands in one rack: leave delay, loss and sites out")
             self._settings |= {"lines": [asdict(line) for line in lines], "native": _native.__file__}
         else:
-            self._settings["rates_bps"] = hosts_bps
+            of_switch = [switch_rate_bps(self._rates_bps)] if switch else []
+            self._settings["rates_bps"] = [*self._rates_bps, *of_switch]
         words = sorted({str(one).partition("/")[2] for one in rates} - {""})
         self._way = words[0] if len(words) == 1 else "several" if words else ""
         self._has_switch = switch
@@ -128,18 +127,14 @@ class Netlab:
         self.shaped = False
         self.why_unshaped: str | None = "the lab is not open; use it in a with statement"
 
-    def open(self) -> None:
-        """Make the network, unless it is there; for those who cannot use a with statement."""
+    def __enter__(self) -> "Netlab":
         try:
             if not self._on_loopback and self._channel is None:
                 self._open()
+            return self
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> "Netlab":
-        self.open()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -181,34 +176,30 @@ class Netlab:
         """End the ranks and take the network down; the second time does nothing."""
         if os.getpid() != self._owner:  # a forked child's copy of this object: the lab is its parent's
             return
-        try:
-            for processes in (self._ranks, self._switch):
-                if processes is not None:
-                    processes.end()
+        with contextlib.ExitStack() as last:
+            last.callback(self._close_fabric)
+            for processes in filter(None, (self._ranks, self._switch)):
+                processes.end()
             self._ranks = self._switch = None
-        finally:
-            self._close_fabric()
 
     def _close_fabric(self) -> None:
-        if self._channel is not None and self.shaped:
+        if self.shaped:
             try:
                 self._ask("close")
             except GradwireError as error:  # the namespaces go with their last process all the same
                 _logger.warning("while closing the lab: %s", error)
         self.shaped, self.why_unshaped = False, "the lab is closed"
-        for descriptor in self._namespaces:
-            os.close(descriptor)
-        self._namespaces = []
+        while self._namespaces:
+            os.close(self._namespaces.pop())
         if self._channel is not None:
             self._channel.close()
-            self._channel = None
         if self._fabric is not None:
             try:
                 self._fabric.wait(_ANSWER_S)
             except subprocess.TimeoutExpired:
                 self._fabric.kill()
                 self._fabric.wait()
-            self._fabric = None
+        self._channel = self._fabric = None
 
     def _ask(self, operation: str, **arguments: Any) -> Any:
         if not self.shaped or self._channel is None:
@@ -227,10 +218,10 @@ class Netlab:
     def _n_nodes(self) -> int:
         return len(self._rates_bps)
 
-    def _check_node(self, node: int) -> None:
-        self._check(node, self._n_nodes, "rank" if self._ranks_per_node == 1 else "node")
-
-    def _check(self, number: int, n: int, what: str) -> None:
+    def _check(self, number: int, n: int | None = None) -> None:
+        """Raises: InvalidArgument (of so many ranks, or of the nodes, there is none of that number)."""
+        what = "rank" if n is not None or self._ranks_per_node == 1 else "node"
+        n = self._n_nodes if n is None else n
         if not 0 <= number < n:
             raise InvalidArgument(f"there is no {what} {number}; this lab has {what}s 0 to {n - 1}")
 
@@ -277,22 +268,13 @@ class Netlab:
         if self._has_switch:
             lab[_SWITCH_VARIABLE] = self._start_switch(lab)
         local = self._ranks_per_node if self._ranks_per_node > 1 else self._n_ranks
+        of_all = {"WORLD_SIZE": self._n_ranks, "LOCAL_WORLD_SIZE": local, "MASTER_ADDR": address, "MASTER_PORT": port}
+        lab |= {"GLOO_SOCKET_IFNAME": interface, **self.network.to_variables()}
         for rank in range(self._n_ranks):
-            variables = {
-                "OMP_NUM_THREADS": "1",  # as with torchrun: ranks on one machine share its cores
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(self._n_ranks),
-                "LOCAL_RANK": str(rank % local),
-                "LOCAL_WORLD_SIZE": str(local),
-                "GROUP_RANK": str(rank // local),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": interface,
-                **self.network.to_variables(),
-                **lab,
-                **(env or {}),
-            }
+            own = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local}
+            torchruns = {name: str(value) for name, value in {**of_all, **own}.items()}
+            # As with torchrun, ranks on one machine share its cores.
+            variables = {"OMP_NUM_THREADS": "1", **os.environ, **torchruns, **lab, **(env or {})}
             self._ranks.start(command, variables, self._enter[rank // self._ranks_per_node] if self.shaped else ())
         return self._ranks
 
@@ -300,11 +282,9 @@ class Netlab:
         """The address of the lab's switch, started unless it is there. It may come after the ranks: they ask again."""
         if self._switch is None:
             number = self._n_nodes + 1  # the host after the last node's
-            host, port = (
-                (f"10.77.{number >> 8}.{number & 255}", _SWITCH_PORT)
-                if self.shaped
-                else ("127.0.0.1", find_free_port())
-            )
+            host, port = "127.0.0.1", _SWITCH_PORT if self.shaped else find_free_port()
+            if self.shaped:
+                host = f"10.77.{number >> 8}.{number & 255}"
             self._switch = RankSet(on_line=lambda _, line: self.switch_lines.append(line))
             self._switch_address = f"{host}:{port}"
             command = [sys.executable, "-m", "gradwire", "switch", "--address", host, "--port", str(port)]
@@ -324,8 +304,7 @@ class Netlab:
     def run(self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> LaunchResult:
         """`start` and `wait`; `options` are start's, and `timeout_s`."""
         timeout_s = options.pop("timeout_s", None)
-        self.start(command, env, **options)
-        return self.wait(timeout_s)
+        return self.start(command, env, **options).wait(timeout_s)
 
     def _running(self) -> RankSet:
         if self._ranks is None:
@@ -334,7 +313,7 @@ class Netlab:
 
     def set_rate(self, rank: int, rate: str | float | None) -> None:
         """Change one rank's (node's) link, both directions; packets in its queues stay. Raises: Unsupported (loopback)."""
-        self._check_node(rank)
+        self._check(rank)
         rate_bps = parse_rate(rate)
         self._ask("set_rate", rank=rank, rate_bps=rate_bps)
         self._rates_bps[rank] = rate_bps
@@ -342,7 +321,7 @@ class Netlab:
 
     def set_line(self, rank: int, **changes: str) -> None:
         """Change delay, jitter or loss of a rank's (node's) line. Raises: InvalidArgument, Unsupported (it has no distance)."""
-        self._check_node(rank)
+        self._check(rank)
         if self.shaped and not self._is_distant:
             raise Unsupported("this lab's links have no distance: open it with one, such as 100mbit/delay=1ms")
         link = parse_link("/".join(["none", *(f"{name}={text}" for name, text in changes.items())]))
@@ -351,12 +330,12 @@ class Netlab:
 
     def link_down(self, rank: int) -> None:
         """Pull the rank's (node's) cable: it keeps its address and loses its carrier. Raises: Unsupported (loopback)."""
-        self._check_node(rank)
+        self._check(rank)
         self._ask("set_link", rank=rank, up=False)
 
     def link_up(self, rank: int) -> None:
         """Put the cable back; TCP connections that have not given up go on. Raises: Unsupported (loopback)."""
-        self._check_node(rank)
+        self._check(rank)
         self._ask("set_link", rank=rank, up=True)
 
     def counters(self) -> list[LinkCounters]:
@@ -371,7 +350,7 @@ class Netlab:
 
     def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to all processes of a rank."""
-        self._check(rank, self._n_ranks, "rank")
+        self._check(rank, self._n_ranks)
         self._running().send_signal(rank, number)
 
     def stop_rank(self, rank: int) -> None:
@@ -385,9 +364,7 @@ class Netlab:
 
 def switch_rate_bps(rates_bps: Sequence[int | None]) -> int | None:
     """The rate of the switch's link: what all ranks' links carry together, so that it is never the narrowest."""
-    if any(rate is None for rate in rates_bps):
-        return None
-    total = sum(rate for rate in rates_bps if rate is not None)
+    total = sum(MAX_RATE_BPS + 1 if rate is None else rate for rate in rates_bps)
     return total if total <= MAX_RATE_BPS else None
 
 
@@ -408,7 +385,6 @@ class Event:
     rate: str | None = None
 
     def apply(self, lab: Netlab) -> None:
-        """Do it now."""
         if self.rate is None:
             getattr(lab, _ACTIONS[self.action])(self.rank)
         elif self.action == "rate":
@@ -432,31 +408,24 @@ def parse_event(text: str, n_ranks: int) -> Event:
     return Event(float(match[1]), match[2], int(match[3]), match[4])
 
 
-class Schedule:
-    """Applies events to a lab from a thread, within a with statement; `done` lists (event, what went wrong)."""
+@contextlib.contextmanager
+def scheduled(lab: Netlab, events: Iterable[Event]) -> Iterator[list[str]]:
+    """Within, `events` are applied to the lab at their times; gives the list of those that went wrong, and why."""
+    over, troubles, start = threading.Event(), list[str](), time.monotonic()
 
-    def __init__(self, lab: Netlab, events: Iterable[Event]) -> None:
-        self._lab = lab
-        self._events = sorted(events, key=lambda event: event.at_s)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gradwire-netlab-schedule", daemon=True)
-        self.done: list[tuple[Event, str | None]] = []
-
-    def _run(self) -> None:
-        start = time.monotonic()
-        for event in self._events:
-            if self._over.wait(max(0.0, start + event.at_s - time.monotonic())):
+    def apply() -> None:
+        for event in sorted(events, key=lambda event: event.at_s):
+            if over.wait(max(0.0, start + event.at_s - time.monotonic())):
                 return
             try:
-                event.apply(self._lab)
-                self.done.append((event, None))
+                event.apply(lab)
             except GradwireError as error:
-                self.done.append((event, str(error)))
+                troubles.append(f"{event}: {error}")
 
-    def __enter__(self) -> "Schedule":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
+    thread = threading.Thread(target=apply, name="gradwire-netlab-schedule", daemon=True)
+    thread.start()
+    try:
+        yield troubles
+    finally:
+        over.set()
+        thread.join()

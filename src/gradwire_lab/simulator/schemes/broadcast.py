@@ -19,16 +19,18 @@ _MESSAGES = 8  # of a block: the ratio is decided anew for every one
 _EXCHANGE_S = 0.02  # so old may be what a worker knows of when the others will need a block
 
 
-class Decoder:
-    """One worker's, for all that it receives, as fast as it comes if it can; by symmetry as much comes as it sends itself."""
+def _decoded_s(free_s: float, started_s: float, now_s: float, work_s: float, last_s: float) -> float:
+    """When a decoder that is free at `free_s` has done `work_s` on messages since `started_s`, `last_s` on what came now.
 
-    def __init__(self) -> None:
-        self._free_s = 0.0
+    By symmetry as much comes to a worker as it sends itself.
+    """
+    return max(max(free_s, started_s) + work_s, now_s + last_s)
 
-    def end_s(self, started_s: float, now_s: float, work_s: float, last_s: float) -> float:
-        """When `work_s` on messages that have come since `started_s` is done, `last_s` of it on what came last, now."""
-        self._free_s = max(max(self._free_s, started_s) + work_s, now_s + last_s)
-        return self._free_s
+
+def _classes_of(simulation: Simulation, is_fan_out: bool) -> list[FlowClass]:
+    """Of each group's broadcasts; those of a site are one class."""
+    classes = {id(site): simulation.topology.broadcasts(site, is_fan_out) for site in simulation.topology.sites}
+    return [classes[id(group.site)] for group in simulation.groups]
 
 
 @dataclass(eq=False)
@@ -46,12 +48,8 @@ class _Pending:
 class FixedBroadcast(SchemeModel):
     """Every worker broadcasts each block when it has it; a newer block goes before the rest of an older one.
 
-    The newest gradient is the first that the next forward pass needs (Luo et al., section 4.2).
-
-    Args:
-        bits_per_value: what is sent of each value.
-        codec: seconds on the sender before, and for each received copy after the transfer.
-        is_fan_out: a copy to every receiver instead of a multicast.
+    The newest gradient is the first that the next forward pass needs (Luo et al., section 4.2). `codec`: on the sender before
+    the transfer, and for each received copy after it; `is_fan_out`: a copy to every receiver instead of a multicast.
     """
 
     def __init__(
@@ -60,11 +58,9 @@ class FixedBroadcast(SchemeModel):
         super().__init__(simulation)
         if not 0 < bits_per_value < float("inf"):
             raise InvalidArgument(f"bits_per_value={bits_per_value}: expected more than 0")
-        self._bits_per_value = bits_per_value
-        self._codec = codec
-        classes = {id(site): simulation.topology.broadcasts(site, is_fan_out) for site in simulation.topology.sites}
-        self._classes = [classes[id(group.site)] for group in simulation.groups]
-        self._decoders = [Decoder() for _ in simulation.groups]
+        self._bits_per_value, self._codec = bits_per_value, codec
+        self._classes = _classes_of(simulation, is_fan_out)
+        self._decoded_s = [0.0] * len(simulation.groups)
         # Of each group the newest block, which is on its link, and before it the older ones, which wait where they stopped.
         self._stacks: list[list[_Pending]] = [[] for _ in simulation.groups]
 
@@ -103,8 +99,9 @@ class FixedBroadcast(SchemeModel):
     def _deliver(self, pending: _Pending) -> None:
         """Everybody has the block's bits of this group; what remains is the way and the decoding."""
         group, one_s = pending.group, self.blocks[pending.block].n_values * self._codec.decode_s
-        copies, now_s = self.setting.n_workers - 1, self.environment.now
-        end_s = self._decoders[group.index].end_s(pending.started_s, now_s, copies * one_s, min(copies, 1) * one_s)
+        copies, now_s, free_s = self.setting.n_workers - 1, self.environment.now, self._decoded_s[group.index]
+        end_s = _decoded_s(free_s, pending.started_s, now_s, copies * one_s, min(copies, 1) * one_s)
+        self._decoded_s[group.index] = end_s
         delay_s = self.setting.link.frame_hop_s + end_s - now_s
         gates = self.simulation.gates
         self.simulation.call_after(delay_s, lambda: gates.count(pending.round_number, pending.block, group.count))
@@ -116,9 +113,8 @@ class AqgbModel(SchemeModel):
     Args:
         floor: the least share of its bits that a value is sent with in the first stage.
         overhead_bits_per_value: what the codec adds (headers, shared exponents).
-        codec: seconds of each message, whatever its bits: before it is sent, and for each copy.
+        codec: of each message, whatever its bits: before it is sent, and for each copy.
         confidence: the share of the estimated rate that is planned with; the live scheme's default is 0.8, the paper's 1.
-        is_fan_out: a copy to every receiver instead of a multicast.
         has_owners: an all-reduce instead: to every receiver its part of a block, and the sum of the own part. An answer is sent
             with the part and not after all others' parts: as if all workers were equally far.
     """
@@ -143,16 +139,15 @@ class AqgbModel(SchemeModel):
         # Of every value: everybody's copies, or the parts that a worker owns and the sums that it gets.
         self.decode_s = codec.decode_s * (2 if has_owners else self.setting.n_workers - 1)
         self.deadlines = law.Deadlines(len(simulation.groups))
-        is_fan_out = is_fan_out or has_owners
-        classes = {id(site): simulation.topology.broadcasts(site, is_fan_out) for site in simulation.topology.sites}
-        self._workers = [_Worker(self, group, classes[id(group.site)]) for group in simulation.groups]
+        both = zip(simulation.groups, _classes_of(simulation, is_fan_out or has_owners), strict=True)
+        self._workers = [_Worker(self, group, flow_class) for group, flow_class in both]
         self._board: list[tuple[float, float | None]] = [(-1.0, None)] * len(self.blocks)
 
     def on_forward(self, group: WorkerGroup, round_number: int, block: int) -> None:
         self._workers[group.index].start_forward(block)
 
-    def on_forward_end(self, group: WorkerGroup, round_number: int, block: int) -> None:
-        self._workers[group.index].end_forward(block)
+    def on_forward_end(self, group: WorkerGroup) -> None:
+        self._workers[group.index].end_forward()
 
     def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
         self._workers[group.index].take_gradient(round_number, block)
@@ -161,8 +156,7 @@ class AqgbModel(SchemeModel):
         """Until the last worker needs `block`, as all were told at the last exchange."""
         now_s = self.environment.now
         told_s, moment_s = self._board[block]
-        # One look at everybody's word serves all workers until the next exchange: without it, asking would cost as many
-        # steps as there are workers.
+        # One look serves all workers until the next exchange: else asking would cost as many steps as there are workers.
         if told_s < 0 or now_s - told_s >= _EXCHANGE_S:
             remaining_s = self.deadlines.remaining_s(block, now_s)
             moment_s = None if remaining_s is None else now_s + remaining_s
@@ -199,7 +193,6 @@ class _Worker:
         self._profile = law.Profile()
         self._stack: list[_Sending] = []  # the newest gradient last, and sent first
         self._sent: dict[int, _Sending] = {}
-        self._decoder = Decoder()
         self._decoded_s = 0.0  # when everybody has decoded what has been sent
         self._is_sending = False
         self._n_appeared = 0
@@ -207,22 +200,18 @@ class _Worker:
         self._backward_s: list[float] = []
         self._forward_s: list[float] = []
 
-    # ---- what the worker computes
-
     def start_forward(self, block: int) -> None:
         """It begins a block's forward pass, and knows when it will need the next ones."""
         self._last_s = self._scheme.environment.now
         self._tell_from(block)
 
-    def end_forward(self, block: int) -> None:
+    def end_forward(self) -> None:
         """It ends a block's forward pass; after the last one, the backward pass begins."""
-        now_s = self._scheme.environment.now
-        self._forward_s.append(now_s - self._last_s)
-        self._last_s = now_s
+        self._forward_s.append(self._scheme.environment.now - self._last_s)
+        self._last_s = self._scheme.environment.now
         self._n_appeared = 0
 
     def take_gradient(self, round_number: int, block: int) -> None:
-        """A gradient to send."""
         now_s = self._scheme.environment.now
         self._backward_s.append(now_s - self._last_s)
         self._last_s = now_s
@@ -245,8 +234,6 @@ class _Worker:
         if timetable is not None:
             ahead_s = [0.0] * block + [*itertools.accumulate(timetable.forward_s[block:-1], initial=0.0)]
             self._scheme.deadlines.tell(self._group.index, ahead_s, self._scheme.environment.now)
-
-    # ---- what it sends
 
     def _send(self) -> Generator[simpy.Event, Any, None]:
         scheme = self._scheme
@@ -317,7 +304,6 @@ class _Worker:
     def _transfer(
         self, sending: _Sending, n_values: float, n_bits: float, stage: str
     ) -> Generator[simpy.Event, Any, None]:
-        """One message, once it is encoded."""
         scheme, bits = self._scheme, n_values * n_bits
         encode_s = n_values * scheme.codec.encode_s
         flow = scheme.network.start(self._flow_class, scheme.share * bits, self._group.count, encode_s)
@@ -326,6 +312,6 @@ class _Worker:
         self._rate.observe(flow.bits, now_s - flow.started_s)
         if scheme.decode_s:
             work_s, last_s = n_values * scheme.decode_s, n_values * scheme.codec.decode_s
-            self._decoded_s = self._decoder.end_s(flow.started_s, now_s, work_s, last_s)
+            self._decoded_s = _decoded_s(self._decoded_s, flow.started_s, now_s, work_s, last_s)
         name = f"{stage} {scheme.blocks[sending.block].name} x {n_bits:g} bits"
         scheme.simulation.metrics.add_transfer(self._group, sending.round_number, bits, flow.started_s, name)

@@ -43,17 +43,14 @@ class Lanes(SchemeModel):
         self, n_values: int, shape: str = "sum", codec: costs.CodecCost = PLAIN, pattern: str | None = None
     ) -> costs.BucketLoad:
         """What a collective of so many values takes. Raises: InvalidArgument (no such pattern)."""
-        racks, legs = self.simulation.topology.rack_workers, None
-        if pattern is not None:
-            if pattern not in self.patterns:
-                raise InvalidArgument(
-                    f"no collective is called {pattern!r}; {describe_choices(str(pattern), self.patterns)}"
-                )
-            if pattern == "two-level" and len(set(racks)) > 1:
-                raise InvalidArgument(
-                    f"two-level needs racks of equally many workers, not {', '.join(map(str, racks))}"
-                )
-            legs = costs.legs_of(pattern, self.setting.n_workers, racks[0])
+        racks = self.simulation.topology.rack_workers
+        if pattern not in (None, *self.patterns):
+            raise InvalidArgument(
+                f"no collective is called {pattern!r}; {describe_choices(str(pattern), self.patterns)}"
+            )
+        if pattern == "two-level" and len(set(racks)) > 1:
+            raise InvalidArgument(f"two-level needs racks of equally many workers, not {', '.join(map(str, racks))}")
+        legs = None if pattern is None else costs.legs_of(pattern, self.setting.n_workers, racks[0])
         return costs.bucket_load(shape, n_values, codec, self.link, self.machine, legs)
 
     def join(self, key: tuple[Any, ...], group: WorkerGroup, load: costs.BucketLoad) -> None:
@@ -122,7 +119,6 @@ class Lanes(SchemeModel):
         return wire_s
 
     def open_round(self, round_number: int) -> None:
-        """Everybody has everything of a round."""
         for index in range(len(self.blocks)):
             self.simulation.gates.open(round_number, index)
 
@@ -146,13 +142,13 @@ class Collective(Lanes):
         every: int = 1,
     ) -> None:
         super().__init__(simulation)
-        self.every = self.period = checks.count("every", every)
+        self.period = checks.count("every", every)
         self._loads = [self.load(block.n_values, shape, codec, collective) for block in self.blocks]
         self._finished = Tally(len(self.blocks))
         self._opened = -1
 
     def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
-        if (round_number + 1) % self.every == 0:
+        if (round_number + 1) % self.period == 0:
             self.join((round_number, block), group, self._loads[block])
         elif round_number > self._opened:
             self._opened = round_number
@@ -186,16 +182,13 @@ class SlimGc(Collective):
         if self.setting.n_workers == 1:
             return 0  # nothing is sent
 
-        def time_s(n_bytes: int, is_compressed: bool) -> float:
-            load = self._load_of(n_bytes // _VALUE_BYTES, is_compressed)
-            return load.wire_bytes / self.link.rate + load.latency_s
+        def times(n_bytes: int) -> SizeTimes:
+            loads = [self._load_of(n_bytes // _VALUE_BYTES, is_compressed) for is_compressed in (False, True)]
+            plain_s, compressed_s = (load.wire_bytes / self.link.rate + load.latency_s for load in loads)
+            codec_s = (self._codec.encode_s + self._codec.decode_s) * n_bytes / _VALUE_BYTES
+            return SizeTimes(n_bytes, plain_s, compressed_s, codec_s)
 
-        def codec_s(n_bytes: int) -> float:
-            return (self._codec.encode_s + self._codec.decode_s) * n_bytes / _VALUE_BYTES
-
-        return ThresholdTable(
-            SizeTimes(size, time_s(size, False), time_s(size, True), codec_s(size)) for size in _TABLE_BYTES
-        ).threshold_bytes()
+        return ThresholdTable(map(times, _TABLE_BYTES)).threshold_bytes()
 
 
 class ParameterServer(Collective):
@@ -216,7 +209,6 @@ class LocalSteps(Lanes):
         bits: a value, in the exchange of pseudo-gradients.
         fragments: parts; their exchanges end evenly spread over the rounds.
         delay: rounds that an exchange may take beside them.
-        collective: how they are exchanged.
     """
 
     def __init__(
@@ -234,8 +226,7 @@ class LocalSteps(Lanes):
                 "every must be at least fragments, that at least 1, and delay from 0 to every // fragments - 1, got "
                 f"every={every}, fragments={fragments}, delay={delay}"
             )
-        self._every, self._delay = every, delay
-        self.period = every
+        self.period, self._delay = every, delay
         self._ends = [every * (number + 1) // fragments for number in range(fragments)]
         n_values = -(-self.setting.workload.n_values // fragments)
         self._load = self.load(n_values, "sum", costs.CodecCost(bits=checks.finite("bits", bits, 0)), collective)
@@ -245,9 +236,10 @@ class LocalSteps(Lanes):
         if block:
             return
         done = round_number + 1  # steps: the last gradient of this one has appeared
-        if (done + self._delay - 1) % self._every + 1 in self._ends:
-            self.join((done + self._delay - 1, 0), group, self._load)
-        while self._n_open < done and self._n_open % self._every + 1 not in self._ends:  # others wait for an exchange
+        last = done + self._delay - 1  # the round that an exchange begun now ends with
+        if last % self.period + 1 in self._ends:
+            self.join((last, 0), group, self._load)
+        while self._n_open < done and self._n_open % self.period + 1 not in self._ends:  # others wait for an exchange
             self._open_next()
 
     def finish(self, key: tuple[int, int]) -> None:
@@ -292,9 +284,10 @@ class FullyShard(Lanes):
             return None
         if block:
             self.join((round_number, block - 1, "backward"), group, self._gathers[block - 1])
-        is_kept = block + 1 == len(self._gathers)
-        gathered = None if is_kept else self._event_of((round_number, block))
-        return None if gathered is None or gathered.processed else gathered
+        if block + 1 == len(self._gathers):  # kept from the forward pass
+            return None
+        gathered = self._event_of((round_number, block))
+        return None if gathered.processed else gathered
 
     def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
         self.join((round_number, block, "gradient"), group, self._scatters[block])

@@ -38,16 +38,12 @@ _SHAPES = {"ring": lambda n_ranks: 2 * (n_ranks - 1) / n_ranks, "gather": lambda
 
 @dataclass(frozen=True)
 class Measurement:
-    """One scheme on one workload at one world size, means over ranks and steps.
-
-    Attributes:
-        sent_bytes, encode_s, decode_s: of a rank in a step; encode holds whatever is not decoding (importance, tables).
-    """
+    """One scheme on one workload at one world size: means over ranks and steps, of a rank in a step."""
 
     ranks: int
     n_values: int
     sent_bytes: float
-    encode_s: float
+    encode_s: float  # whatever is not decoding: importance and tables too
     decode_s: float
     commit: str = ""
     date: str = ""
@@ -57,7 +53,7 @@ class Measurement:
 class Fit:
     """How measurements of one scheme go on to other world sizes."""
 
-    shape: str  # "ring" or "gather"
+    shape: str  # one of _SHAPES
     sent_bits_per_value: float  # what the shape multiplies
     encode_s_per_value: float
     decode_s_per_value: float
@@ -114,11 +110,11 @@ def to_text(content: Mapping[str, Any]) -> str:
     return re.sub(r'\{\s*"ranks"[^{}]*\}', lambda found: " ".join(found.group().split()), text) + "\n"
 
 
+@dataclass(frozen=True)
 class MeasuredTable:
     """The measurements of one file, by workload and scheme."""
 
-    def __init__(self, content: Mapping[str, Any]) -> None:
-        self._content = content
+    content: dict[str, Any]
 
     @classmethod
     def load(cls, path: Path = TABLE) -> "MeasuredTable":
@@ -135,29 +131,24 @@ class MeasuredTable:
             raise IncompatibleVersion(f"{path}: format {content.get('format')}, this gradwire reads {FORMAT}")
         return cls(content)
 
-    def workloads(self) -> list[str]:
-        """What was measured."""
-        return sorted(self._content["workloads"])
-
-    def schemes(self, workload: str) -> list[str]:
-        """Which schemes were measured on `workload`."""
-        return sorted(self._content["workloads"].get(workload, {}).get("schemes", {}))
+    def schemes(self, workload: str) -> Mapping[str, Any]:
+        """The schemes that were measured on `workload`, with their measurements."""
+        found: Mapping[str, Any] = self.content["workloads"].get(workload, {}).get("schemes", {})
+        return found
 
     def fit(self, scheme: str, workload: str) -> Fit:
         """Raises: InvalidArgument (not measured; the message says how to)."""
-        rows = self._content["workloads"].get(workload, {}).get("schemes", {}).get(scheme)
-        if rows is None:
+        measured = self.schemes(workload)
+        if scheme not in measured:
             raise InvalidArgument(
-                f"scheme {scheme!r} was not measured on {workload!r}; there are: {', '.join(self.schemes(workload))}. "
+                f"scheme {scheme!r} was not measured on {workload!r}; there are: {', '.join(sorted(measured))}. "
                 "`gradwire bench run simulator-sizes` measures what is missing"
             )
         try:
-            return fit([Measurement(**row) for row in rows])
+            return fit([Measurement(**row) for row in measured[scheme]])
         except TypeError as error:
             raise CorruptMessage(f"the measured sizes of {scheme!r} are not whole: {error}") from error
 
-
-# ---- schemes by name
 
 # Workloads whose measurements stand for others'.
 _PREFERRED = ("resnet50", "resnet", "gpt")
@@ -168,19 +159,15 @@ _OWN = ("plain", "broadcast-32", "broadcast-4", "broadcast", "auto", "aqgb", "aq
         "local-sgd", "fully-shard")  # fmt: skip
 
 
-def names(table: MeasuredTable | None = None) -> list[str]:
+def names() -> list[str]:
     """All that can be simulated: own models, then gradwire's schemes that were measured."""
-    measured = table or MeasuredTable.load()
-    known = {name for workload in measured.workloads() for name in measured.schemes(workload)}
+    table = MeasuredTable.load()
+    known = {name for workload in table.content["workloads"] for name in table.schemes(workload)}
     return [*_OWN, *(name for name in live.names() if name in known and name not in _OWN)]
 
 
 def by_name(
-    name: str,
-    options: dict[str, Any] | None = None,
-    measured_on: str | None = None,
-    with_codec_times: bool = True,
-    table: MeasuredTable | None = None,
+    name: str, options: dict[str, Any] | None = None, measured_on: str | None = None, with_codec_times: bool = True
 ) -> MakeScheme:
     """What builds the scheme on a simulation.
 
@@ -192,17 +179,16 @@ def by_name(
         with_codec_times: False for a codec that takes no time: what the network alone allows.
     Raises: InvalidArgument (an unknown name or option, a scheme that was not measured).
     """
-    options = dict(options or {})
-    table = table or MeasuredTable.load()
-    broadcast = re.fullmatch(r"broadcast-(\d+)", name)
+    options, table = dict(options or {}), MeasuredTable.load()
+    broadcast = re.fullmatch(r"broadcast(?:-(\d+))?", name)
 
     def fit_of(scheme: str) -> Fit:
         found_on = (on for on in _PREFERRED if scheme in table.schemes(on))
         return table.fit(scheme, measured_on or next(found_on, _PREFERRED[0]))
 
     make: Callable[..., SchemeModel]
-    if broadcast or name == "broadcast":
-        bits = int(broadcast[1]) if broadcast else options.pop("bits", 4)
+    if broadcast:
+        bits = int(broadcast[1]) if broadcast[1] else options.pop("bits", 4)
         if not 1 <= bits <= 32:
             raise InvalidArgument(f"{name}: expected 1 to 32 bits a value")
         make = FixedBroadcast
@@ -238,9 +224,7 @@ def by_name(
             return Collective(simulation, shape, codec, **given)
 
     else:
-        raise InvalidArgument(
-            f"no scheme that can be simulated is called {name!r}; {describe_choices(name, names(table))}"
-        )
+        raise InvalidArgument(f"no scheme that can be simulated is called {name!r}; {describe_choices(name, names())}")
 
     def build(simulation: Simulation) -> SchemeModel:
         try:

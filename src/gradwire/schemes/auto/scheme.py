@@ -155,9 +155,7 @@ class Auto(Turns):
         self.state_is_per_world = any(sub.state_is_per_world for sub in self._subs.values())
         self._rows = [rows[0], *(row for row in rows if row.spec in self._subs)]
         self._compare_offers([row.spec for row in self._rows])
-        self._profiles = (
-            [self._measure(wire, parameters) for wire in self._wires] if self._given is None else [self._given]
-        )
+        self._profiles = [self._given] if self._given else [self._measure(wire, parameters) for wire in self._wires]
         predicted = {spec: us for profile in self._profiles for spec, us in profile.predict_us(1).items()}
         known = {row.spec: predicted.get(row.spec, predicted[PLAIN]) for row in self._rows}
         late = {row.spec: FIRST_ADAM_STEP for row in self._rows if row.not_before and families != {"sgd"}}

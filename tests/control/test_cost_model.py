@@ -25,7 +25,7 @@ from gradwire.schemes.auto.costs import (
 )
 from gradwire.schemes.auto.fidelity import rows_for
 from gradwire.schemes.auto.law import Candidate, most_promising
-from gradwire.schemes.auto.votes import LinkProbes
+from gradwire.schemes.auto.turns import LinkProbes
 from ranks import on_ranks
 from small_training import Training
 
@@ -242,7 +242,7 @@ def sum_of_rows(module: nn.Module, rank: int, step: int) -> torch.Tensor:
 def test_ranks_agree_on_what_they_saw(rank: int, world_size: int) -> float:
     training = Training(rank, "auto", model=embedding, loss=sum_of_rows, ddp={"bucket_cap_mb": 25})
     training.take_steps(range(6))
-    density: float = training.attachment.scheme._profile.density
+    density: float = training.attachment.scheme._profiles[0].density
     training.close()
     assert 0.005 <= density <= 0.05, "80 rows of 4,000, and the last layer"
     return density
@@ -284,6 +284,3 @@ def test_a_slower_link_is_looked_at_again_and_an_urgent_one_three_times() -> Non
     assert [probes.take() for _ in range(3)] == [True, False, False]
     probes.ask(is_urgent=True)
     assert [probes.take() for _ in range(4)] == [True, True, True, False]
-    probes.ask(is_urgent=True)
-    probes.forget()
-    assert not probes.take()

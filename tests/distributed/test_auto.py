@@ -29,8 +29,7 @@ THROUGH_ALL = [
 
 
 def trained(rank: int, n_steps: int, scheme: Any = None, **options: Any) -> Training:
-    training = Training(rank, scheme, **options).after(range(n_steps))
-    return training
+    return Training(rank, scheme, **options).after(range(n_steps))
 
 
 # ---- watching

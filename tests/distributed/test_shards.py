@@ -320,7 +320,7 @@ def times(of: Callable[[int], dict[str, tuple[int, int]]], rank: int) -> Any:
     real = ShardsAuto.end_watched_step
 
     def end(auto: ShardsAuto, step: int, lap: Lap) -> None:
-        took_ms, waited_ms = of(step).get(auto._active, (40, 10))
+        took_ms, waited_ms = of(step).get(auto.active, (40, 10))
         real(auto, step, Lap(1_000_000 * took_ms + 1000 * rank, 1_000_000 * waited_ms))
 
     return mock.patch.object(ShardsAuto, "end_watched_step", end)

@@ -77,7 +77,7 @@ AREAS = {
         ),
     ),
     "auto's hand-over": Area(
-        ("schemes/auto/votes.py", "schemes/auto/scheme.py"),
+        ("schemes/auto/turns.py", "schemes/auto/scheme.py"),
         ("control/test_racing.py", "distributed/test_auto.py", "distributed/test_attach.py"),
     ),
 }  # fmt: skip

@@ -4,17 +4,17 @@ Where all are joined by NVLink there is nothing to win. By PCIe, through host me
 bus decides: N ranks send 2 (N-1)/N of a gradient's bytes each, at what NCCL's tests call the bus bandwidth.
 """
 
+import itertools
 import math
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gradwire.core.optimizers import FAMILIES
 from gradwire.errors import InvalidArgument
-from gradwire.planning.plan import Forecast, Plan
-from gradwire.schemes.auto.costs import CodecCost, CostProfile, LinkCost, SharedCores, last_rate, predict_s
+from gradwire.planning.plan import Plan
+from gradwire.schemes.auto.costs import CodecCost, CostProfile, LinkCost, SharedCores, last_rate
 from gradwire.schemes.auto.fidelity import TABLE, FidelityRow, row_of
 from gradwire.schemes.auto.law import PLAIN
 
@@ -52,18 +52,14 @@ class GpuLinks:
         plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)
         rows = [line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s", line)]
         rows = [row for row in rows if not row[1].startswith("GPU")]  # the head of the table
-        names = [row[0] for row in rows]
-        links = {}
-        for one, row in enumerate(rows):
-            for other in range(one + 1, len(rows)):
-                link = row[1 + other] if len(row) > 1 + other else ""
-                if link not in _LINKS and not re.fullmatch(r"NV\d+", link):
-                    raise InvalidArgument(
-                        f"this is not what `nvidia-smi topo -m` prints: {names[one]} and {names[other]} are joined by {link!r}"
-                    )
-                links[one, other] = link
         if not rows:
             raise InvalidArgument("this is not what `nvidia-smi topo -m` prints: it has no line of a GPU")
+        links = {}
+        for one, other in itertools.combinations(range(len(rows)), 2):
+            link = links[one, other] = rows[one][1 + other] if len(rows[one]) > 1 + other else ""
+            if link not in _LINKS and not re.fullmatch(r"NV\d+", link):
+                pair = f"{rows[one][0]} and {rows[other][0]}"
+                raise InvalidArgument(f"this is not what `nvidia-smi topo -m` prints: {pair} are joined by {link!r}")
         found = re.findall(r"^\s*(\d+)\s*,\s*(\d+)\s*$", pcie, re.MULTILINE)
         return cls(links, tuple((int(generation), int(lanes)) for generation, lanes in found))
 
@@ -148,7 +144,7 @@ def plan_box(
         _buckets(int(parameters)),
     )
     if plain_s is not None:
-        profile = replace(profile, link=replace(profile.link, rate=_bus_rate(profile, compute_s, plain_s)))
+        profile = profile.at_rate(_bus_rate(profile, compute_s, plain_s))
     plan = Plan(profile, compute_s, plain_s or 0.0, {}, "close", False, is_here=False)
     return plan.elsewhere() if plain_s is None else plan
 
@@ -157,7 +153,7 @@ def _rows(gradient_bits: int) -> list[FidelityRow]:
     """Plain, and what works between devices, in fewer bits than DDP sends."""
     plainly = [row for row in TABLE[1:] if row.holds_under(FAMILIES) and not row.by_name_only]
     # Of these a cast, or a pass over the values, says what their kernels cost.
-    known = [row for row in plainly if row.scheme.partition(":")[0] in _KNOWN and row.bits < gradient_bits]
+    known = [row for row in plainly if row.name in _KNOWN and row.bits < gradient_bits]
     return [TABLE[0], *(row.on_device() for row in known)]
 
 
@@ -178,10 +174,9 @@ def _cost_of(row: FidelityRow, gradient_bits: int) -> CodecCost:
 
 def _bus_rate(profile: CostProfile, compute_s: float, plain_s: float) -> float:
     """Bytes/s at which a plain step takes `plain_s`. Raises: InvalidArgument (at none)."""
-    step, plain = profile.step(compute_s), profile.codecs[PLAIN]
 
     def takes_s(rate: float) -> float:
-        return predict_s("sum", plain, step, replace(profile.link, rate=rate), profile.machine)
+        return profile.at_rate(rate).predict_s(compute_s)[PLAIN]
 
     low, high = _SLOWEST, _FASTEST
     if not takes_s(high) < plain_s < takes_s(low):
@@ -198,30 +193,24 @@ def _bus_rate(profile: CostProfile, compute_s: float, plain_s: float) -> float:
 def describe(spec: str) -> str:
     """A scheme in a word or two: "bf16", "8 bits"."""
     row = row_of(spec)
-    name = row.scheme.partition(":")[0]
-    return f"{row.bits:.0f} bits" if name in ("embedded-float", "truncated-float") else name
+    return f"{row.bits:.0f} bits" if row.name in ("embedded-float", "truncated-float") else row.name
 
 
 def advise(plan: Plan, topology: GpuLinks | None = None) -> str:
     """What to do in this box, in two sentences."""
     if topology is not None and topology.has_nvlink:
         return topology.sentence()
-    plain, best = plan.plain, _best_between(plan.forecasts(), plan.plain.step_s)
+    plain = plan.plain
+    # The most faithful of what is within 3 % of the fastest that is close to DDP's losses.
+    close = [f for f in plan.forecasts() if f.level in ("exact", "close") and not f.by_name_only and f.spec != PLAIN]
+    fastest_s = min((f.step_s for f in close), default=math.inf)
     joined = "" if topology is None else topology.sentence() + " "
     bus = f"The bus carries {plan.profile.link.rate / 1e9:.3g} GB/s"
-    if best is None:
+    if fastest_s * 1.03 >= plain.step_s:
         return f"{joined}{bus}, and a step takes {plain.step_s:.3g} s: leave gradwire out, nothing wins 3 %."
+    best = max((f for f in close if f.step_s <= 1.03 * fastest_s), key=lambda f: row_of(f.spec).bits)
     how = "measured" if best.is_measured else "predicted"
     return (
         f'{joined}{bus}: take {describe(best.spec)}, gradwire.attach(ddp, optimizer, "{row_of(best.spec).scheme}", '
         f'placement="device"): {best.step_s:.3g} s a step ({how}) instead of {plain.step_s:.3g}.'
     )
-
-
-def _best_between(forecasts: Sequence[Forecast], plain_s: float) -> Forecast | None:
-    """The most faithful of what is within 3 % of the fastest that is close to DDP's losses; None if nothing wins 3 %."""
-    close = [f for f in forecasts if f.level in ("exact", "close") and not f.by_name_only and f.spec != PLAIN]
-    fastest = min((f.step_s for f in close), default=math.inf)
-    if fastest * 1.03 >= plain_s:
-        return None
-    return max((f for f in close if f.step_s <= 1.03 * fastest), key=lambda f: row_of(f.spec).bits)

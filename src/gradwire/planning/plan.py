@@ -1,13 +1,14 @@
 """A plan: what a step would take under every scheme, here or elsewhere, and one sentence on what to do."""
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.auto.costs import CostProfile, break_even_rate, predict_s
-from gradwire.schemes.auto.fidelity import LEVELS, row_of
+from gradwire.schemes.auto.costs import CostProfile, break_even_rate
+from gradwire.schemes.auto.fidelity import levels_to, row_of
 from gradwire.schemes.auto.law import PLAIN
 from gradwire.wire.communicator import ring_bytes
 
@@ -66,8 +67,7 @@ class Plan:
 
     def best(self, level: str) -> Forecast:
         """The fastest scheme that `level` allows by itself, plain if none wins by the margin."""
-        allowed = LEVELS[: LEVELS.index(level) + 1]
-        plain = self.plain
+        allowed, plain = levels_to(level), self.plain
         for forecast in self.forecasts():
             if forecast.spec != PLAIN and forecast.level in allowed and not forecast.by_name_only:
                 # What was measured counts for more than what was predicted to be a little faster.
@@ -96,8 +96,8 @@ class Plan:
         self,
         n_ranks: int | None = None,
         rate_bps: float | None = None,
-        rtt_s: float = 0.0,
-        loss: float = 0.0,
+        rtt_s: float = 0,
+        loss: float = 0,
         streams: int = 1,
     ) -> "Plan":
         """The same model and machine with more ranks, or on another network: all predicted.
@@ -117,34 +117,26 @@ class Plan:
             link = replace(link, rate=rate_bps / 8)
         link = link.over(rtt_s, loss, streams)
         profile = replace(self.profile, machine=machine, link=link)
-        step = profile.step(self.compute_s)
-        plain_s = predict_s("sum", profile.costs[PLAIN], step, link, machine)
+        plain_s = profile.predict_s(self.compute_s)[PLAIN]
         return replace(self, profile=profile, plain_s=plain_s, measured_s={}, links=(), is_here=False)
 
     def slow_ranks(self) -> list[int]:
         """Ranks all of whose links are slower than two thirds of the typical link."""
-        if not self.links:
+        best: dict[int, float] = {}
+        for *ranks, rate, _ in self.links:
+            best |= {rank: max(rate, best.get(rank, 0.0)) for rank in ranks}
+        if len(best) <= 2:
             return []
-        rates = sorted(rate for _, _, rate, _ in self.links)
-        typical = rates[len(rates) // 2]
-        rates_of: dict[int, list[float]] = {}
-        for one, other, rate, _ in self.links:
-            for rank in (one, other):
-                rates_of.setdefault(rank, []).append(rate)
-        return sorted(rank for rank in rates_of if len(rates_of) > 2 and max(rates_of[rank]) < typical * 2 / 3)
+        typical = statistics.median_high(rate for _, _, rate, _ in self.links)
+        return sorted(rank for rank, rate in best.items() if rate < typical * 2 / 3)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON: everything that was measured, and what follows."""
         return {
             "version": PLAN_VERSION,
+            **asdict(self),
             "profile": self.profile.as_dict(),
-            "compute_s": self.compute_s,
-            "plain_s": self.plain_s,
-            "measured_s": dict(self.measured_s),
-            "fidelity": self.fidelity,
-            "adam": self.adam,
             "links": [list(link) for link in self.links],
-            "is_here": self.is_here,
             "slow_ranks": self.slow_ranks(),
             "sentence": self.sentence(),
             "take": self.best(self.fidelity).spec,

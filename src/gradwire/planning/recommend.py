@@ -15,7 +15,7 @@ from gradwire.doors.attachment import attach
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.plan import Plan
 from gradwire.schemes.auto.costs import look_for_zeros, measure_profile
-from gradwire.schemes.auto.fidelity import LEVELS, TABLE, check_level, needed, row_of
+from gradwire.schemes.auto.fidelity import LEVELS, TABLE, levels_to, needed, row_of
 from gradwire.schemes.auto.law import PLAIN
 from gradwire.telemetry.stopwatch import Lap, StepClock, Stopwatch
 from gradwire.wire.communicator import Communicator
@@ -48,7 +48,7 @@ def recommend(
         fidelity: the least faithful class that may be recommended; the table shows all.
     Raises: InvalidArgument, Unsupported, PeerLost.
     """
-    check_level(fidelity)
+    levels_to(fidelity)
     if not seconds > 0:
         raise InvalidArgument(f"seconds must be positive, got {seconds}")
     parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
@@ -56,15 +56,13 @@ def recommend(
     elapsed = Stopwatch()
     with (
         _restored(ddp),
-        contextlib.ExitStack() as wires,
         contextlib.closing(Communicator(ddp.process_group)) as communicator,
-        contextlib.closing(_Trials(ddp, step_function, communicator)) as trials,
+        _wire_of(ddp, parameters, communicator) as wire,
     ):
         ddp.train()
-        plain_s, waited_s = trials.time(_PLAIN_SHARE * seconds)
+        plain_s, waited_s = _time_steps(ddp, step_function, communicator, _PLAIN_SHARE * seconds)
         density = look_for_zeros(p.grad for p in parameters)()  # of DDP's means: the same on all ranks
         rows = needed([row for row in TABLE if row.holds_under(families) and density <= row.densest])
-        wire = wires.enter_context(_wire_of(ddp, parameters, communicator))
         if wire.on_device:
             working = [row for row in rows[1:] if schemes.by_name(row.scheme).works_on_device]
             rows = [rows[0], *(row.on_device() for row in working)]
@@ -74,7 +72,7 @@ def recommend(
         plan = Plan(profile, plain_s - waited_s, plain_s, {}, fidelity, families != {"sgd"}, tuple(links))
         measured = {PLAIN: plain_s}
         for spec in _worth_trying(plan):
-            if trials.is_over(elapsed, (_PLAIN_SHARE + _TRIAL_SHARE) * seconds) and len(measured) > 1:
+            if _is_over(communicator, elapsed, (_PLAIN_SHARE + _TRIAL_SHARE) * seconds) and len(measured) > 1:
                 break
             row = row_of(spec)
             try:
@@ -83,7 +81,8 @@ def recommend(
             except (Unsupported, InvalidArgument):
                 continue
             with contextlib.closing(attachment):
-                measured[spec], _ = trials.time(_TRIAL_SHARE * seconds / _N_TRIED)
+                limit_s = _TRIAL_SHARE * seconds / _N_TRIED
+                measured[spec], _ = _time_steps(ddp, step_function, communicator, limit_s)
     return replace(plan, measured_s=measured)
 
 
@@ -108,41 +107,34 @@ def _worth_trying(plan: Plan) -> list[str]:
     return [specs[i] for i in range(2) for specs in of_level if len(specs) > i]
 
 
-class _Trials:
-    """Times steps of a model, on all ranks at once."""
-
-    def __init__(
-        self, ddp: DistributedDataParallel, step_function: Callable[[], Any], communicator: Communicator
-    ) -> None:
-        self._ddp, self._step, self._communicator = ddp, step_function, communicator
-        self._rows: list[Lap] = []
-        clock = StepClock(ddp, ddp, lambda: None, self._rows.append)
-        self.close = clock.close
-
-    def time(self, limit_s: float) -> tuple[float, float]:
-        """(seconds a step on the slowest rank, seconds it waits on the rank that waits least): medians of some steps."""
-        elapsed, communicator = Stopwatch(), self._communicator
-        self._rows.clear()
+def _time_steps(
+    ddp: DistributedDataParallel, step: Callable[[], Any], communicator: Communicator, limit_s: float
+) -> tuple[float, float]:
+    """(seconds a step on the slowest rank, seconds it waits on the rank that waits least): medians of some steps, which all
+    ranks take at once."""
+    elapsed, laps = Stopwatch(), list[Lap]()
+    with contextlib.closing(StepClock(ddp, ddp, lambda: None, laps.append)):
         for n_done in range(1, _WARMUP + _MOST + 1):
-            self._ddp.zero_grad(set_to_none=True)
-            self._step()
-            if len(self._rows) != n_done:
+            ddp.zero_grad(set_to_none=True)
+            step()
+            if len(laps) != n_done:
                 raise InvalidArgument(
                     "step_function has to run one forward and one backward pass of the model that recommend was given"
                 )
-            if n_done >= _WARMUP + _FEWEST and self.is_over(elapsed, limit_s):
+            if n_done >= _WARMUP + _FEWEST and _is_over(communicator, elapsed, limit_s):
                 break
-        laps = [lap.read() for lap in self._rows[_WARMUP:]]
-        rows = torch.tensor([(took / 1e9, -waited / 1e9) for took, waited in laps], dtype=torch.float64, device="cpu")
-        communicator.submit(communicator.all_reduce, rows, dist.ReduceOp.MAX).wait()
-        took, waited = rows.median(dim=0).values.tolist()
-        return took, min(-waited, took)
+    read = [lap.read() for lap in laps[_WARMUP:]]
+    rows = torch.tensor([(took / 1e9, -waited / 1e9) for took, waited in read], dtype=torch.float64, device="cpu")
+    communicator.submit(communicator.all_reduce, rows, dist.ReduceOp.MAX).wait()
+    took, waited = rows.median(dim=0).values.tolist()
+    return took, min(-waited, took)
 
-    def is_over(self, elapsed: Stopwatch, limit_s: float) -> bool:
-        """Return whether the slowest rank's watch has passed the limit: alike on all ranks, which take the same steps."""
-        spent = torch.tensor([elapsed.elapsed_ns], dtype=torch.int64, device="cpu")
-        self._communicator.submit(self._communicator.all_reduce, spent, dist.ReduceOp.MAX).wait()
-        return int(spent) / 1e9 > limit_s
+
+def _is_over(communicator: Communicator, elapsed: Stopwatch, limit_s: float) -> bool:
+    """Return whether the slowest rank's watch has passed the limit: alike on all ranks, which take the same steps."""
+    spent = torch.tensor([elapsed.elapsed_ns], dtype=torch.int64, device="cpu")
+    communicator.submit(communicator.all_reduce, spent, dist.ReduceOp.MAX).wait()
+    return int(spent) / 1e9 > limit_s
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ iterations, DDP's hook ("backward hook") and the communication lane ("lane"); bu
 hook's call to the result; the bytes are counter tracks. Timestamps are `time.perf_counter_ns` in microseconds.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -25,11 +26,15 @@ _TAIL = b"\n]}\n"
 _ITERATIONS, _HOOK, _LANE = 0, 1, 100  # thread ids; a row's overflow rows follow it, hence the gap
 
 
+def event(phase: str, name: str, process: int, row: int = 0, at_us: float = 0.0, **more: Any) -> dict[str, Any]:
+    """One event of the format."""
+    return {"ph": phase, "name": name, "pid": process, "tid": row, "ts": at_us, **more}
+
+
 class ChromeTraceSink:
     """Writes one rank's trace, step by step; after every step the file is whole, valid JSON.
 
     `max_bytes` bounds the file (a span takes about 120 bytes): what comes after is left out, which is logged once.
-
     Cost: 2 to 3 us a span at the end of the step, on the training thread.
     """
 
@@ -42,14 +47,19 @@ class ChromeTraceSink:
         self._max_bytes = max_bytes
         self._full = False
         self._rows = {_HOOK: _Rows(_HOOK, "backward hook"), _LANE: _Rows(_LANE, "lane")}
-        self._named_rows: set[int] = set()
         self._last_counter_ns = 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("wb", buffering=0)
-        head = json.dumps({"displayTimeUnit": "ms", "otherData": _clock(rank, world_size)})
+        clock = {
+            "rank": rank,
+            "world_size": world_size,
+            "clock_id": machine_id(),  # the monotonic clock counts from boot
+            "wall_minus_clock_ns": time.time_ns() - time.perf_counter_ns(),
+        }
+        head = json.dumps({"displayTimeUnit": "ms", "otherData": clock})
         first = [
-            self._event("M", "process_name", 0, 0, args={"name": f"rank {rank}"}),
-            self._event("M", "process_sort_index", 0, 0, args={"sort_index": rank}),
+            event("M", "process_name", rank, args={"name": f"rank {rank}"}),
+            event("M", "process_sort_index", rank, args={"sort_index": rank}),
             *self._name_row(_ITERATIONS, "iterations"),
         ]
         start = head[:-1] + ', "traceEvents": [\n' + ",\n".join(json.dumps(event) for event in first)
@@ -99,8 +109,8 @@ class ChromeTraceSink:
         spans.sort(key=lambda item: (item[0].start_ns, -item[0].end_ns))
         events: list[dict[str, Any]] = []
         for span, record, thread in spans:
-            row, name = self._rows[thread].place(span)
-            events += self._name_row(row, name)
+            row, new_name = self._rows[thread].place(span)
+            events += self._name_row(row, new_name) if new_name else ()
             where = {"bucket": record.bucket, "step": record.step}
             took_ns = span.end_ns - span.start_ns
             events.append(self._span(span.kind, "gradwire", row, span.start_ns, took_ns, where))
@@ -117,14 +127,11 @@ class ChromeTraceSink:
         return events
 
     def _counters(self, step: StepRecord, buckets: Sequence[BucketRecord]) -> list[dict[str, Any]]:
-        sent = received = 0
-        events = []
-        for record in sorted(buckets, key=lambda record: record.ended_ns):
-            sent += record.bytes_sent
-            received += record.bytes_received
-            events.append(self._bytes_so_far(record.ended_ns, sent, received))
-        events.append(self._bytes_so_far(step.closed_ns, 0, 0))
-        return events
+        in_order = sorted(buckets, key=lambda record: record.ended_ns)
+        sent = itertools.accumulate(record.bytes_sent for record in in_order)
+        received = itertools.accumulate(record.bytes_received for record in in_order)
+        so_far = [*zip((record.ended_ns for record in in_order), sent, received, strict=True), (step.closed_ns, 0, 0)]
+        return [self._bytes_so_far(*point) for point in so_far]
 
     def _bytes_so_far(self, time_ns: int, sent: int, received: int) -> dict[str, Any]:
         # A bucket that closed late counts to the step that took it in, so it may not go back before the last one's end.
@@ -138,12 +145,9 @@ class ChromeTraceSink:
         return self._event("X", name, row, start_ns, cat=kind, dur=took_ns / 1e3, args=args)
 
     def _event(self, phase: str, name: str, row: int, time_ns: int, **fields: Any) -> dict[str, Any]:
-        return {"ph": phase, "name": name, "pid": self._rank, "tid": row, "ts": time_ns / 1e3, **fields}
+        return event(phase, name, self._rank, row, time_ns / 1e3, **fields)
 
     def _name_row(self, row: int, name: str) -> list[dict[str, Any]]:
-        if row in self._named_rows:
-            return []
-        self._named_rows.add(row)
         return [
             self._event("M", "thread_name", row, 0, args={"name": name}),
             self._event("M", "thread_sort_index", row, 0, args={"sort_index": row}),
@@ -163,12 +167,15 @@ class _Rows:
         self._floors: list[int] = []  # no earlier span may go on that row any more
 
     def place(self, span: Span) -> tuple[int, str]:
+        """The row's number, and its name if it is new."""
         row = next((row for row in range(len(self._floors)) if self._fits(row, span)), len(self._floors))
+        new_name = ""
         if row == len(self._floors):
             self._open_ends.append([])
             self._floors.append(span.start_ns)
+            new_name = f"{self._name} (overlap {row})" if row else self._name
         self._open_ends[row].append(span.end_ns)
-        return self._first_row + row, self._name if row == 0 else f"{self._name} (overlap {row})"
+        return self._first_row + row, new_name
 
     def _fits(self, row: int, span: Span) -> bool:
         if span.start_ns < self._floors[row]:
@@ -184,7 +191,6 @@ def merge_traces(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike
     """Write the traces of several ranks as one, on one clock.
 
     Ranks of one machine share its clock exactly; those of others are aligned by their wall clocks, i.e. as well as NTP.
-
     Raises: InvalidArgument (no file, one that cannot be read, one rank twice), CorruptMessage (not a gradwire trace).
     """
     traces = [(Path(path), _load(Path(path))) for path in paths]
@@ -199,13 +205,11 @@ def merge_traces(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike
         if rank in seen:
             raise InvalidArgument(f"{path} and {seen[rank]} are both of rank {rank}; merge the ranks of one run")
         seen[rank] = path
-        shift_us = 0.0
-        if clock["clock_id"] != base["clock_id"]:
-            shift_us = (clock["wall_minus_clock_ns"] - base["wall_minus_clock_ns"]) / 1e3
-        for event in trace["traceEvents"]:
-            if event["ph"] != "M":
-                event["ts"] += shift_us
-            events.append(event)
+        ahead_us = (clock["wall_minus_clock_ns"] - base["wall_minus_clock_ns"]) / 1e3
+        for one in trace["traceEvents"]:
+            if one["ph"] != "M" and clock["clock_id"] != base["clock_id"]:
+                one["ts"] += ahead_us
+            events.append(one)
     merged = {"displayTimeUnit": "ms", "otherData": {"ranks": sorted(seen)}, "traceEvents": events}
     out = Path(out)
     out.write_text(json.dumps(merged), encoding="utf-8")
@@ -225,12 +229,3 @@ def _load(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptMessage(f"{path} is not a trace that gradwire wrote: {error}") from error
     return trace
-
-
-def _clock(rank: int, world_size: int) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "world_size": world_size,
-        "clock_id": machine_id(),  # the monotonic clock counts from boot
-        "wall_minus_clock_ns": time.time_ns() - time.perf_counter_ns(),
-    }

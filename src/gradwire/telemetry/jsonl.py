@@ -17,15 +17,14 @@ _log = logging.getLogger("gradwire.telemetry")
 class JsonLines:
     """Appends records to a file, one line each, each with one unbuffered write: a killed process loses no whole line.
 
-    When the disk is full (or fails), the half-written line is cut off again, one error is logged, and later records
-    are dropped, `n_dropped` of them: what was written stays readable, and the caller's work goes on.
+    When the disk is full (or fails), the half-written line is cut off again, one error is logged, and later records are
+    dropped: what was written stays readable, and the caller's work goes on.
     """
 
     def __init__(self, path: str | os.PathLike[str], append: bool = False) -> None:
         """Raises: OSError, if the file cannot be created at all."""
         self.path = Path(path)
         self.error: OSError | None = None  # None while all is well
-        self.n_dropped = 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if append else os.O_TRUNC)
         self._file = os.open(self.path, flags, 0o644)
@@ -39,7 +38,6 @@ class JsonLines:
         if self._file < 0:
             raise ValueError(f"{self.path} is closed")
         if self.error is not None:
-            self.n_dropped += 1
             return
         line = (_dumps(record) + "\n").encode()
         try:
@@ -48,7 +46,13 @@ class JsonLines:
                 rest = rest[os.write(self._file, rest) :]
             self._good_bytes += len(line)
         except OSError as error:
-            self._give_up(error)
+            self.error = error
+            kept = "the whole lines before it are kept"
+            try:
+                os.ftruncate(self._file, self._good_bytes)
+            except OSError:
+                kept = "its last line may be cut short"
+            _log.error("cannot write to %s: %s; %s, nothing more is logged there", self.path, error.strerror, kept)
 
     def close(self) -> None:
         """Close the file; further calls do nothing."""
@@ -56,42 +60,22 @@ class JsonLines:
             os.close(self._file)
             self._file = -1
 
-    def _give_up(self, error: OSError) -> None:
-        self.error = error
-        self.n_dropped = 1
-        try:
-            os.ftruncate(self._file, self._good_bytes)
-        except OSError:
-            kept = "its last line may be cut short"
-        else:
-            kept = "the whole lines before it are kept"
-        _log.error("cannot write to %s: %s; %s, nothing more is logged there", self.path, error.strerror, kept)
 
-
-class JsonlSink:
+class JsonlSink(JsonLines):
     """One line a step (`StepRecord.as_dict`), preceded by one line a bucket with `buckets=True`.
 
-    Lines of buckets have the key `bucket`, lines of steps do not.
+    Lines of buckets have the key `bucket`, lines of steps do not. `error`: the reason why the log ends early.
     """
 
     def __init__(self, path: str | os.PathLike[str], buckets: bool = False, append: bool = False) -> None:
-        self._lines = JsonLines(path, append=append)
-        self.path = self._lines.path
+        super().__init__(path, append)
         self._buckets = buckets
-
-    @property
-    def error(self) -> OSError | None:
-        """The reason why the log ends early; None while all is well."""
-        return self._lines.error
 
     def write_step(self, step_record: StepRecord, bucket_records: Sequence[BucketRecord]) -> None:
         if self._buckets:
             for record in bucket_records:
-                self._lines.append(record.as_dict())
-        self._lines.append(step_record.as_dict())
-
-    def close(self) -> None:
-        self._lines.close()
+                self.append(record.as_dict())
+        self.append(step_record.as_dict())
 
 
 def _dumps(record: Mapping[str, Any]) -> str:

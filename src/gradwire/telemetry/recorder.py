@@ -36,11 +36,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BucketRecord:
-    """One bucket in one step. Any thread may add to it until it is closed.
-
-    `fallbacks` takes one reason for each time that the scheme sent this bucket (or a part) some plainer way. `thread` is the
-    one that opened it: DDP's hook.
-    """
+    """One bucket in one step. Any thread may add to it until it is closed."""
 
     step: int
     bucket: int
@@ -51,17 +47,16 @@ class BucketRecord:
     bytes_received: int = 0
     n_messages: int = 0
     busy_ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    # A reason for each time that the scheme sent this bucket (or a part) some plainer way.
     fallbacks: list[str] = field(default_factory=list)
-    thread: int = field(default_factory=threading.get_ident)
+    thread: int = field(default_factory=threading.get_ident)  # which opened it: DDP's hook
     started_ns: int = field(default_factory=time.perf_counter_ns)
     ended_ns: int = 0
     _summed_into: Counter[str] | None = None  # the totals that hold this bucket already
 
     def add(self, kind: str, start_ns: int, end_ns: int) -> None:
-        """Count `end_ns - start_ns` (clock: `time.perf_counter_ns`) as time of `kind`, one of `KINDS`.
-
-        Spans of different threads may overlap, so the sums are busy time and may exceed the bucket's duration.
-        """
+        """Count `end_ns - start_ns` (clock: `time.perf_counter_ns`) as time of `kind`, one of `KINDS`: busy time, of which
+        spans of different threads may overlap."""
         assert end_ns >= start_ns, "a span ends before it starts"
         with self.lock:  # `+=` is not atomic, and hook and lane both add
             self.busy_ns[kind] += end_ns - start_ns
@@ -80,10 +75,8 @@ class BucketRecord:
         self, bytes_sent: int, bytes_received: int, n_messages: int, spans: Sequence[tuple[int, int, int]]
     ) -> None:
         """Count one exchange of the native core: its bytes, and its spans of work (place in `KINDS`, start_ns, end_ns)."""
+        self._count(bytes_sent, bytes_received, n_messages)
         with self.lock:
-            self.bytes_sent += bytes_sent
-            self.bytes_received += bytes_received
-            self.n_messages += n_messages
             for kind, start_ns, end_ns in spans:
                 self.busy_ns[KINDS[kind]] += end_ns - start_ns
         if self.spans is not None:
@@ -91,23 +84,21 @@ class BucketRecord:
             self.spans += [Span(KINDS[kind], start_ns, end_ns, thread) for kind, start_ns, end_ns in spans]
 
     def count_sent(self, n_bytes: int, n_received: int = 0) -> None:
-        """Count one message of `n_bytes`, headers included, that this rank sent, and the bytes that came with it.
-
-        It may come after the step's end.
-        """
-        with self.lock:
-            self.bytes_sent += n_bytes
-            self.bytes_received += n_received
-            self.n_messages += 1
-            if self._summed_into is not None:
-                self._summed_into.update(bytes_sent=n_bytes, bytes_received=n_received, n_messages=1)
+        """Count one message of `n_bytes`, headers included, that this rank sent, and the bytes that came with it."""
+        self._count(n_bytes, n_received, 1)
 
     def count_received(self, n_bytes: int) -> None:
         """Count `n_bytes`, headers included, that this rank received."""
+        self._count(0, n_bytes, 0)
+
+    def _count(self, n_sent: int, n_received: int, n_messages: int) -> None:
+        """It may come after the step's end."""
         with self.lock:
-            self.bytes_received += n_bytes
+            self.bytes_sent += n_sent
+            self.bytes_received += n_received
+            self.n_messages += n_messages
             if self._summed_into is not None:
-                self._summed_into["bytes_received"] += n_bytes
+                self._summed_into.update(bytes_sent=n_sent, bytes_received=n_received, n_messages=n_messages)
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, plain values, times in seconds: the fields of a bucket's line in a JSONL log."""
@@ -198,10 +189,8 @@ class Sink(Protocol):
 
 
 class Recorder:
-    """The telemetry of one rank: opens and closes records, keeps totals and the last steps, feeds the sinks.
-
-    Thread-safe. Without tracing its memory does not grow over steps: it keeps 1000 StepRecords and one step's buckets.
-    """
+    """The telemetry of one rank: opens and closes records, keeps totals and the last steps, feeds the sinks. Thread-safe.
+    Without tracing its memory does not grow over steps: it keeps 1000 StepRecords and one step's buckets."""
 
     MAX_STEPS = 1000
 
@@ -281,10 +270,8 @@ class Recorder:
             return list(self._closed)
 
     def totals(self) -> dict[str, float | int]:
-        """Sums over all closed steps: counts, bytes, seconds, and the ratio of bytes sent to a plain ring's.
-
-        Bytes and times of closed buckets that no step has summed up yet are in them: what ended after its step did.
-        """
+        """Sums over all closed steps, and closed buckets that no step has summed up yet: counts, bytes, seconds, and the ratio
+        of bytes sent to a plain ring's."""
         with self._lock:
             totals = Counter(self._totals)
             totals.update(_sum(self._closed))
@@ -334,12 +321,8 @@ def _seconds_of(busy_ns: dict[str, int]) -> dict[str, float]:
 def _sum(buckets: Sequence[BucketRecord]) -> Counter[str]:
     sums: Counter[str] = Counter()
     for record in buckets:
-        sums["n_buckets"] += record.bucket >= 0
-        sums["n_fallbacks"] += len(record.fallbacks)
-        for name in _SUMMED:
-            sums[name] += getattr(record, name)
-        for kind, ns in record.busy_ns.items():
-            sums[kind] += ns
+        sums.update({name: getattr(record, name) for name in _SUMMED} | record.busy_ns)
+        sums.update(n_buckets=record.bucket >= 0, n_fallbacks=len(record.fallbacks))
     return sums
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 now_s = time.perf_counter
@@ -73,21 +74,15 @@ class StepClock:
     """Calls `begin` before every step and `end(lap)` after it, on the training thread; what they raise comes out of the passes.
 
     It sees `ddp` from outside, without a communication hook or a wrapper; `called` is what the user calls, the same or what
-    torch.compile made of it. A step is from the start of its first forward pass to the end of its backward pass. What lies
-    between steps (loading, evaluation, the optimizer) counts for nobody: no scheme changes it. Waiting is from the last
-    gradient to the moment at which DDP has all means: autograd runs what is queued on it in order, so one callback comes
-    before DDP's own and one after.
-
-    A device runs behind the thread that gives it work: its own times are events on the stream of the passes, and nobody waits
-    for them here. Only passes in which DDP synchronises end a step; under `no_sync` the passes before it are part of it.
+    torch.compile made of it. A step is from the start of its first forward pass to the end of its backward pass, that in which
+    DDP synchronises. Between steps (loading, evaluation, the optimizer) nothing counts: no scheme changes it. Waiting is from
+    the last gradient to the moment at which DDP has all means: autograd runs what is queued on it in order, so one callback
+    comes before DDP's own and one after. A device runs behind the thread that gives it work: its own times are events on the
+    stream of the passes, and nobody waits for them here.
     """
 
     def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        called: torch.nn.Module,
-        begin: Callable[[], None],
-        end: Callable[[Lap], None],
+        self, ddp: DistributedDataParallel, called: nn.Module, begin: Callable[[], None], end: Callable[[Lap], None]
     ) -> None:
         self._begin, self._end = begin, end
         self._ddp = weakref.ref(ddp)  # whose parameters hold this, and may live longer
@@ -102,16 +97,15 @@ class StepClock:
         device = parameters[0].device if parameters else torch.device("cpu")
         self._device = None if device.type == "cpu" else device
 
-    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if not torch.is_grad_enabled() or not module.training:
             return
         self._is_queued = False
-        if self._began_ns:
-            return
-        self._begin()
-        self._events.clear()
-        self._mark()
-        self._began_ns = time.perf_counter_ns()
+        if not self._began_ns:
+            self._begin()
+            self._events.clear()
+            self._mark()
+            self._began_ns = time.perf_counter_ns()
 
     def _mark(self) -> None:
         """Note when the device comes to what it is given next."""
@@ -151,11 +145,11 @@ class StepClock:
 class _BeforeForward:
     """The hook on the model. A copy of the model, and one that is saved and loaded, has one that does nothing."""
 
-    def __init__(self, call: Callable[[torch.nn.Module, Any], None] | None = None) -> None:
+    def __init__(self, call: Callable[[nn.Module, Any], None] | None = None) -> None:
         # torch.compile would trace a hook into the model, and its clock with it.
         self._call = None if call is None else torch.compiler.disable(call)
 
-    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
         if self._call is not None:
             self._call(module, inputs)
 

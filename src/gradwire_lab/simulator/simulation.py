@@ -24,6 +24,7 @@ import simpy
 from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.aqgb.overlap import Interval, length_s, osf, row
+from gradwire.telemetry.chrome_trace import event
 from gradwire_lab.results.records import write_text
 from gradwire_lab.simulator.network import SimulatedNetwork, Site, Topology
 from gradwire_lab.simulator.stage import Setting, Trace
@@ -416,22 +417,19 @@ def write_trace(path: Path, simulation: Simulation, n_rounds: int | None = None)
     for group in simulation.groups:
         last = group.first_worker + group.count - 1
         whom = f"worker {group.first_worker}" if group.count == 1 else f"workers {group.first_worker} to {last}"
-        events.append(_event("M", "process_name", group.index, args={"name": whom}))
-        events.append(_event("M", "process_sort_index", group.index, args={"sort_index": group.index}))
-        events += [_event("M", "thread_name", group.index, row, args={"name": name}) for name, row in _ROWS.items()]
+        events.append(event("M", "process_name", group.index, args={"name": whom}))
+        events.append(event("M", "process_sort_index", group.index, args={"sort_index": group.index}))
+        events += [event("M", "thread_name", group.index, row, args={"name": name}) for name, row in _ROWS.items()]
     chosen = [span for span in spans if span.start_s < end_s]
     for span in sorted(chosen, key=lambda span: (span.group, span.row, span.start_s)):
         times = {"cat": span.row, "dur": (span.end_s - span.start_s) * 1e6}
-        events.append(_event("X", span.name, span.group, _ROWS[span.row], span.start_s, args=span.arguments, **times))
+        place, at_us = _ROWS[span.row], span.start_s * 1e6
+        events.append(event("X", span.name, span.group, place, at_us, args=span.arguments, **times))
     for link in simulation.network.links:
         for began_s, ended_s in link.use.stretches(simulation.environment.now):
             if began_s < end_s:
-                both = ((began_s, 1), (ended_s, 0))
-                events += [_event("C", f"busy: {link.name}", 0, 0, at_s, args={"busy": value}) for at_s, value in both]
+                for at_s, busy in ((began_s, 1), (ended_s, 0)):
+                    events.append(event("C", f"busy: {link.name}", 0, 0, at_s * 1e6, args={"busy": busy}))
     content = {"displayTimeUnit": "ms", "otherData": {"simulated": True}, "traceEvents": events}
     write_text(path, json.dumps(content, allow_nan=False) + "\n")
     return len(events)
-
-
-def _event(phase: str, name: str, process: int, row: int = 0, at_s: float = 0.0, **more: Any) -> dict[str, Any]:
-    return {"ph": phase, "name": name, "pid": process, "tid": row, "ts": at_s * 1e6, **more}

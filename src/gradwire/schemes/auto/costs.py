@@ -1,9 +1,9 @@
 """Predicts the time of a step under a scheme that has not run on this network, from the costs of machine, link and codec.
 
-A step is three activities that share what there is. The computation hands over buckets at known times. The lane encodes
-and decodes, one bucket after another; the wire is one link, whoever uses it. Computation and lane share cores where ranks
-share a machine. Every number is "wall time while all ranks do the same", which is how it is measured and how it is meant.
-It errs too much to decide by, and little enough to know what to try (docs/auto.md).
+A step is three activities that share what there is. The computation hands over buckets at known times; the lane encodes and
+decodes, one bucket after another; the wire is one link, whoever uses it. Every number is "wall time while all ranks do the
+same", which is how it is measured and how it is meant. It errs too much to decide by, and little enough to know what to try
+(docs/auto.md).
 
 Seconds, bytes, and bytes a second of payload. Only + - * / and comparisons, so that ranks that share the inputs share the
 outputs, but for `break_even_rate`, which is for people.
@@ -68,11 +68,6 @@ class SharedCores:
     n_cores: int
     on_device: bool = False
 
-    @property
-    def share(self) -> float:
-        """Speed of each of a rank's two busy threads, relative to one alone."""
-        return min(1.0, max(0.5, self.n_cores / self.n_local / 2))
-
 
 @dataclass(frozen=True)
 class LinkCost:
@@ -86,14 +81,8 @@ class LinkCost:
 
     def over(self, rtt_s: float, loss: float = 0.0, streams: int = 1) -> "LinkCost":
         """The same over a path with this round trip: half of it a hop, and no faster than its TCP connections."""
-        way_s = rtt_s / 2
-        return replace(
-            self,
-            rate=min(self.rate, connection_rate(rtt_s, loss, streams)),
-            backend_hop_s=self.backend_hop_s + way_s,
-            frame_hop_s=self.frame_hop_s + way_s,
-            gather_s=self.gather_s + way_s,
-        )
+        later = {name: getattr(self, name) + rtt_s / 2 for name in ("backend_hop_s", "frame_hop_s", "gather_s")}
+        return replace(self, rate=min(self.rate, connection_rate(rtt_s, loss, streams)), **later)
 
 
 def connection_rate(rtt_s: float, loss: float = 0.0, streams: int = 1) -> float:
@@ -138,12 +127,11 @@ class CodecCost:
 
 
 class Leg(NamedTuple):
-    """One stage of a collective: which links it crosses, the share of a message that a rank sends, messages that wait for each
-    other."""
+    """One stage of a collective."""
 
-    across: str
-    share: float
-    hops: int
+    across: str  # which links
+    share: float  # of a message, that a rank sends
+    hops: int  # messages that wait for each other
 
 
 ALL_REDUCES = ("ring", "direct", "tree", "two-level")
@@ -152,11 +140,9 @@ ALL_REDUCES = ("ring", "direct", "tree", "two-level")
 def legs_of(pattern: str, n: int, inside: int = 1) -> tuple[Leg, ...]:
     """The stages of a collective of `n` ranks, one after the other; nothing among one.
 
-    Args:
-        pattern: a ring; direct: all pairs at once, twice; tree: two trees of half a message each, up and down; two-level:
-            inside nodes of `inside` ranks, between nodes on each rank's share, inside; a gather of whole messages; FSDP2's
-            halves of a ring; through servers.
-    Raises: InvalidArgument (no such pattern, nodes that do not divide the ranks).
+    The patterns: a ring; direct: all pairs at once, twice; tree: two trees of half a message each, up and down; two-level:
+    inside nodes of `inside` ranks, between nodes on each rank's share, inside; a gather of whole messages; FSDP2's halves of a
+    ring; through servers. Raises: InvalidArgument (no such pattern, nodes that do not divide the ranks).
     """
     ring, nodes = 2 * (n - 1) / n, n // inside
     if pattern == "two-level" and n % inside:
@@ -178,18 +164,16 @@ def legs_of(pattern: str, n: int, inside: int = 1) -> tuple[Leg, ...]:
 
 
 class BucketLoad(NamedTuple):
-    """The demands of one bucket: the lane for `before_s`, then the wire for a message of `message_bytes` in `legs`, each hop
-    `hop_s` late, with `beside_s` of lane work in `n_chunks` pieces meanwhile, then the lane for `after_s`. `is_async`: the lane
-    is free meanwhile."""
+    """The demands of one bucket: the lane, then the wire for a message in `legs`, each hop `hop_s` late, then the lane."""
 
     before_s: float
     message_bytes: float
     legs: tuple[Leg, ...]
     hop_s: float
-    beside_s: float
+    beside_s: float  # of lane work while the message travels, in `n_chunks` pieces
     n_chunks: int
     after_s: float
-    is_async: bool
+    is_async: bool  # the lane is free meanwhile
 
     @property
     def wire_bytes(self) -> float:
@@ -200,9 +184,6 @@ class BucketLoad(NamedTuple):
     def latency_s(self) -> float:
         """Of all hops, which wait for each other."""
         return self.hop_s * sum(leg.hops for leg in self.legs)
-
-
-_PATTERN = {"sum": "ring", "agreed-sum": "ring", "ring": "ring", "direct": "direct", "quantised": "direct"}
 
 
 def bucket_load(
@@ -219,7 +200,7 @@ def bucket_load(
         raise InvalidArgument(f"a communication shape is one of {', '.join(SHAPES)}, not {shape!r}")
     if n == 1:
         return BucketLoad(0, 0, (), 0, 0, 1, 0, True)
-    legs = legs or legs_of(_PATTERN.get(shape, shape), n)
+    legs = legs or legs_of({"sum": "ring", "agreed-sum": "ring", "quantised": "direct"}.get(shape, shape), n)
     message_bytes = n_values * codec.bits / 8
     encode_s = codec.encode_s * n_values + codec.fixed_s
     decode_s = codec.decode_s * n_values
@@ -247,12 +228,11 @@ def bucket_load(
 
 @dataclass(eq=False)
 class Turn:
-    """A bucket's turn: processor work, beside it the wire and then its latency. `phase`: before, wire, tail or after on the
-    lane; sending on the wire alone."""
+    """A bucket's turn: processor work, beside it the wire and then its latency."""
 
     bucket: Any
     load: BucketLoad
-    phase: str
+    phase: str  # before, wire, tail or after on the lane; sending on the wire alone
     work_s: float = 0.0
     wire_s: float = 0.0
     wait_s: float = 0.0
@@ -264,21 +244,17 @@ class Turn:
 
 class Lane:
     """The order of a rank's buckets: encoded, sent and decoded one after another; asynchronous ones are sent beside the next
-    one's encoding, themselves in order. Predictions run it here, the simulator on its networks; they say what is over.
-
-    Attributes:
-        turns: on the lane, of which the first is under way. sending: on the wire; as many of the first as it takes at once.
-    """
+    one's encoding, themselves in order. Predictions run it here, the simulator on its networks; they say what is over."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
-        self.turns: deque[Turn] = deque()
-        self.sending: deque[Turn] = deque()
+        self.turns: deque[Turn] = deque()  # on the lane, of which the first is under way
+        self.sending: deque[Turn] = deque()  # on the wire; as many of the first as it takes at once
 
     def hand_over(self, bucket: Any, load: BucketLoad) -> None:
         self.turns.append(Turn(bucket, load, "before", load.before_s))
 
-    def end_turn(self, wire_s: float | None = None) -> Turn:
+    def end_turn(self, wire_s: float | None = None) -> None:
         """The first turn is over, of which the wire took `wire_s` (its bytes by the link's rate)."""
         ended = self.turns.popleft()
         load = ended.load
@@ -293,7 +269,6 @@ class Lane:
             self.turns.appendleft(Turn(ended.bucket, load, "tail", wait_s=tail_s))
         elif ended.phase == "tail":
             self.turns.appendleft(Turn(ended.bucket, load, "after", load.after_s))
-        return ended
 
     def end_sending(self, sent: Turn) -> None:
         """It has arrived, and its turn to be decoded comes after those that wait for the lane already."""
@@ -301,83 +276,64 @@ class Lane:
         self.turns.append(Turn(sent.bucket, sent.load, "after", sent.load.after_s))
 
 
-class _PredictedStep:
-    """One step, from event to event."""
-
-    def __init__(self, step: StepCost, loads: Sequence[BucketLoad], link: LinkCost, machine: SharedCores) -> None:
-        self.compute_s, self.link = step.compute_s, link
-        self.to_come = deque((ready_s, load) for (_, ready_s), load in zip(step.buckets, loads, strict=True))
-        self.share = machine.share
-        # Where cores are shared, moving bytes takes the computation's time.
-        self.drag = min(0.9, link.byte_s * link.rate) if self.share < 1 else 0.0
-        self.now = self.computed = 0.0
-        self.lane = Lane(link.rate)
-
-    def run(self) -> float:
-        """Seconds until nothing is left to do."""
-        while True:
-            is_computing = self.computed < self.compute_s - _NOTHING
-            self._hand_over(is_computing)
-            self._pass_on()
-            if not is_computing and not self.lane.turns and not self.lane.sending:
-                return self.now
-            self._advance(is_computing)
-            self._pass_on()
-
-    def _hand_over(self, is_computing: bool) -> None:
-        while self.to_come and not (is_computing and self.computed < self.to_come[0][0] - _NOTHING):
-            self.lane.hand_over(None, self.to_come.popleft()[1])
-
-    def _advance(self, is_computing: bool) -> None:
-        """Go on to whatever ends next."""
-        head = [*itertools.islice(self.lane.turns, 1)]
-        under_way = [*head, *itertools.islice(self.lane.sending, self.link.at_once)]
+def predict_s(shape: str, codec: CodecCost, step: StepCost, link: LinkCost, machine: SharedCores) -> float:
+    """Predict the time of a step under a scheme of this shape and codec. Raises: InvalidArgument (no such shape)."""
+    to_come = deque((ready_s, bucket_load(shape, n, codec, link, machine)) for n, ready_s in step.buckets)
+    lane = Lane(link.rate)
+    # The speed of each of a rank's two busy threads, relative to one alone.
+    share = min(1.0, max(0.5, machine.n_cores / machine.n_local / 2))
+    # Where cores are shared, moving bytes takes the computation's time.
+    drag = min(0.9, link.byte_s * link.rate) if share < 1 else 0.0
+    now = computed = 0.0
+    while True:  # from event to event
+        is_computing = computed < step.compute_s - _NOTHING
+        while to_come and not (is_computing and computed < to_come[0][0] - _NOTHING):
+            lane.hand_over(None, to_come.popleft()[1])
+        _pass_on(lane, link.at_once)
+        if not is_computing and not lane.turns and not lane.sending:
+            return now
+        head = [*itertools.islice(lane.turns, 1)]
+        under_way = [*head, *itertools.islice(lane.sending, link.at_once)]
         works = [turn for turn in head if turn.work_s > _NOTHING]
         on_wire = [turn for turn in under_way if turn.wire_s > _NOTHING]
         late = [turn for turn in under_way if turn.wire_s <= _NOTHING < turn.wait_s]
-        speed = (self.share if works else 1.0) * (1 - self.drag if on_wire or late else 1.0)
-        lane_speed = self.share if is_computing else 1.0
+        speed = (share if works else 1.0) * (1 - drag if on_wire or late else 1.0)
+        lane_speed = share if is_computing else 1.0
         wire_speed = 1 / max(1, len(on_wire))  # one link for all
         ends = [turn.work_s / lane_speed for turn in works]
         ends += [turn.wire_s / wire_speed for turn in on_wire]
         ends += [turn.wait_s for turn in late]
         if is_computing:
-            ends.append((self.compute_s - self.computed) / speed)
-            if self.to_come:
-                ends.append(max(0.0, (self.to_come[0][0] - self.computed) / speed))
-        passed = min(ends, default=0.0)
-        self.now += passed
+            ends.append((step.compute_s - computed) / speed)
+            if to_come:
+                ends.append(max(0.0, (to_come[0][0] - computed) / speed))
+        passed = min(ends, default=0.0)  # until whatever ends next
+        now += passed
         if is_computing:
-            self.computed += passed * speed
+            computed += passed * speed
         for turn in works:
             turn.work_s -= passed * lane_speed
         for turn in on_wire:
             turn.wire_s -= passed * wire_speed
         for turn in late:
             turn.wait_s -= passed
-
-    def _pass_on(self) -> None:
-        """Replace whatever has ended by what follows it."""
-        for turn in [*itertools.islice(self.lane.sending, self.link.at_once)]:
-            if turn.is_over:
-                self.lane.end_sending(turn)
-        while self.lane.turns and self.lane.turns[0].is_over:
-            self.lane.end_turn()
+        _pass_on(lane, link.at_once)
 
 
-def predict_s(shape: str, codec: CodecCost, step: StepCost, link: LinkCost, machine: SharedCores) -> float:
-    """Predict the time of a step under a scheme of this shape and codec. Raises: InvalidArgument (no such shape)."""
-    loads = [bucket_load(shape, n_values, codec, link, machine) for n_values, _ in step.buckets]
-    return _PredictedStep(step, loads, link, machine).run()
+def _pass_on(lane: Lane, at_once: int) -> None:
+    """Replace whatever has ended by what follows it."""
+    for turn in [*itertools.islice(lane.sending, at_once)]:
+        if turn.is_over:
+            lane.end_sending(turn)
+    while lane.turns and lane.turns[0].is_over:
+        lane.end_turn()
 
 
 def break_even_rate(
     shape: str, codec: CodecCost, step: StepCost, link: LinkCost, machine: SharedCores, margin: float = 1.0
 ) -> float | None:
-    """The link rate in bytes/s from which on the scheme is no longer `margin` times as fast as plain.
-
-    None: it never is; inf: it always is.
-    """
+    """The link rate in bytes/s from which on the scheme is no longer `margin` times as fast as plain: None if it never is, inf
+    if it always is."""
 
     def gain_s(rate: float) -> float:
         there = replace(link, rate=rate)
@@ -446,7 +402,10 @@ class CostProfile:
         n = self.machine.n_ranks
         hops_s = 2 * (n - 1) * self.link.backend_hop_s
         n_values = DEVICE_PROBE_ELEMENTS if self.machine.on_device else PROBE_ELEMENTS
-        rate = ring_bytes(4 * n_values, n) / max(transfer_us / 1e6 - hops_s, 1e-6)
+        return self.at_rate(ring_bytes(4 * n_values, n) / max(transfer_us / 1e6 - hops_s, 1e-6))
+
+    def at_rate(self, rate: float) -> "CostProfile":
+        """The same on a link of another rate."""
         return replace(self, link=replace(self.link, rate=rate))
 
     def as_dict(self) -> dict[str, Any]:
@@ -466,38 +425,28 @@ class CostProfile:
 
 
 def measure_profile(wire: Wire, rows: Sequence[FidelityRow], parameters: Sequence[torch.Tensor]) -> CostProfile:
-    """Measure a wire's link and codecs, as all ranks at once: collective, under a second, on the lane. Raises: PeerLost.
-
-    Args:
-        rows: schemes that run on this wire.
-    """
+    """Measure the link and the codecs of `rows`, schemes that run on this wire, as all ranks at once: collective, under a
+    second, on the lane. Raises: PeerLost."""
     communicator = wire.communicator
-    specs = [row.codec for row in rows]
-    speeds = _speeds_on(wire, specs) if isinstance(wire, DeviceWire) else [codec_speed(spec) for spec in specs]
-    is_staged = not wire.on_device and any(parameter.device.type != "cpu" for parameter in parameters)
-    copy_s = _copy_s(parameters[0].device) if is_staged else 0.0
-    hop_s, byte_s = probe_link(wire)
-    message_s = _launches_s(wire) if isinstance(wire, DeviceWire) else _MESSAGE_S
-    facts = [hop_s, byte_s, message_s, copy_s, *(s for pair in speeds for s in pair)]
+    if isinstance(wire, DeviceWire):
+        message_s, copy_s, speeds = _speeds_on(wire, rows)
+    else:
+        message_s, copy_s, speeds = _MESSAGE_S, _copy_s(parameters), [codec_speed(row.codec) for row in rows]
+    facts = [*probe_link(wire), message_s, copy_s, *itertools.chain(*speeds)]
     slowest = torch.tensor(facts, dtype=torch.float64, device="cpu")
     if communicator.world_size > 1:
         communicator.all_reduce(slowest, dist.ReduceOp.MAX)
     hop_s, byte_s, message_s, copy_s, *flat = slowest.tolist()
+    codecs = {
+        row.spec: CodecCost(
+            encode_s + copy_s, decode_s + copy_s, row.bits, zero_bits=row.zero_bits, densest=row.densest
+        )
+        for row, encode_s, decode_s in zip(rows, flat[::2], flat[1::2], strict=True)
+    }
     frame_hop_s = hop_s if wire.on_device else _FRAME_HOP * hop_s
     link = LinkCost(1 / max(byte_s, 1e-12), hop_s, frame_hop_s, message_s, hop_s * communicator.world_size)
     machine = SharedCores(communicator.world_size, 1, 1, True) if wire.on_device else _machine_of(communicator)
-    return CostProfile(
-        machine,
-        link,
-        {
-            row.spec: CodecCost(
-                flat[2 * i] + copy_s, flat[2 * i + 1] + copy_s, row.bits, zero_bits=row.zero_bits, densest=row.densest
-            )
-            for i, row in enumerate(rows)
-        },
-        {row.spec: row.shape for row in rows},
-        bucket_sizes(parameters),
-    )
+    return CostProfile(machine, link, codecs, {row.spec: row.shape for row in rows}, bucket_sizes(parameters))
 
 
 def codec_speed(spec: str) -> tuple[float, float]:
@@ -505,12 +454,15 @@ def codec_speed(spec: str) -> tuple[float, float]:
     return _speed(spec, _sample(_SAMPLE), _CAST_S, processor_s)
 
 
-def _speeds_on(wire: DeviceWire, specs: Sequence[str]) -> list[tuple[float, float]]:
-    """`codec_speed` of kernels, in seconds of the device that wait for the lane; on the lane."""
+def _speeds_on(wire: DeviceWire, rows: Sequence[FidelityRow]) -> tuple[float, float, list[tuple[float, float]]]:
+    """On the lane, in seconds of the device that wait for it: a message, from one small kernel to the next; a copy, of which
+    there is none; `codec_speed` of kernels."""
     with wire.at_work():
-        sample, takes_s = wire.place(_sample(_DEVICE_SAMPLE)), functools.partial(_device_s, wire.device)
+        sample, word = wire.place(_sample(_DEVICE_SAMPLE)), wire.scratch("word", 1)
+        takes_s = functools.partial(_device_s, wire.device)
+        message_s = takes_s(lambda: [word.zero_() for _ in range(_LAUNCHES_PER_MESSAGE)])
         cast_s = takes_s(lambda: sample.to(torch.bfloat16)) / _DEVICE_SAMPLE
-        return [_speed(spec, sample, cast_s, takes_s) for spec in specs]
+        return message_s, 0.0, [_speed(row.codec, sample, cast_s, takes_s) for row in rows]
 
 
 def _speed(
@@ -543,18 +495,13 @@ def _device_s(device: torch.device, work: Callable[[], object]) -> float:
     return min(time_on(device, work) for _ in range(3))
 
 
-def _launches_s(wire: DeviceWire) -> float:
-    """Seconds from one small kernel to the next, times what a message takes of them to make and to read."""
-    with wire.at_work():
-        word = wire.scratch("word", 1)
-        return _device_s(wire.device, lambda: [word.zero_() for _ in range(_LAUNCHES_PER_MESSAGE)])
-
-
-def _copy_s(device: torch.device) -> float:
-    """Seconds a value from the device to pinned memory: on the lane, which waits."""
-    on_device = torch.zeros(_DEVICE_SAMPLE, dtype=torch.float32, device=device)
+def _copy_s(parameters: Sequence[torch.Tensor]) -> float:
+    """Seconds a value from the device to pinned memory: on the lane, which waits. 0 where all are on the CPU."""
+    if all(parameter.device.type == "cpu" for parameter in parameters):
+        return 0.0
+    on_device = torch.zeros(_DEVICE_SAMPLE, dtype=torch.float32, device=parameters[0].device)
     pinned = torch.empty(_DEVICE_SAMPLE, dtype=torch.float32, pin_memory=True, device="cpu")
-    return _device_s(device, lambda: pinned.copy_(on_device, non_blocking=True)) / _DEVICE_SAMPLE
+    return _device_s(on_device.device, lambda: pinned.copy_(on_device, non_blocking=True)) / _DEVICE_SAMPLE
 
 
 def _machine_of(communicator: Communicator) -> SharedCores:
@@ -571,10 +518,8 @@ def _machine_of(communicator: Communicator) -> SharedCores:
 
 
 def look_for_zeros(gradients: Iterable[torch.Tensor | None]) -> Callable[[], float]:
-    """The share of the values that is not zero, by a sample spread over all of them; 1 where there is none to look at.
-
-    Returns: what says it, and waits for a device if gradients are on one, as this does not.
-    """
+    """The share of the values that is not zero, by a sample spread over all of them; 1 where there is none to look at. Returns
+    what says it, and waits for a device if gradients are on one, as this does not."""
     dense = [g.detach().view(-1) for g in gradients if g is not None and not g.is_sparse and g.is_contiguous()]
     stride = max(1, sum(values.numel() for values in dense) // _DENSITY_SAMPLE)
     samples = [values[::stride] for values in dense if values.numel()]

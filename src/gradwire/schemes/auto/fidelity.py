@@ -23,7 +23,7 @@ FIRST_ADAM_STEP = 100
 class FidelityRow:
     """One scheme with its options, at one level, under some optimizers."""
 
-    spec: str  # NAME:option=value,...
+    spec: str  # NAME:option=value,..., with ON_DEVICE at its end where it is reduced between devices
     level: str  # the most faithful that takes it
     families: frozenset[str]  # of the optimizers under which it holds its level (core/optimizers.py)
     shape: str  # how it communicates (costs.py)
@@ -45,13 +45,18 @@ class FidelityRow:
         """The spec, wherever buckets are reduced."""
         return self.spec.removesuffix(ON_DEVICE)
 
+    @property
+    def name(self) -> str:
+        """Of the scheme, without its options."""
+        return self.scheme.partition(":")[0]
+
     def on_device(self) -> "FidelityRow":
         """The same between devices: what goes round a ring in host memory takes two collectives there, and rounds a value
         twice instead of once a rank."""
         spec, shape = self.spec, self.shape
         if shape == "ring" and "topology=" not in spec:
             spec, shape = spec + (",topology=direct" if ":" in spec else ":topology=direct"), "direct"
-        return replace(self, spec=spec + ON_DEVICE, shape=shape)
+        return self if self.is_on_device else replace(self, spec=spec + ON_DEVICE, shape=shape)
 
     def holds_under(self, families: Iterable[str]) -> bool:
         """Return whether it may be used where these step the model: all of them. SGD beside others counts as unknown."""
@@ -62,7 +67,7 @@ class FidelityRow:
 _ALL = frozenset(FAMILIES)
 _SGD, _ADAM = frozenset({"sgd"}), frozenset({"adam"})
 _KNOWN = _ALL - {"unknown"}
-# They bound the error of every value by itself, whatever a step makes of it.
+# Bounds the error of every value by itself, whatever a step makes of it.
 _TWELVE_BITS = "gcomp:importance=uniform,bits=12"
 
 TABLE: tuple[FidelityRow, ...] = (
@@ -107,11 +112,11 @@ NEVER = (
 )
 
 
-def check_level(level: str) -> str:
-    """`level` if it is one. Raises: InvalidArgument."""
+def levels_to(level: str) -> tuple[str, ...]:
+    """`level` and those that are more faithful. Raises: InvalidArgument (there is none)."""
     if level not in LEVELS:
         raise InvalidArgument(f"no fidelity is called {level!r}; {describe_choices(str(level), LEVELS)}")
-    return level
+    return LEVELS[: LEVELS.index(level) + 1]
 
 
 def check_spec(spec: object) -> str:
@@ -121,36 +126,28 @@ def check_spec(spec: object) -> str:
     return spec
 
 
-def rows_for(
-    level: str, families: Iterable[str], also: Sequence[str] = (), only: Sequence[str] | None = None
-) -> list[FidelityRow]:
-    """The rows that may be used, plain first.
-
-    Args:
-        level: the least faithful level allowed.
-        families: of the optimizers that step the model's parameters.
-        also: specs to add. only: specs instead of the table's. Both take what stands in the table by name only too.
-    Raises: InvalidArgument (a scheme that takes no turns, or one that is less faithful than `level`; not under `only`).
-    """
-    check_level(level)
-    allowed = LEVELS[: LEVELS.index(level) + 1]
-    named = [row_of(spec) for spec in (also if only is None else only)]
-    for row in named:
-        if only is None and row.level not in allowed:
-            raise InvalidArgument(f'{row.spec!r} is not as faithful as "{level}"; fidelity="{row.level}" would take it')
-    chosen = [
-        row
-        for row in TABLE
-        if only is None and row.level in allowed and row.holds_under(families) and not row.by_name_only
-    ]
-    by_spec = {row.spec: row for row in [TABLE[0], *needed(chosen), *named]}
-    return list(by_spec.values())
+def rows_for(fidelity: str | Sequence[str], families: Iterable[str], also: Sequence[str] = ()) -> list[FidelityRow]:
+    """The rows that may be used, plain first: by the least faithful level allowed and the families of the optimizers that step
+    the model's parameters, and `also` some specs; or a list of specs, and no others. Specs take what stands in the table by
+    name only too. Raises: InvalidArgument (a scheme that takes no turns, or one in `also` that is less faithful)."""
+    if not isinstance(fidelity, str):
+        chosen, named = [], [row_of(spec) for spec in fidelity]
+    else:
+        levels, named = levels_to(fidelity), [row_of(spec) for spec in also]
+        for row in named:
+            if row.level not in levels:
+                raise InvalidArgument(
+                    f'{row.spec!r} is not as faithful as "{fidelity}"; fidelity="{row.level}" would take it'
+                )
+        allowed = [row for row in TABLE if row.level in levels and not row.by_name_only]
+        chosen = needed([row for row in allowed if row.holds_under(families)])
+    return list({row.spec: row for row in [TABLE[0], *chosen, *named]}.values())
 
 
 def needed(rows: Sequence[FidelityRow]) -> list[FidelityRow]:
     """The rows without those that stand in for one that holds."""
-    held = {(row.level, parse_spec(row.spec)[0]) for row in rows if not row.stands_in}
-    return [row for row in rows if not row.stands_in or (row.level, parse_spec(row.spec)[0]) not in held]
+    held = {(row.level, row.name) for row in rows if not row.stands_in}
+    return [row for row in rows if not row.stands_in or (row.level, row.name) not in held]
 
 
 def row_of(spec: str) -> FidelityRow:
@@ -165,9 +162,9 @@ def row_of(spec: str) -> FidelityRow:
     name, _ = parse_spec(spec)
     if name in NEVER:
         raise InvalidArgument(f"scheme {name!r} takes no turns with others; attach it by itself")
-    of_scheme = [row for row in TABLE if parse_spec(row.spec)[0] == name]
+    of_scheme = [row for row in TABLE if row.name == name]
     if not of_scheme:
-        known = sorted({parse_spec(row.spec)[0] for row in TABLE})
-        raise InvalidArgument(f"no scheme that takes turns is called {name!r}; {describe_choices(name, known)}")
+        known = describe_choices(name, sorted({row.name for row in TABLE}))
+        raise InvalidArgument(f"no scheme that takes turns is called {name!r}; {known}")
     other = replace(of_scheme[0], spec=spec, level="any", families=_ALL, by_name_only=True)
     return next((row for row in of_scheme if row.spec == spec), other)

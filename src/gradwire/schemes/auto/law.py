@@ -1,17 +1,15 @@
 """The control law of `auto`, which says what each step is reduced with: a cost model proposes, short races decide.
 
-Steps begin plain. A few of them say how long a step takes and how much of it waits for the network; where next to
-nothing waits nothing can be won. Otherwise candidates run against the incumbent, the most promising first, in turns that
-alternate with the incumbent's, so that a network that changes meanwhile changes under both. Only a measured gain makes a
-switch, and what races cost is a budget: a share of the time so far and of what was saved. A step time that moves for
-good, or a link that does, starts again from new predictions.
+Steps begin plain, which shows how much of a step waits for the network: where next to nothing does, nothing can be won.
+Candidates run against the incumbent in turns that alternate, so that a network that changes meanwhile changes under both. Only
+a measured gain makes a switch, and what races cost is a budget. A step time or a link that moves for good starts again.
 
-No clock, no I/O; whole numbers, `+ - * //` and comparisons only, ties by name. Ranks that feed it the same numbers
-decide the same on every machine. Shares are in permille, times in microseconds.
+No clock, no I/O; whole numbers, `+ - * //` and comparisons only, ties by name: ranks that feed it the same numbers decide the
+same on every machine. Shares are in permille, times in microseconds.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 PLAIN = "plain"
@@ -104,7 +102,7 @@ class Candidate:
         return self.measured_us or self.predicted_us * self.bias // 1000
 
     def as_dict(self) -> dict[str, Any]:
-        """Tell people what is known: milliseconds, and None for what was not measured."""
+        """For people: milliseconds, and None for what was not measured."""
         return {
             "spec": self.name,
             "predicted_ms": self.predicted_us / 1000,
@@ -116,11 +114,8 @@ class Candidate:
 def most_promising(
     candidates: Iterable[Candidate], step: int, base_us: int, allowed_us: int, floor_us: int
 ) -> Candidate | None:
-    """The candidate to race at `step` against what takes `base_us`, if one promises a gain and its cost is allowed.
-
-    Args:
-        allowed_us: what a race may cost. floor_us: no scheme takes less.
-    """
+    """The candidate to race at `step` against what takes `base_us`, if one promises a gain and its race costs no more than
+    `allowed_us`; no scheme takes less than `floor_us`."""
     goal = base_us * (1000 - MARGIN)
     if floor_us * 1000 >= goal:
         return None  # less waits than a switch has to win
@@ -137,8 +132,7 @@ def most_promising(
     return None
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """One decision, for people: at which step, of which kind (stay, try, switch, reject, drift), and why."""
 
     step: int
@@ -147,20 +141,10 @@ class Decision:
     why: str
 
 
-class PlannedStep(NamedTuple):
-    """A step that was handed out, and what it is for: `race` numbers its race, 0 outside of races."""
-
-    scheme: str
-    role: str  # warmup, baseline, run, settle (the first step of a turn), race
-    race: int = 0
-    ends_turn: bool = False
-
-
-@dataclass
+@dataclass(eq=False)
 class Race:
     """The race under way, or the last one: two schemes in turns."""
 
-    number: int = 0
     challenger: str = ""
     began: int = 0
     reference_us: int = 0  # what the incumbent took before
@@ -193,24 +177,20 @@ class Race:
         knows_both = bool(self.mine) and (self.is_sure or bool(self.base))
         return knows_both and max(self.mine) * 1000 < self.base_us * OVERWHELMING
 
-    def verdict(self) -> bool | None:
-        """Return whether the challenger is better, None as long as the noise decides."""
+    def verdict(self, must_end: bool) -> bool | None:
+        """Return whether the challenger is better, None as long as the noise decides; where that cannot be waited for, a guess:
+        a gain by the margin, beyond one standard error."""
         noise = _noise_of(self.base, self.mine)
         gain, goal = self.base_us - median(self.mine), MARGIN * self.base_us // 1000
         if gain > goal // 2 and _is_beyond_noise(gain - goal // 2, noise):
             return True
-        return False if gain < goal and _is_beyond_noise(goal - gain, noise) else None
-
-    def looks_better(self) -> bool:
-        """Guess where no verdict can be waited for: a gain by the margin, beyond one standard error."""
-        gain = self.base_us - median(self.mine)
-        return gain > MARGIN * self.base_us // 1000 and gain * gain > _noise_of(self.base, self.mine)
+        if gain < goal and _is_beyond_noise(goal - gain, noise):
+            return False
+        return gain > goal and gain * gain > noise if must_end else None
 
     def base_has_moved(self) -> int:
-        """After a turn of the incumbent: its time, if the race now speaks of two networks, else 0.
-
-        It does if the incumbent is far off what it took before for the second turn, or by much in every step of the turn.
-        """
+        """After a turn of the incumbent: its time, if the race now speaks of two networks, else 0. It does if the incumbent is
+        far off what it took before for the second turn, or by much in every step of the turn."""
         turn, before_us = self.base[self._turn_began :], self.reference_us
         self._turn_began = len(self.base)
         if len(turn) < 3:
@@ -220,6 +200,15 @@ class Race:
             return now_us
         self._n_off = self._n_off + 1 if _is_off(now_us, before_us, turn) else 0
         return now_us if self._n_off >= 2 else 0
+
+
+class PlannedStep(NamedTuple):
+    """A step that was handed out, and what it is for."""
+
+    scheme: str
+    role: str  # warmup, baseline, run, settle (the first step of a turn), race
+    race: Race | None = None
+    ends_turn: bool = False
 
 
 class Look(NamedTuple):
@@ -274,15 +263,14 @@ class Law:
     """Decides step by step; see the module.
 
     Args:
-        predicted_us: microseconds a step of every scheme allowed, "plain" among them.
+        predicted_us: of every scheme allowed, "plain" among them.
         budget: of all time so far, that races may cost; 0: no races.
         predict_again: called with what a step computes (us, without waiting) after the baseline and when the network has
             changed; gives predictions anew. Must be a function of what all ranks share.
         family_of: schemes of one family share what the model misjudges until they have raced themselves.
         not_before: first step at which a scheme may race, where that is not the first.
     Attributes:
-        state: baseline, run or race.
-        is_settled: whether what the incumbent takes is known from more than a few sudden steps.
+        state: baseline, run or race. is_settled: what the incumbent takes is known from more than a few sudden steps.
         probe_us: what the last probe of the link took on the slowest rank; told by the caller.
     """
 
@@ -290,11 +278,10 @@ class Law:
         self,
         predicted_us: Mapping[str, int],
         budget: int = 10,
-        predict_again: Callable[[int], Mapping[str, int]] | None = None,
+        predict_again: Callable[[int], Mapping[str, int]] = lambda computing_us: {},
         family_of: Callable[[str], str] = lambda name: name,
         not_before: Mapping[str, int] | None = None,
     ) -> None:
-        assert PLAIN in predicted_us, "plain is always allowed"
         self._budget = budget
         self._predict_again, self._family_of, self._not_before = predict_again, family_of, dict(not_before or {})
         self.candidates = {
@@ -305,9 +292,9 @@ class Law:
         self.elapsed_us = self.saved_us = self._spent_before_us = 0
         self._first_step = self._next_step = self._n_handed_out = 0
         self._plan = [PlannedStep(PLAIN, "warmup")] * WARMUP
-        self._baseline: list[int] = []
+        # Of steps under plain; what waits is what any scheme could win at most.
         self._computing: list[int] = []
-        self._waiting: list[int] = []  # under plain: what any scheme could win at most
+        self._waiting: list[int] = []
         self._could_win_us = 0
         self._race = Race()
         self.is_settled = True
@@ -317,15 +304,13 @@ class Law:
     # ---- what ranks ask
 
     def scheme_of(self, step: int) -> str:
-        """The scheme of `step`; may be asked for any number of steps beyond the last one observed.
-
-        What has been handed out stands. So ranks ask and tell in the same order.
-        """
+        """The scheme of `step`, which may be beyond the last one observed. What has been handed out stands, so ranks ask and
+        tell in the same order."""
         self._n_handed_out = max(self._n_handed_out, step + 1 - self._first_step)
         return self._planned(step).scheme
 
     def role_of(self, step: int) -> str:
-        """The purpose of `step`: warmup, baseline, run, settle (first of a turn) or race; asked after `scheme_of`."""
+        """What `step` is for, as PlannedStep names it; asked after `scheme_of`."""
         return self._planned(step).role
 
     def wants_probe(self, step: int) -> bool:
@@ -372,37 +357,34 @@ class Law:
             is_typical: False for a step that says nothing of its scheme, which sent it some plainer way: it only passes.
         """
         assert step == self._next_step, f"step {step} observed, {self._next_step} is next"
-        planned = self._planned(step)
+        planned, race = self._planned(step), self._race
         self._next_step += 1
         self.elapsed_us += time_us
-        if planned.race and planned.scheme != self.incumbent:
-            if planned.race == self._race.number:
-                self._race.took_us += time_us
-                self._race.n_taken += 1
+        if planned.race is not None and planned.scheme != self.incumbent:
+            if planned.race is race:
+                race.took_us += time_us
+                race.n_taken += 1
             else:  # of a race that is over: what was handed out stood
                 self._spent_before_us += max(0, time_us - self.candidates[self.incumbent].expected_us)
         elif planned.scheme != PLAIN:
             self.saved_us += self.candidates[PLAIN].expected_us - time_us
-        if planned.role == "baseline" and self.state == "baseline":
-            if is_typical:
-                self._observe_baseline(step, time_us, waiting_us)
-        elif planned.race and planned.race == self._race.number and self.state == "race":
-            if link_changed:
-                self._start_again(step, self._race.base_us, self._race.reference_us, True)
-            else:
+        if self.state == "race":
+            if planned.race is race and link_changed:
+                self._start_again(step, race.base_us, race.reference_us, True)
+            elif planned.race is race:
                 self._observe_race(step, planned, time_us, is_typical)
-        elif planned.role == "run" and self.state == "run" and planned.scheme == self.incumbent:
+        elif planned.role == self.state and planned.scheme == self.incumbent:
             if planned.scheme == PLAIN and is_typical:
                 self._waiting.append(waiting_us)
                 self._computing.append(time_us - waiting_us)
-            if is_typical or link_changed:
+            if self.state == "run" and (is_typical or link_changed):
                 self._watch(step, time_us, link_changed)
+            elif self.state == "baseline" and is_typical:
+                self._observe_baseline(step)
 
     def go_on_at(self, step: int, scheme: str | None = None) -> None:
-        """`step` is the next one, under `scheme` (by default what was at work): the run was resumed, or steps passed unseen.
-
-        A race under way is off.
-        """
+        """`step` is the next one, under `scheme` (by default what was at work): the run was resumed, or steps passed unseen. A
+        race under way is off."""
         self.incumbent = scheme or self.incumbent
         if self.state == "race" or self.incumbent != PLAIN:
             self.state = "run"
@@ -413,22 +395,18 @@ class Law:
 
     # ---- plain, before anything else
 
-    def _observe_baseline(self, step: int, time_us: int, waiting_us: int) -> None:
-        self._baseline.append(time_us)
-        self._computing.append(time_us - waiting_us)
-        self._waiting.append(waiting_us)
-        if len(self._baseline) < BASELINE and 2 * waiting_us <= time_us:
+    def _observe_baseline(self, step: int) -> None:
+        if len(self._waiting) < BASELINE and self._waiting[-1] <= self._computing[-1]:
             return
-        plain_us, waits_us = median(self._baseline), median(self._waiting)
+        took_us = [sum(parts) for parts in zip(self._computing, self._waiting, strict=True)]
+        plain_us, self._could_win_us = median(took_us), median(self._waiting)
         self._predict()
         for candidate in self.candidates.values():
             candidate.first_predicted_us = candidate.predicted_us
         self._learn(PLAIN, plain_us)
-        self._could_win_us = waits_us
-        if waits_us * 1000 < MARGIN * plain_us:
-            self._say(
-                step, "stay", PLAIN, f"{waits_us / 1000:.1f} of {plain_us / 1000:.1f} ms a step wait for communication"
-            )
+        if self._could_win_us * 1000 < MARGIN * plain_us:
+            waits = f"{self._could_win_us / 1000:.1f} of {plain_us / 1000:.1f} ms a step wait for communication"
+            self._say(step, "stay", PLAIN, waits)
         self._run(step)
 
     # ---- races
@@ -453,8 +431,7 @@ class Law:
             return
         self.state = "race"
         may_cost_us, self._spent_before_us = self.allowed_us, self.spent_us
-        number = self._race.number + 1
-        self._race = Race(number, candidate.name, step, base_us, may_cost_us, self.is_settled)
+        self._race = Race(candidate.name, step, base_us, may_cost_us, self.is_settled)
         expected_us = max(candidate.expected_us, self._floor_us)
         why = f"expected to take {expected_us / 1000:.1f} ms a step; {self.incumbent} takes {base_us / 1000:.1f}"
         self._say(step, "try", candidate.name, why)
@@ -467,7 +444,7 @@ class Law:
         for scheme in (race.challenger, self.incumbent):
             for index in range(n_steps):
                 role = "race" if index else "settle"
-                self._plan.append(PlannedStep(scheme, role, race.number, index == n_steps - 1))
+                self._plan.append(PlannedStep(scheme, role, race, index == n_steps - 1))
         race.n_pairs += 1
 
     def _observe_race(self, step: int, planned: PlannedStep, time_us: int, is_typical: bool) -> None:
@@ -493,16 +470,11 @@ class Law:
             if not is_out_of_time:
                 return self._add_pair()
             return self._give_up(step, "no step of its race could be counted")
-        moved_to_us = race.base_has_moved()
-        if moved_to_us:
+        if moved_to_us := race.base_has_moved():
             return self._start_again(step, moved_to_us, race.reference_us, False)
-        verdict = race.verdict()
-        if verdict is not None:
-            self._conclude(step, verdict)
-        elif is_out_of_time or (race.base_us < median(race.mine) and self.allowed_us < 0):
-            self._conclude(step, race.looks_better())
-        else:
-            self._add_pair()
+        is_behind_and_spent = race.base_us < median(race.mine) and self.allowed_us < 0
+        verdict = race.verdict(must_end=is_out_of_time or is_behind_and_spent)
+        return self._add_pair() if verdict is None else self._conclude(step, verdict)
 
     def _conclude(self, step: int, is_better: bool) -> None:
         old, new = self.incumbent, self._race.challenger
@@ -515,26 +487,20 @@ class Law:
             self._set_next_probe(step)
         kind = "switch" if is_better else "reject"
         self._say(step, kind, new, f"{tried_us / 1000:.1f} ms a step; {old} takes {base_us / 1000:.1f}")
-        self._end_race(step)
+        self._run(step)
 
     def _give_up(self, step: int, why: str) -> None:
         self._say(step, "reject", self._race.challenger, why)
         self._put_off(self._race.challenger, step, is_narrow=True)
-        self._end_race(step)
+        self._run(step)
 
     def _put_off(self, name: str, step: int, is_narrow: bool) -> None:
         """`name` has lost: it may race again, soon after a first loss that may have been chance."""
         loser = self.candidates[name]
         loser.n_losses += 1
-        wait = AGAIN_AFTER << min(6, loser.n_losses - 1)
-        if is_narrow and loser.n_losses == 1:
-            wait = CHECK_AFTER
+        is_again = loser.n_losses > 1 or not is_narrow
+        wait = AGAIN_AFTER << min(6, loser.n_losses - 1) if is_again else CHECK_AFTER
         loser.not_before = max(loser.not_before, step + wait)
-
-    def _end_race(self, step: int) -> None:
-        """Back to the incumbent, and on to the next race if one is worth it."""
-        del self._plan[self._n_handed_out :]
-        self._run(step)
 
     def _learn(self, name: str, measured_us: int) -> None:
         candidate = self.candidates[name]
@@ -547,13 +513,15 @@ class Law:
                 other.bias, other.is_familiar = candidate.bias, True
 
     def _predict(self) -> None:
-        if self._predict_again is not None and self._computing:
-            for name, predicted_us in self._predict_again(self.computing_us).items():
-                self.candidates[name].predicted_us = predicted_us
+        predicted_us = self._predict_again(self.computing_us) if self._computing else {}
+        for name in predicted_us.keys() & self.candidates.keys():
+            self.candidates[name].predicted_us = predicted_us[name]
 
     # ---- a scheme at work
 
     def _run(self, step: int) -> None:
+        """Back to the incumbent, and on to the next race if one is worth it."""
+        del self._plan[self._n_handed_out :]
         self.state = "run"
         self._drift = Drift(self.candidates[self.incumbent].measured_us)
         if self._next_probe <= step:
@@ -592,7 +560,7 @@ class Law:
         self._set_next_probe(step)
         if not link_changed:
             self._next_probe = step  # what the model predicts is of the link as it was
-        self._end_race(step)
+        self._run(step)
 
     def _set_next_probe(self, step: int) -> None:
         """Probe as soon after `step` as probes cost no more than they may; under plain never: a faster link shows by itself."""
@@ -608,11 +576,8 @@ class Law:
 
     def figures(self) -> dict[str, Any]:
         """For people: decisions, and in seconds what races cost and what was saved."""
-        return {
-            "decisions": [asdict(decision) for decision in self.decisions],
-            "spent_s": self.spent_us / 1e6,
-            "saved_s": self.saved_us / 1e6,
-        }
+        decisions = [decision._asdict() for decision in self.decisions]
+        return {"decisions": decisions, "spent_s": self.spent_us / 1e6, "saved_s": self.saved_us / 1e6}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: what a resumed run begins with."""

@@ -1,18 +1,15 @@
 """The scheme `auto`: watches, tries, switches, and stays plain where nothing is to be won.
 
-It holds the schemes that `fidelity` allows, all bound to one session, and hands each step to one of them. Which one the
-control law says (law.py), from numbers that all ranks share: every rank's time and waiting of a step ride on a background
-all-reduce that is read two steps later (votes.py). Steps begin plain and without a communication hook, so that where
-nothing is to be won DDP runs as it does without gradwire (doors/hook.py).
-
-On a GPU steps are timed by the device, and candidates run between devices, in host memory, or both, as the attachment's
-`placement` says; the law is the same.
+It holds the schemes that `fidelity` allows, all bound to one session, and hands each step to one of them, as the control law
+says (law.py) from numbers that all ranks share (turns.py). Steps begin plain and without a communication hook, so that where
+nothing is to be won DDP runs as it does without gradwire (doors/hook.py). On a GPU steps are timed by the device, and
+candidates run between devices, in host memory, or both, as the attachment's `placement` says.
 
 When not to use this: where a run must be repeated bit for bit, unless by `replay`; it decides by the clock.
 """
 
+import itertools
 import logging
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,10 +26,9 @@ from gradwire.core.optimizers import FAMILIES
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.auto.costs import CostProfile, measure_profile
-from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, ON_DEVICE, FidelityRow, check_level, rows_for
+from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, ON_DEVICE, FidelityRow, rows_for
 from gradwire.schemes.auto.law import PLAIN, Law
-from gradwire.schemes.auto.turns import LAG, Turns
-from gradwire.schemes.auto.votes import Vote
+from gradwire.schemes.auto.turns import LAG, Turns, Vote
 from gradwire.schemes.base import Scheme
 from gradwire.telemetry.stopwatch import Lap
 from gradwire.wire.wire import Wire
@@ -42,10 +38,8 @@ _N_SHARES = 8  # a residual all at once would be a step several gradients long
 
 
 class ResidualHandover:
-    """Residuals of a scheme that another has replaced: they go into the next steps' gradients, in eighths.
-
-    By slot, without the loss scale. Used on the training thread.
-    """
+    """Residuals of a scheme that another has replaced, by slot, without the loss scale: they go into the next steps' gradients,
+    in eighths, on the training thread."""
 
     def __init__(self) -> None:
         self._left: dict[Slot, tuple[torch.Tensor, int]] = {}  # what one step takes, steps to go
@@ -63,13 +57,9 @@ class ResidualHandover:
             share, n_steps = self._left.pop(slot, (torch.zeros_like(residual), 0))
             self._left[slot] = ((residual + share * n_steps) / _N_SHARES, _N_SHARES)
 
-    def add_to(
-        self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor], loss_scale: float, asks: bool = True
-    ) -> None:
+    def add_to(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor], loss_scale: float, asks: bool) -> None:
         """gradient += its share x loss_scale. For a gradient that is all zero here it keeps waiting: DDP may throw it away.
-
-        `asks`: whether to look for such on a device too, which has to be waited for.
-        """
+        `asks`: whether to look for such on a device too, which has to be waited for."""
         for slot, gradient in zip(slots, gradients, strict=True):
             kept = self._left.get(slot)
             if kept is not None and ((gradient.device.type != "cpu" and not asks) or bool(gradient.any())):
@@ -111,11 +101,9 @@ class Auto(Turns):
         replay: Sequence[tuple[int, str]] | None = None,
         profile: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(budget)
-        self._only = None if isinstance(fidelity, str) else list(fidelity)
-        self.fidelity = check_level(fidelity) if isinstance(fidelity, str) else "any"
+        super().__init__(fidelity, budget)
         self._also = list(candidates)
-        rows_for(self.fidelity, FAMILIES, self._also, self._only)  # its complaints, now
+        rows_for(self._fidelity, FAMILIES, self._also)  # its complaints, now
         self._is_on_device = False  # whether the model is
         self._replay = None if replay is None else sorted((int(step), str(spec)) for step, spec in replay)
         self._given = None if profile is None else CostProfile.from_dict(profile)
@@ -124,8 +112,7 @@ class Auto(Turns):
         self._excluded: dict[str, str] = {}
         self._handover = ResidualHandover()
         self._records: list[Any] = []
-        self._n_steps = 0
-        self._last_scale = 0.0
+        self._n_steps, self._last_scale = 0, 0.0
         self._stays_plain = ""
         self._objection = ""  # of the scheme at work, on this rank
         # The sums of all ranks' objections, under way: read a step later, so that nobody waits a round trip for them.
@@ -134,11 +121,7 @@ class Auto(Turns):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {
-            "fidelity": self._only if self._only is not None else self.fidelity,
-            "candidates": self._also,
-            "budget": self._budget,
-        }
+        return {"fidelity": self._fidelity, "candidates": self._also, "budget": self._budget}
 
     # ---- binding
 
@@ -157,7 +140,7 @@ class Auto(Turns):
         self._is_on_device = any(parameter.device.type != "cpu" for parameter in parameters)
         families = session.optimizers.families(parameters)
         self._tell_unknown(parameters)
-        rows = rows_for(self.fidelity, families, self._also, self._only)
+        rows = rows_for(self._fidelity, families, self._also)
         if session.communicator.world_size == 1 or self._can_only_be_plain(module):
             rows = rows[:1]
         rows = self._place(rows)
@@ -173,42 +156,31 @@ class Auto(Turns):
         self.state_is_per_world = any(sub.state_is_per_world for sub in self._subs.values())
         self._rows = [rows[0], *(row for row in rows if row.spec in self._subs)]
         self._compare_offers([row.spec for row in self._rows])
-        self._profiles = [self._given] if self._given is not None else self._measure(parameters)
-        predicted = self._predict_all(1)
-        self.law = Law(
-            {row.spec: predicted.get(row.spec, predicted[PLAIN]) for row in self._rows},
-            math.ceil(1000 * self._budget),
-            self._predict,
-            self._family_of,
-            {row.spec: FIRST_ADAM_STEP for row in self._rows if row.not_before and families != {"sgd"}},
-        )
+        self._profiles = [self._given] if self._given else [self._measure(wire, parameters) for wire in self._wires]
+        predicted = {spec: us for profile in self._profiles for spec, us in profile.predict_us(1).items()}
+        known = {row.spec: predicted.get(row.spec, predicted[PLAIN]) for row in self._rows}
+        late = {row.spec: FIRST_ADAM_STEP for row in self._rows if row.not_before and families != {"sgd"}}
+        self.law = Law(known, self._budget_permille, self._predict, self._family_of, late)
+
+    @property
+    def _wires(self) -> list[Wire]:
+        """The device's first, where there is one: plain steps take that."""
+        return [wire for wire in (self.session.device_wire, self.session.wire) if wire is not None]
 
     def _place(self, rows: list[FidelityRow]) -> list[FidelityRow]:
         """The rows as they run here: between devices, in host memory, or each of the two. Plain steps are DDP's own."""
-        session, placed = self.session, rows[:1]
-        for row in rows[1:]:
-            if session.wire.on_device or session.device_wire is not None:
-                placed.append(row if row.is_on_device else row.on_device())
-            if not session.wire.on_device and not row.is_on_device:
-                placed.append(row)
+        placed = rows[:1]
+        for row, wire in itertools.product(rows[1:], self._wires):
+            if wire.on_device or not row.is_on_device:
+                placed.append(row.on_device() if wire.on_device else row)
         return placed
 
     def _wire_of(self, row: FidelityRow) -> Wire:
-        between = self.session.device_wire
-        return between if between is not None and row.is_on_device else self.session.wire
+        return self._wires[0 if row.is_on_device or row.spec == PLAIN else -1]
 
-    def _measure(self, parameters: Sequence[torch.Tensor]) -> list[CostProfile]:
-        """What predictions rest on, a wire at a time; plain steps take the device's, where there is one."""
-        plain, *others = self._rows
-        wires = [wire for wire in (self.session.device_wire, self.session.wire) if wire is not None]
-        rows = [[row for row in others if self._wire_of(row) is wire] for wire in wires]
-        rows[0].insert(0, plain)
-        submit = self.session.communicator.submit
-        return [submit(measure_profile, wire, mine, parameters).wait() for wire, mine in zip(wires, rows, strict=True)]
-
-    @property
-    def _profile(self) -> CostProfile:
-        return self._profiles[0]
+    def _measure(self, wire: Wire, parameters: Sequence[torch.Tensor]) -> CostProfile:
+        rows = [row for row in self._rows if self._wire_of(row) is wire]
+        return self.session.communicator.submit(measure_profile, wire, rows, parameters).wait()
 
     def _family_of(self, spec: str) -> str:
         """Schemes whose predictions err alike: of one way to communicate, by one wire."""
@@ -236,11 +208,7 @@ class Auto(Turns):
             self.stay_plain(str(error))
         return bool(self._stays_plain)
 
-    def _predict(self, computing_us: int) -> Mapping[str, int]:
-        predicted = self._predict_all(computing_us)
-        return {row.spec: predicted[row.spec] for row in self._rows if row.spec in predicted}
-
-    def _predict_all(self, computing_us: int) -> dict[str, int]:
+    def _predict(self, computing_us: int) -> dict[str, int]:
         return {spec: us for profile in self._profiles for spec, us in profile.predict_us(computing_us).items()}
 
     # ---- a step
@@ -251,19 +219,17 @@ class Auto(Turns):
         self._n_steps = step
 
     def choose(self, step: int) -> None:
-        """Read what is due, and decide: on the training thread, before the first forward pass of `step`.
-
-        Raises: RankMismatch (ranks are at different steps), PeerLost.
-        """
+        """Read what is due, and decide: on the training thread, before the first forward pass of `step`. Raises: RankMismatch
+        (ranks are at different steps), PeerLost."""
         self._end_handover_step()
         while (vote := self._polls.next_before(step - self._lag())) is not None:
             self._count(vote)
         name = self._replayed(step) if self._replay is not None else self.law.scheme_of(step)
         if self._stays_plain:
             name = PLAIN
-        if name != self._active and self._active != PLAIN:
-            self._take_over_from(self._subs[self._active])
-        self._active = name
+        if name != self.active and self.active != PLAIN:
+            self._take_over_from(self._subs[self.active])
+        self.active = name
         self._enter(step, name)
         if name != PLAIN and self._subs[name].may_object:
             communicator = self.session.communicator
@@ -311,7 +277,7 @@ class Auto(Turns):
         self._objection = self._objection or str(error)
 
     def begin_step(self, step: int) -> None:
-        self._stepping = self._subs[self._active]
+        self._stepping = self._subs[self.active]
         while len(self._asked) > 1:
             started, said = self._asked.popleft()
             self.session.communicator.finish(started.wait())
@@ -354,7 +320,8 @@ class Auto(Turns):
         """The steps that a vote may take; the same on all ranks. A device may always be so far behind."""
         if self._is_on_device:
             return LAG
-        return self._lag_of(2e6 * (self._profile.machine.n_ranks - 1) * self._profile.link.backend_hop_s)
+        plain = self._profiles[0]
+        return self._lag_of(2e6 * (plain.machine.n_ranks - 1) * plain.link.backend_hop_s)
 
     def _count(self, vote: Vote) -> None:
         if vote.density:
@@ -364,25 +331,20 @@ class Auto(Turns):
     def _note_transfer(self, transfer_us: int) -> bool:
         """Whether a probe of plain steps' link says that it is another. Host memory's, beside it, is taken to have changed as
         much."""
-        profile = self._profile
-        found_us = self._probes.found(transfer_us, profile.link.rate, lambda us: profile.with_transfer(us).link.rate)
-        if not found_us:
-            return False
-        found = profile.with_transfer(found_us)
-        factor = found.link.rate / self._profile.link.rate
-        beside = [replace(one, link=replace(one.link, rate=factor * one.link.rate)) for one in self._profiles[1:]]
-        self._profiles = [found, *beside]
-        return True
+        plain, *beside = self._profiles
+        found_us = self._probes.found(transfer_us, plain.link.rate, lambda us: plain.with_transfer(us).link.rate)
+        if found_us:
+            found = plain.with_transfer(found_us)
+            factor = found.link.rate / plain.link.rate
+            self._profiles = [found, *(one.at_rate(factor * one.link.rate) for one in beside)]
+        return bool(found_us)
 
     def plan_for(self, rate_bps: float) -> tuple[float, str, float]:
-        """(seconds a step under plain, the best scheme, its seconds) on a link of that rate, by the model alone.
-
-        The best is plain where nothing wins 3 %.
-        """
+        """(seconds a step under plain, the best scheme, its seconds) on a link of that rate, by the model alone. The best is
+        plain where nothing wins 3 %."""
         there: dict[str, int] = {}
         for profile in self._profiles:
-            link = replace(profile.link, rate=rate_bps / 8)
-            there |= replace(profile, link=link).predict_us(self.law.computing_us)
+            there |= profile.at_rate(rate_bps / 8).predict_us(self.law.computing_us)
         best = min(self.law.candidates, key=lambda spec: (there[spec], spec))
         if there[best] * 1.03 >= there[PLAIN]:
             best = PLAIN
@@ -391,7 +353,7 @@ class Auto(Turns):
     def stay_plain(self, why: str) -> None:
         """Never leave DDP's own all-reduce again: something outside forbids it. On all ranks alike."""
         self._say_plain(why)
-        self._active = PLAIN
+        self.active = PLAIN
 
     def _say_plain(self, why: str) -> None:
         """From the next step on."""
@@ -408,17 +370,16 @@ class Auto(Turns):
 
     def stats(self) -> dict[str, Any]:
         """`auto`: state, scheme, candidates with what was predicted and measured, decisions with reasons, the schedule."""
-        law, found = self.law, super().stats()
-        candidates = [
-            *(law.candidates[row.spec].as_dict() | {"level": row.level, "excluded": ""} for row in self._rows),
-            *({"spec": spec, "excluded": why} for spec, why in self._excluded.items()),
-        ]
+        found = super().stats()
+        allowed = zip(found["auto"]["candidates"], self._rows, strict=True)
         found["auto"] |= {
-            "state": "stay" if self._stays_plain else law.state,
-            "fidelity": self.fidelity if self._only is None else list(self._only),
-            "candidates": candidates,
-            "link_mbit": self._profile.link.rate * 8 / 1e6,
-            "density": self._profile.density,
+            "state": "stay" if self._stays_plain else self.law.state,
+            "candidates": [
+                *(one | {"level": row.level, "excluded": ""} for one, row in allowed),
+                *({"spec": spec, "excluded": why} for spec, why in self._excluded.items()),
+            ],
+            "link_mbit": self._profiles[0].link.rate * 8 / 1e6,
+            "density": self._profiles[0].density,
             "stays_plain": self._stays_plain,
         }
         return found
@@ -429,21 +390,18 @@ class Auto(Turns):
         self._end_handover_step()
         names = {slot: name for name, slot in self.session.slots.items()}
         # Residuals belong to the run, and so to whoever is at work; other state is kept with its scheme.
-        kept = {s: sub for s, sub in self._subs.items() if s == self._active or not sub.state_is_per_world}
+        kept = {s: sub for s, sub in self._subs.items() if s == self.active or not sub.state_is_per_world}
         return {
             "law": self.law.state_dict(),
             "step": self._n_steps,
-            "active": self._active,
+            "active": self.active,
             "schemes": {spec: sub.state_dict() for spec, sub in kept.items()},
             "carried": {names[slot]: residual.cpu() for slot, residual in self._handover.left().items()},
             "world_size": self.session.communicator.world_size,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the scheme that was at work. Of another world size only what does not hang on it is taken.
-
-        Raises: InvalidArgument.
-        """
+        """Go on with the scheme that was at work. Of another world size only what does not hang on it is taken."""
         saved, active, step = state["schemes"], str(state["active"]), int(state["step"])
         carried = {self.session.slots[name]: residual for name, residual in state["carried"].items()}
         if any(residual.numel() != slot.numel() for slot, residual in carried.items()):
@@ -458,7 +416,7 @@ class Auto(Turns):
             if spec in saved and (is_same_world or not sub.state_is_per_world):
                 sub.load_state_dict(saved[spec])
         self._handover = ResidualHandover()
-        self._active = active if is_same_world and active in self._subs else PLAIN
+        self.active = active if is_same_world and active in self._subs else PLAIN
         if is_same_world and carried:
             self._last_scale = self.session.loss_scale()
             self._handover.take(carried)

@@ -4,7 +4,6 @@ Votes and the control law are those behind DDP. What is chosen among is a table 
 and nothing of error feedback can be had. Steps begin with FSDP2's own collectives, called as without gradwire.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from gradwire.core.optimizers import FAMILIES
 from gradwire.core.session import Session
 from gradwire.registry import parse_spec
-from gradwire.schemes.auto.fidelity import LEVELS, check_level, check_spec
+from gradwire.schemes.auto.fidelity import check_spec, levels_to
 from gradwire.schemes.auto.law import PLAIN, Law, median
 from gradwire.schemes.auto.turns import Turns
 from gradwire.schemes.base import Scheme
@@ -41,15 +40,10 @@ class Pair(NamedTuple):
 
     def share(self, weight_bytes: int, gradient_bytes: int) -> float:
         """Its bytes, of those of values that are so wide: two gathers of weights, and gradients once. About; races decide."""
-        bits = parse_spec(self.gradients)[1].get("bits")
-        wide = gradient_bytes == 4
-        of_gradients = {"plain": 1.0, "gcomp": 0.52 if wide else 0.7}.get(
-            self.gradients, (float(bits or 8)) / (8 * gradient_bytes)
-        )
-        of_weights = {"plain": 1.0, "exact": 0.84 if weight_bytes == 4 else 0.67, "close": 1 / weight_bytes}[
-            self.weights
-        ]
-        sent = 2 * weight_bytes * of_weights + gradient_bytes * of_gradients
+        coded = float(parse_spec(self.gradients)[1].get("bits") or 8) / (8 * gradient_bytes)
+        of_gradients = {"plain": 1.0, "gcomp": 0.52 if gradient_bytes == 4 else 0.7}.get(self.gradients, coded)
+        of_weights = {"plain": 1.0, "exact": 0.84 if weight_bytes == 4 else 0.67, "close": 1 / weight_bytes}
+        sent = 2 * weight_bytes * of_weights[self.weights] + gradient_bytes * of_gradients
         return sent / (2 * weight_bytes + gradient_bytes)
 
 
@@ -70,8 +64,6 @@ class ShardsAuto(Turns):
         widths: bytes of a weight as it is gathered and of a gradient as it is reduced.
         weights: the only coding of weights that may be used; None: whichever `fidelity` allows.
         fidelity: "exact", "close", "any", or a list of gradients' schemes, whose weights are `weights`, by default "exact".
-        budget: as `auto`'s.
-    Raises: InvalidArgument.
     """
 
     takes_any_gradient = True
@@ -81,10 +73,10 @@ class ShardsAuto(Turns):
         self, make: Callable[[str], Scheme], widths: tuple[int, int], weights: str | None = None,
         fidelity: str | Sequence[str] = "exact", budget: float = 0.01,
     ) -> None:  # fmt: skip
-        super().__init__(budget)
+        super().__init__(fidelity, budget)
         self._make, self._widths, self._only = make, widths, weights
-        self._fidelity = check_level(fidelity) if isinstance(fidelity, str) else list(fidelity)
         self._pairs: dict[str, Pair] = {}
+        self._allowed(set(FAMILIES))  # its complaints, now
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -93,17 +85,14 @@ class ShardsAuto(Turns):
     @property
     def weights(self) -> str:
         """The coding of weights in this step."""
-        return "plain" if self.is_transparent else self._pairs[self._active].weights
+        return "plain" if self.is_transparent else self._pairs[self.active].weights
 
     def _allowed(self, families: set[str]) -> list[Pair]:
         if isinstance(self._fidelity, list):
             return [Pair(check_spec(one), self._only or "exact", "any") for one in self._fidelity]
-        levels = LEVELS[: LEVELS.index(self._fidelity) + 1]
-        return [
-            pair
-            for pair in TABLE
-            if pair.level in levels and pair.families >= families and self._only in (None, pair.weights)
-        ]
+        levels = levels_to(self._fidelity)
+        known = [pair for pair in TABLE if pair.level in levels and pair.families >= families]
+        return [pair for pair in known if self._only in (None, pair.weights)]
 
     def bind(self, session: Session) -> None:
         """Make and bind every candidate, and time the link. Collective. Raises: RankMismatch, PeerLost, Unsupported."""
@@ -115,17 +104,16 @@ class ShardsAuto(Turns):
             self._subs[spec] = self._make(pair.gradients)
             self._subs[spec].bind(session)
         self._compare_offers(list(self._pairs))
-        hop_s, byte_s = communicator.submit(probe_link, session.wire).wait()
-        slowest = torch.tensor([1e6 * hop_s, 1e12 * byte_s], dtype=torch.int64, device="cpu")
-        communicator.submit(communicator.all_reduce, slowest, dist.ReduceOp.MAX).wait()
-        self._hop_us, self._transfer_us = int(slowest[0]), 0
+        hop_s, _ = communicator.submit(probe_link, session.wire).wait()
+        slowest_us = torch.tensor([1e6 * hop_s], dtype=torch.int64, device="cpu")
+        communicator.submit(communicator.all_reduce, slowest_us, dist.ReduceOp.MAX).wait()
+        self._hop_us, self._transfer_us = int(slowest_us), 0
         self._waiting_us, self._waits = 0, deque[int](maxlen=_FEW)
-        self.law = Law(
-            {PLAIN: 1000, **dict.fromkeys(self._pairs, 1000)},
-            math.ceil(1000 * self._budget),
-            self._predict,
-            lambda spec: "plain" if spec == PLAIN else self._pairs[spec].weights,
-        )
+        known = dict.fromkeys((PLAIN, *self._pairs), 1000)
+        self.law = Law(known, self._budget_permille, self._predict, self._family_of)
+
+    def _family_of(self, spec: str) -> str:
+        return PLAIN if spec == PLAIN else self._pairs[spec].weights
 
     def _predict(self, computing_us: int) -> Mapping[str, int]:
         """What waits is as long as what is sent."""
@@ -144,9 +132,9 @@ class ShardsAuto(Turns):
         while (vote := self._polls.next_before(step - lag)) is not None:
             self._count(vote)
         name = self.law.scheme_of(step)
-        if name != self._active:
+        if name != self.active:
             self.session.communicator.submit(lambda: None).wait()  # its last step is committed
-            self._active = name
+            self.active = name
             self._waits.clear()
         self._enter(step, name)
 
@@ -172,11 +160,6 @@ class ShardsAuto(Turns):
             self._waiting_us = min(self._waiting_us, median(list(self._waits)))
 
     # ---- between steps
-
-    def stats(self) -> dict[str, Any]:
-        found = super().stats()
-        found["auto"]["fidelity"] = self._fidelity
-        return found
 
     def state_dict(self) -> dict[str, Any]:
         return {"law": self.law.state_dict(), "schemes": {spec: sub.state_dict() for spec, sub in self._subs.items()}}

@@ -1,18 +1,28 @@
-"""The frame of `auto`, behind DDP and between shards: schemes that take turns as the law says, from votes on every step."""
+"""The frame of `auto`, behind DDP and between shards: schemes that take turns as the law says, from votes on every step.
+
+Ranks tell each other a few integers of each step on a background all-reduce, of which the largest count: the slowest rank's
+time is everybody's, and of the waiting the smallest, as who waits least waits for the network, the others for that rank.
+"""
 
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Any
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
-from gradwire.errors import InvalidArgument
+from gradwire.errors import InvalidArgument, RankMismatch
+from gradwire.schemes.auto.costs import look_for_zeros
 from gradwire.schemes.auto.law import PLAIN, Law
-from gradwire.schemes.auto.votes import LinkProbes, Polls, Vote
 from gradwire.schemes.base import Scheme
 from gradwire.telemetry.stopwatch import Lap
+from gradwire.wire.communicator import Communicator
+from gradwire.wire.link_probe import probe_transfer_us
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
 from gradwire.wire.wire import Wire
 
@@ -20,38 +30,155 @@ _log = logging.getLogger("gradwire.auto")
 LAG = 2  # steps after which a vote is read, so that nobody waits for it
 _LONG_STEP = 50  # times as long as a vote: while something is tried it is read before the next step
 _MOST_BUDGET = 0.1
+_BATCH = 5  # steps that share a vote while nothing is tried
+_N_PROBES = 3  # in steps on end, until a slower link is believed
+_CHANGED = 250  # permille
+
+
+class Vote(NamedTuple):
+    """The largest numbers of all ranks, of some steps."""
+
+    last_step: int  # of those voted on
+    reconsider: bool  # any rank asks to think again
+    transfer_us: int  # the slowest rank's probe; 0 if there was none
+    density: float | None  # the largest share of values that are not zero; None: nobody looked
+    steps: list[tuple[int, int, int, bool]]  # (step, took_us, waited_us, fell_back), in order
+
+
+class Polls:
+    """The votes of one rank: what its steps took goes out, what all agreed on comes back some steps later, in order."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._rows: list[tuple[Lap, bool]] = []  # of each step that is not on its way yet
+        self._pending: deque[tuple[int, torch.futures.Future]] = deque()  # last step; of the all-reduce and its numbers
+        self._has_looked = False
+        self.wants_to_reconsider = False  # the next vote asks all ranks to
+
+    def add(
+        self,
+        step: int,
+        lap: Lap,
+        fell_back: bool,
+        gradients: Iterable[Tensor | None],
+        at_once: bool,
+        probe: Wire | None,
+    ) -> None:
+        """Put a step to the vote, at once or with the next ones, on the training thread.
+
+        `fell_back`: it says nothing of its scheme. Of the first vote, and of one before which the link of the wire `probe` is
+        measured, `gradients` are looked at for zeros.
+        """
+        looks = probe is not None or not self._has_looked
+        self._rows.append((lap, fell_back))
+        if not at_once and not looks and len(self._rows) < _BATCH:
+            return
+        density = look_for_zeros(gradients) if looks else None
+        started = self._communicator.submit(self._start, step, self.wants_to_reconsider, density, self._rows, probe)
+        self._rows, self._has_looked, self.wants_to_reconsider = [], True, False
+        self._pending.append((step, started))
+
+    def _start(
+        self, step: int, reconsider: bool, density: Callable[[], float] | None, laps: list[tuple[Lap, bool]],
+        probe: Wire | None,
+    ) -> tuple[torch.futures.Future, Tensor]:  # fmt: skip
+        """Write (5 + 3 n,) int64, what is to be the least with its sign changed, and begin their maximum: on the lane, which
+        waits for the end of steps that a device is still at, and then probes a link."""
+        rows = [(*lap.read(), fell_back) for lap, fell_back in laps]
+        permille = 0 if density is None else 1 + round(1000 * density())
+        numbers = [step, -step, int(reconsider), 0 if probe is None else probe_transfer_us(probe), permille]
+        for took_ns, waited_ns, fell_back in rows:
+            numbers += [took_ns // 1000, -(waited_ns // 1000), int(fell_back)]
+        largest = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        return self._communicator.start_all_reduce(largest, dist.ReduceOp.MAX), largest
+
+    def next_before(self, step: int) -> Vote | None:
+        """The oldest vote, if it is of steps before `step`: waits for it. Raises: RankMismatch, PeerLost."""
+        if not self._pending or self._pending[0][0] >= step:
+            return None
+        communicator, (mine, started) = self._communicator, self._pending.popleft()
+        under_way, largest = started.wait()
+        communicator.finish(under_way)
+        last_step, minus_first, reconsider, transfer_us, permille, *rows = largest.tolist()
+        if last_step != -minus_first:  # of the first rank and of the last
+            raise communicator.fail(
+                RankMismatch(
+                    f"rank {communicator.rank} is at step {mine}, another is elsewhere: call backward equally often "
+                    "on all ranks, and resume all of them from the same checkpoint"
+                )
+            )
+        columns = zip(rows[::3], rows[1::3], rows[2::3], strict=True)
+        steps = [
+            (step, took_us, -waited_us, bool(fell_back))
+            for step, (took_us, waited_us, fell_back) in enumerate(columns, mine - len(rows) // 3 + 1)
+        ]
+        return Vote(mine, bool(reconsider), transfer_us, (permille - 1) / 1000 if permille else None, steps)
+
+    def forget(self) -> None:
+        """Wait for what is under way, and take no notice of it. Raises: PeerLost."""
+        for _, started in self._pending:
+            self._communicator.finish(started.wait()[0])
+        self._pending.clear()
+        self._rows, self._has_looked = [], False
+
+
+class LinkProbes:
+    """Says which steps are followed by a probe of the link, and whether probes have found another one. Alike on all ranks.
+
+    Other traffic only slows a probe: the fastest counts, and a slower link is looked at again.
+    """
+
+    def __init__(self) -> None:
+        self._n_to_come = 0
+        self._transfers_us: list[int] = []
+
+    def ask(self, is_urgent: bool) -> None:
+        """Probe after the next step; if it is urgent, after the next ones, whatever the first says."""
+        self._n_to_come = _N_PROBES if is_urgent else 1
+
+    def take(self) -> bool:
+        """Return whether this step is followed by a probe; asked once a step."""
+        is_due = self._n_to_come > 0
+        self._n_to_come -= is_due
+        return is_due
+
+    def found(self, transfer_us: int, old: float, rate_of: Callable[[int], float]) -> int | None:
+        """What a transfer takes over another link than that of rate `old`, if the slowest rank's one says that it is another;
+        `rate_of` a link over which a transfer takes so many microseconds."""
+        self._transfers_us.append(transfer_us)
+        fastest_us = min(self._transfers_us)
+        new = rate_of(fastest_us)
+        is_slower = (old - new) * 1000 > _CHANGED * old
+        if is_slower and len(self._transfers_us) < _N_PROBES:
+            self._n_to_come = max(1, self._n_to_come)
+            return None
+        self._transfers_us.clear()
+        return fastest_us if abs(new - old) * 1000 > _CHANGED * old else None
 
 
 class Turns(Scheme):
     """One of several schemes at a time, or none where the collectives that gradwire finds do the step.
 
-    Args:
-        budget: share of the run's time that trials may cost, 0 to 0.1. With 0 nothing is tried: all stays plain.
-    Raises: InvalidArgument.
+    `fidelity` and `budget` are Auto's. Raises: InvalidArgument.
     """
 
     name = "auto"
 
-    def __init__(self, budget: float) -> None:
+    def __init__(self, fidelity: str | Sequence[str], budget: float) -> None:
         if not 0 <= budget <= _MOST_BUDGET:
             raise InvalidArgument(f"budget is a share of the time from 0 to {_MOST_BUDGET}, got {budget}")
-        self._budget = budget
+        self._fidelity = fidelity if isinstance(fidelity, str) else list(fidelity)
+        self._budget, self._budget_permille = budget, math.ceil(1000 * budget)
         self._subs: dict[str, Scheme] = {}
-        self._active = PLAIN
+        self.active = PLAIN  # the scheme that reduces this step, or will reduce the next one
         self._stepping: Scheme  # what reduces this step
         self._schedule: list[tuple[int, str]] = []
-        self._wants_to_reconsider = False
         self.law: Law  # once bound
-
-    @property
-    def active(self) -> str:
-        """The scheme that reduces this step, or will reduce the next one."""
-        return self._active
 
     @property
     def is_transparent(self) -> bool:
         """True where the collectives that gradwire finds do this step, as without it."""
-        return self._active == PLAIN
+        return self.active == PLAIN
 
     def bind(self, session: Session) -> None:
         super().bind(session)
@@ -72,7 +199,7 @@ class Turns(Scheme):
     def begin_at(self, step: int) -> None:
         """Go on at another step than the one after the last: what was measured is kept, what is under way is not."""
         self._polls.forget()
-        self._probes.forget()
+        self._probes = LinkProbes()
         self._schedule = [entry for entry in self._schedule if entry[0] < step]
         self.law.go_on_at(step)
 
@@ -108,29 +235,25 @@ class Turns(Scheme):
             self._schedule.append((step, name))
         self.session.recorder.scheme = name
 
-    def _vote(self, step: int, lap: Lap, fell_back: bool, gradients: Iterable[torch.Tensor | None], link: Wire) -> None:
+    def _vote(self, step: int, lap: Lap, fell_back: bool, gradients: Iterable[Tensor | None], link: Wire) -> None:
         """Put this rank's numbers to the vote, and probe `link`, that of plain steps, if it is time."""
-        probe = link if self._probes.take() else None
-        at_once = self.law.role_of(step) != "run" or probe is not None  # by what all ranks know alone
-        if self._polls.add(step, lap, fell_back, gradients,
-                           at_once=at_once, probe=probe, reconsider=self._wants_to_reconsider):  # fmt: skip
-            self._wants_to_reconsider = False
+        at_once = self.law.role_of(step) != "run"  # by what all ranks know alone
+        self._polls.add(step, lap, fell_back, gradients, at_once, link if self._probes.take() else None)
 
     def reconsider(self) -> None:
         """Think again soon: forget what was measured under the old network. Any rank may call it."""
-        self._wants_to_reconsider = True
+        self._polls.wants_to_reconsider = True
 
     def stats(self) -> dict[str, Any]:
         """`auto`: scheme, what was predicted and measured of each, decisions with reasons, the schedule."""
         candidates = [one.as_dict() for one in self.law.candidates.values()]
-        schedule = list(self._schedule)
-        own = {"scheme": self._active, "candidates": candidates, "schedule": schedule, **self.law.figures()}
-        return {"auto": own}
+        own = {"scheme": self.active, "fidelity": self.configuration["fidelity"], "candidates": candidates}
+        return {"auto": {**own, "schedule": list(self._schedule), **self.law.figures()}}
 
     # ---- a step of the scheme at work
 
     def begin_step(self, step: int) -> None:
-        self._stepping = self._subs[self._active]
+        self._stepping = self._subs[self.active]
         self._stepping.begin_step(step)
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:

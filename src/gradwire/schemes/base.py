@@ -122,8 +122,6 @@ class Scheme(metaclass=ABCMeta):
     def end_step(self, step: int) -> None:
         """Called on the lane after the last bucket of a step: commit what was staged. By default there is nothing."""
 
-    # ---- only some schemes
-
     @property
     def settling_steps(self) -> int:
         """Steps from the first one until the scheme works as it will: it measures before."""

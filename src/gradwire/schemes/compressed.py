@@ -130,8 +130,6 @@ class Compressed(Scheme):
         for feedback in self._kept.values():
             feedback.divide(by)
 
-    # ---- a step
-
     def begin_step(self, step: int) -> None:
         self.plain.last = step
         self.session.communicator.submit(self._begin_on_lane)
@@ -249,8 +247,6 @@ class Compressed(Scheme):
         assert self.collective is not None, "a scheme without a collective has a step of its own"
         self.collective.mean(part, wire)
 
-    # ---- which tensors are compressed, and what is sent of them
-
     def choose(self, bucket: Bucket) -> Selection | None:
         """Choose which of the bucket's tensors are compressed; None: all."""
         if self.adam is not None:
@@ -266,8 +262,6 @@ class Compressed(Scheme):
         """Write the means in `part` to where the chosen tensors lie."""
         for run in chosen.compressed_runs:
             run.in_bucket(bucket.buffer).copy_(run.in_fused(part.buffer))
-
-    # ---- the end of a step
 
     def end_step(self, step: int) -> None:
         self.session.wire.end_step()

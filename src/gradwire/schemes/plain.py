@@ -53,9 +53,8 @@ class Plain(Scheme):
 class Bf16(Plain):
     """Mean of values rounded to bfloat16, and put back: PyTorch's bf16_compress_hook. Half precisions keep theirs.
 
-    Half the bytes of float32 for next to no processor time. A bfloat16 keeps 8 bits of a value and float32's whole range, so
-    no scale is needed and nothing overflows; Inf and NaN travel as they are, so a GradScaler sees them. The backend rounds
-    every partial sum, so errors grow slowly with the ranks.
+    A bfloat16 keeps 8 bits of a value and float32's whole range, so no scale is needed and nothing overflows; Inf and NaN
+    travel as they are. The backend rounds every partial sum, so errors grow slowly with the ranks.
 
     When not to use this: where the mean must be DDP's; with more ranks than about 64, whose sums lose the smaller half of
     their bits.

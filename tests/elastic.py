@@ -19,9 +19,9 @@ RANK = Path(__file__).parent / "distributed" / "elastic_rank.py"
 class Site:
     """A lighthouse, and the ranks that were started at it."""
 
-    def __init__(self, min_replicas: int = 2) -> None:
+    def __init__(self) -> None:
         self.lighthouse = LighthouseServer(
-            bind="127.0.0.1:0", min_replicas=min_replicas, join_timeout_ms=20_000, heartbeat_timeout_ms=2_000
+            bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=20_000, heartbeat_timeout_ms=2_000
         )
         self.ranks: dict[int, subprocess.Popen[str]] = {}
 

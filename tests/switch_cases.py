@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+import meshes
 from gradwire import _native
 from gradwire_lab.cli.switch import open_switch
 
@@ -161,20 +162,7 @@ def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 def try_at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Like at_once; an error stands in its call's place."""
-    outcomes: list[Any] = [None] * len(calls)
-
-    def run(position: int) -> None:
-        try:
-            outcomes[position] = calls[position]()
-        except BaseException as error:
-            outcomes[position] = error
-
-    threads = [threading.Thread(target=run, args=(position,)) for position in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
+    return meshes.at_once(*calls)
 
 
 def draw(n_workers: int, n: int, seed: int) -> list[IntArray]:

@@ -160,12 +160,10 @@ class Run:
         if self.look == "evaluation":
             self.model.eval()
             self.seen.append(self.model.head.weight.detach().clone())
+        if self.look in ("evaluation", "forward without gradients"):
             with torch.no_grad():
                 self.seen.append(self.ddp(batch_of(0, 0)))
             self.ddp.train()
-        elif self.look == "forward without gradients":
-            with torch.no_grad():
-                self.seen.append(self.ddp(batch_of(0, 0)))
         elif self.look == "state_dict":
             self.seen += [value.clone() for value in self.ddp.state_dict().values()]
             self.seen += self.momenta()

@@ -12,7 +12,7 @@ from awkward_models import build_model
 from gradwire import schemes
 from gradwire.schemes import Scheme
 from ranks import agree
-from small_training import Loss, MakeOptimizer, Training, adamw
+from small_training import Loss, MakeOptimizer, Training, adamw, from_one
 
 N_STEPS = 5
 ONE_BIT = "one-bit:warmup_steps=0"
@@ -53,14 +53,6 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def batch_of(rank: int, step: int) -> Tensor:
-    return torch.randn(4, 20, generator=torch.Generator().manual_seed(1_000 * rank + step))
-
-
-def from_one(module: nn.Module, rank: int, step: int) -> Tensor:
-    return (module(batch_of(rank, step)).float() - 1.0).square().mean()
-
-
 def start(
     rank: int,
     scheme: Any = None,
@@ -86,9 +78,7 @@ def finish(training: Training) -> Tensor:
 
 def check_case(rank: int, case: Case, tolerance: float = 1.0) -> None:
     """Run `case` with DDP alone, then with every scheme: ranks agree, and no scheme is farther off than it may be.
-
-    `tolerance`: factor on TOLERANCE, for dtypes coarser than float32.
-    """
+    `tolerance`: factor on TOLERANCE, for dtypes coarser than float32."""
     expected = case(rank, None)
     assert agree(expected)
     for name, make in SCHEMES.items():

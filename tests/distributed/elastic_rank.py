@@ -36,10 +36,8 @@ def main(
     quorum_timeout_s: float = 60,
     round_s: float = 0.0,
 ) -> None:
-    """Train until `n_rounds` exchanges are done, or leave or die in the round after so many.
-
-    waits: by a number of exchanges the file without which no other follows.
-    """
+    """Train until `n_rounds` exchanges are done, or leave or die in the round after so many. `waits`: by a number of
+    exchanges, the file without which no other follows."""
     torch.set_num_threads(1)
     torch.manual_seed(name)
     net = nn.Sequential(nn.Linear(16, width), nn.BatchNorm1d(width), nn.Linear(width, 5))

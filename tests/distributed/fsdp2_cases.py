@@ -104,11 +104,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Sharded:
-    """The net of a case, its optimizer and, where a scheme is given, the attachment; steps have numbers.
-
-    Args:
-        options: of `attach`.
-    """
+    """The net of a case, its optimizer and, where a scheme is given, the attachment (with `options`); steps have
+    numbers."""
 
     def __init__(
         self,

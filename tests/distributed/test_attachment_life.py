@@ -310,13 +310,14 @@ def test_a_scaler_that_attach_was_not_given_counts_as_if_it_had_been(rank: int, 
 
 
 @pytest.mark.parametrize(
-    ("scheme", "door"), [("auto", "ddp"), ("gcomp", "ddp"), ("one-bit", "ddp"), ("gcomp", "module")]
+    ("scheme", "door", "closes"),
+    [("auto", "ddp", 0), ("gcomp", "ddp", 0), ("one-bit", "ddp", 0), ("gcomp", "module", 0), ("truncate", "ddp", 10)],
 )
 @on_ranks(2)
 def test_an_attachment_that_nobody_closes_goes_with_its_model(
-    rank: int, world_size: int, scheme: str, door: str
+    rank: int, world_size: int, scheme: str, door: str, closes: int
 ) -> None:
-    """Threads and descriptors that three more folds have left, and models that are still there."""
+    """And those before it, which were closed: threads and descriptors that three more folds have left, and models."""
 
     def fold() -> weakref.ref[nn.Module]:
         torch.manual_seed(0)
@@ -324,11 +325,14 @@ def test_an_attachment_that_nobody_closes_goes_with_its_model(
         if door == "ddp":
             model = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
-        gradwire.attach(model, optimizer, scheme, timeout_s=100)
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.ones(2, 16)).square().mean().backward()
-            optimizer.step()
+        for is_closed in [*[True] * closes, False]:
+            attachment = gradwire.attach(model, optimizer, scheme, timeout_s=100)
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.ones(2, 16)).square().mean().backward()
+                optimizer.step()
+            if is_closed:
+                attachment.close()
         return weakref.ref(model)
 
     def held() -> int:

@@ -55,9 +55,7 @@ def gradient_of(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
 
 def expected_mean(which: str, world_size: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     """Bit for bit: part p is summed in the order of the ring from rank p on, or in rank order, in the dtype itself.
-
-    float16 is divided first, so that no sum leaves its range.
-    """
+    float16 is divided first, so that no sum leaves its range."""
     before, after = (world_size, 1) if dtype == torch.float16 else (1, world_size)
     gradients = [gradient_of(rank, n, dtype) / before for rank in range(world_size)]
     result = torch.empty(n, dtype=dtype)

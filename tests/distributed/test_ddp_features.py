@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_cases import N_STEPS, Case, batch_of, check_case, finish, from_one, sgd, start
+from ddp_cases import N_STEPS, Case, check_case, finish, sgd, start
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import gradwire
 from awkward_models import Branches, Mixed, Oddments, Recomputed, build_model
 from gradwire import schemes
 from gradwire.schemes import Scheme
 from ranks import on_ranks
-from small_training import Training
+from small_training import MakeOptimizer, Training, batch_of, from_one, muon_and_adamw
 
 
 def train(
@@ -221,3 +222,33 @@ COARSER = {"autocast": 100, "bfloat16": 2**14, "float16": 2**12, "mixed": 2**14}
 @on_ranks(2, timeout_s=120)
 def test_feature_works_with_every_scheme(rank: int, world_size: int, feature: str) -> None:
     check_case(rank, FEATURES[feature], COARSER.get(feature, 1))
+
+
+# ---- two lines in a script, and training goes on as DDP alone, or as PyTorch's own hook, would do it
+
+
+@pytest.mark.parametrize("optimizer", [sgd, muon_and_adamw])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_plain_gives_the_bits_of_ddp_without_a_hook(rank: int, world_size: int, optimizer: MakeOptimizer) -> None:
+    alone, plain = (Training(rank, scheme, optimizer).after(range(4)) for scheme in (None, "plain"))
+    assert plain.close()["scheme"] == "plain"
+    assert torch.equal(alone.flat(), plain.flat())
+
+
+def pytorchs(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses the hook itself off CUDA
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_it_does_what_pytorchs_hook_does_with_half_the_bytes(rank: int, world_size: int) -> Tensor:
+    theirs, ours = Training(rank), Training(rank, "bf16")
+    theirs.ddp.register_comm_hook(None, pytorchs)
+    for training in (theirs, ours):
+        training.take_steps(range(4))
+    ratio = ours.close()["ratio"]
+    # PyTorch rounds first and divides in bfloat16, once more rounded unless the divisor is a power of two.
+    assert float((theirs.flat() - ours.flat()).abs().max()) < (1e-6 if world_size == 2 else 2e-3)
+    assert world_size == 1 or 0.5 <= ratio < 0.51
+    return ours.flat()

@@ -157,6 +157,9 @@ def test_misuse_is_named_and_feedback_meets_no_momentum(rank: int, world_size: i
     for every, delay, fragments in ((0, 0, 1), (3, 3, 1), (3, -1, 1), (3, 0, 4), (3, 0, 0), (6, 3, 2)):
         with pytest.raises(gradwire.InvalidArgument, match="delay from 0 to every // fragments - 1"):
             local.start("plain", every, delay=delay, fragments=fragments)
+    for decay in (-0.1, 1.1, float("nan")):  # which are no shares
+        with pytest.raises(gradwire.InvalidArgument, match="feedback_decay"):
+            local.start("top-k", feedback_decay=decay)
     with pytest.raises(gradwire.Unsupported, match="aqgb"):
         local.start("aqgb", 3)
     with pytest.warns(UserWarning, match=r"momentum of 0\.9 do not go together.*is used without"):
@@ -172,6 +175,11 @@ def test_misuse_is_named_and_feedback_meets_no_momentum(rank: int, world_size: i
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         local.start("embedded-float", 3).loop.close()
+    with torch.no_grad():
+        local.net[0].weight.add_(rank)
+    local.start(every=1)
+    with pytest.raises(gradwire.InvalidArgument, match=r"ranks \[1\] have other parameters than rank 0"):
+        local.take_steps(range(1))
 
 
 @on_ranks(2)
@@ -199,16 +207,6 @@ def test_ranks_stay_equal_where_steps_are_skipped_and_parameters_unfrozen(
     loop.close()
     for name, mine in (anchored if case == "unfrozen" else dict(net.named_parameters())).items():
         assert agree(mine.detach()), (case, name)
-
-
-@on_ranks(2)
-def test_unequal_starts_are_refused(rank: int, world_size: int) -> None:
-    local = Local(rank)
-    with torch.no_grad():
-        local.net[0].weight.add_(rank)
-    local.start()
-    with pytest.raises(gradwire.InvalidArgument, match=r"ranks \[1\] have other parameters than rank 0"):
-        local.take_steps(range(1))
 
 
 DECAY = 0.5
@@ -246,12 +244,6 @@ def test_a_fading_residual_is_top_k_written_by_hand(rank: int, world_size: int) 
     whole_residual, none_left, without = train(1.0, True)[0], train(0.0, True)[0], train(1.0, False)[0]
     assert torch.equal(none_left, without)
     assert not torch.allclose(whole_residual.double(), expected, atol=1e-2), "decay changed nothing"
-
-
-@pytest.mark.parametrize("wrong", [-0.1, 1.1, float("nan")])
-def test_a_decay_that_is_no_share_is_refused(wrong: float) -> None:
-    with pytest.raises(gradwire.InvalidArgument, match="feedback_decay"):
-        Local(0).start("top-k", feedback_decay=wrong)
 
 
 def break_it(rank: int, world_size: int, how: str) -> None:

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 import torch
-from ddp_cases import batch_of, sgd, start
+from ddp_cases import sgd, start
 from reducing_cases import REDUCING
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -19,6 +19,7 @@ from gradwire.schemes.plain import start_plain_mean
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
 from ranks import on_ranks, run_ranks
+from small_training import batch_of
 
 # Below the first, headers and whole pages count: the work space is that of a bucket of this size at most. Below the second
 # an eighth more may be under way, by how fast the peers are.

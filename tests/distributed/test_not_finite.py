@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_quantised_schemes import CASES as QUANTISERS
 
 from buckets import Driver
 from gradwire import schemes
@@ -22,23 +23,15 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("homomorphic", {"mode": "exact"}),
     ("homomorphic", {"mode": "lossy", "error_feedback": True}),
     ("homomorphic", {"sparsifier": "top-k", "density": 0.1}),
-    ("one-bit", {}),
-    ("one-bit", {"scale": "two-means", "pull": "raw"}),
-    ("one-bit", {"scale": "fixed", "chunk_elements": 64}),
-    ("one-bit", {"error_feedback": False}),
+    *QUANTISERS,
     ("one-bit", {"exempt": "p0"}),  # which then travels plainly
     ("power-sgd", LOW_RANK),
     ("power-sgd-overlap", LOW_RANK),
-    ("qsgd", {"seed": 5, "chunk_elements": 128}),
-    ("qsgd", {"levels": 3, "pull": "compressed"}),
-    ("qsgd", {"levels": 127, "block": 128, "pull": "raw"}),
     ("sign-sgd", {}),
     ("slimgc", {"threshold_bytes": 0}),
     ("terngrad", {}),
     ("thc", {}),
     ("top-k", {"share": 0.1}),
-    ("two-bit", {"chunk_elements": 100}),
-    ("two-bit", {"threshold": 1.0, "relative": False, "pull": "raw"}),
 ]
 BUCKETS, BAD_STEP, N_STEPS = 2, 2, 5
 TOO_LARGE = 3e38  # of all ranks: the sums of who sends quantised sums overflow

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_cases import N_STEPS, SCHEMES, batch_of, finish, sgd, start
+from ddp_cases import N_STEPS, SCHEMES, finish, sgd, start
 from torch import Tensor
 
 import gradwire
@@ -16,7 +16,7 @@ from gradwire import schemes
 from gradwire.wire import rendezvous
 from gradwire.wire.communicator import Communicator
 from ranks import agree, on_ranks
-from small_training import MakeOptimizer, Training, adamw
+from small_training import MakeOptimizer, Training, adamw, batch_of
 
 
 def of_seed(seed: int, rank: int, name: str | None, optimizer: MakeOptimizer, **options: Any) -> Training:
@@ -51,11 +51,6 @@ def test_two_models_over_the_same_ranks_train_at_once(rank: int, world_size: int
     return results
 
 
-def train_over(group: dist.ProcessGroup | None, rank: int, name: str | None, seed: int) -> Tensor:
-    training = of_seed(seed, rank, name, sgd, process_group=group).after(range(N_STEPS))
-    return finish(training)
-
-
 @on_ranks(3, timeout_s=60)
 def test_subgroups_of_different_ranks_train_side_by_side(rank: int, world_size: int) -> None:
     """Ranks 0 and 1 are in one group more than rank 2, then all of them meet, then 2 and 0 in this order."""
@@ -64,7 +59,8 @@ def test_subgroups_of_different_ranks_train_side_by_side(rank: int, world_size: 
     runs: dict[int, list[Tensor]] = {}
     for name in (None, "zlib", "gcomp none", "plain"):
         for group, seed in groups:
-            runs.setdefault(seed, []).append(train_over(group, rank, name, seed))
+            training = of_seed(seed, rank, name, sgd, process_group=group).after(range(N_STEPS))
+            runs.setdefault(seed, []).append(finish(training))
     for group, seed in groups:
         for run in runs[seed]:
             assert torch.allclose(run, runs[seed][0], rtol=0, atol=1e-5)

@@ -1,14 +1,12 @@
 """torchrun starts ranks again after one has died: the second life goes on from the saved state, with any number of ranks."""
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from ranks import patience
+from programs import TORCHRUN, run_well
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
@@ -59,22 +57,13 @@ SCRIPT = textwrap.dedent("""
 """)
 
 
-def launch(script: Path, n_ranks: int, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """torchrun, which restarts once."""
-    path = os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parents[2] / "src")])
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1",
-         f"--nproc-per-node={n_ranks}", str(script), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True, text=True, timeout=300 * patience(),
-    )  # fmt: skip
-
-
 def run(script: Path, n_ranks: int, *arguments: object) -> list[str]:
-    """What rank 0 says at the end: life, the step it began with, hash of the parameters."""
-    ended = launch(script, n_ranks, *arguments, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    assert ended.returncode == 0, ended.stderr
-    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("ended")]
+    """By torchrun, which restarts once. What rank 0 says at the end: life, the step it began with, hash of the parameters."""
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parents[2] / "src")])
+    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [*TORCHRUN[:-1], n_ranks, "--max-restarts=1", script, *arguments]
+    said = run_well(command, 300, env={**os.environ, **variables})
+    (line,) = [line for line in said.splitlines() if line.startswith("ended")]
     return line.split()[1:]
 
 

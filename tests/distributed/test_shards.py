@@ -249,6 +249,10 @@ def test_what_cannot_be_served_is_refused_by_name(rank: int, world_size: int) ->
         ("plain", {"weights": "half"}, gradwire.InvalidArgument, "weights is one of"),
         ("plain", {"inside": "gcomp"}, gradwire.InvalidArgument, "the scheme is the one inside"),
         ("plain", {"bucket_mb": 3}, gradwire.InvalidArgument, "bucket_mb"),
+        ("auto", {"fidelity": "precise"}, gradwire.InvalidArgument, "no fidelity is called"),
+        ("auto", {"fidelity": ["one-bit"]}, gradwire.Unsupported, "keeps error feedback"),
+        ("auto", {"fidelity": [3]}, gradwire.InvalidArgument, "NAME:option=value"),
+        ("auto", {"budget": 2}, gradwire.InvalidArgument, "share of the time"),
     ]:
         with pytest.raises(error, match=words):
             ours.attach(scheme, **options)
@@ -395,16 +399,3 @@ def test_a_resumed_run_goes_on_with_what_was_best(rank: int, world_size: int) ->
         ours.state.close()
     assert before == stats["scheme"] == GCOMP
     assert stats["schedule"][-1] == (40, GCOMP)
-
-
-@on_ranks(2)
-def test_wrong_arguments_are_refused_at_attach(rank: int, world_size: int) -> None:
-    ours = Sharded(rank, mesh_of(2))
-    for options, words in [
-        ({"fidelity": "precise"}, "no fidelity is called"),
-        ({"fidelity": ["one-bit"]}, "keeps error feedback"),
-        ({"fidelity": [3]}, "NAME:option=value"),
-        ({"budget": 2}, "share of the time"),
-    ]:
-        with pytest.raises((gradwire.InvalidArgument, gradwire.Unsupported), match=words):
-            ours.attach("auto", **options)

@@ -26,7 +26,7 @@ import gradwire
 from gradwire import _native, errors
 from gradwire.core.bucket import Bucket
 from meshes import FACTS, SECRET, at_once, meshes
-from ranks import on_ranks, patience, try_ranks
+from ranks import assert_alike, on_ranks, patience, try_ranks
 
 STREAM, MAX_BYTES = 6, 1_000
 CHALLENGE = struct.Struct("<4sI16s")
@@ -100,9 +100,8 @@ def test_strangers_are_closed_within_a_second_and_do_no_harm() -> None:
         assert closes_within_a_second(introduce(made[0].endpoints[0], b"wrong" + SECRET[5:]))
         for rank, peer in ((2, 0), (0, 0), (1, 1)):  # who knows the secret but is nobody
             assert closes_within_a_second(introduce(made[0].endpoints[0], SECRET, rank, peer))
-        more = [
-            introduce(made[0].endpoints[0], SECRET) for _ in range(63)
-        ]  # who is there already has another connection
+        # Who is there already has another connection.
+        more = [introduce(made[0].endpoints[0], SECRET) for _ in range(63)]
         assert made[0].n_connections == 64
         assert closes_within_a_second(introduce(made[0].endpoints[0], SECRET))
         for connection in more:
@@ -110,9 +109,19 @@ def test_strangers_are_closed_within_a_second_and_do_no_harm() -> None:
         assert carries(made)
 
 
-def test_flood_of_strangers_does_not_keep_a_rank_out() -> None:
+@pytest.mark.parametrize("has_fewer_descriptors", [False, True])
+def test_flood_of_strangers_does_not_keep_a_rank_out(has_fewer_descriptors: bool) -> None:
+    """Nor if fewer descriptors are allowed meanwhile: the system then refuses to watch all who stand at the door."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with meshes() as made:
         crowd = [socket.create_connection(made[0].endpoints[0], timeout=5 * patience()) for _ in range(400)]
+        if has_fewer_descriptors:
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
+                crowd[0].sendall(b"GET")  # the door looks, and then waits again
+                time.sleep(0.3)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         open_all(made)
         assert carries(made)
         for stranger in crowd:
@@ -199,15 +208,8 @@ def test_a_rank_that_was_held_up_and_taken_for_a_stranger_comes_again_and_one_th
 
 
 def header(**changes: int) -> bytes:
-    fields = {
-        "magic": 0x4757,
-        "version": _native.MESSAGE_VERSION,
-        "flags": 0,
-        "stream": STREAM,
-        "n_bytes": 5,
-        "number": 0,
-    }
-    fields |= dict(zip(("configuration", "layout", "step", "bucket"), FACTS, strict=True))
+    fields = {"magic": 0x4757, "version": _native.MESSAGE_VERSION, "flags": 0, "stream": STREAM, "n_bytes": 5}
+    fields |= dict(zip(("number", "configuration", "layout", "step", "bucket"), (0, *FACTS), strict=True))
     fields |= {"checksum": _native.crc32c(b"hello")} | changes
     raw = HEADER.pack(*fields.values())
     return raw + struct.pack("<I", _native.crc32c(raw))
@@ -232,8 +234,10 @@ def hear(raw: bytes, ends: bool = False) -> Any:
         return heard
 
 
-def test_message_of_a_peer_written_from_the_document_is_read() -> None:
-    source, message, _ = hear(header() + b"hello")
+@pytest.mark.parametrize("changes", [{}, {"flags": 1, "checksum": 0}])
+def test_message_of_a_peer_written_from_the_document_is_read(changes: dict[str, int]) -> None:
+    """One that says that it has a checksum of its own is left to its decoder."""
+    source, message, _ = hear(header(**changes) + b"hello")
     assert (source, bytes(message.tolist())) == (1, b"hello")
 
 
@@ -262,10 +266,6 @@ def test_wrong_header_field_raises_its_error(changes: dict[str, int], error: typ
         assert f"{value} there" in str(heard)
 
 
-def test_message_that_says_that_it_has_a_checksum_of_its_own_is_left_to_its_decoder() -> None:
-    assert bytes(hear(header(flags=1, checksum=0) + b"hello")[1].tolist()) == b"hello"
-
-
 @pytest.mark.parametrize("place", range(_native.MESSAGE_HEADER_BYTES + 5))
 def test_flipped_bit_in_a_header_or_behind_it_is_found(place: int) -> None:
     raw = bytearray(header() + b"hello")
@@ -286,45 +286,21 @@ def test_connection_that_ends_in_the_middle_loses_its_peer(n_bytes: int) -> None
     assert_lost(heard, "rank 0 lost rank 1, which closed the connection")
 
 
-def test_peer_that_says_nothing_more_is_lost_after_the_timeout() -> None:
-    started = time.monotonic()
-    heard = hear(header() + b"hel")
-    assert_lost(heard, "did not answer")
-    assert "timeout_s=2" in str(heard)
-    assert 1.9 < time.monotonic() - started < 10 * patience()
-
-
-def test_peer_that_sends_a_byte_now_and_then_is_lost_after_the_timeout() -> None:
-    started = time.monotonic()
+@pytest.mark.parametrize("says", [b"", b"x"])
+def test_peer_that_says_nothing_more_or_a_byte_now_and_then_is_lost_after_the_timeout(says: bytes) -> None:
+    started, stop = time.monotonic(), threading.Event()
     with facing_a_fake() as (zero, fake):
-        fake.sendall(header(n_bytes=500))
-        stop = threading.Event()
+        fake.sendall(header(n_bytes=500) + b"hel")
 
         def trickle() -> None:
             with contextlib.suppress(OSError):
                 while not stop.wait(0.3):
-                    fake.sendall(b"x")
+                    fake.sendall(says)
 
-        (heard, _) = at_once(lambda: [at_once(lambda: zero.receive_any(STREAM, [1])), stop.set()][0], trickle)
-    assert_lost(heard[0], "did not answer")
-    assert time.monotonic() - started < 10 * patience()
-
-
-def test_door_stays_open_when_fewer_descriptors_are_allowed_meanwhile() -> None:
-    """The system then refuses to watch all who stand at the door."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with meshes() as made:
-        crowd = [socket.create_connection(made[0].endpoints[0], timeout=5 * patience()) for _ in range(200)]
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
-            crowd[0].sendall(b"GET")  # the door looks, and then waits again
-            time.sleep(0.3)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        open_all(made)
-        assert carries(made)
-        for stranger in crowd:
-            stranger.close()
+        ((heard,), _) = at_once(lambda: [at_once(lambda: zero.receive_any(STREAM, [1])), stop.set()][0], trickle)
+    assert_lost(heard, "did not answer")
+    assert "timeout_s=2" in str(heard)
+    assert 1.9 < time.monotonic() - started < 10 * patience()
 
 
 def test_message_of_a_stream_that_is_not_open_waits() -> None:
@@ -474,8 +450,7 @@ def test_streams_and_interfaces_are_what_the_environment_says(rank: int, world_s
         assert reducer.stats()["n_streams"] == {("", "lo"): 1, ("5", "lo"): 5, ("", "lo,lo,lo"): 3}[streams, interfaces]
         reducer.close()
         means.append(tensors["w"])
-    assert torch.equal(means[0], means[1])
-    assert torch.equal(means[0], means[2])
+    assert_alike(means)
 
 
 @pytest.mark.parametrize(

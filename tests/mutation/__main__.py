@@ -48,16 +48,15 @@ AREAS = {
         ("core/feedback.py",),
         (
             "recovery/test_residuals.py", "distributed/test_conservation.py", "distributed/test_not_finite.py",
-            "distributed/test_quantised_schemes.py", "distributed/test_sign_and_sparse_schemes.py",
-            "distributed/test_restart.py", "distributed/test_other_world.py",
+            "distributed/test_quantised_schemes.py", "distributed/test_restart.py", "distributed/test_other_world.py",
         ),
     ),
     "agreement": Area(
         ("wire/preamble.py", "schemes/plain.py"),
         (
-            "corruption/test_preamble.py", "distributed/test_collectives.py", "distributed/test_attach.py",
-            "distributed/test_auto_leaves_alone.py", "distributed/test_warm_up.py",
-            "distributed/test_low_rank_schemes.py", "faults/test_failures.py",
+            "corruption/test_preamble.py", "distributed/test_collectives.py", "distributed/test_warm_up.py",
+            "distributed/test_low_rank_schemes.py", "distributed/test_auto.py", "distributed/test_ddp_features.py",
+            "faults/test_failures.py",
         ),
     ),
     "checksums and averages": Area(
@@ -65,20 +64,20 @@ AREAS = {
         (
             "distributed/test_collectives.py", "distributed/test_not_finite.py",
             "distributed/test_summed_and_dgc_schemes.py", "distributed/test_quantised_schemes.py",
-            "distributed/test_sign_and_sparse_schemes.py", "distributed/test_warm_up.py",
+            "distributed/test_warm_up.py",
         ),
     ),
     "rounding": Area(
         ("codecs/ternary.py", "codecs/selection.py", "codecs/quantised.py"),
         (
             "recovery/test_quantisers.py", "recovery/test_arguments.py", "recovery/test_top_k_selection.py",
-            "device/test_kernels.py", "device/test_selection_kernels.py",
-            "distributed/test_summed_and_dgc_schemes.py", "distributed/test_sign_and_sparse_schemes.py",
+            "device/test_kernels.py", "device/test_coded_kernels.py",
+            "distributed/test_summed_and_dgc_schemes.py", "distributed/test_quantised_schemes.py",
         ),
     ),
     "auto's hand-over": Area(
         ("schemes/auto/turns.py", "schemes/auto/scheme.py"),
-        ("control/test_racing.py", "distributed/test_auto.py", "distributed/test_attach.py"),
+        ("control/test_racing.py", "distributed/test_auto.py", "distributed/test_ddp_features.py"),
     ),
 }  # fmt: skip
 

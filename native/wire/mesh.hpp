@@ -26,7 +26,7 @@ namespace gradwire::wire {
 
 // How a rank uses the lines to its peers. By itself: one connection and the system's congestion control where a round
 // trip takes less than kLongTrip, else "bbr" and one for each kTripOfOne, but two at least, or, where the kernel has no
-// "bbr", kConnections of them.
+// "bbr", kConnections of them; the first one sends until it needs help (Link::look_for_setbacks).
 struct Lines {
   std::size_t n_connections = 0;  // connections to a peer; 0: by its round trip
   std::string congestion;         // the kernel's name of a congestion control; empty: by the round trip

@@ -230,7 +230,7 @@ def measure_size(args: argparse.Namespace, source: GradientSource, specs: Sequen
     """Measure every scheme on a gradient of `n_bytes` of float32; returns the records, on every rank."""
     n_elements = max(1, n_bytes // 4)
     gradient = torch.from_numpy(source.gradient(dist.get_rank(), n_elements))
-    positions = np.arange(n_elements)
+    positions: np.ndarray = np.arange(n_elements)
     if n_elements > _CHECKED_STRETCHES * _STRETCH_ELEMENTS:
         starts = np.linspace(0, n_elements - _STRETCH_ELEMENTS, _CHECKED_STRETCHES).astype(np.int64)
         positions = (starts[:, None] + np.arange(_STRETCH_ELEMENTS)).ravel()

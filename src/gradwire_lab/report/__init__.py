@@ -72,12 +72,13 @@ def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[LoggedRun
             records[_kind_of(record, f"{source}: record {number}")].append(record)
     for same in _group(runs, lambda run: (run.config.get("workload"), run.config.get("scheme"))):
         words = [_words(run.config.get("scheme_options")) for run in same]
-        for run, options in zip(same, words, strict=True) if len(same) > 1 else ():
-            run.label += f" {options if len(set(words)) == len(same) else f'({run.path.name})'}"
+        for run, options in zip(same, words, strict=True):
+            if len(same) > 1:
+                run.label += f" {options if len(set(words)) == len(same) else f'({run.path.name})'}"
     for same in (same for kind in ("allreduce", "train") for same in _group(records[kind], lambda r: str(r["scheme"]))):
         words = [_words(record.get("options") or record.get("scheme_options")) for record in same]
-        for record, options in zip(same, words, strict=True) if len(set(words)) > 1 else ():
-            record["scheme"] = f"{record['scheme']} {options}".strip()
+        for record, options in zip(same, words, strict=True):
+            record["scheme"] = f"{record['scheme']} {options if len(set(words)) > 1 else ''}".strip()
     return runs, records
 
 

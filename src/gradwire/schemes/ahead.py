@@ -78,7 +78,19 @@ class Ahead(Scheme, StepOwner):
         unknown = next((name for name in options if name not in OPTIONS), None)
         if unknown:
             raise InvalidArgument(f"ahead=1 has no option {unknown!r}; there are: {', '.join(OPTIONS)}")
-        _refuse(inner)
+        why = (
+            "takes the optimizer's step itself" if inner.owns_step
+            else "exchanges the optimizer's momenta, which are a step behind" if inner.needs_momenta
+            else "leaves ranks with different results" if inner.replicas_may_differ
+            else "watches DDP's own steps; name a scheme" if inner.is_transparent
+            else "reads parameters and the optimizer's state, which are this rank's own for a step; for gcomp take "
+            'importance="none" or "uniform"' if inner.reads_optimizer
+            else None
+        )  # fmt: skip
+        if why is not None:
+            raise Unsupported(
+                f"ahead=1 takes a scheme that only reduces, and {inner.name!r} {why}; leave one of the two out"
+            )
         self.inner, self._options = inner, LookAheadOptions(**options)
         self.name, self.per_rank_state = inner.name, inner.per_rank_state
         self.state_is_per_world = inner.state_is_per_world
@@ -136,8 +148,6 @@ class Ahead(Scheme, StepOwner):
         self._undo.callback(self._flag.close)
         self._interceptor = Interceptor(self.session, self._parameters, self)
         self._undo.callback(self._interceptor.remove)
-
-    # ---- the backward pass
 
     def begin_step(self, step: int) -> None:
         """Raises: Unsupported (ddp.join)."""
@@ -289,20 +299,3 @@ class Ahead(Scheme, StepOwner):
             self.inner.close()
             self.inner.unbind()
             self.inner.is_ahead = False
-
-
-def _refuse(inner: Scheme) -> None:
-    """Raises: Unsupported (a scheme that does more than reduce, or reads what local weights change)."""
-    why = (
-        "takes the optimizer's step itself" if inner.owns_step
-        else "exchanges the optimizer's momenta, which are a step behind" if inner.needs_momenta
-        else "leaves ranks with different results" if inner.replicas_may_differ
-        else "watches DDP's own steps; name a scheme" if inner.is_transparent
-        else "reads parameters and the optimizer's state, which are this rank's own for a step; for gcomp take "
-        'importance="none" or "uniform"' if inner.reads_optimizer
-        else None
-    )  # fmt: skip
-    if why is not None:
-        raise Unsupported(
-            f"ahead=1 takes a scheme that only reduces, and {inner.name!r} {why}; leave one of the two out"
-        )

@@ -138,7 +138,13 @@ class Dgc(Compressed):
             # What this rank did not use waits; the momentum of tensors that are sent whole is the same on all ranks.
             is_used = [used or span in whole for used, span in zip(part.is_used, spans, strict=True)]
             waiting = Unused(spans, is_used, momenta)
-            gradient = self._clipped(part, wire)
+            gradient = wire.scratch("dgc gradient", bucket.n_elements).copy_(part.values)
+            wire.divide(gradient, part.loss_scale)
+            if self.max_norm is not None:
+                limit = self.max_norm / math.sqrt(wire.world_size)
+                for start, end in spans:
+                    norm = torch.linalg.vector_norm(gradient[start:end]).double()
+                    gradient[start:end].mul_(torch.where(norm > limit, limit / norm, 1.0).float())
             for slot, span, used in zip(bucket.slots, spans, is_used, strict=True):
                 if used and span not in whole:
                     self._decay(slot, gradient[slice(*span)])
@@ -194,17 +200,6 @@ class Dgc(Compressed):
             ]
             n_taken, indices, taken = take_by_sample(sums, spans, counts, samples, beside=momenta)
         return list(wire.gather(torch.cat([n_taken, indices, taken.view(torch.int32)]), is_finite))
-
-    def _clipped(self, part: Part, wire: Wire) -> Tensor:
-        """(n,) float32, scratch: the gradient without the loss scale, each parameter's clipped."""
-        gradient = wire.scratch("dgc gradient", part.bucket.n_elements).copy_(part.values)
-        wire.divide(gradient, part.loss_scale)
-        if self.max_norm is not None:
-            limit = self.max_norm / math.sqrt(wire.world_size)
-            for start, end in part.bucket.spans:
-                norm = torch.linalg.vector_norm(gradient[start:end]).double()
-                gradient[start:end].mul_(torch.where(norm > limit, limit / norm, 1.0).float())
-        return gradient
 
     def _add_whole(
         self, part: Part, wire: Wire, whole: _Spans, dense: Tensor, mean: Tensor, momenta: tuple[Tensor, Tensor]

@@ -61,6 +61,7 @@ class FrozenAdam:
         self._begun: _BegunVariances | None = None
         self.frozen_at: dict[Tensor, int] = {}  # frozen parameters, with the updates that their variances had seen
         self.idle_until: dict[Tensor, int] = {}  # parameters with the updates that they had seen no gradient in
+        self._counts = {"frozen_at": self.frozen_at, "idle_until": self.idle_until}
         self._largest: dict[Tensor, Tensor] = {}  # variances, each where its parameter is
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._n_steps = 0  # with frozen parameters
@@ -105,8 +106,6 @@ class FrozenAdam:
         self._adams = Optimizers()
         self._reset()
 
-    # ---- on the lane, between two steps of the optimizer
-
     def choose(self, bucket: Bucket, select: ByName) -> Selection:
         """The tensors of which momenta are sent from now on; alike on all ranks, as their optimizers' states are."""
         # All are asked, because to ask is to count.
@@ -130,13 +129,9 @@ class FrozenAdam:
 
     def momentum(self, slot: Slot) -> tuple[Tensor, float]:
         """(n,) float32: what the state holds for a frozen slot, as its bucket lies; and beta1, as it is now."""
-        assert slot.parameter is not None
-        place = self._adams.of(slot.parameter)
-        assert place is not None, "it was frozen by its Adam's state"
+        place: Any = self._adams.of(slot.parameter)  # there is one: it was frozen by its Adam's state
         momentum = local_of(place.optimizer.state[slot.parameter]["exp_avg"]).detach()
         return as_lying(momentum, slot, self._device), float(place.group["betas"][0])
-
-    # ---- around the user's step
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self.frozen_at:
@@ -210,9 +205,8 @@ class FrozenAdam:
                 raise Unsupported(f"{self._scheme} does not take {option}=True; {cure}")
             is_decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
             if group["weight_decay"] and not is_decoupled:
-                raise Unsupported(
-                    f"{self._scheme}: Adam adds its weight_decay to the gradient, and so to the momenta; use AdamW"
-                )
+                why = "Adam adds its weight_decay to the gradient, and so to the momenta"
+                raise Unsupported(f"{self._scheme}: {why}; use AdamW")
         return optimizer.param_groups
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
@@ -224,12 +218,12 @@ class FrozenAdam:
         """Counts of updates by parameter name, for `load_by_name`."""
         return {
             key: {name: counts[slot.parameter] for name, slot in slots.items() if slot.parameter in counts}
-            for key, counts in (("frozen_at", self.frozen_at), ("idle_until", self.idle_until))
+            for key, counts in self._counts.items()
         }
 
     def load_by_name(self, state: Mapping[str, Any], slots: Mapping[str, Slot]) -> None:
         """Take counts back. Raises: InvalidArgument (a name that the model lacks, no counts)."""
-        for key, counts in (("frozen_at", self.frozen_at), ("idle_until", self.idle_until)):
+        for key, counts in self._counts.items():
             counts.clear()
             for name, n in state[key].items():
                 slot = slots.get(name)

@@ -86,10 +86,9 @@ class Options:
 
     def __post_init__(self) -> None:
         checks.count("rank", self.rank)
-        if not self.min_compression_rate >= 0:
-            raise InvalidArgument(
-                f"min_compression_rate must be at least 0 (compress all), got {self.min_compression_rate}"
-            )
+        rate = self.min_compression_rate
+        if not rate >= 0:
+            raise InvalidArgument(f"min_compression_rate must be at least 0 (compress all), got {rate}")
         if self.feedback_decay is not None:
             checks.share("feedback_decay", self.feedback_decay)
         if math.isnan(self.buffer_mb) or self.buffer_mb < 0:
@@ -97,9 +96,6 @@ class Options:
         checks.choice("factor_dtype", self.factor_dtype, _WIRE_DTYPES)
         for name in ("min_compression_rate", "buffer_mb"):
             object.__setattr__(self, name, float(getattr(self, name)))
-
-
-# ---- matrices of a bucket
 
 
 class MatrixGroup:
@@ -220,9 +216,6 @@ class Plans:
                 dense.append((start, end))
         device = bucket.buffer.device
         return BucketPlan([MatrixGroup(*group, device) for group in members.items()], dense, device)
-
-
-# ---- one bucket of a step, and all of them
 
 
 @dataclass(eq=False)
@@ -377,8 +370,6 @@ class Fusion:
             self._write_if_summed(work)
 
 
-# ---- the scheme
-
 Steps = Callable[["LowRank", Work], Iterator[Next]]
 
 
@@ -448,8 +439,6 @@ class LowRank(Compressed):
         """The matrix that a slot is compressed as."""
         rank, rate = self.options.rank, self.options.min_compression_rate
         return matrix_shape(slot, rank, rate, self._n_factors) if self.select(slot) else None
-
-    # ---- a step
 
     def reduce(self, bucket: Bucket) -> Future:
         """Compress on the lane. The future may complete with a later bucket, at the latest with the last one."""
@@ -628,20 +617,15 @@ class LowRank(Compressed):
         factors = {}
         for name, factor in sorted(state["factors"].items()):
             slot = self.session.slots.get(name)
-            shape = None if slot is None else self.shape_of(slot)
-            if slot is None or shape is None:
-                raise InvalidArgument(
-                    f"the checkpoint holds a factor of {name!r}, but this run "
-                    f"{'has no such parameter' if slot is None else 'does not compress it'}; load the checkpoint into the "
-                    "model that wrote it"
-                )
+            if slot is None or (shape := self.shape_of(slot)) is None:
+                why = "has no such parameter" if slot is None else "does not compress it"
+                cure = "load the checkpoint into the model that wrote it"
+                raise InvalidArgument(f"the checkpoint holds a factor of {name!r}, but this run {why}; {cure}")
             expected = (shape.rank, shape.n_columns if is_step_for_p else shape.n_rows)
-            if not isinstance(factor, Tensor) or factor.shape != expected or factor.dtype != torch.float32:
-                found = getattr(factor, "shape", type(factor).__name__), getattr(factor, "dtype", None)
-                raise InvalidArgument(
-                    f"the checkpoint's factor of {name!r} is {found}, expected {expected} torch.float32; attach the "
-                    "scheme with the rank, and load into the model, of the saved run"
-                )
+            if factor.shape != expected or factor.dtype != torch.float32:
+                found = f"{tuple(factor.shape)} {factor.dtype}, expected {expected} torch.float32"
+                cure = "attach the scheme with the rank, and load into the model, of the saved run"
+                raise InvalidArgument(f"the checkpoint's factor of {name!r} is {found}; {cure}")
             factors[slot] = factor.clone()
         super().load_state_dict(state)
         self.plans.load(factors)

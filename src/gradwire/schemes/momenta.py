@@ -32,10 +32,8 @@ _MUONS = tuple(getattr(torch.optim, name) for name in ("Muon",) if hasattr(torch
 
 
 class Momenta:
-    """The momenta of the session's optimizers, read live: Adam, AdamW, NAdam, RAdam, Muon, and SGD with momentum of torch.
-
-    Of any other optimizer nothing is expected, and its residuals do not decay. Ranks agree, as their optimizers' states do.
-    """
+    """The momenta of the session's optimizers, read live: Adam, AdamW, NAdam, RAdam, Muon, and SGD with momentum of torch. Of
+    any other nothing is expected, and its residuals do not decay."""
 
     def bind(self, session: Session, scheme: str) -> None:
         """Raises: Unsupported (no optimizer with a momentum that is known; DDP looks for unused parameters)."""

@@ -72,10 +72,8 @@ class TwoLevel(Scheme):
 
         inner = self.inner = by_name(inner, **options) if isinstance(inner, str) else inner
         if inner.owns_step or inner.replicas_may_differ or inner.is_transparent or inner.needs_momenta:
-            raise Unsupported(
-                f"two-level takes a scheme that only reduces, and {inner.name!r} does more; choose another, or attach "
-                "it without two levels"
-            )
+            cure = "choose another, or attach it without two levels"
+            raise Unsupported(f"two-level takes a scheme that only reduces, and {inner.name!r} does more; {cure}")
         self.nodes = nodes if nodes is not None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._turns = threading.Lock()
 
@@ -199,7 +197,6 @@ class TwoLevel(Scheme):
         return self.inner.end_backward(step)
 
     def stats(self) -> dict[str, Any]:
-        """The inner scheme's figures."""
         return {"inner": self.inner.name, **self.inner.stats()}
 
     def state_dict(self) -> dict[str, Any]:

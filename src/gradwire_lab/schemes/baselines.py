@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from gradwire import codecs
+from gradwire.checks import count as check_count
 from gradwire.codecs.gcomp import GCompCodec, HuffmanTable
 from gradwire.codecs.general import RawCodec
 from gradwire.core.feedback import Part
@@ -29,10 +30,8 @@ class Periodic(Compressed):
     shared = ("every",)
 
     def __init__(self, every: int = 8) -> None:
-        if every < 1:
-            raise InvalidArgument(f"every must be at least 1, got {every}")
         super().__init__(collective=Ring(codecs.by_name("raw")))
-        self.every = every
+        self.every = check_count("every", every)
 
     def step(self, part: Part, wire: Wire) -> None:
         if part.bucket.step % self.every == self.every - 1:

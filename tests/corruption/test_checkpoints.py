@@ -53,11 +53,14 @@ def test_misfit_checkpoint_raises_its_error_and_changes_nothing(rank: int, world
     torch.save(good, file)
     file.seek(0)
     assert same(torch.load(file, weights_only=True), good)
-    own = good["state"]
+    own, others = good["state"], {**good["configuration"], "refresh_every": 50}
     table = own["tables"]["wide"]
     corrupt = table.clone()
     corrupt[40] ^= 1
-    of_later_version = table.clone()
+
+    def with_table(wide: torch.Tensor) -> dict[str, Any]:
+        return {**good, "state": {**own, "tables": {**own["tables"], "wide": wide}}}
+
     misfits: list[tuple[Any, type[Exception], str]] = [
         (None, CorruptMessage, "not a gradwire state_dict"),
         ([good], CorruptMessage, "not a gradwire state_dict"),
@@ -70,23 +73,14 @@ def test_misfit_checkpoint_raises_its_error_and_changes_nothing(rank: int, world
         ({**good, "step": "7"}, CorruptMessage, "lacks 'step' \\(int\\)"),
         ({**good, "version": STATE_VERSION + 1}, IncompatibleVersion, f"has version {STATE_VERSION + 1}"),
         ({**good, "scheme": "zlib"}, InvalidArgument, "written by scheme 'zlib', but 'gcomp' is attached"),
-        (
-            {**good, "configuration": {**good["configuration"], "refresh_every": 50}},
-            InvalidArgument,
-            "refresh_every: 50 saved, 4 now",
-        ),
+        ({**good, "configuration": others}, InvalidArgument, "refresh_every: 50 saved, 4 now"),
         ({**good, "world_size": 5}, InvalidArgument, "written by 5 ranks, this run has 2.*strict=False"),
         ({**good, "state": {}}, InvalidArgument, "not the state of scheme 'gcomp'"),
         ({**good, "state": {**own, "tables": 3}}, InvalidArgument, "not the state of scheme 'gcomp'"),
         ({**good, "state": {**own, "counts": torch.zeros(3)}}, InvalidArgument, "not the state of scheme 'gcomp'"),
         ({**good, "state": {**own, "switch_step": "2"}}, InvalidArgument, "not the state of scheme 'gcomp'"),
-        ({**good, "state": {**own, "tables": {**own["tables"], "wide": corrupt}}}, CorruptMessage, ""),
-        ({**good, "state": {**own, "tables": {**own["tables"], "wide": of_later_version[:50]}}}, CorruptMessage, ""),
-        (
-            {**good, "state": {**own, "tables": {**own["tables"], "wide": own["tables"]["narrow"]}}},
-            InvalidArgument,
-            "wrong width under 'wide'",
-        ),
+        *((with_table(wide), CorruptMessage, "") for wide in (corrupt, table[:50].clone())),
+        (with_table(own["tables"]["narrow"]), InvalidArgument, "wrong width under 'wide'"),
     ]
     for misfit, error, words in misfits:
         with pytest.raises(error, match=words or None):

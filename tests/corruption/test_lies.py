@@ -125,6 +125,10 @@ def test_sealed_messages_without_their_end_are_refused() -> None:
             written.read(written.sealed(written.message[:end].clone()))
 
 
+FLOATS = finite_gradient(2_000, torch.float32)[:1_000]
+OF_FLOATS = {"embedded": Written("embedded-float", FLOATS, bits=8), "truncated": Written("truncated-float", FLOATS)}
+
+
 @pytest.mark.parametrize(
     ("name", "at", "layout", "value", "match"),
     [
@@ -133,13 +137,21 @@ def test_sealed_messages_without_their_end_are_refused() -> None:
         *(("qsgd wide", at, "<B", 0x7F, "code") for at in (32 + 12, -64)),
         *(("qsgd of 5 levels", at, "<B", 0x7F, "code") for at in (32 + 12, -32)),
         *((name, at, "<I", norm, "") for name, at in (("qsgd", 32), ("thc", 48)) for norm in (0x7FC00000, 0xBF800000)),
+        # after header and table: the exponents of four partitions, the planes, the escapes' places and values
+        ("embedded", 48, "<B", 30, "exponent"),
+        ("embedded", 49, "<B", 255, "denies"),
+        ("embedded-float whole", 48 + 4 + 4_000 + 2, "<H", 500, "escape"),  # as the first, or past those that follow
+        ("embedded-float whole", 48 + 4 + 4_000 + 1, "<B", 0x7F, "escape"),  # past the values
+        ("embedded-float whole", -2, "<H", 0x7F80, "escape"),  # not finite
+        *(("truncated", 44, "<H", scale, "scale") for scale in (0x0000, 0x0D7F, 0x7F80, 0x7FC0, 0xBF80)),
     ],
 )
-def test_codes_and_norms_that_no_encoder_writes_are_refused(
+def test_codes_norms_and_scales_that_no_encoder_writes_are_refused(
     name: str, at: int, layout: str, value: int, match: str
 ) -> None:
+    written = (WRITTEN | OF_FLOATS)[name]
     with pytest.raises(CorruptMessage, match=match or None):
-        WRITTEN[name].read(WRITTEN[name].with_lie(at, layout, value))
+        written.read(written.with_lie(at, layout, value))
 
 
 # ---- payloads of zlib and zstd
@@ -166,33 +178,6 @@ def test_a_payload_of_other_bytes_is_refused_and_none_are_allocated(name: str, p
 # ---- the float codecs
 
 
-@pytest.mark.parametrize(
-    ("bits", "at", "layout", "value", "match"),
-    [
-        (8, 48, "<B", 30, "exponent"),
-        (8, 49, "<B", 255, "denies"),
-        (32, 48 + 4 + 4_000 + 2, "<H", 500, "escape"),  # as the first, or past those that follow
-        (32, 48 + 4 + 4_000 + 1, "<B", 0x7F, "escape"),  # past the values
-        (32, -2, "<H", 0x7F80, "escape"),  # not finite
-    ],
-)
-def test_shared_exponents_and_escapes_out_of_range_or_order_are_refused(
-    bits: int, at: int, layout: str, value: int, match: str
-) -> None:
-    """After header and table: the exponents of four partitions, the planes, the escapes' places and values."""
-    written = Written("embedded-float", finite_gradient(2_000, torch.float32)[:1_000], bits=bits)
-    with pytest.raises(CorruptMessage, match=match):
-        written.read(written.with_lie(at, layout, value))
-    written.read(written.sealed(written.message.clone()))
-
-
-@pytest.mark.parametrize("scale", [0x0000, 0x0D7F, 0x7F80, 0x7FC0, 0xBF80])
-def test_a_scale_out_of_range_is_refused(scale: int) -> None:
-    written = Written("truncated-float", finite_gradient(2_000, torch.float32)[:1_000])
-    with pytest.raises(CorruptMessage, match="scale"):
-        written.read(written.with_lie(44, "<H", scale))
-
-
 def test_a_message_that_does_not_follow_leaves_the_receiver_as_it_was() -> None:
     codec, values = EmbeddedFloat(), with_infinity(N_CHUNKED)
 
@@ -209,16 +194,8 @@ def test_a_message_that_does_not_follow_leaves_the_receiver_as_it_was() -> None:
     receiver.write(before)
     damaged = planes(6, 26).clone()
     damaged[-1] ^= 1
-    short = encode(EmbeddedFloat(6), values[:100])
-    for message in (
-        planes(0, 6),
-        planes(5, 2),
-        planes(7, 3),
-        planes(6, 2, partition=128),
-        planes(6, 2, format=1),
-        damaged,
-        short,
-    ):
+    others = [planes(*one) for one in ((0, 6), (5, 2), (7, 3), (6, 2, 128), (6, 2, 256, 1))]  # other bits or settings
+    for message in (*others, damaged, encode(EmbeddedFloat(6), values[:100])):
         with pytest.raises(CorruptMessage):
             receiver.add_planes(message)
         assert receiver.n_bits == 6

@@ -159,13 +159,10 @@ def test_zeros_leave_nothing_out_of_two_bits() -> None:
         assert residual.view(torch.int32).tolist() == [0] * 40, level
 
 
-def exponent_counts() -> Iterator[Tensor]:
+def counts_votes_and_selections() -> Iterator[Tensor]:
     histogram = torch.zeros(256, dtype=torch.int64)
     GCompCodec("none").histogram(make_gradient("special", 50_001, torch.float32), histogram)
     yield histogram
-
-
-def signs_votes_and_selections() -> Iterator[Tensor]:
     values = torch.randn(100_003, generator=torch.Generator().manual_seed(5))
     values[::7] = 0.0
     values[::11] *= -0.0
@@ -205,7 +202,7 @@ def sketches() -> Iterator[Tensor]:
     assert sketch._plan.n_blocks > 2, "nothing that threads could share"
 
 
-@pytest.mark.parametrize("compute", [refinements, sums, exponent_counts, signs_votes_and_selections, sketches])
+@pytest.mark.parametrize("compute", [refinements, sums, counts_votes_and_selections, sketches])
 def test_kernels_give_the_same_bytes_everywhere(compute: Callable[[], Iterator[Tensor]]) -> None:
     assert_same_bytes_everywhere(compute, (1, 2, 5))
 

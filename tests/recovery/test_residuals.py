@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -102,27 +101,18 @@ def test_two_tensors_a_parameter_change_places_and_none_is_made_once_warm() -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("old_world", "new_world"), [(4, 2), (2, 4), (3, 1), (1, 3)])
-def test_redistribution_keeps_the_mean(dtype: torch.dtype, old_world: int, new_world: int) -> None:
+@pytest.mark.parametrize("old_world", [1, 2, 3, 4])
+def test_redistribution_keeps_the_mean(dtype: torch.dtype, old_world: int) -> None:
     torch.manual_seed(0)
     states = [{"a": torch.randn(50).to(dtype), "b": torch.randn(3).to(dtype)} for _ in range(old_world)]
     if old_world > 1:
         del states[0]["b"]  # a rank that has left nothing out for it yet
-    new = redistribute(states, new_world)
+    new = redistribute(states)
     unit = torch.finfo(dtype).eps
     for name in ("a", "b"):
         mean = sum(state[name].double() for state in states if name in state) / old_world
         assert new[name].dtype == dtype
         assert torch.allclose(new[name].double(), torch.as_tensor(mean), rtol=unit, atol=unit)  # the same on every rank
-
-
-@pytest.mark.parametrize(
-    ("states", "world_size", "match"),
-    [([], 2, "pass the state of every old rank"), ([{}], 0, "world_size must be at least 1")],
-)
-def test_redistribution_of_nothing_is_refused(states: list[Any], world_size: int, match: str) -> None:
-    with pytest.raises(InvalidArgument, match=match):
-        redistribute(states, world_size)
 
 
 def test_state_comes_back_by_name_and_misfits_are_refused() -> None:

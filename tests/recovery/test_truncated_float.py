@@ -1,7 +1,5 @@
 """Truncated floats keep exactly the first bits; compact formats are those that torch knows; rounding is unbiased."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -147,31 +145,6 @@ def test_native_rounds_to_the_nearest_number_of_as_many_bits(dtype: torch.dtype)
         assert same_bits(there_and_back(TruncatedFloat(bits, "native"), gradient), expected), bits
 
 
-@pytest.mark.parametrize("kind", ["normal", "uniform", "laplace", "of two sizes", "cubes"])
-def test_more_bits_are_never_worse(kind: str) -> None:
-    """Relative error against float64, over every number of bits, in native where it keeps its exponent and in auto."""
-    generator = torch.Generator().manual_seed(3)
-    normal = torch.randn(1 << 16, generator=generator)
-    uniform = torch.rand(1 << 16, generator=generator) * 2 - 1
-    gradient = {
-        "normal": normal * 1e-3,
-        "uniform": uniform,
-        "laplace": uniform.sign() * -(1 - uniform.abs()).log(),
-        "of two sizes": normal * torch.where(torch.arange(1 << 16) % 7 == 0, 1.0, 0.03),
-        "cubes": normal**3,
-    }[kind]
-
-    def errors(allowed: range, format_name: str, rounding: str = "nearest") -> list[float]:
-        codecs = [TruncatedFloat(bits, format_name, rounding) for bits in allowed]
-        found = (there_and_back(codec, gradient).double() for codec in codecs)
-        return [float((values - gradient).norm() / gradient.double().norm()) for values in found]
-
-    for found in (errors(range(2, 33), "auto"), errors(range(9, 33), "native"), errors(range(4, 9), "fp8-e4m3")):
-        assert all(finer <= coarser for coarser, finer in itertools.pairwise(found)), found
-    for found, cut in zip(errors(range(5, 7), "auto"), errors(range(5, 7), "fp8-e4m3", "truncate"), strict=True):
-        assert found < 0.5 * cut, (found, cut)
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_tiny_gradients_do_not_underflow_in_compact_formats(bits: int) -> None:
     gradient = torch.randn(4096, generator=torch.Generator().manual_seed(0))
@@ -198,22 +171,15 @@ def test_a_non_finite_value_is_flagged_and_makes_its_partition_nan(
         assert found.isfinite().sum() == 20_000 - 256
 
 
+DRAWN = {"fp4-e2m1": (2, 3, 4), "fp8-e4m3": (4, 6), "fp8-e5m2": (5,), "fp16": (9, 12), "native": (8, 9, 12)}
+
+
 @pytest.mark.parametrize(
     ("bits", "format_name", "dtype"),
     [
-        (2, "fp4-e2m1", torch.float32),
-        (3, "fp4-e2m1", torch.float32),
-        (4, "fp4-e2m1", torch.float32),
-        (4, "fp8-e4m3", torch.float32),
-        (6, "fp8-e4m3", torch.float32),
+        *((bits, name, torch.float32) for name, widths in DRAWN.items() for bits in widths),
         (8, "fp8-e4m3", torch.bfloat16),
-        (5, "fp8-e5m2", torch.float32),
         (8, "fp8-e5m2", torch.float16),
-        (9, "fp16", torch.float32),
-        (12, "fp16", torch.float32),
-        (8, "native", torch.float32),
-        (9, "native", torch.float32),
-        (12, "native", torch.float32),
         (10, "native", torch.bfloat16),
         (5, "native", torch.float16),
         (9, "native", torch.float16),

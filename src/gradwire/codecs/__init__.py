@@ -31,13 +31,12 @@ class Codec(Protocol):
         ...
 
     def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None) -> int | Tensor:
-        """Write `gradient` as one message.
+        """Write `gradient` as one message; returns the bytes written.
 
         Args:
             gradient: (n,) float32, bfloat16 or float16; any n from 0.
             out: (>= max_encoded_bytes(n, dtype),) uint8.
             importance: (n,) uint8, for a codec that weighs its values; ignored by others.
-        Returns: bytes written.
         Raises: InvalidArgument (shape, dtype, device, an option that does not fit the dtype), BufferTooSmall.
         """
         ...
@@ -122,20 +121,14 @@ def names() -> list[str]:
 
 
 def by_name(name: str, **options: Any) -> Codec:
-    """A new codec by its registry name.
-
-    Raises: InvalidArgument (unknown name, or an option that the codec does not take).
-    """
+    """A new codec by its registry name. Raises: InvalidArgument (unknown name, or an option that the codec does not take)."""
     if name in _OF_THE_LABORATORY and name not in names():
         raise InvalidArgument(f"the codec {name!r} is a baseline for experiments: `import gradwire_lab` registers it")
     return _REGISTRY.make(name, options)
 
 
 def choose_feedback(codec: Codec, asked: bool | None) -> bool:
-    """Return whether what `codec` leaves out is added to the next gradient: as asked, or, None, as the codec wants.
-
-    Raises: InvalidArgument (asked of a codec whose error would grow, or that does not say).
-    """
+    """Return whether what `codec` leaves out is added to the next gradient: as asked, or, None, as the codec wants."""
     wants: bool | None = getattr(codec, "feeds_back", None)
     if wants is None:
         raise InvalidArgument(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.checks import choice as check_choice
+from gradwire.checks import count as check_count
 from gradwire.codecs.floats import Floats
 from gradwire.codecs.tensors import PARTITIONS, bytes_in, check_room, check_size, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument, Unsupported
@@ -27,8 +28,7 @@ class EmbeddedFloat(Floats):
     than 2^13 below their partition's largest, in format 1 2^7, with low bits set; subnormals) follows raw in the last
     message. float16 and bfloat16 are converted to float32 first, which is exact, and rounded back to the nearest.
 
-    Inf and NaN: `holds_nonfinite` is set in the message, and all values of their partition decode as NaN until all 32
-    bits are known, when they are exact again.
+    Inf and NaN: all values of their partition decode as NaN until all 32 bits are known, when they are exact again.
 
     AQGB (Luo et al.), section 4.4, in the form that float32's exponent allows to refine.
 
@@ -47,14 +47,11 @@ class EmbeddedFloat(Floats):
             partition: values that share an exponent of one byte: a power of two from 32 to 1024.
             format: of the messages: 2, or 1 as published: magnitudes instead of their roots. `decode` reads both.
         """
-        if not 2 <= bits <= N_BITS:
-            raise InvalidArgument(f"bits is from 2 to 32, not {bits}")
-        self.bits = bits
+        self.bits = check_count("bits", bits, 2, N_BITS)
         self.partition = check_choice("partition", partition, PARTITIONS)
         self.format = check_choice("format", format, FORMATS)
 
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
-        """As `Codec.max_encoded_bytes`; below 32 bits exactly that many."""
         return self.max_plane_bytes(n_elements, dtype, 0, self.bits)
 
     def check_device(self, device: torch.device) -> Kernels:
@@ -145,6 +142,5 @@ class EmbeddedValues:
 
 
 def describe(message: Tensor) -> dict[str, Any]:
-    """What a message's header says, as plain values: codec, format_version, dtype, first_bit, n_bits, partition,
-    n_elements, holds_nonfinite, message_bytes. Raises: as `decode`, for the header only."""
+    """What a message's header says, as plain values. Raises: as `decode`, for the header only."""
     return _native.embedded_float_header(bytes_in("message", message, torch.uint8))

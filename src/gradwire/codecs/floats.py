@@ -1,7 +1,7 @@
 """The base of the codecs of truncated and embedded floats: messages made and read by native calls or kernels."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,12 +28,12 @@ class Messages(NamedTuple):
 class Floats(ABC):
     """A codec that keeps the first bits of every value; values of a `partition` share a scale or an exponent.
 
-    `encode` and `decode` take tensors on a device too; see `DeviceCodec`. A message there takes `max_encoded_bytes`; one of
-    finite values may end before that, and the rest means nothing.
+    A message on a device takes `max_encoded_bytes`; one of finite values may end before that, and the rest means nothing.
     """
 
     name: str
     _kernels: str  # gw_*_pack and gw_*_unpack
+    _decode_natively: Callable[[Tensor, int, Tensor], None]  # (message, dtype, values), bytes in host memory
     feeds_back = True
     seed = 0
     partition: int
@@ -45,11 +45,6 @@ class Floats(ABC):
     @abstractmethod
     def _encode_natively(self, gradient: Tensor, out: Tensor, step: int) -> int:
         """As `encode`, of tensors in host memory."""
-
-    @staticmethod
-    @abstractmethod
-    def _decode_natively(message: Tensor, dtype: int, values: Tensor) -> None:
-        """As `decode`, of bytes in host memory."""
 
     @abstractmethod
     def _format(self, dtype: torch.dtype) -> dict[str, int]:

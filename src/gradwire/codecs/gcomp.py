@@ -275,9 +275,7 @@ class GCompCodec:
 
 
 def describe(message: Tensor) -> dict[str, Any]:
-    """Break the bytes of a GComp message down, as plain values: codec, format_version, dtype, importance, kept_mantissa_bits,
-    table_id, n_elements, n_chunks, n_raw_chunks, holds_nonfinite, message_bytes, header_bytes, exponent_bytes, level_bytes,
-    mantissa_bytes, and per value exponent_bits, level_bits, mantissa_bits, message_bits (0 for an empty message).
+    """What a message's headers say, as plain values: its bytes by part, and the bits a value that these come to, 0 of none.
 
     Raises: as `decode`, for headers only.
     """

@@ -83,8 +83,7 @@ class RawCodec:
 
 
 def describe(message: Tensor) -> dict[str, Any]:
-    """What a general message says of itself, as plain values: codec, format_version, dtype, n_elements, message_bytes,
-    payload_bytes. Raises: as `decode`; the payload is checked by its checksum only."""
+    """What a message's header says, as plain values. Raises: as `decode`; the payload is checked by its checksum only."""
     check_tensor("message", message, torch.uint8)
     data = message.numpy()
     _, _, method, dtype, _, n_elements, payload_bytes, _ = _read_header(data, "general message")

@@ -50,11 +50,6 @@ class Thc(Quantised):
         return parts(n_elements, TRANSFORM_ELEMENTS)
 
     @staticmethod
-    def n_codes(n_elements: int) -> int:
-        """Values after padding the last block to a power of two of at least 64."""
-        return _native.thc_padded_elements(n_elements)
-
-    @staticmethod
     def sums_are_wide(n_ranks: int) -> bool:
         """True if a sum over `n_ranks` takes two bytes instead of one: more than 8 ranks. Raises: Unsupported."""
         if not 1 <= n_ranks <= _MAX_RANKS:
@@ -63,8 +58,8 @@ class Thc(Quantised):
 
     @staticmethod
     def code_bytes(n_elements: int, n_ranks: int) -> int:
-        """Bytes of one rank's codes, which the sum over `n_ranks` takes too."""
-        return Thc.n_codes(n_elements) * (2 if Thc.sums_are_wide(n_ranks) else 1)
+        """Bytes of one rank's codes, which the sum over `n_ranks` takes too; the last block is padded to a power of two."""
+        return _native.thc_padded_elements(n_elements) * (2 if Thc.sums_are_wide(n_ranks) else 1)
 
     @staticmethod
     def summable(codes: Tensor, n_ranks: int) -> Tensor:

@@ -20,13 +20,20 @@ def exponent_bits_of(dtype: torch.dtype) -> int:
 class HuffmanTable:
     """A canonical Huffman code of exponents, at most 11 bits long, with an escape for those that have no code.
 
-    Immutable. Equal histograms give equal tables, ids and bytes on every machine. `native`: as native functions take it.
+    Immutable. Equal histograms give equal tables, ids and bytes on every machine.
+
+    Attributes:
+        native: as native functions take it.
+        id: 64-bit hash of `to_bytes()`: what messages carry.
+        exponent_bits: 8 (float32, bfloat16) or 5 (float16).
+        lengths: bits of the code of every exponent, the escape's last; 0: no code (an exponent is then escaped).
     """
 
-    __slots__ = ("native",)
+    __slots__ = ("exponent_bits", "id", "lengths", "native")
 
     def __init__(self, native: _native.HuffmanTable) -> None:
-        self.native = native
+        self.native, self.id, self.exponent_bits = native, native.id, native.exponent_bits
+        self.lengths = tuple(native.lengths)
 
     @classmethod
     def from_histogram(cls, histogram: torch.Tensor) -> "HuffmanTable":
@@ -56,20 +63,6 @@ class HuffmanTable:
     def to_bytes(self) -> bytes:
         """The code lengths with a header and a checksum: 141 bytes (8-bit exponents) or 29 (5-bit)."""
         return self.native.to_bytes()
-
-    @property
-    def id(self) -> int:
-        """64-bit hash of `to_bytes()`: what messages carry."""
-        return self.native.id
-
-    @property
-    def exponent_bits(self) -> int:
-        return self.native.exponent_bits
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Bits of the code of every exponent, the escape's last; 0: no code (an exponent is then escaped)."""
-        return tuple(self.native.lengths)
 
     @property
     def placeholder(self) -> int:

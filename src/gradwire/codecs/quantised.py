@@ -51,6 +51,7 @@ class _Layout(NamedTuple):
     # n_pieces + 1 rows of three: of each tensor's piece its first value, group and word; last, where all end. None
     # without scales by group.
     groups: list[tuple[int, int, int]] | None = None
+    per_group: int = 1  # scales
 
     @property
     def n_blocks(self) -> int:
@@ -72,6 +73,7 @@ class Quantised:
     feeds_back = True
     draws: ClassVar[bool] = False  # whether values are rounded by chance
     _has_kernels: ClassVar[bool] = False
+    _shared: ClassVar[tuple[str, ...]] = ()  # options that ranks must share, beside scale_values
     _kind: ClassVar[int]
     _per_word: ClassVar[int] = 16  # codes in 32 bits
     # What the native encoder is told; see native/quantisers/codec.hpp.
@@ -89,7 +91,8 @@ class Quantised:
     @property
     def configuration(self) -> dict[str, Any]:
         """The options that ranks must share, as plain values."""
-        return {"scale_values": self.scale_values} if self.scale_values else {}
+        shared = (*self._shared, "scale_values") if self.scale_values else self._shared
+        return {name: getattr(self, name) for name in shared}
 
     def check_device(self, device: torch.device) -> Kernels:
         if not self._has_kernels:
@@ -118,11 +121,16 @@ class Quantised:
         new_residual: Tensor | None = None,
         residual_scale: float = 1.0,
     ) -> int | Tensor:
-        """As `DeviceCodec.encode`; with a residual, or room for one, with error feedback: see `encode_with_residual`.
+        """As `DeviceCodec.encode`. With a residual, error feedback in one sweep: residual += gradient; encode(residual);
+        residual -= decoded. If a value is not finite, the message says only that, and the residual stays.
 
         Args:
             cuts: where tensors begin in `gradient`, ascending, from 1 to n - 1; only for codecs with `scale_values`,
                 none of whose scales then serves two tensors.
+            residual: (n,) float32: what earlier messages left out, divided by `residual_scale`; None: nothing.
+            new_residual: (n,) float32: where the new residual goes; `residual` itself if not given. Given another
+                tensor, `residual` is not changed, so that a step may still be thrown away.
+            residual_scale: what the gradient is multiplied by and the residual is not (AMP's loss scale); positive.
         """
         check_64_bits("step", step)
         check_positive("residual_scale", residual_scale)
@@ -162,29 +170,12 @@ class Quantised:
         return n_bytes
 
     def encode_with_residual(
-        self,
-        gradient: Tensor,
-        residual: Tensor | None,
-        out: Tensor,
-        step: int = 0,
-        *,
-        new_residual: Tensor | None = None,
-        residual_scale: float = 1.0,
-        cuts: Sequence[int] = (),
+        self, gradient: Tensor, residual: Tensor | None, out: Tensor, step: int = 0, **options: Any
     ) -> int | Tensor:
-        """Error feedback in one sweep: residual += gradient; encode(residual); residual -= decoded.
-
-        Args:
-            residual: (n,) float32: what earlier messages left out, divided by `residual_scale`; None: nothing.
-            new_residual: (n,) float32: where the new residual goes; `residual` itself if not given. Given another
-                tensor, `residual` is not changed, so that a step may still be thrown away.
-            residual_scale: what the gradient is multiplied by and the residual is not (AMP's loss scale); positive.
-        Returns: as `encode`. If a value is not finite, the message says only that, and the residual stays.
-        """
-        if residual is None and new_residual is None:
+        """`encode` with error feedback: from `residual`, to that or options["new_residual"]."""
+        if residual is None and options.get("new_residual") is None:
             raise InvalidArgument("without a residual, say where the new one goes: new_residual=tensor")
-        kept = {"residual": residual, "new_residual": new_residual}
-        return self.encode(gradient, out, step=step, cuts=cuts, residual_scale=residual_scale, **kept)
+        return self.encode(gradient, out, step=step, residual=residual, **options)
 
     def decode(
         self,
@@ -231,21 +222,13 @@ class Quantised:
         """Kind, rule, parameter, levels, block, seed: see native/quantisers/codec.hpp."""
         return self._kind, self._rule, self._parameter, self._levels, self._block, self.seed
 
-    @property
-    def _per_group(self) -> int:
-        """Scales of a group."""
-        return 2 if self._rule == _TWO_SCALES else 1
-
     def _grouping(self, layout: _Layout, device: torch.device) -> dict[str, Any]:
         """`Grouping` of gpu/source/quantised.hpp."""
         if layout.groups is None:
             return {}
-        return {
-            "groups": upload_once(device, table_of, *layout.groups),
-            "n_pieces": len(layout.groups) - 1,
-            "group_values": self.scale_values,
-            "per_group": self._per_group,
-        }
+        uploaded, n_pieces = upload_once(device, table_of, *layout.groups), len(layout.groups) - 1
+        sizes = {"group_values": self.scale_values, "per_group": layout.per_group}
+        return {"groups": uploaded, "n_pieces": n_pieces, **sizes}
 
     def _layout(self, n_elements: int, cuts: Sequence[int]) -> _Layout:
         key = n_elements, tuple(cuts)
@@ -267,9 +250,9 @@ class Quantised:
             n = end - start
             rows.append((end, first_group + parts(n, self.scale_values), first_word + parts(n, self._per_word)))
         _, n_groups, n_words = rows[-1]
-        scale_bytes = 4 * parts(2 * self._per_group * n_groups, 4)
-        head_bytes = 4 + 4 * len(cuts) + scale_bytes
-        return _Layout(_HEADER_BYTES + head_bytes + 4 * n_words, head_bytes, n_groups, rows)
+        per_group = 2 if self._rule == _TWO_SCALES else 1
+        head_bytes = 4 + 4 * len(cuts) + 4 * parts(2 * per_group * n_groups, 4)
+        return _Layout(_HEADER_BYTES + head_bytes + 4 * n_words, head_bytes, n_groups, rows, per_group)
 
 
 class OneBit(Quantised):
@@ -290,6 +273,7 @@ class OneBit(Quantised):
 
     name = "one-bit"
     _kind = 0
+    _shared = ("scale", "threshold")
     _per_word = 32
     _has_kernels = True
 
@@ -306,10 +290,6 @@ class OneBit(Quantised):
         self.threshold = check_positive("threshold", 0.5 if threshold is None else threshold)
         self._rule = _RULES[scale]
         self._parameter = self.threshold if scale == "fixed" else 0.0
-
-    @property
-    def configuration(self) -> dict[str, Any]:
-        return {"scale": self.scale, "threshold": self.threshold, **super().configuration}
 
 
 class TwoBit(Quantised):
@@ -333,14 +313,14 @@ class TwoBit(Quantised):
 
     name = "two-bit"
     _kind = 1
+    _shared = ("threshold", "relative")
     _has_kernels = True
 
     def __init__(
         self, threshold: float | None = None, relative: bool = True, scale_values: int | None = None, levels: int = 3
     ) -> None:
         super().__init__()
-        if levels not in (3, 4):
-            raise InvalidArgument(f"levels is 3 or 4, not {levels!r}")
+        self.levels = check_choice("levels", levels, (3, 4))
         if levels == 4 and (threshold is not None or not relative or scale_values is None):
             raise InvalidArgument(
                 "levels=4 is for scale_values=64, 128, ..., 4096, whose mean magnitudes it follows: leave threshold and "
@@ -355,14 +335,12 @@ class TwoBit(Quantised):
             )
         self.scale_values = check_choice("scale_values", scale_values, _SCALE_VALUES)
         self._block = self.scale_values or 0
-        self.levels = levels
         self._rule = _TWO_SCALES if levels == 4 else 1 if self.relative else 0
         self._parameter = self.threshold
 
     @property
     def configuration(self) -> dict[str, Any]:
-        levels = {"levels": self.levels} if self.levels == 4 else {}
-        return {"threshold": self.threshold, "relative": self.relative, **super().configuration, **levels}
+        return {**super().configuration, **({"levels": 4} if self.levels == 4 else {})}
 
 
 class Qsgd(Quantised):
@@ -382,6 +360,7 @@ class Qsgd(Quantised):
 
     name = "qsgd"
     _kind = 3
+    _shared = ("levels", "block", "seed")
     draws = True
     _has_kernels = True
     feeds_back = False
@@ -392,12 +371,7 @@ class Qsgd(Quantised):
         self.block = self._block = check_choice("block", block, _BLOCKS)
         self.seed = check_64_bits("seed", seed)
 
-    @property
-    def configuration(self) -> dict[str, Any]:
-        return {"levels": self.levels, "block": self.block, "seed": self.seed}
-
 
 def describe(message: Tensor) -> dict[str, Any]:
-    """What a quantiser's message says of itself, as plain values: codec, format_version, n_elements, message_bytes,
-    is_finite, levels, block, first_scale, second_scale. Raises: as `decode`; the codes are checked by the checksum only."""
+    """What a message's header says, as plain values. Raises: as `decode`; the codes are checked by the checksum only."""
     return _native.quantiser_describe(bytes_in("message", message, torch.uint8))

@@ -135,11 +135,8 @@ def _check_size(values: Tensor) -> None:
         raise InvalidArgument(f"at most {_MOST_ELEMENTS} values are selected from, got {values.numel()}")
 
 
-# ---- in host memory
-
-
 def _select_by_sample(values: Tensor, k: int, sample: Sample) -> Tensor:
-    """(at most k,) int32: the places in `values` of a span that `take_by_sample` takes."""
+    """(at most k,) int32: the places in `values` of a span that `take_by_sample` takes, in host memory."""
     tried = values if sample.places is None else values[sample.places]
     threshold = float(tried.abs().topk(sample.n_top).values[-1].nan_to_num(nan=math.inf, posinf=math.inf))
     found = torch.empty(min(values.numel(), 2 * k + 1), dtype=torch.int32, device="cpu")
@@ -168,9 +165,6 @@ def _select_by_sample(values: Tensor, k: int, sample: Sample) -> Tensor:
     return found
 
 
-# ---- on a device
-
-
 def _take(
     kernels: Kernels,
     values: Tensor,
@@ -179,7 +173,7 @@ def _take(
     samples: Sequence[Sample],
     beside: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `take_by_sample`; where there is no sample, zeros are taken too."""
+    """As `take_by_sample`, on a device; where there is no sample, zeros are taken too."""
     device, room = values.device, sum(counts)
     rows, places, n_tiles, n_sample_tiles, n_places = [], [], 0, 0, 0
     for (start, end), count, (drawn, n_top) in zip(spans, counts, samples, strict=True):

@@ -13,9 +13,7 @@ class Signs:
     """Packs signs, and writes what most ranks have; on a device it is enqueued on the current stream and waits for nothing.
 
     A message is a bit a value, 1 below zero. On a device a word comes before, which is not 0 if a value is not finite.
-
-    Args:
-        ties_are_positive: +1 is written where as many ranks are below zero as not; else 0.
+    `ties_are_positive`: +1 is written where as many ranks are below zero as not; else 0.
     """
 
     def __init__(self, ties_are_positive: bool) -> None:
@@ -23,7 +21,6 @@ class Signs:
 
     @staticmethod
     def n_words(values: Tensor) -> int:
-        """Words of the message of `values`."""
         return parts(values.numel(), 32) + Signs.n_leading(values)
 
     @staticmethod
@@ -32,10 +29,7 @@ class Signs:
         return int(kernels_for(words.device) is not None)
 
     def pack(self, values: Tensor, words: Tensor) -> Tensor:
-        """Write the signs of `values` (n,) float32, bfloat16 or float16 into `words` (n_words(values),) int32.
-
-        Returns: () bool, whether all values are finite.
-        """
+        """Write the signs of `values` (n,) into `words` (n_words(values),) int32. Returns: () bool, whether all are finite."""
         kernels = kernels_for(values.device)
         if kernels is None:
             code, bits = dtype_code(values.dtype), words.view(torch.uint32)
@@ -47,18 +41,13 @@ class Signs:
         return words[0] == 0
 
     def vote(self, words: Tensor, values: Tensor, loss_scale: float, not_finite: Tensor | None = None) -> None:
-        """Write into `values` (n,) what most messages say: +1, -1 or 0, times the loss scale.
+        """Write what most of `words` (n_ranks, n_words(values)) int32 say into `values`: +1, -1 or 0, times the loss scale.
 
-        On a device all of them become NaN if a message says that a value was not finite.
-
-        Args:
-            words: (n_ranks, n_words(values)) int32.
-            not_finite: (1,) int32 on the device: becomes 1 then, and else stays as it is.
+        On a device all become NaN, and `not_finite` (1,) int32 becomes 1, if a message says that a value was not finite.
         """
         n_ranks, code = len(words), dtype_code(values.dtype)
-        unit = int.from_bytes(
-            bytes(torch.tensor([loss_scale], dtype=values.dtype, device="cpu").view(torch.uint8).tolist()), "little"
-        )
+        one = torch.tensor([loss_scale], dtype=values.dtype, device="cpu")
+        unit = int.from_bytes(one.view(torch.uint8).numpy().tobytes(), "little")
         kernels, words = kernels_for(values.device), words.contiguous()
         if kernels is None:
             bits, ties = words.view(-1).view(torch.uint32), self._ties_are_positive

@@ -35,10 +35,8 @@ class TruncatedFloat(Floats):
     of the value with "nearest", below 2^-m else, and, in compact formats, of the smallest normal
     number times the scale. Subnormal float32 values count as 0 in compact formats, and where native's exponent is cut.
 
-    Inf and NaN: `holds_nonfinite` is set in the message, and all values of their partition decode as NaN; where all
-    bits of the native word are kept, every value is exact instead.
-
-    Random numbers are Philox4x32-10's, a function of (seed, step, index) alone (native/random/counter.hpp).
+    Inf and NaN: all values of their partition decode as NaN; where all bits of the native word are kept, every value is
+    exact instead. Random numbers are Philox4x32-10's, a function of (seed, step, index) alone (native/random/counter.hpp).
 
     When not to use it: where more bits may follow later (`embedded-float`); "truncate" in training without error
     feedback at few bits, since it shrinks every value.
@@ -81,7 +79,6 @@ class TruncatedFloat(Floats):
         return next((name for name, width in _AUTO if self.bits <= width), "native")
 
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
-        """As `Codec.max_encoded_bytes`; one bit a partition less where all values are finite."""
         check_size(n_elements)
         return _native.truncated_float_max_bytes(n_elements, *self.native_settings(dtype))
 
@@ -125,6 +122,5 @@ def draw_after(first: int, n_messages: int) -> int:
 
 
 def describe(message: Tensor) -> dict[str, Any]:
-    """What a message's header says, as plain values: codec, format_version, dtype, format, bits, partition,
-    n_elements, holds_nonfinite, message_bytes. Raises: as `decode`, for the header only."""
+    """What a message's header says, as plain values. Raises: as `decode`, for the header only."""
     return _native.truncated_float_header(bytes_in("message", message, torch.uint8))

@@ -96,9 +96,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 class Layout:
     """The places of slots in a flat gradient: made once, for all steps whose buckets lie alike. Equal layouts are one key.
 
-    Attributes:
-        spans: the first and the past-the-last element of each slot.
-        hash: 32 bits over dtype, shapes and offsets; equal on all ranks if their models are.
+    `spans`: the first and the past-the-last element of each slot. `hash`: 32 bits over dtype, shapes and offsets; equal on all
+    ranks if their models are.
     """
 
     __slots__ = ("_key", "_key_hash", "dtype", "hash", "n_elements", "offsets", "slots", "spans")
@@ -144,8 +143,8 @@ class Bucket:
     """
 
     __slots__ = (
-        "at_work", "buffer", "index", "is_last", "layout", "layout_hash", "n_elements", "offsets", "record", "resident",
-        "slots", "spans", "staged", "step",
+        "at_work", "buffer", "index", "is_last", "layout", "layout_hash", "n_elements", "offsets", "original_bytes", "record",
+        "resident", "slots", "spans", "staged", "step",
     )  # fmt: skip
 
     def __init__(
@@ -166,7 +165,7 @@ class Bucket:
             check_gradient(buffer, on_any_device=resident is not None)
             slots = Layout(buffer, tuple(map(slot_of, slots)), offsets)
         self.layout = layout = slots
-        self.buffer, self.n_elements = buffer, layout.n_elements
+        self.buffer, self.n_elements, self.original_bytes = buffer, layout.n_elements, buffer.nbytes
         self.slots, self.offsets, self.spans, self.layout_hash = layout.slots, layout.offsets, layout.spans, layout.hash
         self.index, self.step, self.is_last = index, step, is_last
         self.record = record or BucketRecord(step, index, buffer.nbytes, threading.Lock())
@@ -194,10 +193,6 @@ class Bucket:
         """64 bits to draw by, different for every step, bucket and place in it (rank, part, ...)."""
         text = repr((self.step, self.index, *place))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-    @property
-    def original_bytes(self) -> int:
-        return self.buffer.nbytes
 
 
 def check_gradient(gradient: torch.Tensor, on_any_device: bool = False) -> None:

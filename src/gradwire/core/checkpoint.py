@@ -149,5 +149,5 @@ def state_for(gathered: dict[str, Any], per_rank: Iterable[str] | None, world_si
     kept = dict(states[0]["state"])
     for field in per_rank:
         if field in kept:
-            kept[field] = redistribute([state["state"][field] for state in states], world_size)
+            kept[field] = redistribute([state["state"][field] for state in states])
     return {**states[0], "world_size": world_size, "rank": rank, "state": kept}

@@ -1,8 +1,4 @@
-"""Error feedback: what compression left out of a gradient, kept for the next step. The one mechanism of all schemes.
-
-Keyed by slot, never by bucket, because DDP rebuilds its buckets after the first step. New residuals are staged and
-take effect only at `commit`, so that a step with a non-finite gradient changes nothing.
-"""
+"""Error feedback: what compression left out of a gradient, kept for the next step. The one mechanism of all schemes."""
 
 import functools
 import itertools
@@ -22,6 +18,9 @@ _CPU = torch.device("cpu")
 
 class Feedback:
     """One residual for every slot that has been compressed: float32, free of the loss scale.
+
+    Keyed by slot, never by bucket, because DDP rebuilds its buckets after the first step. New residuals are staged and take
+    effect only at `commit`, so that a step with a non-finite gradient changes nothing.
 
     Residuals are views of rooms, flat tensors that codecs write in their own sweep. Two rooms change places from step to
     step: what is staged never overwrites what counts, and nothing is allocated once warm. A room in which the residuals of a
@@ -43,8 +42,6 @@ class Feedback:
         self._staged: dict[Slot, Tensor | None] = {}  # None: the residual went out, nothing is left
         self._staged_whole: dict[Layout, Tensor] = {}
         self._rooms: dict[Hashable, list[Tensor]] = {}
-
-    # ---- what counts
 
     def of(self, slot: Slot | None) -> Tensor | None:
         """The residual of `slot`, if it has one."""
@@ -106,8 +103,6 @@ class Feedback:
         for layout in list(self._whole):
             self._part(layout)
         return self._current
-
-    # ---- what a step stages
 
     def room(
         self,
@@ -181,8 +176,6 @@ class Feedback:
         for kept in self._by_slot().values():
             kept.div_(by)
 
-    # ---- between steps
-
     def state_by_name(self, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
         """Copies of the residuals, by name, on the CPU."""
         names = {slot: name for name, slot in slots.items()}
@@ -216,11 +209,11 @@ def _is_used(room: Tensor, residuals: Iterable[Mapping[Any, Tensor | None]]) -> 
 class Unused:
     """The residuals of parameters that this rank did not use in this step: they wait.
 
-    If no rank used a parameter, DDP throws its result away, and a residual sent for it would be lost.
+    If no rank used a parameter, DDP throws its result away, and a residual sent for it would be lost. So they are taken out
+    of `residual` (n,) until `put_back`.
     """
 
     def __init__(self, spans: Sequence[tuple[int, int]], is_used: Sequence[bool], residual: Tensor) -> None:
-        """Takes them out of `residual` (n,) until `put_back`."""
         self._residual = residual
         self._kept: list[tuple[int, int, int, Tensor]] = []
         for place, ((start, end), used) in enumerate(zip(spans, is_used, strict=True)):
@@ -293,15 +286,11 @@ class Part:
             self.wire.divide(self.unsent, self.loss_scale)
 
 
-def redistribute(states: list[Mapping[str, Tensor]], world_size: int) -> dict[str, Tensor]:
-    """The residual of each of `world_size` new ranks: the mean of those of all old ranks.
+def redistribute(states: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The residual of each new rank, however many there are: the mean of those of all old ranks.
 
     The mean gradient weighs a rank's residual by 1 / world size, so the *mean* is what has to be kept.
     """
-    if not states:
-        raise InvalidArgument("no residuals to redistribute: pass the state of every old rank")
-    if world_size < 1:
-        raise InvalidArgument(f"world_size must be at least 1, got {world_size}")
     redistributed = {}
     for name in sorted({name for state in states for name in state}):
         residuals = [state[name] for state in states if name in state]  # a rank without one has left nothing out

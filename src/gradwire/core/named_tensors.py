@@ -10,12 +10,8 @@ from gradwire.telemetry.stopwatch import Stopwatch
 
 
 class FlatBucket:
-    """Room for neighbouring tensors of one dtype.
-
-    Attributes:
-        values: (n,), zeros at first. offsets: where the values of each of the `slots` begin.
-        places: by the slot's name, its part of the values, in its shape.
-    """
+    """Room for neighbouring tensors of one dtype: `values` (n,), zeros at first, in which those of each of the `slots` begin at
+    its offset; `places` are by its name its part of them, in its shape."""
 
     def __init__(self, slots: Sequence[Slot], dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.slots = slots

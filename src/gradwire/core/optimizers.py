@@ -23,8 +23,6 @@ _WRAPPED_AS = ("optimizer", "base_optimizer", "optim", "base", "_optimizer")
 
 
 class Place(NamedTuple):
-    """Where a parameter is stepped."""
-
     optimizer: Optimizer
     group: dict[str, Any]
 

@@ -51,16 +51,12 @@ class Session:
     wire: Wire  # its collectives, in host memory or on the device of the buckets
     recorder: Recorder  # where bytes and times go
     optimizers: Optimizers  # the user's, read live and never changed; none if gradwire was not given any
-    # what is reduced, by name; read live, as named tensors are added at first sight; empty without names
-    slots: Mapping[str, Slot]
-    # what the loss, and so every gradient, is multiplied by now (AMP); 1.0 without a scaler
-    loss_scale: Callable[[], float]
-    # of the DDP model, which is not kept alive: it goes when its user lets go of it
-    module_ref: weakref.ref[torch.nn.Module] | None = None
+    slots: Mapping[str, Slot]  # what is reduced, by name; read live, as named tensors are added at first sight
+    loss_scale: Callable[[], float]  # what the loss, and so every gradient, is multiplied by now (AMP)
+    module_ref: weakref.ref[torch.nn.Module] | None = None  # of the DDP model, which goes when its user lets go of it
     has_scaler: bool = False  # whether there is a GradScaler
     feedback: Feedback = field(default_factory=Feedback)  # what the scheme at work has not sent yet
-    # the device's collectives beside those in host memory, where it was left to the scheme which to use
-    device_wire: Wire | None = None
+    device_wire: Wire | None = None  # beside `wire` in host memory, where it was left to the scheme which to use
 
     @property
     def module(self) -> torch.nn.Module | None:

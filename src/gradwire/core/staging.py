@@ -55,7 +55,7 @@ class StagedBucket:
     """One bucket on its way from DDP's buffer to `on_host`, (n,) pinned: valid once `wait_for` of a piece has returned."""
 
     def __init__(self, device: "_Device", on_device: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> None:
-        self.on_device, self._device, self._stream = on_device, device, device.stream
+        self.on_device, self._stream, self.compute = on_device, device.stream, device.compute
         self.on_host = device.take(on_device.numel(), on_device.dtype)
         device._follow_caller()
         with self._stream:
@@ -70,11 +70,6 @@ class StagedBucket:
         """Return when the whole bucket has arrived; on the lane."""
         if self._arrivals:
             self._arrivals[-1].wait()  # the stream is in order
-
-    def compute(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The (n,) result of `function`, which works on the device, in host memory; on the lane. It sees the parameters and the
-        optimizer as the backward pass sees them."""
-        return self._device.compute(function)
 
     def send_back(self) -> None:
         """Start copying the host's values into DDP's buffer; waits for nothing."""
@@ -128,6 +123,8 @@ class _Device:
             ) from error
 
     def compute(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The (n,) result of `function`, which works on the device, in host memory; on the lane. It sees the parameters and the
+        optimizer as the backward pass sees them."""
         position, self._n_results = self._n_results, self._n_results + 1
         try:
             with self.stream:

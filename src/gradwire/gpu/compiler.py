@@ -29,32 +29,24 @@ _OPEN = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Compiler:
-    """NVRTC.
-
-    Args:
-        load: opens a shared library by name or path; tests bring their own.
-    Raises: Unsupported (there is none).
-    """
+    """NVRTC, opened by `load`; tests bring their own. Raises: Unsupported (there is none)."""
 
     def __init__(self, load: _Load = ctypes.CDLL) -> None:
         self._library = _load_nvrtc(load)
         major, minor = ctypes.c_int(), ctypes.c_int()
-        self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
         self.version = f"{major.value}.{minor.value}"
 
     def architectures(self) -> list[int]:
         """Those that it compiles for: 80 for sm_80."""
         count = ctypes.c_int()
-        self._check(self._library.nvrtcGetNumSupportedArchs(ctypes.byref(count)), "nvrtcGetNumSupportedArchs")
+        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         found = (ctypes.c_int * count.value)()
-        self._check(self._library.nvrtcGetSupportedArchs(found), "nvrtcGetSupportedArchs")
+        self._call("nvrtcGetSupportedArchs", found)
         return sorted(found)
 
     def target_for(self, architecture: int) -> str:
-        """The target to compile for: the device itself, or PTX for a device that is newer than this compiler.
-
-        Raises: Unsupported (older than sm_80).
-        """
+        """The target to compile for: the device itself, or PTX for a device that is newer than this compiler."""
         if architecture < LEAST_ARCHITECTURE:
             raise Unsupported(
                 f"a GPU of compute capability {architecture / 10:.1f}: kernels need {LEAST_ARCHITECTURE / 10:.1f} (A100, "
@@ -63,7 +55,7 @@ class Compiler:
         known = self.architectures()
         if architecture in known:
             return f"sm_{architecture}"
-        older = [known_one for known_one in known if LEAST_ARCHITECTURE <= known_one < architecture]
+        older = [one for one in known if LEAST_ARCHITECTURE <= one < architecture]
         if not older:
             raise Unsupported(
                 f"NVRTC {self.version} compiles for none of sm_{LEAST_ARCHITECTURE} to sm_{architecture}: install a newer "
@@ -72,20 +64,17 @@ class Compiler:
         return f"compute_{older[-1]}"  # the driver makes the rest of it
 
     def compile(self, target: str) -> bytes:
-        """A cubin for `sm_*`, PTX for `compute_*`. Takes seconds. Raises: GradwireError (with the compiler's words)."""
+        """A cubin for `sm_*`, PTX for `compute_*`. Takes seconds."""
         files = source_files()
         main = files.pop("kernels.cu")
         program = ctypes.c_void_p()
         names = (ctypes.c_char_p * len(files))(*(name.encode() for name in files))
         texts = (ctypes.c_char_p * len(files))(*files.values())
-        nvrtc = self._library
-        self._check(
-            nvrtc.nvrtcCreateProgram(ctypes.byref(program), main, b"kernels.cu", len(files), texts, names),
-            "nvrtcCreateProgram",
-        )
+        self._call("nvrtcCreateProgram", ctypes.byref(program), main, b"kernels.cu", len(files), texts, names)
         try:
             options = [f"--gpu-architecture={target}".encode(), b"--std=c++17", b"--fmad=false"]
-            status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+            given = (ctypes.c_char_p * len(options))(*options)
+            status = self._library.nvrtcCompileProgram(program, len(options), given)
             if status != 0:
                 log = self._text(program, "ProgramLog").decode(errors="replace").strip("\0\n")
                 raise GradwireError(
@@ -93,28 +82,25 @@ class Compiler:
                 )
             return self._text(program, "CUBIN" if target.startswith("sm_") else "PTX")
         finally:
-            nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+            self._library.nvrtcDestroyProgram(ctypes.byref(program))
 
     def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
         size = ctypes.c_size_t()
-        self._check(getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)), what)
+        self._call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
         text = ctypes.create_string_buffer(size.value)
-        self._check(getattr(self._library, f"nvrtcGet{what}")(program, text), what)
+        self._call(f"nvrtcGet{what}", program, text)
         return text.raw
 
-    def _check(self, status: int, what: str) -> None:
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
         if status != 0:
             self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
-            raise GradwireError(f"{what}: {self._library.nvrtcGetErrorString(status).decode()}")
+            raise GradwireError(f"{name}: {self._library.nvrtcGetErrorString(status).decode()}")
 
 
 def compiled_for(architecture: int, load: _Load = ctypes.CDLL, *, again: bool = False) -> bytes:
-    """The module that the driver loads for a device, from the disk where it lies there, by what it is made from.
-
-    Args:
-        again: what lies there is of no use.
-    Raises: Unsupported, GradwireError.
-    """
+    """The module that the driver loads for a device, from the disk where it lies there, by what it is made from, unless it is
+    made `again`. Raises: Unsupported, GradwireError."""
     compiler = Compiler(load)
     target = compiler.target_for(architecture)
     key = hashlib.blake2b(repr((source_files(), target, compiler.version)).encode(), digest_size=12).hexdigest()

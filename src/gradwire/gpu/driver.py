@@ -65,20 +65,13 @@ class CudaKernels:
         self._module = self._load(load)
 
     def launch(self, name: str, n_blocks: int, n_threads: int, shared_bytes: int, parameters: ctypes.Structure) -> None:
-        """See `Kernels.launch`."""
         if n_blocks == 0:
             return
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
         stream = ctypes.c_void_p(self._stream_of(self.device))
         with self._in_context():
-            self._call(
-                "cuLaunchKernel",
-                self._function(name),
-                *(ctypes.c_uint(size) for size in (n_blocks, 1, 1, n_threads, 1, 1, shared_bytes)),
-                stream,
-                pointers,
-                None,
-            )
+            sizes = map(ctypes.c_uint, (n_blocks, 1, 1, n_threads, 1, 1, shared_bytes))
+            self._call("cuLaunchKernel", self._function(name), *sizes, stream, pointers, None)
 
     def resources(self, name: str) -> dict[str, int]:
         """Registers a thread, and bytes that it keeps in memory because there were too few (spills and frames)."""

@@ -15,18 +15,13 @@ from gradwire.gpu.driver import CudaKernels
 
 
 class Kernels(Protocol):
-    """The kernels of `source/kernels.cu` on one device."""
+    """The kernels of `source/kernels.cu` on one device, whose memory parameters point to."""
 
     @property
-    def device(self) -> torch.device:
-        """The device that they run on, and whose memory parameters point to."""
-        ...
+    def device(self) -> torch.device: ...
 
     def launch(self, name: str, n_blocks: int, n_threads: int, shared_bytes: int, parameters: ctypes.Structure) -> None:
-        """Enqueue one launch on the device's current stream; waits for nothing. `n_blocks` of 0: nothing is done.
-
-        Raises: Unsupported, OutOfMemory, GradwireError (what the driver says).
-        """
+        """Enqueue one launch on the device's current stream; waits for nothing. `n_blocks` of 0: nothing is done."""
         ...
 
 
@@ -62,17 +57,13 @@ def using(kernels: Kernels) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del _made[kernels.device]
-        else:
+        del _made[kernels.device]
+        if before is not None:
             _made[kernels.device] = before
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """The host's `values` on the device, by a copy that is enqueued on the current stream.
-
-    The pinned memory that it is made from is kept until the device has read it.
-    """
+    """The host's `values` on the device, by a copy on the current stream from pinned memory, which is kept until it is read."""
     if device.type == "cpu":
         return values
     pinned = values.pin_memory()

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import re
 
 import torch
 from torch import Tensor
@@ -45,19 +46,14 @@ _WRONG: dict[int, tuple[type[GradwireError], str]] = {
 
 
 def raise_error(code: int, what: str, device: torch.device) -> None:
-    """Raise what the error word of `what` ("gcomp message") says, if anything.
-
-    Raises: CorruptMessage, IncompatibleVersion, RankMismatch.
-    """
+    """Raise what the error word of `what` ("gcomp message") says, if anything."""
     if code:
         error, text = _WRONG[code]
         raise error(f"{what} on {device}: {text}")
 
 
-# ---- structures, in the words of the structs in `source/`
-
-# struct: "fields:kind ..." in their order; p: a pointer, Q: uint64, I: uint32, f: float. A struct within another is spelt
-# out; all of them are multiples of 8 bytes, so that nothing moves.
+# Structures, in the words of the structs in `source/`: "fields:kind ..." in their order; p: a pointer, Q: uint64, I: uint32,
+# f: float. A struct within another is spelt out; all of them are multiples of 8 bytes, so that nothing moves.
 _QUANTISE = (
     "values residual left_out message sums pieces n_bytes turns:p n seed step:Q residual_scale parameter:f"
     " kind dtype rule levels block pad:I"
@@ -75,9 +71,7 @@ STRUCTS = {
     "FloatDecode": (
         f"message error turns:p {_FORMAT} out:p divisor:f adds:I rows:p source_bytes:Q per_row n_rows n_sources pad:I"
     ),
-    "GCompEncode": (
-        "values importance table message n_bytes exponents chunks:p n table_id:Q dtype mode kept_bits rounds:I"
-    ),
+    "GCompEncode": "values importance table message n_bytes exponents chunks:p n table_id:Q dtype mode kept_bits rounds:I",
     "GCompCount": "values counts:p n:Q dtype pad:I",
     "GCompDecode": (
         "message importance table out exponents stream_is_bad are_headers_right error:p n n_bytes table_id:Q divisor:f"
@@ -107,13 +101,8 @@ _KINDS = {"p": ctypes.c_void_p, "Q": ctypes.c_uint64, "I": ctypes.c_uint32, "f":
 def struct_called(name: str) -> type[ctypes.Structure]:
     """The structure of that name in `source/`."""
     fields: list[tuple[str, type]] = []
-    waiting: list[str] = []
-    for word in STRUCTS[name].split():
-        field, _, kind = word.partition(":")
-        waiting.append(field)
-        if kind:
-            fields += [(one, _KINDS[kind]) for one in waiting]
-            waiting = []
+    for names, kind in re.findall(r"([\w ]+):(\w)", STRUCTS[name]):
+        fields += [(field, _KINDS[kind]) for field in names.split()]
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 

@@ -1,14 +1,19 @@
 """LocalSgd with torchft's manager: ranks that die, leave and join at outer steps. Each rank is a process of its own."""
 
+import functools
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gradwire
 from elastic import by_step, site
+from gradwire.doors.elastic import Quorum
+from gradwire.wire.communicator import Meeting
 from ranks import on_ranks, patience
 
 
@@ -111,3 +116,24 @@ def test_managers_that_do_not_fit_are_refused(rank: int, world_size: int) -> Non
         gradwire.LocalSgd(net, optimizer, "plain", 2, group=Manager(), delay=1)
     with pytest.raises(gradwire.InvalidArgument, match="give the name of 'gcomp'"):
         gradwire.LocalSgd(net, optimizer, gradwire.schemes.by_name("gcomp"), 2, group=Manager())
+
+
+@on_ranks(2)
+def test_what_was_not_sent_outlives_the_ranks_it_was_made_among(rank: int, world_size: int) -> None:
+    manager = SimpleNamespace(_pg=gradwire.Members(), _use_async_quorum=False, register_state_dict_fn=lambda *_: None)
+    manager.errored, manager.current_step = lambda: None, lambda: 1
+    store = dist.distributed_c10d._get_default_store()
+
+    def make(meeting: Meeting) -> gradwire.Reducer:
+        return gradwire.Reducer("one-bit", meeting, names={"a": torch.zeros(40, 30)})
+
+    quorum = Quorum(manager, make, dict, lambda _: None)
+    quorum._has_come = False
+    norms = []
+    for number, sent in enumerate([torch.randn(40, 30), torch.full((40, 30), 1e-6)]):
+        quorum._members.meeting = Meeting(dist.PrefixStore(f"meeting{number}", store), rank, world_size)
+        quorum._exchange(functools.partial(dict, a=sent))
+        quorum.keep()
+        norms.append(float(quorum._kept["residuals"]["a"].norm()))
+    quorum.close()
+    assert 0 < norms[1] < 0.9 * norms[0], norms  # the second took it along, and would have left nothing of its own

@@ -129,7 +129,7 @@ class Quorum:
         """Note the residuals, which are each rank's own and outlive the ranks that they were made among."""
         assert self.reducer is not None
         scheme = self.reducer.scheme
-        if scheme.per_rank_state and scheme.carries_residuals:
+        if scheme.per_rank_state:
             state = self.reducer.state_dict()["state"]
             self._kept = {key: state[key] for key in scheme.per_rank_state if key in state}
 

@@ -91,7 +91,7 @@ def test_bytes_do_not_depend_on_threads_or_instruction_set(floats, has_second: b
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("has_second", "has_first"), itertools.product((True, False), repeat=2))
+@pytest.mark.parametrize(("has_second", "has_first"), list(itertools.product((True, False), repeat=2)))
 @pytest.mark.parametrize("n_elements", [0, 1, 7, 8, 31, 32, 33, 65535, 65536, 65537])
 def test_bytes_are_the_formula_in_float32_rounded_operation_by_operation(
     level: str, has_second: bool, has_first: bool, n_elements: int

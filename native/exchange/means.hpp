@@ -50,7 +50,7 @@ class Channel {
   }
 
  private:
-  static constexpr std::size_t kMessagesAheadOfLongLine = 32;
+  static constexpr std::size_t kMessagesAheadOfLongLine = 16;
   wire::Mesh& mesh_;
   const std::uint32_t stream_;
   Account& account_;

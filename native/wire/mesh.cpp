@@ -39,10 +39,7 @@ std::string describe(int error) { return std::generic_category().message(error);
 
 void Mesh::open(std::uint32_t number, const Facts& facts, std::uint64_t max_bytes, std::span<const int> peers) {
   Lock lock(mutex_);
-  for (const int peer : peers) {
-    meet(lock, peer);
-    links_[peer]->look_for_setbacks();
-  }
+  for (const int peer : peers) meet(lock, peer);
   const auto n = static_cast<std::size_t>(world_size_);
   const auto [entry, is_new] = streams_.try_emplace(number);
   if (!is_new) throw InvalidArgument("stream ", number, " is open already");
@@ -167,21 +164,6 @@ std::size_t Mesh::Link::n_alive() const {
                                                 [](const auto& connection) { return !connection->has_stopped; }));
 }
 
-bool Mesh::Link::uses(const Connection& connection) const {
-  const auto is_alive = [](const auto& one) { return !one->has_stopped; };
-  return uses_all || std::find_if(connections.begin(), connections.end(), is_alive)->get() == &connection;
-}
-
-// One connection fills a line; several overrun its queues in turns, as each has taken what the others left for its own.
-// One that loses packets again and again, or waits for its window, gets the others' help.
-void Mesh::Link::look_for_setbacks() {
-  if (uses_all) return;
-  const std::uint64_t n_now = wire::n_setbacks(connections.front()->socket);
-  score = n_now > n_setbacks ? score + 8 : score - (score > 0);
-  n_setbacks = n_now;
-  uses_all = score >= 24;
-}
-
 std::size_t Mesh::n_connections() {
   const std::lock_guard lock(mutex_);
   std::size_t n = 0;
@@ -256,8 +238,6 @@ void Mesh::add(int peer, Descriptor socket) {
   if (!link) {
     link = std::make_unique<Link>();
     link->peer = peer;
-    const bool has_interfaces = own_.size() > 1 || (!endpoints_.empty() && endpoints_[peer].size() > 1);
-    link->uses_all = !is_long || lines_.n_connections > 0 || has_interfaces;
     link->in.last = link->out.last = link->free_since = Clock::now();
   }
   auto connection = std::make_unique<Connection>();
@@ -270,11 +250,9 @@ void Mesh::add(int peer, Descriptor socket) {
 }
 
 void Mesh::watch(Connection& connection) {
-  const Link& link = *connection.link;
   std::uint32_t wanted = 0;
   if (!connection.is_parked) wanted |= EPOLLIN;
-  if (!connection.has_stopped && (!connection.queue.empty() || (!link.queue.empty() && link.uses(connection))))
-    wanted |= EPOLLOUT;
+  if (!connection.has_stopped && (!connection.queue.empty() || !connection.link->queue.empty())) wanted |= EPOLLOUT;
   if (connection.has_ended || (connection.is_parked && connection.is_hung)) wanted = 0;
   if (wanted == connection.watched_for && (connection.is_watched || wanted == 0)) return;
   epoll_event event{};
@@ -430,8 +408,7 @@ void Mesh::read(Connection& connection) {
 void Mesh::send_queued(Link& link) {
   for (std::size_t i = 0; i < link.connections.size() && !link.queue.empty(); ++i) {
     Connection& connection = *link.connections[link.next_connection++ % link.connections.size()];
-    if (!connection.has_stopped && link.uses(connection) &&
-        (link.has_one_connection() || !(connection.watched_for & EPOLLOUT)))
+    if (!connection.has_stopped && (link.has_one_connection() || !(connection.watched_for & EPOLLOUT)))
       write(connection);
   }
 }
@@ -443,7 +420,7 @@ void Mesh::write(Connection& connection) {
     std::size_t n_taken = 0;
     for (const Outgoing& outgoing : connection.queue)
       n_taken += kHeaderBytes + outgoing.message.n_bytes - outgoing.n_sent;
-    while (!link.queue.empty() && link.uses(connection) && connection.queue.size() < kMessagesPerCall &&
+    while (!link.queue.empty() && connection.queue.size() < kMessagesPerCall &&
            (is_alone || n_taken < kConnectionBytes)) {
       n_taken += kHeaderBytes + link.queue.front().message.n_bytes;
       connection.queue.push_back(std::move(link.queue.front()));

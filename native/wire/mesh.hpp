@@ -26,7 +26,7 @@ namespace gradwire::wire {
 
 // How a rank uses the lines to its peers. By itself: one connection and the system's congestion control where a round
 // trip takes less than kLongTrip, else "bbr" and one for each kTripOfOne, but two at least, or, where the kernel has no
-// "bbr", kConnections of them; the first one sends until it needs help (Link::look_for_setbacks).
+// "bbr", kConnections of them.
 struct Lines {
   std::size_t n_connections = 0;  // connections to a peer; 0: by its round trip
   std::string congestion;         // the kernel's name of a congestion control; empty: by the round trip
@@ -140,15 +140,11 @@ class Mesh {
     std::string end;             // why it is over, if it is
     bool has_ended = false;
     std::size_t next_connection = 0, n_wanted = 1;
-    bool uses_all = true;  // its connections; else the first that is alive, the others are spares
-    std::uint64_t n_setbacks = 0, score = 0;
     Progress in{}, out{};
     Clock::time_point free_since{};  // when what came before the present message was there
     Clock::time_point tried{};       // when a lost connection was last made anew
     std::size_t n_unsent() const;
     std::size_t n_alive() const;
-    bool uses(const Connection& connection) const;
-    void look_for_setbacks();
     bool has_one_connection() const { return connections.size() == 1 && n_wanted == 1; }
   };
   struct Stream {

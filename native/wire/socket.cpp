@@ -135,13 +135,6 @@ std::chrono::microseconds round_trip(const Descriptor& connection) {
   return std::chrono::microseconds(info.tcpi_min_rtt == UINT32_MAX ? 0 : info.tcpi_min_rtt);
 }
 
-std::uint64_t n_setbacks(const Descriptor& connection) {
-  tcp_info info{};
-  socklen_t length = sizeof info;
-  if (getsockopt(connection.get(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return 0;
-  return info.tcpi_total_retrans + (info.tcpi_rwnd_limited + info.tcpi_sndbuf_limited) / 10'000;
-}
-
 std::size_t n_unacknowledged(const Descriptor& connection) {
   int n = 0;
   return ioctl(connection.get(), SIOCOUTQ, &n) == 0 && n > 0 ? static_cast<std::size_t>(n) : 0;

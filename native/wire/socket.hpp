@@ -58,8 +58,6 @@ void tune(const Descriptor& connection, double timeout_s);
 bool set_congestion(const Descriptor& connection, const std::string& name);
 // The shortest that TCP has seen, as others wait for processes that are busy; 0 before it has one.
 std::chrono::microseconds round_trip(const Descriptor& connection);
-// Packets that it has sent again, and units of 10 ms for which a window or buffer that was full held it up.
-std::uint64_t n_setbacks(const Descriptor& connection);
 // Written bytes that the peer's kernel has not acknowledged.
 std::size_t n_unacknowledged(const Descriptor& connection);
 

@@ -179,10 +179,8 @@ class Reducer:
     def reduce(
         self, buffer: torch.Tensor, slots: Sequence[Slot], offsets: Sequence[int], index: int, is_last: bool
     ) -> torch.futures.Future[torch.Tensor]:
-        """Start replacing `buffer` (n,) by its mean; for doors, on the training thread, buckets in order from 0.
-
-        The future never fails: what went wrong is raised by `close_pass`.
-        """
+        """Start replacing `buffer` (n,) by its mean; for doors, on the training thread, buckets in order from 0. The
+        future never fails: what went wrong is raised by `close_pass`."""
         self.communicator.check_process()  # raised right here: a note to the peers would break into the parent's talk
         check_not_captured(buffer.device)
         step, device = self.step, buffer.device
@@ -299,29 +297,22 @@ class Reducer:
         }
 
     def wait_until_idle(self) -> None:
-        """Return when the lane has finished everything submitted so far.
-
-        Raises: what the group failed of, InvalidArgument (closed).
-        """
+        """Return when the lane has finished everything submitted so far. Raises: what the group failed of,
+        InvalidArgument (closed)."""
         self.communicator.submit(self.scheme.settle).wait()
         if self._error is not None:
             raise self._error
 
     def flush(self) -> None:
-        """Take all delayed optimizer steps, so that parameters can be read directly.
-
-        Only schemes that take over the step (their `owns_step` is true) delay it. Evaluation, `state_dict` of model and
-        optimizer, and `close` flush by themselves.
-        Raises: the error of the group, if it has failed.
-        """
+        """Take all delayed optimizer steps, so that parameters can be read directly. Only schemes that take over the
+        step (their `owns_step` is true) delay it. Evaluation, `state_dict` of model and optimizer, and `close` flush by
+        themselves. Raises: the error of the group, if it has failed."""
         if not self.closed:
             self.scheme.flush()
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
-        """This rank's state between two steps: tensors and plain values only. Save one per rank.
-
-        `all_ranks`: every rank calls it, and rank 0 gets the states of all: one file, which any number of ranks can load.
-        """
+        """This rank's state between two steps: tensors and plain values only. Save one per rank. `all_ranks`: every
+        rank calls it, and rank 0 gets the states of all: one file, which any number of ranks can load."""
         self.flush()
         self.wait_until_idle()
         if not self.slots:
@@ -349,10 +340,8 @@ class Reducer:
         self.scheme.begin_at(self.step)
 
     def switch(self, scheme: Scheme | str) -> None:
-        """Use another scheme from the next step on; every rank calls it between the same two steps.
-
-        Raises: RankMismatch at the next bucket where ranks disagree.
-        """
+        """Use another scheme from the next step on; every rank calls it between the same two steps. Raises:
+        RankMismatch at the next bucket where ranks disagree."""
         successor = _free_scheme(scheme)
         self._check_gradients(successor, self.session.module)
         self.flush()

@@ -102,10 +102,8 @@ def _parameters_of(init: Any) -> tuple[list[str], bool]:
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """`NAME` or `NAME:option=value,option=value` to a name and its options; numbers and true/false become such.
-
-    Raises: InvalidArgument.
-    """
+    """`NAME` or `NAME:option=value,option=value` to a name and its options; numbers and true/false become such. Raises:
+    InvalidArgument."""
     name, _, text = spec.partition(":")
     options: dict[str, Any] = {}
     for pair in filter(None, text.split(",")):
@@ -131,10 +129,8 @@ def _parse_value(text: str) -> Any:
 
 
 def choose_specs(asked: list[str], known: list[str], more: Sequence[str] = ()) -> list[str]:
-    """`all` spelt out to `known`, doubles dropped; `more` are names that `all` does not mean.
-
-    Raises: InvalidArgument (a name that is in neither).
-    """
+    """`all` spelt out to `known`, doubles dropped; `more` are names that `all` does not mean. Raises: InvalidArgument
+    (a name that is in neither)."""
     for spec in asked:
         name = parse_spec(spec)[0]
         if name not in ("all", *known, *more):

@@ -62,10 +62,8 @@ class Switch:
         self._spare_digits: list[torch.Tensor] = []
 
     def bind(self, communicator: Communicator, recorder: Recorder) -> None:
-        """Take the ranks. The switch is asked for slots at the first call, which is on the lane.
-
-        Raises: InvalidArgument (no address), Unsupported (more ranks than a bitmap has bits).
-        """
+        """Take the ranks. The switch is asked for slots at the first call, which is on the lane. Raises:
+        InvalidArgument (no address), Unsupported (more ranks than a bitmap has bits)."""
         if communicator.world_size > _native.SWITCH_MAX_WORKERS:
             raise Unsupported(
                 f"a switch serves up to {_native.SWITCH_MAX_WORKERS} ranks, one bit each of a register; "

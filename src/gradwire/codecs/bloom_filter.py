@@ -28,11 +28,9 @@ class BloomShape(NamedTuple):
     def fit(
         cls, n_nonzeros: int, n_elements: int, value_bits: float, candidate_bits: float | None = None
     ) -> "BloomShape":
-        """The paper's sizes for `n_nonzeros` of `n_elements`: 1/eps = ln(2)^2 gamma C lambda, log2(1/eps) hashes,
-        n / ln(2) x log2(1/eps) bits. Rounded to whole hashes and rows of 1,024 bits.
-
-        `value_bits`: gamma C, what a value costs that is sent. `candidate_bits`: a candidate; None: all of them are sent.
-        """
+        """The paper's sizes for `n_nonzeros` of `n_elements`: 1/eps = ln(2)^2 gamma C lambda, log2(1/eps) hashes, n /
+        ln(2) x log2(1/eps) bits. Rounded to whole hashes and rows of 1,024 bits. `value_bits`: gamma C, what a value
+        costs that is sent. `candidate_bits`: a candidate; None: all of them are sent."""
         spill_bits = value_bits if candidate_bits is None else candidate_bits
         n_nonzeros = max(1, n_nonzeros)
         n_zeros = max(0, n_elements - n_nonzeros)

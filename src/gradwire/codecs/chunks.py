@@ -20,9 +20,8 @@ def n_bytes(n_values: int, k: int) -> int:
 
 def take_chunks(values: Tensor, k: int, beside: Tensor | None = None) -> Tensor:
     """Take the k largest magnitudes of every chunk out of `values` (n,) float32, where what is not sent of them stays.
-
-    `beside` (n,) float32 becomes zero at the same places. Returns the message, (m,) int32, in which zeros are nothing.
-    """
+    `beside` (n,) float32 becomes zero at the same places. Returns the message, (m,) int32, in which zeros are
+    nothing."""
     n = values.numel()
     rows = torch.nn.functional.pad(values, (0, -n % CHUNK)).view(-1, CHUNK)
     places = rows.abs().topk(k, dim=1).indices

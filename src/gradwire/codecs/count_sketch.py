@@ -65,10 +65,8 @@ class FixedPoint(NamedTuple):
 
     @classmethod
     def fit(cls, exponent: int, world_size: int, dtype: torch.dtype) -> "FixedPoint":
-        """The finest fixed point, int8 to int64, whose sums over `world_size` ranks cannot overflow.
-
-        Every value of every rank is below 2^exponent in magnitude: agree on it anew at every step.
-        """
+        """The finest fixed point, int8 to int64, whose sums over `world_size` ranks cannot overflow. Every value of
+        every rank is below 2^exponent in magnitude: agree on it anew at every step."""
         bits = _FIXED_BITS[dtype] - (world_size - 1).bit_length()
         return cls(dtype, bits - exponent, (1 << bits) - 1)
 
@@ -187,10 +185,8 @@ class CountSketch:
         return self.n_cells
 
     def assume(self, n_elements: int, batch_values: int, rows: Sequence[int], attempt: int = 0) -> int:
-        """Fit the sketch before the index is known, to be summed along with it; returns the number of cells.
-
-        `rows`: of each of the table's blocks, three or more, or none. `attempt`: the salt alone. `adopt` comes before `peel`.
-        """
+        """Fit the sketch before the index is known, to be summed along with it; returns the number of cells. `rows`: of
+        each of the table's blocks, three or more, or none. `attempt`: the salt alone. `adopt` comes before `peel`."""
         rows_of_blocks = torch.tensor(rows, dtype=torch.int32, device="cpu").view(torch.uint32)
         self._plan.assume(n_elements, batch_values, rows_of_blocks, self.seed, attempt)
         return self.n_cells
@@ -210,11 +206,9 @@ class CountSketch:
 
     @property
     def estimate_shrinkage(self) -> float:
-        """The factor of estimates with which error feedback converges: 1 / (1 + relative variance).
-
-        A core value's cell holds about L = 3 n_core / n_cells of them, so a row's estimate has the variance L of one
-        value's square, and the median of three such rows 0.45 of that.
-        """
+        """The factor of estimates with which error feedback converges: 1 / (1 + relative variance). A core value's cell
+        holds about L = 3 n_core / n_cells of them, so a row's estimate has the variance L of one value's square, and
+        the median of three such rows 0.45 of that."""
         return 1 / (1 + _MEDIAN_VARIANCE * 3 * self._n_core / max(1, self.n_cells))
 
     @property
@@ -234,20 +228,16 @@ class CountSketch:
     def add(
         self, gradient: torch.Tensor, own_index: torch.Tensor, cells: torch.Tensor, fixed: FixedPoint | None = None
     ) -> None:
-        """Write the sketch of this rank's `gradient` (n_elements,) float32 or bfloat16 over `cells` (n_cells,) float32, or
-        `fixed.dtype`. `own_index` is what `write_index` made of it, before the OR: only cache lines with non-zeros are read.
-
-        Raises: InvalidArgument (a value that does not fit `fixed`).
-        """
+        """Write the sketch of this rank's `gradient` (n_elements,) float32 or bfloat16 over `cells` (n_cells,) float32,
+        or `fixed.dtype`. `own_index` is what `write_index` made of it, before the OR: only cache lines with non-zeros
+        are read. Raises: InvalidArgument (a value that does not fit `fixed`)."""
         _, shift, limit = fixed or (None, 0, 0)
         values, index, kind = gradient.view(torch.uint8), own_index.view(torch.uint32), _CELLS[cells.dtype]
         self._plan.add(values, _dtype_code(gradient), index, kind, shift, limit, cells.view(torch.uint8))
 
     def peel(self, index: torch.Tensor) -> int:
-        """Find the order in which values come out of the sketch; returns how many do not: the core.
-
-        Needs no values, so it runs while the sketch travels; `index` is as `prepare` was given it.
-        """
+        """Find the order in which values come out of the sketch; returns how many do not: the core. Needs no values, so
+        it runs while the sketch travels; `index` is as `prepare` was given it."""
         self._n_core = self._plan.peel(index.view(torch.uint32))
         return self._n_core
 

@@ -80,10 +80,9 @@ class EmbeddedFloat(Floats):
         return _native.embedded_float_max_bytes(n_elements, self.partition, first_bit, n_bits)
 
     def encode_planes(self, gradient: Tensor, first_bit: int, n_bits: int, out: Tensor) -> int:
-        """Write bits [first_bit, first_bit + n_bits) of every value as one message into `out` (>= max_plane_bytes(...),) uint8.
-
-        Bit 0 is the sign, bit 1 the most significant of the magnitude. The gradient must be the same at every call.
-        """
+        """Write bits [first_bit, first_bit + n_bits) of every value as one message into `out` (>=
+        max_plane_bytes(...),) uint8. Bit 0 is the sign, bit 1 the most significant of the magnitude. The gradient must
+        be the same at every call."""
         code, values = dtype_code(gradient.dtype), bytes_in("gradient", gradient)
         room = check_room(self.name, out, self.max_plane_bytes(gradient.numel(), gradient.dtype, first_bit, n_bits))
         return _native.embedded_float_encode(values, code, self.partition, self.format, first_bit, n_bits, room)
@@ -118,10 +117,8 @@ class EmbeddedValues:
         self.n_bits = 0
 
     def add_planes(self, message: Tensor) -> int:
-        """Take in the message with the bits that follow; returns `n_bits` after it.
-
-        Raises: as `decode`, also if it has other bits than the next ones; nothing has changed then.
-        """
+        """Take in the message with the bits that follow; returns `n_bits` after it. Raises: as `decode`, also if it has
+        other bits than the next ones; nothing has changed then."""
         encoded = bytes_in("message", message, torch.uint8)
         self.n_bits = _native.embedded_float_refine(encoded, self._codes, self._exponents, *self._settings, self.n_bits)
         return self.n_bits

@@ -275,10 +275,8 @@ class GCompCodec:
 
 
 def describe(message: Tensor) -> dict[str, Any]:
-    """What a message's headers say, as plain values: its bytes by part, and the bits a value that these come to, 0 of none.
-
-    Raises: as `decode`, for headers only.
-    """
+    """What a message's headers say, as plain values: its bytes by part, and the bits a value that these come to, 0 of
+    none. Raises: as `decode`, for headers only."""
     parts: dict[str, Any] = _native.gcomp_describe(bytes_in("message", message, torch.uint8))
     n_values = max(1, parts["n_elements"])
     for part in ("exponent", "level", "mantissa", "message"):

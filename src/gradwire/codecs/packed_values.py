@@ -76,10 +76,8 @@ def write_index(values: Tensor, message: Tensor, facts: int) -> None:
 
 
 def count(index: Tensor, n_elements: int, head: Tensor | None = None) -> Tensor:
-    """Count the bits that are set: the last of (m,) integers; on a device, up to the end of each 1,024 values.
-
-    Of bits past the end `head` is told on a device, where they do not count. Raises: CorruptMessage, in host memory.
-    """
+    """Count the bits that are set: the last of (m,) integers; on a device, up to the end of each 1,024 values. Of bits
+    past the end `head` is told on a device, where they do not count. Raises: CorruptMessage, in host memory."""
     kernels = kernels_for(index.device)
     if kernels is None:
         n_set = _native.sketch_count_index(index.view(torch.uint32), n_elements)
@@ -92,10 +90,8 @@ def count(index: Tensor, n_elements: int, head: Tensor | None = None) -> Tensor:
 
 
 def pack(values: Tensor, index: Tensor, packed: Tensor, ends: Tensor | None = None) -> None:
-    """Write into `packed` the values, of 2 or 4 bytes, at the set bits, in order. `ends`: on a device, what `count` gave.
-
-    Raises: InvalidArgument (sizes), CorruptMessage (bits past the end), in host memory.
-    """
+    """Write into `packed` the values, of 2 or 4 bytes, at the set bits, in order. `ends`: on a device, what `count`
+    gave. Raises: InvalidArgument (sizes), CorruptMessage (bits past the end), in host memory."""
     _copy("pack", values, packed, index, ends)
 
 

@@ -47,11 +47,9 @@ _EXACTLY = Sample(None, 0)  # no sample: exactly as many as are wanted
 
 
 def take_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Take the k largest magnitudes, of equal ones the first, out of `values` (n,) float32, where zeros are left.
-
-    NaN counts as larger than all numbers. Returns: (k,) int32, their places, ascending; (k,) float32; and () bool: whether
-    all values were finite. Raises: InvalidArgument (more than there are, too many values).
-    """
+    """Take the k largest magnitudes, of equal ones the first, out of `values` (n,) float32, where zeros are left. NaN
+    counts as larger than all numbers. Returns: (k,) int32, their places, ascending; (k,) float32; and () bool: whether
+    all values were finite. Raises: InvalidArgument (more than there are, too many values)."""
     _check_size(values)
     kernels = kernels_for(values.device)
     if kernels is not None:
@@ -102,10 +100,9 @@ def take_by_sample(
 
 
 def add_elements(indices: Tensor, taken: Tensor, sums: Tensor, error: Tensor, n_taken: Tensor | None = None) -> None:
-    """Add a rank's elements, (m,) int32 and float32, of which the first `n_taken` (1,) int32 count, to `sums` (n,) float32.
-
-    `error` (1,) int32 becomes OUTSIDE, unless it says worse, if indices do not ascend in `sums` or are not enough.
-    """
+    """Add a rank's elements, (m,) int32 and float32, of which the first `n_taken` (1,) int32 count, to `sums` (n,)
+    float32. `error` (1,) int32 becomes OUTSIDE, unless it says worse, if indices do not ascend in `sums` or are not
+    enough."""
     room = indices.numel()
     kernels = kernels_for(sums.device)
     if kernels is not None:

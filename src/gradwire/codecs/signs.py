@@ -41,10 +41,9 @@ class Signs:
         return words[0] == 0
 
     def vote(self, words: Tensor, values: Tensor, loss_scale: float, not_finite: Tensor | None = None) -> None:
-        """Write what most of `words` (n_ranks, n_words(values)) int32 say into `values`: +1, -1 or 0, times the loss scale.
-
-        On a device all become NaN, and `not_finite` (1,) int32 becomes 1, if a message says that a value was not finite.
-        """
+        """Write what most of `words` (n_ranks, n_words(values)) int32 say into `values`: +1, -1 or 0, times the loss
+        scale. On a device all become NaN, and `not_finite` (1,) int32 becomes 1, if a message says that a value was not
+        finite."""
         n_ranks, code = len(words), dtype_code(values.dtype)
         one = torch.tensor([loss_scale], dtype=values.dtype, device="cpu")
         unit = int.from_bytes(one.view(torch.uint8).numpy().tobytes(), "little")

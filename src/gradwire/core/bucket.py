@@ -247,10 +247,8 @@ def offsets_of(slots: Sequence[Slot]) -> list[int]:
 
 
 def flatten_like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`values` as (n,) in the order of `parameter`'s gradient in a DDP bucket; a view wherever strides allow.
-
-    DDP's reducer keeps a parameter's memory order if it is dense (channels_last, transposed), else goes row by row.
-    """
+    """`values` as (n,) in the order of `parameter`'s gradient in a DDP bucket; a view wherever strides allow. DDP's
+    reducer keeps a parameter's memory order if it is dense (channels_last, transposed), else goes row by row."""
     if values.is_contiguous() and parameter.is_contiguous():
         return values.view(-1)
     if not torch.ops.aten.is_non_overlapping_and_dense(parameter):

@@ -124,9 +124,7 @@ def gather(state: dict[str, Any], communicator: Communicator) -> dict[str, Any]:
 
 def state_for(gathered: dict[str, Any], per_rank: Iterable[str] | None, world_size: int, rank: int) -> dict[str, Any]:
     """One new rank's state: its own; or with another number of ranks the mean of what differs, which is what counts.
-
-    `per_rank`: the fields of a scheme's state that differ between ranks, each tensors by name.
-    """
+    `per_rank`: the fields of a scheme's state that differ between ranks, each tensors by name."""
     states = gathered["ranks"]
     if not states:
         raise InvalidArgument(

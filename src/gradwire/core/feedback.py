@@ -52,10 +52,8 @@ class Feedback:
         return self._current.get(slot)
 
     def pair(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """(residual, unsent), each (n,) float32 and aligned with the bucket, to read and to write in one sweep.
-
-        What is written into `unsent` counts after `stage_bucket` and `commit`. Without slots nothing is kept.
-        """
+        """(residual, unsent), each (n,) float32 and aligned with the bucket, to read and to write in one sweep. What is
+        written into `unsent` counts after `stage_bucket` and `commit`. Without slots nothing is kept."""
         layout, device = bucket.layout, bucket.buffer.device
         residual = self._whole.get(layout)
         if residual is None or residual.device != device:
@@ -263,9 +261,7 @@ class Part:
     @functools.cached_property
     def is_used(self) -> list[bool]:
         """For each span of the bucket, whether this rank has a gradient of it; asked first before the mean is there.
-
-        The residuals of the others count as zero.
-        """
+        The residuals of the others count as zero."""
         return self.wire.used(self.bucket.buffer, self.bucket.spans)
 
     def total(self) -> Tensor:
@@ -287,10 +283,8 @@ class Part:
 
 
 def redistribute(states: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The residual of each new rank, however many there are: the mean of those of all old ranks.
-
-    The mean gradient weighs a rank's residual by 1 / world size, so the *mean* is what has to be kept.
-    """
+    """The residual of each new rank, however many there are: the mean of those of all old ranks. The mean gradient
+    weighs a rank's residual by 1 / world size, so the *mean* is what has to be kept."""
     redistributed = {}
     for name in sorted({name for state in states for name in state}):
         residuals = [state[name] for state in states if name in state]  # a rank without one has left nothing out

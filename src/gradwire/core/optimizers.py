@@ -84,10 +84,8 @@ class Optimizers:
         return [parameter for parameter, count in counts.items() if count > 1]
 
     def family_of(self, parameter: Tensor) -> str:
-        """One of FAMILIES: by the optimizer's class, the options of the group and the names in its state.
-
-        "unknown" for a parameter in none, which one may step that nobody has told of, or in two.
-        """
+        """One of FAMILIES: by the optimizer's class, the options of the group and the names in its state. "unknown" for
+        a parameter in none, which one may step that nobody has told of, or in two."""
         place = self.of(parameter)
         return "unknown" if place is None else _family(*place, parameter)
 

@@ -36,10 +36,8 @@ class Staging:
             self._device(device).reserve(needed)
 
     def stage(self, index: int, buffer: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> "StagedBucket":
-        """Start copying a bucket, (n,) on its device; on the thread whose stream writes it.
-
-        `index`: in its backward pass. `bounds`: first and past-the-last value of each piece that can be waited for by itself.
-        """
+        """Start copying a bucket, (n,) on its device; on the thread whose stream writes it. `index`: in its backward
+        pass. `bounds`: first and past-the-last value of each piece that can be waited for by itself."""
         if index == 0:  # all buckets of the pass before are reduced
             for device in self._devices.values():
                 device.begin_step()

@@ -73,10 +73,8 @@ class Quorum:
             self._misfit = error  # told once the others can hear of it
 
     def mean(self, give: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """The mean over those who have something to give, in place of what `give` returns; empty where none has.
-
-        A rank that has come in this exchange gives zeros, which do not count.
-        """
+        """The mean over those who have something to give, in place of what `give` returns; empty where none has. A rank
+        that has come in this exchange gives zeros, which do not count."""
         for _ in range(_MOST_TRIES):
             try:
                 self._manager.start_quorum()

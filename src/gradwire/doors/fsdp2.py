@@ -143,10 +143,8 @@ def check(module: nn.Module) -> None:
 
 
 def take_over(module: nn.Module) -> tuple[dist.ProcessGroup | None, Callable[[], None]]:
-    """Take native HSDP's own all-reduce out: its parameters stay as they are, (Replicate, Shard) and all.
-
-    Returns: the group that HSDP would have all-reduced over (None: the module is not HSDP), and what gives it back.
-    """
+    """Take native HSDP's own all-reduce out: its parameters stay as they are, (Replicate, Shard) and all. Returns: the
+    group that HSDP would have all-reduced over (None: the module is not HSDP), and what gives it back."""
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
     except ImportError:

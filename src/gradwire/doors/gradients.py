@@ -102,9 +102,7 @@ class GradientState(Reducer):
 
     def _take_up_trained(self) -> None:
         """Give a place to what trains and has none: at first, and when parameters are unfrozen, on all ranks alike.
-
-        Buckets are in the order in which gradients usually come: last parameters first.
-        """
+        Buckets are in the order in which gradients usually come: last parameters first."""
         new = [slot for slot in self.slots.values() if slot not in self._home and _parameter(slot).requires_grad]
         for group in cut_into_buckets([(slot, _parameter(slot)) for slot in new[::-1]], self._bucket_mb * (1 << 20)):
             own, first = [slot for slot, _ in group], group[0][1]

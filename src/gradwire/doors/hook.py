@@ -265,10 +265,8 @@ def _raise(error: GradwireError) -> None:
 
 
 def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook for `DistributedDataParallel.register_comm_hook(state, gradwire.ddp_hook)`.
-
-    Raises: InvalidArgument (`state` is no HookState).
-    """
+    """The communication hook for `DistributedDataParallel.register_comm_hook(state, gradwire.ddp_hook)`. Raises:
+    InvalidArgument (`state` is no HookState)."""
     if isinstance(bucket, tuple):
         raise Unsupported(_NO_BUCKETS)
     reduce_bucket = getattr(state, "reduce_bucket", None)

@@ -242,10 +242,8 @@ class LocalSgd:
 
     @torch.no_grad()
     def take_shared(self) -> None:
-        """Set the parameters to the shared ones, as the last exchange of each left them: the same on all ranks.
-
-        To evaluate or to save, at the end, or where there are fragments or a delay; what ranks have learnt since goes.
-        """
+        """Set the parameters to the shared ones, as the last exchange of each left them: the same on all ranks. To
+        evaluate or to save, at the end, or where there are fragments or a delay; what ranks have learnt since goes."""
         for name, anchor in self._anchors.items():
             local_of(self._named[name]).copy_(anchor)
 

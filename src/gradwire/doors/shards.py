@@ -332,10 +332,9 @@ class _Unit:
         return [] if group is None else [parameter.sharded_param for parameter in group.fsdp_params]
 
     def layout_of(self, whole: torch.Tensor, world_size: int, is_sum: bool) -> tuple[list[Slot], list[int]]:
-        """Slots and offsets of `whole` (world n,): by rank, the rows of every parameter, padded to be as many on all ranks.
-
-        One slot stands for all where some gradients have not come, so that nobody can tell whose is whose, or are summed.
-        """
+        """Slots and offsets of `whole` (world n,): by rank, the rows of every parameter, padded to be as many on all
+        ranks. One slot stands for all where some gradients have not come, so that nobody can tell whose is whose, or
+        are summed."""
         key = whole.numel(), is_sum
         if key not in self._layouts:
             shapes = [(-(-p.shape[0] // world_size), *p.shape[1:]) for p in self.parameters if p.requires_grad]

@@ -73,10 +73,8 @@ class Owners:
         self._cuts: dict[int, tuple[int, int, _Parts, _Parts]] = {}  # by layout, as ranks compare them
 
     def mean(self, part: Part, wire: Wire) -> None:
-        """Replace `part.values` by their mean, on the lane.
-
-        Cost: sends 2 (N-1)/N of the encoded bucket, to N-1 peers; every element is encoded once.
-        """
+        """Replace `part.values` by their mean, on the lane. Cost: sends 2 (N-1)/N of the encoded bucket, to N-1 peers;
+        every element is encoded once."""
         bucket, rank, world = part.bucket, wire.rank, wire.world_size
         n_chunks, dtype, pushed, pulled = self._cuts.get(bucket.layout_hash) or self._cut(bucket, world)
         if self._on_device is not None:

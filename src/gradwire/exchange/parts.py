@@ -54,11 +54,9 @@ def cut_into_chunks(
     starts: Sequence[int] = (),
     alignment: int = 1,
 ) -> list[list[Chunk]]:
-    """By rank, the chunks of the part that it owns, as the native core cuts (native/exchange/).
-
-    `room_of`: bytes of a message of so many values with such cuts, at most. `starts`: the first value of every tensor.
-    `alignment`: bytes, of where a message begins in its row.
-    """
+    """By rank, the chunks of the part that it owns, as the native core cuts (native/exchange/). `room_of`: bytes of a
+    message of so many values with such cuts, at most. `starts`: the first value of every tensor. `alignment`: bytes, of
+    where a message begins in its row."""
     parts = []
     for part in range(world_size):
         begin, end = n_elements * part // world_size, n_elements * (part + 1) // world_size

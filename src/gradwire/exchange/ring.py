@@ -113,10 +113,8 @@ def mean_through_codec(
     **options: Any,
 ) -> None:
     """Replace `buffer` (n,), in host memory, by the mean over the ranks; on the lane. `options`: of `exchange_codec`.
-
     `left_out` (n,) gets what this rank's encodings lost: N x result + the sum of all ranks' left_out = the sum of their
-    gradients.
-    """
+    gradients."""
     if wire.world_size == 1 or buffer.numel() == 0:
         return
     run, ahead = _RUN[topology]

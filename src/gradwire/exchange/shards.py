@@ -44,10 +44,8 @@ class Scatter:
     def mean(
         self, part: Part, wire: Wire, importance: Any = None, counts: Tensor | None = None, mean_room: int = 0
     ) -> None:
-        """Replace this rank's part of `part.values` by its mean over the ranks, summed in float32 in rank order; on the lane.
-
-        The arguments are a ring's, of which only `counts` concern what shards can have.
-        """
+        """Replace this rank's part of `part.values` by its mean over the ranks, summed in float32 in rank order; on the
+        lane. The arguments are a ring's, of which only `counts` concern what shards can have."""
         buffer, world = part.values, wire.world_size
         is_sum = isinstance(part.bucket.slots[0], Summed)
         n_own = buffer.numel() // world
@@ -89,11 +87,9 @@ class Bfloat16:
 
 
 def gather(wire: Wire, codec: Codec | None, values: Tensor, counts: Tensor | None = None) -> None:
-    """Fill `values` (world n,), in which every rank has its own part; on the lane. `counts`: as of a ring.
-
-    `codec`: GComp's, whose messages are completed to the last bit; a lossy one, whose values each rank takes for its own part
-    too; None: the backend sends them as they are, of any dtype.
-    """
+    """Fill `values` (world n,), in which every rank has its own part; on the lane. `counts`: as of a ring. `codec`:
+    GComp's, whose messages are completed to the last bit; a lossy one, whose values each rank takes for its own part
+    too; None: the backend sends them as they are, of any dtype."""
     world, raw = wire.world_size, bytes_of(values)
     if codec is None:
         n_bytes = raw.numel() // world

@@ -122,10 +122,8 @@ def compiled_for(architecture: int, load: _Load = ctypes.CDLL, *, again: bool = 
 
 def _is_ours_alone(path: Path) -> bool:
     """True if nobody but this user can have written it: what lies there runs with this user's data. Raises: OSError.
-
-    Nor may others have put another in its place: folders above are this user's or the administrator's, and open to others
-    only as /tmp is, where each may take away only what is theirs.
-    """
+    Nor may others have put another in its place: folders above are this user's or the administrator's, and open to
+    others only as /tmp is, where each may take away only what is theirs."""
     path = path.resolve()
     found = path.stat()
     if found.st_uid != os.geteuid() or found.st_mode & _OPEN:

@@ -29,11 +29,9 @@ class _Checkpointed:
 def attach(
     accelerator: Any, model: torch.nn.Module, optimizer: Any, scheme: Scheme | str = "auto", **options: Any
 ) -> Attachment:
-    """`gradwire.attach` on what `accelerator.prepare` returned, saved and loaded with the accelerator's states.
-
-    Call it before `load_state`, and `close()` the attachment at the end. `accumulate` and `no_sync` work as ever.
-    Raises: as `gradwire.attach`.
-    """
+    """`gradwire.attach` on what `accelerator.prepare` returned, saved and loaded with the accelerator's states. Call it
+    before `load_state`, and `close()` the attachment at the end. `accumulate` and `no_sync` work as ever. Raises: as
+    `gradwire.attach`."""
     attachment = gradwire.attach(model, optimizer, scheme, accelerator.scaler, **options)
     accelerator.register_for_checkpointing(_Checkpointed(attachment))
     return attachment

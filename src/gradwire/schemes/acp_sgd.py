@@ -21,10 +21,8 @@ from gradwire.schemes.matrices import multiply, orthogonalise
 
 
 def acp_sgd(**options: Any) -> LowRank:
-    """Mean over the ranks, in low rank, one factor a step. Options: see `gradwire.schemes.low_rank.Options`.
-
-    Beside Adam its first 100 steps are plain: that takes off a third of what it loses there. Power-SGD loses too little.
-    """
+    """Mean over the ranks, in low rank, one factor a step. Options: see `gradwire.schemes.low_rank.Options`. Beside
+    Adam its first 100 steps are plain: that takes off a third of what it loses there. Power-SGD loses too little."""
     return LowRank("acp-sgd", steps_of, Options(**options), True)
 
 

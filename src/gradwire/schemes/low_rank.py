@@ -267,10 +267,9 @@ class Fusion:
         self._is_end = False  # the last bucket has come: the lane waits for all sums that are started
 
     def take(self, work: Work) -> None:
-        """Have a bucket send what it has, now or at the end of the backward pass; with the last one all of the step ends.
-
-        What waits for a first sum goes on when the next bucket has come, so that all ranks keep one order of sums.
-        """
+        """Have a bucket send what it has, now or at the end of the backward pass; with the last one all of the step
+        ends. What waits for a first sum goes on when the next bucket has come, so that all ranks keep one order of
+        sums."""
         self._is_end = is_last = work.bucket.is_last
         self._held.append(work)
         if not (self._overlaps or is_last):
@@ -503,9 +502,8 @@ class LowRank(Compressed):
 
     def _add_residuals(self, work: Work) -> None:
         """total = gradient + residual, both multiplied by the loss scale, of every matrix; the bucket stays as it is.
-
-        An unused parameter sends nothing (`Unused`); on a device, which would have to be asked, it sends its residual.
-        """
+        An unused parameter sends nothing (`Unused`); on a device, which would have to be asked, it sends its
+        residual."""
         matrices, gradient, feedback = work.plan.matrices, work.bucket.buffer, self.session.feedback
         residual = None
         if not self.error_feedback:

@@ -22,10 +22,8 @@ from gradwire.schemes.selection import Names
 
 
 def power_sgd(rank: int = 4, buffer_mb: float = math.inf, **options: Any) -> LowRank:
-    """Mean over the ranks, in low rank; everything is compressed and sent after the backward pass, packed.
-
-    Options: see `gradwire.schemes.low_rank.Options`, but for `overlap`; `buffer_mb` is inf by default.
-    """
+    """Mean over the ranks, in low rank; everything is compressed and sent after the backward pass, packed. Options: see
+    `gradwire.schemes.low_rank.Options`, but for `overlap`; `buffer_mb` is inf by default."""
     return _make("power-sgd", False, options | {"rank": rank, "buffer_mb": buffer_mb})
 
 

@@ -48,11 +48,9 @@ def check_division(division: Division) -> Division:
 
 
 def find_blocks(module: nn.Module, parameters: Iterable[torch.Tensor], division: Division) -> list[Block]:
-    """The blocks of a model without DDP around it, over `parameters`.
-
-    `division`: how many blocks of about equal size (fewer in a small model), or for each block the names of its modules as in
-    `named_modules`, with all that is inside them; what no name covers makes up a block of its own.
-    """
+    """The blocks of a model without DDP around it, over `parameters`. `division`: how many blocks of about equal size
+    (fewer in a small model), or for each block the names of its modules as in `named_modules`, with all that is inside
+    them; what no name covers makes up a block of its own."""
     covered = dict.fromkeys(parameters)
     owners = _owners(module, covered)
     groups = (

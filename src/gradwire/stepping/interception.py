@@ -28,9 +28,7 @@ from gradwire.wire.communicator import completed
 
 def stepped_parameters(session: Session, what: str, of_one: bool = False) -> list[torch.Tensor]:
     """The parameters whose gradients DDP reduces, in the model's order, which `what` steps from gradients of its own.
-
-    `of_one`: `what` steps one optimizer only.
-    """
+    `of_one`: `what` steps one optimizer only."""
     module, optimizers = session.module, session.optimizers
     if module is None or not optimizers:
         raise InvalidArgument(
@@ -149,9 +147,7 @@ class FrozenStep:
 
     def apply(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Step those of `gradients` that had a gradient, with these, free of the loss scale, in the place of `.grad`.
-
-        `.grad`, groups and hyper-parameters are as before afterwards; the user's step hooks are not called.
-        """
+        `.grad`, groups and hyper-parameters are as before afterwards; the user's step hooks are not called."""
         for other in self._joined:
             other.apply(gradients)
         chosen = {p: gradient for p, gradient in gradients.items() if p in self._own}

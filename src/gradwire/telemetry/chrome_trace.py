@@ -188,11 +188,9 @@ class _Rows:
 
 
 def merge_traces(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
-    """Write the traces of several ranks as one, on one clock.
-
-    Ranks of one machine share its clock exactly; those of others are aligned by their wall clocks, i.e. as well as NTP.
-    Raises: InvalidArgument (no file, one that cannot be read, one rank twice), CorruptMessage (not a gradwire trace).
-    """
+    """Write the traces of several ranks as one, on one clock. Ranks of one machine share its clock exactly; those of
+    others are aligned by their wall clocks, i.e. as well as NTP. Raises: InvalidArgument (no file, one that cannot be
+    read, one rank twice), CorruptMessage (not a gradwire trace)."""
     traces = [(Path(path), _load(Path(path))) for path in paths]
     if not traces:
         raise InvalidArgument("there is no trace to merge; a rank writes one through ChromeTraceSink")

@@ -31,10 +31,8 @@ class JsonLines:
         self._good_bytes = os.fstat(self._file).st_size
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write `record` as one line. Infinities and NaN become null: JSON has none.
-
-        Raises: TypeError (a value that is no plain value), ValueError (after `close`).
-        """
+        """Write `record` as one line. Infinities and NaN become null: JSON has none. Raises: TypeError (a value that is
+        no plain value), ValueError (after `close`)."""
         if self._file < 0:
             raise ValueError(f"{self.path} is closed")
         if self.error is not None:

@@ -121,10 +121,8 @@ class Communicator:
         _open_communicators.add(self)
 
     def subgroup(self, members: Sequence[int] | None = None) -> "Communicator":
-        """Another one over the same ranks or some of them, with its own lane and connections, which break with this one's.
-
-        Collective.
-        """
+        """Another one over the same ranks or some of them, with its own lane and connections, which break with this
+        one's. Collective."""
         if self._meeting is None:
             made = Communicator(self.members if members is None else members, self.timeout_s)
         elif members is None:
@@ -146,9 +144,7 @@ class Communicator:
 
     def submit(self, task: Callable[..., Any], *args: Any, may_overtake: bool = False) -> torch.futures.Future:
         """Run task(*args) on the lane after everything submitted before; the future holds its result or its error.
-
-        `may_overtake`: it may go before what the task before it has deferred, if it is there in time.
-        """
+        `may_overtake`: it may go before what the task before it has deferred, if it is there in time."""
         if self._closed:
             raise InvalidArgument("this attachment is closed: attach a scheme again first")
         self.check_process()
@@ -332,10 +328,8 @@ class Communicator:
             raise self.fail(PeerLost("a peer has failed"))
 
     def fail(self, error: BaseException) -> GradwireError:
-        """Mark the group as failed, tell every peer why, and return the error to raise here.
-
-        The first failure of the whole group wins: a rank that fails because another did gets the other's error.
-        """
+        """Mark the group as failed, tell every peer why, and return the error to raise here. The first failure of the
+        whole group wins: a rank that fails because another did gets the other's error."""
         with self._failure_lock:
             if self._failure is not None:
                 return self._failure
@@ -374,11 +368,9 @@ class Communicator:
         return translated
 
     def _break_connections(self) -> None:
-        """Close every connection of this group, which wakes all peers that wait on them.
-
-        The backend, which still sums, has no call for it (in torch 2.13 Gloo's `abort` closes nothing), but a receive that
-        times out closes the connections of its whole group, and nobody ever sends to this one.
-        """
+        """Close every connection of this group, which wakes all peers that wait on them. The backend, which still sums,
+        has no call for it (in torch 2.13 Gloo's `abort` closes nothing), but a receive that times out closes the
+        connections of its whole group, and nobody ever sends to this one."""
         if self.world_size == 1 or self._group is None:
             return
         if self._mesh is not None:
@@ -395,9 +387,7 @@ class Communicator:
     @contextlib.contextmanager
     def _naming_peers(self, started: float | None = None) -> Any:
         """Turn the backend's RuntimeError, which does not say who of several peers was waited for, into PeerLost.
-
-        `started`: when what is waited for began, if that is not now.
-        """
+        `started`: when what is waited for began, if that is not now."""
         started = time.monotonic() if started is None else started
         try:
             yield
@@ -477,10 +467,8 @@ def completed(value: Any) -> torch.futures.Future:
 
 
 def then(first: torch.futures.Future, use: Callable[[Any], Any]) -> torch.futures.Future:
-    """A future of `use(result)`, which runs where `first` is completed; an error of either keeps its type.
-
-    Where the result is a future itself (a task of the lane that the lane need not wait for), it is that one's result.
-    """
+    """A future of `use(result)`, which runs where `first` is completed; an error of either keeps its type. Where the
+    result is a future itself (a task of the lane that the lane need not wait for), it is that one's result."""
     done: torch.futures.Future = torch.futures.Future()
 
     def go_on(finished: torch.futures.Future) -> None:

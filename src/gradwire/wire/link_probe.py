@@ -28,10 +28,8 @@ def probe_transfer_us(wire: Wire) -> int:
 
 
 def probe_link(wire: Wire) -> tuple[float, float]:
-    """(seconds a hop of the backend's all-reduce, seconds a byte that a rank sends); on the lane, every rank.
-
-    What this rank sees; the slowest rank's numbers are the group's. Bytes/s are what NCCL's tests call the bus bandwidth.
-    """
+    """(seconds a hop of the backend's all-reduce, seconds a byte that a rank sends); on the lane, every rank. What this
+    rank sees; the slowest rank's numbers are the group's. Bytes/s are what NCCL's tests call the bus bandwidth."""
     if wire.world_size == 1:
         return 0.0, 0.0
     if wire.on_device:

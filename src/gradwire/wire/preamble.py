@@ -75,10 +75,8 @@ def hash_configuration(name: str, configuration: dict[str, Any]) -> int:
 
 
 def compare_preambles(communicator: Communicator, mine: Preamble, record: BucketRecord, given: object = "") -> None:
-    """Exchange preambles with all ranks, on the lane; a RankMismatch names the field and the ranks.
-
-    `given`: this rank's optimizers, which are a part of the configuration, and said where it differs: it travels as a hash.
-    """
+    """Exchange preambles with all ranks, on the lane; a RankMismatch names the field and the ranks. `given`: this
+    rank's optimizers, which are a part of the configuration, and said where it differs: it travels as a hash."""
     packed = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
     record.count_exchanged(packed.numel() * (communicator.world_size - 1))
     theirs = [Preamble.unpack(bytes(row.tolist())) for row in communicator.all_gather(packed)]

@@ -81,10 +81,8 @@ def _life() -> str:
 def meet(
     store: Any, rank: int, world_size: int, timeout_s: float, all_gather: Callable[[torch.Tensor], torch.Tensor]
 ) -> _native.Mesh:
-    """Make one rank's mesh, in a c10d store of this group alone. Collective.
-
-    `all_gather` says that every rank has written to the store; it fails where one does not.
-    """
+    """Make one rank's mesh, in a c10d store of this group alone. Collective. `all_gather` says that every rank has
+    written to the store; it fails where one does not."""
     mesh = _native.Mesh(
         rank, world_size, own_addresses(store), timeout_s, _n_connections(), os.environ.get(CONGESTION, "")
     )

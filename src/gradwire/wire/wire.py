@@ -183,11 +183,9 @@ class Wire:
         return wait
 
     def start_sum_of_few(self, values: Tensor, n_bytes_beside: int) -> Callable[[], None]:
-        """As `start_sum` of `values` (n,) that travel beside so many bytes.
-
-        Where they are few, each rank sends its own to all others, which add them in the order of ranks: one hop, where the
-        backend's all-reduce has 2 (N - 1), each with a word back. A long line would be waited for that often.
-        """
+        """As `start_sum` of `values` (n,) that travel beside so many bytes. Where they are few, each rank sends its own
+        to all others, which add them in the order of ranks: one hop, where the backend's all-reduce has 2 (N - 1), each
+        with a word back. A long line would be waited for that often."""
         n_bytes = (self.world_size - 1) * values.numel() * values.element_size()
         return self._start_gather_sum(values) if n_bytes <= _FEW * n_bytes_beside else self.start_sum(values)
 
@@ -234,9 +232,8 @@ class Wire:
 
     def gather(self, payload: Tensor, is_finite: Flag) -> Tensor:
         """Every rank's `payload` (n,) int32: (world, n), by rank. `is_finite`: of what this rank's was made of.
-
-        RankMismatch, and CorruptMessage of a payload that is not what its rank sent; on a device either comes a step later.
-        """
+        RankMismatch, and CorruptMessage of a payload that is not what its rank sent; on a device either comes a step
+        later."""
         message = self._seal(payload[None], is_finite)[0]
         with self.timing("communicate"):
             messages = self._all_gather(message)
@@ -275,10 +272,8 @@ class Wire:
     def largest(
         self, is_used: Sequence[bool], n_scales: int, write_scales: Callable[[Tensor], None]
     ) -> tuple[list[bool], Tensor]:
-        """Find the flags that any rank has set, and the largest of every scale over the ranks.
-
-        `write_scales` fills (n_scales,) float32, not negative; not finite if this rank's gradient is not.
-        """
+        """Find the flags that any rank has set, and the largest of every scale over the ranks. `write_scales` fills
+        (n_scales,) float32, not negative; not finite if this rank's gradient is not."""
         # Floats that are not negative are ordered as their bits are, so one maximum of integers carries everything.
         checksum = self.checksum
         head = array("i", [checksum, -checksum, *is_used])  # the two maxima cancel if all are alike

@@ -101,10 +101,8 @@ class Reduction(NamedTuple):
 
 
 def _backend(name: str, n_elements: int) -> Reduction:
-    """torch.distributed's own all-reduce, as DDP without a hook calls it: divide, then sum.
-
-    The backend does not say what it sends; counted are the bytes of a ring, which Gloo's algorithm is.
-    """
+    """torch.distributed's own all-reduce, as DDP without a hook calls it: divide, then sum. The backend does not say
+    what it sends; counted are the bytes of a ring, which Gloo's algorithm is."""
     is_half, world_size = name == "ddp-bf16", dist.get_world_size()
 
     def reduce(buffer: torch.Tensor) -> None:
@@ -139,12 +137,9 @@ def _scheme(name: str, options: dict[str, Any], state: OptimizerState | None, n_
 
 
 def _dense_switch() -> Reduction:
-    """In-network aggregation without compression: sums of int32 in the switch, one exponent for all values.
-
-    What SwitchML and ATP do: agree on the largest exponent, scale to int32 with room for the sum, add, scale back.
-
-    When not to use this: in training. It keeps as many bits as the largest value of all leaves, and has no fallback.
-    """
+    """In-network aggregation without compression: sums of int32 in the switch, one exponent for all values. What
+    SwitchML and ATP do: agree on the largest exponent, scale to int32 with room for the sum, add, scale back. When not
+    to use this: in training. It keeps as many bits as the largest value of all leaves, and has no fallback."""
     communicator = Communicator()
     n_ranks, wire, aggregator = communicator.world_size, Wire(communicator), Switch()
     recorder = Recorder(communicator.rank, n_ranks)
@@ -349,10 +344,8 @@ class Exact(NamedTuple):
 
 
 def error_bound(name: str, options: dict[str, Any], exact: Exact, state: OptimizerState | None) -> Float64Array | None:
-    """The largest allowed |result - mean| of each checked element; None where a scheme promises none.
-
-    Every scheme of sums pays one rounding a rank and one for the division; GComp adds N truncations of partial sums.
-    """
+    """The largest allowed |result - mean| of each checked element; None where a scheme promises none. Every scheme of
+    sums pays one rounding a rank and one for the division; GComp adds N truncations of partial sums."""
     n_roundings = exact.n_ranks + 1
     sums = n_roundings * _FLOAT32_ROUNDING * exact.mean_magnitude + _SMALLEST_NORMAL
     if name in ("ddp", "plain", "zstd", "zlib"):

@@ -61,10 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(file: GradientFile, names: Sequence[str], n_threads: int, n_rounds: int) -> list[Record]:
-    """One flat record for each of `names` that can use `n_threads`, timed in turns, each result verified.
-
-    The reference (zstd -1) runs along even if it is not among them: a ratio to it is only fair within one run.
-    """
+    """One flat record for each of `names` that can use `n_threads`, timed in turns, each result verified. The reference
+    (zstd -1) runs along even if it is not among them: a ratio to it is only fair within one run."""
     running: dict[str, TimedMethod] = {}
     tasks: dict[str, Task] = {}
     with threads(n_threads):

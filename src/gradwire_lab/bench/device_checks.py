@@ -143,10 +143,8 @@ _TIMED: dict[str, tuple[str, dict[str, Any]]] = {
 
 def measure_kernels(kernels: Kernels, n_elements: int = 1 << 24, n_calls: int = _TIMED_CALLS) -> dict[str, Any]:
     """GB/s of float32 values that codecs encode, with error feedback where they want it, decode, and decode and add.
-
-    `of_copy`: the memory traffic that a call cannot do without, in a second, as a share of a copy's. Beside them nvCOMP's ANS,
-    where its package (`nvidia-nvcomp-cu13`) is.
-    """
+    `of_copy`: the memory traffic that a call cannot do without, in a second, as a share of a copy's. Beside them
+    nvCOMP's ANS, where its package (`nvidia-nvcomp-cu13`) is."""
     device = kernels.device
     drawn = [torch.randn(n_elements, device=device) for _ in range(4)]
     inputs = itertools.cycle(drawn)
@@ -237,10 +235,8 @@ def train_with_given_gradients(
 def check_schemes(
     device: torch.device, group: Any = None, note: Callable[[str], None] = print, placement: str = "staged"
 ) -> dict[str, Any]:
-    """Every scheme, with "device" every one that works there, ends with the bits of its run on the CPU, the same on all ranks.
-
-    Low rank by `placement="device"` ends near them, and with the same bits on all ranks. Raises: CheckFailed.
-    """
+    """Every scheme, with "device" every one that works there, ends with the bits of its run on the CPU, the same on all
+    ranks. Low rank by `placement="device"` ends near them, and with the same bits on all ranks. Raises: CheckFailed."""
     seconds: dict[str, float] = {}
     different = []
     for name in schemes.names():

@@ -67,11 +67,9 @@ def check_ranks(args: argparse.Namespace) -> None:
 def measure_in_ranks(
     bench: str, args: argparse.Namespace, measure: Callable[[], Iterable[list[Record]]], specs: Sequence[str] = ()
 ) -> list[Record]:
-    """As a rank keep what `measure` yields, as it comes; else run `gradwire bench BENCH` in `--ranks` processes, once a rate.
-
-    If one of `specs` sums in the network, the emulation of an aggregating switch runs beside them. Returns the ranks' records;
-    those so far are written even after a failure.
-    """
+    """As a rank keep what `measure` yields, as it comes; else run `gradwire bench BENCH` in `--ranks` processes, once a
+    rate. If one of `specs` sums in the network, the emulation of an aggregating switch runs beside them. Returns the
+    ranks' records; those so far are written even after a failure."""
     check_ranks(args)
     if is_rank():
         with as_rank():
@@ -170,9 +168,8 @@ def take_turn(
     step: Callable[[], None], stats: Callable[[], Turn], n_steps: int, finish: Callable[[], None] | None = None
 ) -> Turn:
     """Run steps, all ranks starting together, and `finish` what they put off; the differences of `stats`, and times.
-
-    Every call is collective. `cpu_s` is of all threads and of the kernel; `kernel_bytes` NaN where the kernel cannot tell.
-    """
+    Every call is collective. `cpu_s` is of all threads and of the kernel; `kernel_bytes` NaN where the kernel cannot
+    tell."""
     dist.barrier()
     before, kernel = stats(), sent_by_kernel()
     started_s, cpu_s = time.perf_counter(), time.process_time()

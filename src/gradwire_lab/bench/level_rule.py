@@ -18,11 +18,9 @@ Float64Array = npt.NDArray[np.float64]
 
 
 def allowed_scale(state: OptimizerState, n_ranks: int = 1) -> tuple[Float64Array, Float64Array]:
-    """S and a bound on what float32 arithmetic may add to it: `n` low bits of s may go where S > 2^n |s|.
-
-    S = |A / c| N / 2^ceil(log2 N), with A what the gradient is added to and c what multiplies it. The slack is 2^-20 of
-    the terms of A, not of A: theirs is the rounding error where they cancel.
-    """
+    """S and a bound on what float32 arithmetic may add to it: `n` low bits of s may go where S > 2^n |s|. S = |A / c| N
+    / 2^ceil(log2 N), with A what the gradient is added to and c what multiplies it. The slack is 2^-20 of the terms of
+    A, not of A: theirs is the rounding error where they cancel."""
     terms = np.array(_numerator_terms(state)) * (n_ranks / 2 ** math.ceil(math.log2(n_ranks)))
     return np.abs(terms.sum(axis=0)), np.abs(terms).sum(axis=0) * 2.0**-20
 

@@ -212,11 +212,9 @@ def _take_turns(methods: Sequence[TrainMethod], n_steps: Sequence[int], progress
 
 
 def split_steps(times: Sequence[StepTimes]) -> dict[str, float]:
-    """Medians over the steps of means over the ranks; waiting is split into slower ranks and the network. Collective.
-
-    A rank that ends its backward pass before the slowest one waits for that rank first, whatever the network does:
-    `wait_s`. The rest is `exposed_s`. Durations are compared, not clocks: all ranks leave a step together.
-    """
+    """Medians over the steps of means over the ranks; waiting is split into slower ranks and the network. Collective. A
+    rank that ends its backward pass before the slowest one waits for that rank first, whatever the network does:
+    `wait_s`. The rest is `exposed_s`. Durations are compared, not clocks: all ranks leave a step together."""
     parts = [(step.local_s, step.waiting_s, step.update_s) for step in times]
     local, waiting, update = torch.tensor(parts, dtype=torch.float64).T
     slowest = torch.tensor(driver.largest_over_ranks(local.tolist()), dtype=torch.float64)

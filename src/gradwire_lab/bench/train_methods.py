@@ -89,12 +89,9 @@ class Timeline:
         """Nothing is left to write."""
 
     def measure(self, since_s: float, until_s: float) -> dict[str, float]:
-        """Sums over the steps that began in [since_s, until_s), in seconds.
-
-        overlap_s: computation and communication at once; codec work on the training thread is not computation.
-        exposed_codec_s: codec work that training stood still for: on its thread all, of the rest what fell after a step's last
-        gradient.
-        """
+        """Sums over the steps that began in [since_s, until_s), in seconds. overlap_s: computation and communication at
+        once; codec work on the training thread is not computation. exposed_codec_s: codec work that training stood
+        still for: on its thread all, of the rest what fell after a step's last gradient."""
         computing, waiting, training_codec = (
             [interval for interval in intervals if since_s <= interval[0] < until_s]
             for intervals in (self.computing, self.waiting, self.training_codec)
@@ -204,10 +201,9 @@ class TrainMethod:
         return self._timeline.measure(since_s, until_s)
 
     def stats(self) -> dict[str, float]:
-        """`sent_bytes` so far, by gradwire's count or what a baseline's hook must send, and where a hook tells, `codec_s`.
-
-        That is busy time, hidden or not; of it `decode_s` grows with the messages received, the rest with those sent.
-        """
+        """`sent_bytes` so far, by gradwire's count or what a baseline's hook must send, and where a hook tells,
+        `codec_s`. That is busy time, hidden or not; of it `decode_s` grows with the messages received, the rest with
+        those sent."""
         if own := self.own_stats():
             codec_s = float(sum(own[f"{kind}_s"] for kind in _CODEC_KINDS))
             return {"sent_bytes": float(own["bytes_sent"]), "codec_s": codec_s, "decode_s": float(own["decode_s"])}

@@ -160,10 +160,8 @@ def verdict(ddp_s: float, seconds: float) -> str:
 
 
 def seconds_to_the_same_loss(runs: dict[str, dict[str, Any]]) -> tuple[float, dict[str, float]]:
-    """(a loss that all of `runs` have come down to, {method: the seconds of training after which it had}).
-
-    A loss is the mean over 8 steps, since one batch's is noise, and the lowest so far.
-    """
+    """(a loss that all of `runs` have come down to, {method: the seconds of training after which it had}). A loss is
+    the mean over 8 steps, since one batch's is noise, and the lowest so far."""
     curves = {spec: _falling(found["losses"]) for spec, found in runs.items()}
     target = max(curve[-1] for curve in curves.values())
     n_above = {spec: sum(loss > target for loss in curve) for spec, curve in curves.items()}

@@ -91,10 +91,8 @@ def _sections() -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def _check_in_ranks(n_ranks: int) -> dict[str, Any]:
-    """Every scheme in ranks of their own: on a device each where there are enough, else they share one, over Gloo.
-
-    Over NCCL, those that work on the device do so too.
-    """
+    """Every scheme in ranks of their own: on a device each where there are enough, else they share one, over Gloo. Over
+    NCCL, those that work on the device do so too."""
     import torch
 
     are_enough = torch.accelerator.device_count() >= n_ranks and torch.cuda.is_available()

@@ -53,11 +53,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `path` holds, as plain values; `kind` says what it is.
-
-    Messages are checked as far as their headers go, checkpoints are loaded with `weights_only=True`.
-    Raises: InvalidArgument (nothing there, or nothing of gradwire's), CorruptMessage, IncompatibleVersion.
-    """
+    """What `path` holds, as plain values; `kind` says what it is. Messages are checked as far as their headers go,
+    checkpoints are loaded with `weights_only=True`. Raises: InvalidArgument (nothing there, or nothing of gradwire's),
+    CorruptMessage, IncompatibleVersion."""
     path = Path(path)
     try:
         if path.is_dir():

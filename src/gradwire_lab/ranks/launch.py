@@ -19,10 +19,9 @@ def start_ranks(
     on_line: Callable[[int, str], None] | None = None,
     **lab_options: Any,
 ) -> Netlab:
-    """Start `command` in `n_ranks` processes: on loopback for rate None or "none", else in a `Netlab`, whose options these are.
-
-    Returns: the lab, to use in a with statement, which ends what still runs. Raises: InvalidArgument, Unsupported.
-    """
+    """Start `command` in `n_ranks` processes: on loopback for rate None or "none", else in a `Netlab`, whose options
+    these are. Returns: the lab, to use in a with statement, which ends what still runs. Raises: InvalidArgument,
+    Unsupported."""
     on_loopback = rate is None or (
         isinstance(rate, str | int | float) and parse_rate(rate) is None and "/" not in str(rate)
     )

@@ -70,11 +70,9 @@ def current_network(environment: Mapping[str, str] | None = None) -> Network:
 
 
 def find_free_port() -> int:
-    """A TCP port on 127.0.0.1 that is free now, and likely to be when a rank has started and listens there.
-
-    Not one that the kernel picks: it would give the same one to the next that asks, or to an outgoing connection, in the
-    seconds that the rank takes to import torch. Linux picks from 32768 on.
-    """
+    """A TCP port on 127.0.0.1 that is free now, and likely to be when a rank has started and listens there. Not one
+    that the kernel picks: it would give the same one to the next that asks, or to an outgoing connection, in the
+    seconds that the rank takes to import torch. Linux picks from 32768 on."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with socket.socket() as probe:
             try:

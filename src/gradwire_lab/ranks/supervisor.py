@@ -147,10 +147,8 @@ class RankSet:
                 os.killpg(self._processes[rank].pid, number)
 
     def wait(self, timeout_s: float | None = None) -> LaunchResult:
-        """Wait for every rank. When one fails the others get `grace_s`, then SIGTERM, then SIGKILL.
-
-        Ctrl-C is forwarded to the ranks, and raised again once they have ended; so is SystemExit, as SIGTERM.
-        """
+        """Wait for every rank. When one fails the others get `grace_s`, then SIGTERM, then SIGKILL. Ctrl-C is forwarded
+        to the ranks, and raised again once they have ended; so is SystemExit, as SIGTERM."""
         if self._result is not None:
             return self._result
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -252,11 +250,9 @@ def _owned(command: Sequence[str], namespaces: Sequence[int] = ()) -> list[str]:
 
 
 def run_to_end(command: Sequence[str], output: IO[bytes]) -> int:
-    """Run a command that may have ranks of its own, with all it prints in `output`; returns its exit status.
-
-    Ctrl-C and SystemExit (`end_on_signals`) reach it as SIGINT and SIGTERM, and are raised again once it has ended;
-    a second Ctrl-C kills it. If this process is killed, so is the command.
-    """
+    """Run a command that may have ranks of its own, with all it prints in `output`; returns its exit status. Ctrl-C and
+    SystemExit (`end_on_signals`) reach it as SIGINT and SIGTERM, and are raised again once it has ended; a second
+    Ctrl-C kills it. If this process is killed, so is the command."""
     process = subprocess.Popen(
         _owned(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
     )

@@ -66,10 +66,8 @@ class Book:
         return max(found, key=lambda one: (one.is_current, len(one.everything)), default=None)
 
     def render(self) -> list[Path]:
-        """Write every page, plot and table between marks, remove what is no more; returns what changed.
-
-        Raises: GradwireError, Unsupported (plots need matplotlib).
-        """
+        """Write every page, plot and table between marks, remove what is no more; returns what changed. Raises:
+        GradwireError, Unsupported (plots need matplotlib)."""
         changed = self._stale()
         for path, make in changed:
             if make is None:

@@ -96,11 +96,9 @@ def css_variables(dark: bool) -> str:
 
 
 def assign_slots(names: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """A slot for each of `names` that share a figure, and how often that slot was given before (0: never).
-
-    A name with a fixed slot has it, with options (`gcomp:bits=10`) only where the bare name is not there. Free ones go
-    round in order of name; after these, slots repeat, to be told apart by markers and dashes.
-    """
+    """A slot for each of `names` that share a figure, and how often that slot was given before (0: never). A name with
+    a fixed slot has it, with options (`gcomp:bits=10`) only where the bare name is not there. Free ones go round in
+    order of name; after these, slots repeat, to be told apart by markers and dashes."""
     ordered = sorted(set(names))
     slots: dict[str, tuple[str, int]] = {}
     for name in ordered:

@@ -18,10 +18,8 @@ Record = dict[str, Any]
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by a record, a list of them, or what holds some; the old file stays whole if that fails.
-
-    What is not finite (the loss of a run that diverged) becomes null: JSON has no NaN. Raises: GradwireError.
-    """
+    """Replace `path` by a record, a list of them, or what holds some; the old file stays whole if that fails. What is
+    not finite (the loss of a run that diverged) becomes null: JSON has no NaN. Raises: GradwireError."""
     write_text(path, json.dumps(finite(value), indent=1, allow_nan=False, default=str) + "\n")
 
 

@@ -28,11 +28,9 @@ def source_hash(module: str, without: str = "") -> str:
 
 @functools.cache
 def files_of(module: str) -> list[Path]:
-    """The files that `module` depends on, those of rooms that only show results left out.
-
-    These are the modules that it imports, directly or not, or names in a registry, the data files beside them, and the
-    sources of the C++ core where one of them uses it. What starts a process of its own depends on everything.
-    """
+    """The files that `module` depends on, those of rooms that only show results left out. These are the modules that it
+    imports, directly or not, or names in a registry, the data files beside them, and the sources of the C++ core where
+    one of them uses it. What starts a process of its own depends on everything."""
     found: set[Path] = set()
     waiting = [path for path in [_file(module)] if path]
     while waiting:

@@ -142,9 +142,7 @@ def make_grid(
     experiment: Experiment, table: Table, records: Sequence[Record], most_columns: int | None = None
 ) -> "Grid":
     """The table of `records`; axes that are neither its rows nor its columns name rows too, if they vary.
-
-    `most_columns`: no more than these; what it leaves out is named in the caption.
-    """
+    `most_columns`: no more than these; what it leaves out is named in the caption."""
     more = [name for name in (*table.rows, table.across) if name and name not in experiment.axes]
     summary = Summary(experiment, [record for record in records if chosen(record, table.where)], more)
     rows, used = summary.rows, {*table.rows, table.across, *experiment.over}

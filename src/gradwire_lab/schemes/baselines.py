@@ -57,9 +57,7 @@ class CodecRing(Compressed):
 
 def truncate_ring(topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS, **codec: Any) -> CodecRing:
     """The `bits` lowest mantissa bits always cut off (18 by default), in a ring: the quantisation of GComp's Fig. 18.
-
-    When not to use this: for training; it is the comparator that GComp's levels are measured against.
-    """
+    When not to use this: for training; it is the comparator that GComp's levels are measured against."""
     return CodecRing("truncate", codec, topology, chunk_elements)
 
 
@@ -69,10 +67,8 @@ def zlib_ring(topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS, **co
 
 
 def zstd_ring(topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS, **codec: Any) -> CodecRing:
-    """Lossless: zstd on the bytes (`level`, 1 by default), in a ring.
-
-    When not to use this: on any network faster than about 0.3 Gb/s a core; it gains 7 % and takes longer than it saves.
-    """
+    """Lossless: zstd on the bytes (`level`, 1 by default), in a ring. When not to use this: on any network faster than
+    about 0.3 Gb/s a core; it gains 7 % and takes longer than it saves."""
     return CodecRing("zstd", codec, topology, chunk_elements)
 
 

@@ -413,11 +413,9 @@ class Topology:
             raise InvalidArgument("a rate of the core needs several racks")
 
     def broadcasts(self, site: Site, is_fan_out: bool = False) -> FlowClass:
-        """Reliable broadcasts of a site's workers, at most one of each at a time, to all other workers.
-
-        One copy on the sender's link, one up to the core, one down to every other rack, one on every receiver's link;
-        with `is_fan_out` the sender sends a copy to every receiver, as point-to-point calls do.
-        """
+        """Reliable broadcasts of a site's workers, at most one of each at a time, to all other workers. One copy on the
+        sender's link, one up to the core, one down to every other rack, one on every receiver's link; with `is_fan_out`
+        the sender sends a copy to every receiver, as point-to-point calls do."""
         alike = site.n_workers
         copies = self.n_workers - 1 if is_fan_out else 1
 
@@ -436,11 +434,9 @@ class Topology:
         return self.network.add_class(crossings + self._connections(1, _one_at_a_time))
 
     def even(self, name: str) -> FlowClass:
-        """One flow: a bit on every worker's links, both ways, a bit; all at the rate of the slowest.
-
-        `ring`: every worker sends to the next, rack by rack, so one stream leaves a rack. `inside`: rings inside the racks.
-        `between`: every worker's ring with its like in the other racks. `exchange`: between all pairs.
-        """
+        """One flow: a bit on every worker's links, both ways, a bit; all at the rate of the slowest. `ring`: every
+        worker sends to the next, rack by rack, so one stream leaves a rack. `inside`: rings inside the racks.
+        `between`: every worker's ring with its like in the other racks. `exchange`: between all pairs."""
         peers = max(1, self.n_workers - 1)
         leaving: dict[str, Callable[[int], float]] = {
             "ring": lambda inside: 1.0, "inside": lambda inside: 0.0, "between": float,
@@ -453,10 +449,8 @@ class Topology:
         return self.network.add_class(crossings + self._connections(connections))
 
     def parameter_server(self, direction: str, rate_bps: float) -> FlowClass:
-        """One flow is a push, every worker's gradient to the server, or a pull, the sum from it to every worker.
-
-        The server is a host of its own, at the core where there are racks.
-        """
+        """One flow is a push, every worker's gradient to the server, or a pull, the sum from it to every worker. The
+        server is a host of its own, at the core where there are racks."""
         is_push = direction == "push"
         server = self.network.add_link(f"server {'down' if is_push else 'up'}", 1, rate_bps)
         crossings = [Crossing(server, self.n_workers)]

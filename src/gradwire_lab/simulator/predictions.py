@@ -151,9 +151,7 @@ def _replay(name: str, options: dict[str, Any]) -> ReplayModel:
 
 def _buckets(model: ReplayModel) -> list[tuple[int, float, list[Any]]]:
     """(values, seconds of backward pass until its gradient is there, parameters) of each bucket, the first one first.
-
-    As DDP rebuilds them after the first step, in the order in which gradients arrive.
-    """
+    As DDP rebuilds them after the first step, in the order in which gradients arrive."""
     parameters: list[Any] = []
     arrivals_s: list[float] = []
     now_s = 0.0

@@ -77,11 +77,9 @@ class SampleGoal:
                 raise InvalidArgument(f"{name}={value}: expected more than 0")
 
     def rank(self, records: Sequence[Record]) -> list[Record]:
-        """With what the training takes at each pace: what is within the budget first, the soonest done first.
-
-        Samples count alike under every scheme; what a scheme loses in accuracy for a sample is its level's (docs/auto.md), and
-        is not in the hours.
-        """
+        """With what the training takes at each pace: what is within the budget first, the soonest done first. Samples
+        count alike under every scheme; what a scheme loses in accuracy for a sample is its level's (docs/auto.md), and
+        is not in the hours."""
         ranked: list[tuple[tuple[bool, float, int], Record]] = []
         for record in records:
             n_workers, step_s = record["workers"], record["effective_round_s"]
@@ -137,10 +135,8 @@ def search(
     model: WorkloadTimes | str | Path, cluster: Setting | str | Path, schemes: Sequence[str], workers: Sequence[int],
     goal: SampleGoal, *, rounds: int = ROUNDS,
 ) -> list[Record]:  # fmt: skip
-    """Every scheme on every number of workers, what is within the budget first and the soonest done first (`SampleGoal.rank`).
-
-    Raises: InvalidArgument.
-    """
+    """Every scheme on every number of workers, what is within the budget first and the soonest done first
+    (`SampleGoal.rank`). Raises: InvalidArgument."""
     return goal.rank([simulate(model, cluster, one, n_workers=n, rounds=rounds) for n in workers for one in schemes])
 
 

@@ -403,11 +403,9 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def write_trace(path: Path, simulation: Simulation, n_rounds: int | None = None) -> int:
-    """Write the spans of the first rounds (by default all) as Chrome trace events, for Perfetto; returns how many.
-
-    A process is a group of workers, with a row for its computation and one for its link; links that are busy are counters.
-    Raises: InvalidArgument (the simulation kept no spans), GradwireError (cannot be written).
-    """
+    """Write the spans of the first rounds (by default all) as Chrome trace events, for Perfetto; returns how many. A
+    process is a group of workers, with a row for its computation and one for its link; links that are busy are
+    counters. Raises: InvalidArgument (the simulation kept no spans), GradwireError (cannot be written)."""
     spans = simulation.metrics.spans
     if spans is None:
         raise InvalidArgument("this simulation kept no spans; make it with keep_spans=True")

@@ -64,9 +64,7 @@ def from_moments(
     name: str, pieces: Iterable[tuple[str, int, float, float]], compute_s: float, origin: str
 ) -> WorkloadTimes:
     """Pieces (name, values, seconds of the step until its gradient is there, seconds of forward pass) of a step.
-
-    Backward passes fill what lies between the moments; the last one's goes on to the end of what the step computes.
-    """
+    Backward passes fill what lies between the moments; the last one's goes on to the end of what the step computes."""
     ordered = sorted(pieces, key=lambda piece: piece[2])
     before_s, blocks = sum(forward_s for *_, forward_s in ordered), list[BlockTimes]()
     for number, (piece, n_values, ready_s, forward_s) in enumerate(ordered, 1):
@@ -121,10 +119,8 @@ def names() -> list[str]:
 
 
 def by_name(name: str) -> WorkloadTimes:
-    """A workload: `resnet50-4blocks` (and 1, 3, 5, 6), the paper's; `resnet50` and `bert-base` on an A100.
-
-    Raises: InvalidArgument.
-    """
+    """A workload: `resnet50-4blocks` (and 1, 3, 5, 6), the paper's; `resnet50` and `bert-base` on an A100. Raises:
+    InvalidArgument."""
     from gradwire_lab.workloads.calibration import reference_calibration
 
     if name not in names():

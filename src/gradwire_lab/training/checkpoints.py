@@ -37,10 +37,8 @@ def find_newest(folder: Path) -> Path | None:
 def save(
     folder: Path, step: int, identity: dict[str, Any], shared: dict[str, Any], own: dict[str, Any], device: torch.device
 ) -> None:
-    """Write the checkpoint of `step`; a collective call. `shared` is taken from rank 0, `own` from every rank.
-
-    Raises: RankMismatch, on every rank, when any of them could not write its part; earlier checkpoints are untouched.
-    """
+    """Write the checkpoint of `step`; a collective call. `shared` is taken from rank 0, `own` from every rank. Raises:
+    RankMismatch, on every rank, when any of them could not write its part; earlier checkpoints are untouched."""
     rank = dist.get_rank()
     final, unfinished = folder / f"step-{step:08d}", folder / f".step-{step:08d}"
     head = {"format": _FORMAT, "step": step, "world_size": dist.get_world_size(), "identity": identity}

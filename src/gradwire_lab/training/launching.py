@@ -25,10 +25,8 @@ _REPORT_MARK = "@gradwire "
 
 
 def run_ranks(config: TrainConfig, n_ranks: int, rate: str = "none") -> dict[str, Any]:
-    """Train in `n_ranks` new processes here, behind links of `rate`; prints and returns the run's summary.
-
-    Raises: InvalidArgument, Unsupported (before any rank starts), PeerLost (a rank failed; its own words are on stderr).
-    """
+    """Train in `n_ranks` new processes here, behind links of `rate`; prints and returns the run's summary. Raises:
+    InvalidArgument, Unsupported (before any rank starts), PeerLost (a rank failed; its own words are on stderr)."""
     check(config)
     checks.count("ranks", n_ranks)
     summary: dict[str, Any] = {}

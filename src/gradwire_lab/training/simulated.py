@@ -210,11 +210,9 @@ def play(
     seed: int,
     make_mean: Callable[[dict[str, Tensor], list[torch.optim.Optimizer]], MeanOf],
 ) -> tuple[list[float], dict[str, float]]:
-    """Train as `n_ranks` ranks would, one after the other: the losses, means over the ranks, and the evaluation at the end.
-
-    `make_mean`: given the parameters by name and their optimizers, returns what makes of a step's number and the (n,) gradients
-    of all ranks what the optimizer gets.
-    """
+    """Train as `n_ranks` ranks would, one after the other: the losses, means over the ranks, and the evaluation at the
+    end. `make_mean`: given the parameters by name and their optimizers, returns what makes of a step's number and the
+    (n,) gradients of all ranks what the optimizer gets."""
     model = workload.build_model(seed)
     optimizers = workload.build_optimizers(model)
     named: dict[str, Tensor] = {name: one for name, one in model.named_parameters() if one.requires_grad}

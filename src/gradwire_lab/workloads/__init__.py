@@ -43,9 +43,7 @@ def check_name(name: str) -> None:
 
 def by_name(name: str, **options: Any) -> Workload:
     """A new workload: NAME or NAME:option=value,..., before which `options` go. Raises: InvalidArgument.
-
-    `compute="emulate"` replays captured gradients of its shape, and takes the options of `ReplayWorkload` too.
-    """
+    `compute="emulate"` replays captured gradients of its shape, and takes the options of `ReplayWorkload` too."""
     name, written = parse_spec(name)
     options = {"compute": "real", **written, **options}
     compute = options.pop("compute")

@@ -187,10 +187,9 @@ def write_snapshot(path: Path, optimizer: torch.optim.Optimizer, step: int) -> N
 
 
 def collect_arrays(optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """A gradient file's arrays, from `optimizer` between backward and its step number `step` (from 1). Raises: Unsupported.
-
-    Before the first step there is no state yet: gradient and parameters alone then, unless the optimizer never has any.
-    """
+    """A gradient file's arrays, from `optimizer` between backward and its step number `step` (from 1). Raises:
+    Unsupported. Before the first step there is no state yet: gradient and parameters alone then, unless the optimizer
+    never has any."""
     group = optimizer.param_groups[0]
     name = type(optimizer).__name__.lower()
     if name not in _OPTIMIZERS:

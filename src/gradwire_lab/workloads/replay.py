@@ -360,10 +360,8 @@ def shapes_of(model: nn.Module) -> dict[str, list[int]]:
 
 
 def _take_timed_step(model: nn.Module, forward: Callable[[], Tensor]) -> tuple[float, list[CapturedLayer]]:
-    """The loss, and the layers in forward order, those without a gradient first.
-
-    A layer is the parameters of one module whose gradients arrive one after the other; that times the backward pass.
-    """
+    """The loss, and the layers in forward order, those without a gradient first. A layer is the parameters of one
+    module whose gradients arrive one after the other; that times the backward pass."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     owners = {p: module for module in model.modules() for p in module.parameters(recurse=False)}
     arrivals: list[tuple[nn.Parameter, float]] = []

@@ -38,11 +38,9 @@ def byte_tokens() -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def word_tokens(vocabulary_size: int) -> tuple[Tensor, Tensor, int]:
-    """((n,) int32 training, (m,) int32 held out, words in use): token 0 is every word outside the vocabulary.
-
-    Tokens are words, single marks and line ends; the vocabulary is the most frequent of the training text, ties in
-    alphabetical order.
-    """
+    """((n,) int32 training, (m,) int32 held out, words in use): token 0 is every word outside the vocabulary. Tokens
+    are words, single marks and line ends; the vocabulary is the most frequent of the training text, ties in
+    alphabetical order."""
     split = re.compile(r"\w+|[^\w\s]|\n")
     training, held_out = (split.findall(text.decode("utf-8", "replace")) for text in read_standard_library())
     counts = sorted(Counter(training).items(), key=lambda item: (-item[1], item[0]))

@@ -60,10 +60,8 @@ def names() -> list[str]:
 
 
 def by_name(name: str, **options: Any) -> Aggregator:
-    """A new aggregator by its registry name.
-
-    Raises: InvalidArgument (unknown name, or an option that the aggregator does not take).
-    """
+    """A new aggregator by its registry name. Raises: InvalidArgument (unknown name, or an option that the aggregator
+    does not take)."""
     if name == "switch" and name not in names():
         raise InvalidArgument("the aggregator 'switch' is an emulation: `import gradwire_lab` registers it")
     return _REGISTRY.make(name, options)

@@ -246,10 +246,8 @@ class BlockExchange:
             self.fail(error)
 
     def _take(self, heard: "_native._Heard") -> None:
-        """Take in a head of a peer and the body behind it, if there was one.
-
-        What the origin has received of this rank, and in what time, are acknowledgements: b and u of the control law.
-        """
+        """Take in a head of a peer and the body behind it, if there was one. What the origin has received of this rank,
+        and in what time, are acknowledgements: b and u of the control law."""
         origin, block, body_bytes, relayed, received_bytes, receiving_us, remaining_s = heard[:7]
         ceiling_bits, ended, duration_ns, arrived_ns, decoded_ns, hidden_us = heard[7:]
         current = self._round

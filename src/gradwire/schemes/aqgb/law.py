@@ -49,10 +49,8 @@ def first_stage_ratio(
 
 
 def second_stage_ratio(rate_bps: float, remaining_s: float, remaining_bits: float) -> float:
-    """q2, in [0, 1]: the share of u(g_j^S), a block's remaining bits, that is sent before its forward pass (section 4.3.2).
-
-    Without a floor: where no time is left, nothing is sent.
-    """
+    """q2, in [0, 1]: the share of u(g_j^S), a block's remaining bits, that is sent before its forward pass (section
+    4.3.2). Without a floor: where no time is left, nothing is sent."""
     return 0.0 if remaining_s <= 0 else _share_in_time(rate_bps, remaining_s, remaining_bits)
 
 

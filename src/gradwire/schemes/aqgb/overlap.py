@@ -55,10 +55,8 @@ def overlap_s(first: Iterable[Interval], second: Iterable[Interval]) -> float:
 
 
 def row(overlaps_s: Sequence[float], waits_s: Sequence[float]) -> float:
-    """ROW (Eq. 2): the least overlap of all ranks / their longest wait.
-
-    Inf where something overlapped and nobody waited, 0 where nothing overlapped.
-    """
+    """ROW (Eq. 2): the least overlap of all ranks / their longest wait. Inf where something overlapped and nobody
+    waited, 0 where nothing overlapped."""
     overlap, wait = min(overlaps_s), max(waits_s)
     if overlap == 0:
         return 0.0

@@ -290,9 +290,7 @@ class Pacing:
 
     def told_remaining_s(self) -> list[float] | None:
         """`remaining_s` as it will be when a head that is sent now arrives, behind what is on its way before it.
-
-        Receivers count from its arrival: without this a full queue puts every deadline off by its own length.
-        """
+        Receivers count from its arrival: without this a full queue puts every deadline off by its own length."""
         with self._lock:
             remaining, ahead_s = self.remaining_s(), self.ahead_s()
             return None if remaining is None else [seconds - ahead_s for seconds in remaining]

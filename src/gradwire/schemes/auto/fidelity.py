@@ -151,10 +151,8 @@ def needed(rows: Sequence[FidelityRow]) -> list[FidelityRow]:
 
 
 def row_of(spec: str) -> FidelityRow:
-    """The table's row for a spec; for options that are not in it, that of the scheme, at the level "any".
-
-    Raises: InvalidArgument.
-    """
+    """The table's row for a spec; for options that are not in it, that of the scheme, at the level "any". Raises:
+    InvalidArgument."""
     if check_spec(spec).endswith(ON_DEVICE):
         spec = spec.removesuffix(ON_DEVICE)
         same = next((row for row in TABLE if row.on_device().scheme == spec), None)

@@ -49,11 +49,9 @@ def median(values: Sequence[int]) -> int:
 
 
 def variance(values: Sequence[int]) -> int:
-    """The variance of one sample, from its mean absolute deviation without the largest eighth.
-
-    So a slow step in ten does not move it, and steps of two or three kinds are not taken for steps of one. Never below
-    (2 % of the median)^2; of fewer than eight samples never below (7 %)^2.
-    """
+    """The variance of one sample, from its mean absolute deviation without the largest eighth. So a slow step in ten
+    does not move it, and steps of two or three kinds are not taken for steps of one. Never below (2 % of the median)^2;
+    of fewer than eight samples never below (7 %)^2."""
     middle = median(values)
     deviations = sorted(abs(value - middle) for value in values)
     if len(deviations) > 3:

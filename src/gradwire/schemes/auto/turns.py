@@ -64,11 +64,9 @@ class Polls:
         at_once: bool,
         probe: Wire | None,
     ) -> None:
-        """Put a step to the vote, at once or with the next ones, on the training thread.
-
-        `fell_back`: it says nothing of its scheme. Of the first vote, and of one before which the link of the wire `probe` is
-        measured, `gradients` are looked at for zeros.
-        """
+        """Put a step to the vote, at once or with the next ones, on the training thread. `fell_back`: it says nothing
+        of its scheme. Of the first vote, and of one before which the link of the wire `probe` is measured, `gradients`
+        are looked at for zeros."""
         looks = probe is not None or not self._has_looked
         self._rows.append((lap, fell_back))
         if not at_once and not looks and len(self._rows) < _BATCH:

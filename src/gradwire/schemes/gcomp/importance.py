@@ -75,11 +75,8 @@ class Promise:
             )
 
     def room(self, world_size: int) -> float:
-        """S x this is what the importance byte holds.
-
-        A codec of format 2 sends multiples of 2^-24 of the byte's power of two: rounded to nearest, one message is off by at
-        most half of that. The squares of N such errors add up.
-        """
+        """S x this is what the importance byte holds. A codec of format 2 sends multiples of 2^-24 of the byte's power
+        of two: rounded to nearest, one message is off by at most half of that. The squares of N such errors add up."""
         if self.format == 1:
             return self.tolerance * world_size / 2 ** (world_size - 1).bit_length()
         if self.rounding == "truncate":
@@ -88,11 +85,9 @@ class Promise:
         return 4.0 * self.tolerance * world_size / math.sqrt(roundings)
 
     def mean_room(self, world_size: int) -> int:
-        """By how many quarter octaves the byte of the last message is larger, which all others read.
-
-        It travels N - 1 times, the N - 1 before it once each. The fewest bytes for the same mean square let the last one be
-        off by as much as all before it together: by sqrt(N - 1) times as much as one of them.
-        """
+        """By how many quarter octaves the byte of the last message is larger, which all others read. It travels N - 1
+        times, the N - 1 before it once each. The fewest bytes for the same mean square let the last one be off by as
+        much as all before it together: by sqrt(N - 1) times as much as one of them."""
         if self.is_alike or self.format == 1 or self.rounding == "truncate" or world_size < 3:
             return 0
         return math.floor(2 * math.log2(world_size - 1))
@@ -184,11 +179,9 @@ class QuantisationMetric:
         gradient_dtype: torch.dtype | None = None,
         staged: StagedBucket | None = None,
     ) -> _native.BucketImportance:
-        """The bytes of `write_importance` for any range of the bucket, from parameters and state as they are then.
-
-        The optimizer must not step before it has been used; it is void when this is called again. Of a bucket from a device
-        (`staged`) the bytes are computed there, and wait for nothing else. Raises: OutOfMemory.
-        """
+        """The bytes of `write_importance` for any range of the bucket, from parameters and state as they are then. The
+        optimizer must not step before it has been used; it is void when this is called again. Of a bucket from a device
+        (`staged`) the bytes are computed there, and wait for nothing else. Raises: OutOfMemory."""
         places = sorted(zip(offsets, map(slot_of, slots), strict=True), key=lambda place: place[0])
         written: Sequence[Tensor | None] = [None] * len(places)
         if staged is not None:
@@ -322,10 +315,8 @@ class QuantisationMetric:
 
 
 def _lay_out(terms: Terms, parameter: Tensor, factor: float, part: slice) -> Terms | None:
-    """The terms of one part of a parameter, times `factor`: tensors are (n,) in the order of its gradient in a DDP bucket.
-
-    None where a step size lies beyond float32 (eta below 1e-38, say, or NaN): nothing may be dropped then.
-    """
+    """The terms of one part of a parameter, times `factor`: tensors are (n,) in the order of its gradient in a DDP
+    bucket. None where a step size lies beyond float32 (eta below 1e-38, say, or NaN): nothing may be dropped then."""
     a, b, c = terms.a * factor, terms.b * factor, terms.c * factor
     if not max(abs(a), abs(b), abs(c)) <= _LARGEST_FLOAT32:
         return None
@@ -366,9 +357,7 @@ def _write_on_device(
     theta: Tensor, second_moment: Tensor | None, first_moment: Tensor | None, a: float, b: float, c: float, out: Tensor
 ) -> None:
     """out (n,) uint8 = the bytes of `_native.importance` for (n,) float32 operands, all on one device; enqueues only.
-
-    Every product and sum is an operation of its own, and so rounded on its own: as in the kernel for CPUs.
-    """
+    Every product and sum is an operation of its own, and so rounded on its own: as in the kernel for CPUs."""
     factor: Tensor | float = b if second_moment is None else second_moment.sqrt().mul_(a).add_(b)
     scale = theta * factor
     if first_moment is not None:

@@ -204,11 +204,9 @@ def lion(parameter: Tensor, group: Group, state: State) -> Terms | None:
 
 
 def muon(parameter: Tensor, group: Group, state: State) -> Terms | None:
-    """theta - eta' O(beta b + (1 - beta) g): one S for a matrix, as O mixes its elements.
-
-    O(X) moves by about sqrt(r) / |X| times as much as X does (Frobenius norms, r the smaller side), in the mean square over
-    a matrix; twice that is taken, as small singular values move more. A is the mean square of theta.
-    """
+    """theta - eta' O(beta b + (1 - beta) g): one S for a matrix, as O mixes its elements. O(X) moves by about sqrt(r) /
+    |X| times as much as X does (Frobenius norms, r the smaller side), in the mean square over a matrix; twice that is
+    taken, as small singular values move more. A is the mean square of theta."""
     eta, mu = float(group["lr"]), float(group["momentum"])
     buffer = state.get("momentum_buffer")
     if buffer is None or eta == 0:
@@ -266,10 +264,8 @@ def register_update(optimizer: type[torch.optim.Optimizer] | str, rule: Rule | s
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, Rule | None]:
-    """The optimizer, or the one within a wrapper, and what is registered for the code that its `step` runs.
-
-    Raises: InvalidArgument (a wrapper has no optimizer where its rule says).
-    """
+    """The optimizer, or the one within a wrapper, and what is registered for the code that its `step` runs. Raises:
+    InvalidArgument (a wrapper has no optimizer where its rule says)."""
     # torch wraps `step` anew in every class that is instantiated; what is inside tells whether it is the same.
     code = inspect.unwrap(type(optimizer).step)
     names = getattr(code, "__qualname__", "").split(".")[-2:]

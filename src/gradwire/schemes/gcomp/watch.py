@@ -51,10 +51,8 @@ class OptimizerWatch:
         ]
 
     def before_reduction(self, parameters: Sequence[Tensor]) -> None:
-        """On the training thread, for each bucket: object to another optimizer at work.
-
-        Parameters that are not this optimizer's are sent whole, so that nobody needs to look at them.
-        """
+        """On the training thread, for each bucket: object to another optimizer at work. Parameters that are not this
+        optimizer's are sent whole, so that nobody needs to look at them."""
         groups = self._optimizer.param_groups
         self._rates = self._learning_rates()
         if len(self._stepped) != sum(len(group["params"]) for group in groups):

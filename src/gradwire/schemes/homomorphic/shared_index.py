@@ -67,9 +67,7 @@ class SharedIndex:
         self, values: Tensor, wire: Wire, key: str, cell_bits: float, cells_of: Callable[[Tensor], Tensor] | None
     ) -> Union:
         """The union of all ranks' non-zeros in `values` (n,); each will cost `cell_bits` when they are summed.
-
-        `cells_of` this rank's index are summed along with it. Raises: RankMismatch, CorruptMessage.
-        """
+        `cells_of` this rank's index are summed along with it. Raises: RankMismatch, CorruptMessage."""
         n = values.numel()
         message = wire.scratch("index", HEAD_WORDS + index_words(n), torch.int32)
         bitmap = message[HEAD_WORDS:]

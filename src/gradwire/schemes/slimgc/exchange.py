@@ -133,10 +133,8 @@ class DevicePieces(DeviceOwners):
     def mean_of_pieces(
         self, values: Tensor, cut: Cut, first_draw: int, residual: Tensor | None, left_out: Tensor | None, scale: float
     ) -> int:
-        """As `FusedExchange.mean`; the message that begins at value k draws by `first_draw` + k.
-
-        Returns: bytes sent, which are those received.
-        """
+        """As `FusedExchange.mean`; the message that begins at value k draws by `first_draw` + k. Returns: bytes sent,
+        which are those received."""
         parts, rank = [self._chunks_of(cut, part) for part in range(self._world)], self._rank
 
         def encode(chunk_values: Tensor, part: int, index: int, row: Tensor) -> None:

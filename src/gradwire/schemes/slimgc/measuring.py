@@ -157,10 +157,8 @@ class Measuring:
 
     def warmup_mode(self, step: int) -> int | None:
         """1: `step` sends everything compressed, as the first and every other step of the warm-up; 0: everything raw.
-
-        With several codecs, of which all these steps are raw, the mode of what is sent after them. None: it is after the
-        warm-up, which begins with the first step that is asked about.
-        """
+        With several codecs, of which all these steps are raw, the mode of what is sent after them. None: it is after
+        the warm-up, which begins with the first step that is asked about."""
         if self._first_step is None:
             self._first_step = step
         n_before = step - self._first_step
@@ -168,11 +166,9 @@ class Measuring:
         return None if is_over else (n_before + 1) % (1 + self.n_codecs)
 
     def may_probe(self, step: int, is_ahead: bool) -> bool:
-        """Return whether tensors may be sent by themselves after `step`; also asked on the training thread after its buckets.
-
-        `is_ahead`: the training does not wait for the aggregation. Then a look at the network does not make it wait
-        either, and what a look measures counts to the step in which it ends.
-        """
+        """Return whether tensors may be sent by themselves after `step`; also asked on the training thread after its
+        buckets. `is_ahead`: the training does not wait for the aggregation. Then a look at the network does not make it
+        wait either, and what a look measures counts to the step in which it ends."""
         if self._first_step is None:
             return False
         # The warm-up by its steps, not by the table: that may be made while this is asked.
@@ -207,10 +203,9 @@ class Measuring:
             self._under_way.append((n, mode, [send(self._sample[:n], mode) for _ in range(repeats)]))
 
     def conclude(self, communicate_s: float, communicator: Communicator) -> int | None:
-        """Take the times of what was sent after the step that ended last, agree, or look at the network, as that step has it.
-
-        `communicate_s`: how long the buckets of that step communicated. Returns: the threshold, if there is a new table.
-        """
+        """Take the times of what was sent after the step that ended last, agree, or look at the network, as that step
+        has it. `communicate_s`: how long the buckets of that step communicated. Returns: the threshold, if there is a
+        new table."""
         step, under_way, self._ended, self._under_way = self._ended, self._under_way, None, []
         for n, mode, reads in under_way:
             timed = sorted(read() for read in reads)

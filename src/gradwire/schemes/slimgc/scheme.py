@@ -282,10 +282,8 @@ class SlimGC(Compressed):
         return plan
 
     def _choose(self) -> int:
-        """Choose a codec for every tensor of the last step's buckets, by the new tables and by when all ranks are ready.
-
-        Returns: what stands for the choice in place of a threshold.
-        """
+        """Choose a codec for every tensor of the last step's buckets, by the new tables and by when all ranks are
+        ready. Returns: what stands for the choice in place of a threshold."""
         layouts = [self._buckets[index] for index in sorted(self._buckets)]
         ready = [statistics.median(self._ready_s[layout]) for layout, _, _ in layouts]
         ready_s = torch.tensor(ready, dtype=torch.float64, device="cpu")
@@ -465,10 +463,8 @@ class SlimGC(Compressed):
     # ---- between steps
 
     def remeasure(self) -> None:
-        """Have the table measured again, by all ranks, at the next look at the network (`drift_every` steps).
-
-        Raises: InvalidArgument (the threshold was given, or drift_every=0: no rank would look).
-        """
+        """Have the table measured again, by all ranks, at the next look at the network (`drift_every` steps). Raises:
+        InvalidArgument (the threshold was given, or drift_every=0: no rank would look)."""
         if self.threshold_bytes is not None or not self._measuring.drift_every:
             raise InvalidArgument(
                 "there is no table to measure again: leave threshold_bytes out, and let drift_every be more than 0"

@@ -67,11 +67,9 @@ class LinearCost:
 
     @classmethod
     def fit(cls, sizes_bytes: Sequence[float], times_s: Sequence[float]) -> "LinearCost":
-        """The line with alpha, beta >= 0 and the least sum of squared *relative* errors.
-
-        Relative, because sizes span five decades: the start-up cost, which decides, must not drown in the noise of the
-        largest transfer. One size alone says nothing of the start: it gives a line through the origin.
-        """
+        """The line with alpha, beta >= 0 and the least sum of squared *relative* errors. Relative, because sizes span
+        five decades: the start-up cost, which decides, must not drown in the noise of the largest transfer. One size
+        alone says nothing of the start: it gives a line through the origin."""
         # Weights 1/t^2 make the errors relative; a time of 0 gets the weight of the smallest time there is.
         floor_s = min((t for t in times_s if t > 0), default=1.0)
         points = [(s, t, 1 / max(t, floor_s) ** 2) for s, t in zip(sizes_bytes, times_s, strict=True)]
@@ -105,11 +103,9 @@ class ThresholdTable:
         self.compressed = LinearCost.fit(sizes, [row.total_compressed_s for row in self.rows])
 
     def threshold_bytes(self, method: str = "fit") -> int:
-        """The smallest size from which on compression wins at every size; NEVER if it does not at the largest.
-
-        "fit" compares the fitted lines and so also judges sizes that were not measured; "measured" takes a size of the
-        table, as the paper does.
-        """
+        """The smallest size from which on compression wins at every size; NEVER if it does not at the largest. "fit"
+        compares the fitted lines and so also judges sizes that were not measured; "measured" takes a size of the table,
+        as the paper does."""
         if method == "measured" or len(self.rows) == 1:
             winning = itertools.takewhile(lambda row: row.benefit > 1, reversed(self.rows))
             return min((row.size_bytes for row in winning), default=NEVER)
@@ -145,10 +141,8 @@ def crossing_bytes(raw: LinearCost, compressed: LinearCost) -> int:
 
 
 def check_threshold(threshold_bytes: Any) -> int:
-    """A threshold given by a user: a whole number of bytes from 0 (compress everything) to NEVER (nothing).
-
-    Raises: InvalidArgument.
-    """
+    """A threshold given by a user: a whole number of bytes from 0 (compress everything) to NEVER (nothing). Raises:
+    InvalidArgument."""
     is_number = isinstance(threshold_bytes, int | float) and not isinstance(threshold_bytes, bool)
     if not is_number or not 0 <= threshold_bytes <= NEVER or threshold_bytes != int(threshold_bytes):
         raise InvalidArgument(
@@ -217,10 +211,8 @@ def choose(
     buckets: Sequence[BucketSizes], costs: Sequence[LinearCost], before: Sequence[Choice] | None = None
 ) -> tuple[Choice, ...]:
     """The finest codecs whose communication adds hardly more than the quickest's; `before`, if it is as good as these.
-
-    `buckets` are in the order in which they are ready; `costs` are raw, then of the codecs from the finest to the coarsest,
-    encoding and decoding included.
-    """
+    `buckets` are in the order in which they are ready; `costs` are raw, then of the codecs from the finest to the
+    coarsest, encoding and decoding included."""
     raw = tuple((0,) * len(bucket.tensor_bytes) for bucket in buckets)
     by_coarsest = [tuple(bucket.quickest(costs[: n + 1]) for bucket in buckets) for n in range(len(costs))]
     slack_s = MARGIN * exposed_s(buckets, raw, costs)

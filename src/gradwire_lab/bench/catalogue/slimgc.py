@@ -84,9 +84,7 @@ def _accuracy(key: str, question: str, figure: str, schemes: Mapping[str, str], 
 
 def _specs(codecs: Sequence[str], *, measures: bool) -> dict[str, str]:
     """{label: spec}: each bare quantiser, its codec on the training thread, and SlimGC's strategies one after another.
-
-    `measures`: also those that measure their threshold first, in `TABLE_STEPS` steps of which half are raw.
-    """
+    `measures`: also those that measure their threshold first, in `TABLE_STEPS` steps of which half are raw."""
     found = {"ddp": "ddp"}
     for codec in codecs:
         found |= {f"ddp-{codec}": f"ddp-{codec}", codec: codec}

@@ -65,11 +65,9 @@ class Method:
 
 @cell_by_cell
 def measure_errors(call: Call, gradients: str, method: str) -> Record:
-    """How far what is received lies from the gradient of a file, in float64.
-
-    relative_error: |received - gradient| / |gradient|, Euclidean; shrinkage: 1 - <received, gradient> / |gradient|^2, 0
-    for unbiased ones; zeros_share: of the values that were not 0 and are received as 0.
-    """
+    """How far what is received lies from the gradient of a file, in float64. relative_error: |received - gradient| /
+    |gradient|, Euclidean; shrinkage: 1 - <received, gradient> / |gradient|^2, 0 for unbiased ones; zeros_share: of the
+    values that were not 0 and are received as 0."""
     gradient = torch.from_numpy(np.ascontiguousarray(load(call, gradients).gradient))
     received, n_bits = Method(method).quantise(gradient, 0, 0)
     exact, found = gradient.double(), received.double()
@@ -84,11 +82,9 @@ def measure_errors(call: Call, gradients: str, method: str) -> Record:
 
 @cell_by_cell
 def measure_training(_: Call, workload: str, method: str, seed: int, steps: int, workers: int = 4) -> Record:
-    """Where training ends with workers that this process plays, as AQGB's sum.
-
-    Every worker's gradient is quantised once, on its whole; the optimizer gets the mean of the copies, in worker order.
-    `end_loss` is the mean over the last tenth of the steps and over the workers, `loss` the last step's.
-    """
+    """Where training ends with workers that this process plays, as AQGB's sum. Every worker's gradient is quantised
+    once, on its whole; the optimizer gets the mean of the copies, in worker order. `end_loss` is the mean over the last
+    tenth of the steps and over the workers, `loss` the last step's."""
     name, options = parse_spec(workload)
     quantiser, n_bits = Method(method), 0.0
 

@@ -27,10 +27,9 @@ THRESHOLD_BITS = RAW_BITS = 8
 
 
 def gradient_file(name: str, folder: Path) -> Path:
-    """The file that `name` stands for: WORKLOAD@STEP, trained alone to that step if it is not there; any other is a path.
-
-    `gpt@400` is the gradient of GPT's step 400 with the optimizer's state. Raises: InvalidArgument, Unsupported, GradwireError.
-    """
+    """The file that `name` stands for: WORKLOAD@STEP, trained alone to that step if it is not there; any other is a
+    path. `gpt@400` is the gradient of GPT's step 400 with the optimizer's state. Raises: InvalidArgument, Unsupported,
+    GradwireError."""
     name, at, last = name.partition("@")
     if not at:
         return Path(name)
@@ -155,9 +154,7 @@ def _time_decoders(spread: float, numbers: np.random.Generator, n_rounds: int) -
 @cell_by_cell
 def measure_mantissas(call: Call, gradients: str) -> Record:
     """Fig. 14: sign, mantissa and level as a share of 24 bits, under one or three cuts, zeros kept or pruned.
-
-    "Single-Quant" knows levels of 0 and 18 bits, and pays one bit to say which; "Multi-Quant" four, and pays two.
-    """
+    "Single-Quant" knows levels of 0 and 18 bits, and pays one bit to say which; "Multi-Quant" four, and pays two."""
     file = load(call, gradients)
     is_pruned = (file.gradient.view(np.uint32) >> 23 & 0xFF) == 0  # subnormals go the way of the zeros
     record: Record = {"zero_prune": float(1 - is_pruned.mean())}

@@ -43,10 +43,8 @@ def simulate(scheme: str, *, workload: str = "resnet50-4blocks", workers: int = 
 
 @cell_by_cell
 def measure_rates(_: Call, changes: Mapping[float, float], seconds: float, **arguments: Any) -> list[Record]:
-    """AQGB's Fig. 9: a record for each stretch of one rate; `changes` are {second: Gb/s}.
-
-    The first five seconds of a stretch do not count: its first rounds finish under the old estimate.
-    """
+    """AQGB's Fig. 9: a record for each stretch of one rate; `changes` are {second: Gb/s}. The first five seconds of a
+    stretch do not count: its first rounds finish under the old estimate."""
     rates_bps = {float(at_s): rate * 1e9 for at_s, rate in changes.items()}
     simulation, record = simulate(**arguments, seconds=seconds, trace=make_trace([*rates_bps.items()]))
     metrics, n_values = simulation.metrics, simulation.setting.workload.n_values

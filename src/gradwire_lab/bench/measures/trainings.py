@@ -71,11 +71,9 @@ class FinishedRun(NamedTuple):
 
 
 def measure(call: Call) -> Measured:
-    """One training a cell, or with an axis `step` its first steps; `baseline`, a scheme, is trained too if it is none of them.
-
-    `deviation_mean`, `_max`: of |loss - the baseline's loss|; `seconds_to_loss`, `steps_to_loss`: until the loss stays below
-    what the baseline's does in its last fifth; of the baseline, with `dump_every`, `exponent_bits`.
-    """
+    """One training a cell, or with an axis `step` its first steps; `baseline`, a scheme, is trained too if it is none
+    of them. `deviation_mean`, `_max`: of |loss - the baseline's loss|; `seconds_to_loss`, `steps_to_loss`: until the
+    loss stays below what the baseline's does in its last fifth; of the baseline, with `dump_every`, `exponent_bits`."""
     baseline = call.get("baseline")
     asked = [*call.cells, *({**cell, "scheme": baseline} for cell in call.cells if baseline is not None)]
     configs = {_name(cell): configure(call, cell, str(cell["scheme"])) for cell in asked}
@@ -150,10 +148,8 @@ def first_below(losses: Values, target: float) -> int | None:
 
 def exponent_bits(run: FinishedRun) -> Record:
     """GComp's Fig. 13a: the exponent part of its messages under the built-in table for ever, and under refreshed ones.
-
-    The saved gradients are encoded again, as the sums that the ring's last hops carry. A refreshed table is of the one saved
-    before, as old as one in training ever gets if they are saved as often as tables are made.
-    """
+    The saved gradients are encoded again, as the sums that the ring's last hops carry. A refreshed table is of the one
+    saved before, as old as one in training ever gets if they are saved as often as tables are made."""
     assert run.folder is not None
     bits: dict[str, list[float]] = {"static_bits": [], "refreshed_bits": [], "entropy_bits": []}
     earlier: HuffmanTable | None = None

@@ -99,10 +99,8 @@ def render_pages(args: argparse.Namespace) -> int:
 
 
 def choose(experiments: Sequence[Experiment], keys: Sequence[str], *, quick: bool = False) -> list[Experiment]:
-    """Those that are named by `keys`; all without any. Raises: InvalidArgument (none is).
-
-    A key names its own experiment, or else those that begin with it. `all` is the first list, `long` the second one.
-    """
+    """Those that are named by `keys`; all without any. Raises: InvalidArgument (none is). A key names its own
+    experiment, or else those that begin with it. `all` is the first list, `long` the second one."""
     known, wanted = {one.key for one in experiments}, set()
     lists = {name: {one.key for one in experiments if one.is_long == (name == "long")} for name in ("all", "long")}
     for key in keys:

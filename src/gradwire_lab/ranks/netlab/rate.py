@@ -20,10 +20,8 @@ MAX_RATE_BPS = 32_000_000_000  # the kernel's 32-bit byte rate ends at 34.3 Gb/s
 
 
 def parse_rate(rate: str | int | float | None, most_bps: int = MAX_RATE_BPS) -> int | None:
-    """Bits per second of "10kbit" to "32gbit", or to `most_bps` where no kernel has to shape it. Raises: InvalidArgument.
-
-    None for None and "none" (a link that is not shaped).
-    """
+    """Bits per second of "10kbit" to "32gbit", or to `most_bps` where no kernel has to shape it. Raises:
+    InvalidArgument. None for None and "none" (a link that is not shaped)."""
     if isinstance(rate, str):
         head, _, way = rate.partition("/")
         rate = head if "=" in way else rate  # of a link

@@ -20,10 +20,8 @@ _EXCHANGE_S = 0.02  # so old may be what a worker knows of when the others will 
 
 
 def _decoded_s(free_s: float, started_s: float, now_s: float, work_s: float, last_s: float) -> float:
-    """When a decoder that is free at `free_s` has done `work_s` on messages since `started_s`, `last_s` on what came now.
-
-    By symmetry as much comes to a worker as it sends itself.
-    """
+    """When a decoder that is free at `free_s` has done `work_s` on messages since `started_s`, `last_s` on what came
+    now. By symmetry as much comes to a worker as it sends itself."""
     return max(max(free_s, started_s) + work_s, now_s + last_s)
 
 

@@ -85,9 +85,7 @@ def shape_of(scheme: str) -> str:
 
 def fit(measurements: Sequence[Measurement]) -> Fit:
     """The shape that fits the bytes best, and the codec's times at the smallest world, where cores are least contended.
-
-    Raises: InvalidArgument (nothing measured with more than one rank).
-    """
+    Raises: InvalidArgument (nothing measured with more than one rank)."""
     useful = [one for one in measurements if one.ranks > 1]
     if not useful:
         raise InvalidArgument("a scheme's size needs a measurement with at least 2 ranks")

@@ -394,8 +394,11 @@ def test_a_resumed_run_goes_on_with_what_was_best(rank: int, world_size: int) ->
         ours.attach("auto")
         ours.state.load_state_dict(saved)
         stats = ours.take_steps(range(40, 42)).state.stats()["auto"]
+        with pytest.raises(gradwire.InvalidArgument, match="does not read"):
+            ours.state.load_state_dict({**saved, "state": {**saved["state"], "law": {"candidates": {}}}})
+        assert ours.take_steps(range(42, 49)).state.stats()["auto"]["scheme"] == GCOMP  # as if nothing had been asked
         ours.state.switch("plain")
-        assert ours.take_steps(range(42, 44)).state.stats()["scheme"] == "plain"
+        assert ours.take_steps(range(49, 51)).state.stats()["scheme"] == "plain"
         ours.state.close()
     assert before == stats["scheme"] == GCOMP
     assert stats["schedule"][-1] == (40, GCOMP)

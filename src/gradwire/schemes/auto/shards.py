@@ -165,7 +165,7 @@ class ShardsAuto(Turns):
         return {"law": self.law.state_dict(), "schemes": {spec: sub.state_dict() for spec, sub in self._subs.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.law.load_state_dict(state["law"], 0)
+        self.law.load_state_dict(state["law"])
         for spec, sub in self._subs.items():
             if spec in state["schemes"]:
                 sub.load_state_dict(state["schemes"][spec])

@@ -112,7 +112,7 @@ def sizes_noted(counter: Counter) -> Iterator[None]:
     """Codecs tell the counter how long their messages are."""
     laid_out: dict[int, tuple[int, int]] = {}
     lay_out, write, read = Floats.lay_out, Floats.encode_messages, Floats.decode_messages
-    quantise, dequantise = Quantised._encode, Quantised.decode
+    quantise, dequantise = Quantised.encode, Quantised.decode
 
     def size_of(codec: Any, n: int, messages: Any, times: int = 1) -> tuple[int, int]:
         is_one = getattr(messages, "table", None) is None
@@ -139,7 +139,7 @@ def sizes_noted(counter: Counter) -> Iterator[None]:
     noted_decode = noting(dequantise, lambda codec, _, out: size_of(codec, out.numel(), None))
     with (
         mock.patch.multiple(Floats, lay_out=lay, encode_messages=noted_write, decode_messages=noted_read),
-        mock.patch.multiple(Quantised, _encode=noted_encode, decode=noted_decode),
+        mock.patch.multiple(Quantised, encode=noted_encode, decode=noted_decode),
         mock.patch.object(floats, "upload", lambda values, device: torch.empty(values.shape, device=device)),
         mock.patch.object(floats, "zeros_between_launches", lambda device, n: torch.empty(n, device=device)),
         mock.patch.object(quantised, "zeros_between_launches", lambda device, n: torch.empty(n, device=device)),

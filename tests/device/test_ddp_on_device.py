@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import gradwire
 from awkward_models import Branches, Mixed, build_model
+from gradwire.core import staging
 from gradwire.core.bucket import Slot
-from gradwire.core.staging import StagedBucket
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
 from ranks import on_ranks
@@ -230,13 +230,13 @@ def test_full_memory_is_said_and_training_goes_on_without_gradwire(rank: int, wo
     assert torch.equal(beside.flat(), alone.flat())
 
     attachment = gradwire.attach(beside.ddp, beside.optimizer, SCHEMES["gcomp"](), timeout_s=30)
-    compute = StagedBucket.compute
+    compute = staging._Device.compute
 
-    def compute_without_memory(bucket: StagedBucket, function: Any) -> Tensor:
-        return compute(bucket, lambda: torch.empty(1 << 41, device=place.device))
+    def compute_without_memory(device: Any, function: Any) -> Tensor:
+        return compute(device, lambda: torch.empty(1 << 41, device=place.device))
 
     with (
-        mock.patch.object(StagedBucket, "compute", compute_without_memory),
+        mock.patch.object(staging._Device, "compute", compute_without_memory),
         pytest.raises(gradwire.errors.OutOfMemory, match="no memory left"),
     ):
         beside.backward(2)

@@ -165,10 +165,11 @@ class Bucket:
             check_gradient(buffer, on_any_device=resident is not None)
             slots = Layout(buffer, tuple(map(slot_of, slots)), offsets)
         self.layout = layout = slots
-        self.buffer, self.n_elements, self.original_bytes = buffer, layout.n_elements, buffer.nbytes
+        self.buffer, self.n_elements = buffer, layout.n_elements
+        self.original_bytes = buffer.numel() * buffer.element_size()  # sparse tensors have no nbytes
         self.slots, self.offsets, self.spans, self.layout_hash = layout.slots, layout.offsets, layout.spans, layout.hash
         self.index, self.step, self.is_last = index, step, is_last
-        self.record = record or BucketRecord(step, index, buffer.nbytes, threading.Lock())
+        self.record = record or BucketRecord(step, index, self.original_bytes, threading.Lock())
         self.staged, self.resident = staged, resident
         self.at_work: Callable[[], AbstractContextManager[None]] = (
             contextlib.nullcontext if resident is None else resident.at_work

@@ -99,6 +99,7 @@ class Ahead(Scheme, StepOwner):
 
     def _begin_anew(self) -> None:
         self._undo = contextlib.ExitStack()  # lets go of the model and the optimizer
+        self._interceptor: Interceptor | None = None  # DDP's hook, which lives as long as the model, must not hold it
         self._parameters: list[torch.Tensor] = []
         self.loc_buf = LocBuf(())
         self._grad_bufs: list[dict[int, torch.Tensor]] = [{}, {}]  # of the step under way, and of the one before
@@ -152,6 +153,7 @@ class Ahead(Scheme, StepOwner):
     def begin_step(self, step: int) -> None:
         """Raises: Unsupported (ddp.join)."""
         refuse_join(self.session.module, "ahead=1", "leave ahead out")
+        assert self._interceptor is not None
         self._interceptor.begin_reduction()
         self._flag.begin_step()
         if self._arriving is not None:
@@ -192,7 +194,8 @@ class Ahead(Scheme, StepOwner):
         return self.inner.preamble(bucket)
 
     def end_backward(self, step: int) -> int:
-        self._interceptor.end_backward()
+        if self._interceptor is not None:
+            self._interceptor.end_backward()
         return self._waited.take_ns() + self.inner.end_backward(step)
 
     # ---- what the interceptor asks (StepOwner)

@@ -386,9 +386,12 @@ class Interceptor:
         self._is_active = False
         for handle in (*self._handles, *self._module_handles.values()):
             handle.remove()
+        self._handles.clear()
+        self._module_handles.clear()
         for one in self._trained:
             if isinstance(vars(one).get("train"), _TrainLink):
                 del vars(one)["train"]
+        self._trained.clear()
         for optimizer, own_step in self._own_steps.items():
             if vars(optimizer).get("step") is own_step:  # otherwise a scheduler wraps it, and it hands calls through
                 del optimizer.step

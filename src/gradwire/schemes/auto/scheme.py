@@ -371,11 +371,10 @@ class Auto(Turns):
     def stats(self) -> dict[str, Any]:
         """`auto`: state, scheme, candidates with what was predicted and measured, decisions with reasons, the schedule."""
         found = super().stats()
-        allowed = zip(found["auto"]["candidates"], self._rows, strict=True)
         found["auto"] |= {
             "state": "stay" if self._stays_plain else self.law.state,
             "candidates": [
-                *(one | {"level": row.level, "excluded": ""} for one, row in allowed),
+                *(self.law.candidates[row.spec].as_dict() | {"level": row.level, "excluded": ""} for row in self._rows),
                 *({"spec": spec, "excluded": why} for spec, why in self._excluded.items()),
             ],
             "link_mbit": self._profiles[0].link.rate * 8 / 1e6,

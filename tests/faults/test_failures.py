@@ -296,7 +296,8 @@ def test_ranks_in_other_steps_are_told_where_messages_change_their_length(
 FLIPPED: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "one-bit raw": ("one-bit", {"pull": "raw", "warmup_steps": 0}, [45, 3_000, 9_000]),
     "qsgd raw": ("qsgd", {"pull": "raw"}, [45, 9_000, 14_001]),
-    "one-bit": ("one-bit", {"warmup_steps": 0}, [45, 700]),
+    "one-bit": ("one-bit", {"warmup_steps": 0, "exempt": "none"}, [45, 700]),
+    "one-bit, small ones beside": ("one-bit", {"warmup_steps": 0}, [45, 1_500, 1_900]),
     "broadcast": ("broadcast", {"bits": 32}, [3_000, 9_000, 20_002]),
 }
 

@@ -96,7 +96,9 @@ def start_plain_mean(
         timing.end()
         if travelling is not bucket.buffer:
             bucket.buffer.copy_(travelling)
-        bucket.record.count_exchanged(ring_bytes(travelling.nbytes, communicator.world_size))
+        bucket.record.count_exchanged(
+            ring_bytes(travelling.numel() * travelling.element_size(), communicator.world_size)
+        )
         done.set_result(bucket.buffer)
 
     summed.add_done_callback(finish)

@@ -42,8 +42,14 @@ def test_every_step_of_the_recorder_has_its_breakdown(rank: int, world_size: int
             ddp(torch.randn(32, 96)).square().mean().backward()
             optimizer.step()
         attachment.wait_until_idle()
+        stats = attachment.stats()
+        for record in attachment.recorder.unsummed_buckets():  # what follows the last step is in no step yet
+            for kind in ("encode_s", "decode_s"):
+                stats[kind] -= record.as_dict()[kind]
         steps = [step.as_dict() for step in attachment.recorder.steps]
         assert len(steps) == 6, name
+        for kind in ("encode_s", "decode_s", "exposed_s"):
+            assert sum(step[kind] for step in steps) == pytest.approx(stats[kind], rel=1e-6), (name, kind)
         for step in steps[1:]:  # the first one has no step before it to be timed from
             assert min(step["encode_s"], step["decode_s"]) > 0, name
             assert 0 <= step["exposed_s"] <= step["iteration_s"], name

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from gradient_files import adamw_arrays, write
 
+from gradwire_lab.bench.driver import needs_switch
 from gradwire_lab.bench.train_methods import TrainMethod
 from gradwire_lab.workloads import by_name
 from programs import GRADWIRE, TORCHRUN, run, run_well
@@ -70,6 +71,12 @@ def test_dense_and_sparse_all_reduce_through_the_switch_are_verified_and_counted
     n_packets = -(-250_000 // 256) + 1  # the values, and the exponent
     assert n_packets * 1064 <= dense["wire_bytes"] < 1.5 * n_packets * 1064
     assert sparse["wire_bytes"] < 0.1 * dense["wire_bytes"]
+
+
+def test_a_switch_is_started_for_those_who_sum_in_it_alone() -> None:
+    assert needs_switch(["ddp", "dense-switch"])
+    assert needs_switch(["homomorphic:mode=exact,aggregator=switch"])
+    assert not needs_switch(["ddp", "homomorphic", "homomorphic:aggregator=process-group"])
 
 
 @on_ranks(2)

@@ -152,6 +152,7 @@ def test_codes_norms_and_scales_that_no_encoder_writes_are_refused(
     written = (WRITTEN | OF_FLOATS)[name]
     with pytest.raises(CorruptMessage, match=match or None):
         written.read(written.with_lie(at, layout, value))
+    written.read(written.sealed(written.message.clone()))
 
 
 # ---- payloads of zlib and zstd

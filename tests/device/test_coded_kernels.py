@@ -42,7 +42,11 @@ FLOAT_CASES = [(name, content) for name in SOME_FLOATS for content in ("gradient
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [*FLOAT_CASES, *((name, "gradient") for name in SOME_QUANTISERS), ("paper, few codes", "gaussian")],
+    [
+        *FLOAT_CASES,
+        *((name, "gradient") for name in dict.fromkeys((*SOME_QUANTISERS, "one-bit by group"))),
+        ("paper, few codes", "gaussian"),
+    ],
 )
 def test_every_changed_byte_is_reported_and_not_read(name: str, content: str) -> None:
     codec, importance, message = coded(name, content)
@@ -103,7 +107,10 @@ def test_what_no_encoder_writes_is_reported_though_the_checksum_is_right(
         message[place] = byte
     sealed(codec, message)
     with pytest.raises(CorruptMessage, match=says):
-        raise_error(error_of(used, codec, message, torch.empty(n), cuts=cuts), codec.name, used.device)
+        raise_error(error_of(used, codec, message, out := torch.full((n,), 7.0), cuts=cuts), codec.name, used.device)
+    with using(used):  # also where nobody asks for an error word
+        codec.decode(message, again := torch.full((n,), 7.0), cuts=cuts)
+    assert torch.equal(out.isnan(), again.isnan())
     if not cuts:  # of which the CPU's codec knows what the message says
         with pytest.raises(CorruptMessage, match=says):
             codec.decode(message, torch.empty(n))

@@ -146,11 +146,14 @@ FEATURES: dict[Feature, list[str]] = {
 
 def compare_features(
     rank: int, place: Place, makers: dict[str, Callable[[], Scheme]], features: dict[Feature, list[str]]
-) -> None:
+) -> list[Tensor]:
+    all_found = []
     for feature, names in features.items():
         for name in names:
             expected, found = (feature(rank, where, makers[name]()) for where in (Place(CPU), place))
             assert torch.equal(found, expected), f"{feature.__name__}, {name}: off by {(found - expected).abs().max()}"
+            all_found.append(found)
+    return all_found
 
 
 @pytest.mark.parametrize(("world_size", "latenesses_us"), [(1, [1_000]), (2, [0, 5_000]), (3, [1_000])])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from late import LikeNccl
 from late_cases import Place, assert_the_dead_is_named, begin_with_kernels, die_in_step_2, still, train, training_at
 from test_on_device import SCHEMES
+from test_staging import complete_elsewhere
 from torch import Tensor
 
 import gradwire
@@ -189,14 +190,10 @@ def _without_waiting(self: ResidentBucket) -> Any:
         yield
 
 
-def _complete_elsewhere(self: ResidentBucket, reduced: torch.futures.Future) -> None:
-    reduced.set_result(self.on_device)
-
-
 FAULTS = {
     "missing wait": lambda: mock.patch.object(ResidentBucket, "at_work", _without_waiting),
     "wrong stream": lambda: mock.patch.object(ResidentBucket, "at_work", _on_any_stream),
-    "completed elsewhere": lambda: mock.patch.object(ResidentBucket, "complete", _complete_elsewhere),
+    "completed elsewhere": lambda: mock.patch.object(ResidentBucket, "complete", complete_elsewhere),
 }
 
 

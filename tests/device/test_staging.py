@@ -18,6 +18,7 @@ from gradwire.core.bucket import Bucket, slot_of
 from gradwire.core.session import LossScale
 from gradwire.core.staging import StagedBucket, Staging
 from gradwire.schemes.gcomp.importance import QuantisationMetric
+from gradwire.wire.device_wire import ResidentBucket
 from ranks import on_ranks
 
 N = 1_000
@@ -30,14 +31,14 @@ def _take_what_is_in_use(self: Any, n_elements: int, dtype: torch.dtype) -> Tens
     return self._memory[: n_elements * dtype.itemsize].view(dtype)
 
 
-def _complete_elsewhere(self: StagedBucket, reduced: torch.futures.Future) -> None:
+def complete_elsewhere(self: StagedBucket | ResidentBucket, reduced: torch.futures.Future) -> None:
     reduced.set_result(self.on_device)
 
 
 FAULTS = {
     "missing wait": lambda: mock.patch.object(staging._Device, "_follow_caller"),
     "early free": lambda: mock.patch.object(staging._Device, "take", _take_what_is_in_use),
-    "wrong stream": lambda: mock.patch.object(StagedBucket, "complete", _complete_elsewhere),
+    "wrong stream": lambda: mock.patch.object(StagedBucket, "complete", complete_elsewhere),
     "missing record_stream": lambda: mock.patch.object(torch.Tensor, "record_stream"),
     "host read too soon": lambda: mock.patch.object(StagedBucket, "wait_for_all"),
 }

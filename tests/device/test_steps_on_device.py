@@ -263,3 +263,22 @@ def test_times_are_the_devices(rank: int, world_size: int, library: Path) -> Non
     assert taken["encode"] >= taken["communicate"] + 0.5
     assert taken["communicate"] >= 0.02
     assert times.take() == {}
+
+
+@on_ranks(2)
+def test_a_nan_is_nan_on_all_ranks(rank: int, world_size: int, library: Path) -> Tensor:
+    """A NaN on rank 1 in step 1: NaN on all ranks, and the residuals of step 0 stay."""
+    _, place = begin_with_kernels(library)
+    run = training_at(rank, place, by_name("slimgc", threshold_bytes=4_000), still)
+    for step in range(2):
+        kept = run.attachment.state_dict()["state"]["residuals"] if step else {}
+        run.backward(step, float("nan") if step == rank == 1 else 1.0)
+        run.optimizer.step()
+    gradient = run.gradient()
+    assert run.attachment.stats()["n_steps_not_finite"] == 1
+    assert bool(gradient.isnan().any())
+    after = run.attachment.state_dict()["state"]["residuals"]
+    assert kept
+    assert all(after[name].equal(values) for name, values in kept.items())
+    run.attachment.close()
+    return gradient.nan_to_num(nan=12345.0)

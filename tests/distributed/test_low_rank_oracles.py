@@ -153,3 +153,17 @@ def test_means_and_errors_are_those_of_powersgd_hook(rank: int, world_size: int,
         assert torch.allclose(kept, error, rtol=1e-4, atol=1e-3), (step, float((kept - error).abs().max()))
         assert float((theirs - gradient).norm()) > 0.1 * float(gradient.norm()), "something was left out"
     driver.close()
+
+
+@on_ranks(2)
+def test_two_steps_on_a_constant_gradient_are_one_step_of_power_sgd(rank: int, world_size: int) -> None:
+    """From the same start, in float64."""
+    driver = drive("acp-sgd", [10], error_feedback=False)
+    everyone = [gradients_of(other, 0) for other in range(world_size)]
+    driver.reduce(everyone[rank])
+    results = driver.reduce(everyone[rank])
+    for i, shape in MATRICES.items():
+        oracle = Transcription("power-sgd", shape, f"p{i}", world_size, feedback=False)
+        expected = oracle.step([matrix(gradients[i]) for gradients in everyone])
+        assert np.allclose(matrix(results[i]), expected, rtol=1e-4, atol=1e-5), i
+    driver.close()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire import schemes
+from gradwire.core import checkpoint
 from quantiser_oracles import top_k
 from ranks import agree, on_ranks, run_ranks
 
@@ -82,11 +83,19 @@ def test_steps_after_a_state_for_all_ranks_are_those_of_the_states_in_it(
         saved_again = reducer.state_dict(all_ranks=True)
         assert len(saved_again["ranks"]) == (world_size if rank == 0 else 0)
         reducer.close()
+        box = [saved_again]
+        dist.broadcast_object_list(box)
+        second = make(name)
+        second.load_state_dict(box[0])
+        assert torch.equal(residual_of(second.state_dict()), after), name
+        elsewhere = checkpoint.state_for(box[0], second.scheme.per_rank_state, world_size + 1, 0)
+        second.close()
         dist.all_reduce(after)
         after /= world_size
         if rank == 0:  # it may go on to another number of ranks again
             again = torch.stack([residual_of(one) for one in saved_again["ranks"]]).mean(0)
             assert torch.allclose(again, after, rtol=0, atol=1e-7), name
+            assert torch.allclose(residual_of(elsewhere), after, rtol=0, atol=1e-7), name
             assert bool(after.any()) == (name not in ("gcomp", "plain")), name
         if world_size == len(lives):
             for found, expected in zip(tensors, lives[rank][name][2], strict=True):

@@ -6,11 +6,13 @@ import os
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
 from gradwire.core.bucket import Bucket
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 WORLD = 64
 # Scheme, options, and connections of each rank: to its neighbours, or to all.
@@ -72,3 +74,27 @@ def test_64_ranks_agree_and_hold_a_connection_to_each_rank_that_they_talk_to() -
         assert set(left) == {0}, (name, options)
         if name == "gcomp":
             assert max(errors) < 1e-5  # 63 sums in float32, without loss
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout_s=500)
+def test_a_thousand_attachments_leave_nothing_behind(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(nn.Linear(9, 5))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def take_a_step() -> None:
+        attachment = gradwire.attach(ddp, optimizer, "truncate", timeout_s=100)
+        optimizer.zero_grad()
+        ddp(torch.ones(3, 9)).sum().backward()
+        optimizer.step()
+        attachment.close()
+
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    for _ in range(5):
+        take_a_step()
+    before = count()
+    for _ in range(1_000):
+        take_a_step()
+    assert count() == before

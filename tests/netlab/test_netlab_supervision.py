@@ -49,10 +49,10 @@ def test_every_rank_gets_torchruns_variables(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_ranks_on_loopback_are_told_so_and_variables_that_the_caller_sets_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    lines = lines_of("env", 1, "none", env={"MASTER_PORT": "1234"})
+    lines = lines_of("env", 2, "none", env={"MASTER_PORT": "1234"})
     variables = dict(line.split("=", 1) for line in lines if line.startswith(("GRADWIRE_", "OMP_NUM", "MASTER_PORT")))
     network = current_network(variables)
-    assert (network.kind, network.rate_bps, network.n_ranks_on_machine) == ("loopback", None, 1)
+    assert (network.kind, network.rate_bps, network.n_ranks_on_machine) == ("loopback", None, 2)
     assert (variables["OMP_NUM_THREADS"], variables["MASTER_PORT"]) == ("3", "1234")
 
 

@@ -1,5 +1,7 @@
 """Embedded floats: any first bits decode to the midpoint they stand for, any further bits refine, all bits are exact."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -142,3 +144,13 @@ def test_a_message_costs_its_bits_a_byte_a_partition_and_headers() -> None:
     codec, n = EmbeddedFloat(8), 1_000_000
     assert codec.max_encoded_bytes(n, torch.float32) == n + -(-n // 256) + 40 + 8 * -(-n // 16384)
     assert codec.max_plane_bytes(n, torch.float32, 8, 3) == 3 * n // 8 + 40 + 8 * -(-n // 16384)
+
+
+def test_more_bits_are_nearer_and_roots_nearer_than_magnitudes_with_every_number_of_bits() -> None:
+    gradient = torch.randn(50_000, generator=torch.Generator().manual_seed(3)) ** 3 * 1e-3  # tails as gradients have
+    before = [math.inf, math.inf]
+    for bits in range(2, 24):
+        off = [(there_and_back(EmbeddedFloat(bits, format=format), gradient) - gradient).norm() for format in FORMATS]
+        assert off[1] < 0.85 * off[0]
+        assert all(now < then for now, then in zip(off, before, strict=True))
+        before = off

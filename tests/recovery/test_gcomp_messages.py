@@ -186,3 +186,26 @@ def test_what_format_2_drops_is_below_the_guarantee(dtype: torch.dtype) -> None:
     assert (error[known] <= bound[known]).all()
     assert (error[known] > 0.4 * bound[known]).any()
     assert torch.equal(decoded[~known], torch.where(gradient == 0, 0, gradient)[~known])
+
+
+def test_zeros_cost_their_huffman_code_alone() -> None:
+    gradient = torch.zeros(10 * CHUNK)
+    gradient[::100] = 1e-3
+    codec = GCompCodec("paper", table=fitted_table(gradient), format=1)
+    parts = describe(encode(codec, gradient, importance=make_importance(gradient.numel())))
+    assert parts["level_bytes"] <= 2 * gradient.numel() / 100 / 8 + 10
+    assert parts["mantissa_bytes"] <= 24 * gradient.numel() / 100 / 8 + 10
+    assert parts["exponent_bits"] < 1.1
+
+
+@each_format
+@each_dtype
+def test_rounding_to_nearest_halves_the_error_of_truncation_and_has_no_bias(dtype: torch.dtype, format: int) -> None:
+    gradient, importance, errors = make_gradient("gaussian", 50_000, dtype), make_importance(50_000), {}
+    for rounding in ("nearest", "truncate"):
+        codec = GCompCodec("paper", rounding=rounding, format=format)
+        found = there_and_back(codec, gradient, importance=importance)
+        errors[rounding] = found.double() - gradient.double()
+    nearest, truncated = errors["nearest"], errors["truncate"]
+    assert nearest.abs().mean() <= 0.6 * truncated.abs().mean()
+    assert abs((nearest * gradient.sign()).mean()) < 0.15 * abs((truncated * gradient.sign()).mean())

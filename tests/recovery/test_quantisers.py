@@ -281,3 +281,39 @@ def test_thc_message_is_one_rank_s_codes_with_its_own_norms(n: int) -> None:
     # 16 levels of a Gaussian: the published error is about 2 % of the values' energy; 4 % with a block of few values.
     if n >= 1_000:
         assert float((found - gradient).square().sum()) < 0.04 * float(gradient.square().sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("one-bit", {}), ("one-bit", {"scale": "two-means"}), ("two-bit", {})], ids=str
+)
+def test_error_feedback_sends_everything_in_the_end(name: str, options: dict[str, Any]) -> None:
+    """A constant gradient: what is missing from the sum of all messages stays bounded, so their mean goes to it."""
+    codec, gradient = codecs.by_name(name, **options), make_gradient(600)
+    sent, residual, errors = torch.zeros(600), torch.zeros(600), {}
+    for step in range(1, 2_001):
+        sent += decode(codec, encode_with_residual(codec, gradient, residual), 600)
+        errors[step] = float((sent / step - gradient).abs().max())
+    assert torch.allclose(sent + residual, 2_000 * gradient, atol=1e-3)
+    assert errors[2_000] < 0.5 * errors[200] + 1e-6
+
+
+def test_four_levels_leave_least_of_normal_values() -> None:
+    """Max 1960: 0.1175 of the square is the least for two bits."""
+    x, left = torch.randn(1 << 20, generator=torch.Generator().manual_seed(5)), {}
+    for levels in (3, 4):
+        found = there_and_back(codecs.by_name("two-bit", scale_values=4096, levels=levels), x)
+        left[levels] = float((x - found).square().sum() / x.square().sum())
+    assert left[4] == pytest.approx(0.1175, abs=0.001)
+    assert left[3] > 0.3
+
+
+def test_two_bit_default_is_near_the_least_error() -> None:
+    generator = torch.Generator().manual_seed(3)
+    uniform = torch.rand(200_000, generator=generator) - 0.5
+    laplace = -uniform.sign() * (1 - 2 * uniform.abs()).clamp(min=1e-9).log()
+    for values in (laplace, torch.randn(200_000, generator=generator)):
+        errors = {
+            threshold: float((there_and_back(codecs.by_name("two-bit", threshold=threshold), values) - values).norm())
+            for threshold in (0.7, 1.1, 1.25, 1.4, 1.8, 2.5)
+        }
+        assert errors[1.25] ** 2 < 1.03 * min(errors.values()) ** 2

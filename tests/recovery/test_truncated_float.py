@@ -1,5 +1,7 @@
 """Truncated floats keep exactly the first bits; compact formats are those that torch knows; rounding is unbiased."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -241,3 +243,28 @@ def test_seed_and_step_choose_the_numbers_and_nothing_else_does() -> None:
     assert torch.equal(encode(codec, gradient, step=first_draw(3, 1, 4)), first)
     assert not torch.equal(encode(codec, gradient, step=first_draw(3, 1, 5)), first)
     assert draw_after((1 << 64) - 1, 1) == 0
+
+
+@pytest.mark.parametrize("kind", ["normal", "uniform", "laplace", "of two sizes", "cubes"])
+def test_more_bits_are_never_worse(kind: str) -> None:
+    """Relative error against float64, over every number of bits, in native where it keeps its exponent and in auto."""
+    generator = torch.Generator().manual_seed(3)
+    normal = torch.randn(1 << 16, generator=generator)
+    uniform = torch.rand(1 << 16, generator=generator) * 2 - 1
+    gradient = {
+        "normal": normal * 1e-3,
+        "uniform": uniform,
+        "laplace": uniform.sign() * -(1 - uniform.abs()).log(),
+        "of two sizes": normal * torch.where(torch.arange(1 << 16) % 7 == 0, 1.0, 0.03),
+        "cubes": normal**3,
+    }[kind]
+
+    def errors(allowed: range, format_name: str, rounding: str = "nearest") -> list[float]:
+        codecs = [TruncatedFloat(bits, format_name, rounding) for bits in allowed]
+        found = (there_and_back(codec, gradient).double() for codec in codecs)
+        return [float((values - gradient).norm() / gradient.double().norm()) for values in found]
+
+    for found in (errors(range(2, 33), "auto"), errors(range(9, 33), "native"), errors(range(4, 9), "fp8-e4m3")):
+        assert all(finer <= coarser for coarser, finer in itertools.pairwise(found)), found
+    for found, cut in zip(errors(range(5, 7), "auto"), errors(range(5, 7), "fp8-e4m3", "truncate"), strict=True):
+        assert found < 0.5 * cut, (found, cut)

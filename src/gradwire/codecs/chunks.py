@@ -8,7 +8,7 @@ operations, which are the same on any device. docs/format.md#gathered-messages
 import torch
 from torch import Tensor
 
-CHUNK, _PLACE_BITS = 4096, 12
+CHUNK = 4096
 _GROUP, _GROUP_BYTES, _WORD_BITS = 4, 7, 14  # so many words in so many bytes
 _HEAD_BYTES = 3  # the larger magnitude in bfloat16, and the smaller one in 255ths of it
 

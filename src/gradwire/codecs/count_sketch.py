@@ -230,7 +230,10 @@ class CountSketch:
     ) -> None:
         """Write the sketch of this rank's `gradient` (n_elements,) float32 or bfloat16 over `cells` (n_cells,) float32,
         or `fixed.dtype`. `own_index` is what `write_index` made of it, before the OR: only cache lines with non-zeros
-        are read. Raises: InvalidArgument (a value that does not fit `fixed`)."""
+        are read. Raises: InvalidArgument (cells of another dtype; a value that does not fit `fixed`)."""
+        expected = torch.float32 if fixed is None else fixed.dtype
+        if cells.dtype != expected:
+            raise InvalidArgument(f"cells must be {expected}, got {cells.dtype}")
         _, shift, limit = fixed or (None, 0, 0)
         values, index, kind = gradient.view(torch.uint8), own_index.view(torch.uint32), _CELLS[cells.dtype]
         self._plan.add(values, _dtype_code(gradient), index, kind, shift, limit, cells.view(torch.uint8))

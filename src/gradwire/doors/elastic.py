@@ -82,8 +82,10 @@ class Quorum:
                 raise PeerLost(f"no quorum of enough ranks came together in time ({error})") from error
             failure: GradwireError | None = None
             mean: dict[str, torch.Tensor] = {}
+            kept = self._kept
             try:
                 mean = self._exchange(give)
+                kept = self._residuals()  # before all have agreed: what fails after that would lose a mean that counts
             except GradwireError as error:
                 failure = error
                 self._manager.report_error(error)
@@ -95,8 +97,7 @@ class Quorum:
             except (RuntimeError, TimeoutError) as error:
                 raise PeerLost(f"torchft's manager cannot say whether the exchange is done ({error})") from error
             if is_done:
-                self._has_come = False
-                self.keep()
+                self._has_come, self._kept = False, kept
                 return mean
         raise failure or PeerLost(f"no exchange was done in {_MOST_TRIES} tries: look at the log of torchft's manager")
 
@@ -124,12 +125,15 @@ class Quorum:
         return values if n_givers else {}
 
     def keep(self) -> None:
-        """Note the residuals, which are each rank's own and outlive the ranks that they were made among."""
+        """Note the residuals anew: they have come from a saved state."""
+        self._kept = self._residuals()
+
+    def _residuals(self) -> dict[str, Any]:
+        """Those of this rank, which outlive the ranks that they were made among."""
         assert self.reducer is not None
-        scheme = self.reducer.scheme
-        if scheme.per_rank_state:
-            state = self.reducer.state_dict()["state"]
-            self._kept = {key: state[key] for key in scheme.per_rank_state if key in state}
+        keys = self.reducer.scheme.per_rank_state
+        state = self.reducer.state_dict()["state"] if keys else {}
+        return {key: state[key] for key in keys or () if key in state}
 
     def close(self) -> None:
         """Leave. The others notice in their next exchange."""

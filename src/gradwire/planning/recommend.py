@@ -48,7 +48,7 @@ def recommend(
         fidelity: the least faithful class that may be recommended; the table shows all.
     Raises: InvalidArgument, Unsupported, PeerLost.
     """
-    levels_to(fidelity)
+    levels_to(fidelity)  # its complaint, now
     if not seconds > 0:
         raise InvalidArgument(f"seconds must be positive, got {seconds}")
     parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]

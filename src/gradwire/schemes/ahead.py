@@ -99,6 +99,7 @@ class Ahead(Scheme, StepOwner):
 
     def _begin_anew(self) -> None:
         self._undo = contextlib.ExitStack()  # lets go of the model and the optimizer
+        self._flag: FiniteFlag | None = None
         self._interceptor: Interceptor | None = None  # DDP's hook, which lives as long as the model, must not hold it
         self._parameters: list[torch.Tensor] = []
         self.loc_buf = LocBuf(())
@@ -155,6 +156,7 @@ class Ahead(Scheme, StepOwner):
         refuse_join(self.session.module, "ahead=1", "leave ahead out")
         assert self._interceptor is not None
         self._interceptor.begin_reduction()
+        assert self._flag is not None
         self._flag.begin_step()
         if self._arriving is not None:
             self._arriving.wait()  # the user never called for its step; its memory is used again
@@ -182,6 +184,7 @@ class Ahead(Scheme, StepOwner):
         done.add_done_callback(lambda _: recorder.close_bucket(copied.record))
         self._arriving.buckets.append(copied)
         self._arriving.done.append(done)
+        assert self._flag is not None
         return self._flag.own_gradient(bucket)
 
     def settle(self) -> None:

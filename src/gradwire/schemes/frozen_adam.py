@@ -114,8 +114,10 @@ class FrozenAdam:
 
     def _is_frozen(self, slot: Slot) -> bool:
         parameter = slot.parameter
-        if parameter is None or parameter in self.frozen_at:
-            return parameter is not None
+        if parameter is None:
+            return False
+        if parameter in self.frozen_at:
+            return True
         state = self._state_of(parameter)
         if "exp_avg_sq" not in state:
             return False

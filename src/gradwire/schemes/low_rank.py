@@ -126,9 +126,10 @@ class MatrixGroup:
 
     def redraw(self, factors: Tensor, options: Options, step: int) -> None:
         """Draw `factors` anew; with `reuse` only those that are zero: they would stay so, whatever the gradients."""
-        are_kept = factors.flatten(1).any(1).tolist()
+        # Which a device is asked for, and waited for, only if it matters.
+        are_kept = factors.flatten(1).any(1).tolist() if options.reuse else [False] * len(self.keys)
         for factor, key, is_kept in zip(factors, self.keys, are_kept, strict=True):
-            if not (is_kept and options.reuse):
+            if not is_kept:
                 factor.copy_(draw_factor(options.seed, key, step, *factor.shape))
 
 

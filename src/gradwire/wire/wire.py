@@ -200,7 +200,10 @@ class Wire:
             with self.timing("communicate"):
                 while len(rows) < self.world_size:
                     sender, message, _ = mesh.receive_any(stream, [rank for rank in peers if rank not in rows])
+                    if message.numel() != values.nbytes:
+                        raise CorruptMessage(f"rank {sender} sent {message.numel()} bytes, expected {values.nbytes}")
                     rows[sender] = message.view(values.dtype)
+                mesh.wait_until_all_sent()  # nobody sends what is left once this rank waits elsewhere
             values.copy_(functools.reduce(torch.add, (rows[rank] for rank in range(self.world_size))))
             mesh.close(stream)
             self.record.count_exchanged(len(peers) * values.nbytes)

@@ -93,9 +93,7 @@ def measure_in_ranks(
             else:
                 print(line, flush=True)  # only rank 0 writes on standard output, so lines need no rank before them
 
-        parsed = [parse_spec(spec) for spec in specs]
-        sums = any(name == "dense-switch" or options.get("aggregator") == "switch" for name, options in parsed)
-        how: dict[str, Any] = {"switch": sums, "ranks_per_node": args.ranks_per_node}
+        how: dict[str, Any] = {"switch": needs_switch(specs), "ranks_per_node": args.ranks_per_node}
         for rate in [with_way(args, one) for one in args.rate or ["none"]]:
             each = rate.split(",") if "," in rate else rate
             try:
@@ -103,6 +101,12 @@ def measure_in_ranks(
             finally:
                 write_results(args, log.read())
         return log.read()
+
+
+def needs_switch(specs: Sequence[str]) -> bool:
+    """Whether one of them sums in the network: `dense-switch`, or any scheme with `aggregator=switch`."""
+    parsed = [parse_spec(spec) for spec in specs]
+    return any(name == "dense-switch" or options.get("aggregator") == "switch" for name, options in parsed)
 
 
 def change_links(log: Path, rates: str, patience_s: float = 20.0) -> None:

@@ -118,7 +118,7 @@ class TrainMethod:
             scheme="ddp" if codec is not None else self.name,
             scheme_options=published(self.name, options) if as_published else options,
             seed=seed,
-            bucket_cap_mb=None if bucket_mb is None else float(bucket_mb),
+            bucket_cap_mb=None if bucket_mb is None or self.name in SHARDED else float(bucket_mb),
         )
         self.session = TrainingSession(config, workload, torch.device("cpu"))
         self.session.wrap()

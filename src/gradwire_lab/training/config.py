@@ -6,7 +6,7 @@ from typing import Any
 
 from gradwire import checks
 from gradwire.errors import InvalidArgument
-from gradwire_lab.training.sharding import OVER_ALL
+from gradwire_lab.training.sharding import SHARDED
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class TrainConfig:
                 "checkpoints out (a loop of your own saves them: gradwire.LocalSgd.state_dict)"
             )
         outside = ("checkpoint", "rewrap_at", "dump_gradients_every", "local_sgd", "bucket_cap_mb")
-        if self.scheme in OVER_ALL and (any(getattr(self, name) for name in outside) or self.device != "cpu"):
+        if self.scheme in SHARDED and (any(getattr(self, name) for name in outside) or self.device != "cpu"):
             words = ", ".join(outside)
             raise InvalidArgument(f"{self.scheme} cuts the model into shards, on CPUs: leave out {words} and device")
         checks.choice("outer", self.outer, ("nesterov", "average"))

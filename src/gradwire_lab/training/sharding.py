@@ -60,7 +60,8 @@ class Sharded:
         else:
             shape = (self._n_nodes, ranks_per_node())
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        precision: dict[str, Any] = {f"{key}_dtype": _DTYPES[options[key]] for key in PRECISION if key in options}
+        keys = [key for key in PRECISION if key in options and name in OVER_ALL]
+        precision: dict[str, Any] = {f"{key}_dtype": _DTYPES[options[key]] for key in keys}
         lists = [one for one in list(module.modules()) if isinstance(one, nn.ModuleList | nn.Sequential)]
         for block in (block for one in lists for block in one):
             if n_elements := sum(parameter.numel() for parameter in block.parameters()):
@@ -71,9 +72,11 @@ class Sharded:
 
     def attach(self, optimizers: Any) -> gradwire.Attachment:
         """Compress what its shards exchange, or what its nodes do."""
-        options = {key: value for key, value in self._options.items() if key not in PRECISION}
+        options = dict(self._options)
         if self._name == "fsdp2":
             return gradwire.attach(self.module, optimizers, make_scheme(str(options.pop("scheme", "plain")), options))
+        for key in PRECISION:
+            options.pop(key, None)
         name, weights = options.pop("gradients", "gcomp"), options.pop("weights", None)
         return gradwire.attach(self.module, optimizers, name, weights=weights, **options)
 

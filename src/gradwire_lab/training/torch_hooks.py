@@ -27,7 +27,7 @@ HOOKS: dict[str, dict[str, int]] = {
 # in an order of its own, and the collectives of different buckets meet: "Received data size doesn't match". So they get
 # all gradients in one bucket, and overlap nothing.
 ONE_BUCKET = ("ddp-powersgd", "ddp-quant8")
-LEAST_START = 2  # that powerSGD_hook's constructor takes
+_LEAST_START = 2  # that powerSGD_hook's constructor takes
 
 
 def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -61,7 +61,7 @@ class _DistributedAsNccl:
 _PLAIN_HOOKS = {"ddp-bf16": bf16_hook, "ddp-fp16": default_hooks.fp16_compress_hook, "ddp-quant8": quant8_hook}
 
 
-def check_options(name: str, options: Mapping[str, Any], starts: range = range(LEAST_START, sys.maxsize)) -> None:
+def check_options(name: str, options: Mapping[str, Any], starts: range = range(_LEAST_START, sys.maxsize)) -> None:
     """Raises: InvalidArgument (what `name` does not take); `starts`: what `start` may be."""
     known, allowed = HOOKS.get(name, {}), {"rank": range(1, sys.maxsize), "start": starts}
     for key, value in options.items():
@@ -85,7 +85,7 @@ class TorchHook:
             ddp.register_comm_hook(dist.group.WORLD, _PLAIN_HOOKS[name])
         elif name == "ddp-powersgd":
             self._start = options["start"]
-            allowed = max(self._start, LEAST_START)
+            allowed = max(self._start, _LEAST_START)
             rank = options["rank"]
             self._state = powerSGD_hook.PowerSGDState(
                 dist.group.WORLD, rank, start_powerSGD_iter=allowed, random_seed=0

@@ -13,6 +13,7 @@ import torch
 
 from gradwire import _native
 from gradwire.checks import choice as check_choice
+from gradwire.checks import count as check_count
 from gradwire.codecs.embedded_float import DEFAULT_PARTITION, FORMATS
 from gradwire.codecs.tensors import PARTITIONS, dtype_code
 from gradwire.core.bucket import Bucket, inner_of, slot_of
@@ -375,7 +376,7 @@ class Broadcast(BlockBroadcast):
 
     def __init__(self, bits: int = 4, blocks: Division = 4, max_grad_norm: float | None = None, **options: Any) -> None:
         super().__init__(blocks, max_grad_norm, **options)
-        if not MIN_BITS <= bits <= WORD_BITS:
+        if not MIN_BITS <= check_count("bits", bits) <= WORD_BITS:
             raise InvalidArgument(f"bits is from {MIN_BITS} to {WORD_BITS}, not {bits}")
         self.bits, all_at_once = bits, bits / WORD_BITS
         self.limits = PacingLimits(all_at_once, all_at_once, max_contention=1)

@@ -117,6 +117,7 @@ class Auto(Turns):
         self._objection = ""  # of the scheme at work, on this rank
         # The sums of all ranks' objections, under way: read a step later, so that nobody waits a round trip for them.
         self._asked: deque[tuple[torch.futures.Future, torch.Tensor]] = deque()
+        self._n_late = 0  # of them may still be on their way
         self._plain = schemes.by_name(PLAIN)  # for a step that an objection meets under way
 
     @property
@@ -135,6 +136,7 @@ class Auto(Turns):
         super().bind(session)
         self._plain.bind(session)
         self._stays_plain = self._objection = ""
+        self._asked.clear()
         self._stepping = self._plain
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._is_on_device = any(parameter.device.type != "cpu" for parameter in parameters)
@@ -229,6 +231,7 @@ class Auto(Turns):
             name = PLAIN
         if name != self.active and self.active != PLAIN:
             self._take_over_from(self._subs[self.active])
+        self._n_late = int(name == self.active)  # a scheme that begins its turn has found before what it objects to
         self.active = name
         self._enter(step, name)
         if name != PLAIN and self._subs[name].may_object:
@@ -278,7 +281,7 @@ class Auto(Turns):
 
     def begin_step(self, step: int) -> None:
         self._stepping = self._subs[self.active]
-        while len(self._asked) > 1:
+        while len(self._asked) > self._n_late:
             started, said = self._asked.popleft()
             self.session.communicator.finish(started.wait())
             if said.item():

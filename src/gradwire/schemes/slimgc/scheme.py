@@ -189,17 +189,18 @@ class SlimGC(Compressed):
     def bind(self, session: Session) -> None:
         """Raises: InvalidArgument, Unsupported (a codec that reads the optimizer, and none, or another, was given; on a
         device, options that need the host)."""
-        wire, self._metric = session.wire, None
+        wire, metric = session.wire, None
         if self._is_open:
             self.codecs = self._codecs_beside(session)
         if self.reads_optimizer:
             codec: Any = self.codec
             promise = Promise(rounding=codec.rounding, format=codec.format, is_alike=True)
-            self._metric = QuantisationMetric.beside(session, promise)
+            metric = QuantisationMetric.beside(session, promise)
         if wire.on_device:
             for codec in self.codecs:
                 _refuse_on_device(codec, **self._exchanging)
         super().bind(session)
+        self._metric = metric
         if self.plain.n:
             self.plain.tell(self)
         self._reset()

@@ -28,7 +28,9 @@ SYSTEMS = {
 }
 
 _MODULES = (schemes, gcomp, acp_sgd, aqgb, slimgc, homomorphic, lossy, sites)
-_MEASURED = [one for name in SYSTEMS for module in _MODULES for one in module.EXPERIMENTS if one.system == name]
+_MEASURED = sorted(
+    (one for module in _MODULES for one in module.EXPERIMENTS), key=lambda one: list(SYSTEMS).index(one.system)
+)
 # With what the papers claim beyond their goals, and what differs from the papers' conditions.
 EXPERIMENTS: tuple[Experiment, ...] = tuple(
     replace(one, goals=[*papers.CLAIMS.get(one.key, ()), *one.goals], differs=papers.DIFFERS.get(one.key, ""))

@@ -276,7 +276,8 @@ class Auto(Turns):
             self._handover.add_to(slots, gradients, self._last_scale, asks=may_be_unused)
 
     def _note_objection(self, error: Unsupported) -> None:
-        """Note what the scheme at work cannot serve: it does not end what DDP trains, the next step is plain, on all ranks."""
+        """Note what the scheme at work cannot serve: it does not end what DDP trains, and once all ranks
+        have heard of it they stay plain."""
         self._objection = self._objection or str(error)
 
     def begin_step(self, step: int) -> None:

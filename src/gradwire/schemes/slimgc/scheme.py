@@ -47,12 +47,7 @@ from gradwire.wire.wire import Wire
 
 # What is chosen among beside Adam, from the finest on; the last is nearest to plain of those with two bits.
 CODECS_BESIDE_ADAM = ("embedded-float:bits=8", "embedded-float:bits=5", "two-bit:levels=4,scale_values=64")
-_MEASURED = (
-    "warmup_steps",
-    "method",
-    "drift_every",
-    "drift_factor",
-)  # options of the table; what is left is the codec's
+_MEASURED = ("warmup_steps", "method", "drift_every", "drift_factor")  # options of the table: the rest is the codec's
 _READY_STEPS = 16  # of which the typical one says when a bucket is ready
 
 

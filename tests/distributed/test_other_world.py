@@ -95,7 +95,7 @@ def test_steps_after_a_state_for_all_ranks_are_those_of_the_states_in_it(
         if rank == 0:  # it may go on to another number of ranks again
             again = torch.stack([residual_of(one) for one in saved_again["ranks"]]).mean(0)
             assert torch.allclose(again, after, rtol=0, atol=1e-7), name
-            assert torch.allclose(residual_of(elsewhere), after, rtol=0, atol=1e-7), name
+            assert torch.allclose(residual_of(elsewhere), after, rtol=0, atol=1e-6), name
             assert bool(after.any()) == (name not in ("gcomp", "plain")), name
         if world_size == len(lives):
             for found, expected in zip(tensors, lives[rank][name][2], strict=True):

@@ -1,8 +1,8 @@
 """gradwire bench regret: what `auto` loses, against DDP or FSDP2 without gradwire and against every fixed scheme it may use.
 
 All train in the same processes in turns of ten steps, so a machine that is busy for a while is busy for all of them; `auto`
-sees its own steps alone and pays for its own trials. Fixed schemes, whose steps are all alike, take every third turn,
-and auto is compared with them in these.
+sees its own steps alone and pays for its own trials. Fixed schemes, whose steps are all alike, take every third turn, in
+the second half the fastest of them every turn, and auto is compared with them in these.
 """
 
 import argparse
@@ -77,9 +77,11 @@ class _Regret:
         }
         self._autos = {spec: one for spec, one in self._named.items() if "auto" in one.own_stats()}
         self._fixed: dict[str, TrainMethod] = {}
-        for auto in self._autos.values():
-            allowed = [one["spec"] for one in auto.own_stats()["auto"]["candidates"] if not one.get("excluded")]
-            for spec in allowed:
+        self._allowed: dict[str, list[str]] = {}
+        for name, auto in self._autos.items():
+            candidates = auto.own_stats()["auto"]["candidates"]
+            self._allowed[name] = [one["spec"] for one in candidates if not one.get("excluded")]
+            for spec in self._allowed[name]:
                 if spec not in ("plain", *self._named, *self._fixed):
                     as_auto = auto.fixed_as(spec)
                     self._fixed[spec] = TrainMethod(as_auto, workload, args.seed, as_published=False)
@@ -100,8 +102,11 @@ class _Regret:
         spent_s = 0.0
         progress = Progress(f"{self._workload.name}, steps of each", self._args.steps, dist.get_rank() != 0)
         counted = [one for spec, one in self._named.items() if spec == self._base or spec in self._autos]
-        for turn in range(-(-self._args.steps // TURN_STEPS)):
-            methods = [*self._named.values(), *(self._fixed.values() if turn % _FIXED_EVERY == 0 else ())]
+        n_turns, fastest = -(-self._args.steps // TURN_STEPS), list[TrainMethod]()
+        for turn in range(n_turns):
+            if turn == n_turns // 2:
+                fastest = self._fastest()
+            methods = [*self._named.values(), *(self._fixed.values() if turn % _FIXED_EVERY == 0 else fastest)]
             for method in reversed(methods) if turn % 2 else methods:
                 dist.barrier()
                 started = time.perf_counter()
@@ -114,6 +119,13 @@ class _Regret:
             if driver.largest_over_ranks([spent_s])[0] > len(counted) * self._args.seconds:
                 break
         return n_steps
+
+    def _fastest(self) -> list[TrainMethod]:
+        """The fixed scheme that was the fastest so far, of those that each auto may use: the same on all ranks."""
+        own = [statistics.fmean(times.iteration_s for times in one.times) for one in self._fixed.values()]
+        ordered = [spec for _, spec in sorted(zip(driver.largest_over_ranks(own), self._fixed, strict=True))]
+        found = {next((spec for spec in ordered if spec in allowed), "") for allowed in self._allowed.values()}
+        return [one for spec, one in self._fixed.items() if spec in found]
 
     def _describe(self, phase: int, network: Network, n_steps: list[dict[str, int]]) -> list[dict[str, Any]]:
         turns_s, losses = {}, {}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gradwire.reducer import Reducer
     from gradwire.schemes.gcomp.terms import register_update
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Attachment", "BufferTooSmall", "CorruptMessage", "GradwireError", "HookState", "IncompatibleVersion",

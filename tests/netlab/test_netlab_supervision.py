@@ -111,10 +111,11 @@ def test_the_others_have_their_grace_to_end_by_themselves() -> None:
         result.raise_if_failed()
 
 
-def test_a_rank_that_ignores_sigterm_or_is_stopped_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_ignores_sigterm_or_is_stopped_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("gradwire_lab.ranks.supervisor._TERM_TO_KILL_S", 0.3)
-    script = "[ $RANK = 0 ] && exit 1; trap '' TERM; [ $RANK = 1 ] && kill -STOP $$; while :; do sleep 0.1; done"
-    assert launch_ranks(shell(script), 3, grace_s=0.3).exit_codes == (1, -signal.SIGKILL, -signal.SIGKILL)
+    fails = f"while [ $(ls {tmp_path} | wc -l) -lt 2 ]; do sleep 0.05; done; exit 1"  # once both are deaf
+    stays = f"trap '' TERM; touch {tmp_path}/$RANK; [ $RANK = 1 ] && kill -STOP $$; while :; do sleep 0.1; done"
+    assert launch_ranks(shell(f"[ $RANK = 0 ] && {{ {fails}; }}; {stays}"), 3, grace_s=0.3).exit_codes == (1, -signal.SIGKILL, -signal.SIGKILL)
 
 
 def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/doors.md and README's lines beyond DDP: their code runs as it is written (commands: tests/netlab)."""
+"""docs/doors.md, docs/sites.md and README's lines beyond DDP: their code runs as it is written (commands: tests/netlab)."""
 
 import os
 import re
@@ -15,7 +15,7 @@ import gradwire
 from ranks import on_ranks, run_ranks
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "doors.md").read_text().partition("## Which scheme works where")[0]
+PAGE = "".join((ROOT / "docs" / name).read_text() for name in ("doors.md", "sites.md"))
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"(?:^    .*\n)+", PAGE, re.MULTILINE)
 CODE = [re.sub("^    ", "", block, flags=re.MULTILINE) for block in BLOCKS if not block.startswith("    gradwire ")]
@@ -47,6 +47,7 @@ ELSEWHERE = {
     'attach(model, optimizer, "one-bit", inside="gcomp", weights="exact")': "",  # tests/distributed/test_shards.py
     "pg=gradwire.Members()": "",  # examples/diloco_elastic.py
     "stats()": "",
+    'stats()["n_streams"]': "",  # tests/engine/test_connections.py
     "take_shared()": "",  # tests/distributed/test_local_sgd.py
     "gradwire.all_reduce(tensor, group, scheme)": "",  # tests/doors/test_process_group.py
     'group=mesh.get_group("replicate")': "",  # an argument: in the second block

@@ -1,4 +1,4 @@
-"""Which scheme works behind which door: the table of docs/doors.md, and every cell of it tried."""
+"""Which scheme works behind which door: the table of docs/schemes.md, and every cell of it tried."""
 
 import warnings
 from pathlib import Path
@@ -54,7 +54,7 @@ def refusal(scheme: str, door: str) -> str | None:
 
 
 def markdown() -> str:
-    """The table as docs/doors.md shows it."""
+    """The table as docs/schemes.md shows it."""
     rows = [f"| scheme | {' | '.join(DOORS.values())} |", f"|---|{'---|' * len(DOORS)}"]
     for scheme in schemes.names():
         cells = [refusal(scheme, door) or "yes" for door in DOORS]
@@ -68,7 +68,7 @@ def markdown() -> str:
 
 
 def test_the_docs_show_the_table() -> None:
-    assert markdown() in (Path(__file__).parents[2] / "docs" / "doors.md").read_text()
+    assert markdown() in (Path(__file__).parents[2] / "docs" / "schemes.md").read_text()
 
 
 def make(scheme: str) -> schemes.Scheme:

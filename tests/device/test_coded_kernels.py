@@ -149,6 +149,14 @@ def test_another_table_and_other_importance_are_named() -> None:
     assert error_of(used, codec, message_of(codec, values, importance), torch.empty(n), importance) == 0
 
 
+def test_values_are_added() -> None:
+    codec, values, own = GCompCodec("none"), torch.randn(50), torch.randn(50)
+    message, sums = message_of(codec, values, make_importance(50)), own.clone()
+    with using(kernels()):
+        codec.decode(message, sums, adds=True)
+    assert torch.equal(sums, own + values)
+
+
 def test_what_kernels_do_not_do_is_refused() -> None:
     used, message, out = kernels(), torch.empty(200, dtype=torch.uint8), torch.empty(64)
     with using(used):

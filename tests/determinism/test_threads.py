@@ -32,9 +32,7 @@ def unchosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("unchosen")
 @pytest.mark.parametrize(("n_local_ranks", "share"), [("1", 6), ("2", 3), ("4", 1), ("100", 1)])
-def test_default_is_a_fair_share_of_the_usable_cores(
-    n_local_ranks: str, share: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_is_a_fair_share_of_the_cores(n_local_ranks: str, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", n_local_ranks)
     threads.use_fair_share_of_cores()
@@ -55,12 +53,7 @@ def test_count_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> Non
 def listening_to(codec: codecs.Codec) -> tuple[Tapped, Any]:
     """The codec, and the hash of every message that it writes."""
     digest = hashlib.blake2b(digest_size=16)
-
-    def listen(out: torch.Tensor, n_bytes: int) -> int:
-        digest.update(out[:n_bytes].numpy().tobytes())
-        return n_bytes
-
-    return Tapped(codec, listen), digest
+    return Tapped(codec, lambda out, n_bytes: digest.update(out[:n_bytes].numpy().tobytes()) or n_bytes), digest
 
 
 @on_ranks(2, timeout_s=60)

@@ -17,6 +17,4 @@ def library() -> Path:
     except Exception as error:
         if torch.__version__.startswith(WRITTEN_FOR):
             raise
-        pytest.skip(
-            f"the late device is written for torch {WRITTEN_FOR}x and does not compile for {torch.__version__}: {error}"
-        )
+        pytest.skip(f"the late device needs torch {WRITTEN_FOR}x and does not compile for {torch.__version__}: {error}")

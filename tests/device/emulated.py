@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import functools
 import hashlib
 import re
 import shutil
@@ -92,8 +93,5 @@ class LateKernels(EmulatedKernels):
 
     def _run(self, name: str, n_blocks: int, n_threads: int, shared_bytes: int, parameters: ctypes.Structure) -> None:
         kept = type(parameters).from_buffer_copy(parameters)
-        stream = torch.accelerator.current_stream(self.device)
-        run = super()._run
-        self._late.enqueue(
-            self.device.index, stream.stream_id, lambda: run(name, n_blocks, n_threads, shared_bytes, kept)
-        )
+        run = functools.partial(super()._run, name, n_blocks, n_threads, shared_bytes, kept)
+        self._late.enqueue(self.device.index, torch.accelerator.current_stream(self.device).stream_id, run)

@@ -221,16 +221,12 @@ inline unsigned largest(unsigned own, int line) {
 }
 
 template <class T>
-T shuffle(T value, unsigned lane, int line) {
+T shuffle_xor(T value, unsigned lanes, int line) {
+  const unsigned lane = (Block::current->thread.x ^ lanes) % Block::kWarpThreads;
   std::uint64_t word = 0;
   std::memcpy(&word, &value, sizeof value);
-  std::memcpy(&value, &Block::current->exchange(word, line)[lane % Block::kWarpThreads], sizeof value);
+  std::memcpy(&value, &Block::current->exchange(word, line)[lane], sizeof value);
   return value;
-}
-
-template <class T>
-T shuffle_xor(T value, unsigned lanes, int line) {
-  return shuffle(value, Block::current->thread.x ^ lanes, line);
 }
 
 // A word's next value, by atomic steps; returns the one before.
@@ -255,9 +251,7 @@ unsigned replace(unsigned* at, Next next) {
 #define __syncthreads() (::gradwire::gpu::emulation::Block::current->barrier(__LINE__))
 #define __ballot_sync(warp, predicate) (::gradwire::gpu::emulation::ballot(predicate, __LINE__))
 #define __threadfence() ((void)0)  // blocks run one after the other
-#define __syncwarp() (::gradwire::gpu::emulation::Block::current->exchange(0, __LINE__))
 #define __reduce_max_sync(warp, value) (::gradwire::gpu::emulation::largest(value, __LINE__))
-#define __shfl_sync(warp, value, lane) (::gradwire::gpu::emulation::shuffle(value, lane, __LINE__))
 #define __shfl_xor_sync(warp, value, lanes) (::gradwire::gpu::emulation::shuffle_xor(value, lanes, __LINE__))
 
 inline unsigned __float_as_uint(float value) {

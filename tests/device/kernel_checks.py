@@ -201,7 +201,6 @@ def assert_messages(
     options: dict[str, Any] = {"step": STEP, "cuts": cuts} if isinstance(codec, Quantised) else {"step": STEP}
     weights = None if importance is None else importance.to(place)
     expected, written = torch.empty(room, dtype=torch.uint8), fenced(room, torch.uint8, place)
-
     if residual is None:
         n_bytes = int(codec.encode(values, expected, importance, **options))
         with using(kernels):
@@ -464,44 +463,23 @@ class Family(NamedTuple):
 VALUES: dict[str, Collection[Any]] = {"n": QUANTISED_SIZES, "content": CONTENTS, "dtype": DTYPES}
 CODES: dict[str, Collection[Any]] = {"content": ("gradient", "zeros", "tiny", "smaller"), "dtype": DTYPES}
 SHAPES = ((1, 1, 1), (1, 7, 300), (2, 16, 17), (4, 33, 65), (4, 257, 31), (9, 40, 11), (12, 12, 100))  # rank, n, m
+BOTH = (False, True)
+PRODUCTS = (*((dtype, False) for dtype in DTYPES), (torch.float32, True))  # dtypes, and whether they are subtracted
+SIGN_SHAPES = ((1, 1), (31, 2), (32, 3), (33, 255), (255, 4), (257, 2), (9_000, 3), (9_001, 4))
+INDEXED = ("sparse", "gradient", "zeros", "specials", "subnormal", "infinity", "one")
 SELECTED = ("gradient", "zeros", "negative zeros", "alike", "short", "subnormal", "few", "steep")
+TAKEN = {"content": SELECTED, "share": (0.001, 0.1, 1.0), "way": ("exact", "whole", "spans")}
 FAMILIES = {
-    "quantised": Family(assert_quantised, {"codec": QUANTISERS, **VALUES, "residual": (False, True)}, QUANTISERS),
+    "quantised": Family(assert_quantised, {"codec": QUANTISERS, **VALUES, "residual": BOTH}, QUANTISERS),
     "floats": Family(assert_floats, {"codec": FLOATS, **VALUES, "n": FLOAT_SIZES}, {**FLOATS, **WIDE_FLOATS}),
     "gcomp": Family(assert_gcomp, {"codec": GCOMP, **VALUES, "n": (*GCOMP_SIZES, *FLOAT_EDGES)}, GCOMP),
-    "products": Family(
-        assert_products, {"shape": SHAPES, "way": [*((dtype, False) for dtype in DTYPES), (torch.float32, True)]}
-    ),
+    "products": Family(assert_products, {"shape": SHAPES, "way": PRODUCTS}),
     "orthogonal": Family(assert_orthogonal, {"shape": [(rank, n) for rank, n, _ in SHAPES if rank <= n]}),
-    "selection": Family(
-        assert_selection,
-        {
-            "n": (1, 33, 2047, 2049, 16_385, 40_000),
-            "content": SELECTED,
-            "share": (0.001, 0.1, 1.0),
-            "way": ("exact", "whole", "spans"),
-        },
-    ),
-    "signs": Family(
-        assert_signs,
-        {
-            "shape": ((1, 1), (31, 2), (32, 3), (33, 255), (255, 4), (257, 2), (9_000, 3), (9_001, 4)),
-            "dtype": DTYPES,
-            "ties": (False, True),
-        },
-    ),
-    "ternary": Family(
-        assert_ternary, {"n": (1, 63, 65, 4097, 9_000), **CODES, "n_ranks": (3, 9), "is_cut": (False, True)}
-    ),
+    "selection": Family(assert_selection, {"n": (1, 33, 2047, 2049, 16_385, 40_000), **TAKEN}),
+    "signs": Family(assert_signs, {"shape": SIGN_SHAPES, "dtype": DTYPES, "ties": BOTH}),
+    "ternary": Family(assert_ternary, {"n": (1, 63, 65, 4097, 9_000), **CODES, "n_ranks": (3, 9), "is_cut": BOTH}),
     "thc": Family(assert_thc, {"n": (1, 65, 300, 1024, 2_500), **CODES, "n_ranks": (8, 9)}),
-    "index": Family(
-        assert_index,
-        {
-            "n": (1, 31, 32, 33, 1023, 1024, 1025, 9_000),
-            "content": ("sparse", "gradient", "zeros", "specials", "subnormal", "infinity", "one"),
-            "dtype": DTYPES,
-        },
-    ),
+    "index": Family(assert_index, {"n": (1, 31, 32, 33, 1023, 1024, 1025, 9_000), "content": INDEXED, "dtype": DTYPES}),
 }
 
 

@@ -130,20 +130,13 @@ class LikeNccl(dist.ProcessGroup):
         )
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
-        return self._start(
-            [output, tensor], [output], lambda gloo, views: gloo._allgather_base(views[0], views[1]).wait()
-        )
+        return self._start([output, tensor], [output], lambda gloo, views: gloo._allgather_base(*views).wait())
 
-    def alltoall_base(
-        self, output: Any, tensor: Any, output_sizes: Any = (), input_sizes: Any = (), opts: Any = None
-    ) -> Any:
-        if output_sizes or input_sizes or output.numel() != tensor.numel() or tensor.numel() % self.size():
+    def alltoall_base(self, output: Any, tensor: Any, sizes: Any = (), own_sizes: Any = (), opts: Any = None) -> Any:
+        if sizes or own_sizes or output.numel() != tensor.numel() or tensor.numel() % self.size():
             raise RuntimeError("like_nccl: rows of one size")
-        return self._start(
-            [output, tensor],
-            [output],
-            lambda gloo, views: gloo.alltoall_base(views[0].view(-1), views[1].view(-1), [], []).wait(),
-        )
+        rows = [output.view(-1), tensor.view(-1)]
+        return self._start(rows, [output], lambda gloo, views: gloo.alltoall_base(*views, [], []).wait())
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         return self._start([*outputs, *inputs], list(outputs), lambda gloo, views: _swap(gloo, self.rank(), views))

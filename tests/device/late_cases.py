@@ -2,8 +2,6 @@
 
 import contextlib
 import functools
-import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,13 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import gradwire
 from awkward_models import build_model
 from gradwire import schemes
 from gradwire.gpu import kernels
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
-from ranks import Outcome, patience
 from small_training import MakeOptimizer, Training, adamw
 
 N_STEPS = 4
@@ -184,29 +180,3 @@ def train_on_both(
             trained[name, lateness_us] = found
     assert late.n_waits_with_gil() == 0, "a thread waited for the device and held up all others"
     return trained
-
-
-def die_in_step_2(training: Training, waits: bool = True) -> tuple[str, float]:
-    """Rank 1, and what the other is told within how many seconds; `waits`: for the device, after each step."""
-    started = time.monotonic()
-    try:
-        for step in range(6):
-            if (training.rank, step) == (1, 2):
-                os._exit(7)
-            started = time.monotonic()
-            loss = training.backward(step)
-            training.optimizer.step()
-            if waits:
-                float(loss)
-    except gradwire.PeerLost as error:
-        return str(error), time.monotonic() - started
-    return "not noticed", 0.0
-
-
-def assert_the_dead_is_named(survivor: Outcome, dead: Outcome) -> None:
-    """After `die_in_step_2` on two ranks."""
-    assert survivor.error is None, survivor.traceback
-    said, after_s = survivor.result
-    assert "lost rank 1, which" in said
-    assert after_s < 20 * patience()
-    assert dead.exit_code == 7

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from kernel_checks import Float
@@ -27,12 +27,7 @@ def message_of(codec: Coded, values: Tensor, importance: Tensor | None = None, *
 
 
 def error_of(
-    kernels: Kernels,
-    codec: Coded,
-    message: Tensor,
-    out: Tensor,
-    importance: Tensor | None = None,
-    **cuts: tuple[int, ...],
+    kernels: Kernels, codec: Coded, message: Tensor, out: Tensor, importance: Tensor | None = None, **cuts: Any
 ) -> int:
     """The error word after decoding into `out`; a message of floats is in the codec's room, filled up with zeros."""
     if isinstance(codec, Float):

@@ -8,22 +8,20 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from late_cases import CPU, Place, batch, begin_with_kernels, states_of, training_at
 from test_ddp_on_device import scale_the_loss, stop_and_resume
 from test_on_device import by_name
 from torch import Tensor, nn
 
-import gradwire
-from gradwire.schemes import Scheme
 from gradwire.schemes.frozen_adam import _BegunVariances
 from gradwire.wire.device_wire import Reading
 from logs import log_of
 from ranks import on_ranks, patience
-from small_training import Training, adamw
+from small_training import Training
 
 FREEZE, N_STEPS = 2, 7
+make_scheme = functools.partial(by_name, "one-bit-adam", freeze_step=FREEZE)
 
 
 class Gated(nn.Module):
@@ -40,10 +38,6 @@ class Gated(nn.Module):
         values, gate = values.split([20, 1], 1)
         hidden = self.first(values).relu() + self.behind(values) * gate
         return hidden @ self.turned.t() + self.empty.sum()
-
-
-def make_scheme(freeze_step: int = FREEZE) -> Scheme:
-    return by_name("one-bit-adam", freeze_step=freeze_step)
 
 
 def gated_training(rank: int, place: Place) -> Training:
@@ -141,8 +135,8 @@ def test_an_overflow_is_skipped_and_a_checkpoint_goes_on(rank: int, world_size: 
 
     behind = functools.partial(by_name, "power-momentum", rank=2, min_compression_rate=0)
     for feature, scheme in (
-        (scale_the_loss, functools.partial(make_scheme, 1)),
-        *((stop_and_resume, functools.partial(make_scheme, freeze_step)) for freeze_step in (1, 3)),
+        (scale_the_loss, functools.partial(make_scheme, freeze_step=1)),
+        *((stop_and_resume, functools.partial(make_scheme, freeze_step=n)) for n in (1, 3)),
         (scale_the_loss, behind), (stop_and_resume, behind),
     ):  # fmt: skip
         with mock.patch.object(torch.optim, "SGD", adamw_instead):
@@ -160,13 +154,3 @@ def test_gradients_that_outgrow_the_variance_are_told_once(rank: int, world_size
         run.optimizer.step()
     run.attachment.close()
     assert sum("frozen too early" in text for text in said) == 1
-
-
-@on_ranks(1)
-def test_what_needs_the_host_leaves_the_optimizer_alone(rank: int, world_size: int, library: Path) -> None:
-    _, place = begin_with_kernels(library)
-    ddp = place.model(Gated(), find_unused_parameters=True)
-    optimizer = adamw(ddp.parameters())
-    with pytest.raises(gradwire.Unsupported, match="find_unused_parameters=True"):
-        gradwire.attach(ddp, optimizer, make_scheme(), placement="device")
-    assert not optimizer._optimizer_step_pre_hooks, "the optimizer is not as it was"

@@ -149,12 +149,11 @@ def test_every_switch_hands_residuals_over_as_on_the_cpu(
 @on_ranks(2, timeout_s=170)
 def test_it_resumes_with_the_bits_of_the_cpu(rank: int, world_size: int, library: Path) -> None:
     _, place = begin(library)
-    specs = specs_of([(0, spec) for spec in ON_DEVICE])
     schedule = [(0, "plain"), (3, "one-bit@device"), (6, "bf16@device"), (12, "one-bit@device")]
     for stop in (5, 8):  # with residuals, and while they are handed over
         ends = []
-        for where, placement, plan in ((Place(CPU), None, on_cpu(schedule)), (place, "device", schedule)):
-            allowed = [spec.removesuffix("@device") for spec in specs] if placement is None else specs
+        of_cpu = Place(CPU), None, on_cpu(schedule), SPECS
+        for where, placement, plan, allowed in (of_cpu, (place, "device", schedule, ON_DEVICE)):
             with small_probes():
                 training = training_under(rank, where, Auto(fidelity=allowed, replay=plan), placement)
                 training.take_steps(range(stop))
@@ -216,15 +215,11 @@ def test_steps_and_links_are_timed_by_the_device(rank: int, world_size: int, lib
     took, waited = laps[-1].read()
     assert took > 0
     assert 0 <= waited <= took
-    check_whose_time_counts(late, place.device)
     assert [row.spec for row in rows] == ["plain", "bf16@device", "bf16", "one-bit@device", "one-bit"]
-
-
-def check_whose_time_counts(late: Any, device: torch.device) -> None:
-    stream, marks = torch.accelerator.current_stream(device), []
+    stream, marks = torch.accelerator.current_stream(place.device), []
     for rest_s in (0.0, 0.05, 0.03):
-        late.enqueue(device.index, stream.stream_id, functools.partial(time.sleep, rest_s))
-        marks.append(torch.Event(device=device, enable_timing=True))
+        late.enqueue(0, stream.stream_id, functools.partial(time.sleep, rest_s))
+        marks.append(torch.Event(device=place.device, enable_timing=True))
         marks[-1].record(stream)
     took, waited = Lap(1, 1, tuple(marks)).read()
     assert waited >= 30e6

@@ -1,19 +1,21 @@
 """Kernels run on the host: messages, elements and arguments that they refuse, and of GComp's, every pattern of bits."""
 
 import contextlib
+import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from emulated import kernels
 from kernel_checks import FLOATS, GCOMP, QUANTISERS, assert_gcomp, values_of
 from lies import N_VALUES, WRONG_ELEMENTS, Coded, assert_reported, error_of, is_refused, lies_of, message_of, sealed
 from test_kernels import SOME_FLOATS, SOME_QUANTISERS
+from torch import Tensor
 
-from gcomp_gradients import KINDS, NAMES, make_gradient, make_importance, tensor_of, words_of
+from float_messages import same_bits
+from gcomp_gradients import KINDS, NAMES, make_gradient, make_importance
 from gradwire.codecs.embedded_float import EmbeddedFloat
-from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
+from gradwire.codecs.gcomp import GCompCodec, describe
 from gradwire.codecs.hadamard import Thc
 from gradwire.codecs.selection import CHECKSUM, OUTSIDE, Sample, take_by_sample, take_largest
 from gradwire.codecs.selection import raise_error as raise_selection_error
@@ -23,12 +25,11 @@ from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from gradwire.gpu.kernels import using
 from gradwire.gpu.launching import raise_error
 
-GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "gcomp").glob("v2_*.npz"))
+sys.path.append(str(Path(__file__).parents[1] / "golden"))
+import test_golden as golden
 
 
-def coded(
-    name: str, content: str, dtype: torch.dtype = torch.float32
-) -> tuple[Coded, torch.Tensor | None, torch.Tensor]:
+def coded(name: str, content: str, dtype: torch.dtype = torch.float32) -> tuple[Coded, Tensor | None, Tensor]:
     """A codec, importance, and a message of the CPU's."""
     if name not in GCOMP:
         codec: Coded = FLOATS[name] if name in FLOATS else QUANTISERS[name]
@@ -38,16 +39,10 @@ def coded(
 
 
 FLOAT_CASES = [(name, content) for name in SOME_FLOATS for content in ("gradient", "nan")]
+CHANGED_CASES = [*FLOAT_CASES, *((name, "gradient") for name in (*SOME_QUANTISERS, "one-bit by group"))]
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        *FLOAT_CASES,
-        *((name, "gradient") for name in dict.fromkeys((*SOME_QUANTISERS, "one-bit by group"))),
-        ("paper, few codes", "gaussian"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content"), [*CHANGED_CASES, ("paper, few codes", "gaussian")])
 def test_every_changed_byte_is_reported_and_not_read(name: str, content: str) -> None:
     codec, importance, message = coded(name, content)
     used = kernels()
@@ -72,9 +67,7 @@ GCOMP_CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "dtype"), [*((*case, torch.float32) for case in FLOAT_CASES), *GCOMP_CASES]
-)
+@pytest.mark.parametrize(("name", "content", "dtype"), [*((*one, torch.float32) for one in FLOAT_CASES), *GCOMP_CASES])
 def test_a_lie_with_right_checksums_is_answered_as_on_the_cpu(name: str, content: str, dtype: torch.dtype) -> None:
     codec, importance, message = coded(name, content, dtype)
     used, found = kernels(), []
@@ -134,27 +127,14 @@ def test_every_bit_pattern_is_the_cpus(kind: str) -> None:
             assert_gcomp(kernels(), codec, make_gradient(kind, 700, dtype), make_importance(700))
 
 
-def golden(path: Path) -> tuple[dict[str, np.ndarray], torch.dtype, GCompCodec]:
-    with np.load(path) as file:
-        arrays = {name: file[name] for name in file.files}
-    dtype, importance, bits = arrays["settings"]
-    table = HuffmanTable.from_bytes(arrays["table"].tobytes())
-    codec = GCompCodec(str(importance), bits=None if bits == "None" else int(bits), table=table)
-    return arrays, getattr(torch, str(dtype).removeprefix("torch.")), codec
-
-
-@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_golden_messages_are_written_and_read(path: Path) -> None:
-    arrays, dtype, codec = golden(path)
-    used, n = kernels(), arrays["decoded_bits"].size
-    importance, message = torch.from_numpy(arrays["importance"]), torch.from_numpy(arrays["message"])
-    out = torch.empty(n, dtype=dtype)
+@pytest.mark.parametrize("name", [name for name in golden.FILES if name.startswith("gcomp/v2_")])
+def test_golden_messages_are_written_and_read(name: str) -> None:
+    gradient, message, decoded, importance, table = golden.load(name)
+    used, codec, out = kernels(), GCompCodec(table=table, **golden.FILES[name].options), torch.empty_like(decoded)
     assert error_of(used, codec, message, out, importance) == 0
-    np.testing.assert_array_equal(words_of(out), arrays["decoded_bits"])
-    written = torch.empty(codec.max_encoded_bytes(n, dtype), dtype=torch.uint8)
+    assert same_bits(out, decoded)
     with using(used):
-        n_bytes = int(codec.encode(tensor_of(arrays["gradient_bits"], dtype), written, importance))
-    assert torch.equal(written[:n_bytes], message)
+        assert torch.equal(golden.write(golden.FILES[name], gradient, importance, table), message)
 
 
 def test_another_table_and_other_importance_are_named() -> None:

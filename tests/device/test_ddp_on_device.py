@@ -73,11 +73,8 @@ class Half(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         for layer in self.layers:
-            values = (
-                nn.functional.linear(values.half(), layer.weight.half(), layer.bias.half())
-                if isinstance(layer, nn.Linear)
-                else layer(values)
-            )
+            half = [parameter.half() for parameter in layer.parameters()]
+            values = nn.functional.linear(values.half(), *half) if half else layer(values)
         return values.float()
 
 
@@ -156,13 +153,11 @@ def compare_features(
     return all_found
 
 
-@pytest.mark.parametrize(("world_size", "latenesses_us"), [(1, [1_000]), (2, [0, 5_000]), (3, [1_000])])
+@pytest.mark.parametrize(("world_size", "delays_us"), [(1, [1_000]), (2, [0, 5_000]), (3, [1_000])])
 @on_ranks(timeout_s=170)
-def test_every_scheme_has_its_bits_of_the_cpu(
-    rank: int, world_size: int, library: Path, latenesses_us: list[int]
-) -> None:
+def test_every_scheme_has_its_bits_of_the_cpu(rank: int, world_size: int, library: Path, delays_us: list[int]) -> None:
     late, device = begin(library)
-    train_on_both(rank, late, device, SCHEMES, latenesses_us)
+    train_on_both(rank, late, device, SCHEMES, delays_us)
 
 
 @on_ranks(2, timeout_s=170)
@@ -200,9 +195,7 @@ def test_a_model_on_two_devices(rank: int, world_size: int, library: Path) -> No
 
 
 @on_ranks(2)
-def test_a_bucket_that_moves_and_ranks_that_count_devices_differently(
-    rank: int, world_size: int, library: Path
-) -> None:
+def test_a_bucket_that_moves_and_ranks_that_count_devices_otherwise(rank: int, world_size: int, library: Path) -> None:
     """The same gradient comes from another device in every step, and from another one on every rank."""
     begin(library, 1_000)
     means = []

@@ -55,10 +55,7 @@ def test_schemes_are_compared_with_the_cpu(rank: int, world_size: int, library: 
         "power-sgd-overlap", "qsgd", "sign-sgd", "slimgc", "terngrad", "thc", "top-k", "truncated-float",
         "two-bit",
     }  # fmt: skip
-    with (
-        mock.patch.object(StagedBucket, "send_back"),
-        pytest.raises(CheckFailed, match=r"other bits.*one-bit"),
-    ):
+    with mock.patch.object(StagedBucket, "send_back"), pytest.raises(CheckFailed, match=r"other bits.*one-bit"):
         check()
 
 
@@ -72,7 +69,6 @@ def test_without_a_device_nothing_is_claimed(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "gpu.json").read_text())
     assert {section["status"] for section in record["sections"].values()} == {"not run"}
     assert record["device"] is None
-
     (tmp_path / "gpu.json").write_text("[]")
     with pytest.raises(gradwire.InvalidArgument, match="name another"):
         gpu._read(tmp_path / "gpu.json")

@@ -34,10 +34,9 @@ PROOF = struct.Struct("<4sIII16s32s")
 HEADER = struct.Struct("<HBBIQIIIIII")
 
 
-def open_all(made: list[_native.Mesh]) -> None:
-    ranks = range(len(made))
-    opened = at_once(*[lambda r=r: made[r].open(STREAM, FACTS, MAX_BYTES, [p for p in ranks if p != r]) for r in ranks])
-    assert opened == [None] * len(made)
+def open_all(made: list[_native.Mesh], stream: int = STREAM) -> None:
+    opens = [functools.partial(mesh.open, stream, FACTS, MAX_BYTES, [1 - rank]) for rank, mesh in enumerate(made)]
+    assert at_once(*opens) == [None] * 2
 
 
 def carries(made: list[_native.Mesh]) -> bool:
@@ -179,9 +178,7 @@ def test_a_rank_that_came_in_time_is_let_in_by_a_process_that_was_held_up() -> N
 
 
 @pytest.mark.parametrize("held_up_s", [0.9, 0])
-def test_a_rank_that_was_held_up_and_taken_for_a_stranger_comes_again_and_one_that_is_refused_does_not(
-    held_up_s: float,
-) -> None:
+def test_a_rank_held_up_and_taken_for_a_stranger_comes_again_and_one_that_is_refused_does_not(held_up_s: float) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(10 * patience())
     one = _native.Mesh(1, 2, ["127.0.0.1"], 60, 0, "")
@@ -241,27 +238,28 @@ def test_message_of_a_peer_written_from_the_document_is_read(changes: dict[str, 
     assert (source, bytes(message.tolist())) == (1, b"hello")
 
 
+CORRUPT = (
+    ("magic", 0x1234),
+    ("flags", 2),
+    ("checksum", 7),
+    ("n_bytes", MAX_BYTES + 1),
+    ("n_bytes", 2**64 - 1),
+    ("number", 1),
+)
+
+
 @pytest.mark.parametrize(
-    ("changes", "error"),
+    ("name", "value", "error"),
     [
-        ({"magic": 0x1234}, errors.CorruptMessage),
-        ({"version": 99}, errors.IncompatibleVersion),
-        ({"flags": 2}, errors.CorruptMessage),
-        ({"checksum": 7}, errors.CorruptMessage),
-        ({"n_bytes": MAX_BYTES + 1}, errors.CorruptMessage),
-        ({"n_bytes": 2**64 - 1}, errors.CorruptMessage),
-        ({"number": 1}, errors.CorruptMessage),
-        ({"configuration": 9}, errors.RankMismatch),
-        ({"layout": 9}, errors.RankMismatch),
-        ({"step": 9}, errors.RankMismatch),
-        ({"bucket": 9}, errors.RankMismatch),
+        ("version", 99, errors.IncompatibleVersion),
+        *((*wrong, errors.CorruptMessage) for wrong in CORRUPT),
+        *((name, 9, errors.RankMismatch) for name in ("configuration", "layout", "step", "bucket")),
     ],
 )
-def test_wrong_header_field_raises_its_error(changes: dict[str, int], error: type[Exception]) -> None:
-    heard = hear(header(**changes) + b"hello")
+def test_wrong_header_field_raises_its_error(name: str, value: int, error: type[Exception]) -> None:
+    heard = hear(header(**{name: value}) + b"hello")
     assert type(heard) is error, heard
     if error is errors.RankMismatch:
-        ((name, value),) = changes.items()
         assert f"ranks 0 and 1 disagree on {name}" in str(heard)
         assert f"{value} there" in str(heard)
 
@@ -430,9 +428,7 @@ def test_broken_connections_are_made_anew_and_a_peer_is_lost_with_its_last_one()
         streams = itertools.count(STREAM + 4, 2)
         while made[0].n_connections < 4 and time.monotonic() < deadline:
             time.sleep(0.1)
-            stream = next(streams)
-            opens = [functools.partial(mesh.open, stream, FACTS, MAX_BYTES, [1 - r]) for r, mesh in enumerate(made)]
-            assert at_once(*opens) == [None] * 2
+            open_all(made, next(streams))
         assert [mesh.n_connections for mesh in made] == [4, 4]
         made[1].shut()
         (heard,) = at_once(lambda: made[0].receive_any(STREAM + 2, [1]))

@@ -77,15 +77,12 @@ def test_mean_is_that_of_codec_sum_and_division(pattern: str, dtype: torch.dtype
                 importance = _native.BucketImportance([(0, n, 0, 0, 0, 0.0, 0.0, 0.0, ready.data_ptr())], 0)
                 weights = importance if name.startswith("paper") else None
                 results = [gradient.clone() for gradient in gradients]
-
                 engines = [codec.exchange_codec(dtype, weights) for _ in range(WORLD)]  # type: ignore[attr-defined]
+                alike = dtype_code(dtype), None, 1, *ahead
                 calls = [
-                    functools.partial(
-                        run, made[rank], stream, FACTS, engines[rank], bytes_of(results[rank]), dtype_code(dtype), None, 1,
-                        *ahead,
-                    )
+                    functools.partial(run, made[rank], stream, FACTS, engines[rank], bytes_of(results[rank]), *alike)
                     for rank in range(WORLD)
-                ]  # fmt: skip
+                ]
                 with at_level(level):
                     if _native.simd_level() != level:
                         pytest.skip(f"this machine has no {level}")

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from broadcast_cases import InTwoStages
+from test_exchange_digests import InTwoStages
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
-from ranks import run_ranks
+from gradwire.registry import parse_spec
+from ranks import bits_of, run_ranks
 
 GOLDEN = Path(__file__).with_name("golden.json")
 WORLDS = (1, 2, 3, 4)
@@ -27,27 +29,24 @@ SHAPES = [(), (7, 13), (0,), (64, 33), (300,), (3, 5, 7, 2), (1,), (41, 90), (19
 SCALES = [1.0, 1.0, 16.0, 2.0, 2.0, 1.0, 8.0]  # the loss scale of each step
 NAN_STEP, ZERO_STEP, UNUSED_STEPS = 4, 2, (1, 3, 5)
 
+# With options only, if at all.
+OTHERS = ("aqgb", "auto", "broadcast", "gcomp", "one-bit-adam", "periodic", "power-momentum", "slimgc", "truncate")
 SPECS = [
-    "bf16",
-    "acp-sgd",
+    *(name for name in schemes.names() if name not in OTHERS),
     "acp-sgd:rank=2,min_compression_rate=0,buffer_mb=0",
     "acp-sgd:error_feedback=false,reuse=false",
     "acp-sgd:overlap=false,factor_dtype=bfloat16,start_step=1",
-    "dgc",
     "dgc:share=0.1,momentum=0.5,max_norm=3.0,warmup_steps=3,per=bucket",
     "dgc:share=0.1,nesterov=true,weight_decay=0.1",
-    "embedded-float",
     "embedded-float:bits=12,topology=direct,chunk_elements=1000",
     "gcomp:refresh_every=3",
     "gcomp:importance=none,topology=direct,chunk_elements=1000",
-    "homomorphic",
     "homomorphic:mode=exact,integer_bits=64",
     "homomorphic:mode=exact,index=bloom",
     "homomorphic:mode=lossy,budget=0.05,error_feedback=true",
     "homomorphic:mode=lossy,budget=0.05",
     "homomorphic:sparsifier=top-k,density=0.02",
     "homomorphic:sparsifier=top-k,density=0.02,mode=exact,error_feedback=false",
-    "one-bit",
     "one-bit:scale=two-means,chunk_elements=1024",
     "one-bit:error_feedback=false,pull=raw",
     "one-bit:pull=raw",
@@ -56,37 +55,25 @@ SPECS = [
     "one-bit-adam:freeze_step=1,codec=four-level",
     "one-bit-adam:freeze_step=1,codec=two-bit,scale_values=none",
     "periodic:every=2",
-    "plain",
     "power-momentum:rank=2,min_compression_rate=0",
-    "power-sgd",
     "power-sgd:rank=2,min_compression_rate=0,reuse=false",
-    "power-sgd-overlap",
     "power-sgd-overlap:buffer_mb=0,error_feedback=false",
-    "qsgd",
     "qsgd:levels=1,block=128,seed=3",
-    "sign-sgd",
     "sign-sgd:ties=positive",
     "slimgc:threshold_bytes=0",
     "slimgc:threshold_bytes=4000,group_elements=1024",
     "slimgc:threshold_bytes=1000,error_feedback=false,pull=raw",
     "slimgc:threshold_bytes=1000,topology=all-reduce,codec=truncate",
     *(f"slimgc:threshold_bytes=1000,codec={codec}" for codec in ("two-bit", "truncate", "embedded-float", "qsgd")),
-    "terngrad",
     "terngrad:clip=1.5,seed=2,per=bucket",
-    "thc",
     "thc:clip=3.0,seed=1,error_feedback=false",
-    "top-k",
     "top-k:share=0.05,error_feedback=false",
     "top-k:share=0.05",
     "truncate:bits=5",
-    "truncated-float",
     "truncated-float:bits=6,rounding=stochastic,topology=direct",
-    "two-bit",
     "two-bit:error_feedback=false,chunk_elements=1024",
     "two-bit:scale_values=128,chunk_elements=1000",
     "two-bit:scale_values=64,levels=4",
-    "zlib",
-    "zstd",
 ]
 # They take the step themselves: what counts is the parameters at the end, and what they send is not compared.
 STEP_OWNERS = [
@@ -117,15 +104,6 @@ class Numbers(nn.Module):
         return torch.stack(used).sum()
 
 
-class Scaler:
-    """A GradScaler of which only the scale is asked."""
-
-    scale = 1.0
-
-    def get_scale(self) -> float:
-        return self.scale
-
-
 def gradients_of(
     rank: int, world_size: int, step: int, dtype: torch.dtype, is_sparse: bool, has_unused: bool, has_nan: bool
 ) -> Iterator[Tensor | None]:
@@ -145,37 +123,30 @@ def gradients_of(
 def run_case(rank: int, world_size: int, spec: str, kind: str) -> list[Any]:
     """[SHA-256 of this rank's results, bytes sent, messages, fallbacks] of seven steps."""
     dtype, has_unused = KINDS[kind]
-    name, _, text = spec.partition(":")
-    options = {key: _value(value) for key, _, value in (pair.partition("=") for pair in text.split(",") if pair)}
+    name, options = parse_spec(spec)
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Numbers(dtype), bucket_cap_mb=0.008, find_unused_parameters=has_unused)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(
-        ddp.parameters(), lr=0.01, momentum=0.0 if name == "dgc" else 0.9
-    )
+    optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.0 if name == "dgc" else 0.9)
     if schemes.needs_momenta(name):
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, foreach=False)
-    scaler, owns_step = Scaler(), spec in STEP_OWNERS
-    attachment = gradwire.attach(
-        ddp, optimizer, schemes.by_name(name, **options), None if owns_step else scaler, timeout_s=60
-    )
+    scale, owns_step = 1.0, spec in STEP_OWNERS
+    scaler = None if owns_step else SimpleNamespace(get_scale=lambda: scale)  # all that is asked of it
+    attachment = gradwire.attach(ddp, optimizer, schemes.by_name(name, **options), scaler, timeout_s=60)
     seen = hashlib.sha256()
     for step, scale in enumerate(SCALES):
-        scaler.scale = scale
         optimizer.zero_grad()
-        gradients = gradients_of(
-            rank, world_size, step, dtype, name == "homomorphic", has_unused, not owns_step and name != "periodic"
-        )
-        ddp(list(gradients)).backward()
+        is_sparse, has_nan = name == "homomorphic", not owns_step and name != "periodic"
+        ddp(list(gradients_of(rank, world_size, step, dtype, is_sparse, has_unused, has_nan))).backward()
         if not owns_step:
             for parameter in ddp.parameters():
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                seen.update(_bytes_of(gradient))
+                seen.update(bits_of(gradient))
                 gradient.div_(scale)
         if step != NAN_STEP or owns_step:
             optimizer.step()
     attachment.flush()
     for parameter in ddp.parameters():
-        seen.update(_bytes_of(parameter.detach()))
+        seen.update(bits_of(parameter))
     attachment.close()
     stats = attachment.stats()
     if owns_step:  # what they say beside the gradients, and in how many messages, hangs on who is first
@@ -210,22 +181,9 @@ def arithmetic() -> str:
     """What torch's own products and sums come to on this machine: low rank, momentum and the optimizer rest on them."""
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(3, 37, 41, generator=generator), torch.randn(3, 41, 5, generator=generator)
-    seen = hashlib.sha256(_bytes_of(torch.bmm(a, b)))
-    seen.update(_bytes_of(torch.add(a[0, 0], a[0, 1], alpha=0.9)))
+    seen = hashlib.sha256(bits_of(torch.bmm(a, b)))
+    seen.update(bits_of(torch.add(a[0, 0], a[0, 1], alpha=0.9)))
     return seen.hexdigest()[:16]
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-
-
-def _value(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return {"true": True, "false": False}.get(text, text)
 
 
 def main() -> None:

@@ -26,9 +26,6 @@ def start(rank: int, scheme: Any) -> Training:
     return Training(rank, scheme, model=small_layers, timeout_s=TIMEOUT_S)
 
 
-# ---- misuse, one rank: refused before anything is lost
-
-
 def clip(training: Training) -> None:
     training.backward(1)
     nn.utils.clip_grad_norm_(training.ddp.parameters(), 1.0)
@@ -127,9 +124,6 @@ def test_blocks_are_of_about_equal_size_and_cover_everything_once():
     assert len(find_blocks(nn.Linear(3, 3), nn.Linear(3, 3).parameters(), 4)) <= 1
     with pytest.raises(InvalidArgument, match="name it once"):
         find_blocks(model, model.parameters(), [["0"], ["0"]])
-
-
-# ---- between ranks
 
 
 class Jumping:

@@ -31,9 +31,6 @@ sizes = st.floats(0, 1e13)
 floors = st.floats(0.01, 1)
 
 
-# ---- worked examples
-
-
 def test_the_first_block_is_sent_in_the_time_until_the_second_appears():
     # Fig. 5(a): q1 = (t2 - t1) b / u. Table 1's last block, 11 M values, at 2.5 Gb/s / 15 receivers' copies: the next
     # block appears after 12.9 % of a backward pass of 0.9525 s.
@@ -63,9 +60,6 @@ def test_the_second_stage_sends_the_share_of_the_rest_that_passes_in_time():
 
 def test_bits_are_rounded_up_and_never_below_two():
     assert [bits_of_ratio(ratio) for ratio in (0.01, 0.125, 0.126, 1.0)] == [2, 4, 5, 32]
-
-
-# ---- for every input
 
 
 @given(rates, times, sizes, floors)
@@ -109,8 +103,6 @@ def test_nothing_arriving_falls_to_the_floor():
     estimate.observe(1e6, 0.0)  # too short for the clock
     assert estimate.rate_bps == 0
 
-
-# ---- deadlines
 
 _TIMES = Timetable(backward_s=(0.1, 0.2, 0.3), turnaround_s=0.05, forward_s=(0.1, 0.2, 0.4))
 

@@ -13,8 +13,6 @@ from simulated_law import ANY, CELLS, CLOSE, EXACT, World, best_of, family_of, p
 
 from gradwire.schemes.auto.law import CREDIT, LONGEST_BLOCK, PLAIN, PROBE_EVERY, WINDOW, Law, median, variance
 
-# ---- on measured step times
-
 
 @pytest.mark.parametrize("allowed", [EXACT, CLOSE, ANY], ids=["exact", "close", "any"])
 @pytest.mark.parametrize("cell", CELLS, ids="-".join)
@@ -55,9 +53,6 @@ def test_a_rank_that_stalls_now_and_then_decides_nothing():
         us = world[law.scheme_of(step)] + (3_000_000 if step % 40 == 37 else 0)
         law.observe(step, us, us - 200_000)
     assert world[law.incumbent] <= 1.05 * best_of(world)
-
-
-# ---- in random worlds
 
 
 @st.composite
@@ -109,9 +104,6 @@ def test_the_order_in_which_candidates_are_named_and_the_lag_change_nothing_in_w
             assert laws[0].decisions == laws[1].decisions
             # What has been handed out stands.
             assert all(laws[0].scheme_of(later) == handed_out[later] for later in range(observed + 1, step + 1))
-
-
-# ---- case by case
 
 
 def run(
@@ -306,9 +298,6 @@ def test_observing_out_of_order_is_refused():
     law = Law({PLAIN: 1})
     with pytest.raises(AssertionError):
         law.observe(1, 1)
-
-
-# ---- statistics in whole numbers
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=50))

@@ -155,8 +155,6 @@ def test_codes_norms_and_scales_that_no_encoder_writes_are_refused(
     written.read(written.sealed(written.message.clone()))
 
 
-# ---- payloads of zlib and zstd
-
 BYTES = 4 * 300
 PAYLOADS = {
     **{f"zlib of {n} bytes": ("zlib", zlib.compress(bytes(n))) for n in (0, 1, BYTES - 1, BYTES + 1, 10_000_000)},
@@ -174,9 +172,6 @@ def test_a_payload_of_other_bytes_is_refused_and_none_are_allocated(name: str, p
     message = torch.cat([written.message[:28], torch.frombuffer(bytearray(payload), dtype=torch.uint8)])
     with pytest.raises(CorruptMessage, match="expected 1200" if payload[-3:] == b"\1\0\0" else None):
         written.read(written.sealed(message))
-
-
-# ---- the float codecs
 
 
 def test_a_message_that_does_not_follow_leaves_the_receiver_as_it_was() -> None:
@@ -207,9 +202,6 @@ def test_a_message_that_does_not_follow_leaves_the_receiver_as_it_was() -> None:
         receiver.add_planes(bits(31, 1))
     with pytest.raises(CorruptMessage, match="nothing by itself"):
         codec.decode(bits(6, 2), after)
-
-
-# ---- gcomp
 
 
 def test_importance_bytes_that_are_not_the_senders_raise_rank_mismatch_before_a_value_is_decoded() -> None:

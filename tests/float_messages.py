@@ -49,6 +49,16 @@ def decode(
     return values
 
 
+def planes(codec: Any, gradient: torch.Tensor, first_bit: int, n_bits: int) -> torch.Tensor:
+    """The message of these bits of embedded floats; nothing is written past it."""
+    n_max = codec.max_plane_bytes(gradient.numel(), gradient.dtype, first_bit, n_bits)
+    out = torch.full((n_max,), 0xA5, dtype=torch.uint8)
+    n_bytes = codec.encode_planes(gradient, first_bit, n_bits, out)
+    assert (out[n_bytes:] == 0xA5).all()
+    assert n_bytes == n_max or first_bit + n_bits == 32
+    return out[:n_bytes].clone()
+
+
 class Tapped:
     """A codec of which every message goes through `tap(out, n_bytes)`, which returns its length: longer by `more_bytes`."""
 

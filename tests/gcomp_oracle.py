@@ -14,8 +14,6 @@ WORDS = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}
 LANES = 16
 HIGHEST = {"float32": 254, "bfloat16": 254, "float16": 142}  # exponents of finite values, in format 2
 
-# ---- bits, checksums and tables
-
 
 def _crc_table() -> list[int]:
     table = []
@@ -86,9 +84,6 @@ def encode_exponents(exponents: list[int], lengths: tuple[int, ...]) -> tuple[by
     return (bytes(exponents), True) if len(segment) >= len(exponents) else (segment, False)
 
 
-# ---- values: how many bits travel, and their rounding
-
-
 def nearest(magnitude: int, n_dropped: int, infinity: int) -> int:
     """The nearest multiple of 2^n_dropped, ties to even; where that would be infinity, the one before."""
     below, rest = divmod(magnitude, 2**n_dropped)
@@ -138,9 +133,6 @@ def narrow(words: np.ndarray, dtype: str) -> np.ndarray:
         half = words.view(np.float32).astype(np.float16).view(np.uint16)
     special = (words >> 16 & 0x8000 | 0x7C00 | words >> 13 & 0x3FF).astype(np.uint16)
     return np.where((words >> 23 & 255) == 255, special, half)
-
-
-# ---- chunks
 
 
 def chunk_1(
@@ -198,9 +190,6 @@ def chunk_2(
         lanes[i % LANES] = (bits, n_bits)
         decoded.append(magnitude >> (23 - kept) << (23 - kept) | sign << 31)
     return exponents, run + b"".join(struct.pack("<I", bits | 1 << n_bits) for bits, n_bits in lanes), decoded
-
-
-# ---- messages
 
 
 def encode(

@@ -22,9 +22,6 @@ def get(message: Tensor, at: int, layout: str) -> int:
     return int(struct.unpack_from(layout, message.numpy(), at)[0])
 
 
-# ---- messages, and their checksums put right
-
-
 def seal_quantised(message: Tensor, n: int) -> None:
     put(message, 28, "<I", _native.crc32c(message[32:], _native.crc32c(message[:28])))
 

@@ -3,12 +3,12 @@
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismatch, Unsupported
@@ -16,94 +16,71 @@ from gradwire.schemes.aqgb.pacing import Pacing
 from gradwire.schemes.aqgb.scheme import Aqgb, Broadcast
 from gradwire.stepping.blocks import find_blocks
 from ranks import on_ranks, patience
+from small_training import Training, small_layers
 
 # Of a peer's silence; longer where the machine is so busy that a healthy one is silent for that long.
 TIMEOUT_S = max(3.0, patience())
 
 
-def make(**options: Any) -> tuple[Any, Any]:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
-    ddp = DistributedDataParallel(model, **options)
-    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)
+def start(rank: int, scheme: Any) -> Training:
+    return Training(rank, scheme, model=small_layers, timeout_s=TIMEOUT_S)
 
 
-def attach(scheme: Any, **options: Any) -> tuple[Any, Any, Any]:
-    ddp, optimizer = make()
-    return ddp, optimizer, gradwire.attach(ddp, optimizer, scheme, timeout_s=TIMEOUT_S, **options)
+def clip(training: Training) -> None:
+    training.backward(1)
+    nn.utils.clip_grad_norm_(training.ddp.parameters(), 1.0)
+    training.optimizer.step()
 
 
-def step(ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    ddp(torch.ones(3, 8)).sum().backward()
-    optimizer.step()
-
-
-# ---- misuse, one rank: refused before anything is lost
-
-
-def clip(ddp: Any, optimizer: Any) -> None:
-    ddp(torch.ones(3, 8)).sum().backward()
-    nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-    optimizer.step()
-
-
-def replace_gradient(ddp: Any, optimizer: Any) -> None:
-    ddp(torch.ones(3, 8)).sum().backward()
-    for parameter in ddp.parameters():
+def replace_gradient(training: Training) -> None:
+    training.backward(1)
+    for parameter in training.ddp.parameters():
         parameter.grad = parameter.grad * 0.5
-    optimizer.step()
+    training.optimizer.step()
 
 
-def step_with_closure(ddp: Any, optimizer: Any) -> None:
-    ddp(torch.ones(3, 8)).sum().backward()
-    optimizer.step(lambda: 0.0)
+def step_with_closure(training: Training) -> None:
+    training.backward(1)
+    training.optimizer.step(lambda: 0.0)
 
 
-def step_twice(ddp: Any, optimizer: Any) -> None:
-    ddp(torch.ones(3, 8)).sum().backward()
-    optimizer.step()
-    optimizer.step()
+def step_twice(training: Training) -> None:
+    training.take_steps([1])
+    training.optimizer.step()
 
 
-def step_without_reduction(ddp: Any, optimizer: Any) -> None:
-    with ddp.no_sync():
-        ddp(torch.ones(3, 8)).sum().backward()
-    optimizer.step()
+def step_without_reduction(training: Training) -> None:
+    with training.ddp.no_sync():
+        training.take_steps([1])
 
 
-def accumulate_without_no_sync(ddp: Any, optimizer: Any) -> None:
-    for _ in range(2):
-        ddp(torch.ones(3, 8)).sum().backward()
-    optimizer.step()
+def accumulate_without_no_sync(training: Training) -> None:
+    for step in (1, 2):
+        training.loss(training.ddp, training.rank, step).backward()
+    training.optimizer.step()
 
 
-def unscale(ddp: Any, optimizer: Any) -> None:
+def scale_without_telling(training: Training, unscales: bool = False) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(ddp(torch.ones(3, 8)).sum()).backward()
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
+    scaler.scale(training.loss(training.ddp, training.rank, 1)).backward()
+    if unscales:
+        scaler.unscale_(training.optimizer)
+    scaler.step(training.optimizer)
 
 
-def scale_without_telling(ddp: Any, optimizer: Any) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(ddp(torch.ones(3, 8)).sum()).backward()
-    scaler.step(optimizer)
+def join(training: Training) -> None:
+    with training.ddp.join():
+        training.take_steps([1])
 
 
-def join(ddp: Any, optimizer: Any) -> None:
-    with ddp.join():
-        step(ddp, optimizer)
-
-
-MISUSES: dict[Callable[[Any, Any], None], str] = {
+MISUSES: dict[Callable[[Training], None], str] = {
     clip: "max_grad_norm",
     replace_gradient: "max_grad_norm",
     step_with_closure: "without a closure",
     step_twice: "once for each reduction",
     step_without_reduction: "once for each reduction",
     accumulate_without_no_sync: "no_sync",
-    unscale: "max_grad_norm",
+    partial(scale_without_telling, unscales=True): "max_grad_norm",
     scale_without_telling: "scaler=scaler",
     join: "ddp.join",
 }
@@ -112,15 +89,17 @@ MISUSES: dict[Callable[[Any, Any], None], str] = {
 @on_ranks(1)
 def test_what_would_go_lost_is_refused(rank: int, world_size: int) -> None:
     for misuse, told in MISUSES.items():
-        ddp, optimizer, attachment = attach(Aqgb())
-        step(ddp, optimizer)
+        training = start(rank, Aqgb())
+        ddp, optimizer = training.ddp, training.optimizer
+        training.take_steps([0])
         optimizer.zero_grad()
         with pytest.raises(Unsupported, match=told):
-            misuse(ddp, optimizer)
-        attachment.close()
+            misuse(training)
+        training.attachment.close()
         hooks = "train" in vars(ddp), "step" in vars(optimizer), bool(ddp.module[0]._forward_pre_hooks)
-        assert not any(hooks), f"{misuse.__name__}: hooks are left behind"
-    ddp, optimizer = make()
+        assert not any(hooks), f"{misuse}: hooks are left behind"
+    training = Training(rank, model=small_layers)
+    ddp, optimizer = training.ddp, training.optimizer
     half = torch.optim.SGD(ddp.module[0].parameters(), lr=0.1)
     replaced = torch.optim.SGD(ddp.parameters(), lr=0.1)
     replaced.step = lambda: None
@@ -145,9 +124,6 @@ def test_blocks_are_of_about_equal_size_and_cover_everything_once():
     assert len(find_blocks(nn.Linear(3, 3), nn.Linear(3, 3).parameters(), 4)) <= 1
     with pytest.raises(InvalidArgument, match="name it once"):
         find_blocks(model, model.parameters(), [["0"], ["0"]])
-
-
-# ---- between ranks
 
 
 class Jumping:
@@ -201,10 +177,9 @@ def test_every_rank_gets_the_same_typed_error_in_time(rank: int, world_size: int
         started = time.monotonic()
 
         def take_steps(scheme: Callable[[int], Any] = scheme) -> None:
-            ddp, optimizer, attachment = attach(scheme(rank))
-            for _ in range(30):
-                step(ddp, optimizer)
-            attachment.flush()
+            training = start(rank, scheme(rank))
+            training.take_steps(range(30))
+            training.attachment.flush()
 
         with pytest.raises(expected):
             take_steps()
@@ -219,21 +194,15 @@ def test_a_last_step_that_a_peer_does_not_take_is_not_lost_without_a_word(
     rank: int, world_size: int, scheme: str
 ) -> None:
     """Rank 1 ends one step before rank 0, whose last step is under way when it closes."""
-    ddp, optimizer, attachment = attach(scheme)
-    for _ in range(4 - rank):
-        step(ddp, optimizer)
+    training = start(rank, scheme)
+    training.take_steps(range(4 - rank))
     with contextlib.nullcontext() if rank else pytest.raises(PeerLost, match="rank 1"):
-        attachment.close()
+        training.attachment.close()
 
 
 @on_ranks(2)
 def test_what_a_step_has_raised_is_not_raised_again_by_close(rank: int, world_size: int) -> None:
-    ddp, optimizer, attachment = attach(StopsBetweenStages(max_contention=1) if rank else Aqgb())
-
-    def take_steps() -> None:
-        for _ in range(30):
-            step(ddp, optimizer)
-
+    training = start(rank, StopsBetweenStages(max_contention=1) if rank else Aqgb())
     with pytest.raises(GradwireError):
-        take_steps()
-    attachment.close()
+        training.take_steps(range(30))
+    training.attachment.close()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from float_messages import planes
 from gradwire import _native
 from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.errors import CorruptMessage, IncompatibleVersion, RankMismatch
@@ -159,10 +160,7 @@ def test_message_that_is_not_its_head_s_is_corrupt(peer: Peer) -> None:
 
 def body(n_bits: int, first_bit: int = 0, block: int = 0) -> bytes:
     gradient = torch.randn(SIZES[block], generator=torch.Generator().manual_seed(2))
-    out = torch.empty(
-        EmbeddedFloat().max_plane_bytes(SIZES[block], torch.float32, first_bit, n_bits), dtype=torch.uint8
-    )
-    return bytes(out[: EmbeddedFloat().encode_planes(gradient, first_bit, n_bits, out)].tolist())
+    return bytes(planes(EmbeddedFloat(), gradient, first_bit, n_bits).tolist())
 
 
 def test_bits_that_are_not_the_next_ones_are_corrupt(peer: Peer) -> None:
@@ -173,9 +171,8 @@ def test_bits_that_are_not_the_next_ones_are_corrupt(peer: Peer) -> None:
     later = body(3, first_bit=5)
     with pytest.raises(CorruptMessage, match="announced bits 5 to 8"):
         peer.told(head(block=0, first_bit=5, n_bits=3, body_bytes=len(later), sequence=2), later)
-    other = body(3, first_bit=5)
     with pytest.raises(CorruptMessage):  # the head says what is due, the body is another
-        peer.told(head(block=0, first_bit=4, n_bits=3, body_bytes=len(other), sequence=3), other)
+        peer.told(head(block=0, first_bit=4, n_bits=3, body_bytes=len(later), sequence=3), later)
     damaged = bytearray(body(4, block=1))
     damaged[-1] ^= 1
     with pytest.raises(CorruptMessage):

@@ -29,9 +29,6 @@ def start(rank: int, scheme: Scheme | None, seed: int = 1, dtype: torch.dtype = 
     return Training(rank, scheme, sgd, lambda: small_layers(seed, dtype), copying, {"bucket_cap_mb": 0.01}, **options)
 
 
-# ---- the same on every rank
-
-
 @on_ranks(2)
 def test_every_byte_sent_is_in_the_totals_as_soon_as_the_steps_are_taken(rank: int, world_size: int) -> None:
     training, counts = start(rank, Broadcast(bits=8, blocks=THREE_BLOCKS)), []
@@ -73,9 +70,6 @@ def test_ranks_hold_the_same_bits_after_300_steps_under_random_delays(
     assert len(set(hashes)) == 3
     assert 4 <= min(bits) <= max(bits) <= 32
     return hashes
-
-
-# ---- features
 
 
 # With one rank nothing is exchanged: a case of each kind is enough.
@@ -150,9 +144,6 @@ def test_ranks_agree_in_bfloat16_over_lost_steps_and_over_other_schemes(rank: in
     training.take_steps([4])
     training.close()
     return [short.flat(), is_finite, training.flat()]
-
-
-# ---- resuming
 
 
 @on_ranks(2)

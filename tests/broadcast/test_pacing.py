@@ -9,25 +9,13 @@ from gradwire.schemes.aqgb.pacing import CoreTimes, Pacing, PacingLimits
 N = 100_000  # values of each of two blocks
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 10.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Rig:
     """One rank of two: gradients of block 1 and 0 appear 0.1 s apart, then 0.1 s pass until the forward pass, in which
     block 0 takes 0.2 s."""
 
     def __init__(self, core_times: CoreTimes | None = None, **limits: float) -> None:
-        self.clock = Clock()
-        self.pacing = Pacing(0, 2, [N, N], self.clock, PacingLimits(confidence=1.0, **limits), core_times)
-        self.acknowledged = [0, 0]
-
-    def at(self, seconds: float) -> None:
-        self.clock.now_s += seconds
+        self.now_s, self.acknowledged = 10.0, [0, 0]
+        self.pacing = Pacing(0, 2, [N, N], lambda: self.now_s, PacingLimits(confidence=1.0, **limits), core_times)
 
     def acknowledge(self, rate_bps: float, seconds: float = 1.0) -> None:
         self.acknowledged[0] += int(rate_bps * seconds / 8)
@@ -41,11 +29,11 @@ class Rig:
         for _ in range(2):
             self.pacing.note_gradient()
             bits.append(self.pacing.first_bits(N))
-            self.at(0.1)
+            self.now_s += 0.1
         return bits
 
-    def warm(self) -> "Rig":
-        for _ in range(2):
+    def run_rounds(self, n_rounds: int) -> "Rig":
+        for _ in range(n_rounds):
             self.run_backward()
             self.run_forward()
         return self
@@ -54,17 +42,21 @@ class Rig:
         self.pacing.begin_forward()
         for block in (0, 1):
             self.pacing.note_forward(block, self.pacing.now(), 0.0)
-            self.at(0.2)
+            self.now_s += 0.2
 
 
-def test_the_first_rounds_are_sent_at_the_floor():
+@pytest.mark.parametrize("n_rounds", [0, 3])
+def test_the_first_rounds_and_those_of_which_nothing_is_acknowledged_are_sent_at_the_floor(n_rounds):
+    """And have no second stage."""
     rig = Rig()
+    for _ in range(n_rounds):
+        rig.run_rounds(1).acknowledge(0.0)
     assert rig.run_backward() == [4, 4]
     assert rig.pacing.more_bits(1, 4) == 0
 
 
 def test_bits_follow_the_rate_that_is_acknowledged():
-    rig = Rig().warm()
+    rig = Rig().run_rounds(2)
     bits = {}
     for rate_bps in (1e9, 7.9e6, 15.9e6, 1e9, 1e6):
         rig.acknowledge(rate_bps, seconds=10.0)
@@ -74,52 +66,44 @@ def test_bits_follow_the_rate_that_is_acknowledged():
     assert bits == {1e9: 32, 7.9e6: 8, 15.9e6: 16, 1e6: 4}
 
 
-def test_the_second_stage_uses_the_time_until_the_block_is_needed():
-    rig = Rig().warm()
+def at_10_megabits() -> Rig:
+    """After a backward pass."""
+    rig = Rig().run_rounds(2)
     rig.acknowledge(10e6, seconds=10.0)
-    rig.run_backward()  # ends at the time of the forward pass: nothing for block 0, 0.2 s for block 1
+    rig.run_backward()
+    return rig
+
+
+def test_the_second_stage_uses_the_time_until_the_block_is_needed():
+    rig = at_10_megabits()  # ends at the time of the forward pass: nothing for block 0, 0.2 s for block 1
     assert rig.pacing.more_bits(0, 4) == 0
     assert rig.pacing.more_bits(1, 4) == 20
     assert rig.pacing.more_bits(1, 32) == 0
     rig.pacing.sent(10_000_000 // 8 // 10)  # 0.1 s of it is taken by what is on its way
     assert rig.pacing.more_bits(1, 4) == 10
-    rig.at(0.3)
+    rig.now_s += 0.3
     assert rig.pacing.more_bits(1, 4) == 0
 
 
 def test_the_latest_rank_sets_the_deadline():
-    rig = Rig().warm()
-    rig.acknowledge(10e6, seconds=10.0)
-    rig.run_backward()
+    rig = at_10_megabits()
     rig.pacing.hear(1, *rig.acknowledged, [0.1, 0.25])
     assert rig.pacing.more_bits(0, 4) == 10
     assert rig.pacing.more_bits(1, 4) == 25
 
 
 def test_what_peers_are_told_counts_from_when_they_hear_it():
-    rig = Rig().warm()
-    rig.acknowledge(10e6, seconds=10.0)
-    rig.run_backward()
+    rig = at_10_megabits()
     assert rig.pacing.told_remaining_s() == pytest.approx(rig.pacing.remaining_s())
     rig.pacing.sent(10_000_000 // 8 // 10)  # 0.1 s of what is on its way goes before the head
     now_s = rig.pacing.remaining_s()
     assert rig.pacing.told_remaining_s() == pytest.approx([seconds - 0.1 for seconds in now_s])
 
 
-def test_nothing_acknowledged_means_the_floor_and_no_second_stage():
-    rig = Rig()
-    for _ in range(3):
-        rig.run_backward()
-        rig.run_forward()
-        rig.acknowledge(0.0, seconds=1.0)
-    assert rig.run_backward() == [4, 4]
-    assert rig.pacing.more_bits(1, 4) == 0
-
-
 def test_floor_and_ceiling_bound_the_bits():
     rig = Rig(floor=0.375, ceiling=0.5)
     rig.acknowledge(1e12)
-    rig.warm()
+    rig.run_rounds(2)
     assert rig.run_backward() == [16, 12]  # the last block of a round always goes at the floor
     assert rig.pacing.more_bits(1, 12) == 4
 
@@ -128,7 +112,7 @@ def test_floor_and_ceiling_bound_the_bits():
 def test_a_clock_that_jumps_is_refused(jump):
     rig = Rig()
     rig.run_backward()
-    rig.at(jump)
+    rig.now_s += jump
     with pytest.raises(InvalidArgument, match="clock"):
         rig.pacing.begin_forward()
 
@@ -145,10 +129,7 @@ def test_rounds_that_cores_bound_are_counted_and_the_first_is_told(caplog: pytes
         caplog.clear()
         rig = Rig(core_times=core_times)
         rig.acknowledge(1e12)
-        for _ in range(6):
-            rig.run_backward()
-            rig.run_forward()
-        held = rig.pacing.figures()["rounds_held"]
+        held = rig.run_rounds(6).pacing.figures()["rounds_held"]
         assert (held >= 4) == is_held
         assert len([one for one in caplog.messages if "wait for a core" in one]) == is_held
 

@@ -16,7 +16,6 @@ from gradwire.schemes.aqgb.law import (
     bits_of_ratio,
     first_stage_ratio,
     second_stage_bits,
-    second_stage_ratio,
 )
 from gradwire.schemes.aqgb.overlap import length_s, osf, overlap_s, row, union, without
 from gradwire.schemes.aqgb.pacing import Pacing, read_core_times
@@ -32,9 +31,6 @@ sizes = st.floats(0, 1e13)
 floors = st.floats(0.01, 1)
 
 
-# ---- worked examples
-
-
 def test_the_first_block_is_sent_in_the_time_until_the_second_appears():
     # Fig. 5(a): q1 = (t2 - t1) b / u. Table 1's last block, 11 M values, at 2.5 Gb/s / 15 receivers' copies: the next
     # block appears after 12.9 % of a backward pass of 0.9525 s.
@@ -45,30 +41,25 @@ def test_the_first_block_is_sent_in_the_time_until_the_second_appears():
     assert first_stage_bits(rate_bps, remaining_s, undelivered_bits) == 4  # 0.058 is below the floor of 4 bits
 
 
-def test_what_was_not_delivered_in_time_counts_with_the_next_block():
-    late = first_stage_ratio(1e9, 0.1, 2e8)
-    assert late == 0.5
-    assert first_stage_ratio(1e9, 0.1, 4e8) == 0.25
-
-
-def test_after_the_last_block_everything_goes_at_the_floor():
+def test_what_was_late_counts_with_the_next_block_and_after_the_last_everything_goes_at_the_floor():
+    assert [first_stage_ratio(1e9, 0.1, undelivered_bits) for undelivered_bits in (2e8, 4e8)] == [0.5, 0.25]
     assert first_stage_ratio(1e12, None, 1.0) == 0.125
     assert first_stage_bits(1e12, None, 1.0, floor=0.375) == 12  # Fig. 9's floor
 
 
 def test_the_second_stage_sends_the_share_of_the_rest_that_passes_in_time():
     # 20 bits of 1000 values are left: 20,000 bits, of which half pass.
-    assert second_stage_bits(1e6, 0.01, 1_000, sent_bits=12) == 10
-    assert second_stage_bits(1e6, 0.0, 1_000, sent_bits=12) == 0
-    assert second_stage_bits(1e9, 1.0, 1_000, sent_bits=12) == 20
-    assert second_stage_bits(1e9, 1.0, 1_000, sent_bits=32) == 0
+    for rate_bps, remaining_s, sent_bits, bits in (
+        (1e6, 0.01, 12, 10),
+        (1e6, 0.0, 12, 0),
+        (1e9, 1.0, 12, 20),
+        (1e9, 1.0, 32, 0),
+    ):
+        assert second_stage_bits(rate_bps, remaining_s, 1_000, sent_bits) == bits
 
 
 def test_bits_are_rounded_up_and_never_below_two():
     assert [bits_of_ratio(ratio) for ratio in (0.01, 0.125, 0.126, 1.0)] == [2, 4, 5, 32]
-
-
-# ---- for every input
 
 
 @given(rates, times, sizes, floors)
@@ -77,18 +68,13 @@ def test_the_first_ratio_stays_between_floor_and_one(rate_bps, remaining_s, unde
     assert 2 <= first_stage_bits(rate_bps, remaining_s, undelivered_bits, floor) <= WORD_BITS
 
 
-@given(rates, times, sizes)
-def test_the_second_ratio_stays_between_zero_and_one(rate_bps, remaining_s, remaining_bits):
-    assert 0 <= second_stage_ratio(rate_bps, remaining_s, remaining_bits) <= 1
-
-
 @given(rates, rates, st.floats(0.001, 1e4), sizes, floors)
 def test_a_faster_link_never_sends_fewer_bits(one, other, remaining_s, bits, floor):
     slow, fast = sorted((one, other))
     assert first_stage_bits(slow, remaining_s, bits, floor) <= first_stage_bits(fast, remaining_s, bits, floor)
 
 
-@given(rates, st.floats(0, 1e4), st.integers(1, 10**9), st.integers(2, 32))
+@given(rates, times, st.integers(1, 10**9), st.integers(2, 32))
 def test_both_stages_together_never_exceed_the_word(rate_bps, remaining_s, n_values, sent_bits):
     assert 0 <= second_stage_bits(rate_bps, remaining_s, n_values, sent_bits) <= WORD_BITS - sent_bits
 
@@ -103,12 +89,10 @@ def test_a_steady_rate_is_estimated_exactly(rate_bps, durations):
 
 def test_a_rate_that_changes_is_followed():
     estimate = RateEstimate()
-    for _ in range(20):
-        estimate.observe(1e9 * 0.1, 0.1)
-    assert estimate.rate_bps == pytest.approx(1e9)
-    for _ in range(20):
-        estimate.observe(1e8 * 0.1, 0.1)
-    assert estimate.rate_bps == pytest.approx(1e8, rel=0.2)
+    for rate_bps, off in ((1e9, 1e-6), (1e8, 0.2)):
+        for _ in range(20):
+            estimate.observe(rate_bps * 0.1, 0.1)
+        assert estimate.rate_bps == pytest.approx(rate_bps, rel=off)
 
 
 def test_nothing_arriving_falls_to_the_floor():
@@ -119,8 +103,6 @@ def test_nothing_arriving_falls_to_the_floor():
     estimate.observe(1e6, 0.0)  # too short for the clock
     assert estimate.rate_bps == 0
 
-
-# ---- deadlines
 
 _TIMES = Timetable(backward_s=(0.1, 0.2, 0.3), turnaround_s=0.05, forward_s=(0.1, 0.2, 0.4))
 
@@ -158,45 +140,33 @@ def test_a_deadline_is_the_latest_of_all_ranks_on_whatever_clock():
 FREE, CROWDED = (1.0, 0.0), (1.0, 1.0)  # running and waiting seconds of a round
 
 
-def run(ceiling: BitCeiling, times: tuple[float, float], n_rounds: int) -> list[int]:
-    seen = []
-    for _ in range(n_rounds):
+@pytest.mark.parametrize(
+    ("arguments", "rounds", "bits"),
+    [
+        # Free processors let the bits double up to the most.
+        ((4, 32), 4 * [FREE], [8, 16, 32, 32]),
+        ((4, 20), 4 * [FREE], [8, 16, 20, 20]),
+        # Crowded ones halve them every second round down to the floor: half of the runnable time is waited from the first
+        # round on, 0.25 on average, then 0.375, ...
+        ((4, 32), 3 * [FREE] + 9 * [CROWDED], [8, 16, 32, 32, 16, 16, 8, 8, 4, 4, 4, 4]),
+        # After a decrease, and a round that settles, bits rise by addition.
+        ((4, 32), 3 * [FREE] + 2 * [CROWDED] + 4 * [FREE], [8, 16, 32, 32, 16, 16, 18, 20, 22]),
+        # A limit of one never lowers them.
+        ((4, 32, 1.0), 5 * [(0.0, 1.0)], [8, 16, 32, 32, 32]),
+    ],
+)
+def test_bits_follow_the_processors_time(arguments, rounds, bits):
+    ceiling = BitCeiling(*arguments)
+    for times, expected in zip(rounds, bits, strict=True):
         ceiling.observe(*times, agreed_bits=ceiling.bits)
-        seen.append(ceiling.bits)
-    return seen
-
-
-def test_free_processors_let_the_bits_double_up_to_the_most():
-    assert run(BitCeiling(4, 32), FREE, 4) == [8, 16, 32, 32]
-    assert run(BitCeiling(4, 20), FREE, 4) == [8, 16, 20, 20]
-
-
-def test_crowded_processors_halve_the_bits_every_second_round_down_to_the_floor():
-    ceiling = BitCeiling(4, 32)
-    run(ceiling, FREE, 3)
-    # Half of the runnable time is waited from the first round on: 0.25 on average, then 0.375, ...
-    assert run(ceiling, CROWDED, 9) == [32, 16, 16, 8, 8, 4, 4, 4, 4]
-
-
-def test_after_a_decrease_bits_rise_by_addition():
-    ceiling = BitCeiling(4, 32)
-    run(ceiling, FREE, 3)
-    run(ceiling, CROWDED, 2)
-    assert ceiling.bits == 16
-    ceiling.observe(*FREE, agreed_bits=16)  # settles
-    assert run(ceiling, FREE, 3) == [18, 20, 22]
+        assert ceiling.bits == expected
 
 
 def test_a_rank_with_free_processors_follows_the_one_without():
     ceiling = BitCeiling(4, 32)
-    run(ceiling, FREE, 3)
-    ceiling.observe(*FREE, agreed_bits=8)
-    assert ceiling.bits == 10
-
-
-def test_a_limit_of_one_never_lowers_the_bits():
-    ceiling = BitCeiling(4, 32, max_contention=1.0)
-    assert run(ceiling, (0.0, 1.0), 5)[-1] == 32
+    for agreed_bits, bits in ((4, 8), (8, 16), (16, 32), (8, 10)):
+        ceiling.observe(*FREE, agreed_bits=agreed_bits)
+        assert ceiling.bits == bits
 
 
 def test_all_ranks_send_with_the_lowest_ceiling():
@@ -228,8 +198,7 @@ def test_without_core_times_only_the_network_bounds_the_bits():
 
 
 def test_this_process_has_run_and_time_does_not_go_back():
-    before, after = read_core_times(), read_core_times()
-    if before is None or after is None:
+    if (before := read_core_times()) is None or (after := read_core_times()) is None:
         pytest.skip("this system does not count how long threads wait for a core")
     assert after[0] >= before[0] > 0
     assert after[1] >= before[1] >= 0

@@ -37,46 +37,34 @@ def link(rate: float, hop_s: float = 0.0) -> LinkCost:
     return LinkCost(rate, hop_s, hop_s, 0, 0)
 
 
-def test_one_bucket_without_overlap_is_computation_plus_bytes_over_rate_plus_hops():
-    step = StepCost(0.5, ((1_000_000, 0.5),))
-    took = predict_s("sum", CodecCost(), step, link(1e7, 0.001), FOUR)
-    assert took == pytest.approx(0.5 + 1.5 * 4e6 / 1e7 + 6 * 0.001)
+APART, LATE = StepCost(0.25, ((1000, 0.1), (1000, 0.2))), StepCost(1.0, ((1_000_000, 0.0), (1, 1.0)))
+SLOW = CodecCost(encode_s=1e-7, bits=8)
 
 
-def test_communication_hides_behind_the_computation_that_follows():
-    step = StepCost(1.0, ((1_000_000, 0.2), (10, 1.0)))
-    assert predict_s("sum", CodecCost(), step, link(1e7), FOUR) == pytest.approx(1.0 + 1.5 * 40 / 1e7, abs=1e-6)
-
-
-def test_two_buckets_share_one_wire():
-    step = StepCost(0.1, ((500_000, 0.1), (500_000, 0.1)))
-    assert predict_s("sum", CodecCost(), step, link(1e7), FOUR) == pytest.approx(0.1 + 1.5 * 4e6 / 1e7)
-
-
-def test_an_infinite_link_and_no_codec_leave_the_computation():
-    step = StepCost(0.25, ((1000, 0.1), (1000, 0.2)))
-    for shape in SHAPES:
-        assert predict_s(shape, CodecCost(), step, FREE, FOUR) == pytest.approx(0.25, abs=1e-8)
-
-
-def test_a_codec_takes_half_of_the_computation_where_a_rank_has_one_core():
-    codec = CodecCost(encode_s=1e-7, bits=8)
-    step = StepCost(1.0, ((1_000_000, 0.0), (1, 1.0)))
-    assert predict_s("sum", codec, step, FREE, SharedCores(4, 4, 4)) == pytest.approx(1.1, abs=1e-5)
-    assert predict_s("sum", codec, step, FREE, FOUR) == pytest.approx(1.0, abs=1e-5)
-
-
-def test_a_ring_encodes_beside_the_wire():
-    codec = CodecCost(encode_s=1e-7, bits=32)
-    step = StepCost(0.0, ((4_000_000, 0.0),))
-    wire_s, codec_s, n_chunks = 1.5 * 16e6 / 1e8, 0.4, 8
-    took = predict_s("ring", codec, step, link(1e8), FOUR)
-    assert took == pytest.approx(max(wire_s, codec_s) + min(wire_s, codec_s) / n_chunks)
-
-
-def test_one_rank_communicates_nothing():
-    took = predict_s("ring", CodecCost(1, 1), StepCost(0.1, ((100, 0.1),)), link(1), SharedCores(1, 1, 1))
-    assert took == pytest.approx(0.1)
+@pytest.mark.parametrize(
+    ("shape", "codec", "step", "there", "machine", "expected_s", "off"),
+    [
+        # One bucket without overlap: computation, bytes over rate, hops.
+        ("sum", CodecCost(), StepCost(0.5, ((1_000_000, 0.5),)), link(1e7, 0.001), FOUR, 0.5 + 0.6 + 6 * 0.001, None),
+        # Communication hides behind the computation that follows.
+        ("sum", CodecCost(), StepCost(1.0, ((1_000_000, 0.2), (10, 1.0))), link(1e7), FOUR, 1 + 1.5 * 40 / 1e7, 1e-6),
+        # Two buckets share one wire.
+        ("sum", CodecCost(), StepCost(0.1, ((500_000, 0.1), (500_000, 0.1))), link(1e7), FOUR, 0.1 + 0.6, None),
+        # An infinite link and no codec leave the computation.
+        *((shape, CodecCost(), APART, FREE, FOUR, 0.25, 1e-8) for shape in SHAPES),
+        # A codec takes half of the computation where a rank has one core.
+        *(
+            ("sum", SLOW, LATE, FREE, cores, took_s, 1e-5)
+            for cores, took_s in ((SharedCores(4, 4, 4), 1.1), (FOUR, 1.0))
+        ),
+        # A ring encodes beside the wire, in 8 chunks: 0.4 s, and 1.5 x 16 MB at 100 MB/s.
+        ("ring", CodecCost(encode_s=1e-7), StepCost(0.0, ((4_000_000, 0.0),)), link(1e8), FOUR, 0.4 + 0.24 / 8, None),
+        # One rank communicates nothing.
+        ("ring", CodecCost(1, 1), StepCost(0.1, ((100, 0.1),)), link(1), SharedCores(1, 1, 1), 0.1, None),
+    ],
+)
+def test_steps_take_what_closed_forms_say(shape, codec, step, there, machine, expected_s, off):
+    assert predict_s(shape, codec, step, there, machine) == pytest.approx(expected_s, abs=off)
 
 
 def test_no_such_shape():
@@ -141,9 +129,8 @@ def predictions(workload: str, rate: str) -> dict[str, tuple[float, float]]:
             continue
         codec_s = (2.0 if row["codec_ms"] is None else row["codec_ms"]) / 1e3
         copies = 3 if SHAPE_OF[name] == "gather" else 1.5
-        codec = CodecCost(
-            0.45 * codec_s / n_values, 0.55 * codec_s / n_values, 8e6 * row["mb_sent"] / (copies * n_values)
-        )
+        bits = 8e6 * row["mb_sent"] / (copies * n_values)
+        codec = CodecCost(0.45 * codec_s / n_values, 0.55 * codec_s / n_values, bits)
         predicted_s = predict_s(SHAPE_OF[name], codec, step, there, SharedCores(4, 4, 2)) + update_s
         result[name] = predicted_s, row[f"ms_{rate}"] / 1e3
     return result

@@ -13,8 +13,6 @@ from simulated_law import ANY, CELLS, CLOSE, EXACT, World, best_of, family_of, p
 
 from gradwire.schemes.auto.law import CREDIT, LONGEST_BLOCK, PLAIN, PROBE_EVERY, WINDOW, Law, median, variance
 
-# ---- on measured step times
-
 
 @pytest.mark.parametrize("allowed", [EXACT, CLOSE, ANY], ids=["exact", "close", "any"])
 @pytest.mark.parametrize("cell", CELLS, ids="-".join)
@@ -55,9 +53,6 @@ def test_a_rank_that_stalls_now_and_then_decides_nothing():
         us = world[law.scheme_of(step)] + (3_000_000 if step % 40 == 37 else 0)
         law.observe(step, us, us - 200_000)
     assert world[law.incumbent] <= 1.05 * best_of(world)
-
-
-# ---- in random worlds
 
 
 @st.composite
@@ -111,16 +106,8 @@ def test_the_order_in_which_candidates_are_named_and_the_lag_change_nothing_in_w
             assert all(laws[0].scheme_of(later) == handed_out[later] for later in range(observed + 1, step + 1))
 
 
-# ---- case by case
-
-
 def run(
-    law: Law,
-    world: World | Callable[[int, str], int],
-    n_steps: int,
-    waiting: float = 0.5,
-    first: int = 0,
-    lag: int = 0,
+    law: Law, world: World | Callable[[int, str], int], n_steps: int, waiting: float = 0.5, first: int = 0, lag: int = 0
 ) -> list[str]:
     """What ran. `world` may depend on the step; steps are observed `lag` steps after they began, as votes are."""
     schemes: list[str] = []
@@ -134,10 +121,19 @@ def run(
     return schemes
 
 
-def test_where_nothing_waits_nothing_is_tried():
-    law = Law({PLAIN: 100_000, "gcomp": 10_000})
-    assert set(run(law, {PLAIN: 100_000, "gcomp": 10_000}, 2000, waiting=0.02)) == {PLAIN}
-    assert [decision.kind for decision in law.decisions] == ["stay"]
+@pytest.mark.parametrize(("options", "waiting", "decisions"), [({}, 0.02, ["stay"]), ({"budget": 0}, 0.5, [])])
+def test_where_nothing_waits_and_without_a_budget_nothing_is_ever_tried(options, waiting, decisions):
+    law = Law({PLAIN: 100_000, "gcomp": 10_000}, **options)
+    assert set(run(law, {PLAIN: 100_000, "gcomp": 10_000}, 2000, waiting)) == {PLAIN}
+    assert [decision.kind for decision in law.decisions] == decisions
+
+
+def run_until(is_there: Callable[[int], bool], law: Law, world: World, step: int) -> int:
+    """The step, from `step` on, before which it is there."""
+    while not is_there(step):
+        run(law, world, 1, first=step)
+        step += 1
+    return step
 
 
 def test_what_waits_bounds_what_a_scheme_is_believed_to_win():
@@ -157,25 +153,20 @@ def test_what_the_family_has_shown_to_be_slow_is_not_tried_out_of_curiosity():
 
 
 def test_a_candidate_that_may_not_run_yet_does_not_run():
-    law = Law({PLAIN: 100_000, "b": 20_000}, not_before={"b": 100})
-    schemes = run(law, {PLAIN: 100_000, "b": 20_000}, 200)
+    world = {PLAIN: 100_000, "b": 20_000}
+    schemes = run(Law(world, not_before={"b": 100}), world, 200)
     assert "b" not in schemes[:100]
     assert schemes[-1] == "b"
 
 
 def test_steps_that_say_nothing_end_no_race_and_do_not_count():
-    law = Law({PLAIN: 100_000, "a": 50_000})
-    for step in range(800):
-        law.scheme_of(step)
-        law.observe(step, 100_000, 50_000, is_typical=False)
-    assert law.incumbent == PLAIN
-    assert law.state == "baseline"
-    law = Law({PLAIN: 100_000, "a": 50_000})
-    for step in range(1000):
-        is_tried = law.scheme_of(step) == "a"
-        law.observe(step, 100_000, 50_000, is_typical=not is_tried)
-    assert law.incumbent == PLAIN
-    assert any("no step of its race" in decision.why for decision in law.decisions)
+    for is_told in (set(), {PLAIN}):
+        law = Law({PLAIN: 100_000, "a": 50_000})
+        for step in range(1000):
+            law.observe(step, 100_000, 50_000, is_typical=law.scheme_of(step) in is_told)
+        assert law.incumbent == PLAIN
+        assert (law.state == "baseline") == (not is_told)
+        assert any("no step of its race" in decision.why for decision in law.decisions) == bool(is_told)
 
 
 # As it was on a busy machine: many small tensors at 100 Mb/s. Plain steps took 65 ms, and while another program ran the first
@@ -203,22 +194,13 @@ def test_what_was_broken_off_while_the_machine_was_busy_wins_when_it_is_not():
     assert sum(took_us(step, scheme) for step, scheme in enumerate(done)) < 200 * 65_000
 
 
-def test_without_a_budget_nothing_is_ever_tried():
-    law = Law({PLAIN: 100_000, "a": 10_000}, budget=0)
-    assert set(run(law, {PLAIN: 100_000, "a": 10_000}, 1000)) == {PLAIN}
-    assert not law.decisions
-
-
 def test_races_do_not_put_off_the_probe_of_the_link():
-    world = {PLAIN: 400_000, "z": 100_000} | {f"a{i}": 95_000 for i in range(12)}
-    true = {PLAIN: 400_000, "z": 100_000} | {f"a{i}": 130_000 for i in range(12)}
-    law = Law(world)
-    probes = []
+    law = Law({PLAIN: 400_000, "z": 100_000} | {f"a{i}": 95_000 for i in range(12)})
+    true, probes = {PLAIN: 400_000, "z": 100_000} | {f"a{i}": 130_000 for i in range(12)}, []
     for step in range(400):
-        scheme = law.scheme_of(step)
         if law.wants_probe(step):
             probes.append(step)
-        law.observe(step, true[scheme], true[scheme] // 2)
+        run(law, true, 1, first=step)
     switched = next(decision.step for decision in law.decisions if decision.kind == "switch")
     assert any(0 < probe - PROBE_EVERY - switched <= LONGEST_BLOCK * 2 for probe in probes)
 
@@ -238,13 +220,10 @@ def test_a_probe_that_finds_another_link_starts_again():
     run(law, slow, 60)
     assert law.incumbent == "a"
     world.update(fast)
-    step = 60
-    while not law.wants_probe(step):
-        run(law, {PLAIN: 50_000, "a": 99_000}, 1, first=step)
-        step += 1
+    step = run_until(law.wants_probe, law, fast, 60)
     law.scheme_of(step)
     law.observe(step, 99_000, 50_000, link_changed=True)
-    run(law, {PLAIN: 50_000, "a": 99_000}, 40, first=step + 1)
+    run(law, fast, 40, first=step + 1)
     assert law.incumbent == PLAIN
 
 
@@ -254,12 +233,8 @@ def test_a_step_that_moves_asks_for_a_probe_before_anything_is_tried_on_old_pred
         law = Law(world)
         run(law, world, 40)
         assert law.incumbent == incumbent
-        slower = {name: 3 * us for name, us in world.items()}
-        step, n_decisions = 40, len(law.decisions)
-        while not law.wants_probe(step):
-            run(law, slower, 1, first=step)
-            step += 1
-        assert step < 50
+        n_decisions = len(law.decisions)
+        assert run_until(law.wants_probe, law, {name: 3 * us for name, us in world.items()}, 40) < 50
         assert not law.is_settled
         assert [decision.kind for decision in law.decisions[n_decisions:]] == ["drift"]
 
@@ -268,10 +243,7 @@ def test_a_link_that_changes_in_a_race_ends_it():
     """Turns before and after say nothing of each other."""
     world = {PLAIN: 100_000, "a": 90_000}
     law = Law(world)
-    step = 0
-    while law.state != "race":
-        run(law, world, 1, first=step)
-        step += 1
+    step = run_until(lambda _: law.state == "race", law, world, 0)
     law.scheme_of(step)
     law.observe(step, 300_000, 200_000, link_changed=True)
     assert [d.kind for d in law.decisions[:2]] == ["try", "drift"]
@@ -279,8 +251,9 @@ def test_a_link_that_changes_in_a_race_ends_it():
 
 
 def test_an_incumbent_whose_turn_is_far_from_what_it_took_ends_the_race_too():
-    law = Law({PLAIN: 100_000, "a": 80_000, "b": 79_000})
-    run(law, {PLAIN: 100_000, "a": 80_000, "b": 79_000}, 9)
+    world = {PLAIN: 100_000, "a": 80_000, "b": 79_000}
+    law = Law(world)
+    run(law, world, 9)
     assert law.state == "race"
     challenger, step = law.challenger, 9
     # The challenger's turn is over before the network is slower, the incumbent's is not: it seems to lose.
@@ -325,9 +298,6 @@ def test_observing_out_of_order_is_refused():
     law = Law({PLAIN: 1})
     with pytest.raises(AssertionError):
         law.observe(1, 1)
-
-
-# ---- statistics in whole numbers
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=50))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from written_messages import GCOMP_1, GCOMP_2, N_CHUNKED, WRITTEN, Written, with_infinity
 
-from float_messages import LEVELS, at_level, decode, encode, finite_gradient, same_bits
+from float_messages import LEVELS, at_level, decode, encode, finite_gradient, planes, same_bits
 from gcomp_gradients import make_gradient as gcomp_gradient
 from gcomp_gradients import make_importance
 from gradwire import _native
@@ -155,8 +155,6 @@ def test_codes_norms_and_scales_that_no_encoder_writes_are_refused(
     written.read(written.sealed(written.message.clone()))
 
 
-# ---- payloads of zlib and zstd
-
 BYTES = 4 * 300
 PAYLOADS = {
     **{f"zlib of {n} bytes": ("zlib", zlib.compress(bytes(n))) for n in (0, 1, BYTES - 1, BYTES + 1, 10_000_000)},
@@ -176,42 +174,34 @@ def test_a_payload_of_other_bytes_is_refused_and_none_are_allocated(name: str, p
         written.read(written.sealed(message))
 
 
-# ---- the float codecs
-
-
 def test_a_message_that_does_not_follow_leaves_the_receiver_as_it_was() -> None:
     codec, values = EmbeddedFloat(), with_infinity(N_CHUNKED)
 
-    def planes(first_bit: int, n_bits: int, partition: int = 256, format: int = 2) -> Tensor:
-        sender = EmbeddedFloat(partition=partition, format=format)
-        out = torch.empty(sender.max_plane_bytes(N_CHUNKED, torch.float32, first_bit, n_bits), dtype=torch.uint8)
-        return out[: sender.encode_planes(values, first_bit, n_bits, out)]
+    def bits(first_bit: int, n_bits: int, partition: int = 256, format: int = 2) -> Tensor:
+        return planes(EmbeddedFloat(partition=partition, format=format), values, first_bit, n_bits)
 
     receiver = codec.receive(N_CHUNKED, torch.float32)
     with pytest.raises(CorruptMessage, match="next one to come is 0"):
-        receiver.add_planes(planes(4, 4))
-    receiver.add_planes(planes(0, 6))
+        receiver.add_planes(bits(4, 4))
+    receiver.add_planes(bits(0, 6))
     before, after = torch.empty(N_CHUNKED), torch.empty(N_CHUNKED)
     receiver.write(before)
-    damaged = planes(6, 26).clone()
+    damaged = bits(6, 26)
     damaged[-1] ^= 1
-    others = [planes(*one) for one in ((0, 6), (5, 2), (7, 3), (6, 2, 128), (6, 2, 256, 1))]  # other bits or settings
+    others = [bits(*one) for one in ((0, 6), (5, 2), (7, 3), (6, 2, 128), (6, 2, 256, 1))]  # other bits or settings
     for message in (*others, damaged, encode(EmbeddedFloat(6), values[:100])):
         with pytest.raises(CorruptMessage):
             receiver.add_planes(message)
         assert receiver.n_bits == 6
         receiver.write(after)
         assert same_bits(after, before)
-    receiver.add_planes(planes(6, 26))
+    receiver.add_planes(bits(6, 26))
     receiver.write(after)
     assert same_bits(after, values)
     with pytest.raises(CorruptMessage):
-        receiver.add_planes(planes(31, 1))
+        receiver.add_planes(bits(31, 1))
     with pytest.raises(CorruptMessage, match="nothing by itself"):
-        codec.decode(planes(6, 2), after)
-
-
-# ---- gcomp
+        codec.decode(bits(6, 2), after)
 
 
 def test_importance_bytes_that_are_not_the_senders_raise_rank_mismatch_before_a_value_is_decoded() -> None:

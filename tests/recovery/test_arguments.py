@@ -30,8 +30,6 @@ def weights(name: str, n: int = 64) -> dict[str, Tensor]:
     return {"importance": torch.zeros(n, dtype=torch.uint8)} if name == "gcomp" else {}
 
 
-# ---- options
-
 # Of codecs: an option, and values that it cannot have alone; it is named.
 WRONG: list[tuple[str, str, tuple[object, ...]]] = [
     ("one-bit", "scale_values", (0, 63, 32, 64.0, 8192, 100, True, "512", -64)),
@@ -86,9 +84,6 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
 def test_options_out_of_range_are_refused(name: str, options: dict[str, Any], match: str) -> None:
     with pytest.raises(InvalidArgument, match=match):
         codecs.by_name(name, **options)
-
-
-# ---- tensors, for every codec
 
 
 @each_codec
@@ -157,9 +152,6 @@ def test_one_codec_serves_many_threads(name: str) -> None:
     with ThreadPoolExecutor(4) as pool:
         for alone, found in zip(map(there_and_back, gradients), pool.map(there_and_back, gradients), strict=True):
             assert same_bits(found, alone)
-
-
-# ---- calls of one codec
 
 
 def encoded(codec: Any, **more: Any) -> Tensor:
@@ -242,9 +234,6 @@ CALLS: list[tuple[Call, type[Exception], str | None]] = [
 def test_calls_that_cannot_be_are_refused(call: Call, error: type[Exception], match: str | None) -> None:
     with pytest.raises(error, match=match):
         call()
-
-
-# ---- gcomp's tables and descriptions
 
 
 def test_truncate_drops_eighteen_bits_towards_zero_by_default() -> None:

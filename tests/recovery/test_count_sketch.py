@@ -128,9 +128,6 @@ def test_table_that_is_too_small_is_estimated_by_the_median_of_three() -> None:
     assert abs(float(result[~is_large].mean())) < 50  # unbiased, if noisy
 
 
-# ---- the Bloom filter
-
-
 @pytest.mark.parametrize(("density", "run"), [(0.0005, 1), (0.01, 1), (0.01, 32), (0.01, 1024), (0.05, 1)])
 def test_bloom_filter_finds_all_non_zeros_and_as_many_zeros_as_the_formula_says(density: float, run: int) -> None:
     n_elements = 2_000_003
@@ -169,9 +166,6 @@ def test_bloom_filter_has_the_papers_size() -> None:
     bits_of_bitmap = n_elements + 32 * gamma * n
     assert shape.expected_bits < 0.5 * bits_of_bitmap
     assert BloomShape.fit(10 * n, n_elements, 32 * gamma).expected_bits > n_elements + 32 * gamma * 10 * n
-
-
-# ---- bad input
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from float_messages import DTYPES, clamped, decode, every_16_bit_value, finite_gradient, same_bits, there_and_back
+from float_messages import (
+    DTYPES,
+    clamped,
+    decode,
+    every_16_bit_value,
+    finite_gradient,
+    planes,
+    same_bits,
+    there_and_back,
+)
 from gradwire.codecs.embedded_float import EmbeddedFloat, EmbeddedValues, describe
 
 SIZES = (0, 1, 2, 31, 32, 33, 255, 256, 257, 1000, 16384, 16385, 40_007)
@@ -45,15 +54,6 @@ def oracle(gradient: torch.Tensor, n_bits: int, partition: int, format: int = 2)
         centred = np.where(known > 0, known + 2.0 ** (n_unknown - 1) - 1, 0)
         result[start : start + partition] = np.copysign(np.float32(np.minimum(centred, 2.0**31 - 128) * unit), part)
     return clamped(torch.from_numpy(result), gradient.dtype)
-
-
-def planes(codec: EmbeddedFloat, gradient: torch.Tensor, first_bit: int, n_bits: int) -> torch.Tensor:
-    n_max = codec.max_plane_bytes(gradient.numel(), gradient.dtype, first_bit, n_bits)
-    out = torch.full((n_max,), 0xA5, dtype=torch.uint8)
-    n_bytes = codec.encode_planes(gradient, first_bit, n_bits, out)
-    assert (out[n_bytes:] == 0xA5).all()
-    assert n_bytes == n_max or first_bit + n_bits == 32
-    return out[:n_bytes].clone()
 
 
 def refine(codec: EmbeddedFloat, receiver: EmbeddedValues, gradient: torch.Tensor, cuts: tuple[int, ...]) -> None:

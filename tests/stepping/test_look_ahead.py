@@ -42,9 +42,6 @@ def weights_of(ddp: nn.Module) -> Tensor:
     return torch.cat([value.detach().double().reshape(-1) for value in ddp.state_dict().values()])
 
 
-# ---- one rank, no compression: the same bits as synchronous training
-
-
 EVERYTHING = {"accumulate": 2, "max_norm": 0.05, "look": "evaluation", "schedule": "one cycle"}
 ALONE: dict[str, dict[str, Any]] = {
     **{name: options for name, options in CASES.items() if not name.endswith(("cosine", "cycle"))},
@@ -66,9 +63,6 @@ def test_one_rank_without_compression_is_synchronous_training_bit_for_bit(rank: 
     assert find_differences(rank, ALONE, ahead) == []
     for scheme, options in zip(made, ALONE.values(), strict=True):  # no step has waited; one that overflows is none
         assert scheme.stats()["steps_ahead"] == N_STEPS - ("amp" in options)
-
-
-# ---- two ranks: the staleness
 
 
 @on_ranks(2)
@@ -134,9 +128,6 @@ def test_saved_in_the_middle_of_a_pending_step_a_run_goes_on_with_the_same_bits(
     assert torch.equal(*results)
 
 
-# ---- all worlds: identical global weights
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @on_ranks()
 def test_global_weights_are_identical_on_all_ranks_after_300_steps(rank: int, world_size: int) -> str:
@@ -147,9 +138,6 @@ def test_global_weights_are_identical_on_all_ranks_after_300_steps(rank: int, wo
     training.attachment.flush()
     assert training.close()["steps_ahead"] == 298
     return hash_parameters(training.ddp.module)
-
-
-# ---- what it refuses, and what a lost peer leaves
 
 
 class Odd(torch.optim.SGD):

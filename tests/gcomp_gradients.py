@@ -3,6 +3,8 @@
 import numpy as np
 import torch
 
+from gradwire.codecs.gcomp import GCompCodec, HuffmanTable
+
 WORDS = {torch.float32: np.uint32, torch.bfloat16: np.uint16, torch.float16: np.uint16}
 SIGNED = {torch.float32: np.int32, torch.bfloat16: np.int16, torch.float16: np.int16}
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -41,6 +43,13 @@ def make_gradient(kind: str, n: int, dtype: torch.dtype, seed: int = 0) -> torch
             words,
         ).astype(WORDS[dtype])
     return tensor_of(words, dtype)
+
+
+def fitted_table(gradient: torch.Tensor, format: int = 2) -> HuffmanTable:
+    codec = GCompCodec("none", format=format)
+    histogram = torch.zeros(2 ** codec.exponent_bits(gradient.dtype), dtype=torch.int64)
+    codec.histogram(gradient, histogram)
+    return HuffmanTable.from_histogram(histogram) if histogram.any() else codec.table_in_use(gradient.dtype)
 
 
 def make_importance(n: int) -> torch.Tensor:

@@ -38,12 +38,8 @@ def seal_float(message: Tensor, n: int, entry_bytes: int) -> None:
     end = message.numel() - n_marks
     if n <= CHUNK:
         put(message, 40, "<I", _native.crc32c(message[first:end]))
-    put(
-        message,
-        36,
-        "<I",
-        _native.crc32c(message[end:], _native.crc32c(message[40:first], _native.crc32c(message[:36]))),
-    )
+    of_headers = _native.crc32c(message[40:first], _native.crc32c(message[:36]))
+    put(message, 36, "<I", _native.crc32c(message[end:], of_headers))
 
 
 def seal_gcomp(message: Tensor, n: int) -> None:

@@ -184,11 +184,7 @@ class Run:
 
 LOOKS = ("evaluation", "forward without gradients", "state_dict", "inner state_dict", "flush", "copy", "load")
 CASES: dict[str, dict[str, Any]] = {
-    **{
-        f"{name}, {schedule}": {"optimizer": name, "schedule": schedule}
-        for name in OPTIMIZERS
-        for schedule in SCHEDULES
-    },
+    **{f"{name}, {plan}": {"optimizer": name, "schedule": plan} for name in OPTIMIZERS for plan in SCHEDULES},
     "schedule before attach": {"schedule": "one cycle", "scheduler_first": True},
     "gradients kept": {"optimizer": "adamw", "set_to_none": False},
     "unused": {"optimizer": "adam", "has_unused": True},

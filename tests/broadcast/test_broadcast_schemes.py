@@ -4,6 +4,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,9 +23,7 @@ THREE_BLOCKS = [["0"], ["2"], ["4"]]
 
 
 def start(rank: int, scheme: Scheme | None, seed: int = 1, dtype: torch.dtype = torch.float32) -> Training:
-    def sgd(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
+    sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
     options = {"timeout_s": 100} if scheme else {}
     return Training(rank, scheme, sgd, lambda: small_layers(seed, dtype), copying, {"bucket_cap_mb": 0.01}, **options)
 

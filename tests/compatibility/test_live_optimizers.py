@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gradwire
 from gradwire import schemes
-from gradwire.errors import GradwireError, InvalidArgument, Unsupported
+from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.gcomp import terms
 from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 from gradwire.schemes.gcomp.watch import OptimizerWatch
@@ -316,7 +316,9 @@ def test_a_tolerance_beyond_sense_is_refused(tolerance: Any) -> None:
         schemes.by_name("gcomp", tolerance=tolerance)
 
 
-def test_differentiable_is_refused_at_once_and_when_a_group_brings_it() -> None:
+def test_no_ranks_and_differentiable_are_refused_at_once_and_when_a_group_brings_it() -> None:
+    with pytest.raises(InvalidArgument, match="world_size"):
+        QuantisationMetric(torch.optim.SGD([parameter_of(3)], lr=0.1), 0)
     with pytest.raises(Unsupported, match="differentiable"):
         QuantisationMetric(torch.optim.Adam([parameter_of(3)], differentiable=True), 1)
     optimizer = torch.optim.Adam([parameter_of(3)])
@@ -327,7 +329,7 @@ def test_differentiable_is_refused_at_once_and_when_a_group_brings_it() -> None:
         read(metric, q)
 
 
-def test_incomplete_or_foreign_state_is_refused() -> None:
+def test_incomplete_or_foreign_state_and_complex_parameters_are_refused() -> None:
     p = parameter_of(10)
     optimizer = take_steps(torch.optim.Adam([p]))
     optimizer.param_groups[0]["amsgrad"] = True
@@ -337,39 +339,24 @@ def test_incomplete_or_foreign_state_is_refused() -> None:
     optimizer.state[p]["exp_avg"] = torch.zeros(4)
     with pytest.raises(Unsupported, match="shape"):
         importance_of(optimizer, p)
-
-
-def test_complex_parameters_are_refused() -> None:
     p = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     with pytest.raises(Unsupported, match="complex64"):
         importance_of(torch.optim.SGD([p], lr=0.1), p)
 
 
+ROOM = torch.zeros(12, dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(
-    ("out", "offset", "loss_scale"),
+    ("out", "offsets", "loss_scale", "words"),
     [
-        (torch.zeros(10), 0, 1.0),
-        (torch.zeros(20, dtype=torch.uint8)[::2], 0, 1.0),
-        (torch.zeros(2, 10, dtype=torch.uint8), 0, 1.0),
-        (torch.zeros(9, dtype=torch.uint8), 0, 1.0),
-        *((torch.zeros(12, dtype=torch.uint8), offset, 1.0) for offset in (3, -1)),
-        *((torch.zeros(10, dtype=torch.uint8), 0, loss_scale) for loss_scale in (0.0, math.inf, math.nan)),
+        *((out, [0], 1.0, None) for out in (torch.zeros(10), ROOM.repeat(2)[:20:2], ROOM[:10].repeat(2, 1), ROOM[:9])),
+        *((ROOM, [offset], 1.0, None) for offset in (3, -1)),
+        *((ROOM[:10], [0], loss_scale, None) for loss_scale in (0.0, math.inf, math.nan)),
+        *((ROOM[:10], offsets, 1.0, "offset") for offsets in ([], [0, 0])),  # one per parameter
     ],
 )
-def test_bad_arguments_are_refused(out: Tensor, offset: int, loss_scale: float) -> None:
+def test_bad_arguments_are_refused(out: Tensor, offsets: list[int], loss_scale: float, words: str | None) -> None:
     p = parameter_of(10)
-    with pytest.raises(InvalidArgument):
-        QuantisationMetric(torch.optim.SGD([p], lr=0.1), 1).write_importance([p], [offset], out, loss_scale)
-
-
-@pytest.mark.parametrize("offsets", [[], [0, 0]])
-def test_one_offset_per_parameter_is_asked_for(offsets: list[int]) -> None:
-    p = parameter_of(10)
-    metric = QuantisationMetric(torch.optim.SGD([p], lr=0.1), 1)
-    with pytest.raises(GradwireError, match="offset"):
-        metric.write_importance([p], offsets, torch.zeros(10, dtype=torch.uint8))
-
-
-def test_a_world_of_no_ranks_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="world_size"):
-        QuantisationMetric(torch.optim.SGD([parameter_of(3)], lr=0.1), 0)
+    with pytest.raises(InvalidArgument, match=words):
+        QuantisationMetric(torch.optim.SGD([p], lr=0.1), 1).write_importance([p], offsets, out, loss_scale)

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-import gradwire
 from gradwire import schemes
 from gradwire.core.checkpoint import STATE_VERSION
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
-from ranks import on_ranks
+from ranks import assert_alike, on_ranks
+from small_training import Training
 
 
 class PerRank(schemes.by_name("zlib").__class__):  # type: ignore[misc]
@@ -26,33 +25,22 @@ class PerRank(schemes.by_name("zlib").__class__):  # type: ignore[misc]
         return {"residual": torch.ones(3)}
 
 
-_models: list[DistributedDataParallel] = []  # an attachment is closed when its model goes
-
-
-def attach(scheme: Any) -> gradwire.Attachment:
-    torch.manual_seed(1)
-    ddp = DistributedDataParallel(torch.nn.Linear(20, 30))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=100)
-    ddp(torch.ones(2, 20)).sum().backward()
-    _models.append(ddp)
-    return attachment
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+def start(rank: int, scheme: Any) -> Training:
+    """After a backward pass."""
+    training = Training(rank, scheme, model=lambda: torch.nn.Linear(20, 30), timeout_s=100)
+    training.backward(0)
+    return training
 
 
 @on_ranks(2, timeout_s=60)
 def test_misfit_checkpoint_raises_its_error_and_changes_nothing(rank: int, world_size: int) -> None:
-    attachment = attach(schemes.by_name("gcomp", refresh_every=4))
+    training = start(rank, schemes.by_name("gcomp", refresh_every=4))
+    attachment = training.attachment
     good = attachment.state_dict()
     file = io.BytesIO()
     torch.save(good, file)
     file.seek(0)
-    assert same(torch.load(file, weights_only=True), good)
+    assert_alike([torch.load(file, weights_only=True), good])
     own, others = good["state"], {**good["configuration"], "refresh_every": 50}
     table = own["tables"]["wide"]
     corrupt = table.clone()
@@ -85,13 +73,14 @@ def test_misfit_checkpoint_raises_its_error_and_changes_nothing(rank: int, world
     for misfit, error, words in misfits:
         with pytest.raises(error, match=words or None):
             attachment.load_state_dict(copy.deepcopy(misfit))
-        assert same(attachment.state_dict(), good), words
+        assert_alike([attachment.state_dict(), good])
     attachment.load_state_dict({**good, "world_size": 5}, strict=False)  # tables are the same on all ranks
     attachment.load_state_dict({**good, "rank": 1 - rank})
     attachment.load_state_dict(good)
     attachment.close()
 
-    attachment = attach(PerRank())
+    training = start(rank, PerRank())
+    attachment = training.attachment
     good = attachment.state_dict()
     for strict in (True, False):
         with pytest.raises(InvalidArgument, match=r"state_dict\(all_ranks=True\)"):

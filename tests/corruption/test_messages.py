@@ -104,10 +104,10 @@ def test_another_size_dtype_codec_or_version_is_refused_by_name(written: Written
 
 @each_written
 def test_what_tells_of_a_message_without_its_values_checks_it_too(written: Written) -> None:
-    described = DESCRIBE[SEALS[written.name]](written.message)
+    read = DESCRIBE[SEALS[written.name]]
+    described = read(written.message)
     assert described["codec"] in written.name
     assert (described["n_elements"], described["message_bytes"]) == (written.n, written.message.numel())
-    read = DESCRIBE[SEALS[written.name]]
     foreign = put(written.message.clone(), 0, "<4s", b"GWXX")  # type: ignore[arg-type]
     cut = [written.message[:n_bytes] for n_bytes in (27, 31, 39, 47, -1)]
     for bad in (*cut, foreign, put(written.message.clone(), 8, "<B", 77)):

@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from gradwire_lab.cli import main
+from programs import GRADWIRE, run
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
@@ -34,8 +34,7 @@ def stumble():
 
 
 def recommend(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gradwire", "recommend", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return run([*GRADWIRE, "recommend", *arguments], cwd=folder)
 
 
 def test_a_training_of_ones_own_is_measured_and_its_plan_read_for_another_network(tmp_path: Path) -> None:

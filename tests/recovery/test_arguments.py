@@ -169,6 +169,7 @@ def with_residual(name: str, residual: Tensor, **more: Any) -> None:
 
 QUANTISERS = ("one-bit", "two-bit", "ternary", "qsgd", "thc")
 ONES, NORMS, CODES = torch.ones(100), torch.ones(1), torch.zeros(128, dtype=torch.uint8)
+COUNTS = torch.zeros(256, dtype=torch.int64)
 SHARES = Ternary().share(65, [(0, 65)], torch.device("cpu"))
 Call = Callable[[], object]
 CALLS: list[tuple[Call, type[Exception], str | None]] = [
@@ -180,11 +181,7 @@ CALLS: list[tuple[Call, type[Exception], str | None]] = [
     (lambda: of_paper(IMPORTANCE[:63]), InvalidArgument, "importance"),
     (lambda: of_paper(IMPORTANCE, adds=True, divisor=2), InvalidArgument, "without a divisor"),
     (lambda: of_paper(IMPORTANCE, divisor=0), InvalidArgument, "divisor"),
-    (
-        lambda: GCompCodec(format=1).histogram(GRADIENT.half(), torch.zeros(256, dtype=torch.int64)),
-        InvalidArgument,
-        "32 counts",
-    ),
+    (lambda: GCompCodec(format=1).histogram(GRADIENT.half(), COUNTS), InvalidArgument, "32 counts"),
     (lambda: TruncatedFloat(24).encode(GRADIENT.bfloat16(), OUT), InvalidArgument, "bits=16 keeps all"),
     *(
         (lambda planes=planes: EmbeddedFloat().encode_planes(GRADIENT, *planes, OUT), InvalidArgument, "planes")

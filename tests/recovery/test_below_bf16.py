@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from float_messages import decode, encode
-from gradwire.codecs.gcomp import GCompCodec, HuffmanTable
+from gcomp_gradients import fitted_table
+from gradwire.codecs.gcomp import GCompCodec
 
 
 def trained_gradient(optimizer_name: str, steps: int) -> torch.Tensor:
@@ -13,9 +14,8 @@ def trained_gradient(optimizer_name: str, steps: int) -> torch.Tensor:
     numbers = torch.Generator().manual_seed(3)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(32, 256), nn.SiLU(), nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 8))
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    if optimizer_name == "adamw":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options = {"adamw": {"lr": 1e-3}, "sgd": {"lr": 0.05, "momentum": 0.9}}[optimizer_name]
+    optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer_name](model.parameters(), **options)
     truth = torch.randn(32, 8, generator=numbers)
     for step in range(steps + 1):
         batch = torch.randn(64, 32, generator=numbers)
@@ -34,10 +34,7 @@ def test_ten_and_eleven_bits_send_less_than_bf16_and_are_nearer_the_truth(
 ) -> None:
     """bfloat16 keeps 7 bits of a mantissa, so `bits` of them are nearer by about 2^(bits - 7): here by 0.8 of that."""
     gradient = trained_gradient(optimizer_name, steps)
-    codec = GCompCodec("uniform", bits=bits)
-    histogram = torch.zeros(2 ** codec.exponent_bits(gradient.dtype), dtype=torch.int64)
-    codec.histogram(gradient, histogram)
-    codec.use_table(HuffmanTable.from_histogram(histogram))
+    codec = GCompCodec("uniform", bits=bits, table=fitted_table(gradient))
     message = encode(codec, gradient)
     decoded = decode(codec, message, gradient.numel())
     rounded, truth = gradient.bfloat16(), gradient.double()

@@ -188,13 +188,17 @@ def test_foreign_or_altered_sketches_raise(dtype: torch.dtype) -> None:
         assert summed.sketch.recover(poisoned, 1.0, result) is not Outcome.COMPLETE
 
 
-def test_an_index_of_other_values_raises() -> None:
+def test_an_index_of_other_values_and_values_beyond_the_agreed_exponent_raise() -> None:
     index = torch.zeros(index_words(33), dtype=torch.int32)
     index[1] = 2  # value 33 of 33
     with pytest.raises(gradwire.CorruptMessage, match="past its 33 values"):
         CountSketch().prepare(index, 33)
     with pytest.raises(gradwire.InvalidArgument, match="words"):
         CountSketch().prepare(index, 65)
+    (gradient,) = sparse_gradients(10_000, 0.2, 1)
+    fixed = FixedPoint.fit(exponent_of([gradient]) - 3, 1, torch.int32)
+    with pytest.raises(gradwire.InvalidArgument, match="does not fit the fixed point"):
+        sum_sketches([gradient], fixed)
 
 
 def test_cells_altered_by_little_are_found_and_cancelling_ranks_are_not_accused() -> None:
@@ -225,13 +229,6 @@ def test_random_indices_and_cells_never_crash() -> None:
             # Sums of nothing: said to be foreign, but for an index that asks for no value, or whose few cells leave no check.
             assert isinstance(sketch.recover(cells, 1.0, gradient), Outcome)
             assert gradient.shape == (n_elements,)
-
-
-def test_values_beyond_the_agreed_exponent_raise() -> None:
-    (gradient,) = sparse_gradients(10_000, 0.2, 1)
-    fixed = FixedPoint.fit(exponent_of([gradient]) - 3, 1, torch.int32)
-    with pytest.raises(gradwire.InvalidArgument, match="does not fit the fixed point"):
-        sum_sketches([gradient], fixed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,7 +6,7 @@ import torch
 
 import gcomp_oracle as oracle
 from float_messages import DTYPES, LEVELS, at_level, decode, encode, there_and_back
-from gcomp_gradients import KINDS, NAMES, make_gradient, make_importance, words_of
+from gcomp_gradients import KINDS, NAMES, fitted_table, make_gradient, make_importance, words_of
 from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
 
 MODES = (("none", None), ("paper", None), ("uniform", 0), ("uniform", 5), ("truncate", 0), ("truncate", 4))
@@ -19,13 +19,6 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 def exponents_of(gradient: torch.Tensor) -> np.ndarray:
     name = NAMES[gradient.dtype]
     return words_of(gradient) >> oracle.MANTISSA_BITS[name] & (2 ** oracle.EXPONENT_BITS[name] - 1)
-
-
-def fitted_table(gradient: torch.Tensor, format: int = 2) -> HuffmanTable:
-    codec = GCompCodec("none", format=format)
-    histogram = torch.zeros(2 ** codec.exponent_bits(gradient.dtype), dtype=torch.int64)
-    codec.histogram(gradient, histogram)
-    return HuffmanTable.from_histogram(histogram) if histogram.any() else codec.table_in_use(gradient.dtype)
 
 
 def check_against_oracle(

@@ -122,15 +122,12 @@ def test_table_that_is_no_code_is_refused_although_its_checksum_is_right(code: l
         HuffmanTable.from_bytes(oracle.table_bytes(lengths))
 
 
+ONES = torch.ones(256, dtype=torch.int64)
+
+
 @pytest.mark.parametrize(
     "histogram",
-    [
-        torch.zeros(256, dtype=torch.int64),
-        torch.ones(256),
-        torch.ones(255, dtype=torch.int64),
-        torch.tensor([-1] + [1] * 255),
-        torch.full((256,), 2**50, dtype=torch.int64),
-    ],
+    [0 * ONES, ONES.float(), ONES[:255].clone(), torch.tensor([-1] + [1] * 255), 2**50 * ONES],
     ids=["empty", "floats", "wrong size", "negative", "too large"],
 )
 def test_impossible_histogram_raises_invalid_argument(histogram: torch.Tensor) -> None:

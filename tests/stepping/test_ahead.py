@@ -1,7 +1,7 @@
 """`ahead=1` around any scheme: formula 8 in float64, nothing lost, the same bits after a resume, and what it refuses."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -95,6 +95,11 @@ def watch_means(scheme: Ahead, parameters: list[Tensor]) -> list[list[Tensor]]:
     return steps
 
 
+def assert_near(found: Iterable[Any], expected: Iterable[Tensor], where: object) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one.double(), other, atol=2e-5), where
+
+
 def follow(rank: int, spec: str, rule_name: str, adds_up: bool, local: str) -> None:
     rule, make = RULES[rule_name]
     scheme = by_name(spec, ahead=1, local=local, sync_steps=1)
@@ -119,22 +124,19 @@ def follow(rank: int, spec: str, rule_name: str, adds_up: bool, local: str) -> N
         elif own is not None:  # the first step has waited
             shared, state = rule(shared, means[step - 1], state)
             start = shared
-        for p, w, twins in zip(parameters, start, twin.parameters(), strict=True):
-            assert torch.allclose(p.double(), w, atol=2e-5), (*where, step)
+        assert_near(parameters, start, (*where, step))
+        for w, twins in zip(start, twin.parameters(), strict=True):
             twins.data.copy_(w)
         mine = torch.autograd.grad(loss_of(twin, rank, step), list(twin.parameters()))
         training.take_steps([step])
-        for p, g in zip(parameters, mine, strict=True):
-            assert p.grad is not None
-            assert torch.allclose(p.grad.double(), g, atol=2e-5), (*where, step)
+        assert_near([p.grad for p in parameters], mine, (*where, step))
         if own is not None and step > 1:  # the call of this step has taken the one before
             shared, state = rule(shared, means[step - 1], state)
-        own = [p.grad.double() for p in parameters if p.grad is not None]
+        own = [p.grad.double() for p in parameters]
         left = [old + g for old, g in zip(left, mean_of(own), strict=True)]
     saved = attachment.state_dict()["state"]  # takes the last step
     shared, state = rule(shared, means[-1], state)
-    for p, w in zip(parameters, shared, strict=True):
-        assert torch.allclose(p.double(), w, atol=2e-5), (*where, "saved")
+    assert_near(parameters, shared, (*where, "saved"))
     if adds_up:
         names = [name for name, _ in training.ddp.module.named_parameters()]
         kept = [saved.get("residuals", {}).get(name) for name in names]
@@ -147,8 +149,7 @@ def follow(rank: int, spec: str, rule_name: str, adds_up: bool, local: str) -> N
     training.take_steps([8])
     attachment.close()  # takes the last step too
     shared, state = rule(shared, means[-1], state)
-    for p, w in zip(parameters, shared, strict=True):
-        assert torch.allclose(p.double(), w, atol=2e-5), (*where, "closed")
+    assert_near(parameters, shared, (*where, "closed"))
     assert attachment.stats()["steps_ahead"] == 8
 
 
@@ -158,7 +159,7 @@ def test_every_scheme_follows_the_formula_and_loses_nothing(rank: int, world_siz
         follow(rank, spec, ("adamw", "momentum")[place % 2], adds_up, ("peek", "peek", "sgd")[place % 3])
 
 
-def run_scaled(rank: int, world_size: int, is_scaled: bool) -> Tensor:
+def run_scaled(rank: int, is_scaled: bool) -> Tensor:
     """Scales that are powers of two, and change after every second step while the lane is behind."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) if is_scaled else None
     scheme = by_name("two-bit:warmup_steps=0,levels=4,scale_values=64", ahead=1, sync_steps=0)
@@ -182,7 +183,7 @@ def run_scaled(rank: int, world_size: int, is_scaled: bool) -> Tensor:
 
 @on_ranks(2)
 def test_a_loss_scale_that_changes_meanwhile_is_that_of_the_step(rank: int, world_size: int) -> None:
-    plain, scaled = run_scaled(rank, world_size, False), run_scaled(rank, world_size, True)
+    plain, scaled = run_scaled(rank, False), run_scaled(rank, True)
     assert torch.allclose(plain, scaled, atol=1e-6), float((plain - scaled).abs().max())
 
 
@@ -207,8 +208,7 @@ def test_what_a_step_ahead_cannot_be_combined_with_is_named(spec: str, words: st
 @on_ranks(1)
 def test_attach_says_where_and_how_steps_may_be_ahead(rank: int, world_size: int) -> None:
     def attach(scheme: Any, ahead: Any, **options: Any) -> dict[str, Any]:
-        training = Training(rank, scheme, ahead=ahead, **options)
-        return training.close()
+        return Training(rank, scheme, ahead=ahead, **options).close()
 
     assert attach("one-bit", 1, local="sgd", warmup_steps=0)["scheme"] == "one-bit"
     assert "steps_ahead" in attach(by_name("one-bit"), 1, max_grad_norm=1.0)

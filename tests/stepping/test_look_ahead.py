@@ -87,17 +87,14 @@ def test_gradients_are_one_step_stale_and_never_two(rank: int, world_size: int) 
         optimizer.zero_grad()
         with lock:
             events.append(("begun", step))
-        loss = from_one(ddp, rank, step)
-        loss.backward()
+        from_one(ddp, rank, step).backward()
         with lock:
             events.append(("computed", step))
         optimizer.step()
     attachment.flush()
     place = {event: index for index, event in enumerate(events)}
     for step in range(3):
-        assert place["computed", step + 1] < place["aggregated", step], (
-            "nothing waits for the aggregation of the step before"
-        )
+        assert place["computed", step + 1] < place["aggregated", step], "nothing waits for the step before"
     for step in range(2):
         assert place["aggregated", step] < place["begun", step + 2], "never more than one aggregate is missing"
     assert attachment.stats()["wait_s"] >= 0

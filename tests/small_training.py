@@ -131,10 +131,16 @@ class Training:
         self.take_steps(steps)
         return self
 
-    def take_scaled_step(self, scaler: torch.amp.GradScaler, step: int, factor: float = 1.0) -> None:
+    def take_scaled_step(
+        self, scaler: torch.amp.GradScaler, step: int, factor: float = 1.0, max_norm: float | None = None
+    ) -> None:
+        """With gradients that are clipped to `max_norm`, if it is given."""
         self.ddp.zero_grad()
         scaler.scale(factor * self.loss(self.ddp, self.rank, step)).backward()
         for one in self.optimizers:
+            if max_norm is not None:
+                scaler.unscale_(one)
+                torch.nn.utils.clip_grad_norm_(self.ddp.parameters(), max_norm)
             scaler.step(one)
         scaler.update()
 

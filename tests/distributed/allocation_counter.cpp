@@ -9,13 +9,10 @@
 namespace {
 
 std::atomic<std::size_t> threshold{SIZE_MAX};
-std::atomic<std::uint64_t> n_allocations{0}, largest{0};
+std::atomic<std::uint64_t> n_allocations{0};
 
 void count(std::size_t n_bytes) {
-  if (n_bytes < threshold.load(std::memory_order_relaxed)) return;
-  n_allocations.fetch_add(1);
-  for (std::uint64_t seen = largest.load(); seen < n_bytes && !largest.compare_exchange_weak(seen, n_bytes);) {
-  }
+  if (n_bytes >= threshold.load(std::memory_order_relaxed)) n_allocations.fetch_add(1);
 }
 
 }  // namespace
@@ -52,10 +49,8 @@ int posix_memalign(void** memory, std::size_t alignment, std::size_t n_bytes) {
 // Blocks of at least so many bytes are counted from now on.
 void count_allocations_from(std::size_t n_bytes) {
   n_allocations.store(0);
-  largest.store(0);
   threshold.store(n_bytes);
 }
 std::uint64_t allocations_counted() { return n_allocations.load(); }
-std::uint64_t largest_allocation() { return largest.load(); }
 
 }  // extern "C"

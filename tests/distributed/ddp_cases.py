@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,20 +38,14 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
 # the optimizer's addition would lose, `truncate` far more.
 TOLERANCE = {
     "plain": 0.0,
-    "zlib": 1e-6,
-    "zstd": 1e-6,
-    "gcomp none": 1e-6,
-    "gcomp direct": 1e-6,
+    **dict.fromkeys(("zlib", "zstd", "gcomp none", "gcomp direct"), 1e-6),
     "gcomp": 1e-5,
     "homomorphic": 1e-6,  # packed: the backend's sum, in another order
     "homomorphic exact": 1e-6,  # float sketches lose digits of small values, which AdamW divides by their own size
 }
 
 Case = Callable[[int, Scheme | None], Tensor]
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 def start(
@@ -68,10 +63,9 @@ def start(
 
 def finish(training: Training) -> Tensor:
     """(n,) float64: all parameters. Every attachment must have seen steps, lost none, and close."""
-    attachment = training.attachment
-    if attachment is not None:
+    if training.attachment is not None:
         stats = training.close()
-        assert stats["n_steps"] == attachment.step > 0
+        assert stats["n_steps"] == training.attachment.step > 0
         assert stats["bytes_sent"] > 0
     return training.flat().double()
 

@@ -1,6 +1,7 @@
 """Four ranks as two nodes of two: FSDP2 inside a node. A model with odd sizes, so that shards are padded."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +15,15 @@ import gradwire
 from ranks import bits_of
 
 VOCABULARY, WIDTH = 53, 37
+adamw, sgd = functools.partial(torch.optim.AdamW, lr=1e-2), functools.partial(torch.optim.SGD, lr=0.1)
+# Of `fully_shard`, by a word of a case.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mixed32": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
+    "fp16": {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float16)},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "noreshard": {"reshard_after_forward": False},
+}
 
 
 class Residual(nn.Module):
@@ -29,22 +39,18 @@ class Residual(nn.Module):
 class Net(nn.Module):
     """An embedding (its input needs no gradient), three blocks, a head, and a layer that nobody uses."""
 
-    def __init__(self, checkpointing: str = "") -> None:
+    def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList([Residual() for _ in range(3)])
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.spare = nn.Linear(WIDTH, 3)
-        self.checkpointing = checkpointing
+        self.reentrant = reentrant  # where blocks run again in the backward pass
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.embed(x)
         for block in self.blocks:
-            h = (
-                checkpoint(block, h, use_reentrant=self.checkpointing == "reentrant")
-                if self.checkpointing
-                else block(h)
-            )
+            h = block(h) if self.reentrant is None else checkpoint(block, h, use_reentrant=self.reentrant)
         return self.head(h)
 
 
@@ -55,19 +61,10 @@ def make_mesh() -> DeviceMesh:
 def build(mesh: DeviceMesh | None, case: str = "") -> nn.Module:
     """A net behind FSDP2, of which the words of `case` say what it is asked for; by itself where there is no mesh."""
     torch.manual_seed(1)
-    net = Net(next((kind for kind in ("ordinary", "reentrant") if kind in case), ""))
+    net = Net(next((kind == "reentrant" for kind in ("ordinary", "reentrant") if kind in case), None))
     if mesh is None:
         return net
-    options: dict[str, Any] = {}
-    if "bf16" in case or "mixed32" in case:
-        reduced = torch.float32 if "mixed32" in case else torch.bfloat16
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
-    if "fp16" in case:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
-    if "offload" in case:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    if "noreshard" in case:
-        options["reshard_after_forward"] = False
+    options = {key: value for word in case.split() for key, value in OPTIONS.get(word, {}).items()}
     if "tied" in case:
         net.head.weight = net.embed.weight
     if "frozen" in case:
@@ -93,14 +90,6 @@ def batch_of(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * rank + step)
     drawn = torch.randint(0, VOCABULARY, (2, 8, 5), generator=generator)
     return drawn[0], drawn[1]
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, 1e-2)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.1)
 
 
 class Sharded:

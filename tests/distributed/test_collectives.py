@@ -1,11 +1,11 @@
 """ring and direct: the mean over the ranks, the same bits everywhere, for any world, length, chunking and dtype."""
 
 import functools
+from typing import Any
 
 import pytest
 import torch
 
-from gradwire.errors import CorruptMessage
 from gradwire.exchange.ring import mean_through_codec
 from gradwire.telemetry.recorder import BucketRecord, Recorder
 from gradwire.wire.communicator import Communicator
@@ -13,7 +13,6 @@ from gradwire.wire.preamble import FORMAT_VERSION, Preamble
 from gradwire.wire.wire import Wire
 from ranks import on_ranks
 
-COLLECTIVES = {topology: functools.partial(mean_through_codec, topology=topology) for topology in ("ring", "direct")}
 LENGTHS = [0, 1, 2, 3, 5, 7, 64, 65, 1_000, 20_011]
 
 
@@ -32,15 +31,12 @@ class TrailingZeros:
 
     def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
         raw = gradient.contiguous().view(torch.uint8)
-        used = raw.nonzero()
-        n_bytes = int(used.max()) + 1 if used.numel() else 0
+        n_bytes = int(raw.nonzero().max()) + 1 if raw.any() else 0
         out[:n_bytes].copy_(raw[:n_bytes])
         return n_bytes
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
         raw = out.view(torch.uint8)
-        if message.numel() > raw.numel():
-            raise CorruptMessage("too long")
         raw.zero_()
         raw[: message.numel()].copy_(message)
 
@@ -69,14 +65,12 @@ def expected_mean(which: str, world_size: int, n: int, dtype: torch.dtype) -> to
     return result
 
 
-@pytest.mark.parametrize("which", COLLECTIVES)
+@pytest.mark.parametrize("which", ["ring", "direct"])
 @pytest.mark.parametrize(
     ("world_size", "chunk_elements"), [(1, 64), (2, 64), (2, 1 << 18), (3, 500), (4, 64), (5, 999)]
 )
 @on_ranks()
-def test_mean_is_exact_and_the_same_on_all_ranks(
-    rank: int, world_size: int, which: str, chunk_elements: int
-) -> list[torch.Tensor]:
+def test_mean_is_exact_and_the_same_on_all_ranks(rank: int, world_size: int, which: str, chunk_elements: int) -> Any:
     communicator = Communicator(timeout_s=100)
     recorder = Recorder(rank, world_size)
     results = []
@@ -84,7 +78,7 @@ def test_mean_is_exact_and_the_same_on_all_ranks(
         for n in LENGTHS:
             buffer = gradient_of(rank, n, dtype)
             record = recorder.open_bucket(0, 0, buffer.numel() * buffer.element_size())
-            mean = functools.partial(COLLECTIVES[which], chunk_elements=chunk_elements)
+            mean = functools.partial(mean_through_codec, topology=which, chunk_elements=chunk_elements)
             communicator.submit(mean, wire_of(communicator, record), TrailingZeros(), buffer).wait()
             expected = expected_mean(which, world_size, n, dtype)
             assert torch.equal(buffer, expected), (which, world_size, n, dtype)
@@ -94,12 +88,13 @@ def test_mean_is_exact_and_the_same_on_all_ranks(
     return results
 
 
-@pytest.mark.parametrize("which", COLLECTIVES)
+@pytest.mark.parametrize("which", ["ring", "direct"])
 @on_ranks(4)
 def test_what_is_sent_is_received_and_close_to_the_bound(rank: int, world_size: int, which: str) -> None:
     n, communicator = 400_000, Communicator(timeout_s=100)
     record = Recorder(rank, world_size).open_bucket(0, 0, 4 * n)
-    communicator.submit(COLLECTIVES[which], wire_of(communicator, record), TrailingZeros(), torch.ones(n)).wait()
+    mean = functools.partial(mean_through_codec, topology=which)
+    communicator.submit(mean, wire_of(communicator, record), TrailingZeros(), torch.ones(n)).wait()
     communicator.close()
     bound = 2 * (world_size - 1) / world_size * 4 * n
     assert bound <= record.bytes_sent <= 1.002 * bound  # headers

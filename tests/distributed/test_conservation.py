@@ -54,10 +54,9 @@ def test_what_is_sent_and_what_is_left_is_what_was_given(
         gradients = gradients_of(rank, step, dtype, SHAPES)
         if step == 3:
             gradients[0].zero_()  # unused everywhere: what was left out of it stays
+            driver.bucket_sizes = LAYOUT  # as DDP rebuilds them
         if step in (4, 5) and rank == 1:
             gradients[2].zero_()  # unused on one rank
-        if step == 3:
-            driver.bucket_sizes = LAYOUT  # as DDP rebuilds them
         result = driver.reduce([gradient * driver.loss_scale for gradient in gradients])
         new = driver.state().double()
         if step == 3:

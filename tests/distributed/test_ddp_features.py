@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable
+import math
 from functools import partial
 from typing import Any
 
@@ -17,27 +17,22 @@ from awkward_models import Branches, Mixed, Oddments, Recomputed, build_model
 from gradwire import schemes
 from gradwire.schemes import Scheme
 from ranks import on_ranks
-from small_training import MakeOptimizer, Training, batch_of, from_one, muon_and_adamw
+from small_training import MakeOptimizer, Training, batch_of, from_one, mean_square, muon_and_adamw
 
 
-def train(
-    rank: int, scheme: Scheme | None, look_at: Callable[[Training], None] | None = None, **options: Any
-) -> Tensor:
-    """N_STEPS steps, and a look at the training before it is closed."""
+def train(rank: int, scheme: Scheme | None, **options: Any) -> Tensor:
+    """N_STEPS steps, and a look at what the model is awkward by."""
     training = start(rank, scheme, **options).after(range(N_STEPS))
-    if look_at is not None:
-        look_at(training)
+    module, attachment = training.ddp.module, training.attachment
+    if attachment is not None:
+        counts = [step.n_buckets for step in attachment.recorder.steps]
+        assert options or counts[0] == 1 < counts[1] == counts[-1], counts  # rebuilt: one for all, then several
+        assert not isinstance(module, Mixed) or min(counts) >= 3, "every dtype has one"
+    if isinstance(module, Branches):
+        assert module.spare.weight.grad is None
+    if isinstance(module, Oddments):
+        assert torch.equal(module.frozen, torch.ones(20))
     return finish(training)
-
-
-def buckets_were_rebuilt(training: Training) -> None:
-    if training.attachment is not None:
-        counts = [step.n_buckets for step in training.attachment.recorder.steps]
-        assert counts[0] == 1 < counts[1] == counts[-1], counts  # one bucket for all, then several
-
-
-def spare_has_no_gradient(training: Training) -> None:
-    assert training.ddp.module.spare.weight.grad is None
 
 
 def accumulate_without_sync(rank: int, scheme: Scheme | None) -> Tensor:
@@ -61,15 +56,10 @@ def join_with_uneven_inputs(rank: int, scheme: Scheme | None) -> Tensor:
     return finish(training)  # DDP broadcasts the parameters of the last rank to those that left early
 
 
-def frozen_has_not_moved(training: Training) -> None:
-    assert torch.equal(training.ddp.module.frozen, torch.ones(20))
-
-
 def clip_after_backward(rank: int, scheme: Scheme | None) -> Tensor:
-    loss = lambda module, rank, step: (10 * module(batch_of(rank, step))).square().mean()  # noqa: E731
-    training = start(rank, scheme, optimizer=sgd, loss=loss)
+    training = start(rank, scheme, optimizer=sgd, loss=mean_square)
     for step in range(N_STEPS):
-        training.backward(step)
+        training.backward(step, 100.0)
         assert torch.nn.utils.clip_grad_norm_(training.ddp.parameters(), 0.5) > 0.5
         training.optimizer.step()
     return finish(training)
@@ -154,9 +144,6 @@ def test_join_that_changes_the_divisor_is_refused(rank: int, world_size: int) ->
     training.attachment.close()
 
 
-# ---- Mixed precision in all its forms: autocast, GradScaler, 16-bit and mixed parameters
-
-
 def under_autocast(module: nn.Module, rank: int, step: int) -> Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return module(batch_of(rank, step)).float().square().mean()
@@ -165,42 +152,27 @@ def under_autocast(module: nn.Module, rank: int, step: int) -> Tensor:
 def train_with_scaler(rank: int, scheme: Scheme | None) -> Tensor:
     """An Inf on one rank in step 1: the scaler skips that step on all ranks, and halves its scale."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
-    training = start(rank, scheme, optimizer=sgd, scaler=scaler)
+    training = start(rank, scheme, optimizer=sgd, loss=mean_square, scaler=scaler)
     drifts = scheme is not None and scheme.name == "periodic"
     for step in range(N_STEPS):
-        training.optimizer.zero_grad()
-        loss = training.ddp(batch_of(rank, step)).square().mean()
-        scaler.scale(loss * float("inf") if (rank, step) == (1, 1) and not drifts else loss).backward()
-        scaler.unscale_(training.optimizer)
-        torch.nn.utils.clip_grad_norm_(training.ddp.parameters(), 1.0)
-        scaler.step(training.optimizer)
-        scaler.update()
+        is_bad = (rank, step) == (1, 1) and not drifts
+        training.take_scaled_step(scaler, step, math.inf if is_bad else 1.0, max_norm=1.0)
     assert scaler.get_scale() == (2.0**14 if drifts else 2.0**13)
     return finish(training)
 
 
-def train_in(dtype: torch.dtype) -> Case:
-    def loss(module: nn.Module, rank: int, step: int) -> Tensor:
-        return (module(batch_of(rank, step).to(dtype)).float() - 1.0).square().mean()
-
-    return partial(train, model=lambda: build_model().to(dtype), optimizer=sgd, loss=loss)
-
-
-def every_dtype_has_a_bucket(training: Training) -> None:
-    if training.attachment is not None:
-        assert min(step.n_buckets for step in training.attachment.recorder.steps) >= 3
+def in_its_dtype(module: nn.Module, rank: int, step: int) -> Tensor:
+    return (module(batch_of(rank, step).to(next(module.parameters()).dtype)).float() - 1).square().mean()
 
 
 FEATURES: dict[str, Case] = {
-    "rebuild_buckets": partial(train, look_at=buckets_were_rebuilt),
+    "rebuild_buckets": train,
     "view_buckets": partial(train, gradient_as_bucket_view=True),
     "keep_graph_static": partial(train, static_graph=True),
-    "leave_parameters_unused": partial(
-        train, look_at=spare_has_no_gradient, model=Branches, find_unused_parameters=True
-    ),
+    "leave_parameters_unused": partial(train, model=Branches, find_unused_parameters=True),
     "accumulate_without_sync": accumulate_without_sync,
     "join_with_uneven_inputs": join_with_uneven_inputs,
-    "train_odd_parameters": partial(train, look_at=frozen_has_not_moved, model=Oddments),
+    "train_odd_parameters": partial(train, model=Oddments),
     "clip_after_backward": clip_after_backward,
     "recompute_activations": partial(train, model=Recomputed),
     "compile_the_model": compile_the_model,
@@ -209,9 +181,9 @@ FEATURES: dict[str, Case] = {
     "go_on_after_closing": go_on_after_closing,
     "autocast": partial(train, loss=under_autocast),
     "scaler": train_with_scaler,
-    "bfloat16": train_in(torch.bfloat16),
-    "float16": train_in(torch.float16),
-    "mixed": partial(train, look_at=every_dtype_has_a_bucket, model=Mixed, optimizer=sgd),
+    "bfloat16": partial(train, model=lambda: build_model().bfloat16(), optimizer=sgd, loss=in_its_dtype),
+    "float16": partial(train, model=lambda: build_model().half(), optimizer=sgd, loss=in_its_dtype),
+    "mixed": partial(train, model=Mixed, optimizer=sgd),
 }
 # A unit in the last place of bfloat16 is 2^16 of float32's, of float16 2^13: near-lossless means as much less there; and
 # the activations' rounding to bfloat16 magnifies a difference in float32's last place.
@@ -224,9 +196,6 @@ def test_feature_works_with_every_scheme(rank: int, world_size: int, feature: st
     check_case(rank, FEATURES[feature], COARSER.get(feature, 1))
 
 
-# ---- two lines in a script, and training goes on as DDP alone, or as PyTorch's own hook, would do it
-
-
 @pytest.mark.parametrize("optimizer", [sgd, muon_and_adamw])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
@@ -236,15 +205,12 @@ def test_plain_gives_the_bits_of_ddp_without_a_hook(rank: int, world_size: int, 
     assert torch.equal(alone.flat(), plain.flat())
 
 
-def pytorchs(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses the hook itself off CUDA
-    return default_hooks.bf16_compress_hook(state, bucket)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
 def test_it_does_what_pytorchs_hook_does_with_half_the_bytes(rank: int, world_size: int) -> Tensor:
     theirs, ours = Training(rank), Training(rank, "bf16")
-    theirs.ddp.register_comm_hook(None, pytorchs)
+    # DDP refuses the hook itself off CUDA.
+    theirs.ddp.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
     for training in (theirs, ours):
         training.take_steps(range(4))
     ratio = ours.close()["ratio"]

@@ -14,21 +14,19 @@ from gradwire import InvalidArgument, Unsupported, schemes
 from gradwire.core.bucket import slot_of
 from gradwire.schemes.frozen_adam import FLOOR_SHARE
 from logs import log_of
+from quantiser_oracles import decoded
 from ranks import on_ranks, run_ranks
-from small_training import Loss, MakeOptimizer, Training
+from small_training import MakeOptimizer, Training
 from small_training import adamw as adamw_by_default
 
 LR, BETAS, EPS, DECAY, FREEZE, STEPS = 0.01, (0.9, 0.99), 1e-8, 0.1, 4, 10
 Q = 64  # values to a scale, if nothing is said
+adamw = partial(torch.optim.AdamW, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
 
 
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 5))
-
-
-def adamw(parameters: Any, **options: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, LR, BETAS, EPS, DECAY, **options)
 
 
 def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
@@ -37,24 +35,10 @@ def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
     return (module(x) - y).square().mean()
 
 
-def quantised(values: Tensor) -> Tensor:
-    """(n,) float64: sign times mean magnitude, group by group, the mean rounded to bfloat16."""
-    groups = values.split(Q)
-    scales = [group.abs().mean().to(torch.float32).to(torch.bfloat16).double() for group in groups]
-    return torch.cat([torch.where(group < 0, -scale, scale) for group, scale in zip(groups, scales, strict=True)])
-
-
-def start(
-    rank: int,
-    optimizer: MakeOptimizer = adamw,
-    of: tuple[Callable[[], nn.Module], Loss] = (model, loss_of),
-    ddp: Any = None,
-    scaler: Any = None,
-    **options: Any,
-) -> Training:
-    """The training that is transcribed, or that of another model and its loss; `options` are those of the scheme."""
-    made = schemes.by_name("one-bit-adam", **{"freeze_step": FREEZE, **options})
-    return Training(rank, made, optimizer, *of, {"bucket_cap_mb": 25, **(ddp or {})}, scaler=scaler)
+def start(rank: int, optimizer: MakeOptimizer = adamw, told: dict[str, Any] | None = None, **options: Any) -> Training:
+    """The training that is transcribed, or another, by `options`; `told`: options of the scheme."""
+    made = schemes.by_name("one-bit-adam", **{"freeze_step": FREEZE, **(told or {})})
+    return Training(rank, made, optimizer, **{"model": model, "loss": loss_of, **options})
 
 
 def check(ours: list[Tensor], expected: list[Tensor]) -> list[Tensor]:
@@ -70,75 +54,56 @@ class OneBit:
     """Momenta of two ranks, one tensor a message, pushed and pulled by hand; the ranks' parts meet in the bucket's middle."""
 
     def __init__(self, starts: list[int], total: int) -> None:
-        self.starts, self.residuals = starts, [torch.zeros(total, dtype=torch.float64) for _ in range(2)]
-        self.parts = [(0, total // 2), (total // 2, total)]
+        self.starts, self.residuals = starts, torch.zeros(2, total, dtype=torch.float64)
+        self.parts = [slice(0, total // 2), slice(total // 2, total)]
 
     def __call__(self, m: Tensor, gradients: list[Tensor]) -> Tensor:
         own = [BETAS[0] * m + (1 - BETAS[0]) * gradient for gradient in gradients]
-        new, residuals = torch.empty_like(m), self.residuals
-        for owner, (first, last) in enumerate(self.parts):
-            summed = own[owner][first:last].clone()
-            for rank in range(len(own)):
-                if rank != owner:
-                    term = own[rank][first:last] + residuals[rank][first:last]
-                    sent = self.through_codec(term, first, last)
-                    residuals[rank][first:last] = term - sent
-                    summed += sent
-            term = summed + residuals[owner][first:last]
-            sent = self.through_codec(term, first, last)
-            residuals[owner][first:last] = term - sent
-            new[first:last] = sent / len(own)
-        return new
+        means = []
+        for owner, part in enumerate(self.parts):
+            pushed = self.sent(1 - owner, part, own[1 - owner][part])
+            means.append(self.sent(owner, part, own[owner][part] + pushed) / 2)
+        return torch.cat(means)
 
-    def through_codec(self, values: Tensor, first: int, last: int) -> Tensor:
-        cuts = [first, *(start for start in self.starts if first < start < last), last]
-        return torch.cat([quantised(values[a - first : b - first]) for a, b in itertools.pairwise(cuts)])
+    def sent(self, rank: int, part: slice, values: Tensor) -> Tensor:
+        """By a rank, group by group: sign times mean magnitude, the mean rounded to bfloat16."""
+        term = values + self.residuals[rank, part]
+        cuts = [start - part.start for start in self.starts if part.start < start < part.stop]
+        sent = torch.from_numpy(decoded("one-bit", {"scale_values": Q}, term.numpy(), 0, cuts))
+        self.residuals[rank, part] = term - sent
+        return sent
 
 
 def transcribed(rates: Callable[[int, str], tuple[float, float]] = lambda step, name: (LR, DECAY)) -> list[Tensor]:
     """The parameters after the training of two ranks, in float64; `rates`: a parameter's learning rate and weight decay."""
     module = model().double()
-    names = [name for name, _ in module.named_parameters()][::-1]  # as DDP's one bucket holds them
-    parameters = dict(module.named_parameters())
-    sizes = [parameters[name].numel() for name in names]
-    total, starts = sum(sizes), [sum(sizes[:i]) for i in range(len(sizes))]
-    m, v = torch.zeros(total, dtype=torch.float64), torch.zeros(total, dtype=torch.float64)
-    exchange = OneBit(starts, total)
-    spans = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-
+    parameters = dict([*module.named_parameters()][::-1])  # as DDP's one bucket holds them
+    sizes = [parameter.numel() for parameter in parameters.values()]
+    m, v = torch.zeros(2, sum(sizes), dtype=torch.float64)
+    exchange = OneBit(list(itertools.accumulate(sizes)), sum(sizes))
     for step in range(STEPS):
         gradients = []
         for rank in range(2):
-            module.zero_grad()
-            loss_of(module, rank, step).backward()
-            gradients.append(torch.cat([parameters[name].grad.reshape(-1) for name in names]))
+            of_rank = torch.autograd.grad(loss_of(module, rank, step), list(parameters.values()))
+            gradients.append(torch.cat([gradient.reshape(-1) for gradient in of_rank]))
         if step < FREEZE:
             mean = torch.stack(gradients).mean(0)
             m, v = BETAS[0] * m + (1 - BETAS[0]) * mean, BETAS[1] * v + (1 - BETAS[1]) * mean.square()
             root = v.sqrt()
         else:
-            root = torch.cat([_floored(v[span]).sqrt() for span in spans])
+            largest = torch.cat([one.max().expand(one.shape) for one in v.split(sizes)])
+            root = torch.where(v == 0, largest, v.maximum(FLOOR_SHARE * largest)).sqrt()
             m = exchange(m, gradients)
         corrected = root / (1 - BETAS[1] ** min(step + 1, FREEZE)) ** 0.5 + EPS
         update = m / (1 - BETAS[0] ** (step + 1)) / corrected
-        for name, span in zip(names, spans, strict=True):
-            with torch.no_grad():
-                rate, decay = rates(step, name)
-                parameters[name].view(-1).mul_(1 - rate * decay).sub_(rate * update[span])
+        for (name, parameter), part in zip(parameters.items(), update.split(sizes), strict=True):
+            rate, decay = rates(step, name)
+            parameter.detach().view(-1).mul_(1 - rate * decay).sub_(rate * part)
     return [parameter.detach() for parameter in module.parameters()]
-
-
-def _floored(variance: Tensor) -> Tensor:
-    largest = float(variance.max())
-    return torch.where(variance == 0, largest, variance.clamp(min=FLOOR_SHARE * largest))
 
 
 def variance_of(training: Training) -> Tensor:
     return torch.cat([state["exp_avg_sq"].view(-1) for state in training.optimizer.state.values()]).clone()
-
-
-def n_updates_of(training: Training) -> int:
-    return int(next(iter(training.optimizer.state.values()))["step"])
 
 
 def ended(training: Training) -> list[Tensor]:
@@ -165,7 +130,7 @@ def test_the_variance_stays_from_the_freeze_on_and_goes_on_after_close(rank: int
     assert all(parameter.grad is not None for parameter in training.ddp.parameters())
     training.close()
     training.take_steps([0])
-    assert n_updates_of(training) == STEPS + 1
+    assert {int(state["step"]) for state in training.optimizer.state.values()} == {STEPS + 1}
     assert not torch.equal(variance_of(training), seen[-1])
 
 
@@ -190,7 +155,7 @@ def looked_up(module: nn.Module, rank: int, step: int) -> Tensor:
 @on_ranks(2)
 def test_zeros_in_the_variance_and_parameters_that_train_late(rank: int, world_size: int) -> Tensor:
     """Rows without a gradient before the freeze divide by the floor, and a late layer has a freeze of its own."""
-    training = start(rank, adamw_by_default, (Late, looked_up))
+    training = start(rank, adamw_by_default, model=Late, loss=looked_up)
     begin = training.flat()
     training.take_steps(range(8))
     training.optimizer.param_groups[0]["lr"] = 1e-2  # a restart of the learning rate
@@ -208,8 +173,10 @@ def test_zeros_in_the_variance_and_parameters_that_train_late(rank: int, world_s
 @pytest.mark.parametrize("at", [FREEZE - 1, FREEZE, FREEZE + 3])
 @on_ranks(2)
 def test_resume_before_in_and_after_the_freeze(rank: int, world_size: int, at: int) -> None:
-    """Through, and saved and loaded into new objects after `at` steps: bit for bit the same."""
-    ddp = {"find_unused_parameters": True}  # where DDP does not rebuild its buckets, so that both cut them alike
+    ddp = {
+        "bucket_cap_mb": 25,
+        "find_unused_parameters": True,
+    }  # where DDP does not rebuild its buckets, so that both cut them alike
     through = start(rank, ddp=ddp).after(range(STEPS))
     through.close()
     first = start(rank, ddp=ddp).after(range(at))
@@ -226,15 +193,10 @@ def test_overflow_in_the_step_of_the_freeze(rank: int, world_size: int) -> Tenso
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     training = start(rank, scaler=scaler)
     for step in range(STEPS):
-        training.optimizer.zero_grad()
-        loss = loss_of(training.ddp, rank, step)
-        scaler.scale(loss * (math.inf if rank == 1 and step in (FREEZE, FREEZE + 2) else 1.0)).backward()
-        scaler.unscale_(training.optimizer)
-        torch.nn.utils.clip_grad_norm_(training.ddp.parameters(), 100.0)
-        scaler.step(training.optimizer)
-        scaler.update()
+        is_bad = rank == 1 and step in (FREEZE, FREEZE + 2)
+        training.take_scaled_step(scaler, step, math.inf if is_bad else 1.0, max_norm=100.0)
     training.close()
-    assert n_updates_of(training) == STEPS - 2
+    assert {int(state["step"]) for state in training.optimizer.state.values()} == {STEPS - 2}
     assert bool(training.flat().isfinite().all())
     return training.flat()
 
@@ -251,8 +213,8 @@ def test_what_is_refused_and_how(rank: int, world_size: int) -> None:
     ]
     for optimizer, options, words in refused:
         with pytest.raises(InvalidArgument if options else Unsupported, match=words):
-            start(rank, optimizer, **options)
-    training = start(rank, freeze_step=1)
+            start(rank, optimizer, options)
+    training = start(rank, told={"freeze_step": 1})
     optimizer, attachment = training.optimizer, training.attachment
     training.take_steps([0])
     training.backward(1)
@@ -271,7 +233,6 @@ def test_what_is_refused_and_how(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("factor", [1_000.0, 1.0])
 @on_ranks(2)
 def test_gradients_that_outgrow_the_variance_are_told_once(rank: int, world_size: int, factor: float) -> None:
-    """Gradients that are `factor` times as large from the freeze on."""
     texts, training = log_of("gradwire.schemes.frozen_adam"), start(rank)
     training.take_steps(range(FREEZE))
     training.take_steps(range(FREEZE, STEPS), factor)
@@ -286,7 +247,7 @@ def test_gradients_that_outgrow_the_variance_are_told_once(rank: int, world_size
 @on_ranks(1)
 def test_a_run_that_ends_before_the_freeze_is_told(rank: int, world_size: int, freeze_step: int) -> None:
     texts = log_of("gradwire.schemes.plain_steps")
-    training = start(rank, freeze_step=freeze_step).after(range(2))
+    training = start(rank, told={"freeze_step": freeze_step}).after(range(2))
     training.close()
     assert f"steps before {freeze_step} are reduced plainly" in texts[0]
     # With 1, one rank has nothing to compress, and that is no fault of freeze_step.
@@ -308,7 +269,7 @@ def test_moments_lie_as_their_bucket_does(rank: int, world_size: int) -> None:
         images = torch.randn(4, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)
         return module(images).square().mean()
 
-    training = start(rank, of=(convolution, loss)).after(range(STEPS))
+    training = start(rank, model=convolution, loss=loss).after(range(STEPS))
     weight = training.ddp.module.weight
     first = training.optimizer.state[weight]["exp_avg"]
     assert not first.is_contiguous()
@@ -318,9 +279,6 @@ def test_moments_lie_as_their_bucket_does(rank: int, world_size: int) -> None:
     assert torch.equal(momentum, first.permute(0, 2, 3, 1).reshape(-1))
     assert len(adam.frozen_at) == 2
     training.close()
-
-
-# ---- one-bit-adam in a training that changes: its learning rate, parameter groups, number of ranks
 
 
 CHANGE = FREEZE + 2

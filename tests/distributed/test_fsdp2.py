@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import reducing_cases as cases
@@ -21,6 +22,7 @@ from gradwire import schemes
 from gradwire.core.bucket import Slot, local_of
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from ranks import agree, on_ranks, patience, try_ranks
+from small_training import flat
 
 CASES = [
     "", "clip", "noreshard", "mixed32", "offload", "bf16", "micro sync", "micro all-reduce", "compile", "ordinary", "reentrant",
@@ -94,33 +96,31 @@ def test_a_native_hsdp_model_is_taken_over_as_it_is(rank: int, world_size: int) 
         assert ours.has_bits_of(native), case
 
 
-# gcomp reads the optimizer here.
-OPTIONS = {name: options for name, options in cases.OPTIONS.items() if name != "gcomp"}
-
-
-def as_published(name: str) -> schemes.Scheme:
-    """Compressed from the first step on, beside AdamW too."""
-    return schemes.by_name(name, **schemes.as_published(name, OPTIONS.get(name, {})))
-
-
 @on_ranks(4)
-def test_every_reducing_scheme_serves_shards_and_resumes(rank: int, world_size: int) -> None:
-    """Replicas stay equal, and a resumed run goes on with the same bits."""
+def test_every_reducing_scheme_serves_shards_resumes_and_shows_a_nan_to_all(rank: int, world_size: int) -> None:
     mesh = make_mesh()
+    x, y = batch_of(rank, 0)
     for name in cases.STATEFUL:
-        first, again = (start(rank, mesh, as_published(name)) for _ in range(2))
+        options = {} if name == "gcomp" else cases.OPTIONS.get(name, {})  # gcomp reads the optimizer here
+        options = schemes.as_published(name, options)  # compressed from the first step on, beside AdamW too
+        first, again = (start(rank, mesh, schemes.by_name(name, **options)) for _ in range(2))
         first.take_steps(range(3))
         for one, other in ((first.net, again.net), (first.optimizer, again.optimizer), (first.state, again.state)):
             other.load_state_dict(copy.deepcopy(one.state_dict()))
         for one in (first, again):
-            one.take_steps(range(3, 5)).state.close()
+            one.take_steps(range(3, 5))
         assert all(agree(shard, mesh.get_group("replicate")) for shard in first.shards()), name
         assert again.has_bits_of(first), name
+        loss = nn.functional.cross_entropy(first.net(x).flatten(0, 1), y.flatten())
+        (loss * (float("nan") if rank == 2 else 1.0)).backward()
+        assert not any(local_of(p.grad).isfinite().all() for p in first.net.head.parameters()), name
+        for one in (first, again):
+            one.state.close()
 
 
 @on_ranks(2)
 def test_importance_of_shards_is_that_of_the_whole(rank: int, world_size: int) -> None:
-    nets = []
+    found = []  # of whole parameters, and of shards
     for is_sharded in (False, True):
         torch.manual_seed(0)
         net: nn.Module = nn.Linear(33, 50)
@@ -131,21 +131,17 @@ def test_importance_of_shards_is_that_of_the_whole(rank: int, world_size: int) -
             net(torch.randn(8, 33, generator=torch.Generator().manual_seed(step))).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        nets.append((net, optimizer))
-    for whole, shard in zip(nets[0][0].parameters(), nets[1][0].parameters(), strict=True):
-        expected = torch.zeros(whole.numel(), dtype=torch.uint8)
-        QuantisationMetric(nets[0][1], 2).write_importance([whole], [0], expected)
-        local = local_of(shard)
-        found = torch.zeros(local.numel(), dtype=torch.uint8)
-        QuantisationMetric(nets[1][1], 2).write_importance([Slot("", local.shape, shard)], [0], found)
-        assert found.max() > 0
-        n_rows = whole.shape[0] // world_size
-        assert torch.equal(found, expected.view(whole.shape)[rank * n_rows : (rank + 1) * n_rows].reshape(-1))
+        slots = [Slot("", local_of(parameter).shape, parameter) for parameter in net.parameters()]
+        found.append([torch.zeros(slot.shape, dtype=torch.uint8) for slot in slots])
+        for slot, importance in zip(slots, found[-1], strict=True):
+            QuantisationMetric(optimizer, 2).write_importance([slot], [0], importance.view(-1))
+    for whole, shard in zip(*found, strict=True):
+        assert shard.max() > 0
+        assert torch.equal(shard, whole.chunk(world_size)[rank])
 
 
 @on_ranks(4)
 def test_the_backward_pass_waits_for_no_mean(rank: int, world_size: int) -> None:
-    """Arrivals never block: the first layer's backward pass begins before the first mean is there."""
     ours = start(rank, make_mesh())
     state, events = ours.state, []
     reduce = state.scheme.reduce
@@ -218,10 +214,6 @@ def test_what_this_door_cannot_serve_is_refused_by_name(rank: int, world_size: i
     dist.barrier()  # rank 0 holds the store, and waits for the ranks of its own group only
 
 
-def raise_error(*_: Any) -> None:
-    raise ZeroDivisionError
-
-
 @on_ranks(2)
 def test_a_bare_module_needs_no_ddp(rank: int, world_size: int) -> None:
     """A module that nothing else reduces: replicas stay equal, and a parameter used on one rank only is stepped on all."""
@@ -238,7 +230,7 @@ def test_a_bare_module_needs_no_ddp(rank: int, world_size: int) -> None:
     assert net["extra"].weight.grad.abs().sum() > 0  # type: ignore[union-attr,operator]
     # A pass that was given up before anything was sent does no harm.
     optimizer.zero_grad()
-    handle = net["extra"].register_full_backward_pre_hook(raise_error)  # type: ignore[operator]
+    handle = net["extra"].register_full_backward_pre_hook(Mock(side_effect=ZeroDivisionError))  # type: ignore[operator]
     with pytest.raises(ZeroDivisionError):
         hooked(x).square().mean().backward()
     handle.remove()
@@ -255,21 +247,8 @@ def test_a_bare_module_needs_no_ddp(rank: int, world_size: int) -> None:
         hooked(x).square().mean().backward()
         optimizer.step()
     state.close()
-    parameters = torch.cat([p.detach().flatten() for p in net.parameters()])
-    assert agree(parameters)
-
+    assert agree(flat(net))
     torch.manual_seed(rank)
     other = nn.Linear(3, 3)
     with pytest.raises(gradwire.InvalidArgument, match=r"ranks \[1\] have other parameters than rank 0"):
         gradwire.attach(other, torch.optim.SGD(other.parameters(), 0.1), "plain", timeout_s=100)
-
-
-@on_ranks(4)
-def test_a_nan_on_one_rank_is_seen_by_all(rank: int, world_size: int) -> None:
-    ours = start(rank, make_mesh(), "one-bit")
-    net = ours.net
-    x, y = batch_of(rank, 0)
-    loss = nn.functional.cross_entropy(net(x).flatten(0, 1), y.flatten())
-    (loss * (float("nan") if rank == 2 else 1.0)).backward()
-    assert not any(local_of(p.grad).isfinite().all() for p in net.head.parameters())
-    ours.state.close()

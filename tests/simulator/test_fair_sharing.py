@@ -41,10 +41,7 @@ def broadcast_path(sender: int, racks: Sequence[int]) -> frozenset[str]:
     return frozenset(links)
 
 
-def finish_times(
-    capacities: Mapping[str, Fraction], transfers: Sequence[tuple[Fraction, frozenset[str], Fraction]]
-) -> list[Fraction]:
-    """When each (start, path, size) is done."""
+def finish_times(capacities: Mapping[str, Fraction], transfers: Sequence[tuple]) -> list[Fraction]:
     left = [size for _, _, size in transfers]
     ends: list[Fraction | None] = [None] * len(transfers)
     now = Fraction(0)

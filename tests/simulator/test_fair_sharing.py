@@ -73,16 +73,6 @@ def test_rates_are_those_of_progressive_filling(seed: int) -> None:
     assert of_each == pytest.approx([float(rate) for rate in exact], rel=1e-12)
 
 
-def test_no_link_carries_more_than_its_capacity_and_every_flow_has_a_full_link() -> None:
-    capacities = [7.0, 5.0, 11.0]
-    loads = [{0: 2.0, 1: 1.0}, {1: 3.0, 2: 1.0}, {2: 4.0}]
-    rates = share_max_min(capacities, loads)
-    carried = [sum(rate * load.get(link, 0) for rate, load in zip(rates, loads, strict=True)) for link in range(3)]
-    assert all(used <= capacity * (1 + 1e-12) for used, capacity in zip(carried, capacities, strict=True))
-    for load in loads:
-        assert any(carried[link] == pytest.approx(capacities[link]) for link in load)
-
-
 def test_a_flow_without_a_link_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="no link"):
         share_max_min([1.0], [{}])

@@ -1,8 +1,10 @@
 """Programs that a test runs to their end."""
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ranks import patience
@@ -22,3 +24,15 @@ def run_well(command: Sequence[object], timeout_s: float = 150, **options: Any) 
     ended = run(command, timeout_s, **options)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
+
+
+def child_pids(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended
+        for child in child_pids(pid):
+            found += [child, *descendants(child)]
+    return found

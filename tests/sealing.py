@@ -36,7 +36,7 @@ def seal_float(message: Tensor, n: int, entry_bytes: int) -> None:
     if entry_bytes == 4 and message[18]:  # truncated-float's marks of partitions with Inf and NaN
         n_marks = (-(-n // 256) + 7) // 8
     end = message.numel() - n_marks
-    if n <= CHUNK:
+    if 0 < n <= CHUNK:
         put(message, 40, "<I", _native.crc32c(message[first:end]))
     of_headers = _native.crc32c(message[40:first], _native.crc32c(message[:36]))
     put(message, 36, "<I", _native.crc32c(message[end:], of_headers))

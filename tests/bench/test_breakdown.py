@@ -1,14 +1,11 @@
 """The breakdown of a step (ACP-SGD's Figs. 3 and 8): its parts add up, and compression is what the recorder saw."""
 
 import pytest
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import gradwire
 from gradwire_lab.bench.train import split_steps
 from gradwire_lab.bench.train_methods import StepTimes
 from ranks import on_ranks
+from small_training import Training
 
 # Three steps on each of two ranks; in the second one rank 1 waits for nobody but the network.
 TIMES = [
@@ -33,14 +30,8 @@ def test_computation_exposed_communication_and_waiting_add_up_to_the_step(rank: 
 @on_ranks(2)
 def test_every_step_of_the_recorder_has_its_breakdown(rank: int, world_size: int) -> None:
     for name in ("acp-sgd", "power-sgd", "sign-sgd", "top-k", "gcomp"):
-        torch.manual_seed(0)
-        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(96, 256), nn.ReLU(), nn.Linear(256, 64)))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        attachment = gradwire.attach(ddp, optimizer, name, timeout_s=60)
-        for _ in range(6):
-            optimizer.zero_grad()
-            ddp(torch.randn(32, 96)).square().mean().backward()
-            optimizer.step()
+        training = Training(rank, name, timeout_s=60).after(range(6))
+        attachment = training.attachment
         attachment.wait_until_idle()
         stats = attachment.stats()
         for record in attachment.recorder.unsummed_buckets():  # what follows the last step is in no step yet

@@ -130,9 +130,7 @@ def test_level_rule_gives_more_to_ranks_whose_number_is_no_power_of_two(tmp_path
     assert np.allclose(three, 0.75 * one)
 
 
-def test_incomplete_file_is_refused_before_anything_is_timed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_incomplete_file_is_refused_before_one_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arrays = adamw_arrays()
     del arrays["exp_avg"]
     good, bad = write(tmp_path / "good.npz", adamw_arrays()), write(tmp_path / "bad.npz", arrays)

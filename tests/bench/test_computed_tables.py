@@ -3,12 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import gradwire
 from gradwire import schemes
 from gradwire_lab.bench.measures import shapes
 from ranks import on_ranks
+from small_training import Training, sgd
 
 RANK, STEPS = 4, 2  # of ACP-SGD a step for each factor
 SPECS = {
@@ -29,23 +28,20 @@ def make_model() -> nn.Sequential:
     )  # fmt: skip
 
 
+def loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(10 * rank + step))
+    return module(images).square().mean()
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
 def test_traffic_from_shapes_is_what_a_rank_sends(rank: int, world_size: int) -> None:
     """ACP-SGD's Tables I and II: the same sums give both."""
     reckoned = shapes.megabytes_of(shapes.sums_of(shapes.sizes_of_model(make_model(), RANK)), world_size)
     for method, (name, options) in SPECS.items():
-        ddp = DistributedDataParallel(make_model())
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
         scheme = schemes.by_name(name, **schemes.as_published(name, options))
-        attachment = gradwire.attach(ddp, optimizer, scheme)
-        for step in range(STEPS):
-            generator = torch.Generator().manual_seed(10 * rank + step)
-            ddp(torch.randn(2, 3, 8, 8, generator=generator)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        n_bytes = attachment.stats()["bytes_sent"] / STEPS
-        attachment.close()
+        training = Training(rank, scheme, sgd, make_model, loss, {"bucket_cap_mb": 25}).after(range(STEPS))
+        n_bytes = training.close()["bytes_sent"] / STEPS
         # What is above: the headers of messages, and what ranks agree on beside the step.
         assert n_bytes == pytest.approx(1e6 * reckoned[method], rel=0.005, abs=100 * world_size), method
 

@@ -48,9 +48,7 @@ WRONG: list[tuple[Callable[[], dict[str, Any]], str, np.ndarray | None, str]] = 
 
 
 @pytest.mark.parametrize(("arrays", "key", "value", "message"), WRONG)
-def test_missing_or_wrong_array_is_named(
-    tmp_path: Path, arrays: Callable[[], dict[str, Any]], key: str, value: np.ndarray | None, message: str
-) -> None:
+def test_missing_or_wrong_array_is_named(tmp_path: Path, arrays: Callable, key: str, value: Any, message: str) -> None:
     content = {**arrays(), key: value}
     if value is None:
         del content[key]

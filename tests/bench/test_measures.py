@@ -32,9 +32,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, make: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("key", ["allreduce-quick", "allreduce-gradient", "homomorphic-allreduce"])
-def test_all_reduces_of_one_or_several_sizes_find_their_cells(
-    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_reduces_of_any_sizes_find_their_cells(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         sizes = arguments["n_bytes"] if isinstance(arguments["n_bytes"], list) else [arguments["n_bytes"]]
         return [{"n_bytes": size, "spec": spec} for size in sizes for spec in arguments["scheme"]]

@@ -43,7 +43,6 @@ def pages(tmp_path: Path) -> Book:
 
 @pytest.fixture
 def store(pages: Book) -> Store:
-    """With a record for each scheme."""
     store = Store(pages.root / "results", "here-2-cores")
     store.replace(EXPERIMENT, EXPERIMENT.cells(), [record("ddp", 0.1), record("gcomp", 0.04)])
     return store

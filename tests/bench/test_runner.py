@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -92,9 +93,7 @@ def test_run_whose_settings_changed_is_measured_again(tmp_path: Path) -> None:
     assert _values(tmp_path, "two") == [6, 6]
 
 
-def test_run_of_other_code_is_measured_again_unless_it_may_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_of_other_code_is_measured_anew_unless_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measures = _Measures()
     _run(tmp_path, measures, [TWO])
     monkeypatch.setattr(sys.modules[__name__], "CODE", ["other"])
@@ -151,15 +150,11 @@ def test_run_that_was_stopped_goes_on_where_it_stopped_and_costs_nothing(tmp_pat
     assert measures.calls == [("one", "slow")]
 
 
-def test_full_disk_is_a_clear_error_and_costs_nothing_measured_before(
+def test_full_disk_is_a_clear_error_and_keeps_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _run(tmp_path, _Measures(), [TWO])
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(GradwireError, match="No space left"):
         _run(tmp_path, _Measures(), [TWO], fresh=True)
     monkeypatch.undo()

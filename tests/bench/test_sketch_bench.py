@@ -18,9 +18,7 @@ DENSITIES = [10 ** (exponent / 5) for exponent in range(-25, 0)] + [0.7, 0.9, 0.
 
 @pytest.mark.parametrize("value_bits", [2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("density", DENSITIES)
-def test_the_smaller_of_both_indices_is_within_1_6_times_the_bound_and_never_below_it(
-    value_bits: int, density: float
-) -> None:
+def test_the_smaller_index_is_within_1_6_times_the_bound_and_never_below_it(value_bits: int, density: float) -> None:
     bound = sketches.bound_bits(1e6, density, value_bits)
     best = min(sketches.bitmap_bits(1e6, density, value_bits), sketches.bloom_bits(1e6, density, value_bits))
     assert bound < best < 1.6 * bound

@@ -96,11 +96,9 @@ def test_the_report_shows_the_threshold_table_of_a_run() -> None:
            "benefit": 2.0}  # fmt: skip
     small = {**row, "size_bytes": 40, "benefit": 0.5}
     table = _threshold_table(run_with({"threshold_table": [small, row], "threshold_bytes": 1000}))
-    assert table is not None
     assert [line[-1] for line in table.rows] == ["raw", "compressed"]
     assert "1,000 bytes" in table.caption
     never = _threshold_table(run_with({"threshold_table": [row], "threshold_bytes": NEVER}))
-    assert never is not None
     assert "never" in never.caption
     for stats in (None, {}, {"threshold_table": []}, {"threshold_table": [3], "threshold_bytes": 5},
                   {"threshold_table": [row]}):  # fmt: skip

@@ -5,11 +5,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import gradwire
 from gradwire import schemes
 from gradwire.codecs.quantised import OneBit
 from gradwire_lab.bench.train_methods import TrainingThreadQuantiser
 from ranks import agree, on_ranks
+from small_training import Training, sgd
 
 
 @on_ranks(3)
@@ -53,23 +53,20 @@ def _total(value: torch.Tensor) -> torch.Tensor:
 
 @on_ranks(3)
 def test_probes_count_to_their_step(rank: int, world_size: int) -> None:
-    ddp = DistributedDataParallel(nn.Linear(20, 60))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for backup in (False, True):
         scheme = schemes.by_name("slimgc", codec="one-bit", warmup_steps=4, backup=backup)
-        attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=100)
-        sent = []
+        training = Training(rank, scheme, sgd, lambda: nn.Linear(20, 60), timeout_s=100)
+        recorder, sent = training.attachment.recorder, []
         for step in range(5):
-            optimizer.zero_grad()
-            ddp(torch.randn(4, 20)).square().mean().backward()
-            assert attachment.recorder.steps[-1].step == step
-            sent.append(attachment.recorder.steps[-1].bytes_sent)
+            training.backward(step)
+            assert recorder.steps[-1].step == step
+            sent.append(recorder.steps[-1].bytes_sent)
             if step in (2, 3):
-                assert not attachment.recorder.unsummed_buckets(), "the step does not end before its probes"
-            optimizer.step()
+                assert not recorder.unsummed_buckets(), "the step does not end before its probes"
+            training.optimizer.step()
         if not backup:  # with it, the first two steps' traffic goes on while the next one computes
             # Even steps are compressed and odd ones raw; three probes of each small size come on top.
             assert sent[2] > 2 * sent[0] > 0, sent
             assert sent[3] > 2 * sent[1] > 0, sent
             assert sent[4] < 2 * sent[1], sent
-        attachment.close()
+        training.close()

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from campaign.cases import KINDS, SELDOM, TURNS, Case, run_case
+from programs import descendants
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="campaign", description=__doc__)
     parser.add_argument(
         "--seed", type=int, default=1, help="a campaign with a seed goes on where it ended (default: 1)"
@@ -100,18 +100,11 @@ def _sum_up(folder: Path, seed: int | None) -> int:
     return int(bool(failed))
 
 
-def _descendants(pid: int) -> Iterator[int]:
-    with contextlib.suppress(OSError):  # it has ended
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            yield int(child)
-            yield from _descendants(int(child))
-
-
 if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        for pid in [*_descendants(os.getpid())]:  # a rank may hang, or be about to start
+        for pid in descendants(os.getpid()):  # a rank may hang, or be about to start
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         print("campaign: interrupted; the same command goes on from here", file=sys.stderr, flush=True)

@@ -21,15 +21,12 @@ SELDOM = {"soak": 8, "links": 4, "comings": 4, "residuals": 2, "placements": 1}
 
 
 class Case(NamedTuple):
-    """The name of a case."""
-
     kind: str
     seed: int
     number: int
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """Raises: ValueError."""
         kind, seed, number = text.split(":")
         if kind not in KINDS:
             raise ValueError(f"kinds are {', '.join(KINDS)}, not {kind!r}")
@@ -40,13 +37,10 @@ class Case(NamedTuple):
 
     @property
     def command(self) -> str:
-        """What shows this case again."""
         return f'make campaign CAMPAIGN_ARGS="--case {self}"'
 
     def draw(self) -> dict[str, Any]:
-        """What is tried, as plain values."""
-        drawn: dict[str, Any] = KINDS[self.kind].draw(random.Random(str(self)))
-        return drawn
+        return KINDS[self.kind].draw(random.Random(str(self)))
 
 
 def run_case(kind: str, drawn: dict[str, Any]) -> dict[str, Any]:

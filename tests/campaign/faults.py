@@ -170,7 +170,6 @@ def train(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def do_harm(case: dict[str, Any], ddp: Any, optimizer: Any, attachment: Any) -> None:
-    """To the rank that calls it, right before a step."""
     harm, delay_s = case["harm"], case["delay_ms"] / 1e3
     if harm in ("kill", "kill two", "kill the store's host"):
         time.sleep(delay_s)

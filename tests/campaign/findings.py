@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import gradwire
-from ranks import Outcome, try_ranks
+from ranks import Outcome, bits_of, try_ranks
 
 
 class Found(AssertionError):
@@ -22,7 +22,6 @@ class Refused(Exception):
 
 
 def require(holds: bool, what: str) -> None:
-    """Raises: Found."""
     if not holds:
         raise Found(what)
 
@@ -58,11 +57,7 @@ def results_of(outcomes: list[Outcome]) -> list[Any]:
 
 
 def hash_of(model: torch.nn.Module) -> str:
-    """A fingerprint of all parameters' bits."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(map(bits_of, model.parameters()))).hexdigest()
 
 
 def require_equal(hashes: list[list[str]], what: str = "parameters") -> None:

@@ -68,7 +68,6 @@ def run(case: dict[str, Any]) -> None:
 
 
 def train(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any] | None:
-    """On every rank."""
     if case["habit"] == "starts local SGD apart":
         return _local_sgd(rank, case)
     if case["habit"] == "makes folds and closes none":
@@ -96,12 +95,7 @@ def _model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(20, 48), nn.LayerNorm(48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 8))
 
 
-def _batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(4, 20, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
 def _train(rank: int, case: dict[str, Any], group: Any = None) -> list[str]:
-    """The parameters' fingerprints after every step."""
     habit, model = case["habit"], _model()
     if habit == "unfreezes a layer":
         model[3].requires_grad_(False)
@@ -116,7 +110,7 @@ def _train(rank: int, case: dict[str, Any], group: Any = None) -> list[str]:
     given: Any = optimizers if len(optimizers) > 1 else optimizers[0]
     scheme: Any = variant_of(case).make() if case["fidelity"] is None else RacingAuto(case["fidelity"])
     attachment = gradwire.attach(ddp, given, scheme, timeout_s=60 * patience())
-    inputs = [_batch(rank, step) for step in range(case["steps"])]
+    inputs = [models.batch_for(rank, step) for step in range(case["steps"])]
     if habit == "sets a default dtype":
         torch.set_default_dtype(_DTYPES[case["dtype"]])
     elif habit == "sets a default device":
@@ -158,7 +152,7 @@ def _local_sgd(rank: int, case: dict[str, Any]) -> dict[str, Any]:
     local = gradwire.LocalSgd(model, optimizer, "plain", every=3, timeout_s=60 * patience())
     hashes = []
     for step in range(9):
-        models.take_step(model, _batch(rank, step), optimizer)
+        models.take_step(model, models.batch_for(rank, step), optimizer)
         if step % 3 == 2:
             hashes.append(hash_of(model))
     local.close()

@@ -2,8 +2,7 @@
 
 In a process of its own, whose death is a finding. Whatever comes in, a decoder raises one of gradwire's errors or fills
 exactly the output that it was given; altered bytes with a checksum that is not theirs are never taken. Sealed lies have
-the right checksum, so that what lies behind it is reached; they are made here from docs/format.md for the formats whose
-checksum lies in the header, and for all native decoders under the sanitizers by fuzz/.
+the right checksums, so that what lies behind them is reached; under the sanitizers fuzz/ makes such, too.
 """
 
 import contextlib
@@ -19,8 +18,8 @@ import torch
 import gradwire
 from campaign import models
 from campaign.findings import Found, launch, require, results_of
-from gcomp_oracle import crc32c
 from gradwire import codecs
+from sealing import SEALS
 
 CODECS: list[tuple[str, dict[str, Any]]] = [
     ("gcomp", {"importance": "none"}), ("gcomp", {"importance": "uniform", "bits": 5}), ("truncate", {"bits": 5}),
@@ -59,7 +58,6 @@ def run(case: dict[str, Any]) -> None:
 
 
 def attack(rank: int, world_size: int, case: dict[str, Any]) -> int:
-    """All tries of one case; the number of messages that were taken."""
     draw_ = random.Random(case["draw"])
     if case["target"] == "inspect":
         return _attack_inspection(case, draw_)
@@ -74,7 +72,7 @@ def attack(rank: int, world_size: int, case: dict[str, Any]) -> int:
         if case["attack"] == "other caller":
             n_out, dtype_out = _other_caller(draw_, n_out, dtype)
         else:
-            broken = spoil(case["attack"], broken, draw_)
+            broken = spoil(case["attack"], broken, draw_, values.numel())
             if bytes(broken) == message:
                 continue
         taken = _decode(case, codec, bytes(broken), n_out, dtype_out)
@@ -94,8 +92,7 @@ def _encode(codec: Any, values: torch.Tensor) -> bytes:
     return bytes(out[: codec.encode(values, out)].numpy().tobytes())
 
 
-def spoil(how: str, broken: bytearray, draw_: random.Random) -> bytearray:
-    """One altered message."""
+def spoil(how: str, broken: bytearray, draw_: random.Random, n_values: int) -> bytearray:
     n = len(broken)
     if how == "cut":
         del broken[draw_.randrange(n) :]
@@ -118,7 +115,7 @@ def spoil(how: str, broken: bytearray, draw_: random.Random) -> bytearray:
         for _ in range(draw_.randint(1, 3)):
             at = draw_.randrange(4, min(n, draw_.choice([28, 48, n])))
             broken[at] = draw_.choice([0, 1, 0x7F, 0xFF, broken[at] ^ 1 << draw_.randrange(8), draw_.randrange(256)])
-        seal(broken)
+        seal(broken, n_values)
     return broken
 
 
@@ -152,21 +149,17 @@ def _decode(case: dict[str, Any], codec: Any, message: bytes, n: int, dtype: tor
     return taken
 
 
-# ---- sealed lies: the checksums of docs/format.md
+# ---- sealed lies
+
+_SEALS = {b"GWGE": "raw", b"GWQT": "qsgd", b"GWGC": "gcomp", b"GWEF": "embedded-float", b"GWTF": "truncated-float"}
 
 
-def seal(message: bytearray) -> bool:
-    """Make the checksum right; False for a format of which the checksum is not known here."""
-    kind, end = bytes(message[:5]), len(message)
-    at = {b"GWGE\1": 24, b"GWQT\1": 28, b"GWGC\1": 44, b"GWGC\2": 44, b"GWEF\1": 36}.get(kind)
-    if at is None or len(message) < at + 4:
-        return False
-    if kind.startswith(b"GWGC"):  # covers the headers of chunks, which have checksums of their own
-        end = at + 4 + 32 * int.from_bytes(message[32:36], "little")
-    elif kind.startswith(b"GWEF"):
-        end = at + 4 + 8 * -(-int.from_bytes(message[8:16], "little") // 16_384)
-    message[at : at + 4] = crc32c(bytes(message[:at] + message[at + 4 : end])).to_bytes(4, "little")
-    return True
+def seal(message: bytearray, n: int) -> bool:
+    """Make the checksums right; False for a format of which they are not known. `n`: values that it was made of."""
+    name = _SEALS.get(bytes(message[:4]))
+    if name is not None:
+        SEALS[name](torch.frombuffer(message, dtype=torch.uint8), n)
+    return name is not None
 
 
 # ---- files that `gradwire inspect` is given
@@ -184,7 +177,7 @@ def _attack_inspection(case: dict[str, Any], draw_: random.Random) -> int:
             message = bytearray(_encode(codecs.by_name(name, **options), _values(pattern, torch.float32, 200, number)))
             how = draw_.choice(["none", *ATTACKS])
             path = Path(folder) / draw_.choice(["message.bin", "state.pt", "run.jsonl", "result.json"])
-            path.write_bytes(bytes(message if how in ("none", "other caller") else spoil(how, message, draw_)))
+            path.write_bytes(bytes(message if how in ("none", "other caller") else spoil(how, message, draw_, 200)))
             said = io.StringIO()
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 try:

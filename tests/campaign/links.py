@@ -141,7 +141,6 @@ def _train(case: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def _main() -> None:
-    """One rank: trains as drawn, and says how it ended."""
     case = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -27,21 +27,8 @@ class Given(nn.Module):
         return total
 
 
-def _sparse(values: Tensor, draw: torch.Generator, share: float) -> Tensor:
-    return values * (torch.rand(values.shape, generator=draw) < share)
-
-
-def _one_hot(values: Tensor) -> Tensor:
-    out = torch.zeros_like(values)
-    if values.numel():
-        out.view(-1)[values.numel() // 3] = 1.0
-    return out
-
-
-def _aligned(values: Tensor) -> Tensor:
-    out = torch.zeros_like(values).view(-1)
-    out[::16] = values.reshape(-1)[::16]
-    return out.view(values.shape)
+def _places(values: Tensor) -> Tensor:
+    return torch.arange(values.numel()).view(values.shape)
 
 
 # (values ~ N(0, 1), generator, largest, smallest normal, rank, world size) -> a rank's gradient
@@ -53,9 +40,9 @@ _PATTERNS: dict[str, Callable[..., Tensor]] = {
     "huge": lambda v, g, big, small, rank, world: v.clamp(-3, 3) * (big / 4 / world),
     "huge sums": lambda v, g, big, *_: v.sign() * (big * 0.6),
     "cancelling": lambda v, g, big, small, rank, world: v * (1 if rank == 0 else -1 / (world - 1)) if world > 1 else v,
-    "one-hot": lambda v, *_: _one_hot(v),
-    "sparse": lambda v, g, *_: _sparse(v, g, 0.02),
-    "aligned": lambda v, *_: _aligned(v),
+    "one-hot": lambda v, *_: (_places(v) == v.numel() // 3).to(v.dtype),
+    "sparse": lambda v, g, *_: v * (torch.rand(v.shape, generator=g) < 0.02),
+    "aligned": lambda v, *_: torch.where(_places(v) % 16 == 0, v, 0.0),
     "heavy": lambda v, *_: v**5,
     "one rank only": lambda v, g, big, small, rank, world: v if rank == world - 1 else torch.zeros_like(v),
 }
@@ -80,8 +67,6 @@ def gradients_for(pattern: str, dtype: torch.dtype, rank: int, world_size: int, 
 
 
 class Convolutions(nn.Module):
-    """In channels_last."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3)).to(

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from campaign import models
 from campaign.findings import hash_of, launch, require, require_equal, results_of
 from campaign.schemes_drawn import draw_variant, optimizer_of, variant_of
 from ranks import patience
+from small_training import Training
 
 TAMPERINGS = (
     "drop a field", "other type", "other version", "other scheme", "other rank", "drop in state", "other type in state",
@@ -62,26 +62,24 @@ def run(case: dict[str, Any]) -> None:
             require(one["hash"] == expected["hash"], f"rank {rank} has other bits {what} than in one go: {one['said']}")
 
 
-class _Training:
-    def __init__(self, rank: int, world_size: int, case: dict[str, Any]) -> None:
-        self.rank, self.case = rank, case
+def _loss(module: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+    return (module(models.batch_for(rank, step)) - 1).square().mean()
+
+
+class _Training(Training):
+    def __init__(self, rank: int, case: dict[str, Any]) -> None:
         torch.manual_seed(2)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3, enabled=case["amp"])
+        made = variant_of(case).make(), models.OPTIMIZERS[optimizer_of(case)], models.MODELS[case["model"]], _loss
         # DDP's first step in a process has other buckets than all later ones, but for models that may leave parameters
         # unused; and where buckets end decides how sums are rounded, with DDP alone too.
-        self.ddp = DistributedDataParallel(models.MODELS[case["model"]](), find_unused_parameters=True)
-        self.optimizer = models.OPTIMIZERS[optimizer_of(case)](self.ddp.parameters())
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3, enabled=case["amp"])
+        ddp = {"bucket_cap_mb": 25, "find_unused_parameters": True}
         scaler = self.scaler if case["amp"] else None
-        made = variant_of(case).make()
-        self.attachment = gradwire.attach(self.ddp, self.optimizer, made, scaler=scaler, timeout_s=60 * patience())
+        super().__init__(rank, *made, ddp, scaler=scaler, timeout_s=60 * patience())
 
     def train(self, first: int, end: int) -> None:
         for step in range(first, end):
-            self.optimizer.zero_grad()
-            loss = (self.ddp(models.batch_for(self.rank, step)) - 1).square().mean()
-            self.scaler.scale(loss).backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            self.take_scaled_step(self.scaler, step)
 
     def save(self, path: Path) -> None:
         # Ours first: it takes the steps that were called for.
@@ -93,7 +91,7 @@ class _Training:
         }
         torch.save(state, path)
 
-    def load(self, saved: dict[str, Any]) -> None:
+    def restore(self, saved: dict[str, Any]) -> None:
         self.ddp.module.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.scaler.load_state_dict(saved["scaler"])
@@ -106,7 +104,7 @@ class _Training:
 
 
 def train_through(rank: int, world_size: int, case: dict[str, Any], folder: str) -> dict[str, Any]:
-    training = _Training(rank, world_size, case)
+    training = _Training(rank, case)
     training.train(0, case["n_before"])
     training.save(Path(folder) / f"{rank}.pt")
     training.train(case["n_before"], case["n_steps"])
@@ -115,12 +113,12 @@ def train_through(rank: int, world_size: int, case: dict[str, Any], folder: str)
 
 def resume(rank: int, world_size: int, case: dict[str, Any], folder: str) -> dict[str, Any]:
     """In fresh processes. Where the case asks for it, a tampered state is offered too."""
-    training = _Training(rank, world_size, case)
+    training = _Training(rank, case)
     raw = (Path(folder) / f"{rank}.pt").read_bytes()
     saved = torch.load(io.BytesIO(raw), weights_only=True)
     if case.get("plant") == "stale":
         models.nudge(next(iter(saved["model"].values())))
-    training.load(saved)
+    training.restore(saved)
     said = ""
     if case["mode"] == "tampered":
         said = _try_tampered(training, case, raw)
@@ -131,7 +129,6 @@ def resume(rank: int, world_size: int, case: dict[str, Any], folder: str) -> dic
 
 
 def _try_tampered(training: _Training, case: dict[str, Any], raw: bytes) -> str:
-    """What was said to a tampered state."""
     tampering, draw = case["tampering"], random.Random(case["draw"])
     if tampering in ("flip bytes", "cut off"):
         broken = bytearray(raw)
@@ -156,7 +153,6 @@ def _try_tampered(training: _Training, case: dict[str, Any], raw: bytes) -> str:
 
 
 def tamper(state: dict[str, Any], how: str, draw: random.Random) -> Any:
-    """`state` with one thing changed."""
     wrong = draw.choice([None, "x", -1, [], {}, 2**70, 1.5, torch.zeros(3), torch.full((2, 2), torch.nan)])
     inner = state["state"]
     if how == "not a state":
@@ -174,7 +170,6 @@ def tamper(state: dict[str, Any], how: str, draw: random.Random) -> Any:
     elif how == "other rank":
         state["rank"] += 1
     elif inner:
-        # Down into one of its dictionaries.
         while True:
             key = draw.choice(sorted(inner, key=str))
             if not isinstance(inner[key], dict) or not inner[key] or draw.random() < 0.2:
@@ -193,7 +188,7 @@ def tamper(state: dict[str, Any], how: str, draw: random.Random) -> Any:
 
 def load_elsewhere(rank: int, world_size: int, case: dict[str, Any], folder: str) -> dict[str, Any]:
     """With one rank more: refused by name, or taken where the caller asks for it; training goes on either way."""
-    training = _Training(rank, world_size, case)
+    training = _Training(rank, case)
     saved = torch.load(Path(folder) / "0.pt", weights_only=True)
     training.ddp.module.load_state_dict(saved["model"])
     try:

@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradwire import schemes
+from gradwire.registry import parse_spec
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A scheme with options."""
-
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     near: bool = False  # result and mean differ by no more than rounding in the gradient's dtype
@@ -32,63 +31,35 @@ class Variant:
         return schemes.by_name(self.name, **self.options)
 
 
-_LISTED = [
-    Variant("plain", near=True),
-    Variant("zlib", near=True),
-    Variant("zstd", near=True),
-    Variant("zstd", {"topology": "direct", "chunk_elements": 1_000}, near=True),
-    Variant("gcomp", {"importance": "none"}, near=True),
-    Variant("gcomp", {"importance": "none", "topology": "direct", "chunk_elements": 1_000}, near=True),
-    Variant("gcomp"),
-    Variant("gcomp", {"refresh_every": 3}),
-    Variant("gcomp", {"importance": "uniform", "bits": 6}),
-    Variant("truncate", {"bits": 5}),
-    Variant("embedded-float", {"bits": 7}),
-    Variant("truncated-float", {"bits": 6}),
-    Variant("homomorphic"),
-    Variant("homomorphic", {"mode": "exact", "integer_bits": 64}),
-    Variant("homomorphic", {"mode": "lossy"}),
-    Variant("one-bit", {"warmup_steps": 0}, conserves=True),
-    Variant(
-        "one-bit",
-        {"warmup_steps": 0, "scale_values": "message", "pull": "raw", "chunk_elements": 4_096},
-        conserves=True,
-    ),
-    Variant("one-bit", {"warmup_steps": 3}, conserves=True),
-    Variant("one-bit-adam", {"freeze_step": 2}),
-    Variant("one-bit-adam", {"freeze_step": 1, "codec": "four-level", "scale_values": 64}),
-    Variant("two-bit", {"warmup_steps": 1}, conserves=True),
-    Variant("two-bit", {"levels": 4, "scale_values": 128, "warmup_steps": 0}, conserves=True),
-    Variant("two-bit", {"levels": 4, "scale_values": 512, "warmup_steps": 2, "pull": "raw"}, conserves=True),
-    Variant("two-bit", {"levels": 4, "scale_values": 64, "warmup_steps": 1, "chunk_elements": 1_000}, conserves=True),
-    Variant("qsgd"),
-    Variant("qsgd", {"levels": 100, "block": 128}),
-    Variant("terngrad"),
-    Variant("thc"),
-    Variant("dgc", {"share": 0.05}),
-    Variant("dgc", {"share": 0.01, "warmup_steps": 3}),
-    Variant("top-k", {"share": 0.02, "warmup_steps": 0}, conserves=True),
-    Variant("top-k", {"share": 1.0, "warmup_steps": 1}, conserves=True),
-    Variant("sign-sgd"),
-    Variant("acp-sgd", {"rank": 1, "start_step": 0, "feedback_decay": 1.0}, conserves=True),
-    Variant("acp-sgd", {"rank": 3, "buffer_mb": 0.01, "start_step": 0, "feedback_decay": 1.0}, conserves=True),
-    Variant("acp-sgd", {"rank": 2, "start_step": 3}),
-    Variant("acp-sgd", {"rank": 2, "start_step": 0, "ahead": 1}),
-    Variant("one-bit", {"warmup_steps": 0, "ahead": 1}),
-    Variant("power-momentum", {"rank": 2}),
-    Variant("power-sgd", {"rank": 2}, conserves=True),
-    Variant("power-sgd", {"rank": 1, "start_step": 2}, conserves=True),
-    Variant("power-sgd-overlap", {"rank": 2}, conserves=True),
-    Variant("power-sgd-overlap", {"rank": 2, "start_step": 3}, conserves=True),
-    Variant("slimgc", {"threshold_bytes": 0}),
-    Variant("slimgc", {"codec": "two-bit", "threshold_bytes": 500, "topology": "all-reduce"}),
+_NEAR = """
+plain zlib zstd zstd:topology=direct,chunk_elements=1000 gcomp:importance=none
+gcomp:importance=none,topology=direct,chunk_elements=1000
+"""
+_CONSERVES = """
+one-bit:warmup_steps=0 one-bit:warmup_steps=0,scale_values=message,pull=raw,chunk_elements=4096 one-bit:warmup_steps=3
+two-bit:warmup_steps=1 two-bit:levels=4,scale_values=128,warmup_steps=0
+two-bit:levels=4,scale_values=512,warmup_steps=2,pull=raw
+two-bit:levels=4,scale_values=64,warmup_steps=1,chunk_elements=1000
+top-k:share=0.02,warmup_steps=0 top-k:share=1.0,warmup_steps=1
+acp-sgd:rank=1,start_step=0,feedback_decay=1.0 acp-sgd:rank=3,buffer_mb=0.01,start_step=0,feedback_decay=1.0
+power-sgd:rank=2 power-sgd:rank=1,start_step=2 power-sgd-overlap:rank=2 power-sgd-overlap:rank=2,start_step=3
+"""
+_OTHERS = """
+gcomp gcomp:refresh_every=3 gcomp:importance=uniform,bits=6 truncate:bits=5 embedded-float:bits=7 truncated-float:bits=6
+homomorphic homomorphic:mode=exact,integer_bits=64 homomorphic:mode=lossy
+one-bit-adam:freeze_step=2 one-bit-adam:freeze_step=1,codec=four-level,scale_values=64 one-bit:warmup_steps=0,ahead=1
+qsgd qsgd:levels=100,block=128 terngrad thc dgc:share=0.05 dgc:share=0.01,warmup_steps=3 sign-sgd
+acp-sgd:rank=2,start_step=3 acp-sgd:rank=2,start_step=0,ahead=1 power-momentum:rank=2
+slimgc:threshold_bytes=0 slimgc:codec=two-bit,threshold_bytes=500,topology=all-reduce
+slimgc:threshold_bytes=0,backup=true slimgc:threshold_bytes=500,pull=raw
+broadcast:bits=8 broadcast:bits=32,topology=ring periodic:every=2
+"""
+_LISTED = [Variant(*parse_spec(spec), near=True) for spec in _NEAR.split()]
+_LISTED += [Variant(*parse_spec(spec), conserves=True) for spec in _CONSERVES.split()]
+_LISTED += [Variant(*parse_spec(spec)) for spec in _OTHERS.split()]
+_LISTED += [
     Variant("slimgc", repeats=False),  # its table is measured
-    Variant("slimgc", {"threshold_bytes": 0, "backup": True}),
-    Variant("slimgc", {"threshold_bytes": 500, "pull": "raw"}),
     Variant("aqgb", repeats=False),  # bits follow the network
-    Variant("broadcast", {"bits": 8}),
-    Variant("broadcast", {"bits": 32, "topology": "ring"}),
-    Variant("periodic", {"every": 2}),
     Variant("auto", repeats=False, errors_are_ours=False),  # as long as it stays plain, all is DDP's own
 ]
 # A scheme that is not listed is drawn with its defaults, so that none is forgotten.
@@ -96,14 +67,12 @@ VARIANTS = _LISTED + [Variant(name) for name in schemes.names() if name not in {
 
 
 def draw_variant(draw: random.Random, **wanted: Any) -> tuple[str, dict[str, Any]]:
-    """(name, options) of a variant whose attributes are as wanted."""
     choices = [one for one in VARIANTS if all(getattr(one, key) == value for key, value in wanted.items())]
     chosen = draw.choice(choices)
     return chosen.name, dict(chosen.options)
 
 
 def variant_of(case: dict[str, Any]) -> Variant:
-    """The variant that `case` holds as plain values."""
     name, options = case["scheme"]
     return next((one for one in VARIANTS if (one.name, one.options) == (name, options)), Variant(name, options))
 

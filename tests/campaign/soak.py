@@ -19,19 +19,16 @@ from ranks import patience
 
 # What the allocator and torch's caches may still take in thousands of steps.
 MAX_GROWTH_BYTES = 6_000_000
+_FIXED = {"world_size": 2, "dtype": "float32", "bucket_cap_mb": 0.01, "view": False, "static_graph": False}
 
 
 def draw(choose: random.Random) -> dict[str, Any]:
     many = choose.random() < 0.7
     return {
         "scheme": draw_variant(choose),
-        "world_size": 2,
         "model": choose.choice(["mlp", "attention", "branches"]),
-        "dtype": "float32",
         "optimizer": choose.choice(["sgd", "adamw"]),
-        "bucket_cap_mb": 0.01,
-        "view": False,
-        "static_graph": False,
+        **_FIXED,
         "n_attachments": 1 if many else 30,
         "n_steps": choose.choice([1_000, 2_000, 4_000]) if many else 5,
     }

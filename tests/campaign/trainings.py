@@ -103,9 +103,7 @@ def _sum_overflows(given: list[Tensor], dtype: torch.dtype) -> Tensor:
     return (sums > torch.finfo(dtype).max) & (dtype != torch.float16)
 
 
-def _check_conservation(
-    step: int, results: list[dict[str, Any]], mean: Tensor, found: Tensor, rounding: Tensor
-) -> None:
+def _check_conservation(step: int, results: list[Any], mean: Tensor, found: Tensor, rounding: Tensor) -> None:
     residuals = [torch.stack([one["residuals"][at] for one in results]).double() for at in (step, step + 1)]
     old, new = (one.mean(0) for one in residuals)
     scale = float(rounding.max()) + 1e-5 * float(torch.stack([old.abs(), new.abs(), mean.abs(), found.abs()]).max())
@@ -123,7 +121,6 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 
 
 def build(case: dict[str, Any]) -> DistributedDataParallel:
-    """The drawn model in DDP, the same on all ranks."""
     torch.manual_seed(1)
     dtype = models.DTYPES[case["dtype"]]
     model = models.Given(dtype) if case["model"] == "given" else models.MODELS[case["model"]]().to(dtype)
@@ -209,8 +206,7 @@ class _Run:
         dtype = models.DTYPES[self.case["dtype"]]
         if self.case["model"] == "given":
             given = models.gradients_for(self.case["pattern"], dtype, self.rank, self.world_size, step)
-            loss: Tensor = self.ddp(given)
-            return loss
+            return self.ddp(given)
         return (self.ddp(models.batch_for(self.rank, step).to(dtype)).float() - 1).square().mean()
 
     def _step(self, step: int) -> Tensor:

@@ -38,10 +38,7 @@ PYTHON_ELSEWHERE = {
 
 # What a line begins with -> the file that runs such a command, or why nothing does.
 COMMANDS_ELSEWHERE = {
-    "make demo": ".ci/run",
-    "make test": ".ci/run",
-    "make lint": ".ci/run",
-    "make campaign": ".ci/run",
+    **dict.fromkeys(("make demo", "make test", "make lint", "make campaign"), ".ci/run"),
     "make fuzz": "minutes under sanitizers, for people who change a decoder",
     "make format": "changes the sources",
     ".ci/run": "runs these tests",
@@ -50,13 +47,11 @@ COMMANDS_ELSEWHERE = {
     "source": "of the environment that make has set up",
     "pip install .": "tests/packaging/test_wheel.py",
     "torchrun ... ": "on a cluster; the command in it is one of these, or in tests/bench/test_rank_benches.py",
-    "GRADWIRE_SWITCH=": "tests/netlab/test_netlab_switch.py",
-    "gradwire switch": "tests/netlab/test_netlab_switch.py",
+    **dict.fromkeys(("GRADWIRE_SWITCH=", "gradwire switch"), "tests/netlab/test_netlab_switch.py"),
     "gradwire netlab check": "tests/netlab/test_netlab_rates.py",
     "gradwire netlab clean": "tests/netlab/test_netlab_cleaning.py",
     "gradwire bench codec": "tests/bench/test_codec_bench.py",
-    "gradwire bench allreduce": "tests/bench/test_rank_benches.py",
-    "gradwire bench train": "tests/bench/test_rank_benches.py",
+    **dict.fromkeys(("gradwire bench allreduce", "gradwire bench train"), "tests/bench/test_rank_benches.py"),
     "gradwire simulate --model": "tests/simulator/test_inputs.py",
     "gradwire bench run": "tests/bench/test_runner.py",
     "gradwire bench render": "tests/bench/test_pages.py",
@@ -192,7 +187,6 @@ def test_the_script_and_the_commands_of_the_quick_start_run(tmp_path: Path) -> N
     page = (DOCS / "quickstart.md").read_text()
     script = re.search(r'```python title="train.py"\n(.*?)```', page, re.DOTALL)
     commands = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
-    assert script is not None
     (tmp_path / "train.py").write_text(script[1])
     commands = commands.replace("torchrun ", f"{sys.executable} -m torch.distributed.run --standalone ")
     done = run(["bash", "-e"], tmp_path, input=commands, timeout=300 * patience())

@@ -1,9 +1,8 @@
 """The messages that users meet first say what is wrong, where, and what to do next: each is provoked as a user would."""
 
+import re
 import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ import gradwire
 from gradwire import attach, codecs, errors, registry, schemes
 from gradwire.core.bucket import check_gradient
 from gradwire_lab.cli import main
-from ranks import patience, try_ranks
+from programs import run
+from ranks import try_ranks
 
 Said = dict[str, tuple[str, str]]
 
@@ -32,11 +32,6 @@ def wrapped() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
     _models.append(ddp)
     return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)
-
-
-def step(ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    ddp(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
 
 
 def load_altered(attachment: Any, **fields: int) -> None:
@@ -117,7 +112,6 @@ MISTAKES: dict[str, tuple[Callable[..., object], type[Exception], list[str], str
 
 
 def commit(rank: int, world_size: int) -> Said:
-    """Every mistake on every rank, each with a model of its own."""
     said = {}
     for mistake, (make, *_) in MISTAKES.items():
         try:
@@ -188,78 +182,27 @@ def test_a_baseline_of_the_laboratory_says_what_registers_it(monkeypatch: pytest
             by_name("zlib")
 
 
-def attach_another_scheme(rank: int, world_size: int) -> None:
-    ddp, optimizer = wrapped()
-    attach(ddp, optimizer, "gcomp" if rank == 0 else "one-bit")
-    step(ddp, optimizer)
-
-
-def test_ranks_that_differ_are_told_field_ranks_and_cure() -> None:
-    for outcome in try_ranks(attach_another_scheme, 2):
-        assert type(outcome.error) is errors.RankMismatch, outcome
-        message = str(outcome.error)
-        wanted = ["disagree on scheme", "bucket 0 of step 0", "rank 1: one-bit", "pass the same scheme to attach()"]
-        assert [words for words in wanted if words not in message] == [], message
-
-
-def come_late(rank: int, world_size: int) -> None:
-    ddp, optimizer = wrapped()
-    attach(ddp, optimizer, "one-bit", timeout_s=1)
-    step(ddp, optimizer)
-    step(ddp, optimizer)  # DDP makes its buckets anew before it, and waits for that by itself
-    time.sleep(4 * rank)
-    step(ddp, optimizer)
-
-
-def test_timeout_says_how_long_and_how_to_wait_longer() -> None:
-    error = try_ranks(come_late, 2)[0].error
-    assert type(error) is errors.PeerLost
-    assert [words for words in ["rank 1", "timeout_s=1", "attach(..., timeout_s="] if words not in str(error)] == []
-
-
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        (["train", "--workload", "gtp"], ["no workload is called 'gtp'", "did you mean 'gpt'"]),
-        (["train", "--scheme", "gcmop"], ["did you mean 'gcomp'"]),
-        (["trian"], ["invalid choice", "train"]),
-        (["train", "--rate", "fast"], ["100mbit"]),
-        (["inspect", "nowhere.bin"], ["nowhere.bin", "No such file"]),
-    ],
-)
-def test_command_line_says_what_it_takes(
-    words: list[str], wanted: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        status = main(words)
-    except SystemExit as ended:
-        status = int(ended.code or 0)
-    said = " ".join(capsys.readouterr().err.split())
-    assert status != 0
-    assert [word for word in wanted if word not in said] == [], said
-    assert "Traceback" not in said
-
-
-def make_without(tmp_path: Path, *tools: str, python: str = sys.executable) -> str:
-    """What `make` says where these tools are all that there is."""
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    (tmp_path / "bin").mkdir()
-    for tool in tools:
-        (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
-    make = shutil.which("make")
-    assert make is not None
-    ended = subprocess.run(
-        [make, ".venv/bin/python", f"PYTHON={python}"], cwd=tmp_path, env={"PATH": str(tmp_path / "bin")},
-        capture_output=True, text=True, timeout=60 * patience(),
-    )  # fmt: skip
-    assert ended.returncode != 0
-    return ended.stderr
+def test_command_that_there_is_not_is_answered_by_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["trian"])
+    assert re.search(r"\Ausage: .*invalid choice: 'trian' .*train", capsys.readouterr().err, re.DOTALL)
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_without_a_compiler_names_the_package(tmp_path: Path) -> None:
-    said = make_without(tmp_path, "find", "nproc")
-    assert "no C++ compiler found (C++20: GCC 11 or Clang 14); Debian and Ubuntu: apt-get install g++" in said
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [(sys.executable, "no C++ compiler found (C++20: GCC 11 or Clang 14); Debian and Ubuntu: apt-get install g++"),
+     ("/bin/false", "gradwire needs Python 3.10 or newer")],
+)  # fmt: skip
+def test_make_names_what_is_missing(python: str, said: str, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "bin").mkdir()
+    for tool in ("find", "nproc"):
+        (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
+    command = [shutil.which("make"), ".venv/bin/python", f"PYTHON={python}"]
+    ended = run(command, 60, cwd=tmp_path, env={"PATH": str(tmp_path / "bin")})
+    assert ended.returncode != 0
+    assert said in ended.stderr
 
 
 def test_build_without_a_compiler_says_so_in_a_sentence(tmp_path: Path) -> None:
@@ -267,16 +210,9 @@ def test_build_without_a_compiler_says_so_in_a_sentence(tmp_path: Path) -> None:
     if cmake is None or ninja is None:
         pytest.skip("needs cmake and ninja")
     command = [cmake, "-S", str(ROOT), "-B", str(tmp_path / "build"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-    ended = subprocess.run(
-        command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60 * patience()
-    )
+    ended = run(command, 60, env={"PATH": str(tmp_path)})
     assert ended.returncode != 0
     assert "gradwire needs a C++20 compiler (GCC 11 or Clang 14), and none was found" in " ".join(ended.stderr.split())
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_with_an_old_python_says_which_it_needs(tmp_path: Path) -> None:
-    assert "gradwire needs Python 3.10 or newer" in make_without(tmp_path, "find", "nproc", python="/bin/false")
 
 
 def test_every_error_type_has_its_section() -> None:

@@ -76,7 +76,6 @@ _NO_MODULES = {
 
 
 def is_there(dotted: str) -> bool:
-    """Whether a module, or a name in one, is called so."""
     words = dotted.split(".")
     for end in range(len(words), 0, -1):
         try:
@@ -128,7 +127,6 @@ def commands_in(page: Path) -> list[list[str]]:
 
 
 def check(words: list[str]) -> str | None:
-    """What is wrong with `gradwire WORDS`."""
     if words[0].startswith("-") or words[0] == "COMMAND":
         return None
     if words[0] not in COMMANDS:

@@ -1,4 +1,4 @@
-"""docs/doors.md, docs/sites.md and README's lines beyond DDP: their code runs as it is written (commands: tests/netlab)."""
+"""docs/doors.md and docs/sites.md: their code runs as it is written (commands: tests/netlab; README: tests/docs)."""
 
 import os
 import re
@@ -16,7 +16,6 @@ from ranks import on_ranks, run_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGE = "".join((ROOT / "docs" / name).read_text() for name in ("doors.md", "sites.md"))
-README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"(?:^    .*\n)+", PAGE, re.MULTILINE)
 CODE = [re.sub("^    ", "", block, flags=re.MULTILINE) for block in BLOCKS if not block.startswith("    gradwire ")]
 # Code in backticks, and the object that it is called on.
@@ -39,14 +38,11 @@ ELSEWHERE = {
     "trainer.add_callback(gradwire.integrations.transformers.GradwireTrainerCallback(trainer))": "hf_trainer.py",
     "gradwire.integrations.accelerate.attach(accelerator, model, optimizer)": "accelerate_train.py",
     "attach(ddp, [muon, adamw])": "",  # tests/distributed/test_several_optimizers.py
-    "step()": "",
-    "engine.step()": "",
+    **dict.fromkeys(("step()", "engine.step()", "wait()", "stats()"), ""),
     "close()": "",  # said of what comes after it
     'attach(ddp, optimizer, "top-k", share=0.05)': "",  # tests/doors has options of every kind
-    "wait()": "",
     'attach(model, optimizer, "one-bit", inside="gcomp", weights="exact")': "",  # tests/distributed/test_shards.py
     "pg=gradwire.Members()": "",  # examples/diloco_elastic.py
-    "stats()": "",
     'stats()["n_streams"]': "",  # tests/engine/test_connections.py
     "take_shared()": "",  # tests/distributed/test_local_sgd.py
     "gradwire.all_reduce(tensor, group, scheme)": "",  # tests/doors/test_process_group.py
@@ -55,7 +51,6 @@ ELSEWHERE = {
 
 
 def make(is_sharded: bool = False) -> dict[str, Any]:
-    """What the page takes for granted: four ranks, a model, an optimizer."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4))
     names: dict[str, Any] = {
@@ -119,24 +114,3 @@ def test_code_in_the_lines_of_the_page_runs() -> None:
             assert call is not None, span
             with_scheme = re.escape(call[0].removesuffix(")")) + r'(, )?"[^"]*"\)'
             assert re.search(with_scheme, (ROOT / "examples" / example).read_text()), span
-
-
-@on_ranks(4)
-def test_the_lines_of_readme_run(rank: int, world_size: int) -> None:
-    after = README.partition("attachment.close()")[2]
-    block = re.search(r"```python\n(.*?)```", after, re.DOTALL)
-    assert block is not None
-    lines = block[1].splitlines()
-    assert len(lines) == 4
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    for line in lines:
-        is_sharded = "fsdp2_module" in line
-        names = make(is_sharded)
-        if is_sharded:
-            names["fsdp2_module"] = fully_shard(names["model"], mesh=names["mesh"]["shard"])
-            names["optimizer"] = torch.optim.AdamW(names["model"].parameters())
-        names["model"](torch.randn(4, 8)).square().mean().backward()
-        exec(line, names)
-        for door in ("attachment", "loop"):
-            if door in names:
-                names[door].close()

@@ -54,7 +54,6 @@ def refusal(scheme: str, door: str) -> str | None:
 
 
 def markdown() -> str:
-    """The table as docs/schemes.md shows it."""
     rows = [f"| scheme | {' | '.join(DOORS.values())} |", f"|---|{'---|' * len(DOORS)}"]
     for scheme in schemes.names():
         cells = [refusal(scheme, door) or "yes" for door in DOORS]

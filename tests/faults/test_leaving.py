@@ -11,6 +11,7 @@ from subprocess import PIPE
 import pytest
 
 from gradwire_lab.ranks.network import find_free_port
+from programs import TORCHRUN, run
 from ranks import environment_of, patience
 
 SOURCES = str(Path(__file__).parents[2] / "src")
@@ -189,11 +190,7 @@ def test_torchrun_trains_with_two_ranks(tmp_path: Path) -> None:
     """
     script = tmp_path / "train.py"
     script.write_text(SCRIPT + textwrap.dedent(ending))
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-        env={**os.environ, "PYTHONPATH": SOURCES, "SCHEME": "gcomp"},
-        capture_output=True, text=True, timeout=150 * patience(),
-    )  # fmt: skip
+    ended = run([*TORCHRUN, script], env={**os.environ, "PYTHONPATH": SOURCES, "SCHEME": "gcomp"})
     n_threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == f"trained 2 3 {n_threads}\n"

@@ -78,12 +78,9 @@ def test_a_rank_that_has_taken_anothers_place_attaches(rank: int, world_size: in
 
 @on_ranks(2)
 def test_a_mesh_that_was_never_joined_leaves_no_descriptor(rank: int, world_size: int) -> None:
-    def held() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
     counts = []
     for _ in range(3):
-        counts.append(held())
+        counts.append(len(os.listdir("/proc/self/fd")))
         reducer = gradwire.Reducer("qsgd", timeout_s=30)
         if rank == 1:
             os.environ["GRADWIRE_SOCKET_IFNAME"] = "nosuch0"

@@ -36,12 +36,8 @@ def test_ranks_may_come_before_the_switch() -> None:
     with Serving() as serving:
         port = serving.port
     clients_of_it = [make_client(port, worker, 2) for worker in range(2)]
-
-    def start_late() -> Serving:
-        time.sleep(0.2)
-        return Serving(port=port)
-
-    *_, late = at_once([*(partial(one.join, 10.0) for one in clients_of_it), start_late])
+    joins = (partial(one.join, 10.0) for one in clients_of_it)
+    *_, (_, late) = at_once([*joins, lambda: (time.sleep(0.2), Serving(port=port))])
     with late:
         assert_reduced(clients_of_it, 1000, ADD, seed=0)
 
@@ -100,17 +96,16 @@ def test_a_rank_that_leaves_in_mid_sum_is_named_by_the_others_at_once() -> None:
 
 
 def test_a_rank_that_leaves_after_a_sum_takes_no_result_from_the_others() -> None:
-    trouble = Trouble(lost=0.3)
     with (
         Serving() as serving,
-        Relay(serving.port, trouble, seed=3) as relay,
-        clients(relay.port, 2, slots=4) as workers,
+        Relay(serving.port, Trouble(lost=0.3), 3) as relay,
+        clients(relay.port, 2, slots=4) as two,
     ):
 
         def run_and_leave(calls: Any) -> None:
-            at_once([lambda c=c, w=w: (c(), w.leave()) for c, w in zip(calls, workers, strict=True)])
+            at_once([lambda c=c, w=w: (c(), w.leave()) for c, w in zip(calls, two, strict=True)])
 
-        assert_reduced(workers, 2_000, ADD, seed=1, run=run_and_leave)
+        assert_reduced(two, 2_000, ADD, seed=1, run=run_and_leave)
 
 
 def test_ranks_in_different_calls_raise_rank_mismatch() -> None:
@@ -151,12 +146,9 @@ def test_a_second_process_in_a_ranks_place_and_another_world_size_are_refused() 
 def test_a_switch_of_another_version_raises_incompatible_version() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
         other.bind(("127.0.0.1", 0))
-
-        def answer() -> None:
-            _, sender = other.recvfrom(4096)
-            other.sendto(b"GWSW\x02\x02" + bytes(34), sender)
-
-        outcome, _ = try_at_once([lambda: make_client(other.getsockname()[1]).join(5.0), answer])
+        join = make_client(other.getsockname()[1]).join
+        answer = b"GWSW\x02\x02" + bytes(34)
+        outcome, _ = try_at_once([lambda: join(5.0), lambda: other.sendto(answer, other.recvfrom(4096)[1])])
         assert isinstance(outcome, IncompatibleVersion)
         assert "version 2" in str(outcome)
 

@@ -16,6 +16,12 @@ from ranks import patience
 from switch_cases import ADD, MAXIMUM, OR, Relay, Serving, Trouble, assert_reduced, at_once, clients, sums, try_at_once
 
 LENGTHS = (0, 1, 255, 256, 257, 5_000)
+TROUBLES = {
+    "lost": Trouble(lost=0.1),
+    "doubled": Trouble(doubled=0.3, hold=300),
+    "reordered": Trouble(held=0.3, hold=100),
+    "everything": Trouble(lost=0.05, doubled=0.1, held=0.2, damaged=0.05),
+}
 
 
 @pytest.mark.parametrize("n_workers", [1, 2, 3, 5, 8])
@@ -29,16 +35,7 @@ def test_sums_ors_and_maxima_are_exact_for_every_world_length_and_window(n_worke
 
 
 @pytest.mark.parametrize("n_workers", [1, 2, 4, 8])
-@pytest.mark.parametrize(
-    "trouble",
-    [
-        Trouble(lost=0.1),
-        Trouble(doubled=0.3, hold=300),
-        Trouble(held=0.3, hold=100),
-        Trouble(lost=0.05, doubled=0.1, held=0.2, damaged=0.05),
-    ],
-    ids=["lost", "doubled", "reordered", "everything"],
-)
+@pytest.mark.parametrize("trouble", TROUBLES.values(), ids=TROUBLES)
 def test_results_are_exact_over_a_network_that_misbehaves(n_workers: int, trouble: Trouble) -> None:
     # 8 slots: stragglers of a round come when their slot is in the next one, or the one after that.
     with Serving() as serving, Relay(serving.port, trouble, seed=n_workers) as relay:

@@ -39,8 +39,7 @@ def made_record(scheme: str, wire_bytes: float, codec_s: float = 0.0) -> dict[st
     return {
         "scheme": scheme, "options": "", "ranks": 2, "rate_bps": 1_000_000, "iteration_s": 1.0, "iteration_s_low": 1.0,
         "iteration_s_high": 1.0, "compute_s": 0.06, "codec_s": codec_s, "decode_s": codec_s / 2, "kernel_bytes": None,
-        "wire_bytes": wire_bytes, "n_bytes": gradient_bytes(),
-        "compute": "emulate", "commit": "", "date": "",
+        "wire_bytes": wire_bytes, "n_bytes": gradient_bytes(), "compute": "emulate", "commit": "", "date": "",
     }  # fmt: skip
 
 

@@ -84,9 +84,7 @@ def test_a_trace_file_with_negative_times_is_refused(tmp_path: Path) -> None:
         ('{"format": 1, "workloads": {}}', InvalidArgument, "was not measured"),
     ],
 )
-def test_a_measured_table_that_is_none_is_refused(
-    content: str | None, error: type[Exception], match: str | None, tmp_path: Path
-) -> None:
+def test_a_measured_table_that_is_none_is_refused(content: Any, error: type, match: Any, tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     if content is not None:
         path.write_text(content, encoding="utf-8")

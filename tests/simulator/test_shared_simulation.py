@@ -113,11 +113,9 @@ def test_time_is_computed_or_waited_and_nothing_else(scheme: str) -> None:
 
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not() -> None:
-    def summary(seed: int) -> dict[str, object]:
-        return simulate("aqgb", Setting(PAPER, 4, 1e9, jitter=Stragglers(seed=seed)))[1].summary()
-
-    assert summary(3) == summary(3)
-    assert summary(3) != summary(4)
+    settings = (Setting(PAPER, 4, 1e9, jitter=Stragglers(seed=seed)) for seed in (3, 3, 4))
+    one, again, other = (simulate("aqgb", setting)[1].summary() for setting in settings)
+    assert one == again != other
 
 
 def test_all_schemes_meet_the_same_rounds() -> None:

@@ -19,7 +19,6 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 
 def find_browser() -> str | None:
-    """The first browser on PATH that speaks the protocol, or None."""
     return next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
@@ -51,7 +50,6 @@ class Page:
             self.events.append(answer)
 
     def open(self, path: Path) -> None:
-        """Load a file and wait until all of it is there."""
         self.events.clear()
         self.call("Page.navigate", url=path.resolve().as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):

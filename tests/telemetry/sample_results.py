@@ -27,21 +27,16 @@ def write_run(folder: Path, scheme: str, n_steps: int = 300, workload: str = "gp
     folder.mkdir(parents=True)
     share, encode_s, decode_s, deviation = SCHEMES[scheme]
     noise, jitter = random.Random(seed), random.Random(scheme)
-    ring_bytes = 1.5 * 26_000_000
-    strayed = 0.0
-    with (folder / "steps.jsonl").open("w") as log:
-        for step in range(n_steps):
-            loss = 1.9 + 8.8 * math.exp(-step / 35) + 1.1 * math.exp(-step / 220) + noise.gauss(0, 0.07)
-            strayed += jitter.gauss(0, deviation)
-            warm = min(1.0, 0.6 + step / 50) if scheme == "gcomp" else 1.0
-            sent = int(ring_bytes * (share / warm if scheme == "gcomp" else share) * jitter.uniform(0.99, 1.01))
-            communicate_s = sent * 8 / 1e9
-            exposed_s = max(0.0, communicate_s + 0.6 * (encode_s + decode_s) - 0.12) * jitter.uniform(0.95, 1.1)
-            times = {"encode_s": encode_s, "decode_s": decode_s, "communicate_s": communicate_s, "exposed_s": exposed_s}
-            counts = {"bytes_sent": sent, "bytes_received": sent, "ratio": sent / ring_bytes}
-            iteration_s = 0.28 * jitter.uniform(0.97, 1.06) + exposed_s
-            record = {"step": step, "loss": loss + strayed, "iteration_s": iteration_s, **counts, **times}
-            log.write(json.dumps(record) + "\n")
+    ring_bytes, strayed, lines = 1.5 * 26_000_000, 0.0, []
+    for step in range(n_steps):
+        strayed += jitter.gauss(0, deviation)
+        loss = 1.9 + 8.8 * math.exp(-step / 35) + 1.1 * math.exp(-step / 220) + noise.gauss(0, 0.07) + strayed
+        sent = int(ring_bytes * share * jitter.uniform(0.99, 1.01))
+        exposed_s = max(0.0, sent * 8 / 1e9 + 0.6 * (encode_s + decode_s) - 0.12) * jitter.uniform(0.95, 1.1)
+        times = {"encode_s": encode_s, "decode_s": decode_s, "communicate_s": sent * 8 / 1e9, "exposed_s": exposed_s}
+        counts = {"bytes_sent": sent, "bytes_received": sent, "ratio": sent / ring_bytes}
+        lines.append(json.dumps({"step": step, "loss": loss, "iteration_s": 0.28 + exposed_s, **counts, **times}))
+    (folder / "steps.jsonl").write_text("\n".join(lines) + "\n")
     config = {"scheme": scheme, "workload": workload, "ranks": 4, "steps": n_steps, "seed": seed, "rate_bps": 1e9}
     (folder / "config.json").write_text(json.dumps({**config, "scheme_options": {}, "data": "real", **ENVIRONMENT}))
     (folder / "summary.json").write_text(json.dumps({"loss": 2.0, "wire_bytes_origin": "counted"}))

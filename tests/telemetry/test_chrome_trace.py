@@ -83,7 +83,6 @@ def train(path: Path, rank: int = 0, n_steps: int = 3, **options: Any) -> Record
 
 
 def train_two(folder: Path) -> list[Path]:
-    """The traces of two ranks."""
     paths = [folder / f"trace{rank}.json" for rank in range(2)]
     for rank, path in enumerate(paths):
         train(path, rank).close()

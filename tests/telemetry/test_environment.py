@@ -28,9 +28,7 @@ def test_environment_is_flat_json_with_machine_versions_commit_and_network() -> 
         ({"MASTER_ADDR": "10.0.0.1", "GRADWIRE_NETWORK": "netlab 1000000000"}, "netlab 1000000000"),
     ],
 )
-def test_network_is_the_labs_or_told_by_the_master_address(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], network: str
-) -> None:
+def test_network_is_the_labs_or_the_masters(monkeypatch: pytest.MonkeyPatch, variables: dict, network: str) -> None:
     monkeypatch.delenv("GRADWIRE_NETWORK", raising=False)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     for name, value in variables.items():
@@ -38,9 +36,7 @@ def test_network_is_the_labs_or_told_by_the_master_address(
     assert describe_environment()["network"] == network
 
 
-def test_commit_of_a_foreign_checkout_is_not_taken_for_gradwires(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_commit_of_a_foreign_checkout_is_not_gradwires(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
     site_packages = tmp_path / "venv"
@@ -57,13 +53,9 @@ def test_a_commit_is_altered_where_its_sources_are_and_not_by_what_is_measured(t
         folder.mkdir(parents=True)
         (folder / "recorder.py").write_text("first\n")
 
-    def git(*arguments: str) -> None:
-        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
-
-    git("init")
-    git("add", ".")
-    git("commit", "-m", "first")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in ("init", "add .", "commit -m first"):
+        subprocess.run([*git, *words.split()], check=True, capture_output=True)
     clean = environment._commit(sources)
     (results / "recorder.py").write_text("another record\n")
     assert environment._commit(sources) == clean

@@ -7,6 +7,7 @@ import tracemalloc
 import pytest
 
 from gradwire.telemetry.recorder import KINDS, BucketRecord, Recorder, StepRecord
+from meshes import at_once
 
 
 def run_step(recorder: Recorder, step: int, n_buckets: int = 3) -> StepRecord:
@@ -126,11 +127,7 @@ def test_hook_and_lane_may_count_at_once() -> None:
             record.count_sent(1)
             record.count_received(2)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert at_once(*[work] * 4) == [None] * 4
     assert (record.busy_ns["encode"], record.n_messages) == (20000, 20000)
     assert (record.bytes_sent, record.bytes_received) == (20000, 40000)
 

@@ -32,7 +32,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(report: Path) -> Iterator[Page]:
-    assert BROWSER is not None
     with open_browser(BROWSER) as page:
         page.show_as(1280)
         page.open(report)

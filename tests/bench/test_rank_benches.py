@@ -118,9 +118,7 @@ def test_train_records_split_bytes_and_loss(tmp_path: Path) -> None:
 def test_steps_count_once_slimgc_has_its_table_and_overlap_is_recorded(tmp_path: Path) -> None:
     slimgc = "slimgc:warmup_steps=4"
     schemes = f"ddp ddp-one-bit ddp-two-bit:threshold=0.5 {slimgc} {slimgc},backup=true"
-    options = (
-        f"--workload gpt:capture={tmp_path / 'capture'},step_ms=20 --compute emulate --steps 3 --warmup 1 --overlap"
-    )
+    options = f"--workload gpt:capture={tmp_path}/capture,step_ms=20 --compute emulate --steps 3 --warmup 1 --overlap"
     records = _bench(tmp_path, f"train --scheme {schemes} --ranks 2 {options}")
     assert [record["n_warmup"] for record in records] == [1, 1, 1, 6, 8]
     assert all(record["n_steps"] == 3 for record in records)
@@ -143,9 +141,7 @@ def _altered(folder: Path, alteration: str) -> dict[str, str]:
 
 def test_methods_run_one_after_another_where_memory_is_short(tmp_path: Path) -> None:
     environment = _altered(tmp_path, "import gradwire_lab.bench.train as bench\nbench._MEMORY_SHARE = 0.0")
-    words = (
-        "train --scheme plain gcomp truncate --workload resnet:width=8 --ranks 2 --steps 1 --warmup 1 --batch-size 4"
-    )
+    words = f"train --scheme plain gcomp truncate --workload resnet:width=8 {_TRAINING}"
     records = _bench(tmp_path, words, env=environment)
     assert [record["scheme"] for record in records] == ["plain", "gcomp", "truncate"]
     assert not any(record["is_interleaved"] for record in records)

@@ -40,12 +40,9 @@ def test_auto_is_counted_against_ddp_over_all_steps_and_against_the_best_it_may_
 
 
 def test_auto_between_shards_is_counted_against_fsdp2() -> None:
-    auto = auto_that([(0, "plain"), (2, "weights=exact")], "weights=exact")
-    turns_s = {"fully-shard": [[3.0]] * 4, "fsdp2-shards:gradients=auto": [[3.0], [1.5], [1.5], [1.5]],
-               "weights=exact": [[1.5]] * 4}  # fmt: skip
-    found = make_records(turns_s, {"fsdp2-shards:gradients=auto": auto}, base="fully-shard")[
-        "fsdp2-shards:gradients=auto"
-    ]
+    auto, name = auto_that([(0, "plain"), (2, "weights=exact")], "weights=exact"), "fsdp2-shards:gradients=auto"
+    turns_s = {"fully-shard": [[3.0]] * 4, name: [[3.0], [1.5], [1.5], [1.5]], "weights=exact": [[1.5]] * 4}
+    found = make_records(turns_s, {name: auto}, base="fully-shard")[name]
     assert found["x_ddp"] == pytest.approx(12 / 7.5)
     assert (found["best"], found["x_best_last_half"]) == ("weights=exact", 1.0)
 

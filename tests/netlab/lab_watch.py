@@ -12,14 +12,13 @@ from typing import Any
 
 from gradwire.errors import Unsupported
 from gradwire_lab.ranks.netlab import Netlab
-from programs import GRADWIRE
+from programs import GRADWIRE, descendants
 from ranks import patience
 
 CLI = [*GRADWIRE, "netlab"]
 
 
 def rank_command(script: str, *arguments: object) -> list[str]:
-    """Returns the command that runs a script of this folder in every rank."""
     return [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
 
 
@@ -64,12 +63,7 @@ class Started:
     """A process and all that it has started, with the network namespaces that it made, as of now."""
 
     def __init__(self, pid: int) -> None:
-        self.pids, new = list[int](), [pid]
-        while new:
-            with contextlib.suppress(OSError):  # it has ended
-                children = child_pids(new.pop())
-                self.pids += children
-                new += children
+        self.pids = descendants(pid)
         self.namespaces = _namespaces(self.pids) - _namespaces([os.getpid()])
 
     def wait_for_the_end(self) -> None:
@@ -91,8 +85,3 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def child_pids(pid: int) -> list[int]:
-    """The direct children of a process."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -78,9 +78,9 @@ def bench(tmp_path: Path) -> Iterator[_Bench]:
         bench.process.wait()
 
 
-def _interrupt(bench: _Bench, number: int, status: int, within_s: float = 60) -> None:
-    """While ranks train, and see all end that was started."""
-    wait_until(lambda: len(bench.ranks()) == 2, "the ranks train", 60)
+def _interrupt(bench: _Bench, number: int, status: int, within_s: float = 60, n_started: int = 0) -> None:
+    """While two ranks train, or so many processes run, and see all end that was started."""
+    wait_until(lambda: len(bench.started.pids) >= n_started > 0 or len(bench.ranks()) == 2, "the ranks train", 60)
     started = bench.started
     if number == signal.SIGINT:  # a terminal sends it to the whole group
         os.killpg(bench.process.pid, number)
@@ -128,9 +128,4 @@ def test_ctrl_c_ends_a_command_and_its_ranks_within_two_seconds(bench: _Bench, w
 
 def test_ctrl_c_ends_a_campaign_within_two_seconds(bench: _Bench) -> None:
     bench.start_command([sys.executable, "-m", "campaign", "--minutes", "1"])
-    # Beside the fork server and its helper.
-    wait_until(lambda: len(bench.started.pids) >= 4, "a case runs in ranks", 60)
-    started = bench.started
-    os.killpg(bench.process.pid, signal.SIGINT)
-    assert bench.process.wait(2 * patience()) == 130, bench.said
-    started.wait_for_the_end()
+    _interrupt(bench, signal.SIGINT, 130, 2, n_started=4)  # ranks, beside the fork server and its helper

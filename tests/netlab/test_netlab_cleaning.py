@@ -5,11 +5,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from lab_watch import CLI, Started, child_pids, is_running, wait_until
+from lab_watch import CLI, Started, is_running, wait_until
 
 from gradwire_lab.ranks.netlab import Netlab
 from gradwire_lab.ranks.netlab.stale import end_stale_labs, find_stale_labs, lab_identity
-from programs import run_well
+from programs import child_pids, run_well
 from ranks import patience
 
 pytestmark = pytest.mark.root

@@ -1,6 +1,7 @@
 """Links with a distance: how they are written, what a round trip takes and how much is lost, as set and as changed."""
 
 import argparse
+import contextlib
 import re
 import subprocess
 import sys
@@ -103,34 +104,29 @@ def echo(lab: Netlab, host: int, n: int = 15) -> tuple[float, int]:
 
 @pytest.mark.root
 def test_round_trips_are_as_set_and_as_changed(distance: None) -> None:
-    with Netlab(3, "100mbit/delay=5ms/sites=3x1/site-delay=10ms", require_shaping=True) as lab:
+    rates = "100mbit/delay=5ms/sites=3x1/site-delay=10ms"
+    with Netlab(3, rates, require_shaping=True) as lab, contextlib.ExitStack() as stack:
         assert str(current_network(lab.network.to_variables())) == str(lab.network)
         assert lab.network.way == "delay=5ms/sites=3x1/site-delay=10ms"
-        answers = [
-            subprocess.Popen(["nsenter", f"--net={path}", sys.executable, "-c", ANSWER])
-            for path in lab.namespace_paths[1:]
-        ]
-        try:
-            time.sleep(0.3 * patience())
-            slack = 10.0 * patience()
-            assert 30 <= echo(lab, 1)[0] <= 31 + slack
-            lab.set_line(1, delay="25ms", jitter="0ms")
-            assert 50 <= echo(lab, 1)[0] <= 51 + slack, "half of what rank 1's line has, each way"
-            assert 30 <= echo(lab, 2)[0] <= 31 + slack
-            lab.set_line(2, loss="90%")
-            assert echo(lab, 2, 12)[1] < 10
-            before = lab.counters()[1]
-            lab.link_down(1)
-            assert echo(lab, 1, 2)[1] == 0
-            lab.link_up(1)
-            assert echo(lab, 1, 5)[1] == 5
-            passed = lab.counters()[1] - before
-            assert (passed.sent_packets, passed.received_packets) == (5, 5)
-            assert passed.received_drops == 2
-        finally:
-            for answer in answers:
-                answer.kill()
-                answer.wait()
+        for path in lab.namespace_paths[1:]:
+            answer = stack.enter_context(subprocess.Popen(["nsenter", f"--net={path}", sys.executable, "-c", ANSWER]))
+            stack.callback(answer.kill)
+        time.sleep(0.3 * patience())
+        slack = 10.0 * patience()
+        assert 30 <= echo(lab, 1)[0] <= 31 + slack
+        lab.set_line(1, delay="25ms", jitter="0ms")
+        assert 50 <= echo(lab, 1)[0] <= 51 + slack, "half of what rank 1's line has, each way"
+        assert 30 <= echo(lab, 2)[0] <= 31 + slack
+        lab.set_line(2, loss="90%")
+        assert echo(lab, 2, 12)[1] < 10
+        before = lab.counters()[1]
+        lab.link_down(1)
+        assert echo(lab, 1, 2)[1] == 0
+        lab.link_up(1)
+        assert echo(lab, 1, 5)[1] == 5
+        passed = lab.counters()[1] - before
+        assert (passed.sent_packets, passed.received_packets) == (5, 5)
+        assert passed.received_drops == 2
 
 
 @pytest.mark.root

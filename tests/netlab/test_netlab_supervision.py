@@ -30,7 +30,6 @@ def launch_ranks(command: list[str], n_ranks: int, timeout_s: float | None = Non
 
 
 def lines_of(script: str, n_ranks: int, *rate: str, **options: Any) -> list[str]:
-    """Returns what ranks print, all of which end well."""
     lines: list[str] = []
     with start_ranks(shell(script), n_ranks, *rate, on_line=lambda rank, line: lines.append(line), **options) as launch:
         launch.wait(30 * patience()).raise_if_failed()
@@ -89,12 +88,7 @@ def test_what_a_reader_of_lines_raises_comes_out_of_wait_and_hangs_no_rank() -> 
     ids=["fails, and the others are ended after their grace", "signal", "too long", "no program", "no permission"],
 )  # fmt: skip
 def test_a_rank_that_fails_is_named_with_the_shells_status(
-    command: list[str],
-    n_ranks: int,
-    options: dict[str, float],
-    status: int,
-    words: str,
-    capfd: pytest.CaptureFixture[str],
+    command: list[str], n_ranks: int, options: dict, status: int, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     result = launch_ranks(command, n_ranks, **options)
     assert result.status == status

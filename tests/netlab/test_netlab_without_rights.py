@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 from lab_watch import CLI
@@ -77,9 +78,7 @@ def test_a_user_without_rights_gets_a_shaped_lab_in_a_user_namespace() -> None:
 
 
 def test_a_kernel_that_refuses_is_reported_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(flags: int) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
+    refuse = Mock(side_effect=PermissionError(1, "Operation not permitted"))
     monkeypatch.setattr("gradwire_lab.ranks.netlab.fabric.unshare", refuse)
     with pytest.raises(UnavailableError, match="Operation not permitted"):
         become_able()

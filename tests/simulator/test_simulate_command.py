@@ -59,9 +59,7 @@ def test_a_chrome_trace_nests_and_names_its_rows(tmp_path: Path) -> None:
             assert all(one["ts"] + one["dur"] <= after["ts"] + 1e-3 for one, after in itertools.pairwise(mine))
 
 
-def test_without_simpy_the_command_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_simpy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     for name in list(sys.modules):
         if name.startswith(("gradwire_lab.simulator", "gradwire_lab.cli.simulate")):
             monkeypatch.delitem(sys.modules, name)

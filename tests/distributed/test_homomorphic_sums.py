@@ -7,29 +7,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import gradwire
 from buckets import Driver
 from gcomp_gradients import make_gradient
 from gradwire import schemes
+from gradwire.codecs.count_sketch import MAX_CORE, CountSketch, FixedPoint, Outcome
 from gradwire.exchange import aggregators
+from gradwire.exchange.aggregators import Sum
 from gradwire.exchange.aggregators.process_group import ProcessGroup
 from ranks import agree, assert_alike, bits_of, on_ranks, run_ranks
-from sketches import DTYPES, EPSILON, PATTERNS, SMALLEST, check_mean, gradients_of
+from sketches import DTYPES, EPSILON, PATTERNS, SMALLEST, check_mean, gradients_of, index_of, quantise, sparse_gradients
 from switch_cases import Serving
 
 N = 40_013
 DENSITIES = (0.02, 0.0, 0.0, 0.3, 0.001, 0.8, 0.01, 1.0)
 N_DENSE = 30_011
+N_SKETCHED = 50_021
 UP = (0.0, 0.0, 1e-4, 0.002, 0.0, 0.03, 0.3, 0.6, 0.8, 0.87, 0.95, 1.0)
 # A bucket that was too dense is tried again after 16 steps, and then its counts are those of the last 8.
 UP_AND_DOWN = (*UP, *(0.0,) * 9, *(0.02,) * 16)
-MODES: tuple[dict[str, Any], ...] = (
-    {},
-    {"index": "bloom"},
-    {"mode": "sketch"},
-    {"mode": "sketch", "index": "bloom"},
-    {"mode": "exact"},
-    {"mode": "exact", "integer_bits": 64},
-)
+EXACT = ({"mode": "exact"}, {"mode": "exact", "integer_bits": 64})
+MODES = ({}, {"index": "bloom"}, {"mode": "sketch"}, {"mode": "sketch", "index": "bloom"}, *EXACT)
 # With values that all-to-all brings together, and other shapes of a table: among other numbers of ranks.
 MORE: tuple[dict[str, Any], ...] = (
     {"index": "bloom", "aggregator": "all-to-all"},
@@ -54,28 +52,25 @@ def same(mean: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @on_ranks()
 def test_packed_sums_are_the_backends_own_bit_by_bit(rank: int, world_size: int) -> None:
-    for dtype in DTYPES:
-        for pattern in PATTERNS:
-            driver = Driver(schemes.by_name("homomorphic"), [torch.zeros(N, dtype=dtype)])
-            for step, density in enumerate(DENSITIES):
-                everyone = gradients_of(pattern, N, world_size, density, dtype, step + 1)
-                (mean,) = driver.reduce([everyone[rank].clone()])
-                union, everywhere = (everyone != 0).any(0), torch.ones(N, dtype=torch.bool)
-                expected = summed(everyone[rank], everywhere if density == 1 else union)
-                assert same(mean, expected), (dtype, pattern, density)
-                if dtype == torch.float32:
-                    shares = everyone.double()
-                    error = (mean.double() - shares.sum(0) / world_size).abs()
-                    assert bool((error <= world_size * 2.0**-23 * shares.abs().sum(0) + 1e-44).all())
-                if world_size == 2:  # two values have but one order of summation: plain's bits
-                    assert same(mean, summed(everyone[rank], everywhere))
-                record = driver.last_buckets[0].record
-                if world_size > 1:
-                    assert any("too dense" in why for why in record.fallbacks) == (density == 1), (pattern, density)
-                    ring = 2 * (world_size - 1) / world_size
-                    n_bytes = int(union.sum()) * dtype.itemsize + N / 8 + 48
-                    assert record.fallbacks or record.bytes_sent <= ring * n_bytes * 1.02 + 64
-            driver.close()
+    for dtype, pattern in itertools.product(DTYPES, PATTERNS):
+        driver = Driver(schemes.by_name("homomorphic"), [torch.zeros(N, dtype=dtype)])
+        for step, density in enumerate(DENSITIES):
+            everyone = gradients_of(pattern, N, world_size, density, dtype, step + 1)
+            (mean,) = driver.reduce([everyone[rank].clone()])
+            union, everywhere = (everyone != 0).any(0), torch.ones(N, dtype=torch.bool)
+            assert same(mean, summed(everyone[rank], everywhere if density == 1 else union)), (dtype, pattern, density)
+            if dtype == torch.float32:
+                shares = everyone.double()
+                error = (mean.double() - shares.sum(0) / world_size).abs()
+                assert bool((error <= world_size * 2.0**-23 * shares.abs().sum(0) + 1e-44).all())
+            if world_size == 2:  # two values have but one order of summation: plain's bits
+                assert same(mean, summed(everyone[rank], everywhere))
+            record = driver.last_buckets[0].record
+            if world_size > 1:
+                assert any("too dense" in why for why in record.fallbacks) == (density == 1), (pattern, density)
+                n_bytes = int(union.sum()) * dtype.itemsize + N / 8 + 48
+                assert record.fallbacks or record.bytes_sent <= 2 * (world_size - 1) / world_size * n_bytes * 1.02 + 64
+        driver.close()
 
 
 def specials_of(dtype: torch.dtype, rank: int, step: int) -> torch.Tensor:
@@ -136,19 +131,7 @@ def test_a_switch_sums_integers_of_8_to_64_bits() -> None:
     assert_alike(results)
 
 
-# ---- in one run, with bytes that follow the density
-
-
-def cell_bytes_of(options: dict[str, Any], dtype: torch.dtype) -> float:
-    """What a non-zero of the union costs."""
-    if "mode" not in options:
-        return dtype.itemsize
-    return 1.3 * options.get("integer_bits", 32) / 8
-
-
-@pytest.mark.parametrize(
-    ("world_size", "pattern"), [*((3, pattern) for pattern in PATTERNS), (1, "random"), (2, "random"), (4, "random")]
-)
+@pytest.mark.parametrize(("world_size", "pattern"), [(n, "random") for n in (1, 2, 4)] + [(3, one) for one in PATTERNS])
 @on_ranks(timeout_s=200)
 def test_densities_from_none_to_all_and_back_in_one_run(rank: int, world_size: int, pattern: str) -> None:
     ring = 2 * (world_size - 1) / world_size
@@ -156,7 +139,7 @@ def test_densities_from_none_to_all_and_back_in_one_run(rank: int, world_size: i
         aggregator = ProcessGroup(options.get("aggregator", "all-reduce"))
         scheme = schemes.by_name("homomorphic", **{**options, "aggregator": aggregator})
         driver = Driver(scheme, [torch.zeros(N_DENSE, dtype=dtype)])
-        cell_bytes = cell_bytes_of(options, dtype)
+        cell_bytes = 1.3 * options.get("integer_bits", 32) / 8 if "mode" in options else dtype.itemsize  # per non-zero
         was_dense = False
         for step, density in enumerate(UP_AND_DOWN):
             shares = gradients_of(pattern, N_DENSE, world_size, density, dtype, step + 1)
@@ -178,10 +161,8 @@ def test_densities_from_none_to_all_and_back_in_one_run(rank: int, world_size: i
         # A filter for few values, and no more: what was learnt of dense steps is forgotten. A sketch's tables are each as
         # large as its block asked for in the last 8 steps, and clusters move from block to block.
         most = 1.7 if options.get("mode") == "sketch" else 1.3
-        assert record.bytes_sent <= ring * (N_DENSE / 8 + most * cell_bytes * n_nonzeros + 1_000), (
-            where,
-            record.bytes_sent,
-        )
+        n_most = ring * (N_DENSE / 8 + most * cell_bytes * n_nonzeros + 1_000)
+        assert record.bytes_sent <= n_most, (where, record.bytes_sent)
         stats = driver.scheme.stats()
         assert was_dense or world_size == 1  # alone nothing is ever sent
         assert stats["n_steps_not_finite"] == stats["n_buckets_too_large"] == 0
@@ -189,9 +170,6 @@ def test_densities_from_none_to_all_and_back_in_one_run(rank: int, world_size: i
             assert stats["n_bloom_indices"] > 0
             assert stats["n_bloom_fallbacks"] > 0, "no filter was too small for the step after it"
         driver.close()
-
-
-# ---- values at the ends of their dtype
 
 
 @on_ranks(2, timeout_s=100)
@@ -217,3 +195,121 @@ def test_values_at_the_ends_of_their_dtype_arrive(rank: int, world_size: int) ->
                 assert not is_plain
                 assert float(mean[0]) == pytest.approx(info.max, rel=4 * EPSILON[dtype])
         driver.close()
+
+
+# ---- float sketches: index and cells in one aggregation, as soon as the last steps tell how large they are
+class Counting(ProcessGroup):
+    """How often it is asked to aggregate, and to wait."""
+
+    n_calls = 0
+
+    def or_words(self, *arguments: Any) -> None:
+        self.n_calls += 1
+        super().or_words(*arguments)
+
+    def start_sum(self, *arguments: Any) -> Any:
+        self.n_calls += 1
+        return super().start_sum(*arguments)
+
+    def start_or_and_sum(self, *arguments: Any) -> tuple[Sum, Sum]:
+        before = self.n_calls
+        both = super().start_or_and_sum(*arguments)
+        self.n_calls = before + 1
+        return both
+
+
+@pytest.mark.parametrize("or_by", ["all-reduce", "all-to-all"])
+@on_ranks(3)
+def test_warm_sketch_takes_one_aggregation_a_bucket(rank: int, world_size: int, or_by: str) -> None:
+    for index in ("bitmap", "bloom", "auto"):
+        aggregator = Counting(or_by)
+        scheme = schemes.by_name("homomorphic", mode="sketch", index=index, aggregator=aggregator)
+        driver = Driver(scheme, [torch.zeros(N_SKETCHED)])
+        n_calls = []
+        for step in range(6):
+            shares = gradients_of("random", N_SKETCHED, world_size, 0.05, torch.float32, step + 1)
+            before = aggregator.n_calls
+            (mean,) = driver.reduce([shares[rank].clone()])
+            n_calls.append(aggregator.n_calls - before)
+            assert agree(mean)
+            expected = shares.double().mean(0)
+            assert float((mean.double() - expected).norm()) <= 2e-6 * float(expected.norm())
+        stats = scheme.stats()
+        n_more = stats["n_sketches_resent"] + stats["n_bloom_fallbacks"] + (stats["n_core_values"] > 0) * 5
+        n_more += stats["n_bloom_indices"]  # whose candidates are confirmed, while the cells travel
+        assert n_calls[0] == 2
+        assert sum(n_calls[1:]) <= 5 + n_more, (index, n_calls)
+        assert stats["n_sketches_at_once"] + stats["n_sketches_resent"] == 5
+        assert stats["n_sketches_at_once"] >= 4
+        driver.close()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@on_ranks(2)
+def test_density_that_changes_is_sent_again_or_learnt_anew(rank: int, world_size: int, pattern: str) -> None:
+    """More non-zeros than the table was made for: sent again, at the right size; far fewer: learnt anew."""
+    driver = Driver(schemes.by_name("homomorphic", mode="sketch"), [torch.zeros(N_SKETCHED)])
+    for step, density in enumerate((0.02, 0.02, 0.3, 0.3, 0.02, 0.02, 0.0, 0.0, 0.02, 0.02, 0.02)):
+        shares = gradients_of(pattern, N_SKETCHED, world_size, density, torch.float32, step + 1)
+        (mean,) = driver.reduce([shares[rank].clone()])
+        assert agree(mean)
+        error = (mean.double() - shares.double().mean(0)).abs()
+        assert float(error.max()) <= 2.0**-16 * float(shares.double().abs().amax(1).sum())
+    stats = driver.scheme.stats()
+    assert stats["n_sketches_at_once"] > 0
+    assert stats["n_sketches_resent"] > 0
+    assert stats["n_buckets_too_dense"] == stats["n_steps_not_finite"] == 0
+    # What it has learnt is in the checkpoint, and older ones that lack it are read.
+    state = driver.scheme.state_dict()
+    assert state["tables"] or pattern == "clustered"  # whose counts halve from step to step
+    driver.scheme.load_state_dict(state)
+    assert driver.scheme.state_dict() == state
+    for broken in ({}, {"batch_values": 64, "counts": [[-1]]}, {"batch_values": 64, "counts": []}):
+        with pytest.raises(gradwire.InvalidArgument, match="tables"):
+            driver.scheme.load_state_dict({**state, "tables": {"0:x": broken}})
+    del state["tables"]
+    driver.scheme.load_state_dict(state)
+    assert driver.scheme.state_dict()["tables"] == {}
+    driver.close()
+
+
+@pytest.mark.parametrize("n_elements", [3_000, 200_003, 3_000_000])
+def test_assumed_tables_give_back_the_exact_sums(n_elements: int) -> None:
+    gradients = [gradient.clamp_(-1000, 1000) for gradient in sparse_gradients(n_elements, 0.05, 3)]
+    fixed = FixedPoint.fit(10, 3, torch.int64)
+    own = [index_of(gradient) for gradient in gradients]
+    index = own[0] | own[1] | own[2]
+    known = CountSketch()
+    known.prepare(index, n_elements)
+    counts = known.block_nonzeros()
+    assert sum(counts) == known.n_nonzeros
+    sketch = CountSketch()
+    rows = [max(3, int(1.5 * n / known.table_batch_values) + 1) for n in counts]
+    assert sketch.assume(n_elements, known.table_batch_values, rows) == sum(rows) * known.table_batch_values
+    total = torch.zeros(sketch.n_cells, dtype=torch.int64)
+    for gradient, words in zip(gradients, own, strict=True):
+        cells = torch.empty_like(total)
+        sketch.add(gradient, words, cells, fixed)
+        total += cells
+    sketch.adopt(index)
+    assert sketch.block_nonzeros() == counts
+    n_core = sketch.peel(index)
+    assert n_core <= MAX_CORE
+    out = torch.empty(n_elements)
+    assert sketch.recover(total, fixed.scale, out) is Outcome.COMPLETE
+    expected = torch.stack([quantise(gradient, fixed) for gradient in gradients]).sum(0).double() * fixed.scale
+    core = sketch.core() if n_core else torch.empty(0, dtype=torch.int64)
+    out[core] = expected[core].float()
+    assert torch.equal(out, expected.float())
+
+
+def test_tables_that_cannot_be_are_refused() -> None:
+    wrong = {
+        "power of two": (48, 3),
+        "a block at least": (64,),
+        "three rows": (64, 2),
+        "than batches": (64, *[3] * 4_000),
+    }
+    for match, (batch_values, *rows) in wrong.items():
+        with pytest.raises(gradwire.InvalidArgument, match=match):
+            CountSketch().assume(10_000, batch_values, rows)

@@ -12,10 +12,10 @@ from ranks import on_ranks
 
 
 class Log:
-    """Tasks that say when they ran."""
+    """Tasks of a lane that say when they ran."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+    def __init__(self) -> None:
+        self.communicator = Communicator()
         self.lines: list[str] = []
 
     def task(self, name: str, defers: bool = False) -> Callable[[], Any]:
@@ -38,29 +38,23 @@ class Log:
     ],
 )
 @on_ranks(1)
-def test_only_a_task_that_may_overtake_goes_before_what_is_deferred(
-    rank: int, world_size: int, tasks: list[tuple[str, bool, bool]], expected: str
-) -> None:
+def test_only_what_may_overtakes_what_is_deferred(rank: int, world_size: int, tasks: list[Any], expected: str) -> None:
     """Tasks (name, defers some of it, may overtake) that are all there before the first one ends."""
-    communicator, is_open = Communicator(), threading.Event()
-    log = Log(communicator)
-    communicator.submit(is_open.wait)
-    futures = [
-        communicator.submit(log.task(name, defers), may_overtake=may_overtake) for name, defers, may_overtake in tasks
-    ]
+    log, is_open = Log(), threading.Event()
+    log.communicator.submit(is_open.wait)
+    futures = [log.communicator.submit(log.task(name, defers), may_overtake=may) for name, defers, may in tasks]
     is_open.set()
     assert [future.wait() for future in futures] == [name for name, _, _ in tasks]
-    communicator.close()
+    log.communicator.close()
     assert log.lines == expected.split(", ")
 
 
 @on_ranks(1)
 def test_what_is_deferred_waits_for_no_other_task_and_is_run_before_the_lane_ends(rank: int, world_size: int) -> None:
-    communicator = Communicator()
-    log = Log(communicator)
-    assert communicator.submit(log.task("a", defers=True)).wait() == "a"  # nothing comes after it
-    last = communicator.submit(log.task("b", defers=True), may_overtake=True)
-    communicator.close()
+    log = Log()
+    assert log.communicator.submit(log.task("a", defers=True)).wait() == "a"  # nothing comes after it
+    last = log.communicator.submit(log.task("b", defers=True), may_overtake=True)
+    log.communicator.close()
     assert last.wait() == "b"
     assert log.lines == ["a", "rest of a", "b", "rest of b"]
 

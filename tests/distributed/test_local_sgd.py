@@ -1,9 +1,9 @@
 """LocalSgd: DiLoCo as it would be written by hand, with any scheme."""
 
 import copy
+import functools
 import os
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from ranks import agree, on_ranks, patience, try_ranks
 from small_training import flat
 
 EVERY = 4
+momentum_free = functools.partial(torch.optim.SGD, lr=1.0)
 
 
 class Local:
@@ -52,22 +53,14 @@ class Local:
         return flat(self.net)
 
 
-def by_hand(
-    net: nn.Module,
-    train: Callable[[range], Any],
-    n_fragments: int,
-    every: int,
-    delay: int,
-    n_exchanges: int,
-    group: dist.ProcessGroup | None = None,
-) -> None:
+def by_hand(net: nn.Module, train: Any, n_parts: int, every: int, delay: int, turns: int, group: Any = None) -> None:
     """A fragment in turn every `every` steps, by `nesterov` with momenta of its own; what is learnt meanwhile is kept."""
     own = [local_of(p) for p in net.parameters()]
-    parts = [own] if n_fragments == 1 else [own[:1], own[1:]]  # by their place: 384 values and 149
+    parts = [own] if n_parts == 1 else [own[:1], own[1:]]  # by their place: 384 values and 149
     anchors = [[nn.Parameter(p.detach().clone()) for p in part] for part in parts]
     outers = [nesterov(part) for part in anchors]
-    for turn in range(n_exchanges):
-        part, ours, outer = parts[turn % n_fragments], anchors[turn % n_fragments], outers[turn % n_fragments]
+    for turn in range(turns):
+        part, ours, outer = parts[turn % n_parts], anchors[turn % n_parts], outers[turn % n_parts]
         train(range(turn * every, (turn + 1) * every - delay))
         deltas = [a.detach() - p.detach() for a, p in zip(ours, part, strict=True)]
         before = [a.detach().clone() for a in ours]
@@ -105,10 +98,6 @@ def test_plain_is_the_loop_written_by_hand(rank: int, world_size: int) -> None:
     assert loop.reducer.step == len({tuple(loop._fragment(i)) for i in range(12)} - {()})
     assert sorted(name for i in range(12) for name in loop._fragment(i)) == sorted(dict(local.net.named_parameters()))
     loop.close()
-
-
-def momentum_free(anchors: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(anchors, 1.0)
 
 
 @on_ranks(2)
@@ -184,9 +173,7 @@ def test_misuse_is_named_and_feedback_meets_no_momentum(rank: int, world_size: i
 
 @on_ranks(2)
 @pytest.mark.parametrize("case", ["skips", "unfrozen"])
-def test_ranks_stay_equal_where_steps_are_skipped_and_parameters_unfrozen(
-    rank: int, world_size: int, case: str
-) -> None:
+def test_ranks_stay_equal_where_steps_are_skipped_or_parameters_unfrozen(rank: int, world_size: int, case: str) -> None:
     local = Local(rank)
     net, optimizer = local.net, local.optimizer
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
@@ -209,13 +196,10 @@ def test_ranks_stay_equal_where_steps_are_skipped_and_parameters_unfrozen(
         assert agree(mine.detach()), (case, name)
 
 
-DECAY = 0.5
-
-
 @on_ranks(2)
 def test_a_fading_residual_is_top_k_written_by_hand(rank: int, world_size: int) -> None:
     """Against top-k with a fading residual written by hand, in float64, and against no residual at all."""
-    n, share, n_outer = 200, 0.05, 12
+    n, share, n_outer, fading = 200, 0.05, 12, 0.5
 
     def given(step: int, of_rank: int) -> torch.Tensor:
         return torch.randn(n, generator=torch.Generator().manual_seed(1000 * step + of_rank))
@@ -224,10 +208,8 @@ def test_a_fading_residual_is_top_k_written_by_hand(rank: int, world_size: int) 
         parameter = nn.Parameter(torch.zeros(n))
         optimizer = torch.optim.SGD([parameter], lr=1.0)
         net = nn.ParameterList([parameter])
-        loop = gradwire.LocalSgd(
-            net, optimizer, schemes.by_name("top-k", share=share, error_feedback=error_feedback), 1,
-            momentum_free, feedback_decay=decay, timeout_s=100,
-        )  # fmt: skip
+        scheme = schemes.by_name("top-k", share=share, error_feedback=error_feedback)
+        loop = gradwire.LocalSgd(net, optimizer, scheme, 1, momentum_free, feedback_decay=decay, timeout_s=100)
         for step in range(n_outer):
             parameter.grad = given(step, rank)
             optimizer.step()
@@ -236,9 +218,9 @@ def test_a_fading_residual_is_top_k_written_by_hand(rank: int, world_size: int) 
         return parameter.detach(), residual
 
     every = torch.stack([torch.stack([given(step, one) for one in range(world_size)]) for step in range(n_outer)])
-    means, left = top_k(every, torch.zeros(world_size, n), round(share * n), DECAY)
+    means, left = top_k(every, torch.zeros(world_size, n), round(share * n), fading)
     expected = -means.sum(0)
-    parameter, residual = train(DECAY, True)
+    parameter, residual = train(fading, True)
     assert torch.allclose(parameter.double(), expected, atol=1e-5)
     assert torch.allclose(residual.double(), left[rank], atol=1e-5)
     whole_residual, none_left, without = train(1.0, True)[0], train(0.0, True)[0], train(1.0, False)[0]

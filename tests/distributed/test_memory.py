@@ -32,13 +32,11 @@ def work_space(communicator: Communicator) -> int:
     return held + sum(buffer.numel() for buffer in communicator._scratch.values())
 
 
-@pytest.mark.parametrize(
-    ("world_size", "topologies"), [(2, ["ring", "direct"]), (4, ["ring", "direct"]), (8, ["ring"])]
-)
+@pytest.mark.parametrize(("world_size", "kinds"), [(2, ["ring", "direct"]), (4, ["ring", "direct"]), (8, ["ring"])])
 @on_ranks()
-def test_work_space_is_at_most_twice_the_bucket(rank: int, world_size: int, topologies: list[str]) -> None:
+def test_work_space_is_at_most_twice_the_bucket(rank: int, world_size: int, kinds: list[str]) -> None:
     """Or a bucket of TINY_BUCKET_BYTES; of gcomp with importance bytes, which needs most of all schemes."""
-    for topology in topologies:
+    for topology in kinds:
         for n in (1, 1 << 14, 1 << 15, 1 << 16, 1 << 17, 1 << 18, 1 << 19, 1 << 20, 3_000_000):
             parameter = nn.Parameter(torch.randn(n))
             optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -53,8 +51,7 @@ def test_work_space_is_at_most_twice_the_bucket(rank: int, world_size: int, topo
 def reduce_warm(rank: int, world_size: int, name: str) -> list[int]:
     """Sizes of all tensors that torch's CPU allocator hands out while warm buckets are reduced on the lane."""
     parameter = nn.Parameter(torch.randn(50_000))
-    options = {"every": 1} if name == "periodic" else {}
-    scheme = schemes.by_name(name, **options)
+    scheme = schemes.by_name(name, **({"every": 1} if name == "periodic" else {}))
     state = gradwire.HookState(scheme, optimizer=torch.optim.SGD([parameter], lr=0.1), timeout_s=60)
     gradient = torch.randn(50_000)
 

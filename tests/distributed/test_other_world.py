@@ -23,8 +23,6 @@ CONSERVING = ["acp-sgd", "one-bit", "top-k", "two-bit"]
 SCHEMES = [*CONSERVING, "dgc", "gcomp", "plain"]
 SAVED_AFTER = 3
 LATER = range(SAVED_AFTER, SAVED_AFTER + 4)
-
-
 draw = functools.partial(cases.draw, SHAPES)
 
 
@@ -68,9 +66,7 @@ def pickled() -> bytes:
 
 @pytest.mark.parametrize("world_size", [4, 5, 3, 2])
 @on_ranks()
-def test_steps_after_a_state_for_all_ranks_are_those_of_the_states_in_it(
-    rank: int, world_size: int, pickled: bytes
-) -> None:
+def test_steps_after_a_state_for_all_ranks_are_of_those_in_it(rank: int, world_size: int, pickled: bytes) -> None:
     lives: list[dict[str, Any]] = pickle.loads(pickled)
     given = torch.stack([torch.stack([flat(draw(r, step)) for r in range(world_size)]) for step in LATER])
     for name in SCHEMES:
@@ -95,7 +91,7 @@ def test_steps_after_a_state_for_all_ranks_are_those_of_the_states_in_it(
         if rank == 0:  # it may go on to another number of ranks again
             again = torch.stack([residual_of(one) for one in saved_again["ranks"]]).mean(0)
             assert torch.allclose(again, after, rtol=0, atol=1e-7), name
-            assert torch.allclose(residual_of(elsewhere), after, rtol=0, atol=1e-6), name
+            assert torch.allclose(residual_of(elsewhere), after, rtol=2.0**-24, atol=1e-12), name  # rounded to float32
             assert bool(after.any()) == (name not in ("gcomp", "plain")), name
         if world_size == len(lives):
             for found, expected in zip(tensors, lives[rank][name][2], strict=True):

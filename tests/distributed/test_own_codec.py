@@ -34,9 +34,7 @@ class ThreeBits:
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
         if message.numel() != self.max_encoded_bytes(out.numel(), out.dtype):
-            raise CorruptMessage(
-                f"{message.numel()} bytes are no {out.numel()} values; restart from the last checkpoint"
-            )
+            raise CorruptMessage(f"{message.numel()} bytes are no {out.numel()} values: restart from a checkpoint")
         low, middle, high = (message[place::3].int() for place in range(3))
         pairs = low | middle << 8 | high << 16
         words = torch.stack([pairs & 0xFFF, pairs >> 12], 1).view(-1)[: out.numel()]
@@ -93,16 +91,12 @@ def test_ranks_get_one_mean_and_send_12_bits_a_value(rank: int, world_size: int,
     return result
 
 
-@pytest.mark.parametrize(
-    ("feeds_back", "match"), [(False, "does not go with three-bits"), (None, "attribute feeds_back")]
-)
+@pytest.mark.parametrize(("feeds", "match"), [(False, "does not go with three-bits"), (None, "attribute feeds_back")])
 @on_ranks(1)
-def test_error_that_a_codec_does_not_want_back_is_refused(
-    rank: int, world_size: int, feeds_back: bool | None, match: str
-) -> None:
+def test_error_that_no_codec_wants_is_refused(rank: int, world_size: int, feeds: bool | None, match: str) -> None:
     scheme = ThreeBitsScheme("ring")
     scheme.codec, scheme.error_feedback = ThreeBits(), True
-    scheme.codec.feeds_back = feeds_back  # type: ignore[assignment]
+    scheme.codec.feeds_back = feeds  # type: ignore[assignment]
     for door in (lambda: drive(scheme), lambda: SlimGC(scheme.codec, error_feedback=True)):
         with pytest.raises(InvalidArgument, match=match):
             door()

@@ -21,9 +21,7 @@ RANK, OPTIONS = 2, "rank=2,min_compression_rate=0"
 MEANS: dict[str, tuple[Callable[[Any], Any], float, Callable[[dict[str, Any]], Tensor]]] = {
     "adamw": (lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.8, 0.99)), 0.8, lambda state: state["exp_avg"]),
     "sgd": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 0.9, lambda state: 0.1 * state["momentum_buffer"]),
-    "maximize": (
-        lambda p: torch.optim.Adam(p, lr=1e-3, maximize=True), 0.9, lambda state: -state["exp_avg"]
-    ),
+    "maximize": (lambda p: torch.optim.Adam(p, lr=1e-3, maximize=True), 0.9, lambda state: -state["exp_avg"]),
     "muon": (muon_and_adamw, 0.95, lambda state: state["momentum_buffer"]),
 }  # fmt: skip
 

@@ -7,14 +7,14 @@ import pytest
 
 from gradwire import InvalidArgument, codecs, schemes
 
+_NO_COUNTS = [-1, 1.5, True, "50"]
 _LOW_RANK: dict[str, list[Any]] = {
     "rank": [0, -1, 2.0, True], "min_compression_rate": [-1, math.nan], "buffer_mb": [-1, math.nan],
-    "factor_dtype": ["float16"], "ranks": [3],
+    "factor_dtype": ["float16"], "ranks": [3], "start_step": _NO_COUNTS,
 }  # fmt: skip
-_NO_COUNTS = [-1, 1.5, True, "50"]
 # Scheme, option, and values of which each is refused with the option's name.
 WRONG: dict[str, dict[str, list[Any]]] = {
-    "acp-sgd": {**_LOW_RANK, "start_step": _NO_COUNTS},
+    **dict.fromkeys(("acp-sgd", "power-sgd", "power-sgd-overlap"), _LOW_RANK),
     "aqgb": {
         "floor": [0.0, 1.5], "confidence": [0.0], "max_contention": [0.0, 1.5], "partition": [100], "format": [3],
         "topology": ["tree"], "blocks": [0, [], [[1]]], "max_grad_norm": [0.0],
@@ -31,8 +31,6 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "freeze_step": [0, -1, 1.5], "exempt": [7], "only": [[""]], "correction": ["none"], "codec": ["thc"],
         "pull": ["push"], "chunk_elements": [0],
     },
-    "power-sgd": {**_LOW_RANK, "start_step": _NO_COUNTS},
-    "power-sgd-overlap": {**_LOW_RANK, "start_step": _NO_COUNTS},
     "qsgd": {"levels": [300], "error_feedback": [True]},
     "sign-sgd": {"error_feedback": [True]},
     "slimgc": {

@@ -49,9 +49,7 @@ def is_small_or_ninefold(name: str, shape: tuple[int, ...]) -> bool:
     ],
 )
 @on_ranks(2)
-def test_what_is_exempt_is_the_mean(
-    rank: int, world_size: int, name: str, options: dict[str, Any], plain: set[int]
-) -> list[Tensor]:
+def test_what_is_exempt_is_the_mean(rank: int, world_size: int, name: str, options: Any, plain: set[int]) -> Any:
     """In the second of two steps."""
     driver = Driver(schemes.by_name(name, **options), [torch.zeros(shape) for shape in SHAPES], [2, 2])
     for step in range(2):
@@ -113,9 +111,8 @@ def test_small_tensors_are_spared_as_long_as_they_are_few(rank: int, world_size:
         stats, kept = state.stats(), scheme.state_dict().get("residuals", {})
         state.close()
         is_spared = shapes is FEW and exempt is None
-        assert (stats.get("n_spared_values"), stats.get("spared_share")) == (
-            (17, 17 / 20_617) if is_spared else (None, None) if exempt == () else (0, 0.0)
-        )
+        expected = (17, 17 / 20_617) if is_spared else (None, None) if exempt == () else (0, 0.0)
+        assert (stats.get("n_spared_values"), stats.get("spared_share")) == expected
         assert agree(torch.cat([result.view(-1) for result in results])), name
         for place in SMALL[:2]:
             mean = torch.stack([of_rank[place] for of_rank in shares]).mean(0)
@@ -180,9 +177,7 @@ def test_names_of_nothing(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize(("adam", "exempt", "expected"), [(True, None, 1), (True, (), 3), (False, None, 3)])
 @on_ranks(2)
-def test_low_rank_leaves_words_alone_under_adam(
-    rank: int, world_size: int, adam: bool, exempt: Any, expected: int
-) -> None:
+def test_low_rank_leaves_words_to_adam(rank: int, world_size: int, adam: bool, exempt: Any, expected: int) -> None:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(90, 40), nn.Linear(40, 40), nn.Linear(40, 90, bias=False)))
     optimizer = torch.optim.AdamW(ddp.parameters()) if adam else torch.optim.SGD(ddp.parameters(), 0.1)

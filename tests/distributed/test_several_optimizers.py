@@ -27,18 +27,14 @@ def _steps(training: Training, steps: range, closure: bool = False) -> torch.Ten
 
 
 # ---- with every scheme
-
-
-UNIFORM = "gcomp:importance=uniform,bits=12"
+UNIFORM, ONE_BIT = "gcomp:importance=uniform,bits=12", "one-bit:warmup_steps=0"
 TOLERANCE = "gcomp:tolerance=32,least_bits=7"
 
 
-@pytest.mark.parametrize(
-    "scheme", [UNIFORM, "embedded-float", "one-bit:warmup_steps=0", "one-bit-adam:freeze_step=2", "acp-sgd", "aqgb"]
-)
+@pytest.mark.parametrize("spec", [UNIFORM, "embedded-float", ONE_BIT, "one-bit-adam:freeze_step=2", "acp-sgd", "aqgb"])
 @on_ranks(2)
-def test_a_resumed_run_ends_with_the_same_bits(rank: int, world_size: int, scheme: str) -> torch.Tensor:
-    name, kept = parse_spec(scheme)
+def test_a_resumed_run_ends_with_the_same_bits(rank: int, world_size: int, spec: str) -> torch.Tensor:
+    name, kept = parse_spec(spec)
     first = Training(rank, name, muon_and_adamw, **kept)
     _steps(first, range(4))
     state = first.state()
@@ -51,7 +47,7 @@ def test_a_resumed_run_ends_with_the_same_bits(rank: int, world_size: int, schem
     first.attachment.load_state_dict(state[-1])
     flats.append(_steps(first, range(4, 8)))
     first.close()
-    assert torch.equal(*flats) or scheme == "aqgb"  # which sends what the clock leaves time for
+    assert torch.equal(*flats) or spec == "aqgb"  # which sends what the clock leaves time for
     return flats[0]
 
 
@@ -71,17 +67,15 @@ def test_local_sgd_counts_a_step_of_both_as_one(rank: int, world_size: int, n_st
     loop.close()
 
 
-@pytest.mark.parametrize("scheme", ["broadcast", "one-bit:warmup_steps=0"])
+@pytest.mark.parametrize("scheme", ["broadcast", ONE_BIT])
 @on_ranks(2)
 def test_two_step_as_one_with_two_groups(rank: int, world_size: int, scheme: str) -> torch.Tensor:
     """Under a GradScaler, with an overflow; one that is not asked is as a group with a rate of 0."""
-    flats, (name, options) = [], parse_spec(scheme)
+    (name, options), flats, both = parse_spec(scheme), [], _two(SGD, SGD)
     for two in (True, False):
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
         told = scaler if name == "broadcast" else None  # or found where it steps
-        training = Training(
-            rank, name, _two(SGD, SGD) if two else lambda ps: _grouped(_two(SGD, SGD)(ps)), scaler=told, **options
-        )
+        training = Training(rank, name, both if two else lambda ps: _grouped(both(ps)), scaler=told, **options)
         for step in range(12):
             scale = float(scaler.scale(torch.ones(())))
             training.backward(step, float("inf") if step == 7 and rank else scale)
@@ -108,10 +102,8 @@ def test_frameworks_pass_all_that_they_have(rank: int, world_size: int) -> None:
     for framework in ("lightning", "accelerate"):
         training = Training(rank, optimizer=muon_and_adamw)
         if framework == "lightning":
-            callback = lightning.GradwireCallback("broadcast")
-            trainer = SimpleNamespace(
-                strategy=SimpleNamespace(model=training.ddp), optimizers=training.optimizers, precision_plugin=None
-            )
+            callback, strategy = lightning.GradwireCallback("broadcast"), SimpleNamespace(model=training.ddp)
+            trainer = SimpleNamespace(strategy=strategy, optimizers=training.optimizers, precision_plugin=None)
             callback.on_train_start(trainer, None)
             training.attachment = callback.attachment
         else:
@@ -132,8 +124,6 @@ def test_recommend_takes_both(rank: int, world_size: int) -> None:
 
 
 # ---- what DDP trains, by any optimizers
-
-
 class Unknown(Optimizer):
     """Its step is SGD's, which cannot be told."""
 
@@ -162,6 +152,7 @@ def _rate_of_zero(parameters: Any) -> Any:
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 CAREFUL = {"plain", "homomorphic", UNIFORM, "bf16", "embedded-float:bits=8"}
 KNOWN = CAREFUL - {UNIFORM} | {TOLERANCE}
+SAID = "attach: parameter"
 OF_ADAM = {*KNOWN, "embedded-float:bits=5"}
 OF_SGD = {*KNOWN, "truncated-float:bits=8,rounding=stochastic"}
 # The optimizers, what "close" may use, and what is said when they are attached.
@@ -173,16 +164,8 @@ TRAINED: dict[str, tuple[Any, set[str], str]] = {
     "SGD": (partial(SGD, lr=0.1), OF_SGD, ""),
     "SGD and AdamW": (_two(SGD, ADAMW), CAREFUL, ""),
     "a rate of 0": (_rate_of_zero, KNOWN, ""),
-    "two that share": (
-        _two(SGD, SGD, 2),
-        CAREFUL,
-        "attach: parameter 2.weight (1 in all) is one that two optimizers step",
-    ),
-    "one in none": (
-        _two(SGD, SGD, 4),
-        CAREFUL,
-        "attach: parameter 2.bias (1 in all) is one that none of the optimizers",
-    ),
+    "two that share": (_two(SGD, SGD, 2), CAREFUL, f"{SAID} 2.weight (1 in all) is one that two optimizers step"),
+    "one in none": (_two(SGD, SGD, 4), CAREFUL, f"{SAID} 2.bias (1 in all) is one that none of the optimizers"),
     "unknown": (Unknown, CAREFUL, "what a step of Unknown does with a gradient cannot be told"),
     "LBFGS": (lambda parameters: torch.optim.LBFGS(parameters, 0.01, 2), CAREFUL, "what a step of LBFGS"),
 }
@@ -227,11 +210,7 @@ def test_ranks_with_optimizers_of_other_classes_are_told(rank: int, world_size: 
 
 @on_ranks(2)
 def test_an_owner_of_the_step_says_what_it_needs(rank: int, world_size: int) -> None:
-    one = "takes the step of one optimizer, and was given Muon and AdamW"
-    shared = r"two optimizers step 2.weight \(1 in all\)"
-    cases: list[tuple[str, dict[str, Any], Any, str]] = [
-        ("slimgc", {"backup": True}, muon_and_adamw, one), ("broadcast", {}, _two(SGD, SGD, 2), shared),
-    ]  # fmt: skip
-    for scheme, options, make, words in cases:
-        with pytest.raises(InvalidArgument if words is shared else Unsupported, match=words):
-            Training(rank, scheme, make, timeout_s=20, **options)
+    with pytest.raises(Unsupported, match="takes the step of one optimizer, and was given Muon and AdamW"):
+        Training(rank, "slimgc", muon_and_adamw, timeout_s=20, backup=True)
+    with pytest.raises(InvalidArgument, match=r"two optimizers step 2.weight \(1 in all\)"):
+        Training(rank, "broadcast", _two(SGD, SGD, 2), timeout_s=20)

@@ -193,8 +193,6 @@ def test_all_are_compressed_or_none(rank: int, world_size: int) -> None:
 
 
 # ---- bad input, resumption, ranks that do not agree
-
-
 def test_any_codec_or_codec_scheme_can_be_wrapped() -> None:
     assert SlimGC().codec.name == "one-bit"
     assert SlimGC("two-bit", threshold=0.25).configuration["codec_options"]["threshold"] == 0.25
@@ -232,18 +230,15 @@ def test_a_resumed_run_goes_on_bit_by_bit(rank: int, world_size: int) -> None:
         assert whole.scheme.stats()["threshold_measured"] == 1
         assert 0 < whole.scheme.stats()["n_tensors_compressed"] < 7
         good = whole.scheme.state_dict()
-        for bad in (
-            {},
-            {**good, "residuals": None},
-            {**good, "residuals": {"p0": torch.zeros(3)}},
-            {**good, "residuals": {"elsewhere": torch.zeros(432)}},
-            {**good, "threshold_bytes": -1},
-            {**good, "measuring": {}},
-            {**good, "measuring": {**good["measuring"], "table": [{"size_bytes": 3}]}},
-            {**good, "measuring": {**good["measuring"], "times": 7}},
-        ):
+        measuring = good["measuring"]
+        bad: dict[str, list[Any]] = {
+            "residuals": [None, {"p0": torch.zeros(3)}, {"elsewhere": torch.zeros(432)}],
+            "threshold_bytes": [-1],
+            "measuring": [{}, {**measuring, "table": [{"size_bytes": 3}]}, {**measuring, "times": 7}],
+        }
+        for state in ({}, *({**good, key: value} for key, values in bad.items() for value in values)):
             with pytest.raises(InvalidArgument):
-                take(whole.scheme, bad)
+                take(whole.scheme, state)
         assert torch.equal(whole.state(), parts.state())
         whole.close()
         parts.close()
@@ -286,9 +281,7 @@ def test_each_tensor_gets_one_of_several_codecs_and_gradients_are_conserved(rank
 
 @pytest.mark.parametrize("n_before", [0, 2])
 @on_ranks(2, raises=RankMismatch, match="configuration")
-def test_ranks_with_different_tables_get_an_error_before_their_gradients_meet(
-    rank: int, world_size: int, n_before: int
-) -> None:
+def test_ranks_with_different_tables_are_told_before_gradients_meet(rank: int, world_size: int, n_before: int) -> None:
     training = Training(rank, SlimGC("one-bit"), timeout_s=100).after(range(n_before))
     state = training.attachment.state_dict()
     state["state"]["threshold_bytes"] = 1_000 + rank
@@ -302,9 +295,7 @@ def test_values_are_encoded_where_they_lie_with_the_same_bits(rank: int, world_s
     """Encoding gradient and residual where they lie gives the bits of encoding their sum beside them, in every mode."""
     mean = FusedExchange.mean
 
-    def of_sum(
-        self: FusedExchange, wire: Wire, cut: Cut, values: torch.Tensor, residual: torch.Tensor | None, *args: Any
-    ) -> None:
+    def of_sum(self: FusedExchange, wire: Wire, cut: Cut, values: Tensor, residual: Tensor | None, *args: Any) -> None:
         total = values.clone() if residual is None else values + residual
         mean(self, wire, cut, total, None, *args)
 
@@ -343,8 +334,6 @@ def test_values_are_encoded_where_they_lie_with_the_same_bits(rank: int, world_s
 
 
 # ---- buckets on the lane: the next one may begin while the last one's results travel
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
 def test_buckets_that_overlap_give_the_bits_of_one_after_the_other(rank: int, world_size: int) -> None:

@@ -17,6 +17,7 @@ from gradwire.schemes.two_level import TwoLevel, cut_rows
 from ranks import agree, assert_alike, on_ranks, patience, try_ranks
 
 SHAPES = {"a": (40, 30), "b": (31,), "empty": (0, 3), "scalar": (), "c": (1, 50), "d": (9, 5, 6)}
+Tensors = dict[str, torch.Tensor]
 draw = functools.partial(cases.draw, SHAPES)
 
 
@@ -32,16 +33,13 @@ draw = functools.partial(cases.draw, SHAPES)
     ],
 )
 @on_ranks()
-def test_every_inner_scheme_gives_all_ranks_the_same_bits_and_resumes(
-    rank: int, world_size: int, size: int, names: list[str]
-) -> None:
+def test_inner_schemes_give_the_same_bits_and_resume(rank: int, world_size: int, size: int, names: list[str]) -> None:
     for name in names:
         make = functools.partial(TwoLevel, name, size, **cases.OPTIONS.get(name, {}))
         residuals = cases.reduce_and_resume(rank, make, SHAPES)["state"].get("residuals", {})
-        assert sum(r.numel() for r in residuals.values()) <= sum(
-            max(end - start for start, end in cut_rows(Slot("", s), torch.Size(s).numel(), size))
-            for s in SHAPES.values()
-        )
+        rows = [cut_rows(Slot("", s), torch.Size(s).numel(), size) for s in SHAPES.values()]
+        most = sum(max(end - start for start, end in of_tensor) for of_tensor in rows)
+        assert sum(r.numel() for r in residuals.values()) <= most
     if "plain" in names:  # as flat, but for rounding
         reducer = gradwire.Reducer(TwoLevel("plain", size), bucket_mb=4 / 1024, timeout_s=100)
         exact = draw(rank, 0)
@@ -67,11 +65,9 @@ def test_what_is_sent_and_what_is_left_is_what_was_given(rank: int, world_size: 
     reducer.close()
 
 
-def check_conserved(
-    missing: dict[str, torch.Tensor], mine: dict[str, torch.Tensor], world_size: int, size: int
-) -> None:
+def check_conserved(missing: Tensors, mine: Tensors, world_size: int, size: int) -> None:
     """What the means lack, summed over the ranks' shares of it, is what the nodes have left over, on average."""
-    residuals: list[dict[str, torch.Tensor]] = [{} for _ in range(world_size)]
+    residuals: list[Tensors] = [{} for _ in range(world_size)]
     dist.all_gather_object(residuals, mine)
     n_nodes = world_size // size
     for key, share in missing.items():

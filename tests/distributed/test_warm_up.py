@@ -31,9 +31,7 @@ def gradient_of(rank: int, step: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", OPTION)
 @on_ranks(2)
-def test_the_first_steps_are_the_mean_and_the_others_are_compressed(
-    rank: int, world_size: int, name: str
-) -> list[torch.Tensor]:
+def test_the_first_steps_are_the_mean_and_the_others_are_compressed(rank: int, world_size: int, name: str) -> Any:
     driver = Driver(schemes.by_name(name, **{OPTION[name]: 3}), [torch.zeros(SHAPE)])
     found = []
     for step in range(5):
@@ -118,9 +116,7 @@ def test_where_schemes_take_turns_none_is_plain_when_its_turn_may_come() -> None
     assert max(BESIDE_ADAM.values()) <= FIRST_ADAM_STEP
     for row in TABLE:
         chosen = plain_steps.BESIDE_ADAM.get(parse_spec(row.spec)[0], {})
-        assert (
-            not any(option in ("warmup_steps", "start_step") for option in chosen) or row.not_before == FIRST_ADAM_STEP
-        ), row.spec
+        assert not {"warmup_steps", "start_step"} & {*chosen} or row.not_before == FIRST_ADAM_STEP, row.spec
 
 
 @pytest.mark.parametrize(("name", "options"), [("one-bit", {"scale": "fixed"}), ("two-bit", {"relative": False})])
@@ -151,9 +147,7 @@ def train(rank: int, name: str | None, steps: range, state: Any = None) -> tuple
 
 @pytest.mark.parametrize(("name", "n_plain"), [(name, n) for name, n in BESIDE_ADAM.items() if name != "two-bit"])
 @on_ranks(2)
-def test_beside_adam_first_steps_are_plain_and_a_resumed_training_counts_on(
-    rank: int, world_size: int, name: str, n_plain: int
-) -> None:
+def test_a_training_resumed_within_first_steps_counts_on(rank: int, world_size: int, name: str, n_plain: int) -> None:
     """Weights after the plain steps and after four more, without a scheme, with one, and resumed along the way."""
     end = n_plain + 4
     found = {f"alone {n}": train(rank, None, range(n))[0] for n in (n_plain, end)}

@@ -55,7 +55,7 @@ AREAS = {
         ("wire/preamble.py", "schemes/plain.py"),
         (
             "corruption/test_preamble.py", "distributed/test_collectives.py", "distributed/test_warm_up.py",
-            "distributed/test_low_rank_schemes.py", "distributed/test_auto.py", "distributed/test_ddp_features.py",
+            "distributed/test_low_rank_oracles.py", "distributed/test_auto.py", "distributed/test_ddp_features.py",
             "faults/test_failures.py",
         ),
     ),
@@ -63,8 +63,7 @@ AREAS = {
         ("wire/wire.py", "schemes/compressed.py"),
         (
             "distributed/test_collectives.py", "distributed/test_not_finite.py",
-            "distributed/test_summed_and_dgc_schemes.py", "distributed/test_quantised_schemes.py",
-            "distributed/test_warm_up.py",
+            "distributed/test_quantised_schemes.py", "distributed/test_warm_up.py",
         ),
     ),
     "rounding": Area(
@@ -72,7 +71,7 @@ AREAS = {
         (
             "recovery/test_quantisers.py", "recovery/test_arguments.py", "recovery/test_top_k_selection.py",
             "device/test_kernels.py", "device/test_coded_kernels.py",
-            "distributed/test_summed_and_dgc_schemes.py", "distributed/test_quantised_schemes.py",
+            "distributed/test_quantised_schemes.py",
         ),
     ),
     "auto's hand-over": Area(

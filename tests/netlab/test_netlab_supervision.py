@@ -109,7 +109,11 @@ def test_a_rank_that_ignores_sigterm_or_is_stopped_is_killed(monkeypatch: pytest
     monkeypatch.setattr("gradwire_lab.ranks.supervisor._TERM_TO_KILL_S", 0.3)
     fails = f"while [ $(ls {tmp_path} | wc -l) -lt 2 ]; do sleep 0.05; done; exit 1"  # once both are deaf
     stays = f"trap '' TERM; touch {tmp_path}/$RANK; [ $RANK = 1 ] && kill -STOP $$; while :; do sleep 0.1; done"
-    assert launch_ranks(shell(f"[ $RANK = 0 ] && {{ {fails}; }}; {stays}"), 3, grace_s=0.3).exit_codes == (1, -signal.SIGKILL, -signal.SIGKILL)
+    assert launch_ranks(shell(f"[ $RANK = 0 ] && {{ {fails}; }}; {stays}"), 3, grace_s=0.3).exit_codes == (
+        1,
+        -signal.SIGKILL,
+        -signal.SIGKILL,
+    )
 
 
 def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 What answers is gradwire's emulation (`gradwire switch`; docs/switch.md), a process that keeps to a switch's
 restrictions. Each rank opens one UDP socket.
-
-When not to use this: to be fast. Without the hardware an emulated switch is a process that all traffic goes through; it
-is there to prove on the wire that sketches and indices need nothing but integer sums and ORs.
+It is not fast: it proves on the wire that sketches and indices need nothing but integer sums and ORs.
 """
 
 import atexit

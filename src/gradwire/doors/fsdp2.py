@@ -119,8 +119,6 @@ def check(module: nn.Module) -> None:
             raise Unsupported("FSDP1 models are not supported; use FSDP2, torch.distributed.fsdp.fully_shard")
     if isinstance(module, nn.DataParallel):
         raise Unsupported("attach() got DataParallel, which has one process; use DistributedDataParallel")
-    if is_fsdp2(module) and not hasattr(torch.distributed, "tensor"):
-        raise Unsupported(f"torch {torch.__version__}'s FSDP2 calls no hooks on its parameters; use torch 2.5 or later")
     if getattr(torch._dynamo.config, "compiled_autograd", False):
         raise Unsupported(
             "under compiled autograd FSDP2 calls no hooks; switch torch._dynamo.config.compiled_autograd off"

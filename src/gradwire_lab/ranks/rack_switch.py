@@ -3,8 +3,7 @@
 For the workers it is a switch (docs/switch.md), for the switch above one worker among the racks, so neither knows of the
 other. It keeps registers as a switch does, and no timers: a worker that asks again for a sum that is complete here makes it
 send that sum up again.
-
-When not to use this: to be fast. It handles packet by packet in Python.
+It is not fast: it handles packet by packet in Python.
 """
 
 import contextlib

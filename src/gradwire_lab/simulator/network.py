@@ -1,12 +1,9 @@
 """Flows on shared links in simulated time, and which links the patterns of communication cross.
 
-Flows that are alike (the same kind of path over links that are alike) form a class and share one rate. A class counts
-what one flow of it has carried since the beginning, its *progress*; a flow is done when the progress has grown by its
-size. So a change of the rates touches classes and never flows, and the cost of an event does not grow with the workers.
-
-Workers that are alike (the same rack, the same rate) form a *site*: their up-links are one `Link`, their down-links
-another. Every pattern lays the same load on the links of a site, or all but one of them, which is what allows flows to be
-counted instead of listed.
+Flows that are alike (the same kind of path over links that are alike) form a class and share one rate. A class counts what one
+flow of it has carried since the beginning, its *progress*; a flow is done when the progress has grown by its size. So the cost
+of an event does not grow with the workers. Workers that are alike (the same rack, the same rate) form a *site*: their up-links
+are one `Link`, their down-links another, and every pattern lays the same load on all of them, or on all but one.
 """
 
 import bisect

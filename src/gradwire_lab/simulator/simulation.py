@@ -4,8 +4,7 @@ A worker runs the forward pass block by block, each as soon as the block's gradi
 synchronised, then the backward pass from the last block to the first, and hands every gradient to the scheme. Workers
 that are alike and compute alike are one *group*, simulated once: its transfers have the weight of all its workers.
 
-A round's figures cover one cyclic round of computation, its backward pass and the forward pass that uses its gradients:
-all that its synchronisation overlaps with or is waited for in. Definitions: gradwire.schemes.aqgb.overlap.
+A round's figures cover its backward pass and the forward pass that uses its gradients (gradwire.schemes.aqgb.overlap).
 """
 
 import gc

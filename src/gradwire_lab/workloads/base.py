@@ -41,19 +41,15 @@ _SCALINGS: dict[str, Callable[[float], float]] = {"none": lambda factor: 1.0, "l
 
 
 class Workload(ABC):
-    """A model with its data, loss and optimizer.
-
-    Everything is a function of the seed and the step: two ranks, two runs, or a run and its resumption see the same
-    numbers. At each step one *global* batch is drawn and rank r takes its r-th slice, so that 4 ranks of 8 samples
-    train on the same samples as 1 rank of 32.
+    """A model with its data, loss and optimizer, all functions of the seed and the step. Rank r takes the r-th slice of one
+    *global* batch a step, so that 4 ranks of 8 samples train on the same samples as 1 rank of 32.
 
     Args:
         optimizer: one of the seven of the GComp paper, "amsgrad", or "muon" with AdamW beside it; default: the workload's own.
         learning_rate, weight_decay: default: the optimizer's for this workload.
         schedule: "constant" or "cosine" (with `warmup_steps`, down to 0 at `schedule_steps`).
         batch_size: samples per rank and step.
-        rate_scaling: "none", "linear" or "square-root": how the learning rate, which is meant for one rank with the
-            workload's own batch, follows the global batch.
+        rate_scaling: "none", "linear" or "square-root": how the learning rate follows the global batch.
     """
 
     default_optimizer: ClassVar[str] = "adamw"

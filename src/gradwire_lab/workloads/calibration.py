@@ -3,9 +3,8 @@
 Origin of the two anchors: NVIDIA, DeepLearningExamples, training throughput of one A100 in TF32, optimizer included:
 ResNet-50 v1.5 at 224 x 224, 938 images/s (A100 80 GB, container 21.03); BERT-large on SQuAD, 384 tokens, 44 sequences/s
 (A100 40 GB, container 20.06). The GComp paper's testbed has one A100 (40 GB) a rank and trains in 32-bit floats.
-The other models are scaled from their anchor by arithmetic per sample: multiply-adds of the forward pass for
-convolutions (torchvision's model tables), parameters outside of look-ups times tokens for transformers. They are
-estimates; a run says so (`calibration` in its records), and `step_ms=` replaces them.
+The others are scaled from their anchor by multiply-adds of the forward pass (torchvision's tables), transformers by parameters
+outside of look-ups times tokens: estimates, as a run says (`calibration` in its records); `step_ms=` replaces them.
 """
 
 from dataclasses import dataclass

@@ -1,14 +1,11 @@
 """Replay: real gradients of a large shape, fed to DDP's hooks in backward order, with computation emulated by waiting.
 
-A model of one autograd node a layer. Its forward pass waits; its backward pass waits and hands the layer's captured
-gradients to DDP, whose reducer, buckets and hooks then run as ever. Communication and codecs are real; the computation
-is not, and every result carries `emulated: true`.
+A model of one autograd node a layer. Its forward pass waits; its backward pass waits and hands the layer's captured gradients
+to DDP. Communication and codecs are real; the computation is not, and every result carries `emulated: true`. Gradients are
+the same at every step: a loss means nothing.
 
-When not to use this: to learn anything about a loss. The gradients are the same at every step.
-
-What is replayed is captured once, into one file that all ranks map into their memory. PATH.pt holds the gradients and then
-the parameters, each all elements in the order of the model's `named_parameters()`, their shapes, and the layers in the order
-of their forward pass: the names of their parameters, and the seconds that each took.
+All ranks map one file, PATH.pt: the gradients and then the parameters, all elements in the order of `named_parameters()`,
+their shapes, and the layers in the order of their forward pass with their parameters' names and the seconds that each took.
 """
 
 import fcntl
@@ -162,10 +159,8 @@ class ReplayWorkload(Workload):
         shape: the workload whose gradients are replayed.
         capture: path of the capture without its suffix; default: `$XDG_CACHE_HOME/gradwire/NAME-...`. Made at first use.
         n_captures: different gradients; rank r replays number r modulo n_captures.
-        step_ms: forward and backward of one step; default: the reference accelerator's (calibration.py), else what
-            the capture took here.
-        update: let the optimizer change the parameters. By default its step does nothing, because the gradients never
-            change, and so that all ranks on a machine share one copy of the parameters.
+        step_ms: forward and backward; default: the reference accelerator's (calibration.py), else what the capture took here.
+        update: let the optimizer change the parameters; else all ranks on a machine share one copy of them.
         seed: of the captured model and batch.
     """
 

@@ -172,8 +172,7 @@ def by_name(
     Args:
         options: collective (plain: direct, tree, two-level), bits (broadcast: 4), fidelity and optimizer (auto), floor (aqgb),
             every (periodic), threshold_bytes (slimgc), and what `LocalSteps` and `FullyShard` take.
-        measured_on: the workload whose measured sizes and codec times to take; None: ResNet-50's where the scheme was
-            measured on it (low rank depends on the shapes), else the small ResNet's or GPT's.
+        measured_on: the workload whose sizes and codec times to take; None: ResNet-50's, else the small ResNet's or GPT's.
         with_codec_times: False for a codec that takes no time: what the network alone allows.
     Raises: InvalidArgument (an unknown name or option, a scheme that was not measured).
     """

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,6 @@ from buckets import LAYOUT, Driver, flat, mean_over_ranks
 from gradwire import schemes
 from gradwire.exchange.aggregators import Sum
 from gradwire.exchange.aggregators.process_group import ProcessGroup
-from gradwire.telemetry.recorder import BucketRecord, StepRecord
 from gradwire.wire.wire import Wire
 from ranks import agree, on_ranks
 from sketches import DTYPES, EPSILON, SMALLEST, check_mean, sparse_gradients
@@ -74,27 +73,16 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return MODELS[name]().to(dtype)
 
 
-def batch(rank: int, step: int) -> Tensor:
-    """(12, 3) int64: of rows that differ by rank and step, and some that all ranks share."""
-    own = torch.Generator().manual_seed(1_000 * rank + step)
-    places = torch.randint(0, 1_000_000, (12, 3), generator=own)
-    places[:3] = torch.randint(0, 1_000_000, (3, 3), generator=torch.Generator().manual_seed(step))
-    return places
-
-
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
-    places = batch(rank, step)
+    """Of 12 times 3 rows that differ by rank and step, and some that all ranks share."""
+    own, shared = (torch.Generator().manual_seed(seed) for seed in (1_000 * rank + step, step))
+    places = torch.randint(0, 1_000_000, (12, 3), generator=own)
+    places[:3] = torch.randint(0, 1_000_000, (3, 3), generator=shared)
     return (model(places).float().view(-1) - (places.sum(1) % 3 - 1)).square().mean()
 
 
 def start(
-    rank: int,
-    name: str,
-    options: dict[str, Any] | None,
-    rate: float = 0.3,
-    dtype: torch.dtype = torch.float32,
-    loss: Loss = loss_of,
-    **ddp: Any,
+    rank: int, name: str, options: Any, rate: float = 0.3, dtype: Any = torch.float32, loss: Loss = loss_of, **ddp: Any
 ) -> Training:
     """The model of this name under SGD, with homomorphic's options or by DDP alone, in one bucket; `ddp`: DDP's options."""
     scheme = None if options is None else make(**options)
@@ -105,12 +93,10 @@ def start(
 SHAPES = [(40, 300), (7,), (70, 11), (0, 5), (), (30_000,)]
 
 
-def gradients_of(
-    rank: int, world_size: int, step: int, density: float, dtype: torch.dtype = torch.float32
-) -> list[torch.Tensor]:
+def gradients_of(rank: int, world_size: int, step: int, density: float) -> list[Tensor]:
     sizes = [math.prod(shape) for shape in SHAPES]
     values = sparse_gradients(sum(sizes), density, world_size, run=(1, 32)[step % 2], seed=step)[rank]
-    parts = values.clamp_(-60_000, 60_000).to(dtype).split(sizes)
+    parts = values.clamp_(-60_000, 60_000).split(sizes)
     return [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)]
 
 
@@ -126,30 +112,22 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 def test_wire_volume_is_index_plus_gamma_times_density(rank: int, world_size: int) -> None:
     """Single values, rows of 32 and whole batches, by bitmap or confirmed filter: 5 % for all that is round."""
     n_elements = 3_000_000
-    for density in (0.01, 0.05):
-        for run in (1, 32, 1024):
-            parameter = torch.zeros(n_elements)
-            generator = torch.Generator().manual_seed(run)
-            in_union = torch.rand(-(-n_elements // run), generator=generator).lt(density)
-            in_union = in_union.repeat_interleave(run)[:n_elements]
-            gradient = torch.randn(n_elements) * in_union
-            true_density = float(in_union.float().mean())
-            for index in ("bitmap", "bloom"):
-                driver = Driver(make(mode="sketch", index=index), [parameter])
-                for _ in range(2):
-                    driver.reduce([gradient])
-                sent = driver.last_buckets[0].record.bytes_sent * 8 / (2 * (world_size - 1) / world_size)
-                driver.close()
-                n = true_density * n_elements
-                n_hashes = round(math.log2(math.log(2) ** 2 * (n_elements - n) / n))  # a zero let through costs a bit
-                bits = n / math.log(2) * n_hashes + n + (n_elements - n) / 2**n_hashes
-                promised = (n_elements if index == "bitmap" else bits) + 1.3 * 32 * n
-                assert 0.95 * promised <= sent <= 1.05 * promised, (density, run, sent / promised)
+    for density, run, index in itertools.product((0.01, 0.05), (1, 32, 1024), ("bitmap", "bloom")):
+        in_union = torch.rand(-(-n_elements // run), generator=torch.Generator().manual_seed(run)).lt(density)
+        in_union = in_union.repeat_interleave(run)[:n_elements]
+        gradient, n = torch.randn(n_elements) * in_union, int(in_union.sum())
+        driver = Driver(make(mode="sketch", index=index), [torch.zeros(n_elements)])
+        for _ in range(2):
+            driver.reduce([gradient])
+        sent = driver.last_buckets[0].record.bytes_sent * 8 / (2 * (world_size - 1) / world_size)
+        driver.close()
+        n_hashes = round(math.log2(math.log(2) ** 2 * (n_elements - n) / n))  # a zero let through costs a bit
+        bits = n / math.log(2) * n_hashes + n + (n_elements - n) / 2**n_hashes
+        promised = (n_elements if index == "bitmap" else bits) + 1.3 * 32 * n
+        assert 0.95 * promised <= sent <= 1.05 * promised, (density, run, sent / promised)
 
 
 # ---- awkward steps and layouts
-
-
 @on_ranks(2)
 def test_step_without_gradients_is_not_followed_by_plain_ones(rank: int, world_size: int) -> None:
     """A step without gradients, then what came before it: never taken for a dense bucket, whatever the mode."""
@@ -159,8 +137,7 @@ def test_step_without_gradients_is_not_followed_by_plain_ones(rank: int, world_s
         for density in (0.02, *(0.0,) * 10, 0.02, 0.02, 0.02):  # longer than counts are kept
             driver.reduce(gradients_of(rank, world_size, 0, density))
             n_sent.append(sum(bucket.record.bytes_sent for bucket in driver.last_buckets))
-            for bucket in driver.last_buckets:
-                assert not any("too dense" in why for why in bucket.record.fallbacks)
+            assert not any("too dense" in why for bucket in driver.last_buckets for why in bucket.record.fallbacks)
         assert n_sent[-3] <= 1.2 * n_sent[0]  # a filter of one row came first
         assert n_sent[-1] <= n_sent[0]
         assert driver.scheme.stats()["n_bloom_fallbacks"] > 0
@@ -187,10 +164,9 @@ def test_ranks_that_nearly_cancel_are_summed(rank: int, world_size: int) -> None
 
 @on_ranks(2)
 def test_columns_of_a_matrix_are_sent_once(rank: int, world_size: int) -> None:
-    parameter = torch.zeros(1024, 1024)
     gradient = torch.zeros(1024, 1024)
     gradient[:, 64:80] = torch.randn(1024, 16, generator=torch.Generator().manual_seed(rank))
-    driver = Driver(make(mode="sketch", index="bitmap"), [parameter])
+    driver = Driver(make(mode="sketch", index="bitmap"), [torch.zeros(1024, 1024)])
     for _ in range(2):
         driver.reduce([gradient.clone()])
         assert driver.last_buckets[0].record.bytes_sent <= 1.05 * (1024 * 1024 / 8 + 1.3 * 4 * 16 * 1024)
@@ -220,8 +196,6 @@ def test_zeros_of_all_ranks_are_zeros_and_adam_leaves_them_alone(rank: int, worl
 
 
 # ---- What homomorphic leaves out, by a sparsifier or by estimates: conserved, and sent later
-
-
 @on_ranks(2)
 def test_error_feedback_of_estimates_does_not_grow_without_bound(rank: int, world_size: int) -> None:
     """An estimate at a tenth of the size is off by 3.7 times the value: fed back as it is, it would grow 3.7-fold a step."""
@@ -255,16 +229,12 @@ def test_sum_of_sparsified_gradients_is_that_of_top_k_without_gathering(rank: in
 
 
 # ---- homomorphic under DDP: embeddings train, alike on all ranks, and resume bit by bit
-
-
 def loss_in_turn(module: nn.Module, rank: int, step: int) -> torch.Tensor:
     """Of five batches."""
     return loss_of(module, rank, step % 5)
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {}, {"mode": "sketch"}, {"mode": "exact"}, {"sparsifier": "top-k"}, {"mode": "lossy", "budget": 0.2},
-]  # fmt: skip
+OPTIONS = ({}, {"mode": "sketch"}, {"mode": "exact"}, {"sparsifier": "top-k"}, {"mode": "lossy", "budget": 0.2})
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -292,8 +262,6 @@ def test_embeddings_train_alike_on_all_ranks_and_resume_bit_by_bit(rank: int, wo
 
 
 # ---- homomorphic on values that are not finite, ranks that disagree, sums that were altered and options out of range
-
-
 @on_ranks(2)
 def test_nan_in_a_dense_bucket_is_noticed(rank: int, world_size: int) -> None:
     """In a bucket that is known to be dense, for which no index goes first."""
@@ -402,8 +370,6 @@ def test_altered_sums_raise_and_integer_aggregators_get_integers(rank: int, worl
 
 
 # ---- in training that it is made for nothing goes plainly, and what comes back are the ranks' exact sums
-
-
 MODES: dict[str, dict[str, Any]] = {
     "packed": {},
     "sketch": {"mode": "sketch"},
@@ -450,30 +416,21 @@ def check_bytes(mode: str, index: str, gradient: Tensor, n_nonzeros: int, n_byte
         assert least * cell_bytes * n_nonzeros < n_sent < 0.75 * n * gradient.element_size()
 
 
-class LastStep:
-    """A sink that keeps the records of the last closed step's buckets; the preamble's traffic is of none."""
-
-    def write_step(self, _: StepRecord, records: Sequence[BucketRecord]) -> None:
-        self.buckets = [record for record in records if record.bucket >= 0]
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
 @on_ranks(timeout_s=200)
 def test_sparse_gradients_are_sent_compressed_and_summed_exactly(rank: int, world_size: int, name: str) -> None:
     for (mode, options), dtype, index in itertools.product(MODES.items(), DTYPES, ("bitmap", "auto")):
-        training = start(rank, name, {"index": index, **options}, 0.1, dtype)
-        training.attachment.recorder.add_sink(last := LastStep())
+        training, closed = start(rank, name, {"index": index, **options}, 0.1, dtype), []
+        sink = SimpleNamespace(write_step=lambda _, records, closed=closed: closed.append(records), close=lambda: None)
+        training.attachment.recorder.add_sink(sink)
         for step in range(N_STEPS):
             shares = shares_of(training.ddp.module, world_size, step)
             training.backward(step)
             mean = training.gradient()
             assert agree(mean), (mode, dtype, index)
             check_values(mode, mean, shares)
-            (record,) = last.buckets
+            (record,) = [record for record in closed[-1] if record.bucket >= 0]  # the preamble's traffic is of none
             if world_size > 1:
                 n_nonzeros = int((shares != 0).any(0).sum())
                 check_bytes(mode, index, mean, n_nonzeros, record.bytes_sent, world_size)
@@ -483,18 +440,9 @@ def test_sparse_gradients_are_sent_compressed_and_summed_exactly(rank: int, worl
         assert stats["n_fallbacks"] == stats["n_bloom_fallbacks"]
 
 
-# ---- DDP's features
-
-
-FEATURES: dict[str, dict[str, bool]] = {
-    "views": {"gradient_as_bucket_view": True},
-    "static graph": {"static_graph": True},
-    "unused": {"find_unused_parameters": True},
-    "accumulated": {},
-    "clipped": {},
-    "autocast": {},
-    "masked": {},
-}
+# Those that are an option of DDP, and those that a script does.
+OF_DDP = {"views": "gradient_as_bucket_view", "static graph": "static_graph", "unused": "find_unused_parameters"}
+FEATURES = (*OF_DDP, "accumulated", "clipped", "autocast", "masked")
 
 
 def take_step(feature: str, training: Training, step: int) -> None:
@@ -521,10 +469,11 @@ TOLERANCES = {"packed": 0.0, "sketch": 1e-6, "exact 32": 1e-7, "exact 64": 1e-7}
 @pytest.mark.parametrize("feature", FEATURES)
 @on_ranks(2, timeout_s=120)
 def test_features_of_ddp_with_sparse_models_train_as_ddp_does(rank: int, world_size: int, feature: str) -> None:
+    ddp = {OF_DDP[feature]: True} if feature in OF_DDP else {}
     for name in MODELS:
         results: dict[str, Tensor] = {}
         for mode in ("ddp", *MODES):
-            training = start(rank, name, MODES.get(mode), **FEATURES[feature])
+            training = start(rank, name, MODES.get(mode), **ddp)
             for step in range(2 * N_STEPS):
                 take_step(feature, training, step % N_STEPS)
             stats = training.close()

@@ -53,19 +53,19 @@ BUDGETS = {
         "gradwire_lab/loose": 280,
         "gradwire_lab/ranks": 1_790,
         "gradwire_lab/results": 1_470,
-        "gradwire_lab/workloads": 2_060,
+        "gradwire_lab/workloads": 2_050,
         "gradwire_lab/training": 1_340,
         "gradwire_lab/report": 630,
-        "gradwire_lab/simulator": 2_880,
+        "gradwire_lab/simulator": 2_870,
         "gradwire_lab/bench": 5_170,
         "gradwire_lab/cli": 1_760,
         "gradwire_lab/schemes": 160,
     },
     "native": {"native": 15_290, "gradwire/gpu/source": 3_680},
-    "tests": {"tests": 35_920},
+    "tests": {"tests": 35_880},
 }
 RESERVES = {"Python": 40, "native": 20, "tests": 40}
-TOTALS = {"Python": 40_800, "native": 18_990, "tests": 35_960}
+TOTALS = {"Python": 40_780, "native": 18_990, "tests": 35_920}
 
 SMALL_FILES = {"gradwire/errors.py"}
 

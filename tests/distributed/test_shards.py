@@ -1,5 +1,6 @@
 """FSDP2's own collectives: weights bit for bit in fewer bytes, gradients by a scheme, whatever FSDP2 is asked for."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -322,7 +323,10 @@ def times(of: TimesOf, rank: int) -> Any:
         took_ms, waited_ms = of(step).get(auto.active, (40, 10))
         real(auto, step, Lap(1_000_000 * took_ms + 1000 * rank, 1_000_000 * waited_ms))
 
-    return mock.patch.object(ShardsAuto, "end_watched_step", end)
+    told = contextlib.ExitStack()
+    told.enter_context(mock.patch.object(ShardsAuto, "end_watched_step", end))
+    told.enter_context(mock.patch("gradwire.schemes.auto.turns.probe_transfer_us", return_value=1000))  # the link stays
+    return told
 
 
 def run_timed(rank: int, of: TimesOf, n_steps: int = 30, case: str = "", **options: Any) -> tuple[Any, Sharded]:

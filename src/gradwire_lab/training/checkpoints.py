@@ -3,8 +3,7 @@
     DIR/step-00000100/shared.pt    model, optimizer, scheduler, step, identity of the run; written by rank 0
     DIR/step-00000100/rank-2.pt    the scheme's state and the random state of rank 2
 
-A checkpoint is written under another name and renamed when all ranks are done, so that one that is there is whole.
-All ranks must see the same folder. Files hold tensors and plain values only and load with `weights_only=True`.
+One that is there is whole: renamed when all ranks, which must see one folder, are done. Files load with `weights_only=True`.
 """
 
 import contextlib

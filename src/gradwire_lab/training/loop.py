@@ -36,12 +36,8 @@ Progress = Callable[[dict[str, Any]], None]  # called on rank 0 with a step's re
 
 def train_rank(config: TrainConfig, on_progress: Progress | None = None) -> TrainResult:
     """Train as one rank, to the end of `config.steps`; call it in every rank.
-
-    Uses the default process group if there is one; else makes it from torchrun's environment variables, or for this
-    process alone when they are not set, and takes it down again.
-
-    Raises: InvalidArgument, Unsupported (configuration), RankMismatch, PeerLost (other ranks), CorruptMessage,
-        IncompatibleVersion (checkpoints).
+    Where there is no default process group, one is made from torchrun's environment variables, or for this process alone.
+    Raises: InvalidArgument, Unsupported (configuration), RankMismatch, PeerLost, CorruptMessage, IncompatibleVersion.
     """
     device = torch.device(config.device)
     if device.type == "cuda":

@@ -4,8 +4,7 @@ Run as a script by `Netlab`, never imported by it. A user namespace can only be 
 that has loaded torch has many. Namespaces are held by descriptors alone: when this process, its owner and the ranks are gone,
 the kernel takes them down. And this process outlives an owner that is killed, until it has killed the ranks left behind.
 
-It speaks over a sequenced-packet socket: one JSON object a packet, request and answer in turns; the answer to the
-construction carries the namespaces' descriptors.
+It speaks over a sequenced-packet socket, a JSON object a packet; the answer to the construction carries the descriptors.
 """
 
 import contextlib

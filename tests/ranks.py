@@ -140,17 +140,19 @@ def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         while not results.empty():
             rank, pickled = results.get()
             outcomes[rank] = pickle.loads(pickled)
-        if processes[0].exitcode == _PORT_TAKEN:
-            for process in processes:
-                process.kill()
-                process.join()
-            return try_ranks(function, world_size, *args, timeout_s=timeout_s / patience())
         if time.monotonic() > deadline:
             hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
             for process in processes:
                 process.kill()
             raise AssertionError(f"ranks {hung} still ran after {timeout_s} s; outcomes so far: {outcomes}")
+        if processes[0].exitcode == _PORT_TAKEN:
+            break
         time.sleep(0.005)
+    if processes[0].exitcode == _PORT_TAKEN:  # whether the loop has seen it or not
+        for process in processes:
+            process.kill()
+            process.join()
+        return try_ranks(function, world_size, *args, timeout_s=timeout_s / patience())
     for outcome, process in zip(outcomes, processes, strict=True):
         process.join()
         outcome.exit_code = process.exitcode

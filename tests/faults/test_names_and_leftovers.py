@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -53,8 +54,7 @@ def name_ranks(rank: int, world_size: int, how: str) -> str:
 @pytest.mark.parametrize("how", HOWS)
 def test_in_a_group_of_some_ranks_errors_name_them_as_all_know_them(how: str) -> None:
     said = try_ranks(name_ranks, 4, how)[1].result
-    with pytest.raises(AssertionError, match=HOWS[how][1]):
-        raise AssertionError(said)
+    assert re.search(HOWS[how][1], said), said
     assert "rank 0" not in said
 
 
@@ -72,6 +72,7 @@ def test_a_rank_that_has_taken_anothers_place_attaches(rank: int, world_size: in
             ddp = DistributedDataParallel(nn.Linear(3, 2))
             attachment = gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), 0.1), "one-bit", timeout_s=20)
             ddp(torch.ones(2, 3)).sum().backward()
+            assert attachment.step == 1
             attachment.close()
             dist.destroy_process_group()
 

@@ -122,7 +122,7 @@ def predictions(workload: str, rate: str) -> dict[str, tuple[float, float]]:
     compute_s = 0.095 if rate == "unshaped" else (rows["ddp"]["ms_1gbit"] - rows["ddp"]["exposed_ms_1gbit"]) / 1e3
     compute_s -= update_s
     step = StepCost(compute_s, tuple((n, compute_s * at) for n, at in BUCKETS[workload]))
-    there = LinkCost(RATE_BPS[rate] / 8 * 0.985, 0.0012, 0.0016, 0.0005, 0.005, 1.2e-9)
+    there = LinkCost(RATE_BPS[rate] / 8 * 0.985, 0.0012, 0.0016, 0.0005, 0.005)
     result = {}
     for name, row in rows.items():
         if name not in SHAPE_OF or row[f"ms_{rate}"] is None:
@@ -136,11 +136,11 @@ def predictions(workload: str, rate: str) -> dict[str, tuple[float, float]]:
     return result
 
 
-def test_it_gives_what_was_measured_within_nine_percent_at_the_median():
+def test_it_gives_what_was_measured_within_eleven_percent_at_the_median():
     errors = [abs(p / m - 1) for cell in CELLS for p, m in predictions(*cell).values()]
     assert len(errors) >= 80
-    assert statistics.median(errors) <= 0.09
-    assert sorted(errors)[int(0.9 * len(errors))] <= 0.30
+    assert statistics.median(errors) <= 0.11
+    assert sorted(errors)[int(0.9 * len(errors))] <= 0.25
 
 
 @pytest.mark.parametrize("cell", CELLS)

@@ -252,7 +252,6 @@ def test_lion_keeps_the_last_place_of_what_decides_the_sign() -> None:
     assert 0.9 < share.max() <= 1 + 1e-6
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("shape", [(48, 160), (160, 48)])
 def test_muon_keeps_the_promise_in_the_mean_square_of_a_matrix(shape: tuple[int, int], nesterov: bool) -> None:

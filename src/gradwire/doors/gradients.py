@@ -151,8 +151,6 @@ class GradientState(Reducer):
         if gradient.layout is not torch.strided:
             self.fail(Unsupported(f"{slot.name}: a sparse gradient, which only DDP sums; make it dense (sparse=False)"))
             return
-        if gradient.device.type == "cpu" and torch.cuda.is_initialized():  # offloaded: before torch 2.13 not waited for
-            torch.cuda.current_stream().synchronize()
         home.bucket.places[slot.name].copy_(gradient)
         home.missing.discard(slot)
         self._send(only_full=True)

@@ -28,7 +28,6 @@ class Momentum(NamedTuple):
 
 
 _ADAMS = tuple(getattr(torch.optim, name) for name in ("Adam", "AdamW", "NAdam", "RAdam"))
-_MUONS = tuple(getattr(torch.optim, name) for name in ("Muon",) if hasattr(torch.optim, name))  # from torch 2.9 on
 
 
 class Momenta:
@@ -65,7 +64,7 @@ def _kept_by(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tupl
     sign = -1.0 if group.get("maximize") else 1.0
     if isinstance(optimizer, _ADAMS):
         return "exp_avg", float(group["betas"][0]), sign
-    if isinstance(optimizer, _MUONS):
+    if isinstance(optimizer, torch.optim.Muon):
         return "momentum_buffer", float(group["momentum"]), sign
     if isinstance(optimizer, torch.optim.SGD) and 0 < group["momentum"] < 1:
         decay = float(group["momentum"])

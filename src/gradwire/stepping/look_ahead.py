@@ -64,7 +64,7 @@ def on_copies_of_the_state(optimizer: torch.optim.Optimizer, parameters: Iterabl
 
 def check_peekable(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose step cannot be tried and thrown away."""
-    known = [getattr(torch.optim, name).step for name in _PEEKABLE if hasattr(torch.optim, name)]
+    known = [getattr(torch.optim, name).step for name in _PEEKABLE]
     step = type(optimizer).step  # or what torch wraps hooks around
     if not any(step is one or step is getattr(one, "__wrapped__", None) for one in known):
         raise Unsupported(

@@ -382,11 +382,11 @@ class ResidentBucket:
 
 def check_accelerator(device: torch.device) -> None:
     """Refuse what is not torch's accelerator."""
-    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:
         raise Unsupported(
             f"a bucket on {device}: gradwire takes buckets of {accelerator or 'no device'}, torch's accelerator here; "
-            "train there or on the CPU, with torch 2.9 or newer"
+            "train there or on the CPU"
         )
 
 

@@ -52,8 +52,6 @@ class CheckFailed(GradwireError):
 
 def why_no_device() -> str | None:
     """None where torch has a device to work with, else the reason in words."""
-    if not hasattr(torch, "accelerator"):
-        return f"torch {torch.__version__} has no torch.accelerator: gradwire's device path needs torch 2.9 or newer"
     if torch.accelerator.is_available():
         return None
     if torch.version.cuda is None and torch.version.hip is None:

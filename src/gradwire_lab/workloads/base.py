@@ -31,9 +31,8 @@ _OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any], float, fl
     "adam": (torch.optim.Adam, {}, 1e-3, 0.0),
     "adamw": (torch.optim.AdamW, {}, 1e-3, 1e-2),
     "amsgrad": (torch.optim.Adam, {"amsgrad": True}, 1e-3, 0.0),
+    "muon": (torch.optim.Muon, {}, 0.02, 0.0),  # of hidden matrices, with AdamW for the rest
 }
-if hasattr(torch.optim, "Muon"):  # from torch 2.9 on; of hidden matrices, with AdamW for the rest
-    _OPTIMIZERS["muon"] = (torch.optim.Muon, {}, 0.02, 0.0)
 
 # How a learning rate follows the batch: not at all; so that an epoch moves the weights as far; or so that a step's variance
 # stays (SlimGC, section 4.3.1).

@@ -80,7 +80,7 @@ class BertWorkload(Workload):
         batch_size: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(batch_size=batch_size or {"base": 2, "large": 1}[size], **options)
+        super().__init__(batch_size={"base": 2, "large": 1}[size] if batch_size is None else batch_size, **options)
         if not 8 <= length <= 512:
             raise InvalidArgument(f"length={length}: BERT takes 8 to 512 tokens here")
         self.size, self.data_dir, self.length, self.dropout = size, data_dir, length, dropout

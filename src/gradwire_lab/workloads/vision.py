@@ -134,7 +134,7 @@ class VisionWorkload(Workload):
         batch_size: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(batch_size=batch_size or _BATCH_SIZES[shape], **options)
+        super().__init__(batch_size=_BATCH_SIZES[shape] if batch_size is None else batch_size, **options)
         self.shape, self.data_dir, self.image_size, self.n_classes = shape, data_dir, image_size, n_classes
         self.stands_for = _STANDS_FOR[shape]
         self.data = "shape-only" if data_dir is None else "real"

@@ -76,7 +76,6 @@ class LinkCost:
     frame_hop_s: float  # a message of frames that somebody waits for
     message_s: float  # processor time of each message of frames, both ends
     gather_s: float  # an all-gather of next to nothing
-    byte_s: float = 0.0  # processor time of a byte moved
     at_once: int = 1  # asynchronous collectives that are under way at a time; the others wait for them, in order
 
     def over(self, rtt_s: float, loss: float = 0.0, streams: int = 1) -> "LinkCost":
@@ -282,8 +281,6 @@ def predict_s(shape: str, codec: CodecCost, step: StepCost, link: LinkCost, mach
     lane = Lane(link.rate)
     # The speed of each of a rank's two busy threads, relative to one alone.
     share = min(1.0, max(0.5, machine.n_cores / machine.n_local / 2))
-    # Where cores are shared, moving bytes takes the computation's time.
-    drag = min(0.9, link.byte_s * link.rate) if share < 1 else 0.0
     now = computed = 0.0
     while True:  # from event to event
         is_computing = computed < step.compute_s - _NOTHING
@@ -297,7 +294,7 @@ def predict_s(shape: str, codec: CodecCost, step: StepCost, link: LinkCost, mach
         works = [turn for turn in head if turn.work_s > _NOTHING]
         on_wire = [turn for turn in under_way if turn.wire_s > _NOTHING]
         late = [turn for turn in under_way if turn.wire_s <= _NOTHING < turn.wait_s]
-        speed = (share if works else 1.0) * (1 - drag if on_wire or late else 1.0)
+        speed = share if works else 1.0
         lane_speed = share if is_computing else 1.0
         wire_speed = 1 / max(1, len(on_wire))  # one link for all
         ends = [turn.work_s / lane_speed for turn in works]

@@ -141,6 +141,32 @@ def test_importance_of_shards_is_that_of_the_whole(rank: int, world_size: int) -
 
 
 @on_ranks(4)
+def test_muon_beside_adamw_is_as_near_native_hsdp_as_another_order_of_summation(rank: int, world_size: int) -> None:
+    """GComp reads Muon's momentum, of a shard."""
+    losses = []
+    for scheme in (None, "gcomp"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(33, 50), nn.ReLU(), nn.Linear(50, 33))
+        fully_shard(net, mesh=make_mesh())
+        matrices = [parameter for parameter in net.parameters() if parameter.ndim == 2]
+        rest = [parameter for parameter in net.parameters() if parameter.ndim != 2]
+        optimizers = [torch.optim.Muon(matrices, 0.02), torch.optim.AdamW(rest, 1e-3)]
+        state = scheme and gradwire.attach(net, optimizers, scheme, timeout_s=20)
+        for step in range(6):
+            x = torch.randn(8, 33, generator=torch.Generator().manual_seed(10 * step + rank))
+            loss = (net(x) - x).square().mean()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(loss.detach())
+        if state:
+            assert 0.2 < state.stats()["ratio"] < 0.9
+            state.close()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=0)
+
+
+@on_ranks(4)
 def test_the_backward_pass_waits_for_no_mean(rank: int, world_size: int) -> None:
     ours = start(rank, make_mesh())
     state, events = ours.state, []

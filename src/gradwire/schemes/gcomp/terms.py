@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.core.bucket import local_of
 from gradwire.errors import InvalidArgument
 
 __all__ = ["Terms", "register_update", "rule_of"]
@@ -206,7 +207,8 @@ def lion(parameter: Tensor, group: Group, state: State) -> Terms | None:
 def muon(parameter: Tensor, group: Group, state: State) -> Terms | None:
     """theta - eta' O(beta b + (1 - beta) g): one S for a matrix, as O mixes its elements. O(X) moves by about sqrt(r) /
     |X| times as much as X does (Frobenius norms, r the smaller side), in the mean square over a matrix; twice that is
-    taken, as small singular values move more. A is the mean square of theta."""
+    taken, as small singular values move more. A is the mean square of theta. Of a shard: as if the others were like it,
+    which keeps the mean square over all of them."""
     eta, mu = float(group["lr"]), float(group["momentum"])
     buffer = state.get("momentum_buffer")
     if buffer is None or eta == 0:
@@ -216,9 +218,11 @@ def muon(parameter: Tensor, group: Group, state: State) -> Terms | None:
     eta *= by_shape.get(group.get("adjust_lr_fn") or "", math.sqrt(max(1.0, rows / columns)))
     power = 2 if group["nesterov"] else 1
     gain = 2 * eta * (1 - mu**power) * math.sqrt(min(rows, columns)) / mu**power
-    size = parameter.detach().float().square().mean().sqrt() * buffer.float().norm()
+    own = local_of(parameter.detach())
+    whole_norm = local_of(buffer).float().norm() * math.sqrt(parameter.numel() / max(1, own.numel()))
+    size = own.float().square().mean().sqrt() * whole_norm
     life = _life_of(mu) * (1 - mu) / (1 - mu**power)
-    return Terms(0.0, 1 / gain, stands_for=size.expand_as(parameter), life=life)
+    return Terms(0.0, 1 / gain, stands_for=size.expand_as(own), life=life)
 
 
 Rule = Callable[[Tensor, Group, State], Terms | None]

@@ -176,8 +176,8 @@ def attach(
             raise Unsupported("ahead=1 takes the step of a model inside DDP: wrap the module in it, or leave ahead out")
         if isinstance(scheme, Auto):
             raise Unsupported(
-                'scheme "auto" watches DDP, which this module is not: attach(DistributedDataParallel(module), optimizer); '
-                'or name a scheme that exchanges its gradients itself: attach(module, optimizer, "gcomp")'
+                'scheme "auto" chooses for DDP models and for FSDP2 over all ranks: name a scheme that exchanges the '
+                'gradients of this one, HSDP included, attach(module, optimizer, "gcomp"); or wrap a module without FSDP in DDP'
             )
         between = GradientState(scheme, model, optimizers, scaler, group, timeout_s=timeout_s, trace=trace, **doors_own)
         if shards:

@@ -80,8 +80,8 @@ def units(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
             )
         if group.device.type != "cpu":
             raise Unsupported(
-                f"{name} lies on {group.device}: shards are compressed in host memory only; between nodes gradwire takes "
-                "device gradients, attach(..., group=)"
+                f"{name} lies on {group.device}: shards are compressed in host memory only. Between nodes gradwire takes "
+                'device gradients: fully_shard(..., mesh=<nodes x ranks of a node>), attach(module, optimizer, "gcomp")'
             )
         if not hasattr(part, "set_custom_all_gather") or not all(hasattr(group, own) for own in _COLLECTIVES):
             raise Unsupported(f"torch {torch.__version__}'s FSDP2 takes no other collectives; use torch 2.13 or later")

@@ -1,4 +1,4 @@
-"""The scheme `acp-sgd`: alternate compressed Power-SGD (Zhang et al., ICDCS 2023, algorithms 1 and 2).
+"""The scheme `acp-sgd`: alternate compressed Power-SGD (Zhang et al., ICDCS 2023, algorithms 1, ACP-SGD's part, and 2).
 
 Of every gradient matrix M one of two factors is summed, P and Q by turns. With E what compression has left out so far:
 
@@ -7,8 +7,8 @@ Of every gradient matrix M one of two factors is summed, P and Q by turns. With 
 
 What comes in was summed one step ago, and is made orthogonal right then, while nobody waits.
 
-When not to use this: where the network is faster than the products (rates below about 1 % of the model's own), for
-models of few or small matrices, or where every step's gradient has to be exact.
+When not to use this: where the network is faster than the products, for models of few or small matrices, or where every
+step's gradient has to be exact.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from gradwire.schemes.matrices import multiply, orthogonalise
 
 def acp_sgd(**options: Any) -> LowRank:
     """Mean over the ranks, in low rank, one factor a step. Options: see `gradwire.schemes.low_rank.Options`. Beside
-    Adam its first 100 steps are plain: that takes off a third of what it loses there. Power-SGD loses too little."""
+    all but SGD its first 100 steps are plain."""
     return LowRank("acp-sgd", steps_of, Options(**options), True)
 
 

@@ -61,7 +61,7 @@ class Options:
         reuse: begin with the factor of the step before; False draws a new one every step.
         overlap: compress during the backward pass; False waits for its end, so that nothing competes with it.
         buffer_mb: tensor fusion: buffers are summed when they hold what stands for this much gradient (MiB x the
-            model's compression rate). 0: every tensor alone; inf: all at the end. Buffers join successive buckets, and
+            share of the model that is sent). 0: every tensor alone; inf: all at the end. Buffers join successive buckets, and
             what fills early is sent early; for compression in smaller portions lower DDP's own bucket_cap_mb.
         factor_dtype: "float32" or "bfloat16", of everything on the wire. Rounding of factors is fed back,
             that of uncompressed parameters is not.

@@ -39,7 +39,7 @@ def _make(name: str, overlap: bool, options: dict[str, Any]) -> LowRank:
 
 
 def steps_of(scheme: LowRank, work: Work) -> Iterator[Next]:
-    """Algorithm 1 for one bucket; factors are kept transposed."""
+    """Vogels et al., algorithm 1, for one bucket; factors are kept transposed."""
     groups, gradient = work.plan.groups, work.bucket.buffer
     for group in groups:
         scheme.fusion.send(work, torch.bmm(group.q, group.total.mT, out=group.p), "p")  # P <- (M + E) Q

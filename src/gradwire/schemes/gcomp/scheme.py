@@ -1,8 +1,8 @@
 """GComp: near-lossless ring all-reduce (Li et al., SoCC 2024). Reads like the paper's sections 4 to 6.
 
-A step, per bucket: the level of every value from the live optimizer (section 5.1), then a ring whose messages hold
-Huffman-coded exponents and what is left of the mantissas (6.2). Every few steps the exponents sent are counted; the
-counts of all ranks, summed in the gap before the next step, give the next Huffman table (4).
+A step, per bucket: how many bits of every value matter, from the live optimizer (section 5.1), then a ring (6.2) whose
+messages hold Huffman-coded exponents (4.2) and what is left of the mantissas (6.1). Every few steps the exponents sent are
+counted; the counts of all ranks, summed in the gap before the next step, give the next Huffman table (4.4).
 """
 
 import logging

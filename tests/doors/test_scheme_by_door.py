@@ -19,7 +19,7 @@ from ranks import agree, run_ranks
 # Door: what a user calls.
 DOORS = {
     "ddp": "`attach(ddp, ...)`",
-    "fsdp2": "`attach(fsdp2, ...)`",
+    "fsdp2": "`attach(hsdp, ...)`, `group=`",
     "two-level": "`TwoLevel(scheme)`",
     "local-sgd": "`LocalSgd(...)`",
     "reducer": "`Reducer(...)`",

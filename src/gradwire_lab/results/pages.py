@@ -135,7 +135,7 @@ class Book:
             mine = self._of(system)
             n_done = sum(self.is_complete(one) for one in mine)
             n_known = sum(self.shown(one) is not None for one in mine)
-            verdicts = Counter(answer.verdict for one in mine for answer in self._answers(one))
+            verdicts = Counter(answer.verdict.split(",")[0] for one in mine for answer in self._answers(one))
             counts = ", ".join(f"{verdicts[word]} {word}" for word in VERDICTS if verdicts[word])
             link = f"[{title}](results/{system}.md)"
             rows.append([link, f"{n_done} of {len(mine)}", str(n_known - n_done), counts or "-"])
@@ -184,7 +184,8 @@ class Book:
             f"{key.replace('_', ' ')} {', '.join(map(str, value)) if isinstance(value, list | tuple) else value}"
             for key, value in experiment.fixed.items()
         ]
-        command = f"`gradwire bench render {experiment.key}` prints all of it{'; ' if fixed else ''}{', '.join(fixed)}."
+        command = f"`gradwire bench run {experiment.key}` measures it again, `render` instead of `run` prints all of it"
+        command += f"{'; ' if fixed else ''}{', '.join(fixed)}."
         ending = " ".join(filter(None, (grid.caption, _provenance(shown), command)))
         lines += [to_markdown(replace(grid, caption="")), *_note(self.root, experiment.key), ending, ""]
         return "\n".join(lines)

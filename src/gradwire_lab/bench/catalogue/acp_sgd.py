@@ -47,7 +47,7 @@ EXPERIMENTS = [
     Experiment(
         key="acp-shapes", system="acp-sgd", measure="shapes", seconds=5, together=("of",),
         question="By how much does each method shrink the gradient of real models, and what does a rank send?",
-        of=[Ref("ACP-SGD", figure) for figure in ("Table I", "Table II", "Fig. 5")],
+        of=[Ref("ACP-SGD", figure) for figure in ("Table I", "Fig. 5")],
         axes={"of": ["ratios", "traffic", "small-tensors"],
               "workload": ["resnet50", "resnet152", "bert-base", "bert-large"]},
         show=[Table([Column("rank", form=".0f"), Column("sign_sgd", "Sign-SGD", form=".0f"),

@@ -13,6 +13,7 @@ from torch import nn
 from gradwire.integrations.accelerate import attach
 
 parser = argparse.ArgumentParser()
+parser.add_argument("--scheme", default="auto")
 parser.add_argument("--first", type=int, default=0)
 parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--save")
@@ -24,8 +25,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
 
-# Beside Adam its first 100 steps are plain unless told otherwise; this example has eight.
-attachment = attach(accelerator, model, optimizer, "acp-sgd:start_step=2")
+attachment = attach(accelerator, model, optimizer, args.scheme)
 
 if args.load:
     accelerator.load_state(args.load)

@@ -13,6 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 from gradwire.integrations.transformers import GradwireTrainerCallback
 
 parser = argparse.ArgumentParser()
+parser.add_argument("--scheme", default="auto")
 parser.add_argument("output")
 parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--resume", action="store_true")
@@ -41,8 +42,7 @@ training = TrainingArguments(
 )  # fmt: skip
 trainer = Trainer(model=model, args=training, train_dataset=Data())
 
-# Beside Adam its first 100 steps are plain unless told otherwise; this example has eight.
-trainer.add_callback(GradwireTrainerCallback(trainer, "acp-sgd:start_step=2"))
+trainer.add_callback(GradwireTrainerCallback(trainer, args.scheme))
 
 trainer.train(resume_from_checkpoint=f"{args.output}/checkpoint-4" if args.resume else None)
 if dist.get_rank() == 0:

@@ -15,6 +15,7 @@ from torch import nn
 from gradwire.integrations.lightning import GradwireCallback
 
 parser = argparse.ArgumentParser()
+parser.add_argument("--scheme", default="auto")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--save")
 parser.add_argument("--load")
@@ -51,8 +52,7 @@ trainer = lightning.Trainer(
     enable_checkpointing=False,
     enable_progress_bar=False,
     enable_model_summary=False,
-    # beside Adam its first 100 steps are plain unless told otherwise; this example has eight
-    callbacks=[GradwireCallback("acp-sgd:start_step=2")],
+    callbacks=[GradwireCallback(args.scheme)],
 )
 trainer.fit(model, data, ckpt_path=args.load, **({"weights_only": False} if args.load else {}))
 if trainer.is_global_zero:

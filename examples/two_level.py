@@ -19,7 +19,7 @@ optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
 # Ranks a node are LOCAL_WORLD_SIZE, which torchrun sets; without two nodes, two ranks stand for one here.
 nodes = min(2, int(os.environ["LOCAL_WORLD_SIZE"]))
-attachment = gradwire.attach(ddp, optimizer, gradwire.schemes.TwoLevel("one-bit", nodes))
+attachment = gradwire.attach(ddp, optimizer, gradwire.schemes.TwoLevel("gcomp", nodes))
 
 generator = torch.Generator().manual_seed(dist.get_rank())
 for _ in range(20):

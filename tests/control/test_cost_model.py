@@ -23,7 +23,7 @@ from gradwire.schemes.auto.costs import (
     look_for_zeros,
     predict_s,
 )
-from gradwire.schemes.auto.fidelity import rows_for
+from gradwire.schemes.auto.fidelity import row_of, rows_for
 from gradwire.schemes.auto.law import Candidate, most_promising
 from gradwire.schemes.auto.turns import LinkProbes
 from ranks import on_ranks
@@ -271,3 +271,12 @@ def test_a_slower_link_is_looked_at_again_and_an_urgent_one_three_times() -> Non
     assert [probes.take() for _ in range(3)] == [True, False, False]
     probes.ask(is_urgent=True)
     assert [probes.take() for _ in range(4)] == [True, True, True, False]
+
+
+def test_from_eight_ranks_on_floats_go_through_owners() -> None:
+    few, many = (rows_for("close", {"adam"}, n_ranks=n_ranks) for n_ranks in (7, 8))
+    assert [row.spec for row in many if row.shape == "direct"] == [
+        "embedded-float:bits=8,topology=direct", "embedded-float:bits=5,topology=direct"
+    ]  # fmt: skip
+    assert [row.spec for row in few] == [row.spec.removesuffix(",topology=direct") for row in many]
+    assert all(row_of(row.spec) == row for row in many)

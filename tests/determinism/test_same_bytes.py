@@ -80,7 +80,7 @@ def computing(codec: Any, kind: str, n: int, dtype: torch.dtype) -> Callable[[],
         yield decode(codec, message, n, dtype, **(options if codec.name == "gcomp" else {}))
         if isinstance(codec, Quantised):
             out, kept = torch.empty(codec.max_encoded_bytes(n, dtype), dtype=torch.uint8), torch.empty(n)
-            n_bytes = codec.encode_with_residual(gradient, residual, out, 6, new_residual=kept, residual_scale=3.0)
+            n_bytes = codec.encode(gradient, out, step=6, residual=residual, new_residual=kept, residual_scale=3.0)
             yield from (out[:n_bytes], kept)
 
     return compute
@@ -148,7 +148,7 @@ def test_zeros_leave_nothing_out_of_two_bits() -> None:
     for level in LEVELS:
         residual = torch.ones(40)
         with at_level(level):
-            codec.encode_with_residual(zeros, None, out, new_residual=residual)
+            codec.encode(zeros, out, new_residual=residual)
         assert residual.view(torch.int32).tolist() == [0] * 40, level
 
 

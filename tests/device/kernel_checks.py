@@ -208,10 +208,10 @@ def assert_messages(
     else:
         left, found_left = torch.empty(n), fenced(n, torch.float32, place)
         options |= {"residual_scale": 2 * LOSS_SCALE}
-        n_bytes = int(codec.encode_with_residual(values, residual, expected, new_residual=left, **options))
+        n_bytes = int(codec.encode(values, expected, residual=residual, new_residual=left, **options))
         with using(kernels):
-            there = values.to(place), residual.to(place), written.inner
-            n_found = int(codec.encode_with_residual(*there, new_residual=found_left.inner, **options))
+            options |= {"residual": residual.to(place), "new_residual": found_left.inner}
+            n_found = int(codec.encode(values.to(place), written.inner, **options))
         require_same(found_left.inner, left, "residuals")
         found_left.check()
     assert n_found == n_bytes, f"{n_found} bytes, not {n_bytes}"

@@ -62,8 +62,11 @@ RESUMED: dict[str, tuple[str, str, str]] = {
 @pytest.mark.parametrize("name", RESUMED)
 def test_frameworks_resume_with_the_same_bits(name: str, tmp_path: Path) -> None:
     whole, first, second = (arguments.format(folder=tmp_path).split() for arguments in RESUMED[name])
+    if name != "muon_and_adamw.py":  # with residuals and factors to save
+        for arguments in (whole, first, second):
+            arguments += ["--scheme", "acp-sgd:start_step=2"]
     expected = parameters_of(run(name, 2, *whole))
-    if first:
+    if RESUMED[name][1]:
         run(name, 2, *first)
     assert parameters_of(run(name, 2, *second)) == expected
     assert name != "hf_trainer.py" or (tmp_path / "checkpoint-4" / "gradwire.pt").exists()

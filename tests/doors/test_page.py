@@ -21,7 +21,7 @@ CODE = [re.sub("^    ", "", block, flags=re.MULTILINE) for block in BLOCKS if no
 # Code in backticks, and the object that it is called on.
 SPANS = {
     "gradwire.attach(ddp, optimizer, scheme)": "",
-    'gradwire.attach(ddp, optimizer, gradwire.schemes.TwoLevel("one-bit"))': "",
+    'gradwire.attach(ddp, optimizer, gradwire.schemes.TwoLevel("gcomp"))': "",
     "gradwire.LocalSgd(model, optimizer, scheme, every=500)": "",
     "gradwire.Reducer(scheme).all_reduce({name: tensor})": "",
     "attachment.state_dict(all_ranks=True)": "",
@@ -34,11 +34,12 @@ SPANS = {
 }
 # In an example that runs, or said of what gradwire does not test.
 ELSEWHERE = {
-    "Trainer(callbacks=[gradwire.integrations.lightning.GradwireCallback()])": "lightning_fit.py",
-    "trainer.add_callback(gradwire.integrations.transformers.GradwireTrainerCallback(trainer))": "hf_trainer.py",
-    "gradwire.integrations.accelerate.attach(accelerator, model, optimizer)": "accelerate_train.py",
+    "Trainer(callbacks=[GradwireCallback()])": "lightning_fit.py",
+    "trainer.add_callback(GradwireTrainerCallback(trainer))": "hf_trainer.py",
+    "attach(accelerator, model, optimizer)": "accelerate_train.py",
     "attach(ddp, [muon, adamw])": "",  # tests/distributed/test_several_optimizers.py
-    **dict.fromkeys(("step()", "engine.step()", "wait()", "stats()"), ""),
+    'GradwireCallback(fidelity="close")': "",  # tests/doors/test_examples.py gives callbacks a scheme
+    **dict.fromkeys(("step()", "wait()", "stats()"), ""),
     "close()": "",  # said of what comes after it
     'attach(ddp, optimizer, "top-k", share=0.05)': "",  # tests/doors has options of every kind
     'attach(model, optimizer, "one-bit", inside="gcomp", weights="exact")': "",  # tests/distributed/test_shards.py
@@ -112,5 +113,5 @@ def test_code_in_the_lines_of_the_page_runs() -> None:
         call = re.search(r"(?:Gradwire(?:Trainer)?Callback|attach)\(.*?\)", span)
         if example:
             assert call is not None, span
-            with_scheme = re.escape(call[0].removesuffix(")")) + r'(, )?"[^"]*"\)'
+            with_scheme = re.escape(call[0].removesuffix(")")) + r"(, )?args\.scheme\)"
             assert re.search(with_scheme, (ROOT / "examples" / example).read_text()), span

@@ -164,7 +164,7 @@ def of_paper(importance: Tensor | None, **more: Any) -> None:
 
 def with_residual(name: str, residual: Tensor, **more: Any) -> None:
     codec: Any = codecs.by_name(name)
-    codec.encode_with_residual(GRADIENT, residual, OUT, **more)
+    codec.encode(GRADIENT, OUT, residual=residual, **more)
 
 
 QUANTISERS = ("one-bit", "two-bit", "ternary", "qsgd", "thc")

@@ -61,7 +61,7 @@ def cut_in_two(options: dict[str, Any], n: int) -> dict[str, list[int]]:
 
 def encode_with_residual(codec: Any, gradient: torch.Tensor, residual: torch.Tensor, **more: Any) -> torch.Tensor:
     out = torch.empty(2 * codec.max_encoded_bytes(gradient.numel(), gradient.dtype), dtype=torch.uint8)
-    return out[: codec.encode_with_residual(gradient, residual, out, STEP, **more)]
+    return out[: codec.encode(gradient, out, step=STEP, residual=residual, **more)]
 
 
 def test_random_numbers_are_philox() -> None:

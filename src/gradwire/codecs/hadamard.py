@@ -93,7 +93,7 @@ class Thc(Quantised):
     ) -> None:
         """Write table values of values + residual, to be summed over `n_ranks`, to `codes` (code_bytes(n, n_ranks),)
         uint8. `norms` (n_norms(n),) float32 are the largest of any rank. Signs are drawn by `sign_step`, the same on
-        all ranks, rounding by `step`, another on each. Residuals: as in `encode_with_residual`."""
+        all ranks, rounding by `step`, another on each. Residuals: as in `Quantised.encode`."""
         kernels = kernels_for(values.device)
         if kernels is not None:
             parameters = self._struct(

@@ -169,14 +169,6 @@ class Quantised:
         launch(names[1], layout.n_blocks, THREADS, _SHARED_OF_PIECE, parameters)
         return n_bytes
 
-    def encode_with_residual(
-        self, gradient: Tensor, residual: Tensor | None, out: Tensor, step: int = 0, **options: Any
-    ) -> int | Tensor:
-        """`encode` with error feedback: from `residual`, to that or options["new_residual"]."""
-        if residual is None and options.get("new_residual") is None:
-            raise InvalidArgument("without a residual, say where the new one goes: new_residual=tensor")
-        return self.encode(gradient, out, step=step, residual=residual, **options)
-
     def decode(
         self,
         message: Tensor,

@@ -239,14 +239,16 @@ class DeviceOwners:
         scale: float,
     ) -> None:
         """Write a chunk's message into its row, and what it leaves out into `unsent` (n,) of the bucket."""
-        room, cuts = row[chunk.room], chunk.cuts
-        if unsent is None:
-            codec.encode(values, room, step=draw, cuts=cuts)
-            return
-        codec.encode_with_residual(
-            values, None if residual is None else residual[chunk.values], room, draw,
-            new_residual=unsent[chunk.values], residual_scale=scale, cuts=cuts,
-        )  # fmt: skip
+        before, after = (None if kept is None else kept[chunk.values] for kept in (residual, unsent))
+        codec.encode(
+            values,
+            row[chunk.room],
+            step=draw,
+            cuts=chunk.cuts,
+            residual=before,
+            new_residual=after,
+            residual_scale=scale,
+        )
 
 
 def _row_bytes(parts: _Parts) -> int:

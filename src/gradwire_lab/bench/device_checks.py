@@ -162,11 +162,11 @@ def measure_kernels(kernels: Kernels, n_elements: int = 1 << 24, n_calls: int = 
                 codec.use_table(HuffmanTable.from_histogram(counts.cpu()))
             message = whole[: int(codec.encode(next(inputs), whole))].clone()
             sizes[label] = n_bytes = message.numel()
-            encode = codec.encode_with_residual if is_quantiser else codec.encode
-            more = (residual, whole) if is_quantiser else (whole,)
+            kept = {"residual": residual} if is_quantiser else {}
+            encode = functools.partial(codec.encode, out=whole, **kept)
             decode = functools.partial(codec.decode, message, sums, error=error)
             for way, call, n_passes in (
-                ("encode", lambda encode=encode, more=more: encode(next(inputs), *more), 3 if is_quantiser else 1),
+                ("encode", lambda encode=encode: encode(next(inputs)), 3 if is_quantiser else 1),
                 ("decode", decode, 1),
                 ("decode and add", functools.partial(decode, adds=True), 2),
             ):

@@ -326,7 +326,7 @@ class TrainingThreadQuantiser:
             self._encode(total, residual, exchange.answer)
 
     def _encode(self, values: torch.Tensor, residual: torch.Tensor, slot: torch.Tensor) -> None:
-        n_bytes = self._codec.encode_with_residual(values, residual, slot[_LENGTH_BYTES:])
+        n_bytes = self._codec.encode(values, slot[_LENGTH_BYTES:], residual=residual)
         slot[:_LENGTH_BYTES].view(torch.int64).fill_(n_bytes)
 
     def _decode(self, slot: torch.Tensor, out: torch.Tensor) -> None:

@@ -183,15 +183,9 @@ class SimulatedRanks:
         n_receivers: int = 1,
     ) -> Tensor:  # fmt: skip
         """What `n_receivers` get of a rank's values; `unsent` takes what they do not."""
-        room, residual = self._room_for(codec.max_encoded_bytes(values.numel(), values.dtype, len(chunk.cuts))), None
-        if unsent is None:
-            n_bytes = int(codec.encode(values, room, step=draw, cuts=chunk.cuts))
-        else:
-            if (before := self._residuals[rank]) is not None:
-                residual = before[chunk.values]
-            n_bytes = int(codec.encode_with_residual(
-                values, residual, room, draw, new_residual=unsent[chunk.values], cuts=chunk.cuts
-            ))  # fmt: skip
+        room = self._room_for(codec.max_encoded_bytes(values.numel(), values.dtype, len(chunk.cuts)))
+        before, after = (None if kept is None else kept[chunk.values] for kept in (self._residuals[rank], unsent))
+        n_bytes = int(codec.encode(values, room, step=draw, cuts=chunk.cuts, residual=before, new_residual=after))
         self.n_bytes += n_bytes * n_receivers
         decoded = torch.empty(values.numel())
         codec.decode(room[:n_bytes], decoded)

@@ -50,13 +50,17 @@ class FidelityRow:
         """Of the scheme, without its options."""
         return self.scheme.partition(":")[0]
 
+    def directly(self) -> "FidelityRow":
+        """The same with a ring's messages sent to owners, who round a value twice instead of once a rank."""
+        if self.shape != "ring" or "topology=" in self.spec:
+            return self
+        joint = "," if ":" in self.spec else ":"
+        return replace(self, spec=f"{self.spec}{joint}topology=direct", shape="direct")
+
     def on_device(self) -> "FidelityRow":
-        """The same between devices: what goes round a ring in host memory takes two collectives there, and rounds a value
-        twice instead of once a rank."""
-        spec, shape = self.spec, self.shape
-        if shape == "ring" and "topology=" not in spec:
-            spec, shape = spec + (",topology=direct" if ":" in spec else ":topology=direct"), "direct"
-        return self if self.is_on_device else replace(self, spec=spec + ON_DEVICE, shape=shape)
+        """The same between devices, where a ring takes a collective a hop."""
+        direct = self.directly()
+        return self if self.is_on_device else replace(direct, spec=direct.spec + ON_DEVICE)
 
     def holds_under(self, families: Iterable[str]) -> bool:
         """Return whether it may be used where these step the model: all of them. SGD beside others counts as unknown."""
@@ -93,6 +97,7 @@ TABLE: tuple[FidelityRow, ...] = (
     FidelityRow("sign-sgd", "any", _ALL, "quantised", 1.5, "", True, FIRST_ADAM_STEP),
 )
 
+MANY_RANKS = 8  # from here on what is lost at each hop of a ring would add up
 # At the end of a spec: reduced between devices, not in host memory.
 ON_DEVICE = "@device"
 
@@ -126,10 +131,12 @@ def check_spec(spec: object) -> str:
     return spec
 
 
-def rows_for(fidelity: str | Sequence[str], families: Iterable[str], also: Sequence[str] = ()) -> list[FidelityRow]:
-    """The rows that may be used, plain first: by the least faithful level allowed and the families of the optimizers that step
-    the model's parameters, and `also` some specs; or a list of specs, and no others. Specs take what stands in the table by
-    name only too. Raises: InvalidArgument (a scheme that takes no turns, or one in `also` that is less faithful)."""
+def rows_for(
+    fidelity: str | Sequence[str], families: Iterable[str], also: Sequence[str] = (), n_ranks: int = 2
+) -> list[FidelityRow]:
+    """The rows that may be used, plain first: by the least faithful level allowed, the families of the optimizers that step
+    the parameters and the ranks, and `also` some specs; or a list of specs alone. Specs take what the table has by name only,
+    too. Raises: InvalidArgument (a scheme that takes no turns, or one in `also` that is less faithful)."""
     if not isinstance(fidelity, str):
         chosen, named = [], [row_of(spec) for spec in fidelity]
     else:
@@ -141,6 +148,8 @@ def rows_for(fidelity: str | Sequence[str], families: Iterable[str], also: Seque
                 )
         allowed = [row for row in TABLE if row.level in levels and not row.by_name_only]
         chosen = needed([row for row in allowed if row.holds_under(families)])
+        if n_ranks >= MANY_RANKS:
+            chosen = [row if row.level == "exact" else row.directly() for row in chosen]
     return list({row.spec: row for row in [TABLE[0], *chosen, *named]}.values())
 
 
@@ -165,4 +174,4 @@ def row_of(spec: str) -> FidelityRow:
         known = describe_choices(name, sorted({row.name for row in TABLE}))
         raise InvalidArgument(f"no scheme that takes turns is called {name!r}; {known}")
     other = replace(of_scheme[0], spec=spec, level="any", families=_ALL, by_name_only=True)
-    return next((row for row in of_scheme if row.spec == spec), other)
+    return next((one for row in of_scheme for one in (row, row.directly()) if one.spec == spec), other)

@@ -142,7 +142,7 @@ class Auto(Turns):
         self._is_on_device = any(parameter.device.type != "cpu" for parameter in parameters)
         families = session.optimizers.families(parameters)
         self._tell_unknown(parameters)
-        rows = rows_for(self._fidelity, families, self._also)
+        rows = rows_for(self._fidelity, families, self._also, session.communicator.world_size)
         if session.communicator.world_size == 1 or self._can_only_be_plain(module):
             rows = rows[:1]
         rows = self._place(rows)

@@ -129,16 +129,11 @@ def adam(parameter: Tensor, group: Group, state: State) -> Terms | None:
     least, v = (1.0, state["max_exp_avg_sq"]) if group["amsgrad"] else (beta2, state["exp_avg_sq"])
     a = math.sqrt(least / (1 - beta2**t)) / corrected_gain
     b, c = float(group["eps"]) / corrected_gain, -beta1 / (1 - beta1)
-    if group.get("decoupled_weight_decay", False):
+    if group["decoupled_weight_decay"]:
         a, b = a * (1 - eta * decay), b * (1 - eta * decay)
     else:
         b -= decay
     return Terms(a, b, c, second_moment=v, first_moment=state["exp_avg"], life=_life_of(beta1))
-
-
-def adamw(parameter: Tensor, group: Group, state: State) -> Terms | None:
-    """`adam` with decoupled weight decay: before torch 2.7 the group does not say so itself."""
-    return adam(parameter, {**group, "decoupled_weight_decay": True}, state)
 
 
 # ---- not in the paper
@@ -229,7 +224,6 @@ Rule = Callable[[Tensor, Group, State], Terms | None]
 
 # By the class whose `step` a function above describes, subclasses before their bases; by name where it is not torch's.
 _RULES: dict[type[torch.optim.Optimizer] | str, Rule | str] = {
-    torch.optim.AdamW: adamw,
     torch.optim.Adam: adam,
     torch.optim.RMSprop: rmsprop,
     torch.optim.Adagrad: adagrad,

@@ -103,13 +103,14 @@ EXPERIMENTS = [
          180, [("AdamW", 0.02, "plain:ahead=1")]),
     )),
     Experiment(
-        key="lossy-ranks", system="lossy", measure="ranks", seconds=3_600, is_long=True, baseline=PLAIN,
+        key="lossy-ranks", system="lossy", measure="ranks", seconds=3_000, is_long=True, baseline=PLAIN,
         question="Do the classes hold at more ranks than two? Simulated ranks, a ring of real messages, a global batch of 64.",
         fixed={"workload": _GPT.replace(",batch_size=8", ""), "steps": 200, "global_batch": 64},
         axes={"ranks": [2, 8, 16, 64], "seed": [0, 1, 2], "scheme": {
             "plain": "plain", "plain, disturbed by a rounding": "control", "bf16": "bf16",
             **{f"gcomp, {bits} bits": f"gcomp:importance=uniform,bits={bits}" for bits in (12, 7)},
             **{f"embedded-float, {bits} bits": f"embedded-float:bits={bits}" for bits in (8, 5, 4)},
+            **{f"{bits} bits, direct": f"embedded-float:bits={bits},topology=direct" for bits in (8, 5)},
             **{f"{bits} bits, small tensors too": f"embedded-float:bits={bits},exempt=none" for bits in (8, 5, 4)}}},
         over=("seed",), together=("scheme", "seed"), show=[Table([NATS, _BEHIND_4, RATIO_LAST], across="ranks")],
     ),

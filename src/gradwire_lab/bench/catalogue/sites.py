@@ -70,7 +70,8 @@ _RECENT = Column("loss_recent", "loss, last 100 steps", form=".3f", spread=True)
 _MUON = {"plain": "plain", "plain, disturbed by a rounding": "control", "bf16": "bf16",
          "gcomp, exact": "gcomp:tolerance=32,least_bits=7",
          **{f"gcomp, {bits} bits": f"gcomp:importance=uniform,bits={bits}" for bits in (12, 7)},
-         **{f"embedded-float, {bits} bits": f"embedded-float:bits={bits}" for bits in (8, 6, 5, 4)}}  # fmt: skip
+         **{f"embedded-float, {bits} bits": f"embedded-float:bits={bits}" for bits in (8, 7, 6, 5, 4)},
+         **{f"{bits} bits, direct": f"embedded-float:bits={bits},topology=direct" for bits in (8, 7)}}  # fmt: skip
 
 
 def _training(

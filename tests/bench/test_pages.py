@@ -71,7 +71,8 @@ def test_page_says_question_values_the_papers_number_and_where_it_was_measured(p
     note.parent.mkdir()
     note.write_text("What is to be learnt.\n")
     text = pages.page("system")
-    for words in ("**How fast?** (GComp, Fig. 15)", "`gradwire bench render speed` prints all of it; ranks 4.",
+    for words in ("**How fast?** (GComp, Fig. 15)", "`gradwire bench run speed` measures it again",
+                  "prints all of it; ranks 4.",
                   "| gcomp | 40 (40 to 40) | 0.40 |", "here-2-cores; commit abc", "load before at most 0.1",
                   "What is to be learnt.",
                   "| [half of it](#speed) | GComp, Fig. 15 | 0.5 | 0.40 | <= 0.5 | reached | a small model |",
@@ -105,7 +106,7 @@ def test_overview_is_one_screen_and_leads_to_the_command_in_two_clicks(pages: Bo
     overview = pages.overview()
     assert len(overview.splitlines()) < 45
     assert "| [A system](results/system.md) | 1 of 1 | 0 | 1 reached |" in overview
-    assert "`gradwire bench render speed`" in pages.page("system")
+    assert "`gradwire bench run speed`" in pages.page("system")
 
 
 def test_a_table_is_of_the_code_as_it_is_or_says_that_it_is_stale(pages: Book, store: Store) -> None:

@@ -38,7 +38,7 @@ ELSEWHERE = {
     "trainer.add_callback(GradwireTrainerCallback(trainer))": "hf_trainer.py",
     "attach(accelerator, model, optimizer)": "accelerate_train.py",
     "attach(ddp, [muon, adamw])": "",  # tests/distributed/test_several_optimizers.py
-    'GradwireCallback(fidelity="close")': "",  # tests/doors/test_examples.py gives callbacks a scheme
+    'GradwireCallback(fidelity="close")': "",  # options are handed to `attach` as they are
     **dict.fromkeys(("step()", "wait()", "stats()"), ""),
     "close()": "",  # said of what comes after it
     'attach(ddp, optimizer, "top-k", share=0.05)': "",  # tests/doors has options of every kind

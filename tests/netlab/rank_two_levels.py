@@ -12,7 +12,7 @@ from rank_truth import HEADER_BYTES, read_kernel
 import gradwire
 from gradwire.schemes.two_level import TwoLevel
 
-N_STEPS = 3
+N_STEPS = 8
 
 
 def make(name: str, topology: str) -> gradwire.Reducer:

@@ -56,13 +56,13 @@ BUDGETS = {
         "gradwire_lab/workloads": 2_050,
         "gradwire_lab/training": 1_330,
         "gradwire_lab/report": 630,
-        "gradwire_lab/simulator": 2_870,
+        "gradwire_lab/simulator": 2_880,
         "gradwire_lab/bench": 5_180,
-        "gradwire_lab/cli": 1_760,
+        "gradwire_lab/cli": 1_750,
         "gradwire_lab/schemes": 160,
     },
     "native": {"native": 15_290, "gradwire/gpu/source": 3_680},
-    "tests": {"tests": 35_920},
+    "tests": {"tests": 35_930},
 }
 RESERVES = {"Python": 40, "native": 20, "tests": 40}
 TOTALS = {"Python": 40_770, "native": 18_990, "tests": 35_960}

@@ -115,6 +115,18 @@ def test_a_run_is_current_stale_or_was_never_measured(tmp_path: Path) -> None:
     assert state_of(ONE, fast, records, CODE[-1]) == "stale", "only within one run do ratios hold"
 
 
+def test_a_list_leaves_out_what_is_current_as_a_whole_on_another_machine(tmp_path: Path) -> None:
+    _run(tmp_path, _Measures())
+    made = dataclasses.replace(_runner(tmp_path, _Measures())[0], store=Store(tmp_path / "results", "elsewhere"))
+    assert len(made.plan([ONE, TWO])) == len(made.plan([ONE, TWO], anywhere=True, fresh=True)) == 3
+    assert not made.plan([ONE, TWO], anywhere=True)
+    path = Store(tmp_path / "results", "here").path("one")
+    path.write_text(
+        "".join(path.read_text().splitlines(keepends=True)[1:])
+    )  # half of `one`: a page shows one machine's
+    assert [run.experiment.key for run in made.plan([ONE, TWO], anywhere=True)] == ["one", "one"]
+
+
 def test_cheap_runs_come_first_and_before_them_what_others_depend_on(tmp_path: Path) -> None:
     sizes = dataclasses.replace(TWO, key="sizes", measure="simulator-sizes", seconds=500)
     planned = _runner(tmp_path, _Measures())[0].plan([TWO, sizes, ONE])

@@ -56,6 +56,10 @@ def test_a_ring_is_predicted_by_its_bytes_and_the_rest_by_its_own_record() -> No
     # Its floor is 4 bits of 32; a shared exponent makes it 4 1/32.
     assert wire_s / 8 < predicted["aqgb"]["predicted_s"] < wire_s / 8 * 1.1 + 0.06
     assert predicted["ddp"]["error"] == pytest.approx(predicted["ddp"]["predicted_s"] - 1)
+    sizes = [block.n_values for block in bucket_workload("gpt", OPTIONS, STEP_MS / 1e3).blocks]
+    for n_mib, pieces in ((0.5, 0), (8, int(8 * max(sizes) / sum(sizes)))):  # of the largest bucket
+        far = predict([made_record("ddp", n_mib * (1 << 20))], {"backend": 1.0, "frames": 0.0}, WORKLOAD)[0]
+        assert far["latency_s"] == 1 + pieces / 2
 
 
 def test_ranks_that_share_cores_move_their_bits_no_faster_than_the_cores_do() -> None:
@@ -87,7 +91,7 @@ def test_a_run_measures_the_hops_and_the_schemes_and_compares(tmp_path: Path, mo
     assert calls == [("allreduce", ["plain", "gcomp"]), ("train", ["ddp", "plain"])]
     assert [(cell, record["scheme"]) for cell, record in found] == [(cell, cell["scheme"]) for cell in cells]
     assert all(record["error_size"] == abs(record["error"]) for _, record in found)
-    assert found[0][1]["latency_s"] == 1e-3
+    assert found[0][1]["latency_s"] == 1.5e-3  # one piece is whole
 
 
 def test_sizes_go_into_the_simulators_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

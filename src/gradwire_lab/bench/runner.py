@@ -14,7 +14,7 @@ from gradwire.telemetry.environment import describe_environment
 from gradwire_lab.bench.measures import WRITES, Call, by_name, code_of
 from gradwire_lab.results.captions import duration
 from gradwire_lab.results.experiment import Cell, Experiment
-from gradwire_lab.results.records import Store, name_of, state_of
+from gradwire_lab.results.records import Store, machines, name_of, states_of
 
 
 def describe_run() -> dict[str, Any]:
@@ -80,15 +80,18 @@ class Runner:
     folder: Path
 
     def plan(
-        self, experiments: Sequence[Experiment], *, fresh: bool = False, missing: bool = False
+        self, experiments: Sequence[Experiment], *, fresh: bool = False, missing: bool = False, anywhere: bool = False
     ) -> list[ExperimentRun]:
-        """The runs that are not current, the cheap ones first; `missing`: only those that were never measured; `fresh`: all."""
-        runs = []
+        """Runs that are not current, cheap ones first; `missing`: only what no code measured; `fresh`: all; `anywhere`: none of
+        an experiment that is current on another machine."""
+        runs, names = [], machines(self.store.folder) if anywhere and not fresh else []
         for experiment in experiments:
-            records = self.store.read(experiment.key)
             code = code_of(experiment.measure)
-            for cells in experiment.groups():
-                state = state_of(experiment, cells, records, code)
+            others = (Store(self.store.folder, name).read(experiment.key) for name in names)
+            if any(set(states_of(experiment, records, code)) == {"current"} for records in others):
+                continue
+            states = states_of(experiment, self.store.read(experiment.key), code)
+            for cells, state in zip(experiment.groups(), states, strict=True):
                 if fresh or state == "never" or (state == "stale" and not missing):
                     runs.append(ExperimentRun(experiment, cells))
         return sorted(runs, key=lambda run: (run.experiment.measure not in WRITES, run.experiment.seconds))

@@ -146,6 +146,11 @@ def state_of(experiment: Experiment, cells: Sequence[Cell], records: Iterable[Re
     return "current" if len(runs) == 1 and next(iter(runs))[:2] == (experiment.settings(cells), code) else "stale"
 
 
+def states_of(experiment: Experiment, records: Sequence[Record], code: str) -> list[State]:
+    """Of each of an experiment's runs."""
+    return [state_of(experiment, cells, records, code) for cells in experiment.groups()]
+
+
 def name_of(experiment: Experiment, record: Mapping[str, Any]) -> str:
     """The cell that a record is of; the same for a cell itself."""
     return json.dumps([str(record.get(axis)) for axis in experiment.axes])

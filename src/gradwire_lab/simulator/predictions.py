@@ -28,6 +28,7 @@ _BROADCASTS = ("broadcast", "aqgb")
 _EXPONENT_BITS = 8 / 256
 _ROUNDS = 30
 _BUCKET_BYTES = 25 << 20  # DDP's own, which `bench train` leaves as they are
+_PIECE_BYTES = 1 << 20  # of Gloo's all-reduce, which waits between two of a bucket as it does between two ranks
 _N_BLOCKS = 4  # of the live broadcasts
 
 
@@ -64,8 +65,11 @@ def _predict_one(record: Record, latencies_s: dict[str, float], workload: str, s
     latency_s, rate_bps = latencies_s["backend" if is_sum else "frames"], rate_with_cores(record)
     make_workload = block_workload if is_broadcast else bucket_workload
     name, options = parse_spec(workload)
-    setting = Setting(make_workload(name, options, step_s), n_ranks, rate_bps, jitter=Uniform(0.0), latency_s=latency_s,
-                      at_once=_GLOO_THREADS)  # fmt: skip
+    times = make_workload(name, options, step_s)
+    if is_sum:
+        largest_bytes = _link_bytes(record) * max(block.n_values for block in times.blocks) / times.n_values
+        latency_s *= 1 + largest_bytes // _PIECE_BYTES / (2 * (n_ranks - 1))
+    setting = Setting(times, n_ranks, rate_bps, jitter=Uniform(0.0), latency_s=latency_s, at_once=_GLOO_THREADS)
     simulation = Simulation(setting, lambda simulation: _make_scheme(simulation, record))
     simulation.run(rounds=_ROUNDS)
     ends_s = simulation.round_ends_s

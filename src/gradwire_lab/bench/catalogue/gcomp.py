@@ -60,7 +60,7 @@ EXPERIMENTS = [
                                                  ("periodic", _PERIODIC, "0.03 to 0.23", "Fig. 19"))],
     ),
     Experiment(
-        key="gcomp-tolerance", system="gcomp", measure="training", seconds=110,
+        key="gcomp-tolerance", system="gcomp", measure="training", seconds=90,
         question="Bytes against closeness: what does each tolerance move the loss, beside PyTorch's hooks and fixed bits?",
         fixed={"ranks": 4, "steps": 60, "baseline": BASELINE}, over=("seed",), baseline={"scheme": BASELINE},
         axes={"workload": _FRONTIER_WORKLOADS, "seed": [0, 1, 2], "scheme": _FRONTIER},
@@ -123,7 +123,7 @@ EXPERIMENTS = [
                     rows=("gradients",))],
     ),
     Experiment(
-        key="gcomp-scaling", system="gcomp", measure="simulate", seconds=60, together=("workers", "scheme", "codec"),
+        key="gcomp-scaling", system="gcomp", measure="simulate", seconds=2, together=("workers", "scheme", "codec"),
         question="How would throughput scale to 128 workers at 10 Gb/s, by measured sizes, with the codec and with a free one?",
         of=[Ref("GComp", "Fig. 16"), Ref("GComp", "Fig. 17")],
         fixed={"gbit_per_s": 10, "rounds": 50, "jitter": "per-worker",

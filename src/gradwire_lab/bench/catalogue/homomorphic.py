@@ -54,7 +54,7 @@ EXPERIMENTS = [
                     "1.6", Ref("Homomorphic", "Fig. 2"))],
     ),
     Experiment(
-        key="sketch-recovery", system="homomorphic", measure="sketch-recovery", seconds=60, together=("sketch_size",),
+        key="sketch-recovery", system="homomorphic", measure="sketch-recovery", seconds=5, together=("sketch_size",),
         question="What is recovered from a sketch, by its size? Random values of VGG19's density.",
         of=[Ref("Homomorphic", "Fig. 3")], fixed={"n_elements": 1 << 20, "density": _VGG19},
         axes={"sketch_size": _SKETCHES},
@@ -76,7 +76,7 @@ EXPERIMENTS = [
                Goal("never slower than Gloo by more than 5 %", shared.TIME_X_DDP, "<=", 1.05, {"scheme": _SKETCH})],
     ),
     Experiment(
-        key="homomorphic-packed", system="homomorphic", measure="allreduce", seconds=70, baseline=shared.DDP,
+        key="homomorphic-packed", system="homomorphic", measure="allreduce", seconds=50, baseline=shared.DDP,
         question="How much faster than Gloo are packed sums of 100 MB, by density?",
         fixed={"ranks": 4, "n_bytes": 100_000_000, "rounds": 3, "warmup": 2},
         axes={"rate": {"200 Mb/s": "200mbit", "1 Gb/s": "1gbit"}, "density": [0.01, 0.3, _VGG19],

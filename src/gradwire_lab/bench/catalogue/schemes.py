@@ -128,7 +128,7 @@ EXPERIMENTS = [
         workload="gpt", rate="100mbit/delay=20ms", steps=150, seconds=90,
     ),
     Experiment(
-        key="auto-cost", system="auto", measure="train", seconds=50, baseline=DDP,
+        key="auto-cost", system="auto", measure="train", seconds=40, baseline=DDP,
         question="What do watching and voting cost where nothing is tried, DDP's own all-reduce at work?",
         fixed={"ranks": 2, "rate": "none", "steps": 150},
         axes={"workload": ["gpt", "many-tensors"], "scheme": {**_DDP, "watching": "auto:budget=0"}},
@@ -203,7 +203,7 @@ EXPERIMENTS = [
         goals=[Goal("`plain` within 5 % of DDP", TIME_X_DDP, "<=", 1.05, {"scheme": "plain"})],
     ),
     Experiment(
-        key="codec", system="codecs", measure="codec", seconds=60, together=("codec",), quick=True,
+        key="codec", system="codecs", measure="codec", seconds=40, together=("codec",), quick=True,
         question="How small does a gradient get without loss that counts, and how fast?",
         fixed={"threads": 1}, axes={"gradients": GRADIENTS, "codec": [
             "gcomp", "gcomp:format=1", "gcomp:importance=none", "gcomp:importance=uniform,bits=10", "gcomp:bits=14",

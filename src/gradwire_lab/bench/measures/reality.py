@@ -17,7 +17,7 @@ _LANES = {"plain": "backend", "gcomp": "frames"}
 def measure(call: Call) -> Measured:
     """Predicted and measured iteration times: axes ranks, rate, scheme (`ddp` among them, whose computation all share)."""
     tiny = {"scheme": list(_LANES), "n_bytes": _LATENCY_BYTES, "rounds": 7, "budget": 1}
-    tiny |= {"ranks": call.get("ranks"), "rate": call.get("rate")}
+    tiny |= {name: call.get(name) for name in ("ranks", "rate", "delay")}
     hops = 2 * (int(call.get("ranks")) - 1)
     latencies_s = {_LANES[one["scheme"]]: one["time_s"] / hops for one in run_command("allreduce", tiny, call)}
     found = train(call)

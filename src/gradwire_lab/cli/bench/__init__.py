@@ -43,8 +43,8 @@ def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Run experiments into results/, going on where the last run stopped."""
-    parser.add_argument("key", nargs="*", metavar="KEY", help="an experiment, or the beginning of several keys; `all`: "
-                        "the catalogue's first list; `long`: its second; `gradwire bench list` has them")  # fmt: skip
+    words = "an experiment, or the beginning of several keys; `all`, `long`: the catalogue's first and second list, "
+    parser.add_argument("key", nargs="*", metavar="KEY", help=f"{words}but for what is current on some machine")
     switch(parser, "--quick", "the small set of `make bench`, under half an hour")
     switch(parser, "--list", "list what would be measured and how long it takes, then exit")
     switch(parser, "--missing", "only what has never been measured, not even by older code")
@@ -77,8 +77,7 @@ def _add_allreduce_arguments(parser: argparse.ArgumentParser) -> None:
     """Time and bytes of every scheme's all-reduce, and the backend's own."""
     from gradwire_lab.bench.sources import PATTERNS
 
-    words = "schemes, ddp and ddp-bf16, as NAME:option=value,...; `all`: every one but "
-    words += "dense-switch, a switch without compression"
+    words = "schemes, ddp and ddp-bf16, as NAME:option=value,...; `all`: all but dense-switch, which compresses nothing"
     option(parser, "--scheme", "NAME", words, ["all"], nargs="+")
     _add_rank_arguments(parser)
     option(parser, "--n-bytes", "N", "sizes of the float32 gradient", nargs="+", type=int)
@@ -112,9 +111,7 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_regret_arguments(parser: argparse.ArgumentParser) -> None:
     """Compare auto with DDP and with every scheme that it may use."""
     autos = [f"auto:fidelity={level}" for level in ("exact", "close", "any")]
-    words = (
-        "ddp, auto with its classes, schemes to compare with; every scheme that one of the autos may use is trained too"
-    )
+    words = "ddp, auto with its classes, schemes to compare with; all that one of the autos may use are trained too"
     _add_training_arguments(parser, ["ddp", *autos], words)
     option(parser, "--steps", "N", "steps of each method", 300)
     option(parser, "--seconds", "S", "most seconds of training for DDP and for each auto", 60.0)

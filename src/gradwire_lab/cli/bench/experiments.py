@@ -12,7 +12,7 @@ from gradwire_lab.bench.runner import ExperimentRun, Runner, describe_run
 from gradwire_lab.ranks.supervisor import end_on_signals
 from gradwire_lab.results.captions import duration
 from gradwire_lab.results.experiment import Experiment, Table
-from gradwire_lab.results.records import Store, find_root, machine_name, machines, state_of
+from gradwire_lab.results.records import Store, find_root, machine_name, machines, states_of
 from gradwire_lab.results.tables import Grid, make_grid, print_grid
 
 
@@ -26,11 +26,10 @@ def list_experiments(args: argparse.Namespace) -> int:
     left: list[ExperimentRun] = []
     n_stale = 0
     for experiment in chosen:
-        code, records = code_of(experiment.measure), [Store(store.folder, name).read(experiment.key) for name in names]
-        runs = [ExperimentRun(experiment, cells) for cells in experiment.groups()]
-        known = [{state_of(experiment, run.cells, one, code) for one in records} for run in runs]
-        # Of a run, on the machine where it is most current.
-        states = ["current" if "current" in one else "stale" if "stale" in one else "never" for one in known]
+        code, runs = code_of(experiment.measure), [ExperimentRun(experiment, cells) for cells in experiment.groups()]
+        known = [states_of(experiment, Store(store.folder, name).read(experiment.key), code) for name in names]
+        # Of the machine where most is current: a page shows those of one.
+        states = max(known, key=lambda one: (one.count("current"), one.count("stale")), default=["never"] * len(runs))
         again = [run for run, state in zip(runs, states, strict=True) if state != "current"]
         count = Counter(states)
         left, n_stale = left + again, n_stale + count["stale"]
@@ -47,21 +46,19 @@ def list_experiments(args: argparse.Namespace) -> int:
         mine = [experiment for experiment in chosen if experiment.is_long == is_long]
         hours = sum(experiment.seconds * len(experiment.groups()) for experiment in mine) / 3600
         print(f"{name}: {len(mine)} experiments, one pass about {hours:.1f} h")
-    print(
-        f"{n_stale} runs are stale, since code or settings have changed, and {len(left) - n_stale} were never measured"
-    )
+    print(f"{n_stale} runs are stale (code or settings have changed), {len(left) - n_stale} were never measured")
     print("`--wide`: questions, figures and runs; `--here`: of this machine only; `gradwire bench run KEY` measures")
     return 0
 
 
 def run_experiments(args: argparse.Namespace) -> int:
-    """Measure what is not finished, print the tables; status 1 if a run failed."""
+    """Measure what is not finished (here; of a whole list on any machine), print the tables; status 1 if a run failed."""
     if not args.key and not args.quick:
         raise InvalidArgument("name experiments by KEY, or `all`, or --quick; `gradwire bench list` has them")
     chosen = choose(EXPERIMENTS, args.key, quick=args.quick)
     store = open_store(args)
     runner = Runner(store, lambda text: print(text, flush=True), args.folder)
-    left = runner.plan(chosen, fresh=args.fresh, missing=args.missing)
+    left = runner.plan(chosen, fresh=args.fresh, missing=args.missing, anywhere=bool({"all", "long"} & set(args.key)))
     n_finished = sum(len(experiment.groups()) for experiment in chosen) - len(left)
     left = [run for run in left if all(word in run.name for word in args.only)]
     if args.list:

@@ -31,9 +31,9 @@ _USE = Column("utilisation", "utilisation, %", 100, ".1f")
 _WAIT, _ROW = Column("wait_share", "wait / compute", form=".3f"), Column("row", "ROW", form=".2f")
 _MEASURES = [_ROUNDS, _USE, _WAIT, _ROW]
 _AQGB, _FIG_10 = {"scheme": "aqgb", "jitter": "common"}, Ref("AQGB", "Fig. 10")
-_NOT_TABLED = ("aqgb", "broadcast", "one-bit-adam")  # modelled by their control law; beside Adam alone
-# What its threshold decides between is measured; the threshold is the simulator's own.
-_TABLED_AS = {"slimgc": "slimgc:threshold_bytes=0"}
+_NOT_TABLED = ("aqgb", "broadcast", "auto", "one-bit-adam")  # modelled by their control law; beside Adam alone
+# What its threshold decides between is measured, and what a step that sends takes: when is the simulator's own.
+_TABLED_AS = {"slimgc": "slimgc:threshold_bytes=0", "periodic": "periodic:every=1"}
 
 
 def _aqgb(figure: str, question: str, axes: dict[str, Any], show: Sequence[Table | Plot], *, goals: Sequence[Goal] = (),

@@ -31,7 +31,7 @@ TABLE = Path(__file__).with_name("measured.json")
 FORMAT = 1
 
 # Whose sums run on while the next bucket is compressed, besides those that `auto` has rows for.
-_SUMS = ("plain", "power-sgd-overlap")
+_SUMS = ("plain", "power-sgd-overlap", "power-momentum")
 
 _SHAPES = {"ring": lambda n_ranks: 2 * (n_ranks - 1) / n_ranks, "gather": lambda n_ranks: float(n_ranks - 1)}
 
@@ -209,8 +209,7 @@ def by_name(
 
         def make(simulation: Simulation, **given: Any) -> SchemeModel:
             codec, shape = found.codec(simulation.setting.n_workers), found.shape_of(name)
-            if name == "periodic":  # measured over steps of which each eighth sends
-                codec = CodecCost(*(_PERIOD * one for one in (codec.encode_s, codec.decode_s, codec.bits)))
+            if name == "periodic":  # measured where every step sends
                 given = {"every": _PERIOD, **given}
             if not with_codec_times:
                 codec = CodecCost(bits=codec.bits)

@@ -26,7 +26,14 @@ def test_what_starts_ranks_depends_on_everything_that_can_run_there() -> None:
     trained = names_of(f"{MEASURES}.trainings")
     for name in ("src/gradwire/schemes/thc.py", "src/gradwire_lab/bench/train_methods.py", "native/exchange/means.cpp"):
         assert name in trained
-    assert names_of(f"{MEASURES}.commands") == trained
+    itself = {"src/gradwire_lab/bench/measures/commands.py", "src/gradwire_lab/bench/measures/trainings.py"}
+    assert names_of(f"{MEASURES}.commands") - itself == trained - itself
+    assert not {
+        name for name in trained if name.startswith("src/gradwire_lab/simulator/") or name.endswith("bench/runner.py")
+    }
+    assert "src/gradwire_lab/simulator/schemes/measured.json" in names_of(f"{MEASURES}.reality"), (
+        "it predicts, and trains"
+    )
 
 
 def test_registries_lead_to_what_they_name_and_data_counts() -> None:

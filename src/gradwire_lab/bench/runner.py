@@ -109,7 +109,7 @@ class Runner:
     def run(self, runs: Sequence[ExperimentRun], n_finished: int = 0) -> int:
         """Measure; status 1 if a run failed, which keeps what the store had. Raises: GradwireError (the store)."""
         if n_finished:
-            self.say(f"{n_finished} runs are finished in {self.store.folder / self.store.machine} and are not repeated")
+            self.say(f"{n_finished} runs are finished in {self.store.folder} and are not repeated")
         if runs:
             self.say(
                 f"{len(runs)} runs, about {duration(self.estimate_s(runs))} with nothing else running; what is finished is "

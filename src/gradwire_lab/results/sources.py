@@ -8,8 +8,11 @@ from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[2]
 PACKAGES = ("gradwire", "gradwire_lab")
-# What cannot change a measured number: what is shown of it, and what is asked.
-_NOT_MEASURING = tuple(f"gradwire_lab/{room}/" for room in ("results", "report", "cli", "bench/catalogue"))
+# What cannot change a measured number: what is shown of it, what is asked, and in which order.
+_NOT_MEASURING = tuple(
+    f"gradwire_lab/{name}" for name in ("results/", "report/", "cli/", "bench/catalogue/", "bench/runner.py")
+)
+_IN_NO_RANK = ("gradwire_lab/simulator/", "gradwire_lab/bench/measures/")  # unless what runs there imports it
 _CORE = SOURCES / "gradwire" / "_native.pyi"
 _DATA = {".json", ".npz", ".hpp", ".cu"}
 _DOTTED = re.compile(r"gradwire(?:_lab)?(?:\.\w+)+")
@@ -30,28 +33,26 @@ def source_hash(module: str, without: str = "") -> str:
 def files_of(module: str) -> list[Path]:
     """The files that `module` depends on, those of rooms that only show results left out. These are the modules that it
     imports, directly or not, or names in a registry, the data files beside them, and the sources of the C++ core where
-    one of them uses it. What starts a process of its own depends on everything."""
-    found: set[Path] = set()
-    waiting = [path for path in [_file(module)] if path]
+    one of them uses it. What starts a process of its own depends on everything that can run there."""
+    found, waiting = set[Path](), [path for path in [_file(module)] if path]
     while waiting:
         path = waiting.pop()
-        if path not in found and not _only_shows(path):
+        if path not in found and not _lies_in(_NOT_MEASURING, path):
             found.add(path)
             used, starts_a_process = _used(path)
             if starts_a_process:
-                found |= {one for package in PACKAGES for one in (SOURCES / package).rglob("*.py")} | {_CORE}
-                break
+                waiting += [_CORE, *(one for one in SOURCES.rglob("*.py") if not _lies_in(_IN_NO_RANK, one))]
             waiting += [one for name in used if (one := _file(name))]
     if _CORE in found:
         # The core by its sources where they are there, since the same sources do not give the same binary everywhere.
         native = SOURCES.parent / "native"
         found |= {*native.rglob("*.cpp"), *native.rglob("*.hpp")} or set(SOURCES.glob("gradwire/_native*.so"))
     found |= {one for path in list(found) for one in path.parent.iterdir() if one.suffix in _DATA}
-    return sorted(path for path in found if not _only_shows(path))
+    return sorted(path for path in found if not _lies_in(_NOT_MEASURING, path))
 
 
-def _only_shows(path: Path) -> bool:
-    return path.is_relative_to(SOURCES) and path.relative_to(SOURCES).as_posix().startswith(_NOT_MEASURING)
+def _lies_in(rooms: tuple[str, ...], path: Path) -> bool:
+    return path.is_relative_to(SOURCES) and path.relative_to(SOURCES).as_posix().startswith(rooms)
 
 
 def _used(path: Path) -> tuple[list[str], bool]:

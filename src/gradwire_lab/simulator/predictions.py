@@ -63,9 +63,7 @@ def _predict_one(record: Record, latencies_s: dict[str, float], workload: str, s
     # Gloo's own all-reduce carries sums; the others travel in gradwire's frames.
     is_sum = not is_broadcast and shape_of(scheme) in ("sum", "agreed-sum")
     latency_s, rate_bps = latencies_s["backend" if is_sum else "frames"], rate_with_cores(record)
-    make_workload = block_workload if is_broadcast else bucket_workload
-    name, options = parse_spec(workload)
-    times = make_workload(name, options, step_s)
+    times = (block_workload if is_broadcast else bucket_workload)(*parse_spec(workload), step_s)
     if is_sum:
         largest_bytes = _link_bytes(record) * max(block.n_values for block in times.blocks) / times.n_values
         latency_s *= 1 + largest_bytes // _PIECE_BYTES / (2 * (n_ranks - 1))

@@ -20,6 +20,7 @@ from gradwire.exchange.ring import Ring
 from gradwire.registry import describe_choices, parse_spec
 from gradwire.schemes.auto.costs import CodecCost, SharedCores, StepCost, predict_s
 from gradwire.schemes.auto.fidelity import NEVER, FidelityRow, row_of, rows_for
+from gradwire.schemes.auto.law import MARGIN
 from gradwire_lab.simulator.schemes.broadcast import AqgbModel, FixedBroadcast
 from gradwire_lab.simulator.schemes.collective import PLAIN, Collective, FullyShard, LocalSteps, ParameterServer, SlimGc
 from gradwire_lab.simulator.simulation import SchemeModel, Simulation
@@ -209,8 +210,7 @@ def by_name(
 
         def make(simulation: Simulation, **given: Any) -> SchemeModel:
             codec, shape = found.codec(simulation.setting.n_workers), found.shape_of(name)
-            if name == "periodic":  # measured where every step sends
-                given = {"every": _PERIOD, **given}
+            given = {"every": _PERIOD, **given} if name == "periodic" else given  # measured where every step sends
             if not with_codec_times:
                 codec = CodecCost(bits=codec.bits)
             if name == "slimgc":
@@ -238,7 +238,7 @@ def _code(table: MeasuredTable, is_paid: bool) -> CodecCost:
 
 
 def _choose(setting: Setting, fits: Mapping[FidelityRow, Fit], with_codec_times: bool) -> tuple[str, CodecCost]:
-    """Shape and codec of the row that the cost model predicts to be the fastest: what `auto` tries first."""
+    """Shape and codec of the row that the cost model predicts to be the fastest, or plain if none wins enough."""
     blocks, machine = setting.workload.blocks, SharedCores(setting.n_workers, 1, 2)
     ready_s, buckets = sum(one.forward_s for one in blocks), []
     for one in reversed(blocks):
@@ -247,7 +247,8 @@ def _choose(setting: Setting, fits: Mapping[FidelityRow, Fit], with_codec_times:
     step, found = StepCost(setting.workload.step_s, tuple(buckets)), {}
     for row, fit in fits.items():
         codec = replace(fit.codec(setting.n_workers), bits=row.bits) if with_codec_times else CodecCost(bits=row.bits)
-        found[row.shape, codec] = predict_s(row.shape, codec, step, setting.link, machine)
+        doubt = 1.0 if row.scheme == "plain" else 1000 / (1000 - MARGIN)
+        found[row.shape, codec] = doubt * predict_s(row.shape, codec, step, setting.link, machine)
     return min(found, key=lambda one: found[one])
 
 

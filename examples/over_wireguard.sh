@@ -6,6 +6,10 @@
 set -euo pipefail
 umask 077
 cd "$(dirname "$0")/.."
+if [ "$(id -u)" != 0 ] || ! command -v wg wireguard-go ip > /dev/null; then
+  echo "run this as root, with wireguard-tools, wireguard-go and iproute2 installed (Debian: apt-get install them)" >&2
+  exit 2
+fi
 RATE=${1:-} PYTHON=${PYTHON:-.venv/bin/python} KEYS=$(mktemp -d)
 cleanup() {
   for host in 0 1; do
@@ -29,7 +33,7 @@ for host in 0 1; do
 done
 for host in 0 1; do
   other=$((1 - host))
-  WG_PROCESS_FOREGROUND=1 ip netns exec "gw$host" wireguard-go -f "wg$host" > /dev/null 2>&1 &
+  ip netns exec "gw$host" wireguard-go -f "wg$host" > /dev/null 2>&1 &
   for _ in $(seq 100); do ip -n "gw$host" link show "wg$host" > /dev/null 2>&1 && break || sleep 0.1; done
   ip netns exec "gw$host" wg set "wg$host" listen-port 51820 private-key "$KEYS/$host" \
     peer "$(wg pubkey < "$KEYS/$other")" allowed-ips "10.10.0.$((other + 1))/32" endpoint "10.9.0.$((other + 1)):51820"
@@ -37,36 +41,15 @@ for host in 0 1; do
   ip -n "gw$host" link set "wg$host" up
 done
 
-cat > "$KEYS/measure.py" << 'PYTHON'
-import os, statistics, sys, time
-import torch, torch.distributed as dist
-import gradwire
-
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-values = torch.randn(6_250_000, generator=torch.Generator().manual_seed(dist.get_rank())) * 1e-3
-for name in ("DDP's own", "gcomp:importance=uniform,bits=12", "embedded-float:bits=5"):
-    times = []
-    for _ in range(9):
-        buffer = values.clone()
-        dist.barrier()
-        begun = time.perf_counter()
-        if name == "DDP's own":
-            dist.all_reduce(buffer)
-        else:
-            gradwire.all_reduce(buffer, scheme=name)
-        times.append(time.perf_counter() - begun)
-    if dist.get_rank() == 0:
-        print(f"{sys.argv[1]:10} {name:34} {1e3 * statistics.median(times[2:]):7.0f} ms for 25 MB", flush=True)
-dist.destroy_process_group()
-PYTHON
 for turn in 1 2; do
   for way in line wg; do
+    [ "$way" = line ] && echo "== over the line" || echo "== in the tunnel"
     net=$([ "$way" = line ] && echo 9 || echo 10)
     for host in 0 1; do
       name=$([ "$way" = line ] && echo line || echo "wg$host")
       ip netns exec "gw$host" env RANK="$host" WORLD_SIZE=2 MASTER_ADDR="10.$net.0.1" MASTER_PORT=$((29500 + turn)) \
-        GLOO_SOCKET_IFNAME="$name" GRADWIRE_SOCKET_IFNAME="$name" "$PYTHON" "$KEYS/measure.py" "$way" &
+        GLOO_SOCKET_IFNAME="$name" GRADWIRE_SOCKET_IFNAME="$name" "$PYTHON" -m gradwire bench allreduce \
+        --n-bytes 25000000 --scheme ddp gcomp:importance=uniform,bits=12 embedded-float:bits=5 &
       pids[host]=$!
     done
     wait "${pids[0]}" "${pids[1]}"

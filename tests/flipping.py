@@ -9,20 +9,20 @@ from gradwire import _native
 from gradwire.wire import communicator, rendezvous
 
 
-def relay(listener: socket.socket, target: tuple[str, int], place: int) -> None:
-    """Carries rank 1's connection to rank 0, with the lowest bit of byte `place` behind the handshake flipped."""
+def relay(listener: socket.socket, target: tuple[str, int], place: int, begun: threading.Event) -> None:
+    """Carries rank 1's connection to rank 0, with the lowest bit of byte `place` of what comes once it has begun flipped."""
     come, _ = listener.accept()
     there = socket.create_connection(target)
-    done = 0
+    done = -64  # the proof
 
     def carry(source: socket.socket, sink: socket.socket, flips: bool) -> None:
         nonlocal done
         with contextlib.suppress(OSError):
             while data := bytearray(source.recv(1 << 16)):
-                at = place + 64 - done  # the proof is 64 bytes
-                if flips and 0 <= at < len(data):
-                    data[at] ^= 1
-                done += len(data) if flips else 0
+                if flips and (done < 0 or begun.is_set()):
+                    if 0 <= place - done < len(data):
+                        data[place - done] ^= 1
+                    done += len(data)
                 sink.sendall(data)
         for end in (source, sink):
             with contextlib.suppress(OSError):
@@ -32,8 +32,10 @@ def relay(listener: socket.socket, target: tuple[str, int], place: int) -> None:
     threading.Thread(target=carry, args=(there, come, False), daemon=True).start()
 
 
-def flip_what_comes(place: int) -> None:
-    """In rank 0 of two, before it attaches: flip a bit of byte `place` of all that rank 1 sends over the engine."""
+def flip_what_comes(place: int) -> threading.Event:
+    """In rank 0 of two, before it attaches: flip a bit of byte `place` of all that rank 1 sends over the engine once the
+    event that is returned is set."""
+    begun = threading.Event()
     make, meet = _native.Mesh, rendezvous.meet
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -43,7 +45,7 @@ def flip_what_comes(place: int) -> None:
         def __init__(self, *args: Any) -> None:
             self.mesh = make(*args)
             (own,) = self.mesh.endpoints
-            threading.Thread(target=relay, args=(listener, own, place), daemon=True).start()
+            threading.Thread(target=relay, args=(listener, own, place, begun), daemon=True).start()
             self.shut = self.mesh.shut
 
         endpoints = (("127.0.0.1", listener.getsockname()[1]),)
@@ -53,3 +55,4 @@ def flip_what_comes(place: int) -> None:
 
     rendezvous._native.Mesh = Told
     communicator.meet = lambda *args: meet(*args).mesh
+    return begun

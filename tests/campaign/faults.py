@@ -116,8 +116,7 @@ def train(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
     plant = case.get("plant") if not is_victim else None
     if harm == "other threads" and is_victim:
         gradwire.set_thread_count(2)
-    if harm in FLIPS and rank == 0:
-        flip_what_comes(case["place"])
+    flipping = flip_what_comes(case["place"]) if harm in FLIPS and rank == 0 else None
     ddp = build(case)
     optimizer = models.OPTIMIZERS[optimizer_of(case)](ddp.parameters())
     variant = variant_of(case)
@@ -133,6 +132,8 @@ def train(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
     hashes, step, harmed = [], 0, False
     while step < n_steps:
         try:
+            if step == case["step"] and flipping is not None:
+                flipping.set()
             if step == case["step"] and is_victim and not harmed:
                 harmed = True
                 if harm == "skip a step":

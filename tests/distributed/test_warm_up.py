@@ -162,6 +162,15 @@ def test_a_training_resumed_within_first_steps_counts_on(rank: int, world_size: 
         assert not key.startswith("from") or torch.equal(resumed, whole), key
 
 
+@pytest.mark.parametrize("name", OPTION)
+@on_ranks(2, raises=gradwire.RankMismatch, match="disagree on step")
+def test_a_rank_that_goes_past_the_end_of_the_plain_steps_is_told(rank: int, world_size: int, name: str) -> None:
+    """Its messages are of another length than what the others send to find out where they are."""
+    driver = Driver(schemes.by_name(name, **{OPTION[name]: 2}), [torch.zeros(SHAPE)])
+    for driver.step in (0, 1, 3 if rank == 0 else 2):
+        driver.reduce([gradient_of(rank, driver.step).view(SHAPE)])
+
+
 @pytest.mark.parametrize("name", ["one-bit", "top-k"])
 @on_ranks(2, raises=gradwire.RankMismatch, match="configuration")
 def test_ranks_whose_optimizers_choose_otherwise_are_told(rank: int, world_size: int, name: str) -> None:

@@ -298,7 +298,7 @@ FLIPPED: dict[str, tuple[str, dict[str, Any], list[int]]] = {
 def train_beside_a_relay(rank: int, world_size: int, case: str, place: int) -> bytes:
     name, options, _ = FLIPPED[case]
     if rank == 0:
-        flip_what_comes(place)
+        flip_what_comes(place).set()
 
     def loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
         torch.manual_seed(10 * step + rank)

@@ -120,7 +120,7 @@ class Compressed(Scheme):
         elif session.wire.on_device:
             kernels_on(session.wire.device)
         self._check = StepCheck(session.communicator)
-        self.n_not_finite = 0
+        self.n_not_finite, self._agreed_step = 0, -1
         if self.adam is not None:
             self.adam.bind(session)
         if self.settles_plainly:
@@ -169,7 +169,9 @@ class Compressed(Scheme):
     def _agree_while_settling(self, bucket: Bucket, wire: Wire) -> None:
         """Compare where ranks are before the first bucket of a step, as long as other steps send messages of other lengths: one
         that is longer than awaited would end a process of the backend's. Raises: RankMismatch."""
-        is_settling = bucket.step <= self.settling_steps > 0 and wire.world_size > 1 and not wire.on_device
+        # One more time after they have settled, also where a state that was loaded has gone past that step.
+        is_settling = min(bucket.step, self._agreed_step + 1) <= self.settling_steps > 0
+        is_settling = is_settling and wire.world_size > 1 and not wire.on_device
         if is_settling and bucket.step != self._agreed_step:
             self._agreed_step = bucket.step
             compare_preambles(wire.communicator, self.preamble(bucket), bucket.record)

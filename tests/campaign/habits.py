@@ -19,7 +19,6 @@ from campaign import models
 from campaign.findings import hash_of, launch, require, require_equal, results_of
 from campaign.schemes_drawn import draw_variant, optimizer_of, variant_of
 from gradwire.schemes.auto.scheme import Auto
-from gradwire.telemetry.stopwatch import Lap
 from ranks import patience
 
 HABITS = (
@@ -32,9 +31,9 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float64": torch.float64, "float16": torc
 class RacingAuto(Auto):
     """`auto` in a network in which every scheme is twice as fast as plain, so that it races and switches at once."""
 
-    def end_watched_step(self, step: int, lap: Lap) -> None:
+    def end_watched_step(self, step: int, took_ns: int, waited_ns: int, on_device: Any = None) -> None:
         times_us = 100_000 if self.active == "plain" else 50_000
-        super().end_watched_step(step, Lap(1_000 * times_us, 800 * times_us))
+        super().end_watched_step(step, 1_000 * times_us, 800 * times_us)
 
     def _predict(self, computing_us: int) -> dict[str, int]:
         return {row.spec: 100_000 if row.spec == "plain" else 50_000 for row in self._rows}

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from gradwire.schemes.auto.scheme import Auto
-from gradwire.telemetry.stopwatch import Lap
 
 
 class Quick(Auto):
@@ -15,10 +14,10 @@ class Quick(Auto):
         super().__init__(**{"fidelity": ["one-bit"], **options})
         self.generator, self.gains, self.noise = torch.Generator().manual_seed(seed), gains, noise
 
-    def end_watched_step(self, step: int, lap: Lap) -> None:
+    def end_watched_step(self, step: int, took_ns: int, waited_ns: int, on_device: Any = None) -> None:
         noise = 1 + self.noise * float(torch.randn((), generator=self.generator))
         took_us = 100_000 / self.gains.get(self.active, 1.0) * max(0.2, noise)
-        super().end_watched_step(step, Lap(int(1000 * took_us), int(800 * took_us)))
+        super().end_watched_step(step, int(1000 * took_us), int(800 * took_us))
 
     def _predict(self, computing_us: int) -> dict[str, int]:
         return {row.spec: 100_000 if row.spec == "plain" else 50_000 for row in self._rows}

@@ -10,6 +10,7 @@ from test_quantised_schemes import CASES as QUANTISERS
 
 from buckets import Driver
 from gradwire import schemes
+from logs import log_of
 from ranks import assert_alike, on_ranks
 
 SHAPE = 40, 60
@@ -82,6 +83,15 @@ def test_a_step_not_finite_is_as_if_it_had_not_been(rank: int, world_size: int, 
                 assert torch.equal(one, other), "the step has left something"
         found.insert(BAD_STEP, [one.nan_to_num(7e30) for one in met])
     return found
+
+
+@on_ranks(2)
+def test_only_the_first_of_such_steps_is_logged(rank: int, world_size: int) -> None:
+    driver, texts = make("one-bit", {}), log_of("gradwire.schemes.compressed")
+    for step in range(4):
+        driver.reduce([torch.full(SHAPE, math.nan if step % 2 else 1.0) for _ in range(BUCKETS)])
+        assert len(texts) == min(step, 1), texts
+    driver.close()
 
 
 @pytest.mark.parametrize("name", ["acp-sgd", "power-sgd", "one-bit", "top-k", "thc"])

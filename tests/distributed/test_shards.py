@@ -27,7 +27,6 @@ from gradwire.codecs.huffman import HuffmanTable
 from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.schemes.auto.law import PLAIN
 from gradwire.schemes.auto.shards import ShardsAuto
-from gradwire.telemetry.stopwatch import Lap
 from logs import log_of
 from ranks import agree, bits_of, on_ranks, patience, try_ranks
 
@@ -319,9 +318,9 @@ def times(of: TimesOf, rank: int) -> Any:
     """Tells `auto` these times of its steps, a little longer on each rank."""
     real = ShardsAuto.end_watched_step
 
-    def end(auto: ShardsAuto, step: int, lap: Lap) -> None:
+    def end(auto: ShardsAuto, step: int, took_ns: int, waited_ns: int) -> None:
         took_ms, waited_ms = of(step).get(auto.active, (40, 10))
-        real(auto, step, Lap(1_000_000 * took_ms + 1000 * rank, 1_000_000 * waited_ms))
+        real(auto, step, 1_000_000 * took_ms + 1000 * rank, 1_000_000 * waited_ms)
 
     told = contextlib.ExitStack()
     told.enter_context(mock.patch.object(ShardsAuto, "end_watched_step", end))

@@ -223,7 +223,8 @@ class HookState(Reducer):
         if auto.is_transparent:
             self._count_plain_step(lap.waited_ns)
         if not self._is_joining:
-            auto.end_watched_step(self.step - 1, lap)
+            marks = () if lap.on_device is None else (lap.on_device,)
+            auto.end_watched_step(self.step - 1, lap.took_ns, lap.waited_ns, *marks)
 
     def _count_plain_step(self, waited_ns: int) -> None:
         """Note of a step that DDP has done what `reduce` would. Bytes are those of its ring."""

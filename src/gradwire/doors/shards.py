@@ -34,7 +34,7 @@ from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.gcomp.table import TableRefresh
 from gradwire.schemes.plain import Bf16, Plain
 from gradwire.telemetry.recorder import BucketRecord
-from gradwire.telemetry.stopwatch import Lap, Stopwatch
+from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
 
 WEIGHTS = ("plain", "exact", "close")
@@ -290,7 +290,7 @@ class ShardState(Reducer):
                 took_ns = self._step_watch.elapsed_ns
                 self.close_pass(step, exposed_ns)
                 if isinstance(self.scheme, ShardsAuto):
-                    self.scheme.end_watched_step(step, Lap(took_ns, exposed_ns))
+                    self.scheme.end_watched_step(step, took_ns, exposed_ns)
         finally:
             self._next = 0
 

@@ -169,10 +169,9 @@ class Compressed(Scheme):
     def _agree_while_settling(self, bucket: Bucket, wire: Wire) -> None:
         """Compare where ranks are before the first bucket of a step, as long as other steps send messages of other lengths: one
         that is longer than awaited would end a process of the backend's. Raises: RankMismatch."""
-        # One more time after they have settled, also where a state that was loaded has gone past that step.
-        is_settling = min(bucket.step, self._agreed_step + 1) <= self.settling_steps > 0
-        is_settling = is_settling and wire.world_size > 1 and not wire.on_device
-        if is_settling and bucket.step != self._agreed_step:
+        # Once more when they have settled, also where a state that was loaded has gone past that step.
+        is_settling = min(bucket.step, self._agreed_step + 1) <= self.settling_steps > 0 and wire.world_size > 1
+        if is_settling and not wire.on_device and bucket.step != self._agreed_step:
             self._agreed_step = bucket.step
             compare_preambles(wire.communicator, self.preamble(bucket), bucket.record)
 

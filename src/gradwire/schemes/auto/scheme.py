@@ -30,7 +30,7 @@ from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, ON_DEVICE, FidelityR
 from gradwire.schemes.auto.law import PLAIN, Law
 from gradwire.schemes.auto.turns import LAG, Turns, Vote
 from gradwire.schemes.base import Scheme
-from gradwire.telemetry.stopwatch import Lap
+from gradwire.telemetry.stopwatch import Lap, Marks
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger("gradwire.auto")
@@ -309,16 +309,15 @@ class Auto(Turns):
     def settle(self) -> None:
         self._stepping.settle()
 
-    def end_watched_step(self, step: int, lap: Lap) -> None:
-        """Put this rank's numbers to the vote: on the training thread, after the backward pass of `step`."""
+    def end_watched_step(self, step: int, took_ns: int, waited_ns: int, on_device: Marks | None = None) -> None:
+        """Put this rank's numbers (`Lap`) to the vote: on the training thread, after the backward pass of `step`."""
         self._n_steps = step + 1
         fell_back = any(record.fallbacks for record in self._records)
         self._records.clear()
-        communicator = self.session.communicator
-        if communicator.world_size == 1 or self._replay is not None or self._stays_plain:
+        if self.session.communicator.world_size == 1 or self._replay is not None or self._stays_plain:
             return
         link = self.session.device_wire or self.session.wire  # of plain steps
-        self._vote(step, lap, fell_back, (p.grad for p in self.session.names), link)
+        self._vote(step, Lap(took_ns, waited_ns, on_device), fell_back, (p.grad for p in self.session.names), link)
 
     def _lag(self) -> int:
         """The steps that a vote may take; the same on all ranks. A device may always be so far behind."""

@@ -138,8 +138,8 @@ class ShardsAuto(Turns):
             self._waits.clear()
         self._enter(step, name)
 
-    def end_watched_step(self, step: int, lap: Lap) -> None:
-        self._vote(step, lap, False, (), self.session.wire)
+    def end_watched_step(self, step: int, took_ns: int, waited_ns: int) -> None:
+        self._vote(step, Lap(took_ns, waited_ns), False, (), self.session.wire)
         self.choose(step + 1)
 
     def _note_transfer(self, transfer_us: int) -> bool:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +96,24 @@ def test_death_of_a_rank_raises_peer_lost_on_the_others(world_size: int, scheme:
     outcomes = try_ranks(partial(train, scheme=scheme, fault=die, timeout_s=1_000), world_size)
     assert outcomes[1].exit_code == 9
     check_all_raised(outcomes, gradwire.PeerLost, "restart from the last checkpoint", dead=(1,))
+
+
+def train_until_all_are_told(rank: int, world_size: int, scheme: str, here: Path) -> None:
+    try:
+        train(rank, world_size, scheme, die, timeout_s=1_000)
+    finally:
+        (here / str(rank)).touch()
+        while len(list(here.iterdir())) < world_size - 1:
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("world_size", "scheme"), [(4, "plain"), (4, "top-k"), (5, "acp-sgd")])
+def test_a_death_is_noticed_by_all_although_those_who_know_of_it_live_on(
+    world_size: int, scheme: str, tmp_path: Path
+) -> None:
+    """Not by their end, which closes their connections too: also the one after whom the dead rank comes closes its own."""
+    outcomes = try_ranks(train_until_all_are_told, world_size, scheme, tmp_path)
+    check_all_raised(outcomes, gradwire.PeerLost, dead=(1,))
 
 
 @pytest.mark.parametrize(

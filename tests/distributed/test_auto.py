@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.errors import GradwireError, RankMismatch
 from gradwire.schemes.auto.scheme import Auto
+from gradwire.schemes.auto.turns import Polls
 from gradwire.telemetry.stopwatch import StepClock
 from ranks import on_ranks, run_ranks
 from small_training import Training, adamw
@@ -95,7 +96,7 @@ def test_under_adam_error_feedback_waits_a_hundred_steps(rank: int, world_size: 
 
 @on_ranks(2)
 def test_what_one_scheme_has_not_sent_the_next_one_does(rank: int, world_size: int) -> None:
-    """The sum of what was applied and what is left is the sum of all gradients, over twenty changes of scheme."""
+    """The sum of what was applied and what is left, by two schemes, is the sum of all gradients, over twenty changes."""
     order = ["one-bit", "plain", "two-bit", "one-bit", "two-bit", "plain"]
     auto = Auto(fidelity=["one-bit", "two-bit"], replay=[(s, order[s // 4 % len(order)]) for s in range(0, 84, 4)])
     torch.manual_seed(0)
@@ -103,7 +104,7 @@ def test_what_one_scheme_has_not_sent_the_next_one_does(rank: int, world_size: i
     training = Training(rank, auto, still, lambda: nn.Linear(64, 32, bias=False), ddp={"bucket_cap_mb": 25})
     generator = torch.Generator().manual_seed(rank)
     given, applied = (torch.zeros(32, 64, dtype=torch.float64) for _ in range(2))
-    for _ in range(84):
+    for _ in range(82):
         inputs, weights = (torch.randn(4, n, generator=generator) for n in (64, 32))
         training.optimizer.zero_grad(set_to_none=True)
         (training.ddp(inputs) * weights).sum().backward()
@@ -119,6 +120,14 @@ def test_what_one_scheme_has_not_sent_the_next_one_does(rank: int, world_size: i
     torch.distributed.all_reduce(total)
     assert float((total / world_size - applied).abs().max()) < 1e-3
     assert float(rest.abs().max()) > 1e-2
+
+
+@on_ranks(2)
+def test_steps_share_votes_while_nothing_is_tried(rank: int, world_size: int) -> None:
+    """Of 40 steps the first ones are voted on by themselves, to look for zeros, and then five by five."""
+    with patch.object(Polls, "_start", autospec=True, side_effect=Polls._start) as start:
+        trained(rank, 40, Quick(rank, {"one-bit": 3.0}, budget=0)).close()
+    assert 8 <= start.call_count <= 15
 
 
 @on_ranks(2)

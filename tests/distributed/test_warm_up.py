@@ -2,6 +2,7 @@
 
 import logging
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -169,6 +170,18 @@ def test_a_rank_that_goes_past_the_end_of_the_plain_steps_is_told(rank: int, wor
     driver = Driver(schemes.by_name(name, **{OPTION[name]: 2}), [torch.zeros(SHAPE)])
     for driver.step in (0, 1, 3 if rank == 0 else 2):
         driver.reduce([gradient_of(rank, driver.step).view(SHAPE)])
+
+
+@pytest.mark.parametrize("n_plain", [0, 2])
+@on_ranks(2)
+def test_ranks_compare_in_plain_steps_and_once_behind_them(rank: int, world_size: int, n_plain: int) -> None:
+    driver = Driver(schemes.by_name("one-bit", warmup_steps=n_plain), [torch.zeros(SHAPE), torch.zeros(SHAPE)], [1, 1])
+    compared = []
+    with patch("gradwire.schemes.compressed.compare_preambles", lambda _, mine, __: compared.append(mine.step)):
+        for step in range(5):
+            driver.reduce([gradient_of(rank, step).view(SHAPE)] * 2)
+    driver.close()
+    assert compared == [0, 1, 2][: n_plain + bool(n_plain)]
 
 
 @pytest.mark.parametrize("name", ["one-bit", "top-k"])

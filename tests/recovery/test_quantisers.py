@@ -1,5 +1,6 @@
 """Quantisers against their definitions in numpy: every value of every message, and what error feedback keeps."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,15 @@ def test_every_group_has_a_scale_of_its_own(name: str, options: dict[str, Any], 
     if n >= 100_000:
         expected_bits = {"one-bit": 1, "two-bit": 2}[name] + per * 16 / options["scale_values"]
         assert 8 * message.numel() / n == pytest.approx(expected_bits, rel=0.01)
+
+
+def test_codecs_whose_messages_differ_have_configurations_that_differ() -> None:
+    """By which ranks find out."""
+    made = [(name, codecs.by_name(name, **options)) for name, options in ALL]
+    for (name, one), (other_name, other) in itertools.combinations(made, 2):
+        assert name != other_name or one.configuration != other.configuration, (one.configuration, name)
+    two, three = (codecs.by_name("two-bit", scale_values=64, levels=n).configuration for n in (4, 3))
+    assert two != three
 
 
 @pytest.mark.parametrize(("name", "options"), GROUPED, ids=str)

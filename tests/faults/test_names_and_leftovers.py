@@ -104,6 +104,7 @@ SPOILT: list[tuple[str, dict[str, Any], Poison]] = [
     ("auto", {}, lambda s: s["state"]["law"].update(candidates={"plain": {}})),
     ("auto", {}, lambda s: s["state"].update(law={})),
     ("auto", {}, lambda s: s["state"].update(carried={"nosuch": torch.zeros(3)})),
+    ("auto", {}, lambda s: s["state"].update(carried={"weight": torch.zeros(3)})),
     ("LocalSgd", {}, lambda s: s["outer"].update(param_groups=[])),
     ("LocalSgd", {}, lambda s: s["outer"].pop("state")),
     ("LocalSgd", {}, lambda s: s["reducer"]["state"].update(residuals={"weight": torch.zeros(3)})),

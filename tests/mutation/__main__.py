@@ -79,7 +79,7 @@ AREAS = {
         ("schemes/auto/turns.py", "schemes/auto/scheme.py"),
         (
             "control/test_racing.py", "distributed/test_auto.py", "distributed/test_ddp_features.py",
-            "device/test_auto_on_device.py",
+            "device/test_auto_on_device.py", "faults/test_names_and_leftovers.py",
         ),
     ),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.errors import GradwireError, RankMismatch
 from gradwire.schemes.auto.scheme import Auto
-from gradwire.schemes.auto.turns import Polls
+from gradwire.schemes.auto.turns import Polls, Turns, Vote
 from gradwire.telemetry.stopwatch import StepClock
 from ranks import on_ranks, run_ranks
 from small_training import Training, adamw
@@ -120,6 +120,14 @@ def test_what_one_scheme_has_not_sent_the_next_one_does(rank: int, world_size: i
     torch.distributed.all_reduce(total)
     assert float((total / world_size - applied).abs().max()) < 1e-3
     assert float(rest.abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize(("asked", "found"), [(False, False), (False, True), (True, False)])
+def test_another_link_or_a_rank_that_asks_is_enough_to_think_again(asked: bool, found: bool) -> None:
+    auto = Mock(**{"_note_transfer.return_value": found, "_told": 0})
+    auto.law.decisions = []
+    Turns._count(auto, Vote(8, asked, 900, None, [(7, 100, 80, False), (8, 100, 80, False)]))
+    assert [call.args[3] for call in auto.law.observe.call_args_list] == [False, asked or found]
 
 
 @on_ranks(2)

@@ -2,11 +2,16 @@
 
 import functools
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
+from buckets import Driver
+from gradwire import schemes
+from gradwire.core.bucket import Bucket
 from gradwire.exchange.ring import mean_through_codec
+from gradwire.schemes.plain import start_plain_mean
 from gradwire.telemetry.recorder import BucketRecord, Recorder
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble
@@ -101,3 +106,21 @@ def test_what_is_sent_is_received_and_close_to_the_bound(rank: int, world_size: 
     difference = torch.tensor(record.bytes_sent - record.bytes_received)
     torch.distributed.all_reduce(difference)
     assert difference == 0
+
+
+@pytest.mark.parametrize("name", ["plain", "bf16"])
+@on_ranks(2)
+def test_plain_sums_are_left_to_the_backend_so_that_buckets_overlap(rank: int, world_size: int, name: str) -> None:
+    driver = Driver(schemes.by_name(name), [torch.zeros(50), torch.zeros(50)], [1, 1])
+    with patch.object(driver.communicator, "all_reduce", side_effect=AssertionError("the lane waits")):
+        means = driver.reduce([torch.full((50,), float(rank)), torch.ones(50)])
+    driver.close()
+    assert torch.equal(torch.cat(means), torch.cat([torch.full((50,), 0.5), torch.ones(50)]))
+
+
+def test_a_rounded_sum_waits_for_the_one_before_whose_memory_it_takes() -> None:
+    before, communicator = Mock(), Mock(world_size=2, scratch=lambda _, n: torch.empty(n, dtype=torch.uint8))
+    under_way = {0: before}
+    started = start_plain_mean(communicator, Bucket(torch.ones(4)), torch.bfloat16, under_way)
+    before.wait.assert_called_once_with()
+    assert under_way == {0: started}

@@ -71,18 +71,13 @@ def check_simulated(call: Call) -> None:
 
 # By measure: raises if it would not take the call.
 _CHECKS: dict[str, Any] = {
-    "train": check_train,
-    "overlap": check_train,
-    "reality": check_train,
-    "regret": lambda call: check_train(call, "regret"),
-    "simulator-sizes": check_train,
-    "allreduce": check_allreduce,
+    "train": check_train, "overlap": check_train, "reality": check_train,
+    "regret": lambda call: check_train(call, "regret"), "simulator-sizes": check_train, "allreduce": check_allreduce,
     "codec": lambda call: parse("codec", commands.to_words(call.arguments("codec"))),
     "training": lambda call: [configure(call, cell, str(cell["scheme"])) for cell in call.cells],
-    "simulate": check_simulated,
-    "simulate-rates": check_simulated,
+    "simulate": check_simulated, "simulate-rates": check_simulated,
     "float-training": lambda call: [Method(cell["method"]) for cell in call.cells],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=_IDS)

@@ -74,16 +74,11 @@ def join(training: Training) -> None:
 
 
 MISUSES: dict[Callable[[Training], None], str] = {
-    clip: "max_grad_norm",
-    replace_gradient: "max_grad_norm",
-    step_with_closure: "without a closure",
-    step_twice: "once for each reduction",
-    step_without_reduction: "once for each reduction",
-    accumulate_without_no_sync: "no_sync",
-    partial(scale_without_telling, unscales=True): "max_grad_norm",
-    scale_without_telling: "scaler=scaler",
-    join: "ddp.join",
-}
+    clip: "max_grad_norm", replace_gradient: "max_grad_norm", step_with_closure: "without a closure",
+    step_twice: "once for each reduction", step_without_reduction: "once for each reduction",
+    accumulate_without_no_sync: "no_sync", partial(scale_without_telling, unscales=True): "max_grad_norm",
+    scale_without_telling: "scaler=scaler", join: "ddp.join",
+}  # fmt: skip
 
 
 @on_ranks(1)

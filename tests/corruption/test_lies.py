@@ -46,16 +46,11 @@ GROUP_LIES: dict[str, Lie] = {
 }
 GENERAL_LIES: dict[str, Lie] = {"method": (5, "<B", [9]), "dtype": (6, "<B", [9]), "reserved": (7, "<B", [9])}
 FLOAT_LIES: dict[str, Lie] = {
-    "dtype": (5, "<B", [3]),
-    "format or first bit": (6, "<B", [33]),
-    "number of bits": (7, "<B", [0, 33]),
-    "number of values": (8, "<Q", [1 << 63, (1 << 64) - 1]),
-    "partition": (16, "<H", [0, 48, 2048]),
-    "flags": (18, "<B", [2]),
-    "reserved": (20, "<B", [1]),
-    "length": (24, "<Q", [1 << 40]),
+    "dtype": (5, "<B", [3]), "format or first bit": (6, "<B", [33]), "number of bits": (7, "<B", [0, 33]),
+    "number of values": (8, "<Q", [1 << 63, (1 << 64) - 1]), "partition": (16, "<H", [0, 48, 2048]),
+    "flags": (18, "<B", [2]), "reserved": (20, "<B", [1]), "length": (24, "<Q", [1 << 40]),
     "second reserved": (32, "<B", [1]),
-}
+}  # fmt: skip
 RUN = 48 + 2 * 32  # where format 2's mantissas of the first chunk begin
 SEGMENT = RUN + get(GCOMP_2.message, 64, "<I") // 8  # and its exponents, which in format 1 begin at RUN
 

@@ -37,19 +37,14 @@ LOSS_SCALE = 512.0
 STEP, SIGN_STEP = (1 << 50) + 7, (1 << 60) + 11
 
 QUANTISERS: dict[str, Quantised] = {
-    "one-bit": OneBit(),
-    "one-bit two-means": OneBit("two-means"),
-    "one-bit fixed": OneBit("fixed", 0.25),
-    "two-bit": TwoBit(),
-    "two-bit absolute": TwoBit(0.01, relative=False),
+    "one-bit": OneBit(), "one-bit two-means": OneBit("two-means"), "one-bit fixed": OneBit("fixed", 0.25),
+    "two-bit": TwoBit(), "two-bit absolute": TwoBit(0.01, relative=False),
     "one-bit by group": OneBit(scale_values=512),
     "one-bit two-means by group": OneBit("two-means", scale_values=64),
-    "two-bit by group": TwoBit(scale_values=128),
-    "four levels by group": TwoBit(scale_values=64, levels=4),
-    "qsgd": Qsgd(),
-    "qsgd 127": Qsgd(levels=127, block=128, seed=(1 << 63) + 5),
+    "two-bit by group": TwoBit(scale_values=128), "four levels by group": TwoBit(scale_values=64, levels=4),
+    "qsgd": Qsgd(), "qsgd 127": Qsgd(levels=127, block=128, seed=(1 << 63) + 5),
     "qsgd 4096": Qsgd(levels=3, block=4096),
-}
+}  # fmt: skip
 QUANTISED_SIZES = (0, 1, 31, 32, 33, 63, 64, 65, 511, 513, 4095, 4096, 4097, 9_000)
 
 Float = TruncatedFloat | EmbeddedFloat

@@ -101,16 +101,12 @@ class Elements(NamedTuple):
 
 
 WRONG_ELEMENTS = {
-    "an index past the end": Elements([3, 7, 90]),
-    "a negative index": Elements([-1, 3, 7]),
-    "an index far outside": Elements([3, 1 << 30]),
-    "the least index": Elements([-(1 << 31)]),
-    "an index twice": Elements([3, 7, 7]),
-    "indices that fall": Elements([3, 9, 7]),
-    "more than there is room for": Elements([3, 7, 9], 4),
-    "a negative number": Elements([3, 7, 9], -1),
+    "an index past the end": Elements([3, 7, 90]), "a negative index": Elements([-1, 3, 7]),
+    "an index far outside": Elements([3, 1 << 30]), "the least index": Elements([-(1 << 31)]),
+    "an index twice": Elements([3, 7, 7]), "indices that fall": Elements([3, 9, 7]),
+    "more than there is room for": Elements([3, 7, 9], 4), "a negative number": Elements([3, 7, 9], -1),
     "an index for no values": Elements([0], 1, 0),
-}
+}  # fmt: skip
 
 
 def assert_reported(kernels: Kernels | None, wrong: Elements, sums: Tensor) -> None:

@@ -23,16 +23,12 @@ from ranks import on_ranks
 from small_training import Training, copying, small_layers
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("one-bit", {}),
-    ("one-bit", {"scale": "two-means", "pull": "raw"}),
-    ("one-bit", {"scale": "fixed", "chunk_elements": 64}),
-    ("one-bit", {"error_feedback": False}),
-    ("two-bit", {"chunk_elements": 100}),
-    ("two-bit", {"threshold": 1.0, "relative": False, "pull": "raw"}),
-    ("qsgd", {"seed": 5, "chunk_elements": 128}),
-    ("qsgd", {"levels": 3, "pull": "compressed"}),
+    ("one-bit", {}), ("one-bit", {"scale": "two-means", "pull": "raw"}),
+    ("one-bit", {"scale": "fixed", "chunk_elements": 64}), ("one-bit", {"error_feedback": False}),
+    ("two-bit", {"chunk_elements": 100}), ("two-bit", {"threshold": 1.0, "relative": False, "pull": "raw"}),
+    ("qsgd", {"seed": 5, "chunk_elements": 128}), ("qsgd", {"levels": 3, "pull": "compressed"}),
     ("qsgd", {"levels": 127, "block": 128, "pull": "raw"}),
-]
+]  # fmt: skip
 OF_SCHEMES = ("error_feedback", "pull", "chunk_elements")
 
 

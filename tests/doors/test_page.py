@@ -23,15 +23,11 @@ SPANS = {
     "gradwire.attach(ddp, optimizer, scheme)": "",
     'gradwire.attach(ddp, optimizer, gradwire.schemes.TwoLevel("gcomp"))': "",
     "gradwire.LocalSgd(model, optimizer, scheme, every=500)": "",
-    "gradwire.Reducer(scheme).all_reduce({name: tensor})": "",
-    "attachment.state_dict(all_ranks=True)": "",
+    "gradwire.Reducer(scheme).all_reduce({name: tensor})": "", "attachment.state_dict(all_ranks=True)": "",
     'gradwire.register_backend("gcomp:importance=uniform,bits=12")': "",
-    "set_requires_gradient_sync(False)": "sharded.",
-    "set_requires_all_reduce(False)": "sharded.",
-    "set_force_sum_reduction_for_comms(True)": "sharded.",
-    "with attachment.no_sync():": "",
-    "optimizer.step()": "",
-}
+    "set_requires_gradient_sync(False)": "sharded.", "set_requires_all_reduce(False)": "sharded.",
+    "set_force_sum_reduction_for_comms(True)": "sharded.", "with attachment.no_sync():": "", "optimizer.step()": "",
+}  # fmt: skip
 # In an example that runs, or said of what gradwire does not test.
 ELSEWHERE = {
     "Trainer(callbacks=[GradwireCallback()])": "lightning_fit.py",

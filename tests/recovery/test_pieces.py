@@ -16,17 +16,10 @@ from quantiser_oracles import make_gradient
 
 SIZES = (1, 300, 64, 1_025, 7, 65_537, 2)
 CODECS: list[tuple[str, dict[str, Any]]] = [
-    ("one-bit", {}),
-    ("one-bit", {"scale": "two-means"}),
-    ("one-bit", {"scale_values": 512}),
-    ("two-bit", {}),
-    ("two-bit", {"scale_values": 64, "levels": 4}),
-    ("ternary", {"seed": 3}),
-    ("qsgd", {"block": 128}),
-    ("thc", {}),
-    ("gcomp", {"importance": "none"}),
-    ("raw", {}),
-]
+    ("one-bit", {}), ("one-bit", {"scale": "two-means"}), ("one-bit", {"scale_values": 512}), ("two-bit", {}),
+    ("two-bit", {"scale_values": 64, "levels": 4}), ("ternary", {"seed": 3}), ("qsgd", {"block": 128}),
+    ("thc", {}), ("gcomp", {"importance": "none"}), ("raw", {}),
+]  # fmt: skip
 each_codec = pytest.mark.parametrize(("name", "options"), CODECS, ids=str)
 
 

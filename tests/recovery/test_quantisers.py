@@ -19,16 +19,10 @@ CPU = torch.device("cpu")
 SEED, STEP, HEADER_BYTES = 0x1234_5678_9ABC_DEF0, (7 << 40) + 3, 32
 Case = tuple[str, dict[str, Any]]
 CODECS: list[Case] = [
-    ("one-bit", {}),
-    ("one-bit", {"scale": "two-means"}),
-    ("one-bit", {"scale": "fixed"}),
-    ("two-bit", {}),
-    ("two-bit", {"threshold": 0.004, "relative": False}),
-    ("ternary", {"seed": SEED}),
-    ("qsgd", {"seed": SEED}),
-    ("qsgd", {"levels": 5, "block": 128, "seed": SEED}),
-    ("qsgd", {"levels": 127, "block": 4096, "seed": SEED}),
-]
+    ("one-bit", {}), ("one-bit", {"scale": "two-means"}), ("one-bit", {"scale": "fixed"}), ("two-bit", {}),
+    ("two-bit", {"threshold": 0.004, "relative": False}), ("ternary", {"seed": SEED}), ("qsgd", {"seed": SEED}),
+    ("qsgd", {"levels": 5, "block": 128, "seed": SEED}), ("qsgd", {"levels": 127, "block": 4096, "seed": SEED}),
+]  # fmt: skip
 # A scale for every group of values, and none for two tensors.
 GROUPED: list[Case] = [
     ("one-bit", {"scale_values": 512}),

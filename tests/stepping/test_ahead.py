@@ -19,16 +19,11 @@ from small_training import Training, batch_of
 LOW_RANK = "rank=2,min_compression_rate=0,start_step=0,exempt=none"
 # By scheme, whether what it sends and what it keeps add up to the gradients.
 SCHEMES = {
-    "plain": True,
-    "one-bit:warmup_steps=0": True,
-    "top-k:share=0.2,warmup_steps=0": True,
-    f"acp-sgd:{LOW_RANK},feedback_decay=1": True,
-    f"power-sgd-overlap:{LOW_RANK}": True,
-    "slimgc:codec=two-bit,threshold_bytes=300": True,
-    "homomorphic": True,
-    "terngrad": False,
+    "plain": True, "one-bit:warmup_steps=0": True, "top-k:share=0.2,warmup_steps=0": True,
+    f"acp-sgd:{LOW_RANK},feedback_decay=1": True, f"power-sgd-overlap:{LOW_RANK}": True,
+    "slimgc:codec=two-bit,threshold_bytes=300": True, "homomorphic": True, "terngrad": False,
     "dgc:share=0.2": False,
-}
+}  # fmt: skip
 Rule = Callable[[list[Tensor], list[Tensor], dict[str, Any]], tuple[list[Tensor], dict[str, Any]]]
 
 

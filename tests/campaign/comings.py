@@ -42,12 +42,12 @@ def run(case: dict[str, Any]) -> None:
     came = {told["name"]: told["came"] for told in said if "came" in told}
     for name, status in statuses.items():
         one = going.get(name, {"how": "stays", "after": N_ROUNDS})
-        # Who came after its time to go stays, and who came after the others' end had nobody to meet; who is to die in an
-        # exchange may do so in the one in which it comes.
+        # Who came after its time to go stays, but for one that is to die in an exchange: it dies in the next, be it the one in
+        # which it comes. Who came after the others' end had nobody to meet.
         dies = one["how"].startswith("dies") and came.get(name, N_ROUNDS) <= one["after"]
-        expected = {9} if dies else {0}
-        if name not in came:
-            expected = {0, 3, 9} if one["how"] == "dies in an exchange" else {0, 3}
+        expected = {9} if dies else {0} if name in came else {0, 3}
+        if one["how"] == "dies in an exchange":
+            expected = expected | {9}
         require(status in expected, f"rank {name} ended with {status}, not {expected}")
     for step, told in steps.items():
         require(len({one["bits"] for one in told}) == 1, f"after exchange {step} ranks hold different bits")

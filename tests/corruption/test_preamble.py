@@ -5,7 +5,7 @@ import torch
 
 from gradwire import errors
 from gradwire.telemetry.recorder import Recorder
-from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
+from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
 
 PREAMBLE = Preamble(FORMAT_VERSION, 0, "gcomp", 11, 12, 13, 14)
 
@@ -47,3 +47,4 @@ def test_preamble_lies_as_the_format_page_says() -> None:
     name = b"gcomp".ljust(16, b"\0")
     numbers = b"".join(number.to_bytes(size, "little") for number, size in ((11, 4), (12, 4), (13, 4), (14, 8)))
     assert PREAMBLE.pack() == b"\1\0\0\0" + name + numbers
+    assert hash_configuration("gcomp", {"a": 1, "b": 2}) == hash_configuration("gcomp", {"b": 2, "a": 1})

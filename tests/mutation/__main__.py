@@ -89,7 +89,13 @@ EQUAL: tuple[tuple[str, str, str], ...] = (
     (
         "core/feedback.py",
         "one is not None and one._base is room and one.storage_offset() == offset",
-        "residuals that could be read in place are copied",
+        "copies needlessly",
+    ),
+    ("schemes/compressed.py", "*,", "who makes a scheme names its options"),
+    (
+        "schemes/compressed.py",
+        'is_fine = getattr(getattr(self.collective, "codec", None), "bits", 0) > 8',
+        "a codec without bits has at most 8, whatever the number",
     ),
     ("codecs/quantised.py", "turns = zeros_between_launches(device, 2)", "more memory than is used"),
     (

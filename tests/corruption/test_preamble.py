@@ -43,7 +43,6 @@ def test_preamble_comes_back_as_it_was_in_at_most_64_bytes() -> None:
 
 
 def test_preamble_lies_as_the_format_page_says() -> None:
-    """Version 1: whoever changes it, or the places of the fields, changes the page."""
     name = b"gcomp".ljust(16, b"\0")
     numbers = b"".join(number.to_bytes(size, "little") for number, size in ((11, 4), (12, 4), (13, 4), (14, 8)))
     assert PREAMBLE.pack() == b"\1\0\0\0" + name + numbers

@@ -507,8 +507,8 @@ def test_more_ranks_than_can_be_summed_are_refused(rank: int, world_size: int, n
 @on_ranks(2)
 def test_chosen_tensors_travel_in_the_dtype_of_their_bucket(rank: int, world_size: int) -> None:
     values = torch.randn(2, 500, generator=torch.Generator().manual_seed(rank)).bfloat16()
-    chosen = Driver(schemes.by_name("one-bit", exempt="p0"), [*torch.zeros_like(values)])
-    alone = Driver(schemes.by_name("one-bit"), [torch.zeros(500, dtype=torch.bfloat16)])
+    chosen = Driver(schemes.by_name("one-bit", exempt="p0", pull="raw"), [*torch.zeros_like(values)])
+    alone = Driver(schemes.by_name("one-bit", pull="raw"), [torch.zeros(500, dtype=torch.bfloat16)])
     assert torch.equal(chosen.reduce([*values])[1], alone.reduce([values[1]])[0])
     assert torch.equal(chosen.state()[500:], alone.state())
     for driver in (chosen, alone):

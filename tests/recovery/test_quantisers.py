@@ -116,7 +116,6 @@ def test_every_group_has_a_scale_of_its_own(name: str, options: dict[str, Any], 
 
 
 def test_codecs_whose_messages_differ_have_configurations_that_differ() -> None:
-    """By which ranks find out."""
     made = [(name, codecs.by_name(name, **options)) for name, options in ALL]
     for (name, one), (other_name, other) in itertools.combinations(made, 2):
         assert name != other_name or one.configuration != other.configuration, (one.configuration, name)

@@ -47,9 +47,9 @@ BUDGETS = {
         "gradwire_lab/schemes": 160,
     },
     "native": {"native": 15_290, "gradwire/gpu/source": 3_680},
-    "tests": {"tests": 35_980},
+    "tests": {"tests": 36_000},
 }  # fmt: skip
-RESERVES = {"Python": 40, "native": 20, "tests": 20}
+RESERVES = {"Python": 40, "native": 20, "tests": 0}
 TOTALS = {"Python": 40_920, "native": 18_990, "tests": 36_000}
 
 SMALL_FILES = {"gradwire/errors.py"}

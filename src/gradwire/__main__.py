@@ -9,7 +9,7 @@ def main() -> int:
     registered = entry_points(group="gradwire.commands")
     if not registered:
         print(
-            "gradwire: the commands are in gradwire_lab, which is not installed: pip install gradwire", file=sys.stderr
+            "gradwire: the commands are in gradwire_lab, not here: pip install . in gradwire's clone", file=sys.stderr
         )
         return 1
     return int(next(iter(registered)).load()())

@@ -68,7 +68,7 @@ def test_the_command_finds_the_laboratory_by_its_entry_point_and_does_not_wait_f
 
 def test_without_the_laboratory_the_command_says_what_to_install(tmp_path):
     ended = _run_without_packages(tmp_path, _RUN_COMMAND)
-    assert (ended.returncode, "pip install gradwire" in ended.stderr) == (1, True), ended.stderr
+    assert (ended.returncode, "pip install . in" in ended.stderr) == (1, True), ended.stderr
 
 
 def test_without_the_laboratory_the_switch_says_what_to_import(tmp_path):

@@ -171,7 +171,7 @@ def test_attach_without_a_process_group_names_both_calls(monkeypatch: pytest.Mon
 
 def test_missing_extra_names_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(errors.Unsupported, match=r"pip install 'gradwire\[bench\]'"):
+    with pytest.raises(errors.Unsupported, match=r"pip install '\.\[bench\]'"):
         schemes.by_name("zstd")
 
 

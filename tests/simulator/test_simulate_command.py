@@ -65,7 +65,7 @@ def test_without_simpy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, 
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert simulate("") == 1
-    expected = "gradwire simulate: Unsupported: the simulator needs simpy; pip install 'gradwire[sim]'\n"
+    expected = "gradwire simulate: Unsupported: the simulator needs simpy; in gradwire's clone: pip install '.[sim]'\n"
     assert capsys.readouterr().err == expected
 
 

@@ -108,5 +108,5 @@ def test_scalars_read_back_as_recorded(tmp_path: Path) -> None:
 
 def test_missing_tensorboard_is_named_with_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # makes the import fail, as without the package
-    with pytest.raises(Unsupported, match=r"pip install 'gradwire\[tensorboard\]'"):
+    with pytest.raises(Unsupported, match=r"pip install '\.\[tensorboard\]'"):
         TensorBoardSink(tmp_path)

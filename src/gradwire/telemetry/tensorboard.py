@@ -24,7 +24,7 @@ class TensorBoardSink:
         except ImportError as error:
             raise Unsupported(
                 f"the TensorBoard sink needs the package tensorboard ({error}); "
-                "install it with: pip install 'gradwire[tensorboard]', or log to JSON lines instead"
+                "in gradwire's clone: pip install '.[tensorboard]', or log to JSON lines instead"
             ) from error
         self.path = os.fspath(log_dir)
         self._every = every

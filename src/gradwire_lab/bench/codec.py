@@ -203,7 +203,7 @@ def baseline_by_name(name: str, n_threads: int = 1) -> Baseline:
     try:
         encode, decode = BASELINES[name][2](n_threads)
     except ImportError as error:
-        raise Unsupported(f"baseline {name!r}: {error}; pip install 'gradwire[bench]'") from error
+        raise Unsupported(f"baseline {name!r}: {error}; in gradwire's clone: pip install '.[bench]'") from error
     return Baseline(encode, lambda message: np.frombuffer(decode(message), np.float32))
 
 

@@ -460,7 +460,7 @@ def write_report(
     try:
         import jinja2
     except ImportError as error:
-        advice = "install it with: pip install 'gradwire[report]'"
+        advice = "in gradwire's clone: pip install '.[report]'"
         raise Unsupported(f"a report needs jinja2 ({error}); {advice}") from error
     # Where and when each run and record was measured, and the distinct machines.
     places = [run.place for run in runs]

@@ -197,7 +197,7 @@ def _figure(size_in: tuple[float, float], facecolor: str = "none") -> Iterator[A
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise Unsupported(f"plots need matplotlib ({error}); pip install 'gradwire[report]'") from error
+        raise Unsupported(f"plots need matplotlib ({error}); in gradwire's clone: pip install '.[report]'") from error
     settings: Any = {**STYLE, "svg.hashsalt": "gradwire", "figure.facecolor": facecolor}
     with mpl.rc_context(settings):
         figure = Figure(figsize=size_in, layout="constrained")

@@ -128,7 +128,7 @@ class ZstdCodec(RawCodec):
             import zstandard
         except ImportError as error:
             raise Unsupported(
-                "codec zstd needs the package zstandard: pip install 'gradwire[bench]'; zlib works without"
+                "codec zstd needs the package zstandard: in gradwire's clone: pip install '.[bench]'; zlib works without"
             ) from error
         self._zstandard = zstandard
         self._level = level

@@ -5,4 +5,4 @@ from importlib.util import find_spec
 from gradwire.errors import Unsupported
 
 if find_spec("simpy") is None:
-    raise Unsupported("the simulator needs simpy; pip install 'gradwire[sim]'")
+    raise Unsupported("the simulator needs simpy; in gradwire's clone: pip install '.[sim]'")

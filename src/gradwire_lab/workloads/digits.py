@@ -21,7 +21,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits as load
     except ImportError as error:
-        raise Unsupported("the digits come with scikit-learn: pip install 'gradwire[bench]'") from error
+        raise Unsupported("the digits come with scikit-learn: in gradwire's clone: pip install '.[bench]'") from error
     images, labels = load(return_X_y=True)
     # Pixels are 0 to 16.
     pixels = torch.from_numpy(images).float().view(-1, 1, 8, 8) / 8.0 - 1.0

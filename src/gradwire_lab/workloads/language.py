@@ -17,7 +17,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise Unsupported("this workload needs transformers: pip install 'gradwire[bench]'") from error
+        raise Unsupported("this workload needs transformers: in gradwire's clone: pip install '.[bench]'") from error
     return transformers
 
 

@@ -160,7 +160,7 @@ class Netlab:
         answer = json.loads(packet or '{"unavailable": "the network process ended; its message is above"}')
         self._namespaces = descriptors
         if "missing" in answer:
-            raise Unsupported(f"netlab needs pyroute2 ({answer['missing']}): pip install 'gradwire[bench]'")
+            raise Unsupported(f"no pyroute2 ({answer['missing']}): pip install '.[bench]' in gradwire's clone")
         if "unavailable" in answer:
             self.why_unshaped = answer["unavailable"]
             if self._require_shaping:

@@ -8,9 +8,7 @@ def main() -> int:
     """Run the command that is registered as `gradwire.commands`; status 1 if no package that is installed has one."""
     registered = entry_points(group="gradwire.commands")
     if not registered:
-        print(
-            "gradwire: the commands are in gradwire_lab, not here: pip install . in gradwire's clone", file=sys.stderr
-        )
+        print("gradwire: commands are in gradwire_lab, which is missing: pip install . in the clone", file=sys.stderr)
         return 1
     return int(next(iter(registered)).load()())
 

@@ -18,6 +18,11 @@ class Unsupported(GradwireError):
     """The request is understood, but this scheme, optimizer, device or wrapper cannot; the message says what can."""
 
 
+def needs_extra(what: str, extra: str) -> Unsupported:
+    """The error where a package of an extra is missing. `what` needs which."""
+    return Unsupported(f"{what}; in gradwire's clone: pip install '.[{extra}]'")
+
+
 class BufferTooSmall(GradwireError):
     """An output buffer holds fewer bytes or elements than the result needs."""
 

@@ -52,7 +52,6 @@ BUDGETS = {
 RESERVES = {"Python": 40, "native": 20, "tests": 0}
 TOTALS = {"Python": 40_920, "native": 18_990, "tests": 36_000}
 
-SMALL_FILES = {"gradwire/errors.py"}
 
 MOST_PARAMETERS = 9
 MOST_LINES = 820
@@ -241,7 +240,7 @@ def test_no_file_for_a_few_lines() -> None:
         lines = {node.lineno for node in counted if node not in docstrings and not isinstance(node, ast.Expr)}
         if len(lines) < FEWEST_LINES_OF_CODE and path.name not in ("__init__.py", "__main__.py"):
             found.add(name_of(path))
-    assert found == SMALL_FILES, f"under {FEWEST_LINES_OF_CODE} lines of code: it belongs to another file"
+    assert not found, f"under {FEWEST_LINES_OF_CODE} lines of code: it belongs to another file"
 
 
 def lines_by_room() -> dict[str, int]:

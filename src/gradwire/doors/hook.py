@@ -223,8 +223,7 @@ class HookState(Reducer):
         if auto.is_transparent:
             self._count_plain_step(lap.waited_ns)
         if not self._is_joining:
-            marks = () if lap.on_device is None else (lap.on_device,)
-            auto.end_watched_step(self.step - 1, lap.took_ns, lap.waited_ns, *marks)
+            auto.end_watched_step(self.step - 1, *(lap if lap.on_device else lap[:2]))  # on the CPU there are no marks
 
     def _count_plain_step(self, waited_ns: int) -> None:
         """Note of a step that DDP has done what `reduce` would. Bytes are those of its ring."""

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from gradwire.errors import Unsupported
+from gradwire.errors import needs_extra
 from gradwire.telemetry.recorder import BucketRecord, StepRecord
 
 __all__ = ["TensorBoardSink"]
@@ -22,10 +22,8 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise Unsupported(
-                f"the TensorBoard sink needs the package tensorboard ({error}); "
-                "in gradwire's clone: pip install '.[tensorboard]', or log to JSON lines instead"
-            ) from error
+            what = f"the TensorBoard sink needs the package tensorboard ({error}), JSON lines need none"
+            raise needs_extra(what, "tensorboard") from error
         self.path = os.fspath(log_dir)
         self._every = every
         self._writer: Any = SummaryWriter(log_dir=self.path)

@@ -17,7 +17,7 @@ import torch
 from gradwire import codecs
 from gradwire.codecs.gcomp import GCompCodec, describe
 from gradwire.codecs.huffman import HuffmanTable
-from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
+from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported, needs_extra
 from gradwire.registry import parse_spec
 from gradwire.schemes.gcomp.importance import Promise, QuantisationMetric
 from gradwire.telemetry.environment import describe_environment
@@ -203,7 +203,7 @@ def baseline_by_name(name: str, n_threads: int = 1) -> Baseline:
     try:
         encode, decode = BASELINES[name][2](n_threads)
     except ImportError as error:
-        raise Unsupported(f"baseline {name!r}: {error}; in gradwire's clone: pip install '.[bench]'") from error
+        raise needs_extra(f"baseline {name!r}: {error}", "bench") from error
     return Baseline(encode, lambda message: np.frombuffer(decode(message), np.float32))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwire.errors import CorruptMessage, GradwireError, InvalidArgument, Unsupported
+from gradwire.errors import CorruptMessage, GradwireError, InvalidArgument, needs_extra
 from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire_lab.results.captions import (
     describe_data,
@@ -460,8 +460,7 @@ def write_report(
     try:
         import jinja2
     except ImportError as error:
-        advice = "in gradwire's clone: pip install '.[report]'"
-        raise Unsupported(f"a report needs jinja2 ({error}); {advice}") from error
+        raise needs_extra(f"a report needs jinja2 ({error})", "report") from error
     # Where and when each run and record was measured, and the distinct machines.
     places = [run.place for run in runs]
     for record in (record for batch in records.values() for record in batch):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gradwire.errors import Unsupported
+from gradwire.errors import needs_extra
 from gradwire_lab.results.experiment import Plot
 from gradwire_lab.results.records import write_text
 from gradwire_lab.results.tables import Summary, Value, chosen
@@ -197,7 +197,7 @@ def _figure(size_in: tuple[float, float], facecolor: str = "none") -> Iterator[A
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise Unsupported(f"plots need matplotlib ({error}); in gradwire's clone: pip install '.[report]'") from error
+        raise needs_extra(f"plots need matplotlib ({error})", "report") from error
     settings: Any = {**STYLE, "svg.hashsalt": "gradwire", "figure.facecolor": facecolor}
     with mpl.rc_context(settings):
         figure = Figure(figsize=size_in, layout="constrained")

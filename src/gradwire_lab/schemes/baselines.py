@@ -11,7 +11,7 @@ from gradwire.checks import count as check_count
 from gradwire.codecs.gcomp import GCompCodec, HuffmanTable
 from gradwire.codecs.general import RawCodec
 from gradwire.core.feedback import Part
-from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
+from gradwire.errors import CorruptMessage, InvalidArgument, needs_extra
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.exchange.ring import Ring
 from gradwire.schemes.compressed import Compressed
@@ -127,9 +127,7 @@ class ZstdCodec(RawCodec):
         try:
             import zstandard
         except ImportError as error:
-            raise Unsupported(
-                "codec zstd needs the package zstandard: in gradwire's clone: pip install '.[bench]'; zlib works without"
-            ) from error
+            raise needs_extra("codec zstd needs the package zstandard, zlib works without", "bench") from error
         self._zstandard = zstandard
         self._level = level
         self._contexts = threading.local()  # a context serves one call at a time, and costs more than a small message

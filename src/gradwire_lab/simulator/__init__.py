@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from gradwire.errors import Unsupported
+from gradwire.errors import needs_extra
 
 if find_spec("simpy") is None:
-    raise Unsupported("the simulator needs simpy; in gradwire's clone: pip install '.[sim]'")
+    raise needs_extra("the simulator needs simpy", "sim")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradwire.checks import choice as check_choice
-from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.errors import InvalidArgument, needs_extra
 from gradwire_lab.workloads.base import Batch, Workload, draw_from_epochs, evaluating, step_generator
 from gradwire_lab.workloads.vision import ResNet, Vgg
 
@@ -21,7 +21,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits as load
     except ImportError as error:
-        raise Unsupported("the digits come with scikit-learn: in gradwire's clone: pip install '.[bench]'") from error
+        raise needs_extra("the digits come with scikit-learn", "bench") from error
     images, labels = load(return_X_y=True)
     # Pixels are 0 to 16.
     pixels = torch.from_numpy(images).float().view(-1, 1, 8, 8) / 8.0 - 1.0

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.errors import InvalidArgument, needs_extra
 from gradwire_lab.workloads.base import Batch, Workload, draw_from_epochs, evaluating, step_generator
 from gradwire_lab.workloads.squad import Squad, open_squad
 from gradwire_lab.workloads.text import byte_tokens, crop_batch, spread_crops
@@ -17,7 +17,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise Unsupported("this workload needs transformers: in gradwire's clone: pip install '.[bench]'") from error
+        raise needs_extra("this workload needs transformers", "bench") from error
     return transformers
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire import _native, checks
-from gradwire.errors import GradwireError, InvalidArgument, Unsupported
+from gradwire.errors import GradwireError, InvalidArgument, Unsupported, needs_extra
 from gradwire_lab.ranks.netlab.rate import MAX_RATE_BPS, format_rate, parse_link, parse_rate
 from gradwire_lab.ranks.netlab.stale import LAB_VARIABLE, lab_identity
 from gradwire_lab.ranks.network import Network, find_free_port
@@ -160,7 +160,7 @@ class Netlab:
         answer = json.loads(packet or '{"unavailable": "the network process ended; its message is above"}')
         self._namespaces = descriptors
         if "missing" in answer:
-            raise Unsupported(f"no pyroute2 ({answer['missing']}): pip install '.[bench]' in gradwire's clone")
+            raise needs_extra(f"netlab needs pyroute2 ({answer['missing']})", "bench")
         if "unavailable" in answer:
             self.why_unshaped = answer["unavailable"]
             if self._require_shaping:

@@ -480,7 +480,7 @@ def test_sampled_threshold_selects_about_as_many_of_the_largest_as_were_asked_fo
         "few values": torch.randint(-3, 4, (n,), generator=generator).float(),
     }
     for kind, values in kinds.items():
-        for k in (300, 3_000, 30_000):
+        for k in (300, 2_000, 3_000, 30_000):
             chosen = chosen_of(values, k)
             n_nonzero = int((values != 0).sum())
             assert len(chosen) <= k, kind
@@ -489,6 +489,7 @@ def test_sampled_threshold_selects_about_as_many_of_the_largest_as_were_asked_fo
             rest = torch.ones(n, dtype=torch.bool)
             rest[chosen] = False
             assert float(values[chosen].abs().min()) >= float(values[rest].abs().max()), (kind, k)
+            assert torch.equal(chosen_of(values * 2.0**-9, k), chosen), "a threshold has the scale of the values"
     assert chosen_of(torch.zeros(1_000), 10).numel() == 0
     assert chosen_of(torch.ones(1), 1).tolist() == [0]
 

@@ -79,8 +79,10 @@ def test_ranks_stay_equal_through_every_scheme_and_replay_repeats_to_the_bit(ran
 def test_ranks_with_clocks_that_differ_decide_alike_and_end_with_the_fastest(rank: int, world_size: int) -> Any:
     gains = {"one-bit": 3.0, "qsgd": 1.5, "bf16": 0.5}
     training = trained(rank, 150, Quick(rank, gains, fidelity=list(gains)))
+    plain_s, best, best_s = training.attachment.scheme.plan_for(1e15)
     rate, auto = training.attachment.scheme._profiles[0].link.rate, training.close()["auto"]
     assert (auto["scheme"], auto["link_mbit"]) == ("one-bit", rate * 8 / 1e6)
+    assert (best, best_s, auto["density"]) == ("plain", plain_s, 1.0)
     assert {"try", "switch"} <= {decision["kind"] for decision in auto["decisions"]}
     assert all("ms a step" in decision["why"] for decision in auto["decisions"])
     return training.flat(), auto["schedule"], auto["decisions"]

@@ -92,6 +92,7 @@ EQUAL: tuple[tuple[str, str, str], ...] = (
     ("schemes/compressed.py", "/,", "who makes a scheme names its options"),
     ("schemes/compressed.py", 'is_fine = getattr(getattr(self.collective, "codec", None), "bits", 1) > 8',
      "a codec without bits has at most 8, whatever the number"),
+    ("schemes/compressed.py", "part.values.index_fill_( -1, places, 0.0)", "of one dimension"),
     ("codecs/quantised.py", "turns = zeros_between_launches(device, 3)", "more memory than is used"),
     ("codecs/ternary.py",
      'kernels.launch("gw_ternary_measure", parts(8 * shares.n_blocks, THREADS), THREADS, 1, parameters)',
@@ -110,13 +111,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="draws them (default: %(default)s)")
     parser.add_argument("--areas", nargs="+", choices=AREAS, default=list(AREAS), metavar="AREA")
     parser.add_argument("--timeout", type=float, default=600, help="of the tests of one, in s (default: %(default)s)")
-    results = Path("runs/mutation.jsonl")
-    parser.add_argument("--results", type=Path, default=results, help="goes on with what lies there")
+    parser.add_argument("--results", type=Path, default="runs/mutation.jsonl", help="goes on with what lies there")
     args = parser.parse_args(arguments)
     if subprocess.run(["git", "diff", "--quiet", "--", _SOURCES], cwd=_ROOT).returncode:
-        parser.error(
-            "src/gradwire has changes that are not committed: files are changed in place, so commit them first"
-        )
+        parser.error("src/gradwire has changes: files are changed in place and put back as committed, so commit first")
     for area in args.areas:
         if subprocess.run(_command(area), cwd=_ROOT).returncode:
             parser.error(f"the tests of {area} fail without any change: mend them first")

@@ -9,6 +9,7 @@ _GPT = "gpt:n_layers=2,width=64,n_heads=4,length=64,batch_size=8"
 _LONGER = "gpt:n_layers=4,width=128,n_heads=4,length=64,batch_size=8"
 _LARGE = "gpt:n_layers=6,width=384,n_heads=6"  # 10.7 M parameters
 _WHOLE = "factor_dtype=bfloat16,exempt=none,start_step=0"
+_FED_BACK = "slimgc:codec=embedded-float,bits=4,threshold_bytes=0,plain_steps=13"  # error feedback
 _SPARSE = "top-k:share=0.0156,code=chunks,warmup_steps=0,"  # SparseLoCo's share, in about 14 bits a value that is sent
 
 _BEHIND, _BEHIND_DDP = against(NATS, "plain", "plain", ".4f"), against(NATS, "DDP")
@@ -154,15 +155,16 @@ EXPERIMENTS = [
         show=[Table([NATS, _BEHIND, RATIO_LAST], across="ranks")],
     ),
     _training(
-        "muon-bytes", "Under AdamW and under Muon, 1,000 steps: low rank of gradients, and behind the optimizer.",
+        "muon-bytes", "AdamW and Muon, 1,000 steps, a seventh of the bytes: low rank, behind the optimizer, floats, local steps.",
         "optimizers", 300, 5, {"workload": {"AdamW": _GPT, "Muon": f"{_GPT},optimizer=muon"}, "scheme": [
-            "plain", f"power-sgd:rank=8,{_WHOLE}", f"acp-sgd:rank=16,{_WHOLE}", "power-momentum", "power-momentum:rank=12"]},
+            "plain", f"power-sgd:rank=8,{_WHOLE}", f"acp-sgd:rank=16,{_WHOLE}", "power-momentum", "power-momentum:rank=12",
+            "embedded-float:bits=4", _FED_BACK, "embedded-float:local_sgd=4,outer=average"]},
         baseline=PLAIN, fixed={"ranks": 2, "steps": 1_000, "baseline": "plain"},
         show=[Table([NATS, _BEHIND, RATIO_LAST], across="workload")],
         goals=[Goal(f"at most {nats} nats behind plain", _BEHIND, "<=", nats, {"workload": workload, "scheme": spec})
                for workload, nats, spec in ((_GPT, 0.02, "power-momentum"),
-                                            (f"{_GPT},optimizer=muon", 0.005, "power-momentum:rank=12"))]
+                                            (f"{_GPT},optimizer=muon", 0.005, _FED_BACK))]
         + [Goal("a seventh of a ring's bytes under Muon", Column("ratio_mean", form=".3f"), "<=", 1 / 7,
-                {"workload": f"{_GPT},optimizer=muon", "scheme": "power-momentum:rank=12"})],
+                {"workload": f"{_GPT},optimizer=muon", "scheme": _FED_BACK})],
     ),
 ]  # fmt: skip

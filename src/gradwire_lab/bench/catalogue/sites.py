@@ -155,7 +155,7 @@ EXPERIMENTS = [
         show=[Table([NATS, _BEHIND, RATIO_LAST], across="ranks")],
     ),
     _training(
-        "muon-bytes", "AdamW and Muon, 1,000 steps, a seventh of the bytes: low rank, behind the optimizer, floats, local steps.",
+        "muon-bytes", "AdamW and Muon, 1,000 steps, a seventh of the bytes: low rank, behind the optimizer, floats, local.",
         "optimizers", 300, 5, {"workload": {"AdamW": _GPT, "Muon": f"{_GPT},optimizer=muon"}, "scheme": [
             "plain", f"power-sgd:rank=8,{_WHOLE}", f"acp-sgd:rank=16,{_WHOLE}", "power-momentum", "power-momentum:rank=12",
             "embedded-float:bits=4", _FED_BACK, "embedded-float:local_sgd=4,outer=average"]},

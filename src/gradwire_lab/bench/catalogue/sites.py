@@ -158,8 +158,8 @@ EXPERIMENTS = [
         "muon-bytes", "AdamW and Muon, 1,000 steps, a seventh of the bytes: low rank, behind the optimizer, floats, local.",
         "optimizers", 300, 5, {"workload": {"AdamW": _GPT, "Muon": f"{_GPT},optimizer=muon"}, "scheme": {
             "plain": "plain", "power-sgd, 8": f"power-sgd:rank=8,{_WHOLE}", "acp-sgd, 16": f"acp-sgd:rank=16,{_WHOLE}",
-            "power-momentum, 8": "power-momentum", "power-momentum, 12": "power-momentum:rank=12",
-            "4 bits": "embedded-float:bits=4", "4 bits, fed back": _FED_BACK, "8 bits, every 4th step": "embedded-float:local_sgd=4,outer=average"}},
+            "power-momentum, 8": "power-momentum", "the same, 12": "power-momentum:rank=12", "4 bits": "embedded-float:bits=4",
+            "4 bits, fed back": _FED_BACK, "8 bits, every 4th step": "embedded-float:local_sgd=4,outer=average"}},
         baseline=PLAIN, fixed={"ranks": 2, "steps": 1_000, "baseline": "plain"},
         show=[Table([NATS, _BEHIND, RATIO_LAST], across="workload")],
         goals=[Goal(f"at most {nats} nats behind plain", _BEHIND, "<=", nats, {"workload": workload, "scheme": spec})

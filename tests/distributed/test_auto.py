@@ -234,7 +234,7 @@ def trained_a_while(rank: int, world_size: int) -> tuple[str, dict[str, Any]]:
 
 def goes_on_in_another_world(rank: int, world_size: int, state: dict[str, Any]) -> tuple[str, int]:
     training = Training(rank, quick(rank))
-    slots = training.attachment.session.slots
+    slots = training.attachment.session.slots  # below: as if a scheme had just been left
     state["ranks"][0]["state"]["carried"] = {name: torch.ones(slot.numel()) for name, slot in slots.items()}
     training.attachment.load_state_dict(state)
     assert not training.attachment.scheme._handover

@@ -208,23 +208,19 @@ def test_what_needs_the_host_says_so(rank: int, world_size: int, library: Path) 
     ddp, on_cpu = place.model(build_model()), Place(CPU).model(build_model())
     unsure = place.model(build_model(), find_unused_parameters=True)
 
-    def attach(model: Any, scheme: str, options: dict[str, Any] | None = None, placement: str = "device") -> Any:
-        return gradwire.attach(
-            model, sgd(model.parameters()), schemes.by_name(scheme, **(options or {})), placement=placement
-        )
+    def attach(model: Any, scheme: Any, placement: str = "device") -> Any:
+        return gradwire.attach(model, sgd(model.parameters()), scheme, placement=placement)
 
     for scheme, options, says in ON_HOSTS:
         with pytest.raises(gradwire.Unsupported, match=says):
-            attach(ddp, scheme, options)
+            attach(ddp, schemes.by_name(scheme, **options))
     for model, scheme, says in (
-        *((unsure, scheme, "find_unused_parameters=True") for scheme in ("two-bit", "thc")),
+        *((unsure, one, "find_unused_parameters=True") for one in ("two-bit", "thc", "homomorphic:sparsifier=top-k")),
         (on_cpu, "one-bit", "this one is on cpu"),
         (build_model(), "one-bit", "is for DDP models"),
     ):
         with pytest.raises(gradwire.Unsupported, match=says):
             attach(model, scheme)
-    with pytest.raises(gradwire.Unsupported, match="find_unused_parameters=True"):
-        attach(unsure, "homomorphic", {"sparsifier": "top-k"})
     attach(unsure, "homomorphic").close()
     optimizer = adamw(unsure.parameters())
     with pytest.raises(gradwire.Unsupported, match="find_unused_parameters=True"):

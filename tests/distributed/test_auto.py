@@ -29,6 +29,10 @@ def trained(rank: int, n_steps: int, scheme: Any = None, **options: Any) -> Trai
     return Training(rank, scheme, **options).after(range(n_steps))
 
 
+def test_a_budget_is_rounded_up_to_thousandths() -> None:
+    assert [Auto(budget=budget)._budget_permille for budget in (0, 0.001, 0.001001, 0.0999)] == [0, 1, 2, 100]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
 def test_where_nothing_is_tried_ddp_is_untouched_and_every_step_is_counted(rank: int, world_size: int) -> None:

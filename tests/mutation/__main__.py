@@ -90,8 +90,10 @@ EQUAL: tuple[tuple[str, str, str], ...] = (
     ("core/feedback.py", "one is not None and one._base is room and one.storage_offset() < offset", "copies again"),
     ("core/feedback.py", "for slot, (start, end) in zip(layout.slots, layout.spans, strict=False):", "as many of each"),
     ("schemes/compressed.py", "/,", "who makes a scheme names its options"),
-    ("schemes/compressed.py", 'is_fine = getattr(getattr(self.collective, "codec", None), "bits", 1) > 8',
-     "a codec without bits has at most 8, whatever the number"),
+    ("schemes/compressed.py", 'is_fine = getattr(getattr(self.collective, "codec", None), "bits", 1) > 8', "else 8 or less"),
+    ("schemes/compressed.py",
+     'if session.wire.on_device and is_kept and getattr(session.module, "find_unused_parameters", True):',
+     "a wire on a device has a module"),
     ("schemes/compressed.py", "part.values.index_fill_( -1, places, 0.0)", "of one dimension"),
     ("codecs/quantised.py", "turns = zeros_between_launches(device, 3)", "more memory than is used"),
     ("codecs/ternary.py",
@@ -211,10 +213,9 @@ def _sum_up(results: list[dict[str, object]]) -> int:
     for one in missed:
         print(f"\nsurvived: {one['where']}\n{one['diff']}")
     n = Counter(str(one["outcome"]) for one in results)
-    n_real = len(results) - len(without_effect)
     print(
         f"\n{len(results)} changes: {n['killed']} noticed, {len(without_effect)} without effect, {len(missed)} survived: "
-        f"{100 * n['killed'] / max(1, n_real):.0f} % of those that have an effect"
+        f"{100 * n['killed'] / max(1, len(results) - len(without_effect)):.0f} % of those that have an effect"
     )
     return int(bool(missed))
 

@@ -76,7 +76,7 @@ def test_finished_runs_are_not_measured_again_and_records_say_where_they_were(tm
     assert [(r["rate"], r["scheme"], r["value"]) for r in _records(tmp_path, "one")] == [
         ("fast", "a", 1), ("fast", "b", 1), ("slow", "a", 2), ("slow", "b", 2)
     ]  # fmt: skip
-    fields = {"commit", "code", "date", "cpu", "n_cores", "torch", "load_before", "load_during", "elapsed_s"}
+    fields = {"commit", "code", "date", "cpu", "n_cores", "torch", "load_before", "load_during", "run_s"}
     for record in _records(tmp_path, "one"):
         assert fields <= record.keys()
         assert record["network_check"] == 0.99
@@ -197,7 +197,7 @@ def test_progress_names_the_run_and_the_time_that_is_left(tmp_path: Path) -> Non
 def test_what_a_run_took_is_the_next_estimate(tmp_path: Path) -> None:
     _run(tmp_path, _Measures(), [TWO])
     path = Store(tmp_path / "results", "here").path("two")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"elapsed_s": 77.0}) + "\n")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"run_s": 77.0}) + "\n")
     made, _ = _runner(tmp_path, _Measures())
     assert made.estimate_s(made.plan([ONE, TWO], fresh=True)) == 10 + 10 + 77
 

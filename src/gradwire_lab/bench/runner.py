@@ -102,7 +102,7 @@ class Runner:
         for experiment, cells in runs:
             wanted = {name_of(experiment, cell) for cell in cells}
             records = [one for one in self.store.read(experiment.key) if name_of(experiment, one) in wanted]
-            took_s = [float(one["elapsed_s"]) for one in records if one.get("elapsed_s")]
+            took_s = [float(one["run_s"]) for one in records if one.get("run_s")]
             total_s += max(took_s, default=experiment.seconds)
         return total_s
 
@@ -149,7 +149,7 @@ class Runner:
             "code": code_of(experiment.measure),
             "settings": settings,
             "run": f"{settings}-{time.time():.0f}",
-            "elapsed_s": round(elapsed_s, 1),
+            "run_s": round(elapsed_s, 1),
             **load,
             "network_check": None if checked is None else round(checked, 4),
         }

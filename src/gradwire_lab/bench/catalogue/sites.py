@@ -65,7 +65,8 @@ def _sooner(scheme: str, least: dict[str, float], ranks: int = 2, column: Column
 # ---- the long run
 _LONG_STEPS, _LONG_EVERY = 3_000, 300
 _LONG = {"DDP": "ddp", "bf16 hook": "ddp-bf16", "gradwire, exact": "auto", "gradwire, close": "auto:fidelity=close",
-         "gradwire, any": "auto:fidelity=any", "two-bit": "two-bit"}  # fmt: skip
+         "gradwire, any": "auto:fidelity=any", "one-bit-adam": "one-bit-adam",
+         "two-bit, 4 levels": "two-bit:warmup_steps=50,levels=4,scale_values=64"}  # fmt: skip
 _RECENT = Column("loss_recent", "loss, last 100 steps", form=".3f", spread=True)
 
 _MUON = {"plain": "plain", "plain, disturbed by a rounding": "control", "bf16": "bf16",

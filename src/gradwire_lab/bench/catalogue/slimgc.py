@@ -67,7 +67,7 @@ def _accuracy(key: str, question: str, figure: str, schemes: Mapping[str, str], 
         others = [
             against(metric, name, spec) for name, spec in (("bare", bare), ("full precision", "plain")) if spec in mine
         ]
-        if mine:
+        if len(mine) > 1:  # beside plain
             parts.append(Table([metric, *others, RATIO_LAST], where={"scheme": mine}, title=bits))
     goals = [Goal(f"{bits}: what the strategies give back, points",
                   replace(against(metric, "", _slimgc(codec, _BARE)), title=""), ">=", 1.1,

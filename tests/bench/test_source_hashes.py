@@ -6,6 +6,7 @@ import pytest
 
 from gradwire_lab.bench import measures
 from gradwire_lab.results import sources
+from gradwire_lab.results.experiment import Experiment
 
 MEASURES = "gradwire_lab.bench.measures"
 
@@ -18,8 +19,8 @@ def test_what_is_reckoned_depends_on_what_it_imports_and_not_on_what_shows_it() 
     formulas = names_of(f"{MEASURES}.sketches")
     assert "src/gradwire/codecs/count_sketch.py" in formulas
     assert any(name.startswith("native/sketch/") for name in formulas), "its codec is native"
-    assert not {name for name in formulas if name.startswith(("src/gradwire/schemes/", "src/gradwire_lab/simulator"))}
-    assert not {name for name in formulas if "/results/" in name or "/catalogue/" in name}
+    others = ("/gradwire/schemes/", "/simulator/", "/results/", "/catalogue/")
+    assert not {name for name in formulas if any(other in name for other in others)}
 
 
 def test_what_starts_ranks_depends_on_everything_that_can_run_there() -> None:
@@ -28,12 +29,8 @@ def test_what_starts_ranks_depends_on_everything_that_can_run_there() -> None:
         assert name in trained
     itself = {"src/gradwire_lab/bench/measures/commands.py", "src/gradwire_lab/bench/measures/trainings.py"}
     assert names_of(f"{MEASURES}.commands") - itself == trained - itself
-    assert not {
-        name for name in trained if name.startswith("src/gradwire_lab/simulator/") or name.endswith("bench/runner.py")
-    }
-    assert "src/gradwire_lab/simulator/schemes/measured.json" in names_of(f"{MEASURES}.reality"), (
-        "it predicts, and trains"
-    )
+    assert not {name for name in trained if "gradwire_lab/simulator/" in name or name.endswith("bench/runner.py")}
+    assert "src/gradwire_lab/simulator/simulation.py" in names_of(f"{MEASURES}.reality"), "it predicts, and trains"
 
 
 def test_registries_lead_to_what_they_name_and_data_counts() -> None:
@@ -42,10 +39,20 @@ def test_registries_lead_to_what_they_name_and_data_counts() -> None:
     assert "src/gradwire_lab/simulator/schemes/measured.json" in simulated
 
 
+def code_of(measure: str, scheme: str = "") -> str:
+    return measures.code_of(Experiment("", "", "", measure, {"scheme": [scheme]}))
+
+
 def test_a_measure_does_not_depend_on_what_it_writes_itself() -> None:
-    module = f"{MEASURES}.reality"
-    assert measures.code_of("simulator-sizes") == sources.source_hash(module, "measured.json")
-    assert measures.code_of("simulator-sizes") != measures.code_of("reality") == sources.source_hash(module)
+    said = "{} {'scheme': ['']}"
+    assert code_of("simulator-sizes") == sources.source_hash(f"{MEASURES}.reality", "measured.json", said)
+    assert code_of("simulator-sizes") != code_of("reality") == sources.source_hash(f"{MEASURES}.reality", "", said)
+
+
+def test_a_scheme_that_auto_never_tries_counts_where_it_is_named() -> None:
+    assert code_of("training", "plain") == code_of("training", "auto") != code_of("training", "slimgc:codec=raw")
+    names = [{*sources.files_of(f"{MEASURES}.trainings", sources.unused_schemes(said))} for said in ("broadcast", "")]
+    assert {path.stem for path in names[1] - names[0]} > {"dgc", "one_bit_adam", "measuring"}
 
 
 def test_digest_follows_a_changed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

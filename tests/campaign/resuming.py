@@ -1,7 +1,6 @@
 """Save at a random step and go on in fresh processes: the same bits; another world size and broken states: typed errors.
 
-A broken state is refused, or was not broken where it counts; after a refusal training goes on as if nothing had been
-loaded.
+A broken state is refused, or was not broken where it counts; after a refusal training goes on as if nothing had been loaded.
 """
 
 import io

@@ -24,8 +24,7 @@ SANITIZED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-
 
 
 def build(extra_flags: list[str] | None = None, source: Path = SOURCES) -> Path:
-    """The kernels as a shared library. `source`: where the kernels are; tests that plant faults have some of their
-    own."""
+    """The kernels as a shared library. `source`: where the kernels are; tests that plant faults have some of their own."""
     files = {path.name: path.read_bytes() for path in sorted(source.iterdir())}
     names = re.findall(r"^GW_KERNEL\w*\((gw_\w+),", b"\n".join(files.values()).decode(), re.MULTILINE)
     flags = [*FLAGS, "-DGW_ENTRIES=" + " ".join(f"GW_ENTRY({name})" for name in names), *(extra_flags or [])]

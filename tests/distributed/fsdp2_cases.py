@@ -93,8 +93,7 @@ def batch_of(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Sharded:
-    """The net of a case, its optimizer and, where a scheme is given, the attachment (with `options`); steps have
-    numbers."""
+    """The net of a case, its optimizer and, where a scheme is given, the attachment (with `options`); steps have numbers."""
 
     def __init__(
         self,

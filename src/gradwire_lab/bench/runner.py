@@ -86,7 +86,7 @@ class Runner:
         an experiment that is current on another machine."""
         runs, names = [], machines(self.store.folder) if anywhere and not fresh else []
         for experiment in experiments:
-            code = code_of(experiment.measure)
+            code = code_of(experiment)
             others = (Store(self.store.folder, name).read(experiment.key) for name in names)
             if any(set(states_of(experiment, records, code)) == {"current"} for records in others):
                 continue
@@ -146,7 +146,7 @@ class Runner:
         elapsed_s, settings = time.monotonic() - started, experiment.settings(cells)
         shared = {
             **describe_run(),
-            "code": code_of(experiment.measure),
+            "code": code_of(experiment),
             "settings": settings,
             "run": f"{settings}-{time.time():.0f}",
             "run_s": round(elapsed_s, 1),

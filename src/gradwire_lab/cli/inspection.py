@@ -129,13 +129,10 @@ def _inspect_table(path: Path) -> dict[str, Any]:
     table = HuffmanTable.from_bytes(path.read_bytes())
     *lengths, escape = table.lengths
     return {
-        "kind": "Huffman table",
-        "table_id": f"{table.id:#018x}",
-        "exponent_bits": table.exponent_bits,
-        "n_coded_exponents": sum(length > 0 for length in lengths),
-        "escape_code_bits": escape or None,
+        "kind": "Huffman table", "table_id": f"{table.id:#018x}", "exponent_bits": table.exponent_bits,
+        "n_coded_exponents": sum(length > 0 for length in lengths), "escape_code_bits": escape or None,
         "longest_code_bits": max(*lengths, escape),
-    }
+    }  # fmt: skip
 
 
 def _inspect_zip(path: Path) -> dict[str, Any]:
@@ -153,13 +150,12 @@ def _inspect_gradients(path: Path) -> dict[str, Any]:
     from gradwire_lab.workloads.gradients import load_gradients
 
     file = load_gradients(path)
+    optimizer, hyper = (file.state.optimizer, file.state.hyper) if file.state else (f"none ({file.missing})", {})
     return {
-        "kind": "gradient file",
-        "n_elements": file.gradient.size,
+        "kind": "gradient file", "n_elements": file.gradient.size,
         "share_of_zeros": float((file.gradient == 0).mean()) if file.gradient.size else 0.0,
-        "optimizer": file.state.optimizer if file.state is not None else f"none ({file.missing})",
-        **({f"optimizer_{key}": value for key, value in file.state.hyper.items()} if file.state is not None else {}),
-    }
+        "optimizer": optimizer, **{f"optimizer_{key}": value for key, value in hyper.items()},
+    }  # fmt: skip
 
 
 def _inspect_torch_file(path: Path) -> dict[str, Any]:

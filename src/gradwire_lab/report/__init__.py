@@ -57,8 +57,7 @@ class LoggedRun:
 
 def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[LoggedRun], dict[str, list[Record]]]:
     """Read run folders, bench JSON files, and folders that hold either: runs, and records by kind (`BENCH_FIELDS`).
-    Raises: InvalidArgument (nothing given, missing or to report), CorruptMessage (a file is not what its name
-    promises)."""
+    Raises: InvalidArgument (nothing given, missing or to report), CorruptMessage (a file is not what its name promises)."""
     if not paths:
         raise InvalidArgument("a report needs at least one run folder or bench JSON file")
     runs: list[LoggedRun] = []

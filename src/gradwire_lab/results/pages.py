@@ -46,11 +46,11 @@ class Book:
     systems: Mapping[str, str]  # {name: title}, a page each, in order
     snippets: Mapping[str, tuple[str, Table]]  # {name: (experiment's key, table)} for marks in other pages
     left_out: Mapping[tuple[str, str], Coverage]  # {(paper, figure): where it stands, if no experiment gives it}
-    code: Callable[[str], str]  # the digest of the sources that the records of a measure, by name, depend on
+    code: Callable[[Experiment], str]  # the digest of the sources that its records depend on
 
     def shown(self, experiment: Experiment, where: Mapping[str, object] | None = None) -> Shown | None:
         """Of an experiment's records, those of `where`: the current ones of a machine, else all of one that are known."""
-        code = self.code(experiment.measure)
+        code = self.code(experiment)
         asked = {
             name_of(experiment, cell): (experiment.settings(cells), code)
             for cells in experiment.groups()
@@ -164,7 +164,7 @@ class Book:
             for one in mine
             if one.key in known
         ]
-        for most_rows in range(30, 1, -1):
+        for most_rows in range(12, 1, -1):
             sections = [
                 self._section(one, shown, _cut(grid, most_rows), pictures.get(one.key)) for one, shown, grid in grids
             ]

@@ -6,6 +6,8 @@ import hashlib
 import re
 from pathlib import Path
 
+from gradwire.schemes.auto.fidelity import NEVER
+
 SOURCES = Path(__file__).resolve().parents[2]
 PACKAGES = ("gradwire", "gradwire_lab")
 # What cannot change a measured number: what is shown of it, what is asked, and in which order.
@@ -13,36 +15,46 @@ _NOT_MEASURING = tuple(
     f"gradwire_lab/{name}" for name in ("results/", "report/", "cli/", "bench/catalogue/", "bench/runner.py")
 )
 _IN_NO_RANK = ("gradwire_lab/simulator/", "gradwire_lab/bench/measures/")  # unless what runs there imports it
+_SCHEMES = SOURCES / "gradwire" / "schemes" / "__init__.py"
 _CORE = SOURCES / "gradwire" / "_native.pyi"
 _DATA = {".json", ".npz", ".hpp", ".cu"}
 _DOTTED = re.compile(r"gradwire(?:_lab)?(?:\.\w+)+")
 
 
 @functools.cache
-def source_hash(module: str, without: str = "") -> str:
-    """A digest of every file that `module` depends on, `without` the one of this name, which it writes itself."""
+def source_hash(module: str, without: str = "", settings: str = "") -> str:
+    """A digest of every file that `module` depends on as it is asked, `without` the one of this name, which it writes."""
     digest = hashlib.sha256()
-    for path in files_of(module):
+    for path in files_of(module, unused_schemes(settings)):
         name = path.relative_to(SOURCES.parent).as_posix()
         if path.name != without:
             digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
+def unused_schemes(settings: str) -> tuple[str, ...]:
+    """Where those schemes lie that `auto` never tries and `settings`, a text, do not name."""
+    said = {"auto", *re.findall(r"[\w-]+", settings.replace("broadcast", "aqgb"))}  # which lie together
+    homes = [f"gradwire/schemes/{name.replace('-', '_')}" for name in NEVER if settings and name not in said]
+    return tuple(home + end for home in homes for end in (".py", "/"))
+
+
 @functools.cache
-def files_of(module: str) -> list[Path]:
+def files_of(module: str, unused: tuple[str, ...] = ()) -> list[Path]:
     """The files that `module` depends on, those of rooms that only show results left out. These are the modules that it
     imports, directly or not, or names in a registry, the data files beside them, and the sources of the C++ core where
-    one of them uses it. What starts a process of its own depends on everything that can run there."""
+    one of them uses it. What starts a process of its own depends on everything that can run there, but for `unused` rooms."""
     found, waiting = set[Path](), [path for path in [_file(module)] if path]
+    elsewhere = (*_IN_NO_RANK, *unused)
     while waiting:
         path = waiting.pop()
         if path not in found and not _lies_in(_NOT_MEASURING, path):
             found.add(path)
             used, starts_a_process = _used(path)
             if starts_a_process:
-                waiting += [_CORE, *(one for one in SOURCES.rglob("*.py") if not _lies_in(_IN_NO_RANK, one))]
-            waiting += [one for name in used if (one := _file(name))]
+                waiting += [_CORE, *(one for one in SOURCES.rglob("*.py") if not _lies_in(elsewhere, one))]
+            named = [one for name in used if (one := _file(name))]
+            waiting += [one for one in named if path != _SCHEMES or not _lies_in(unused, one)]
     if _CORE in found:
         # The core by its sources where they are there, since the same sources do not give the same binary everywhere.
         native = SOURCES.parent / "native"
@@ -55,6 +67,7 @@ def _lies_in(rooms: tuple[str, ...], path: Path) -> bool:
     return path.is_relative_to(SOURCES) and path.relative_to(SOURCES).as_posix().startswith(rooms)
 
 
+@functools.cache
 def _used(path: Path) -> tuple[list[str], bool]:
     """The dotted names that a module imports or holds as strings, and whether it starts `python -m` something."""
     names, starts_a_process = [], False

@@ -1,13 +1,13 @@
 """The mean over the ranks of tensors in one buffer, compressed: by push and pull, or round a ring.
 
-Both write what this rank's encodings lost into `left_out`. Every value is encoded once by every rank: what it pushes to
-an owner, or, at the owner, the sum; in the ring, the partial sum that it hands on. What is not finite travels as the codec
-has it.
+Both write what this rank's encodings lost into `left_out`. Every value is encoded once by every rank: what it pushes to an
+owner, or, at the owner, the sum; in the ring, the partial sum that it hands on. What is not finite travels as the codec has it.
 """
 
 import itertools
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,24 +31,29 @@ _PULL_BYTES_AHEAD = 2 << 20
 class CutSelection(Selection):
     """The tensors of one bucket layout that one codec takes, and how their values are cut over the ranks.
 
-    Args:
-        keeps_places: bit_buf is laid out as the bucket, with gaps where raw tensors lie, so that it can be the bucket.
-
     Attributes:
+        keeps_places: bit_buf is laid out as the bucket, with gaps where raw tensors lie, so that it can be the bucket.
+        firsts: of each message, whose mean is NaN altogether if any of it was not finite; None: its values may differ in that.
         part_layout: of the compressed tensors as a bucket of their own; None: not made yet.
         n_bit_buf: values that bit_buf extends over: the compressed ones, and the gaps.
     """
 
-    def __init__(
-        self, bucket: Bucket, choice: Choice, codec: int, world_size: int, group_elements: int, keeps_places: bool
-    ) -> None:
+    def __init__(self, bucket: Bucket, choice: Choice, codec: int, world_size: int, exchange: "FusedExchange") -> None:
         codecs = iter(choice)
-        super().__init__(bucket, lambda *_: next(codecs) == codec, keeps_places)
-        self.codec, self.keeps_places, self.dtype = codec, keeps_places, bucket.buffer.dtype
-        self.n_bit_buf = bucket.n_elements if keeps_places else self.n_compressed
+        super().__init__(bucket, lambda *_: next(codecs) == codec, exchange.adds_residual)
+        self.codec, self.keeps_places, self.dtype = codec, exchange.adds_residual, bucket.buffer.dtype
+        self.n_bit_buf = bucket.n_elements if self.keeps_places else self.n_compressed
         spans = [(span.fused, span.fused + span.n_elements) for span in self.compressed]
-        self.cut = Cut(spans, world_size, group_elements)
+        self.cut = Cut(spans, world_size, exchange.group_elements)
+        self.firsts = _firsts_of(self.cut) if exchange.is_flagged and self.dtype == torch.float32 else None
         self.part_layout: Layout | None = None
+
+
+def _firsts_of(cut: Cut) -> Tensor:
+    """(pieces,) int64: where each piece begins."""
+    groups = [group for part in cut.groups for group in part]
+    starts = [np.cumsum([group.start, *map(abs, group.sizes[:-1])])[np.array(group.sizes) > 0] for group in groups]
+    return torch.from_numpy(np.concatenate(starts))
 
 
 class FusedExchange:
@@ -60,12 +65,14 @@ class FusedExchange:
 
     Attributes:
         adds_residual: whether a residual is added as the values are encoded.
+        is_flagged: whether a message in host memory that was not finite is NaN altogether.
     """
 
     def __init__(self, wire: Wire, codec: Codec, topology: str, pull: str, group_elements: int) -> None:
-        self._codec, self._topology, self._group_elements = codec, topology, group_elements
+        self._codec, self._topology, self.group_elements = codec, topology, group_elements
         self._pulls_raw = pull == "raw"
         self.adds_residual = topology == "server" and isinstance(codec, Quantised)
+        self.is_flagged = self.adds_residual and not self._pulls_raw and not wire.on_device
         self._on_device: DevicePieces | None = None
         if isinstance(wire, DeviceWire):
             assert isinstance(codec, Quantised)
@@ -117,7 +124,7 @@ class FusedExchange:
             drawn: dict[str, Any] = {"first_step": draw} if isinstance(self._codec, Quantised) else {}
             mean_through_codec(
                 wire, self._codec, values, importance,
-                chunk_elements=self._group_elements, left_out=lost.zero_(), **drawn,
+                chunk_elements=self.group_elements, left_out=lost.zero_(), **drawn,
             )  # fmt: skip
         if left_out is not None and loss_scale != 1.0:
             wire.divide(left_out, loss_scale)

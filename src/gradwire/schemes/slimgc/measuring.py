@@ -203,9 +203,8 @@ class Measuring:
             self._under_way.append((n, mode, [send(self._sample[:n], mode) for _ in range(repeats)]))
 
     def conclude(self, communicate_s: float, communicator: Communicator) -> int | None:
-        """Take the times of what was sent after the step that ended last, agree, or look at the network, as that step
-        has it. `communicate_s`: how long the buckets of that step communicated. Returns: the threshold, if there is a
-        new table."""
+        """Take the times of what was sent after the step that ended last, agree, or look at the network, as that step has it.
+        `communicate_s`: how long the buckets of that step communicated. Returns: the threshold, if there is a new table."""
         step, under_way, self._ended, self._under_way = self._ended, self._under_way, None, []
         for n, mode, reads in under_way:
             timed = sorted(read() for read in reads)
@@ -247,7 +246,7 @@ class Measuring:
         sizes = sorted(self._times)
         if not sizes:
             return None
-        measured = [[_mean(times) for times in zip(*self._times[size], strict=True)] for size in sizes]
+        measured = [[_typical(times) for times in zip(*self._times[size], strict=True)] for size in sizes]
         rows = torch.tensor(measured, dtype=torch.float64, device="cpu")
         communicator.all_reduce(rows, dist.ReduceOp.MAX)
         self._times.clear()
@@ -298,7 +297,7 @@ class Measuring:
         self._communicate_s = deque(map(float, state["communicate_s"]), self._communicate_s.maxlen)
 
 
-def _mean(times: Sequence[float | None]) -> float:
+def _typical(times: Sequence[float | None]) -> float:
+    """The median: a core that was taken once must not decide. What a clock does not resolve has taken some time, too."""
     values = [value for value in times if value is not None]
-    # A clock that does not resolve a transfer still says that it took some time.
-    return max(statistics.fmean(values), 1e-9) if values else 0.0
+    return max(statistics.median(values), 1e-9) if values else 0.0

@@ -223,21 +223,21 @@ class SlimGC(Compressed):
 
     def _reduce_on_lane(self, bucket: Bucket) -> torch.futures.Future | None:
         """Reduce one bucket; or return the future of its mean, for which the lane need not wait."""
-        wire, preamble, summed = self.wire(bucket), self.preamble(bucket), None
+        wire, preamble = self.wire(bucket), self.preamble(bucket)
         if wire.world_size == 1:
             return None
         if self._has_loaded:  # the layout may have been compared before, with the table that was there then
             self._has_loaded = False
             compare_preambles(wire.communicator, preamble, bucket.record)
-        if bucket.is_last:
-            self._check.start(preamble, bucket.record)
-            if wire.on_device:
-                self._check.fail_early()
         if isinstance(self._clock, HostClock):
             self._clock.begin_bucket(bucket.record)
         with bucket.at_work():
-            if bucket.n_elements:
-                summed = self._reduce_by_plan(bucket, self._plan_of(bucket), wire)
+            plan = self._plan_of(bucket) if bucket.n_elements else None
+            if bucket.is_last and (wire.on_device or plan is None or not plan.parts):  # else messages say it
+                self._check.start(preamble, bucket.record)
+                if wire.on_device:
+                    self._check.fail_early()
+            summed = None if plan is None else self._reduce_by_plan(bucket, plan, wire)
             if isinstance(wire, DeviceWire) and bucket.is_last:
                 flags = wire.flags.clone()  # what probes find is thrown away with them
                 self._probe(bucket.step)
@@ -262,9 +262,9 @@ class SlimGC(Compressed):
                 if bucket.layout_hash not in self._choices:  # buckets have changed
                     self._measuring.is_requested = True
                 choice = self._choices.get(bucket.layout_hash, (0,) * len(sizes))
-            world_size, at_a_time = self.session.communicator.world_size, self._exchanging["group_elements"]
-            parts = [  # what is encoded where it lies need not lie together; the ring wants it so
-                CutSelection(bucket, choice, codec, world_size, at_a_time, self._exchanges[codec - 1].adds_residual)
+            world_size = self.session.communicator.world_size
+            parts = [
+                CutSelection(bucket, choice, codec, world_size, self._exchanges[codec - 1])
                 for codec in sorted({*choice} - {0})
             ]
             plan = self._plans[bucket.index] = ChosenCodecs(bucket, threshold, sizes, choice, parts)
@@ -299,13 +299,13 @@ class SlimGC(Compressed):
         with wire.timing("encode"):
             part = self._part_of(bucket, plan.parts[0], wire)
             self._flush_residuals(bucket, plan, wire)
-            fp_buf = wire.scratch("fp_buf", plan.n_raw + 1, bucket.buffer.dtype)  # the small tensors / N, and a 0
-            fp_buf[plan.n_raw :].zero_()
+            fp_buf = wire.scratch("fp_buf", plan.n_raw, bucket.buffer.dtype)  # the small tensors / N
             for run in plan.raw_runs:
                 run.in_fused(fp_buf).copy_(run.in_bucket(bucket.buffer))
             fp_buf.mul_(1.0 / wire.world_size)
         # In host memory small tensors travel beside the large ones; on a device all is timed in one order.
-        finish_raw = None if wire.on_device else wire.start_sum(fp_buf)
+        start_raw = functools.partial(wire.start_sum_of_few, fp_buf, 4 * plan.n_compressed)
+        finish_raw = start_raw() if plan.n_raw and not wire.on_device else None
         for cut in plan.parts:
             if cut is not plan.parts[0]:
                 wire.communicator.run_deferred()
@@ -318,7 +318,7 @@ class SlimGC(Compressed):
         if finish_raw is not None:
             finish_raw()
         elif plan.n_raw:
-            wire.sum(fp_buf)
+            start_raw()()
         wire.note(wire.all_finite(fp_buf))
         for run in plan.raw_runs:
             run.in_bucket(bucket.buffer).copy_(run.in_fused(fp_buf))
@@ -389,10 +389,11 @@ class SlimGC(Compressed):
                 mean = run.in_bucket(bucket.buffer)
                 if part.buffer is not bucket.buffer:
                     mean.copy_(run.in_fused(part.buffer))
-                if not wire.on_device:  # there the messages say so
+                if plan.firsts is None and not wire.on_device:  # there the messages say so
                     wire.note(wire.all_finite(mean))
-
-    # ---- the end of a step
+            if plan.firsts is not None:
+                firsts = wire.scratch("firsts", plan.firsts.numel())
+                wire.note(wire.all_finite(torch.index_select(part.buffer, 0, plan.firsts, out=firsts)))
 
     def end_step(self, step: int) -> None:
         under_way, self._under_way = self._under_way, []
@@ -447,25 +448,12 @@ class SlimGC(Compressed):
                 self.session.communicator.submit(lambda: None).wait()
         return watch.total_ns
 
-    # ---- what ranks compare
-
     def preamble(self, bucket: Bucket) -> Preamble:
         return super().preamble(bucket)._replace(configuration=self._shared_hash())
 
     def _shared_hash(self) -> int:
         """32 bits over the options and the threshold: ranks with different tables must not meet in a collective."""
         return zlib.crc32(repr((self.configuration_hash, self._threshold)).encode())
-
-    # ---- between steps
-
-    def remeasure(self) -> None:
-        """Have the table measured again, by all ranks, at the next look at the network (`drift_every` steps). Raises:
-        InvalidArgument (the threshold was given, or drift_every=0: no rank would look)."""
-        if self.threshold_bytes is not None or not self._measuring.drift_every:
-            raise InvalidArgument(
-                "there is no table to measure again: leave threshold_bytes out, and let drift_every be more than 0"
-            )
-        self._measuring.is_requested = True
 
     def stats(self) -> dict[str, Any]:
         """The threshold in bytes, its table (Fig. 6), and what the decisions came to at the last step."""

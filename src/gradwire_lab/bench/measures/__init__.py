@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradwire.errors import InvalidArgument
-from gradwire_lab.results.experiment import Cell
+from gradwire_lab.results.experiment import Cell, Experiment
 from gradwire_lab.results.records import Record
 from gradwire_lab.results.sources import source_hash
 
@@ -88,7 +88,7 @@ def by_name(name: str) -> Measure:
     return found
 
 
-def code_of(name: str) -> str:
-    """The digest of the sources that a measure's records depend on."""
-    module = _MEASURES[name].partition(":")[0]
-    return source_hash(f"gradwire_lab.bench.measures.{module}", WRITES.get(name, ""))
+def code_of(asked: Experiment) -> str:
+    """The digest of the sources that its records depend on."""
+    module, without = _MEASURES[asked.measure].partition(":")[0], WRITES.get(asked.measure, "")
+    return source_hash(f"gradwire_lab.bench.measures.{module}", without, f"{asked.fixed} {asked.axes}")

@@ -26,7 +26,7 @@ def list_experiments(args: argparse.Namespace) -> int:
     left: list[ExperimentRun] = []
     n_stale = 0
     for experiment in chosen:
-        code, runs = code_of(experiment.measure), [ExperimentRun(experiment, cells) for cells in experiment.groups()]
+        code, runs = code_of(experiment), [ExperimentRun(experiment, cells) for cells in experiment.groups()]
         known = [states_of(experiment, Store(store.folder, name).read(experiment.key), code) for name in names]
         # Of the machine where most is current: a page shows those of one.
         states = max(known, key=lambda one: (one.count("current"), one.count("stale")), default=["never"] * len(runs))

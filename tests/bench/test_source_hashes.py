@@ -30,7 +30,7 @@ def test_what_starts_ranks_depends_on_everything_that_can_run_there() -> None:
     itself = {"src/gradwire_lab/bench/measures/commands.py", "src/gradwire_lab/bench/measures/trainings.py"}
     assert names_of(f"{MEASURES}.commands") - itself == trained - itself
     assert not {name for name in trained if "gradwire_lab/simulator/" in name or name.endswith("bench/runner.py")}
-    assert "src/gradwire_lab/simulator/simulation.py" in names_of(f"{MEASURES}.reality"), "it predicts, and trains"
+    assert "src/gradwire_lab/simulator/schemes/measured.json" in names_of(f"{MEASURES}.reality"), "it predicts"
 
 
 def test_registries_lead_to_what_they_name_and_data_counts() -> None:

@@ -34,7 +34,8 @@ def source_hash(module: str, without: str = "", settings: str = "") -> str:
 
 def unused_schemes(settings: str) -> tuple[str, ...]:
     """Where those schemes lie that `auto` never tries and `settings`, a text, do not name."""
-    said = {"auto", *re.findall(r"[\w-]+", settings.replace("broadcast", "aqgb"))}  # which lie together
+    # `auto` itself always counts, which is the default; aqgb and broadcast lie in one folder.
+    said = {"auto", *re.findall(r"[\w-]+", settings.replace("broadcast", "aqgb"))}
     homes = [f"gradwire/schemes/{name.replace('-', '_')}" for name in NEVER if settings and name not in said]
     return tuple(home + end for home in homes for end in (".py", "/"))
 

@@ -195,6 +195,8 @@ class Reducer:
                     check_gradient(buffer, on_any_device=True)
                 layout = self._layouts[index] = Layout(buffer, tuple(map(slot_of, slots)), offsets)
                 is_known = (index, layout.hash) in self._compared
+            if self._op == "sum":  # the mean of N times as much: what a scheme does need not be linear
+                buffer.mul_(self.communicator.world_size)
             if self.scheme.carries_residuals:
                 self.scheme.add_residuals(layout.slots, [buffer[start:end] for start, end in layout.spans])
             bucket = self._bucket(buffer, layout, index=index, step=step, is_last=is_last, record=record)
@@ -253,9 +255,6 @@ class Reducer:
         """On the lane or the backend's thread: hand the mean, or whatever there is in case of an error, to the door."""
         try:
             done.wait()
-            if self._op == "sum":
-                with bucket.at_work():
-                    bucket.buffer.mul_(self.communicator.world_size)
             # A scheme that owns the step leaves DDP its own gradient; the last one may say that a peer's was not finite.
             is_changed = not self.scheme.owns_step or (self.session.has_scaler and bucket.is_last)
             if bucket.staged is not None and is_changed:
@@ -331,6 +330,8 @@ class Reducer:
                 takes it; one with residuals needs a state for all ranks.
         Raises: InvalidArgument, IncompatibleVersion, CorruptMessage (not such a state at all).
         """
+        if state == checkpoint.ALONE:
+            return
         communicator = self.communicator
         if isinstance(state, dict) and "ranks" in state:  # of all ranks
             state = checkpoint.state_for(state, self.scheme.per_rank_state, communicator.world_size, communicator.rank)
@@ -347,10 +348,14 @@ class Reducer:
         self.flush()
         self.wait_until_idle()
         successor.bind(self.session)  # the old scheme stays if this raises
-        self.scheme.hand_over()
+        if self.session.wire.on_device or self.session.device_wire is not None:
+            torch.accelerator.synchronize()  # schemes have streams of their own
+        left, own = self.scheme.hand_over(), {*self.slots.values()}
         self.scheme.close()
         self.scheme.unbind()
         self.scheme = successor
+        if not successor.needs_momenta:  # what two levels leave is of slices
+            self.session.feedback.give({slot: kept for slot, kept in left.items() if slot in own})
         successor.take_over()
         successor.begin_at(self.step)
         self.forget_layouts()

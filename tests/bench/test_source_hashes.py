@@ -49,10 +49,13 @@ def test_a_measure_does_not_depend_on_what_it_writes_itself() -> None:
     assert code_of("simulator-sizes") != code_of("reality") == sources.source_hash(f"{MEASURES}.reality", "", said)
 
 
-def test_a_scheme_that_auto_never_tries_counts_where_it_is_named() -> None:
-    assert code_of("training", "plain") == code_of("training", "auto") != code_of("training", "slimgc:codec=raw")
-    names = [{*sources.files_of(f"{MEASURES}.trainings", sources.unused_schemes(said))} for said in ("broadcast", "")]
-    assert {path.stem for path in names[1] - names[0]} > {"dgc", "one_bit_adam", "measuring"}
+def test_a_scheme_counts_where_it_is_named_or_auto_may_try_it() -> None:
+    assert code_of("training", "plain") != code_of("training", "auto") == code_of("training", "two-level:scheme=gcomp")
+    asked = [sources.unused_schemes(said) for said in ("auto", "one-bit", "dgc", "slimgc", "")]
+    schemes = {"plain", "sign_sgd", "quantisers", "fidelity", "dgc", "measuring", "one_bit_adam"}
+    found = [schemes & {one.stem for one in sources.files_of(f"{MEASURES}.trainings", unused)} for unused in asked]
+    assert found[:2] == [{"plain", "sign_sgd", "quantisers", "fidelity"}, {"quantisers"}]
+    assert found[2:] == [{"dgc"}, {"measuring", "plain"}, schemes], "what slimgc imports comes with it"
 
 
 def test_digest_follows_a_changed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,8 +67,8 @@ def test_digest_follows_a_changed_file(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sources, "SOURCES", tmp_path / "src")
 
     def digest() -> str:
-        sources.source_hash.cache_clear()
-        sources.files_of.cache_clear()
+        for cached in (sources.source_hash, sources.files_of, sources._code):
+            cached.cache_clear()
         return sources.source_hash("gradwire_lab.one")
 
     digests = [digest()]
@@ -73,5 +76,7 @@ def test_digest_follows_a_changed_file(tmp_path: Path, monkeypatch: pytest.Monke
         (package / f"{name}.py").write_text(f"{name} = 1\n" + (package / f"{name}.py").read_text())
         digests.append(digest())
     assert len(set(digests)) == 4
+    (package / "two.py").write_text('"""Said anew."""\n\ntwo = 1  # as before\n')
+    assert digest() == digests[-1]
     (package / "apart.py").write_text("apart = 1\n")
     assert digest() == digests[-1]

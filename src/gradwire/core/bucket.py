@@ -257,3 +257,10 @@ def flatten_like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if values.stride() != parameter.stride():
         values = torch.empty_like(parameter, dtype=values.dtype, device=values.device).copy_(values)
     return values.as_strided((values.numel(),), (1,))
+
+
+def shape_like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The inverse of `flatten_like`: a view of `flat` (n,), as a DDP bucket holds a gradient, in the shape of `parameter`."""
+    if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return flat.view(parameter.shape)
+    return flat.as_strided(parameter.shape, parameter.stride())

@@ -9,8 +9,10 @@ import torch
 from gradwire.core.feedback import redistribute
 from gradwire.errors import CorruptMessage, GradwireError, IncompatibleVersion, InvalidArgument
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.preamble import call_together
 
 STATE_VERSION = 1
+ALONE = {"alone": True}  # the state of one rank by itself: there is nothing in it to go on with
 _CURE = "pass what attachment.state_dict() returned"
 _FIELDS = {"version": int, "scheme": str, "configuration": dict, "world_size": int, "rank": int, "step": int}
 
@@ -112,7 +114,7 @@ def gather(state: dict[str, Any], communicator: Communicator) -> dict[str, Any]:
     own = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
     def exchange() -> list[torch.Tensor]:
-        sizes = communicator.all_gather(torch.tensor([own.numel()], dtype=torch.int64, device="cpu")).view(-1).tolist()
+        sizes = call_together(communicator, "state_dict", own.numel())
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: own.numel()] = own
         return [theirs[:size] for theirs, size in zip(communicator.gather(padded), sizes, strict=False)]

@@ -169,6 +169,11 @@ class Feedback:
         self.clear()
         return taken
 
+    def give(self, taken: Mapping[Slot, Tensor]) -> None:
+        """Begin with what `take` gave."""
+        self.clear()
+        self._current = dict(taken)
+
     def divide(self, by: float) -> None:
         """Divide all residuals: they were kept without a loss scale that there was."""
         for kept in self._by_slot().values():
@@ -193,8 +198,7 @@ class Feedback:
                     "Load the checkpoint into the model that wrote it."
                 )
             loaded[slot] = residual.detach().reshape(-1).clone()
-        self.clear()
-        self._current = loaded
+        self.give(loaded)
 
 
 def _is_used(room: Tensor, residuals: Iterable[Mapping[Any, Tensor | None]]) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from gradwire.core.bucket import SUPPORTED_DTYPES, Slot, cut_into_buckets, local_of, offsets_of
+from gradwire.core.bucket import SUPPORTED_DTYPES, Slot, cut_into_buckets, local_of, offsets_of, shape_like
 from gradwire.errors import InvalidArgument
 from gradwire.telemetry.stopwatch import Stopwatch
 
@@ -18,7 +18,7 @@ class FlatBucket:
         *self.offsets, n = offsets_of(slots)
         self.values = torch.zeros(n, dtype=dtype, device=device)
         self.places = {
-            slot.name: self.values[start : start + slot.numel()].view(slot.shape)
+            slot.name: _place(slot, self.values[start : start + slot.numel()])
             for slot, start in zip(slots, self.offsets, strict=True)
         }
 
@@ -85,3 +85,9 @@ class AllReduceWork:
                 future.wait()
             self._finish(waited.elapsed_ns)
             self._futures, self._finish = [], lambda _: None  # which held the tensors
+
+
+def _place(slot: Slot, part: torch.Tensor) -> torch.Tensor:
+    """In the slot's shape, and in the memory order in which schemes read its parameter and the optimizer's state."""
+    own = None if slot.parameter is None else local_of(slot.parameter)
+    return part.view(slot.shape) if own is None or own.shape != slot.shape else shape_like(part, own)

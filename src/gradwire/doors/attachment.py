@@ -14,12 +14,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
+from gradwire.core import checkpoint
 from gradwire.core.optimizers import Optimizers
 from gradwire.doors import fsdp2
 from gradwire.doors.gradients import GradientState
 from gradwire.doors.hook import Copied, HookState, ddp_hook
 from gradwire.doors.shards import ShardState
-from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.registry import parse_spec
 from gradwire.schemes import Scheme
@@ -67,7 +68,7 @@ Attachment = Reducer
 class Alone(Reducer):
     """An attachment that does nothing, so that a script for several ranks runs unchanged on one.
 
-    `state_dict` is empty, and `load_state_dict` takes whatever other runs have saved, of which one rank needs nothing.
+    Several ranks that load its `state_dict` begin anew, and `load_state_dict` takes whatever other runs have saved.
     """
 
     def __init__(self, scheme: Scheme) -> None:
@@ -78,7 +79,10 @@ class Alone(Reducer):
         return {"scheme": self.scheme.name, "world_size": 1}
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
-        return {}
+        return dict(checkpoint.ALONE)
+
+    def fail(self, error: BaseException) -> GradwireError:
+        return GradwireError(str(error))  # and nobody is to be told
 
     def _do_nothing(self, *given: Any, **options: Any) -> None:
         """One rank has nothing to wait for, to load or to switch."""

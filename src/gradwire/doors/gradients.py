@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire import _native
-from gradwire.core.bucket import Slot, check_trained, cut_into_buckets, local_of
+from gradwire.core.bucket import Slot, check_trained, cut_into_buckets, flatten_like, local_of
 from gradwire.core.named_tensors import FlatBucket
 from gradwire.doors import fsdp2
 from gradwire.doors.passes import BackwardPass
@@ -160,8 +160,13 @@ class GradientState(Reducer):
         for bucket, missing in self._homes[len(self._sent) :]:
             if missing and only_full:
                 return
-            for slot in missing:  # not used in this pass on this rank
-                bucket.places[slot.name].zero_()
+            for (
+                slot
+            ) in missing:  # not used in this pass on this rank: what earlier ones have added up goes, as DDP's does
+                if (kept := _parameter(slot).grad) is None:
+                    bucket.places[slot.name].zero_()
+                else:
+                    bucket.places[slot.name].copy_(local_of(kept.detach()))
             index, is_last = len(self._sent), bucket is self._homes[-1].bucket
             self._sent.append(self.reduce(bucket.values, bucket.slots, bucket.offsets, index, is_last))
 
@@ -209,7 +214,8 @@ def check_equal(reducer: Reducer, tensors: Mapping[str, torch.Tensor]) -> None:
     """Nobody has made the replicas equal, as DDP does. Where they are not, closes the reducer and raises on all ranks."""
     crc = 0
     for tensor in tensors.values():
-        values = local_of(tensor.detach()).cpu().contiguous().view(-1).view(torch.uint8)
+        own = local_of(tensor.detach()).cpu()
+        values = flatten_like(own, own).view(torch.uint8)  # as it lies: buckets are laid out so
         crc = _native.crc32c(values, crc)
     communicator, mine = reducer.communicator, torch.tensor([crc], dtype=torch.int64, device="cpu")
     crcs = communicator.submit(communicator.all_gather, mine).wait().view(-1).tolist()

@@ -12,6 +12,7 @@ from each step.
 """
 
 import contextlib
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradwire import checks
 from gradwire.core.bucket import inner_of, local_of, named_parameters
 from gradwire.core.named_tensors import AllReduceWork
 from gradwire.core.optimizers import Optimizers
@@ -89,6 +91,8 @@ class LocalSgd:
         feedback_decay: float = 1.0,
         **options: Any,
     ) -> None:
+        for name, number, least in (("every", every, 1), ("fragments", fragments, 1), ("delay", delay, 0)):
+            checks.count(name, number, least)
         if not 1 <= fragments <= every or not 0 <= delay < every // fragments:
             raise InvalidArgument(
                 "every must be at least fragments, that at least 1, and delay from 0 to every // fragments - 1, got "
@@ -105,9 +109,11 @@ class LocalSgd:
         self._every, self._delay, self._count = every, delay, 0
         self._ends = [every * (number + 1) // fragments for number in range(fragments)]  # of the fragments' exchanges
         self._module, self._named = inner_of(module), named_parameters(module)
+        if odd := [name for name, parameter in self._named.items() if parameter.is_complex()]:
+            raise Unsupported(f"parameter {odd[0]} is complex: keep its real and imaginary part as two parameters")
         # On the host and in float32: the outer step comes once in H, and needs no memory of the device.
         self._anchors: dict[str, nn.Parameter] = {}
-        self._anchor_trained()
+        self._anchor(name for name, parameter in self._named.items() if parameter.requires_grad)
         self._outer = outer(list(self._anchors.values()))
         momentum = max(float(group.get("momentum", 0.0)) for group in self._outer.param_groups)
         forced = _fit_scheme(scheme, momentum)
@@ -137,11 +143,18 @@ class LocalSgd:
                 watch_scalers(one, functools.partial(self._after_scaler, one)),
             ]
 
-    def _anchor_trained(self) -> list[nn.Parameter]:
-        """Anchor what trains and has no anchor: before the first step that changes it, when all ranks have the same."""
-        new = {n: p for n, p in self._named.items() if p.requires_grad and n not in self._anchors}
-        self._anchors.update({name: nn.Parameter(_on_host(p).clone()) for name, p in new.items()})
-        return [self._anchors[name] for name in new]
+    def _anchor(self, names: Iterable[str]) -> list[nn.Parameter]:
+        """Anchor these parameters where they are not, in the module's order, by which states name them. Returns: new ones."""
+        made = {name: nn.Parameter(_on_host(self._named[name]).clone()) for name in names if name not in self._anchors}
+        anchors = self._anchors | made
+        self._anchors = {name: anchors[name] for name in self._named if name in anchors}
+        return list(made.values())
+
+    def _anchor_later(self, names: Iterable[str]) -> None:
+        if made := self._anchor(names):
+            order = {anchor: number for number, anchor in enumerate(self._anchors.values())}
+            stepped = self._outer.param_groups[0]["params"]
+            stepped[:] = sorted([*stepped, *made], key=lambda anchor: order[anchor])
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._stepped:
@@ -149,7 +162,8 @@ class LocalSgd:
         if not self._is_compared:
             self._is_compared = True
             check_equal(self.reducer, self._anchors)
-        self._outer.param_groups[0]["params"] += self._anchor_trained()
+        # Before the first step that changes it, when all ranks have the same.
+        self._anchor_later(name for name, parameter in self._named.items() if parameter.requires_grad)
 
     def _after_scaler(self, optimizer: torch.optim.Optimizer, scaler: Any, has_stepped: bool) -> None:
         if not has_stepped:
@@ -261,7 +275,7 @@ class LocalSgd:
         return {
             "count": self._count,
             "anchors": {name: anchor.detach().clone() for name, anchor in self._anchors.items()},
-            "outer": self._outer.state_dict(),
+            "outer": copy.deepcopy(self._outer.state_dict()),
             "reducer": self.reducer.state_dict(),
         }
 
@@ -270,19 +284,20 @@ class LocalSgd:
         anchors = state.get("anchors") if isinstance(state, dict) else None
         if (
             not isinstance(anchors, dict)
-            or anchors.keys() != self._anchors.keys()
-            or any(anchors[name].shape != anchor.shape for name, anchor in self._anchors.items())
+            or not self._anchors.keys() <= anchors.keys() <= self._named.keys()
+            or any(_shape(anchors, name) != local_of(self._named[name]).shape for name in anchors)
             or not isinstance(state.get("count"), int)
             or not 0 <= state["count"] < self._every
         ):
             raise CorruptMessage(
                 "this is not the state of a LocalSgd over this model: pass what its state_dict() returned"
             )
+        self._anchor_later(anchors)  # of a run that had unfrozen more
         before = {name: anchor.detach().clone() for name, anchor in self._anchors.items()}, self.reducer.state_dict()
         try:
             self.reducer.load_state_dict(state["reducer"])
             self._set_anchors(anchors)
-            self._outer.load_state_dict(state["outer"])  # which looks before it takes anything
+            self._outer.load_state_dict(copy.deepcopy(state["outer"]))  # which looks before it takes anything
         except Exception as error:
             self._set_anchors(before[0])
             self.reducer.load_state_dict(before[1])

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from gradwire.checks import count as check_count
-from gradwire.core.bucket import Bucket
+from gradwire.core.bucket import Bucket, shape_like
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
@@ -257,7 +257,9 @@ class Ahead(Scheme, StepOwner):
         if pending is not None:
             assert pending.frozen is not None
             gradients = {
-                parameter: bucket.buffer[offset : offset + parameter.numel()].view(parameter.shape).to(parameter.device)
+                parameter: shape_like(bucket.buffer[offset : offset + parameter.numel()], parameter).to(
+                    parameter.device
+                )
                 for bucket in pending.buckets
                 for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True)
             }

@@ -135,8 +135,9 @@ class Scheme(metaclass=ABCMeta):
     def take_over(self) -> None:
         """Called once bound and alone: a scheme that owns the step puts itself before the optimizer. Raises: Unsupported."""
 
-    def hand_over(self) -> None:
-        """Called before another scheme takes its place, between two steps: have what it did not send in the feedback."""
+    def hand_over(self) -> dict[Slot, torch.Tensor]:
+        """Called before another scheme takes its place, between two steps: give away what it did not send of gradients."""
+        return {} if self.needs_momenta else self.session.feedback.take()
 
     def end_backward(self, step: int) -> int:
         """Called on the training thread when DDP has ended a backward pass. Returns: how long that thread stood still for this

@@ -39,11 +39,13 @@ class Plain(Scheme):
         communicator = self.session.communicator
         if communicator.world_size == 1:
             return None
+        if bucket.resident is None:
+            mean = start_plain_mean(communicator, bucket, self.wire_dtype, self._rounded)
+            if bucket.is_last:  # behind the sums: its hops would keep one of the backend's few threads from them
+                self._check.start(self.preamble(bucket), bucket.record)
+            return mean
         if bucket.is_last:
             self._check.start(self.preamble(bucket), bucket.record)
-        if bucket.resident is None:
-            return start_plain_mean(communicator, bucket, self.wire_dtype, self._rounded)
-        if bucket.is_last:
             self._check.fail_early()
         with bucket.at_work():
             self.wire(bucket).mean(bucket.buffer, self.wire_dtype)

@@ -27,7 +27,7 @@ from gradwire.wire.wire import Wire
 class _Cut:
     """One bucket layout, cut over the ranks of a node: each owner's pieces, and this rank's inner slots."""
 
-    def __init__(self, bucket: Bucket, size: int, own: int) -> None:
+    def __init__(self, bucket: Bucket, size: int, own: int, known: dict[str, Slot]) -> None:
         # (owner, start, end, place): elements `start` to `end` of the bucket lie from `place` on in their owner's share.
         self._pieces: list[tuple[int, int, int, int]] = []
         self.slots: list[Slot] = []
@@ -36,7 +36,8 @@ class _Cut:
         for slot, offset, n in tensors_of(bucket):
             for owner, (start, end) in enumerate(cut_rows(slot, n, size)):
                 if owner == own and slot is not None and start < end:
-                    self.slots.append(_slice(slot, start, end))
+                    made = _slice(slot, start, end)
+                    self.slots.append(known.setdefault(slot.name, made) if slot.name else made)
                     self.offsets.append(lengths[owner])
                 self._pieces.append((owner, offset + start, offset + end, lengths[owner]))
                 lengths[owner] += end - start
@@ -112,7 +113,11 @@ class TwoLevel(Scheme):
         except BaseException:
             self._close_groups()
             raise
-        self._inner_slots.clear()
+        self._inner_slots.clear()  # from now on this rank's slices
+        for name, slot in session.slots.items():
+            start, end = cut_rows(slot, slot.numel(), self._size)[self._own]
+            if start != end:
+                self._inner_slots[name] = _slice(slot, start, end)
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Sums on one lane, the inner scheme on its own, gathers on a third: buckets overlap."""
@@ -121,19 +126,22 @@ class TwoLevel(Scheme):
         self._n_begun += 1
         self._pending[number] = done
         if bucket.layout not in self._cuts:
-            made = self._cuts[bucket.layout] = _Cut(bucket, self._size, self._own)
-            self._inner_slots.update({slot.name: slot for slot in made.slots if slot.name})
+            self._cuts[bucket.layout] = _Cut(bucket, self._size, self._own, self._inner_slots)
         cut = self._cuts[bucket.layout]
         # The last one of the step before may still be gathered from: buckets keep their buffers apart by number.
         flat = torch.zeros(self._size, cut.n_share, dtype=bucket.buffer.dtype, device="cpu")
         share = torch.empty(cut.n_share, dtype=bucket.buffer.dtype, device="cpu")
+        place: Any = {"index": bucket.index, "step": bucket.step, "is_last": bucket.is_last}
+        own = Bucket(share[: cut.n_own], cut.slots, cut.offsets, record=bucket.record, **place)
+        if select := getattr(self.inner, "select", None):  # here, where all ranks know as many tensors
+            select.look_for_small(own)
 
         def sum_in_node() -> None:
             bucket.wait_for_all()
             timing = bucket.record.timing("communicate")
             for piece, shared in cut.views(bucket.buffer, flat):
                 torch.mul(piece, 1.0 / self._size, out=shared)
-            flat[:, -1] = bucket.buffer.sum() * 0  # 0, or NaN if any value is not finite
+            flat[:, -1] = bucket.buffer.sum(dtype=torch.float32) * 0  # 0, or NaN if any value is not finite
             self._sums.reduce_scatter_into(share, flat.view(-1))
             if cut.n_own and not bool(share[-1].isfinite()):
                 share[0] = float("nan")  # so that no share of a step that is not finite is kept
@@ -142,8 +150,6 @@ class TwoLevel(Scheme):
         def reduce_between() -> None:
             if bucket.index == 0:
                 self.inner.begin_step(bucket.step)
-            place: Any = {"index": bucket.index, "step": bucket.step, "is_last": bucket.is_last}
-            own = Bucket(share[: cut.n_own], cut.slots, cut.offsets, record=bucket.record, **place)
             reduced = self.inner.reduce(own)
             if bucket.is_last:
                 # Here and not in `end_step`, which runs on another lane and would overtake it.
@@ -196,6 +202,9 @@ class TwoLevel(Scheme):
     def end_backward(self, step: int) -> int:
         return self.inner.end_backward(step)
 
+    def divide_kept(self, by: float) -> None:
+        self._between.submit(self.inner.divide_kept, by).wait()
+
     def stats(self) -> dict[str, Any]:
         return {"inner": self.inner.name, **self.inner.stats()}
 
@@ -206,10 +215,6 @@ class TwoLevel(Scheme):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
         self._settle()
-        for name, slot in self.session.slots.items():  # no bucket has been seen yet
-            start, end = cut_rows(slot, slot.numel(), self._size)[self._own]
-            if start != end:
-                self._inner_slots.setdefault(name, _slice(slot, start, end))
         self.inner.load_state_dict(state)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import struct
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -60,7 +61,7 @@ class Preamble(NamedTuple):
 _ADVICE = {
     "format_version": "install the same gradwire on every host",
     "bucket": "every rank must run the same backward pass",
-    "scheme": "pass the same scheme to attach() on every rank",
+    "scheme": "pass the same scheme to attach() on every rank, and call switch() and state_dict(all_ranks=True) on all of them",
     "configuration": "pass the same options to the scheme, and optimizers of the same classes, on every rank",
     "layout": "every rank must hold the same model, with parameters of the same shapes in the same order",
     "step": "resume every rank from the same checkpoint, and call backward equally often on all of them",
@@ -77,10 +78,21 @@ def hash_configuration(name: str, configuration: dict[str, Any]) -> int:
 def compare_preambles(communicator: Communicator, mine: Preamble, record: BucketRecord, given: object = "") -> None:
     """Exchange preambles with all ranks, on the lane; a RankMismatch names the field and the ranks. `given`: this
     rank's optimizers, which are a part of the configuration, and said where it differs: it travels as a hash."""
+    record.count_exchanged(_LAYOUT.size * (communicator.world_size - 1))
+    _exchange(communicator, mine, Preamble._fields, given)
+
+
+def call_together(communicator: Communicator, what: str, number: int) -> list[int]:
+    """Every rank's number, where all call `what`; on the lane. A rank that trains meanwhile sends no more bytes than awaited,
+    which would end a process of the backend's. Raises: RankMismatch, PeerLost (after `timeout_s`)."""
+    mine = Preamble(FORMAT_VERSION, 0, what, 0, 0, 0, number)
+    return [one.n_elements for one in _exchange(communicator, mine, ("scheme",))]
+
+
+def _exchange(communicator: Communicator, mine: Preamble, fields: Iterable[str], given: object = "") -> list[Preamble]:
     packed = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
-    record.count_exchanged(packed.numel() * (communicator.world_size - 1))
     theirs = [Preamble.unpack(bytes(row.tolist())) for row in communicator.all_gather(packed)]
-    for field in Preamble._fields:
+    for field in fields:
         values = [getattr(preamble, field) for preamble in theirs]
         usual = Counter(values).most_common(1)[0][0]
         odd = [rank for rank, value in enumerate(values) if value != usual]
@@ -91,6 +103,7 @@ def compare_preambles(communicator: Communicator, mine: Preamble, record: Bucket
                 f"ranks disagree on {field} before bucket {mine.bucket} of step {mine.step}: {listing}; "
                 f"the others: {usual}. What to do: {_ADVICE[field]}{mine_is}."
             )
+    return theirs
 
 
 class StepCheck:

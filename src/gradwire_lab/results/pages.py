@@ -87,10 +87,8 @@ class Book:
         found: list[tuple[Path, Callable[[], str] | None]] = [
             (path, partial(to_svg, *what)) for path, what in drawn.items() if digest_in(path) != digest_of(*what)
         ]
-        is_other = {
-            path: not path.is_file() or path.read_text(encoding="utf-8") != text for path, text in texts.items()
-        }
-        found += [(path, partial(str, text)) for path, text in texts.items() if is_other[path]]
+        known = {path: path.read_text(encoding="utf-8") for path in texts if path.is_file()}
+        found += [(path, partial(str, text)) for path, text in texts.items() if known.get(path) != text]
         gone = set((self.root / "docs" / "results").glob("*")) - drawn.keys() - texts.keys()
         return found + [(path, None) for path in sorted(gone)]
 

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import re
 from pathlib import Path
+from tokenize import COMMENT, DEDENT, INDENT, NEWLINE, NL, STRING, generate_tokens
 
 from gradwire.schemes.auto.fidelity import NEVER
 
@@ -14,9 +15,14 @@ PACKAGES = ("gradwire", "gradwire_lab")
 _NOT_MEASURING = tuple(
     f"gradwire_lab/{name}" for name in ("results/", "report/", "cli/", "bench/catalogue/", "bench/runner.py")
 )
-_IN_NO_RANK = ("gradwire_lab/simulator/", "gradwire_lab/bench/measures/")  # unless what runs there imports it
+# Unless what runs there imports it.
+_IN_NO_RANK = tuple(f"gradwire_lab/{name}" for name in ("simulator/", "bench/measures/", "training/simulated.py"))
+_USES = ("gradwire/schemes/", "gradwire_lab/")
 _SCHEMES = SOURCES / "gradwire" / "schemes" / "__init__.py"
 _CORE = SOURCES / "gradwire" / "_native.pyi"
+# Settings with one of these may use schemes that they do not name.
+_ANY_SCHEME = re.compile("auto|two-level|shard|fsdp|hsdp")
+_HOMES = re.compile(r'"([\w-]+)": "gradwire\.schemes\.(\w+)')
 _DATA = {".json", ".npz", ".hpp", ".cu"}
 _DOTTED = re.compile(r"gradwire(?:_lab)?(?:\.\w+)+")
 
@@ -28,16 +34,32 @@ def source_hash(module: str, without: str = "", settings: str = "") -> str:
     for path in files_of(module, unused_schemes(settings)):
         name = path.relative_to(SOURCES.parent).as_posix()
         if path.name != without:
-            digest.update(name.encode() + b"\0" + path.read_bytes())
+            digest.update(name.encode() + b"\0" + _code(path))
     return digest.hexdigest()[:12]
 
 
+@functools.cache
+def _code(path: Path) -> bytes:
+    """What a file says; of Python without comments, docstrings and empty lines, which change no number."""
+    if path.suffix not in (".py", ".pyi"):
+        return path.read_bytes()
+    lines, begins = path.read_text(encoding="utf-8").splitlines(), True
+    for kind, _, (row, column), (end, _), _ in generate_tokens(iter([f"{line}\n" for line in lines]).__next__):
+        if kind == COMMENT:
+            lines[row - 1] = lines[row - 1][:column].rstrip()
+        elif kind == STRING and begins:
+            lines[row - 1 : end] = [""] * (end - row + 1)
+        begins = kind in (NEWLINE, INDENT, DEDENT) or (begins and kind in (COMMENT, NL))
+    return "\n".join(filter(None, lines)).encode()
+
+
 def unused_schemes(settings: str) -> tuple[str, ...]:
-    """Where those schemes lie that `auto` never tries and `settings`, a text, do not name."""
-    # `auto` itself always counts, which is the default; aqgb and broadcast lie in one folder.
-    said = {"auto", *re.findall(r"[\w-]+", settings.replace("broadcast", "aqgb"))}
-    homes = [f"gradwire/schemes/{name.replace('-', '_')}" for name in NEVER if settings and name not in said]
-    return tuple(home + end for home in homes for end in (".py", "/"))
+    """Where those schemes lie that `settings`, a text, do not name; what lets `auto` choose may use all that it ever tries."""
+    said, homes = re.findall(r"[\w-]+", settings), _HOMES.findall(_SCHEMES.read_text(encoding="utf-8"))
+    tried = {"auto", *({*dict(homes)} - {*NEVER})} if _ANY_SCHEME.search(settings) else set()
+    used = {home for name, home in homes if name in said or name in tried}
+    unused = {home for _, home in homes} - used if settings else ()
+    return tuple(f"gradwire/schemes/{home}{end}" for home in sorted(unused) for end in (".py", "/"))
 
 
 @functools.cache
@@ -55,7 +77,10 @@ def files_of(module: str, unused: tuple[str, ...] = ()) -> list[Path]:
             if starts_a_process:
                 waiting += [_CORE, *(one for one in SOURCES.rglob("*.py") if not _lies_in(elsewhere, one))]
             named = [one for name in used if (one := _file(name))]
-            waiting += [one for one in named if path != _SCHEMES or not _lies_in(unused, one)]
+            # What makes schemes by their names, and doors that know `auto`, import what is not made.
+            waiting += [
+                one for one in named if (_lies_in(_USES, path) and path != _SCHEMES) or not _lies_in(unused, one)
+            ]
     if _CORE in found:
         # The core by its sources where they are there, since the same sources do not give the same binary everywhere.
         native = SOURCES.parent / "native"

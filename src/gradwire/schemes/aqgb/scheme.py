@@ -16,7 +16,7 @@ from gradwire.checks import choice as check_choice
 from gradwire.checks import count as check_count
 from gradwire.codecs.embedded_float import DEFAULT_PARTITION, FORMATS
 from gradwire.codecs.tensors import PARTITIONS, dtype_code
-from gradwire.core.bucket import Bucket, inner_of, slot_of
+from gradwire.core.bucket import Bucket, inner_of, shape_like, slot_of
 from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.schemes.aqgb.broadcasting import BlockExchange, OpenBlock
@@ -178,7 +178,7 @@ class BlockBroadcast(Scheme):
             one = self._home[parameter]
             if one.n_missing == len(one.parts):
                 self._vacate(one, part, bucket.step)
-            one.parts[parameter].copy_(part.view(parameter.shape))
+            one.parts[parameter].copy_(shape_like(part, parameter))
             one.n_missing -= 1
             if one.n_missing == 0:
                 one.n_missing = len(one.parts)
@@ -323,7 +323,7 @@ def _make_open_block(block: Block) -> OpenBlock:
         )
     gradient = torch.zeros(block.n_elements, dtype=dtypes.pop(), device="cpu")
     parts = gradient.split([parameter.numel() for parameter in block.parameters])
-    views = {p: part.view(p.shape) for p, part in zip(block.parameters, parts, strict=True)}
+    views = {p: shape_like(part, p) for p, part in zip(block.parameters, parts, strict=True)}
     return OpenBlock(block, gradient, views, len(views))
 
 

@@ -585,12 +585,13 @@ class Law:
             "candidates": {name: {key: getattr(one, key) for key in kept} for name, one in self.candidates.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], step: int | None = None) -> None:
-        """Go on at `step`, or where it is, with what `state_dict` gave, as far as it names schemes that are allowed here."""
+    def load_state_dict(self, state: Mapping[str, Any], step: int | None = None, is_same_link: bool = True) -> None:
+        """Go on at `step`, or where it is, with what `state_dict` gave, as far as it names schemes that are allowed here; on
+        another link without the times that were measured."""
         for name in self.candidates.keys() & state["candidates"].keys():
             one, saved = self.candidates[name], state["candidates"][name]
             one.bias = min(max(int(saved["bias"]), BIAS_RANGE[0]), BIAS_RANGE[1])
-            one.measured_us, one.is_tried = int(saved["measured_us"]), bool(saved["is_tried"])
+            one.measured_us, one.is_tried = is_same_link * int(saved["measured_us"]), bool(saved["is_tried"])
             one.is_familiar = one.is_tried
         name = str(state["incumbent"])
         self.go_on_at(self._next_step if step is None else step, name if name in self.candidates else PLAIN)

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
@@ -28,9 +27,10 @@ from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.auto.costs import CostProfile, measure_profile
 from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, ON_DEVICE, FidelityRow, rows_for
 from gradwire.schemes.auto.law import PLAIN, Law
-from gradwire.schemes.auto.turns import LAG, Turns, Vote
+from gradwire.schemes.auto.turns import LAG, Turns, Vote, is_changed
 from gradwire.schemes.base import Scheme
 from gradwire.telemetry.stopwatch import Lap, Marks
+from gradwire.wire.preamble import call_together
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger("gradwire.auto")
@@ -157,7 +157,7 @@ class Auto(Turns):
                 self._subs[row.spec] = sub
         self.state_is_per_world = any(sub.state_is_per_world for sub in self._subs.values())
         self._rows = [rows[0], *(row for row in rows if row.spec in self._subs)]
-        self._compare_offers([row.spec for row in self._rows])
+        self._compare_offers([*(row.spec for row in self._rows), repr((self._given, self._replay))])
         self._profiles = [self._given] if self._given else [self._measure(wire, parameters) for wire in self._wires]
         predicted = {spec: us for profile in self._profiles for spec, us in profile.predict_us(1).items()}
         known = {row.spec: predicted.get(row.spec, predicted[PLAIN]) for row in self._rows}
@@ -366,10 +366,9 @@ class Auto(Turns):
     def agree_on_step(self, step: int) -> int:
         """The next step's number, after steps that some ranks have not seen. Collective. Raises: PeerLost."""
         communicator = self.session.communicator
-        latest = torch.tensor([step], dtype=torch.int64, device="cpu")
-        communicator.submit(communicator.all_reduce, latest, dist.ReduceOp.MAX).wait()
-        self.begin_at(int(latest))
-        return int(latest)
+        latest = max(communicator.submit(call_together, communicator, "switch", step).wait())
+        self.begin_at(latest)
+        return latest
 
     def stats(self) -> dict[str, Any]:
         """`auto`: state, scheme, candidates with what was predicted and measured, decisions with reasons, the schedule."""
@@ -395,6 +394,7 @@ class Auto(Turns):
         kept = {s: sub for s, sub in self._subs.items() if s == self.active or not sub.state_is_per_world}
         return {
             "law": self.law.state_dict(),
+            "rate": self._profiles[0].link.rate,
             "step": self._n_steps,
             "active": self.active,
             "schemes": {spec: sub.state_dict() for spec, sub in kept.items()},
@@ -410,7 +410,9 @@ class Auto(Turns):
             raise not_the_state("scheme auto", "what it carries has other sizes than the model's parameters")
         is_same_world = int(state["world_size"]) == self.session.communicator.world_size
         if is_same_world:
-            self.law.load_state_dict(state["law"], step)
+            now = self._profiles[0].link.rate
+            is_same_link = not is_changed(float(state.get("rate", now)), now)
+            self.law.load_state_dict(state["law"], step, is_same_link)
         else:
             self.law.go_on_at(step, PLAIN)
         self.session.feedback.clear()  # of the run that is left
@@ -424,17 +426,14 @@ class Auto(Turns):
             self._handover.take(carried)
         self.begin_at(step)
 
-    def hand_over(self) -> None:
-        """Leave what an earlier scheme has not sent to the successor."""
-        feedback = self.session.feedback
+    def hand_over(self) -> dict[Slot, torch.Tensor]:
         self._end_handover_step()
-        for slot, left in self._handover.left().items():
-            kept = feedback.of(slot)
-            feedback.stage(slot, left if kept is None else left + kept.view(-1).to(left.device))
-        feedback.commit()
-        if self._is_on_device:  # the successor has streams of its own
-            torch.accelerator.synchronize()
+        kept, left = super().hand_over(), self._handover.left()
         self._handover = ResidualHandover()
+        return {
+            **kept,
+            **{slot: one + kept[slot].to(one.device) if slot in kept else one for slot, one in left.items()},
+        }
 
     def unbind(self) -> None:
         self._plain.unbind()

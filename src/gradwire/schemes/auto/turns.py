@@ -151,7 +151,12 @@ class LinkProbes:
             self._n_to_come = max(1, self._n_to_come)
             return None
         self._transfers_us.clear()
-        return fastest_us if abs(new - old) * 1000 > _CHANGED * old else None
+        return fastest_us if is_changed(old, new) else None
+
+
+def is_changed(old: float, new: float) -> bool:
+    """Return whether a link of rate `new` is another than one of rate `old`."""
+    return abs(new - old) * 1000 > _CHANGED * old
 
 
 class Turns(Scheme):

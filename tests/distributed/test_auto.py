@@ -14,11 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.errors import GradwireError, RankMismatch
+from gradwire.errors import GradwireError, PeerLost, RankMismatch
 from gradwire.schemes.auto.scheme import Auto
 from gradwire.schemes.auto.turns import Polls, Turns, Vote
 from gradwire.telemetry.stopwatch import StepClock
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks, patience, run_ranks
 from small_training import Training, adamw
 
 UNIFORM = "gcomp:importance=uniform,bits=12"
@@ -285,6 +285,33 @@ def test_a_candidate_that_raises_in_a_trial_is_heard_on_every_rank(rank: int, wo
 def test_ranks_that_were_given_other_classes_are_told_when_they_attach(rank: int, world_size: int) -> None:
     training = Training(rank)
     gradwire.attach(training.ddp, training.optimizer, fidelity="exact" if rank else "close")
+
+
+@on_ranks(2, raises=RankMismatch, match="configuration")
+def test_ranks_that_replay_different_runs_are_told_when_they_attach(rank: int, world_size: int) -> None:
+    Training(rank, Auto(replay=[(rank, "plain")]))
+
+
+@on_ranks(2, raises=PeerLost)
+def test_a_rank_that_switches_alone_is_missed_and_no_process_is_aborted(rank: int, world_size: int) -> None:
+    training = Training(rank, Auto(fidelity=["bf16"], replay=[(0, "bf16")]), timeout_s=max(5, patience())).after(
+        range(3)
+    )
+    if rank:
+        training.attachment.switch("plain")
+    training.take_steps(range(3, 6))
+
+
+@on_ranks(2)
+def test_times_of_another_link_are_forgotten(rank: int, world_size: int) -> None:
+    training = trained(rank, 60, quick(rank))
+    state, law = training.attachment.state_dict(), training.attachment.scheme.law
+    training.attachment.load_state_dict(state)
+    assert law.candidates["one-bit"].measured_us > 0
+    state["state"]["rate"] *= 10
+    training.attachment.load_state_dict(state)
+    assert (law.candidates["one-bit"].measured_us, law.incumbent) == (0, "one-bit")
+    training.close()
 
 
 @on_ranks(2)

@@ -1,5 +1,6 @@
 """FSDP2 inside a node and gradwire between nodes: with `plain` the bits of native HSDP, whatever its policies."""
 
+import contextlib
 import copy
 import os
 import re
@@ -278,3 +279,31 @@ def test_a_bare_module_needs_no_ddp(rank: int, world_size: int) -> None:
     other = nn.Linear(3, 3)
     with pytest.raises(gradwire.InvalidArgument, match=r"ranks \[1\] have other parameters than rank 0"):
         gradwire.attach(other, torch.optim.SGD(other.parameters(), 0.1), "plain", timeout_s=100)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+        self.trunk.weight = nn.Parameter(self.trunk.weight.detach().t())  # whose memory is column by column
+
+    def forward(self, x: torch.Tensor, head: str) -> torch.Tensor:
+        return getattr(self, head)(self.trunk(x))
+
+
+@on_ranks(2)
+def test_what_a_pass_does_not_use_keeps_what_earlier_ones_added_up(rank: int, world_size: int) -> None:
+    ddp, net, x = nn.parallel.DistributedDataParallel(Heads(), find_unused_parameters=True), Heads(), torch.ones(2, 4)
+    ours = gradwire.attach(net, torch.optim.SGD(net.parameters(), 0.1), "plain", timeout_s=100)
+    for heads, without in (("ab", "a"), ("ab", ""), ("ba", "b")):
+        for wrapped, door in ((ddp, ddp), (net, ours)):
+            wrapped.zero_grad()
+            for head in heads:
+                with door.no_sync() if head in without else contextlib.nullcontext():
+                    wrapped((rank + 1.0) * x, head).sum().backward()
+        for theirs, mine in zip(ddp.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+    place = next(b.places["trunk.weight"] for b, _ in ours._homes if "trunk.weight" in b.places)
+    assert place.stride() == net.trunk.weight.stride(), "as schemes read parameters and moments"
+    ours.close()

@@ -149,6 +149,11 @@ def test_misuse_is_named_and_feedback_meets_no_momentum(rank: int, world_size: i
     for decay in (-0.1, 1.1, float("nan")):  # which are no shares
         with pytest.raises(gradwire.InvalidArgument, match="feedback_decay"):
             local.start("top-k", feedback_decay=decay)
+    for wrong in ({"every": 2.5}, {"fragments": 1.0}, {"delay": 0.5}):
+        with pytest.raises(gradwire.InvalidArgument, match="whole number"):
+            local.start(**wrong)
+    with pytest.raises(gradwire.Unsupported, match="weight is complex"):
+        gradwire.LocalSgd(nn.Linear(2, 2, dtype=torch.complex64), local.optimizer, "plain", 3)
     with pytest.raises(gradwire.Unsupported, match="aqgb"):
         local.start("aqgb", 3)
     with pytest.warns(UserWarning, match=r"momentum of 0\.9 do not go together.*is used without"):
@@ -226,6 +231,30 @@ def test_a_fading_residual_is_top_k_written_by_hand(rank: int, world_size: int) 
     whole_residual, none_left, without = train(1.0, True)[0], train(0.0, True)[0], train(1.0, False)[0]
     assert torch.equal(none_left, without)
     assert not torch.allclose(whole_residual.double(), expected, atol=1e-2), "decay changed nothing"
+
+
+@on_ranks(2)
+def test_a_state_is_a_snapshot_and_knows_what_was_unfrozen(rank: int, world_size: int) -> None:
+    local = Local(rank)
+    local.net[0].requires_grad_(False)
+    local.start().take_steps(range(EVERY))
+    local.net[0].requires_grad_(True)
+    local.take_steps(range(EVERY, 3 * EVERY))
+    saved = copy.deepcopy([one.state_dict() for one in (local.net, local.optimizer)])
+    state = local.loop.state_dict()
+    local.take_steps(range(3 * EVERY, 4 * EVERY))
+    local.loop.close()
+    for is_frozen in (False, True):
+        other = Local(rank)
+        other.net[0].requires_grad_(not is_frozen)
+        other.start()
+        for one, given in zip((other.net, other.optimizer), copy.deepcopy(saved), strict=True):
+            one.load_state_dict(given)
+        other.loop.load_state_dict(state)
+        other.net[0].requires_grad_(True)
+        other.take_steps(range(3 * EVERY, 4 * EVERY))
+        other.loop.close()
+        assert torch.equal(other.flat(), local.flat()), is_frozen
 
 
 def break_it(rank: int, world_size: int, how: str) -> None:

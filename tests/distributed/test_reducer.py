@@ -39,6 +39,36 @@ def test_plain_gives_the_bits_of_all_reduce(rank: int, world_size: int) -> None:
     mean = cases.reduced(total, {"x": torch.full((5,), float(rank + 1))})
     assert mean["x"].tolist() == [world_size * (world_size + 1) / 2] * 5
     total.close()
+    moved = {}
+    for op in (
+        "mean",
+        "sum",
+    ):  # of losses that are divided by the ranks: as far as a mean, whatever a scheme makes of it
+        signs = gradwire.Reducer("sign-sgd", op=op, timeout_s=100)
+        moved[op] = cases.reduced(signs, {"x": draw(rank, 1)["a"] / (world_size if op == "sum" else 1)})["x"]
+        signs.close()
+    assert torch.equal(moved["mean"], moved["sum"])
+
+
+@on_ranks(2)
+def test_what_was_not_sent_goes_to_the_next_scheme(rank: int, world_size: int) -> None:
+    reducer = gradwire.Reducer("one-bit", names=draw(rank, 0), timeout_s=100)
+    cases.reduced(reducer, draw(rank, 0))
+    left = reducer.state_dict()["state"]["residuals"]
+    for scheme in ("plain", "two-bit"):
+        reducer.switch(scheme)
+    found = reducer.state_dict()["state"]["residuals"]
+    assert all(torch.equal(found[name], kept) for name, kept in left.items())
+    assert float(found["b"].abs().sum()) > 1
+    reducer.close()
+
+
+@on_ranks(2, raises=gradwire.RankMismatch, match=r"call switch\(\) and state_dict\(all_ranks=True\) on all")
+def test_a_state_that_one_rank_asks_for_alone_is_named(rank: int, world_size: int) -> None:
+    reducer = gradwire.Reducer("gcomp:importance=none", names=draw(rank, 0), timeout_s=100)
+    if rank == 0:
+        reducer.state_dict(all_ranks=True)
+    cases.reduced(reducer, draw(rank, 0))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -110,6 +110,35 @@ def test_ddp_rebuilds_its_buckets_and_no_residual_is_orphaned(rank: int, world_s
 
 
 @on_ranks(4)
+def test_ranks_spare_the_same_small_tensors_and_a_new_layout_keeps_residuals(rank: int, world_size: int) -> None:
+    reducer, given = gradwire.Reducer(TwoLevel("one-bit", 2), bucket_mb=0.001, timeout_s=100), torch.zeros(100).double()
+    shapes = {"norm.b": (50,), "c": (90, 90), "a": (10, 10)}
+    for step in range(6):
+        tensors = cases.draw({"a": (10, 10)} if step % 2 else shapes, rank, step)
+        given += tensors["a"].double().view(-1)
+        given -= cases.reduced(reducer, tensors)["a"].double().view(-1)
+    check_conserved({"a": given.view(10, 10) / world_size}, reducer.state_dict()["state"]["residuals"], world_size, 2)
+    assert agree(torch.tensor([reducer.stats()["n_spared_values"]]))
+    reducer.close()
+
+
+@on_ranks(2)
+def test_float16_and_a_scaler_that_nobody_told_of_are_as_on_one_level(rank: int, world_size: int) -> None:
+    ones = torch.ones(70_000, dtype=torch.float16)  # whose sum is beyond float16
+    reducer = gradwire.Reducer(TwoLevel("one-bit", 1), timeout_s=100)
+    assert bool((cases.reduced(reducer, {"x": ones})["x"] == 1).all())
+    reducer.close()
+    ends = []
+    for scheme in ("dgc:share=0.5", TwoLevel("dgc:share=0.5", 1)):
+        training, scaler = start(rank, scheme, optimizer=sgd), torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        for step in range(4):
+            training.take_scaled_step(scaler, step, 1.0)
+        training.attachment.close()
+        ends.append(training.flat())
+    assert torch.allclose(*ends, atol=1e-4)
+
+
+@on_ranks(4)
 def test_low_rank_stays_low_rank(rank: int, world_size: int) -> None:
     """A bucket of one matrix still compresses: its rows are a matrix."""
     reducer = gradwire.Reducer(TwoLevel("acp-sgd", 2, rank=1), timeout_s=100)

@@ -25,6 +25,7 @@ def train(scheme: str) -> dict[str, Any]:
         optimizer.step()
     attachment.load_state_dict(attachment.state_dict(all_ranks=True))
     attachment.switch("one-bit")
+    assert "the user's" in str(attachment.fail(ValueError("the user's own")))
     stats = attachment.stats()
     attachment.close()
     assert attachment.closed
@@ -75,3 +76,11 @@ def test_backward_in_a_forked_child_says_that_it_was_forked(rank: int, world_siz
     ddp(torch.ones(4, 3)).sum().backward()  # the parent goes on
     attachment.close()
     assert code == 7
+
+
+@on_ranks(2)
+def test_what_one_process_saved_several_begin_anew_from(rank: int, world_size: int) -> None:
+    reducer = gradwire.Reducer("one-bit", names={"x": torch.ones(4)}, timeout_s=100)
+    reducer.load_state_dict({"alone": True})
+    assert reducer.step == 0
+    reducer.close()

@@ -218,3 +218,25 @@ def test_attach_says_where_and_how_steps_may_be_ahead(rank: int, world_size: int
     model = narrow()
     with pytest.raises(Unsupported, match="inside DDP"):
         gradwire.attach(model, torch.optim.SGD(model.parameters()), "one-bit", ahead=1)
+
+
+@on_ranks(2)
+def test_who_takes_the_step_takes_gradients_as_they_lie_in_memory(rank: int, world_size: int) -> None:
+    def permuted() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(128, 5))
+        model[3].weight = nn.Parameter(model[3].weight.detach().t().contiguous().t())
+        return model.to(memory_format=torch.channels_last)
+
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        return model(batch_of(rank, step).view(-1)[:108].view(1, 3, 6, 6)).square().mean()
+
+    def ended(scheme: Any) -> Tensor:
+        training = Training(rank, scheme, lambda p: torch.optim.SGD(p, lr=0.1), permuted, loss).after(range(4))
+        if training.attachment is not None:
+            training.close()
+        return training.flat()
+
+    alone = ended(None)
+    for scheme in (by_name("plain", ahead=1, sync_steps=100), "broadcast:bits=32"):
+        assert torch.allclose(ended(scheme), alone, atol=1e-6), scheme

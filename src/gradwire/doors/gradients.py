@@ -160,9 +160,7 @@ class GradientState(Reducer):
         for bucket, missing in self._homes[len(self._sent) :]:
             if missing and only_full:
                 return
-            for (
-                slot
-            ) in missing:  # not used in this pass on this rank: what earlier ones have added up goes, as DDP's does
+            for slot in missing:  # not used in this pass: what earlier ones have added up goes, as with DDP
                 if (kept := _parameter(slot).grad) is None:
                     bucket.places[slot.name].zero_()
                 else:

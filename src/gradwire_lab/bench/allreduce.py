@@ -68,9 +68,8 @@ def run(args: argparse.Namespace) -> int:
     specs = choose_specs(args.scheme, [*BASELINES, *alone], BY_NAME_ONLY)
     file = load_gradients(args.gradients) if args.gradients else None
     source = GradientSource(file, args.density, args.pattern)
-    sizes = args.n_bytes or (QUICK_SIZES if args.quick else FULL_SIZES)
-    if file is not None and not args.n_bytes:
-        sizes = (file.gradient.nbytes,)
+    usual = QUICK_SIZES if args.quick else FULL_SIZES
+    sizes = args.n_bytes or (usual if file is None else (file.gradient.nbytes,))
 
     def measure() -> Iterator[list[Record]]:
         environment = describe_environment()

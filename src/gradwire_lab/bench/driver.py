@@ -169,7 +169,7 @@ def as_rank() -> Iterator[None]:
 
 
 def take_turn(
-    step: Callable[[], None], stats: Callable[[], Turn], n_steps: int, finish: Callable[[], None] | None = None
+    step: Callable[[], None], stats: Callable[[], Turn], n_steps: int, finish: Callable[[], None] = lambda: None
 ) -> Turn:
     """Run steps, all ranks starting together, and `finish` what they put off; the differences of `stats`, and times.
     Every call is collective. `cpu_s` is of all threads and of the kernel; `kernel_bytes` NaN where the kernel cannot
@@ -179,8 +179,7 @@ def take_turn(
     started_s, cpu_s = time.perf_counter(), time.process_time()
     for _ in range(n_steps):
         step()
-    if finish is not None:
-        finish()
+    finish()
     turn = {"started_s": started_s, "ended_s": time.perf_counter(), "cpu_s": time.process_time() - cpu_s}
     dist.barrier()  # now everything sent has arrived, so the kernel has counted it
     turn |= {name: value - before[name] for name, value in stats().items()}

@@ -47,10 +47,9 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgument(f"--steps {args.steps}: auto needs 20 or more to try anything")
     if base_of(args.scheme) is None:
         raise InvalidArgument("--scheme has to name ddp, or FSDP2's fully-shard: what auto loses is counted against it")
-    name, options = parse_spec(args.workload)
-    workloads.check_name(name)
+    workloads.check_name(parse_spec(args.workload)[0])
 
-    records = driver.measure_in_ranks("regret", args, lambda: _Regret(args, workloads.by_name(name, **options)).run())
+    records = driver.measure_in_ranks("regret", args, lambda: _Regret(args, workloads.by_name(args.workload)).run())
     if not records:  # a rank
         return 0
     print_grid(make_grid(records), wide=True)

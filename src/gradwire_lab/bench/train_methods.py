@@ -344,8 +344,7 @@ class TrainingThreadQuantiser:
     def _watch(self, work: dist.Work | None) -> dist.Work:
         assert work is not None
         started = time.perf_counter()
-        spans = self.communicate_spans
-        work.get_future().add_done_callback(lambda _: spans.append((started, time.perf_counter())))
+        work.get_future().add_done_callback(lambda _: self.communicate_spans.append((started, time.perf_counter())))
         return work
 
 

@@ -279,8 +279,7 @@ class SimulatedNetwork:
     def _share_out(self) -> list[tuple[FlowClass, float]]:
         """(class, rate of each of its flows), for the classes that have any."""
         state = tuple([flow_class.n_flows for flow_class in self.classes])
-        shares = self._shares.get(state)
-        if shares is None:
+        if (shares := self._shares.get(state)) is None:
             active = [flow_class for flow_class in self.classes if flow_class.n_flows]
             indices = {link: index for index, link in enumerate(self.links)}
             loads = []
@@ -356,10 +355,6 @@ class Site:
     use: Use  # of either way
 
 
-def _one_at_a_time(n_flows: int) -> float:
-    return float(n_flows > 0)
-
-
 class Topology:
     """Links of workers, and of racks where there are several, on a network.
 
@@ -420,7 +415,7 @@ class Topology:
             # A worker does not receive its own broadcast: where all send, every link carries one less.
             return float(n_flows - (n_flows >= alike))
 
-        crossings = [Crossing(site.up, copies, lambda n_flows: copies * _one_at_a_time(n_flows))]
+        crossings = [Crossing(site.up, copies, lambda n_flows: copies * min(1, n_flows))]
         for other in self.sites:
             is_own = other is site
             crossings.append(Crossing(other.down, other.n_workers - is_own, on_own_site if is_own else None))
@@ -428,7 +423,7 @@ class Topology:
             inside, is_own = self.rack_workers[rack], rack == site.rack
             reached = self.n_workers - inside if is_own else inside
             crossings.append(Crossing(up if is_own else down, reached if is_fan_out else 1))
-        return self.network.add_class(crossings + self._connections(1, _one_at_a_time))
+        return self.network.add_class(crossings + self._connections(1, lambda n_flows: min(1, n_flows)))
 
     def even(self, name: str) -> FlowClass:
         """One flow: a bit on every worker's links, both ways, a bit; all at the rate of the slowest. `ring`: every

@@ -16,8 +16,7 @@ from gradwire_lab.simulator.schemes.registry import shape_of
 from gradwire_lab.simulator.simulation import SchemeModel, Simulation
 from gradwire_lab.simulator.stage import Setting, Uniform
 from gradwire_lab.simulator.workloads import WorkloadTimes, from_moments
-from gradwire_lab.workloads import by_name
-from gradwire_lab.workloads.replay import ReplayModel, ReplayWorkload
+from gradwire_lab.workloads.replay import ReplayModel, replay_by_name
 
 Record = dict[str, Any]
 
@@ -119,8 +118,8 @@ def _make_scheme(simulation: Simulation, record: Record) -> SchemeModel:
 
 
 def bucket_workload(name: str, options: dict[str, Any], step_s: float) -> WorkloadTimes:
-    """DDP's buckets as blocks, the first to be used first. Raises: InvalidArgument (not an emulated workload)."""
-    model = _replay(name, options)
+    """DDP's buckets as blocks, the first to be used first. Raises: InvalidArgument (no such workload)."""
+    model = replay_by_name(name, **options).make_model()
     # Nothing of the next forward pass begins before all buckets are there: it is all in the one that is used last.
     pieces = [(values, ready_s, 0.0) for values, ready_s, _ in _buckets(model)]
     pieces[0] = (*pieces[0][:2], sum(layer.forward_s for layer in model.layers))
@@ -129,7 +128,7 @@ def bucket_workload(name: str, options: dict[str, Any], step_s: float) -> Worklo
 
 def block_workload(name: str, options: dict[str, Any], step_s: float) -> WorkloadTimes:
     """The blocks of the schemes that broadcast; each is ready with the last bucket that holds any of it."""
-    model = _replay(name, options)
+    model = replay_by_name(name, **options).make_model()
     ready_s = {id(parameter): ready for _, ready, members in _buckets(model) for parameter in members}
     blocks = find_blocks(model, model.parameters(), _N_BLOCKS)
     home = {id(parameter): block.index for block in blocks for parameter in block.parameters}
@@ -142,13 +141,6 @@ def block_workload(name: str, options: dict[str, Any], step_s: float) -> Workloa
         for block in blocks
     ]
     return _in_order(pieces, f"{name}, {len(blocks)} blocks", model, step_s)
-
-
-def _replay(name: str, options: dict[str, Any]) -> ReplayModel:
-    workload = by_name(name, compute="emulate", **options)
-    if not isinstance(workload, ReplayWorkload):
-        raise InvalidArgument(f"{name} cannot be replayed")
-    return workload.make_model()
 
 
 def _buckets(model: ReplayModel) -> list[tuple[int, float, list[Any]]]:

@@ -59,8 +59,7 @@ class Meter:
         record["elapsed_s"] = self._elapsed_s
         record |= {key: means[key] for key in (*_TIMES, *_COUNTS)}
         record |= {key: means[key] for key in _OWN if means[key]}
-        ring_share = 2 * (world_size - 1) / world_size
-        reference_bytes = ring_share * record["original_bytes"]
+        reference_bytes = 2 * (world_size - 1) / world_size * record["original_bytes"]
         record["ratio"] = record["bytes_sent"] / reference_bytes if reference_bytes else 1.0
         return record
 
@@ -68,21 +67,19 @@ class Meter:
         """Flat figures over all steps: medians of times after the warm-up, means of bytes, the loss at the end."""
         warm = self.records[N_WARM_UP_STEPS:] or self.records
         columns = {key: np.array([record[key] for record in warm]) for key in warm[0] if key not in _OWN}
-        median = {key: float(np.median(column)) for key, column in columns.items()}
-        mean = {key: float(column.mean()) for key, column in columns.items()}
         low, high = np.quantile(columns["iteration_s"], [0.1, 0.9], method="nearest").tolist()
         return {
             "n_steps": len(self.records),
-            "iteration_s": median["iteration_s"],
+            "iteration_s": float(np.median(columns["iteration_s"])),
             "iteration_s_p10": low,
             "iteration_s_p90": high,
             "compute_s": float(np.median(columns["iteration_s"] - columns["exposed_s"])),
             "codec_s": float(np.median(columns["encode_s"] + columns["decode_s"] + columns["importance_s"])),
-            "exposed_s": median["exposed_s"],
-            "cpu_s": mean["cpu_s"],
-            "wire_bytes": mean["bytes_sent"],
+            "exposed_s": float(np.median(columns["exposed_s"])),
+            "cpu_s": float(columns["cpu_s"].mean()),
+            "wire_bytes": float(columns["bytes_sent"].mean()),
             "wire_bytes_origin": "computed for a ring" if self._is_computed else "counted",
-            "ratio": mean["ratio"],
+            "ratio": float(columns["ratio"].mean()),
             "n_fallbacks": sum(record["n_fallbacks"] for record in self.records),
             "loss": self.records[-1]["loss"],
             "loss_last_10": fmean(record["loss"] for record in self.records[-10:]),

@@ -25,8 +25,7 @@ class TrainingSession:
         self.config, self.workload, self.device = config, workload, device
         self.model = workload.build_model(config.seed).to(device)
         self.n_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        is_sharded = config.scheme in SHARDED
-        self._sharded = Sharded(self.model, config.scheme, config.scheme_options) if is_sharded else None
+        self._sharded = Sharded(self.model, config.scheme, config.scheme_options) if config.scheme in SHARDED else None
         self.optimizers = workload.build_optimizers(self.model)
         self.schedulers = workload.build_schedulers(self.optimizers)
         self.attachment: Any = None

@@ -86,9 +86,8 @@ class TorchHook:
         elif name == "ddp-powersgd":
             self._start = options["start"]
             allowed = max(self._start, _LEAST_START)
-            rank = options["rank"]
             self._state = powerSGD_hook.PowerSGDState(
-                dist.group.WORLD, rank, start_powerSGD_iter=allowed, random_seed=0
+                dist.group.WORLD, options["rank"], start_powerSGD_iter=allowed, random_seed=0
             )
             self._state.iter = allowed - self._start  # the hook's own count of steps so far
             ddp.register_comm_hook(self._state, powerSGD_hook.powerSGD_hook)

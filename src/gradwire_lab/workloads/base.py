@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -162,10 +163,8 @@ class Workload(ABC):
         """The batches of `rank` from `start_step` on, without end; the step number is their whole state."""
         if not 0 <= rank < world_size:
             raise InvalidArgument(f"rank {rank} is not in a world of {world_size}")
-        step = start_step
-        while True:
+        for step in itertools.count(start_step):
             yield self.batch_at(step, rank, world_size, batch_size or self.batch_size, seed)
-            step += 1
 
     def ddp_options(self) -> dict[str, Any]:
         """Keyword arguments that this workload's model wants DistributedDataParallel to have."""

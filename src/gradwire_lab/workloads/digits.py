@@ -24,8 +24,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
         raise needs_extra("the digits come with scikit-learn", "bench") from error
     images, labels = load(return_X_y=True)
     # Pixels are 0 to 16.
-    pixels = torch.from_numpy(images).float().view(-1, 1, 8, 8) / 8.0 - 1.0
-    return pixels, torch.from_numpy(labels).long()
+    return torch.from_numpy(images).float().view(-1, 1, 8, 8) / 8.0 - 1.0, torch.from_numpy(labels).long()
 
 
 class DigitsWorkload(Workload):

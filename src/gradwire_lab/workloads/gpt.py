@@ -30,8 +30,7 @@ class SelfAttention(nn.Module):
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.n_heads, width // self.n_heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return out
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
 class GptBlock(nn.Module):
@@ -106,8 +105,7 @@ class GptWorkload(Workload):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Loss in nats per byte over 128 held-out crops."""
-        crops = spread_crops(byte_tokens()[1], self.length, 128)
-        return {"held_out_loss": self.mean_loss(model, crops, 16)}
+        return {"held_out_loss": self.mean_loss(model, spread_crops(byte_tokens()[1], self.length, 128), 16)}
 
 
 class SmallBertWorkload(GptWorkload):

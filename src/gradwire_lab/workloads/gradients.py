@@ -36,10 +36,8 @@ _OPTIMIZERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, float]]
 }
 
 
-# torch's names of hyper-parameters, and theirs in a file where those differ.
-_SCALARS = {"lr": "learning_rate"} | {
-    name: name for name in ("weight_decay", "eps", "alpha", "momentum", "dampening", "nesterov", "lr_decay")
-}
+# torch's names of hyper-parameters that a file has too, beside `lr`, which is its `learning_rate`.
+_SCALARS = ("weight_decay", "eps", "alpha", "momentum", "dampening", "nesterov", "lr_decay")
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,7 @@ def load_gradients(path: str | Path) -> GradientFile:
     gradient = _read_gradient(path, arrays)
     parameter = arrays.get("parameter")
     if parameter is None:
-        found = [key for key in _STATE_KEYS if key in arrays]
-        if found:
+        if found := [key for key in _STATE_KEYS if key in arrays]:
             raise InvalidArgument(f"{path}: holds {', '.join(found)} but not 'parameter', which every optimizer needs")
         return GradientFile(path, gradient, missing="the file has no 'parameter' and no optimizer state")
     if not any(key in arrays for key in ("learning_rate", "optimizer", *_STATE_KEYS[1:])):
@@ -91,12 +88,8 @@ def _read_arrays(path: Path) -> dict[str, AnyArray]:
         raise InvalidArgument(f"{path}: no such file")
     try:
         with np.load(path, allow_pickle=False) as archive:
-            if not hasattr(archive, "files"):
-                raise InvalidArgument(f"{path}: a single array; expected an .npz with the arrays by name")
             return {key: archive[key] for key in archive.files}
     except (ValueError, OSError, EOFError, MemoryError, zipfile.BadZipFile, AttributeError, TypeError) as error:
-        if isinstance(error, InvalidArgument):
-            raise
         raise InvalidArgument(f"{path}: not a readable .npz file ({error})") from error
 
 
@@ -104,8 +97,7 @@ def _read_gradient(path: Path, arrays: dict[str, AnyArray]) -> FloatArray:
     if "gradient" in arrays:
         gradient = _as_float32(path, "gradient", arrays["gradient"])
     elif any(key in arrays for key in _SPARSE_KEYS):
-        absent = [key for key in _SPARSE_KEYS if key not in arrays]
-        if absent:
+        if absent := [key for key in _SPARSE_KEYS if key not in arrays]:
             raise InvalidArgument(f"{path}: a sparse gradient without {', '.join(absent)}")
         gradient = _expand_sparse(path, arrays)
     else:
@@ -211,12 +203,12 @@ def collect_arrays(optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any
             arrays[key] = _flatten([torch.zeros_like(p) if one is None else one for p, one in pairs])
     if len(arrays) == 2 and not (name == "sgd" and not group["momentum"]):
         return arrays
-    scalars = {_SCALARS[key]: np.float32(value) for key, value in group.items() if key in _SCALARS}
+    scalars = {"learning_rate": np.float32(group["lr"])}
+    scalars |= {key: np.float32(value) for key, value in group.items() if key in _SCALARS}
     if "betas" in group:
         scalars["beta1"], scalars["beta2"] = (np.float32(beta) for beta in group["betas"])
     return {**arrays, **scalars, "step": np.int64(step), "optimizer": np.array(name)}
 
 
 def _flatten(tensors: list[Any]) -> npt.NDArray[np.float32]:
-    flat = torch.cat([tensor.detach().reshape(-1).to(device="cpu", dtype=torch.float32) for tensor in tensors])
-    return flat.numpy()
+    return torch.cat([one.detach().reshape(-1).to(device="cpu", dtype=torch.float32) for one in tensors]).numpy()

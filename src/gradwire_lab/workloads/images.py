@@ -99,8 +99,7 @@ class ImageFolder:
         ]
 
     def _read(self, files: list[tuple[Path, int]]) -> tuple[Tensor, Tensor]:
-        images = torch.stack([self._read_one(path) for path, _ in files])
-        return images, torch.tensor([label for _, label in files])
+        return torch.stack([self._read_one(path) for path, _ in files]), torch.tensor([label for _, label in files])
 
     def _read_one(self, path: Path) -> Tensor:
         try:

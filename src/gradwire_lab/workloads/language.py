@@ -13,12 +13,13 @@ from gradwire_lab.workloads.squad import Squad, open_squad
 from gradwire_lab.workloads.text import byte_tokens, crop_batch, spread_crops
 
 
-def _transformers() -> Any:
+def _make(model: str, config: str, **options: Any) -> nn.Module:
+    """A `model` of transformers, of the shape that the `config` with these options says."""
     try:
         import transformers
     except ImportError as error:
         raise needs_extra("this workload needs transformers", "bench") from error
-    return transformers
+    return getattr(transformers, model)(getattr(transformers, config)(**options))
 
 
 class Gpt2Workload(Workload):
@@ -39,30 +40,24 @@ class Gpt2Workload(Workload):
         self.length, self.dropout = length, dropout
 
     def make_model(self) -> nn.Module:
-        transformers = _transformers()
-        drop = self.dropout
-        config = transformers.GPT2Config(resid_pdrop=drop, embd_pdrop=drop, attn_pdrop=drop, use_cache=False)
-        model: nn.Module = transformers.GPT2LMHeadModel(config)
-        return model
+        options = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
+        return _make("GPT2LMHeadModel", "GPT2Config", **options, use_cache=False)
 
     def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
         return crop_batch(byte_tokens()[0], self.length, step, rank, world_size, batch_size, seed)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits = model(input_ids=batch[0]).logits
-        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        return F.cross_entropy(model(input_ids=batch[0]).logits.flatten(0, 1), batch[1].flatten())
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Loss in nats per byte over 16 held-out crops."""
-        crops = spread_crops(byte_tokens()[1], self.length, 16)
-        return {"held_out_loss": self.mean_loss(model, crops, 4)}
+        return {"held_out_loss": self.mean_loss(model, spread_crops(byte_tokens()[1], self.length, 16), 4)}
 
 
 class BertWorkload(Workload):
-    """BERT with a question-answering head.
+    """BERT with a question-answering head; `name`: "bert-base" (109 M parameters) or "bert-large" (334 M).
 
     Args:
-        size: "base" (109 M parameters) or "large" (334 M), set by the workload's name.
         data_dir: a folder with SQuAD v1.1 (train-v1.1.json, dev-v1.1.json); without it tokens are random, shape-only.
         length: tokens of question and paragraph (the papers: 64 to 384). dropout: 0 keeps replicas reproducible.
     """
@@ -73,37 +68,34 @@ class BertWorkload(Workload):
     def __init__(
         self,
         *,
-        size: str,
+        name: str,
         data_dir: str | None = None,
         length: int = 64,
         dropout: float = 0.0,
         batch_size: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(batch_size={"base": 2, "large": 1}[size] if batch_size is None else batch_size, **options)
+        usual = {"bert-base": 2, "bert-large": 1}[name]
+        super().__init__(name=name, batch_size=usual if batch_size is None else batch_size, **options)
         if not 8 <= length <= 512:
             raise InvalidArgument(f"length={length}: BERT takes 8 to 512 tokens here")
-        self.size, self.data_dir, self.length, self.dropout = size, data_dir, length, dropout
+        self.data_dir, self.length, self.dropout = data_dir, length, dropout
         self.data = "shape-only" if data_dir is None else "real"
-        self.stands_for = {
-            "base": "BERT-base, 109 M parameters: GComp, ACP-SGD (batch 32), homomorphic compression (SQuAD, batch 8)",
-            "large": "BERT-large, 334 M parameters: ACP-SGD (batch 8)",
-        }[size]
+        self.stands_for = "BERT-large, 334 M parameters: ACP-SGD (batch 8)"
+        if name == "bert-base":
+            self.stands_for = (
+                "BERT-base, 109 M parameters: GComp, ACP-SGD (batch 32), homomorphic compression (SQuAD, batch 8)"
+            )
 
     @functools.cached_property
     def _squad(self) -> tuple[Squad, Squad | None] | None:
         return None if self.data_dir is None else open_squad(self.data_dir, self.length, self._vocabulary_size)
 
     def make_model(self) -> nn.Module:
-        transformers = _transformers()
-        shape = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
-        config = transformers.BertConfig(
-            hidden_dropout_prob=self.dropout,
-            attention_probs_dropout_prob=self.dropout,
-            **(shape if self.size == "large" else {}),
-        )
-        model: nn.Module = transformers.BertForQuestionAnswering(config)
-        return model
+        options = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), self.dropout)
+        large = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
+        options |= large if self.name == "bert-large" else {}
+        return _make("BertForQuestionAnswering", "BertConfig", **options)
 
     def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
         if self._squad is not None:
@@ -116,10 +108,14 @@ class BertWorkload(Workload):
         return torch.stack((ids, types), 1), targets
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        inputs, targets = batch
-        ids, types = inputs.unbind(1)
+        return self._answer(model, batch)[0]
+
+    def _answer(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        """The loss, and what the model puts out."""
+        (ids, types), (first, last) = batch[0].unbind(1), batch[1].unbind(1)
         out = model(input_ids=ids, token_type_ids=types, attention_mask=(ids != 0).long())
-        return (F.cross_entropy(out.start_logits, targets[:, 0]) + F.cross_entropy(out.end_logits, targets[:, 1])) / 2
+        loss = (F.cross_entropy(out.start_logits, first) + F.cross_entropy(out.end_logits, last)) / 2
+        return loss, out
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Loss and share of exactly found spans over 64 held-out questions of SQuAD's development file."""
@@ -131,11 +127,8 @@ class BertWorkload(Workload):
         with evaluating(model) as device:
             for indices in chosen.split(8):
                 inputs, targets = (values.to(device) for values in squad.rows(indices))
-                ids, types = inputs.unbind(1)
-                out = model(input_ids=ids, token_type_ids=types, attention_mask=(ids != 0).long())
+                loss, out = self._answer(model, (inputs, targets))
                 found = torch.stack((out.start_logits.argmax(1), out.end_logits.argmax(1)), 1)
                 n_exact += int((found == targets).all(1).sum())
-                loss_sum += len(indices) * float(
-                    F.cross_entropy(out.start_logits, targets[:, 0]) + F.cross_entropy(out.end_logits, targets[:, 1])
-                ) / 2  # fmt: skip
+                loss_sum += len(indices) * float(loss)
         return {"held_out_loss": loss_sum / len(chosen), "exact": n_exact / len(chosen)}

@@ -48,11 +48,6 @@ class _Clock(Stopwatch):
 
     due_s = 0.0
 
-    def restart(self) -> None:
-        """The forward pass begins."""
-        self.begin()
-        self.due_s = 0.0
-
     def wait(self, duration_s: float) -> None:
         self.due_s += duration_s
         left_s = self.due_s - self.elapsed_s
@@ -141,7 +136,8 @@ class ReplayModel(nn.Module):
         self._clock.due_s += duration_s
 
     def forward(self, inputs: Tensor) -> Tensor:
-        self._clock.restart()
+        self._clock.begin()
+        self._clock.due_s = 0.0
         x = torch.tensor(self._loss)
         for layer in self.layers:
             started_s = self._clock.elapsed_s
@@ -212,8 +208,7 @@ class ReplayWorkload(Workload):
         return torch.zeros(1), torch.zeros(1)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        out: Tensor = model(batch[0])
-        return out
+        return model(batch[0])
 
     def ddp_options(self) -> dict[str, Any]:
         # No broadcast at the start (the ranks map the same parameters, and writing to them would copy them), and
@@ -295,16 +290,12 @@ def open_or_capture(path: Path, workload: Workload, n_captures: int, seed: int) 
     found = read_capture(file)
     with torch.device("meta"):
         expected = shapes_of(workload.make_model())
-    if list(found.shapes.items()) != list(expected.items()):
-        raise InvalidArgument(
-            f"{file} is a capture of another shape than {workload.name} with these options: delete it or name another with "
-            "capture=..."
-        )
     held, wanted = f"{found.workload} x {found.n_captures}", f"{workload.name} x {n_captures}"
-    if held != wanted:
-        raise InvalidArgument(
-            f"{file} is a capture of {held}, not of {wanted}: delete it or name another with capture=..."
-        )
+    wrong = f"{held}, not of {wanted}" if held != wanted else ""
+    if list(found.shapes.items()) != list(expected.items()):
+        wrong = f"another shape than {workload.name} with these options"
+    if wrong:
+        raise InvalidArgument(f"{file} is a capture of {wrong}: delete it or name another with capture=...")
     return found
 
 

@@ -23,15 +23,14 @@ class Squad:
     """
 
     def __init__(self, path: Path, length: int, vocabulary_size: int) -> None:
-        examples = []
         try:
-            articles = json.loads(path.read_text("utf-8"))["data"]
-            for article in articles:
-                for paragraph in article["paragraphs"]:
-                    for question in paragraph["qas"]:
-                        example = _encode(paragraph["context"], question, length, vocabulary_size)
-                        if example is not None:
-                            examples.append(example)
+            examples = [
+                example
+                for article in json.loads(path.read_text("utf-8"))["data"]
+                for paragraph in article["paragraphs"]
+                for question in paragraph["qas"]
+                if (example := _encode(paragraph["context"], question, length, vocabulary_size))
+            ]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise CorruptMessage(f"{path}: not SQuAD v1.1 ({type(error).__name__}: {error})") from error
         if not examples:

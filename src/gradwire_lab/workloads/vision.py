@@ -56,8 +56,7 @@ class ResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """images: (batch, channels, h, w) float32; returns (batch, n_classes) logits."""
-        out: Tensor = self.classify(self.blocks(self.stem(images)).mean((2, 3)))
-        return out
+        return self.classify(self.blocks(self.stem(images)).mean((2, 3)))
 
 
 class Vgg(nn.Module):
@@ -94,8 +93,7 @@ class Vgg(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """images: (batch, n_in, h, w) float32; returns (batch, n_classes) logits."""
-        out: Tensor = self.classify(self.features(images).flatten(1))
-        return out
+        return self.classify(self.features(images).flatten(1))
 
 
 # Blocks of a stage: 1x1, 3x3 and 1x1 convolutions, the stride on the 3x3 ("v1.5"), as in common use (He et al., table 1).
@@ -113,10 +111,9 @@ _STANDS_FOR = {
 
 
 class VisionWorkload(Workload):
-    """One of the papers' image classifiers.
+    """One of the papers' image classifiers; `name`: "resnet50", "resnet152", "vgg16" or "vgg19".
 
     Args:
-        shape: "resnet50", "resnet152", "vgg16" or "vgg19" (set by the workload's name).
         data_dir: CIFAR-10 or an ImageNet-like folder; without it the images are random and the run is shape-only.
         image_size: pixels a side; default 64 for random images and folders, 32 for CIFAR-10 (the papers: 224).
         n_classes: outputs of the last layer; 1,000 keeps the published parameter counts with any data.
@@ -127,16 +124,16 @@ class VisionWorkload(Workload):
     def __init__(
         self,
         *,
-        shape: str,
+        name: str,
         data_dir: str | None = None,
         image_size: int | None = None,
         n_classes: int = 1000,
         batch_size: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(batch_size=_BATCH_SIZES[shape] if batch_size is None else batch_size, **options)
-        self.shape, self.data_dir, self.image_size, self.n_classes = shape, data_dir, image_size, n_classes
-        self.stands_for = _STANDS_FOR[shape]
+        super().__init__(name=name, batch_size=_BATCH_SIZES[name] if batch_size is None else batch_size, **options)
+        self.data_dir, self.image_size, self.n_classes = data_dir, image_size, n_classes
+        self.stands_for = _STANDS_FOR[name]
         self.data = "shape-only" if data_dir is None else "real"
 
     @functools.cached_property
@@ -144,16 +141,16 @@ class VisionWorkload(Workload):
         return None if self.data_dir is None else open_images(self.data_dir, self.image_size, self.n_classes)
 
     def make_model(self) -> nn.Module:
-        if self.shape in _VGG_STAGES:
+        if self.name in _VGG_STAGES:
             # Without batch normalisation, and pooled to 7x7, so that any image size from 32 on will do.
-            stages = [(min(64 << stage, 512), n_layers) for stage, n_layers in enumerate(_VGG_STAGES[self.shape])]
+            stages = [(min(64 << stage, 512), n_layers) for stage, n_layers in enumerate(_VGG_STAGES[self.name])]
             return Vgg(3, stages, 7, 4096, self.n_classes, nn.Conv2d)
         stem = nn.Sequential(
             nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
         )
         blocks = [
             [(64 << stage, 1, 1), (64 << stage, 3, 2 if stage and not block else 1), (256 << stage, 1, 1)]
-            for stage, n_blocks in enumerate(_RESNET_STAGES[self.shape])
+            for stage, n_blocks in enumerate(_RESNET_STAGES[self.name])
             for block in range(n_blocks)
         ]
         return ResNet(stem, 64, blocks, self.n_classes, nn.ReLU())

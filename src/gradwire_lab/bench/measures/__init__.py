@@ -84,8 +84,7 @@ def by_name(name: str) -> Measure:
     if name not in _MEASURES:
         raise InvalidArgument(f"no measure is called {name!r}; there are: {', '.join(_MEASURES)}")
     module, _, function = _MEASURES[name].partition(":")
-    found: Measure = getattr(importlib.import_module(f"gradwire_lab.bench.measures.{module}"), function)
-    return found
+    return getattr(importlib.import_module(f"gradwire_lab.bench.measures.{module}"), function)
 
 
 def code_of(asked: Experiment) -> str:

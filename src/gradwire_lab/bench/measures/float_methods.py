@@ -25,8 +25,7 @@ _ROUNDING = 2.0**-24
 @cell_by_cell
 def measure_ranks(_: Call, workload: str, scheme: str, seed: int, ranks: int, steps: int, global_batch: int) -> Record:
     """Losses by the number of ranks, which this process plays: real codecs at every hop, one global batch, no network."""
-    name, options = parse_spec(workload)
-    task = workloads.by_name(name, **options, batch_size=global_batch // ranks)
+    task = workloads.by_name(workload, batch_size=global_batch // ranks)
     spec, disturb = ("plain", _ROUNDING) if scheme == CONTROL else (scheme, 0.0)
     record = simulated.train(task, spec, ranks, steps, seed, disturb)
     return {**record, "losses": None, "loss": record["losses"][-1]}
@@ -85,7 +84,6 @@ def measure_training(_: Call, workload: str, method: str, seed: int, steps: int,
     """Where training ends with workers that this process plays, as AQGB's sum. Every worker's gradient is quantised
     once, on its whole; the optimizer gets the mean of the copies, in worker order. `end_loss` is the mean over the last
     tenth of the steps and over the workers, `loss` the last step's."""
-    name, options = parse_spec(workload)
     quantiser, n_bits = Method(method), 0.0
 
     def make(named: dict[str, torch.Tensor], _: list[torch.optim.Optimizer]) -> simulated.MeanOf:
@@ -105,6 +103,6 @@ def measure_training(_: Call, workload: str, method: str, seed: int, steps: int,
 
         return mean_of
 
-    losses, evaluated = simulated.play(workloads.by_name(name, **options), workers, steps, seed, make)
+    losses, evaluated = simulated.play(workloads.by_name(workload), workers, steps, seed, make)
     end_loss = float(np.mean(losses[-max(1, steps // 10) :]))
     return {"loss": losses[-1], "bits_a_value": n_bits, **evaluated, "end_loss": end_loss}

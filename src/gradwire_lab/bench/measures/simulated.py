@@ -32,8 +32,7 @@ def simulate(scheme: str, *, workload: str = "resnet50-4blocks", workers: int = 
     """A simulation, and its record with wait_share (T_wait / computation), and samples_per_s of a calibration's batch size."""
     disturbance = jitter_by_name(jitter, sigma, seed)
     setting = Setting(workloads.by_name(workload), workers, gbit_per_s * 1e9, jitter=disturbance, trace=trace)
-    run = SimulatedRun(scheme, setting, seconds, rounds, options, measured_on.get(workload), codec)
-    simulation, record = run.do()
+    simulation, record = SimulatedRun(scheme, setting, seconds, rounds, options, measured_on.get(workload), codec).do()
     record["wait_share"] = None if record["wait_s"] is None else record["wait_s"] / record["compute_s"]
     calibration = reference_calibration(workload)
     if calibration is not None and record["round_s"]:

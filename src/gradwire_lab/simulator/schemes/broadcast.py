@@ -214,8 +214,7 @@ class _Worker:
         self._backward_s.append(now_s - self._last_s)
         self._last_s = now_s
         self._n_appeared += 1
-        timetable = self._profile.timetable
-        if timetable is not None:
+        if (timetable := self._profile.timetable) is not None:
             self._scheme.deadlines.tell(self._group.index, timetable.until_forward(self._n_appeared, 0.0), now_s)
         if self._n_appeared == self._n_blocks:
             self._profile.add(law.Timetable(tuple(self._backward_s), 0.0, tuple(self._forward_s)))
@@ -228,8 +227,7 @@ class _Worker:
 
     def _tell_from(self, block: int) -> None:
         """Tell when each block is needed, if the forward pass of `block` begins now."""
-        timetable = self._profile.timetable
-        if timetable is not None:
+        if (timetable := self._profile.timetable) is not None:
             ahead_s = [0.0] * block + [*itertools.accumulate(timetable.forward_s[block:-1], initial=0.0)]
             self._scheme.deadlines.tell(self._group.index, ahead_s, self._scheme.environment.now)
 
@@ -256,10 +254,8 @@ class _Worker:
 
     def _first_stage_bits(self) -> int:
         scheme, now_s = self._scheme, self._scheme.environment.now
-        timetable = self._profile.timetable
-        until_next_s = (
-            None if timetable is None else timetable.until_next_gradient(self._n_appeared, now_s - self._last_s)
-        )
+        table = self._profile.timetable
+        until_next_s = None if table is None else table.until_next_gradient(self._n_appeared, now_s - self._last_s)
         undelivered_bits = law.WORD_BITS * scheme.share * sum(sending.left_values for sending in self._stack)
         rate_bps = scheme.confidence * self._rate.rate_bps
         ratio = law.first_stage_ratio(rate_bps, until_next_s, undelivered_bits, scheme.floor)

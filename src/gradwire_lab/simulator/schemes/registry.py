@@ -132,8 +132,7 @@ class MeasuredTable:
 
     def schemes(self, workload: str) -> Mapping[str, Any]:
         """The schemes that were measured on `workload`, with their measurements."""
-        found: Mapping[str, Any] = self.content["workloads"].get(workload, {}).get("schemes", {})
-        return found
+        return self.content["workloads"].get(workload, {}).get("schemes", {})
 
     def fit(self, scheme: str, workload: str) -> Fit:
         """Raises: InvalidArgument (not measured; the message says how to)."""

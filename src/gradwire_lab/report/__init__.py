@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from gradwire_lab.results.captions import (
     format_rate,
     is_emulated,
 )
-from gradwire_lab.results.experiment import Column, Experiment, Plot, Table
-from gradwire_lab.results.plots import css_variables, draw, series_of
+from gradwire_lab.results.experiment import Column, Experiment, Plot, Table, group
+from gradwire_lab.results.plots import PARTS, css_variables, draw, series_of
 from gradwire_lab.results.records import Record, write_text
 from gradwire_lab.results.tables import Grid, Summary, tabulate
 
@@ -68,12 +68,12 @@ def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[LoggedRun
             continue
         for number, record in enumerate(read_json(source)):
             records[_kind_of(record, f"{source}: record {number}")].append(record)
-    for same in _group(runs, lambda run: (run.config.get("workload"), run.config.get("scheme"))):
+    for same in group(runs, lambda run: (run.config.get("workload"), run.config.get("scheme"))):
         words = [_words(run.config.get("scheme_options")) for run in same]
         for run, options in zip(same, words, strict=True):
             if len(same) > 1:
                 run.label += f" {options if len(set(words)) == len(same) else f'({run.path.name})'}"
-    for same in (same for kind in ("allreduce", "train") for same in _group(records[kind], lambda r: str(r["scheme"]))):
+    for same in (same for kind in ("allreduce", "train") for same in group(records[kind], lambda r: str(r["scheme"]))):
         words = [_words(record.get("options") or record.get("scheme_options")) for record in same]
         for record, options in zip(same, words, strict=True):
             record["scheme"] = f"{record['scheme']} {options if len(set(words)) > 1 else ''}".strip()
@@ -130,8 +130,7 @@ def _kind_of(record: Record, where: str) -> str:
         expected = "; ".join(f"{kind}: {' '.join(fields)}" for kind, (fields, _) in BENCH_FIELDS.items())
         raise CorruptMessage(f"{where}: its fields are of no kind that a report knows ({expected})")
     for name, value in record.items():
-        is_needed = name in BENCH_FIELDS[kind][1]
-        if is_needed and not (is_number(value) and value > 0):
+        if name in BENCH_FIELDS[kind][1] and not (is_number(value) and value > 0):
             raise CorruptMessage(f"{where}: {name} is {value!r}, expected a positive number")
         if name.endswith(_UNITS) and not (value is None or is_number(value)):
             raise CorruptMessage(f"{where}: {name} is {value!r}, expected a number or null")
@@ -209,12 +208,12 @@ def make_sections(
 ) -> list[Section]:
     """Runs first, a section for each workload and number of ranks, then the kinds of records that are there."""
     kinds: list[tuple[str, Any, list[list[Any]]]] = [
-        ("run", _of_runs, _group(runs, lambda run: (run.config.get("workload"), run.config.get("ranks")))),
-        ("train", _of_training, _group(records["train"], lambda r: (r["workload"], r["ranks"], is_emulated(r)))),
-        ("allreduce", _of_allreduce, _group(records["allreduce"], lambda r: (r["ranks"], _gradients_of(r)))),
+        ("run", _of_runs, group(runs, lambda run: (run.config.get("workload"), run.config.get("ranks")))),
+        ("train", _of_training, group(records["train"], lambda r: (r["workload"], r["ranks"], is_emulated(r)))),
+        ("allreduce", _of_allreduce, group(records["allreduce"], lambda r: (r["ranks"], _gradients_of(r)))),
     ]
     sections = [
-        make(f"{kind}{index}", group, baseline) for kind, make, groups in kinds for index, group in enumerate(groups)
+        make(f"{kind}{index}", same, baseline) for kind, make, groups in kinds for index, same in enumerate(groups)
     ]
     return sections + ([_of_codecs(records["codec"])] if records["codec"] else [])
 
@@ -341,17 +340,14 @@ def _of_training(anchor: str, records: Sequence[Record], wanted: str | None) -> 
         section.intro += " Computation is emulated by calibrated waits; communication and codecs are real."
     records = _by_rate(records, "iteration_s")
     _draw_speed_up(section, records, "iteration_s")
-    for at_rate in _group(records, lambda record: record["rate"]):
+    for at_rate in group(records, lambda record: record["rate"]):
         shares = []
         for record in sorted(at_rate, key=lambda record: -float(record["iteration_s"])):
             left_s = float(record["iteration_s"])
             # A record that does not say how long it waited for others leaves the rest, whatever it was, under that name.
             waited_s = left_s if record.get("wait_s") is None else record["wait_s"]
-            for part, seconds in (
-                ("computation", record.get("compute_s") or 0.0),
-                ("exposed communication", record.get("exposed_s") or 0.0),
-                ("waiting for slower ranks", waited_s),
-            ):
+            parts_s = (record.get("compute_s") or 0.0, record.get("exposed_s") or 0.0, waited_s)
+            for part, seconds in zip(PARTS, parts_s, strict=True):
                 shares.append({"scheme": record["scheme"], "part": part, "ms": 1e3 * min(seconds, left_s)})
                 left_s -= min(seconds, left_s)
         section.draw(replace(_PARTS, title=f"An iteration, {at_rate[0]['rate']}"), shares, "Median.")
@@ -373,7 +369,7 @@ def _of_allreduce(anchor: str, records: Sequence[Record], wanted: str | None) ->
     sizes = [record["n_bytes"] for record in records]
     size = max(sizes, key=lambda size: (sizes.count(size), size))  # that most have in common, the largest of these
     _draw_speed_up(section, [r for r in records if r["n_bytes"] == size], "time_s", f" of {format_bytes(size)}")
-    for at_rate in _group(records, lambda record: record["rate"]):
+    for at_rate in group(records, lambda record: record["rate"]):
         if len({record["n_bytes"] for record in at_rate}) > 1:
             title = f"Time against size, {at_rate[0]['rate']}"
             plot = Plot("n_bytes", Column("time_s", "ms", 1e3), log="xy", x_title="bytes of the gradient", title=title)
@@ -389,11 +385,11 @@ def _of_allreduce(anchor: str, records: Sequence[Record], wanted: str | None) ->
 def _of_codecs(records: Sequence[Record]) -> Section:
     records = [record | {"codec": f"{record['codec']} {record.get('importance') or ''}".strip()} for record in records]
     section = Section("codec", "Codecs", "What is left of a gradient, and how fast it gets there and back.")
-    for group in _group(records, lambda record: (record["gradients"], record["threads"])):
-        title = f"Ratio against throughput: {group[0]['gradients']}, threads: {group[0]['threads']}"
+    for same in group(records, lambda record: (record["gradients"], record["threads"])):
+        title = f"Ratio against throughput: {same[0]['gradients']}, threads: {same[0]['threads']}"
         plot = Plot("ratio", Column("encode_gb_per_s", "GB/s of original bytes, encoding"), "codec", log="y",
                     x_title="size / original", title=title)  # fmt: skip
-        section.draw(plot, group, f"{describe_machine(group[0])}. Log axis; upper left is best.")
+        section.draw(plot, same, f"{describe_machine(same[0])}. Log axis; upper left is best.")
     columns = [Column("ratio", form=".4f"), Column("exponent_bits", "exponent, bits", form=".3f"),
                *(Column(f"{way}_gb_per_s", f"{way}, GB/s", form=".2f", spread=True)
                  for way in ("encode", "decode"))]  # fmt: skip
@@ -422,13 +418,6 @@ def _by_rate(records: Iterable[Record], measure: str) -> list[Record]:
         | {"rate": format_rate(record["rate_bps"] or None)}
         for record in ordered
     ]
-
-
-def _group(things: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
-    groups: dict[str, list[Any]] = {}
-    for thing in things:
-        groups.setdefault(repr(key(thing)), []).append(thing)
-    return list(groups.values())
 
 
 # ---- the page

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -143,10 +143,7 @@ class Experiment:
 
     def groups(self) -> list[list[Cell]]:
         """The cells by run: those that differ in `together` axes alone. In the order of the axes."""
-        runs: dict[str, list[Cell]] = {}
-        for cell in self.cells():
-            runs.setdefault(repr(self.apart(cell)), []).append(cell)
-        return list(runs.values())
+        return group(self.cells(), self.apart)
 
     def settings(self, cells: Sequence[Cell]) -> str:
         """A digest of all that is asked of a run: a record measured with others is not of it."""
@@ -156,3 +153,11 @@ class Experiment:
     def apart(self, cell: Mapping[str, Any]) -> Cell:
         """What all cells of a run share."""
         return {axis: cell[axis] for axis in self.axes if axis not in self.together}
+
+
+def group(things: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
+    """Those of equal keys together, in order of the first of each."""
+    groups: dict[str, list[Any]] = {}
+    for thing in things:
+        groups.setdefault(repr(key(thing)), []).append(thing)
+    return list(groups.values())

@@ -42,20 +42,8 @@ PARTS = {
     "waiting for slower ranks": ("#e6a6a0", "#8f4a44"),
 }
 # Schemes that appear on most pages keep their slot from page to page; all others take what is free, in order of name.
-FIXED_SLOTS = {
-    "plain": "c0",
-    "ddp": "c11",
-    "gcomp": "c1",
-    "truncate": "c2",
-    "power-sgd": "c3",
-    "acp-sgd": "c4",
-    "periodic": "c5",
-    "zstd": "c6",
-    "zlib": "c7",
-    "top-k": "c8",
-    "aqgb": "c9",
-    "slimgc": "c10",
-}
+_MOST_SHOWN = "plain gcomp truncate power-sgd acp-sgd periodic zstd zlib top-k aqgb slimgc ddp"
+FIXED_SLOTS = dict(zip(_MOST_SHOWN.split(), SLOTS, strict=True))
 MARKERS = "osD^vPX<>"
 
 # How every figure looks; matplotlib's settings.
@@ -325,17 +313,14 @@ def _name_points(axes: Any, points: Sequence[tuple[float, Value, str, str]]) -> 
             down = "center" if not dy else "bottom" if dy > 0 else "top"
             label = axes.annotate(text, (x, y.middle), xytext=(dx, dy), textcoords="offset points", color=colour, ha=across,
                                   va=down, size=9, weight="bold")  # fmt: skip
-            extent = label.get_window_extent(renderer)
-            area = (extent.x0, extent.y0, extent.x1, extent.y1)
-            outside = max(0, frame.x0 - area[0]) + max(0, area[2] - frame.x1) + max(0, area[3] - frame.y1)
-            outside += max(0, frame.y0 - area[1])
+            x0, y0, x1, y1 = area = label.get_window_extent(renderer).extents
+            outside = max(0, frame.x0 - x0) + max(0, x1 - frame.x1) + max(0, y1 - frame.y1) + max(0, frame.y0 - y0)
             cost = sum(_shared(area, other) for other in blocked) + 1e3 * outside + rank / 2
             found.append((cost, label, area))
-        best = min(found, key=lambda one: one[0])
-        for _, label, _ in found:
-            if label is not best[1]:
-                label.remove()
-        blocked.append(best[2])
+        (_, _, area), *others = sorted(found, key=lambda one: one[0])
+        for _, label, _ in others:
+            label.remove()
+        blocked.append(area)
 
 
 def _shared(a: Sequence[float], b: Sequence[float]) -> float:
@@ -350,12 +335,9 @@ def _as_element(figure: Any, name: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r"<svg [^>]*?viewBox=\"([^\"]*)\"[^>]*>", r'<svg viewBox="\1" aria-hidden="true">', svg, count=1)
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg).replace("xlink:href", "href")
-    svg = re.sub(r"font(-family)?: ([^;\"]*?)'DejaVu Sans'[^;\"]*", _font, svg)
+    # `font-family` alone, or the shorthand `font: bold 11px 'DejaVu Sans', ...`, which must end in a family.
+    svg = re.sub(r"font-family: [^;\"]*?'DejaVu Sans'[^;\"]*", "font-family: inherit", svg)
+    svg = re.sub(r"font: ([^;\"]*?)'DejaVu Sans'[^;\"]*", r"font: \1var(--sans, sans-serif)", svg)
     svg = re.sub(r"#[0-9a-f]{6}\b", lambda match: _VARIABLE_OF.get(match.group(), match.group()), svg)
     svg = re.sub(r"(\d+\.\d\d)\d+", r"\1", svg)  # a hundredth of a point is enough
     return re.sub(r"\s*\n\s*", " ", svg).replace("> <", "><").strip()
-
-
-def _font(match: re.Match[str]) -> str:
-    # `font-family` alone, or the shorthand `font: bold 11px 'DejaVu Sans', ...`, which must end in a family.
-    return "font-family: inherit" if match.group(1) else f"font: {match.group(2)}var(--sans, sans-serif)"

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,17 +36,28 @@ def write_csv(path: Path, records: Sequence[Record]) -> None:
 def write_text(path: Path, content: str | bytes) -> None:
     """Replace `path` by `content`; the old file stays whole if that fails. Raises: GradwireError."""
     partial = path.with_name(f"{path.name}.partial")
-    try:
+    with _writing(path, partial):
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+
+
+@contextlib.contextmanager
+def _writing(path: Path, partial: Path | None = None) -> Iterator[None]:
+    """What fails in it is a GradwireError that says what to do; it leaves no `partial` file."""
+    try:
+        yield
     except OSError as error:
         with contextlib.suppress(OSError):
-            partial.unlink()
-        raise _write_error(path, error) from error
+            if partial:
+                partial.unlink()
+        raise GradwireError(
+            f"could not write {path}: {error.strerror or error}; what was written before is kept. "
+            "Free some space or name another file, then run again"
+        ) from error
 
 
 class RecordLog:
@@ -55,26 +66,21 @@ class RecordLog:
     def __init__(self, path: Path) -> None:
         """Raises: GradwireError: that it can be written is checked before hours of measuring."""
         self.path = path
-        try:
+        with _writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab+") as file:
                 if file.tell():
                     file.seek(-1, os.SEEK_END)
                     if file.read(1) != b"\n":  # the last line is torn
                         file.write(b"\n")
-        except OSError as error:
-            raise _write_error(path, error) from error
 
     def append(self, records: Iterable[Record]) -> None:
         """Add `records` and force them to the disk. Raises: GradwireError; what was written before stays."""
         lines = "".join(map(_line, records))
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(lines)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise _write_error(self.path, error) from error
+        with _writing(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
 
     def read(self) -> list[Record]:
         """Every whole record of the file; a last line torn by a crash or a full disk is not one."""
@@ -92,13 +98,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write_error(path: Path, error: OSError) -> GradwireError:
-    return GradwireError(
-        f"could not write {path}: {error.strerror or error}; what was written before is kept. "
-        "Free some space or name another file, then run again"
-    )
 
 
 # ---- measured records by machine and experiment

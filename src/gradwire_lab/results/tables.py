@@ -72,15 +72,14 @@ class Summary:
 
     def _difference(self, mine: Sequence[Record], base: Sequence[Record], column: Column) -> Value:
         """Paired by the axes that are averaged over: seeds and folds that both have."""
-
-        def by_place(records: Sequence[Record]) -> dict[str, float]:
-            return {
+        one, other = (
+            {
                 repr([record.get(axis) for axis in self.experiment.over]): column.scale * float(record[column.field])
                 for record in records
                 if record.get(column.field) is not None
             }
-
-        one, other = by_place(mine), by_place(base)
+            for records in (mine, base)
+        )
         pairs = [one[place] - other[place] for place in one if place in other]
         if not pairs:
             return Value(None)
@@ -101,10 +100,8 @@ def _plain(records: Sequence[Record], column: Column) -> Value:
         words = dict.fromkeys({True: "yes", False: "no"}.get(value, value) for value in known)
         return Value(", ".join(map(str, words)))
     if len(records) > 1:
-        mean, n_without = (
-            column.scale * statistics.fmean(known),
-            sum(one.get(column.field, 0) is None for one in records),
-        )
+        mean = column.scale * statistics.fmean(known)
+        n_without = sum(one.get(column.field, 0) is None for one in records)
         if len(known) == 1:
             return Value(mean, n_without=n_without)
         spread = abs(column.scale) * statistics.stdev(known)
@@ -267,9 +264,8 @@ def to_markdown(grid: Grid) -> str:
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in (grid.headings, *grid.rows)]
     rule = ["---"] * grid.n_names + ["---:"] * (len(grid.headings) - grid.n_names)
     lines = ["| " + " | ".join(row) + " |" for row in (escaped[0], rule, *escaped[1:])]
-    if grid.title:
-        lines = [f"**{grid.title}**", "", *lines]
-    return "\n".join([*lines, *(["", grid.caption] if grid.caption else [])]) + "\n"
+    title, caption = [f"**{grid.title}**", ""] if grid.title else [], ["", grid.caption] if grid.caption else []
+    return "\n".join([*title, *lines, *caption]) + "\n"
 
 
 def to_text(grid: Grid, width: int | None = WIDTH) -> str:

@@ -28,8 +28,7 @@ _SCHEMES = {"32-bit broadcast": "broadcast-32", "4-bit broadcast": "broadcast-4"
             "AQGB, through owners": "aqgb-owners", "uncompressed ring": "plain"}  # fmt: skip
 _ROUNDS = Column("rounds", form=".0f")
 _USE = Column("utilisation", "utilisation, %", 100, ".1f")
-_WAIT, _ROW = Column("wait_share", "wait / compute", form=".3f"), Column("row", "ROW", form=".2f")
-_MEASURES = [_ROUNDS, _USE, _WAIT, _ROW]
+_MEASURES = [_ROUNDS, _USE, Column("wait_share", "wait / compute", form=".3f"), Column("row", "ROW", form=".2f")]
 _AQGB, _FIG_10 = {"scheme": "aqgb", "jitter": "common"}, Ref("AQGB", "Fig. 10")
 _NOT_TABLED = ("aqgb", "broadcast", "auto", "one-bit-adam")  # modelled by their control law; beside Adam alone
 # What its threshold decides between is measured, and what a step that sends takes: when is the simulator's own.

@@ -1,7 +1,5 @@
 """Homomorphic compression: count sketches against the bound, aggregation of sparse gradients, training."""
 
-from typing import Any
-
 from gradwire_lab.bench.catalogue import schemes as shared
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, mb, ms
 
@@ -23,20 +21,6 @@ _VGG19 = 0.696
 _EDGE = [round(1.23 * _VGG19 * factor, 4) for factor in (0.8, 0.9, 0.95, 1.0, 1.02, 1.05, 1.1, 1.2)]
 _SKETCHES = sorted([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.2, 1.6, 2.0, *_EDGE])
 _ERROR = Column("relative_error", "error", form=".1e")
-
-
-def _lossy(name: str, workload: str, *, metric: Column, steps: int, seconds: float, **fixed: Any) -> Experiment:
-    return Experiment(
-        key=f"homomorphic-lossy-{name}", system="homomorphic", measure="training", seconds=seconds, over=("seed",),
-        baseline=shared.DDP,
-        question=f"What do lossy sketches of a tenth and three tenths cost {name}?",
-        of=[Ref("Homomorphic", "Fig. 4"), *([Ref("Homomorphic", "Fig. 8")] if "rate" in fixed else [])],
-        fixed={"workload": workload, "steps": steps, "baseline": "ddp", **fixed},
-        axes={"seed": [0, 1, 2], "scheme": _LOSSY},
-        show=[Table([metric, shared.against(metric, "DDP"), shared.RATIO_MEAN, ms("iteration_s", "ms a step"),
-                     Column("seconds_to_loss", "s to DDP's loss", form=".1f")])],
-    )  # fmt: skip
-
 
 EXPERIMENTS = [
     Experiment(
@@ -117,6 +101,14 @@ EXPERIMENTS = [
         show=[Table([shared.ITERATION, _STEP_FASTER, shared.TO_LOSS, Column("loss_last_10", "loss", form=".4f"),
                      shared.HELD_OUT, shared.RATIO_MEAN])],
       ) for workload, rate, steps, seconds in (("ncf", "100mbit", 50, 200), ("lstm", "200mbit", 40, 260))),
-    _lossy("vgg", "vgg", metric=shared.ACCURACY, steps=150, seconds=120, ranks=2),
-    _lossy("bert", "bert:n_layers=2,width=64,n_heads=4", metric=shared.NATS, steps=300, seconds=200, ranks=2),
+    *(Experiment(
+        key=f"homomorphic-lossy-{name}", system="homomorphic", measure="training", seconds=seconds, over=("seed",),
+        question=f"What do lossy sketches of a tenth and three tenths cost {name}?", baseline=shared.DDP,
+        of=[Ref("Homomorphic", "Fig. 4")], fixed={"workload": workload, "steps": steps, "baseline": "ddp", "ranks": 2},
+        axes={"seed": [0, 1, 2], "scheme": _LOSSY},
+        show=[Table([metric, shared.against(metric, "DDP"), shared.RATIO_MEAN, ms("iteration_s", "ms a step"),
+                     Column("seconds_to_loss", "s to DDP's loss", form=".1f")])],
+      ) for name, workload, metric, steps, seconds in (
+          ("vgg", "vgg", shared.ACCURACY, 150, 120),
+          ("bert", "bert:n_layers=2,width=64,n_heads=4", shared.NATS, 300, 200))),
 ]  # fmt: skip

@@ -10,7 +10,6 @@ from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref,
 # PyTorch's own: DDP, and its hooks.
 HOOKS = ["ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8"]
 FIXED = [name for name in schemes.names() if name != "auto" and not schemes.needs_momenta(name)]
-EVERYTHING = [*HOOKS, *FIXED]
 REDUCING = ["ddp", "ddp-bf16", *(name for name in FIXED if not schemes.owns_step(name))]
 DDP, PLAIN = {"scheme": "ddp"}, {"scheme": "plain"}
 # These send DDP's very bytes by the same all-reduce: `homomorphic` finds dense gradients too dense and sends them plainly.
@@ -72,11 +71,11 @@ _AUTO_RATES = {"100 Mb/s": "100mbit", "300 Mb/s": "300mbit", "1 Gb/s": "1gbit", 
 AUTO_TABLE = Table([Column("x_ddp", "x DDP's speed", form=".2f")], across="rate", where={"workload": "gpt", "ranks": 2})
 
 
-def regret(key: str, question: str, axes: dict[str, Any], *, rows: Sequence[str], across: str | None, takes: float,
+def regret(key: str, question: str, axes: dict[str, Any], *, takes: float, across: str | None = None,
            plots: Sequence[Plot] = (), goals: Sequence[Goal] = (), is_long: bool = False, system: str = "auto",
            **fixed: Any) -> Experiment:  # fmt: skip
     """`auto` beside what goes without gradwire, the first of the schemes."""
-    specs = list(axes["scheme"].values())
+    specs, rows = list(axes["scheme"].values()), tuple(axis for axis in axes if axis != across)
     only = {"scheme": [spec for spec in specs if "auto" in spec]}
     by = ("phase",) if "then" in fixed else ()
     x_base = replace(_AUTO_X_DDP, title="x DDP" if specs[0] == "ddp" else "x FSDP2")
@@ -101,22 +100,21 @@ EXPERIMENTS = [
         "regret", "What does auto lose against DDP, and against the best scheme that it may use, in 300 steps?",
         {"workload": ["gpt", "resnet", "ncf", "many-tensors"], "ranks": [2, 4], "rate": _AUTO_RATES,
          "scheme": {**_DDP, "DDP, bf16 hook": "ddp-bf16", **_AUTO, "gradwire, any": "auto:fidelity=any"}},
-        rows=("workload", "ranks", "scheme"), across="rate", takes=225, is_long=True, steps=300, seconds=60,
+        across="rate", takes=225, is_long=True, steps=300, seconds=60,
         plots=[Plot("rate", Column("x_ddp", "speed, x DDP", form=".3f"), style="bars", x_title="every rank's link",
                     where={"workload": "gpt", "ranks": 2})],
     ),
     regret(
         "regret-changes", "What does auto make of another network in mid-run: 1 Gb/s (phase 0), 100 Mb/s, 1 Gb/s?",
-        {"scheme": {**_DDP, **_AUTO}},
-        rows=("scheme",), across="phase", takes=360, workload="gpt", ranks=2, rate="1gbit", then=["100mbit", "1gbit"],
-        steps=150, seconds=45,
+        {"scheme": {**_DDP, **_AUTO}}, across="phase", takes=360,
+        workload="gpt", ranks=2, rate="1gbit", then=["100mbit", "1gbit"], steps=150, seconds=45,
         goals=[Goal(f"within 6 % of the best after so many steps of a {link} link", _GOOD_AFTER, "<=", steps,
                     {"phase": phase}, ("phase",))
                for phase, link, steps in ((1, "slower", 40), (2, "faster", 150))],
     ),
     regret(
         "regret-muon", "Muon beside AdamW at 100 Mb/s: how much faster is a step than DDP's, and is it the best choice?",
-        {"ranks": [2, 4], "scheme": {**_DDP, **_AUTO}}, rows=("ranks", "scheme"), across=None, takes=150,
+        {"ranks": [2, 4], "scheme": {**_DDP, **_AUTO}}, takes=150,
         workload="gpt:optimizer=muon", rate="100mbit", steps=150, seconds=60,
         goals=[Goal(f"{words}: {times} times DDP, {ranks} ranks", _AUTO_X_DDP, ">=", times,
                     {"ranks": ranks, "scheme": _AUTO[f"gradwire, {words}"]})
@@ -124,8 +122,8 @@ EXPERIMENTS = [
     ),
     regret(
         "regret-sites", "What does auto lose on a line of 100 Mb/s with a round trip of 40 ms?",
-        {"scheme": {**_DDP, **_AUTO}}, rows=("scheme",), across=None, takes=200, ranks=2,
-        workload="gpt", rate="100mbit/delay=20ms", steps=150, seconds=90,
+        {"scheme": {**_DDP, **_AUTO}}, takes=200,
+        ranks=2, workload="gpt", rate="100mbit/delay=20ms", steps=150, seconds=90,
     ),
     Experiment(
         key="auto-cost", system="auto", measure="train", seconds=40, baseline=DDP,
@@ -141,7 +139,7 @@ EXPERIMENTS = [
         question="How long does a training step take under each scheme, and what does the loss pay?",
         of=[Ref("GComp", "Fig. 15")],
         fixed={"workload": "resnet", "ranks": 4, "steps": 20, "warmup": 3},
-        axes={"rate": RATES, "scheme": EVERYTHING},
+        axes={"rate": RATES, "scheme": [*HOOKS, *FIXED]},
         show=[SPEED_TABLE,
               Table([SENT, CODEC, LOSS], where={"rate": "1gbit"}, title="What is sent, and what the loss pays, at 1 Gb/s"),
               Plot("rate", ms("iteration_s", "ms a step"), style="bars", where={"scheme": _README})],

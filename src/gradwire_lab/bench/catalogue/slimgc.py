@@ -8,13 +8,6 @@ from gradwire_lab.bench.catalogue.schemes import ACCURACY, EXPOSED, ITERATION, N
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, ms
 
 CODECS = {"1 bit": "one-bit", "2 bit": "two-bit"}
-# Figs. 12 and 13: one strategy after the other. Without a threshold in bytes it is measured, in raw steps.
-STRATEGIES = {"threshold 0": "threshold_bytes=0", "measured threshold": "",
-              "backup, threshold 0": "backup=true,threshold_bytes=0",
-              "everything": "backup=true"}  # fmt: skip
-TABLE_STEPS = 8
-_OTHERS = {"terngrad": "terngrad", "top-k 10 %": "top-k:share=0.1", "dgc 10 %": "dgc:share=0.1", "thc": "thc"}
-THRESHOLD_BYTES = 15_000  # the paper's best
 _DIGITS, _GPT = "resnet:width=8,folds=5", "gpt:n_layers=2,width=64,n_heads=4,length=64,batch_size=8"
 
 
@@ -24,13 +17,16 @@ def _slimgc(codec: str, *options: str) -> str:
 
 def _by_strategy(ways: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """{label: spec}: full precision, then every way under every codec."""
-    found = {
+    return {"full precision": "plain"} | {
         f"{bits}, {name}": _slimgc(codec, *options) for bits, codec in CODECS.items() for name, options in ways.items()
     }
-    return {"full precision": "plain", **found}
 
 
-_BARE, _THRESHOLD, _BACKUP = "threshold_bytes=0", f"threshold_bytes={THRESHOLD_BYTES}", "backup=true"
+_BARE, _THRESHOLD, _BACKUP = "threshold_bytes=0", "threshold_bytes=15000", "backup=true"  # the paper's best threshold
+_MEASURED = "warmup_steps=8"  # without a threshold in bytes it is measured first, in steps of which half are raw
+# Figs. 12 and 13: one strategy after the other.
+_STRATEGIES = {"threshold 0": [_BARE], "measured threshold": [_MEASURED], "backup, threshold 0": [_BACKUP, _BARE],
+               "everything": [_BACKUP, _MEASURED]}  # fmt: skip
 # Fig. 9.
 _STEP_BY_STEP = _by_strategy({"bare": [_BARE], "threshold": [_THRESHOLD], "everything": [_THRESHOLD, _BACKUP]})
 # Fig. 10: what a 2-bit value stands for, in mean magnitudes; 1 bit takes its scale from the values and has none.
@@ -50,20 +46,19 @@ def _accuracy(key: str, question: str, figure: str, schemes: Mapping[str, str], 
               gain: Mapping[str, Any] | None = None, **axes: Any) -> Experiment:  # fmt: skip
     """A training for each of `axes`: workload, steps. `gain`: where the strategies are to give back 1.1 points."""
     is_digits = "resnet" in str(axes["workload"])
-    metric, parts = ACCURACY if is_digits else NATS, []
-    for bits, codec in CODECS.items():
+    metric, parts, goals = ACCURACY if is_digits else NATS, [], []
+    for (bits, codec), paper in zip(CODECS.items(), ("1.1 to 2.3", "1.1 to 1.6"), strict=True):
         mine = [spec for spec in schemes.values() if spec == "plain" or f"codec={codec}" in spec]
-        bare = next((spec for spec in mine if spec == _slimgc(codec, _BARE)), None)
-        others = [
-            against(metric, name, spec) for name, spec in (("bare", bare), ("full precision", "plain")) if spec in mine
-        ]
+        bare = _slimgc(codec, _BARE)
+        columns = [metric, *([against(metric, "bare", bare)] if bare in mine else []),
+                   against(metric, "full precision", "plain"), RATIO_LAST]  # fmt: skip
         if len(mine) > 1:  # beside plain
-            parts.append(Table([metric, *others, RATIO_LAST], where={"scheme": mine}, title=bits))
-    goals = [Goal(f"{bits}: what the strategies give back, points",
-                  replace(against(metric, "", _slimgc(codec, _BARE)), title=""), ">=", 1.1,
-                  {"scheme": schemes[f"{bits}, everything"], **gain}, (), paper, Ref("SlimGC", figure))
-             for (bits, codec), paper in zip(CODECS.items(), ("1.1 to 2.3", "1.1 to 1.6"), strict=True)
-             if gain is not None]  # fmt: skip
+            parts.append(Table(columns, where={"scheme": mine}, title=bits))
+        if gain is not None:
+            given_back = replace(metric, title="", kind="difference", against=bare)
+            where = {"scheme": schemes[f"{bits}, everything"], **gain}
+            goals.append(Goal(f"{bits}: what the strategies give back, points", given_back, ">=", 1.1, where, (), paper,
+                              Ref("SlimGC", figure)))  # fmt: skip
     folds: dict[str, Any] = {"fold": list(range(5))} if is_digits else {}
     return Experiment(
         key=f"slimgc-{key}", system="slimgc", measure="training", seconds=seconds, question=question,
@@ -72,15 +67,12 @@ def _accuracy(key: str, question: str, figure: str, schemes: Mapping[str, str], 
     )  # fmt: skip
 
 
-def _specs(strategies: Mapping[str, str], beside: Sequence[str] = ()) -> dict[str, str]:
-    """{label: spec}: of each codec the bare quantiser, on the training thread too with "ddp" `beside` it, and the strategies.
-    Those without a threshold measure it first, in `TABLE_STEPS` steps of which half are raw."""
+def _specs(strategies: Mapping[str, Sequence[str]], beside: Sequence[str] = ()) -> dict[str, str]:
+    """{label: spec}: by codec the bare quantiser, on the training thread too with "ddp" `beside` it, and strategies."""
     found = {name: name for name in beside}
     for codec in CODECS.values():
         found |= {name: name for name in (*(f"{name}-{codec}" for name in beside), codec)}
-        for label, options in strategies.items():
-            warm_up = [] if "threshold_bytes" in options else [f"warmup_steps={TABLE_STEPS}"]
-            found[f"slimgc {codec}, {label}"] = _slimgc(codec, *filter(None, [options]), *warm_up)
+        found |= {f"slimgc {codec}, {label}": _slimgc(codec, *options) for label, options in strategies.items()}
     return found
 
 
@@ -104,14 +96,11 @@ def _speed(key: str, workloads: list[str], schemes: Mapping[str, str], seconds: 
         show=[Table([ITERATION, Column("speed_up", "x bare", form=".2f"), Column("bound_share", "of the bound, %", 100, ".0f")],
                     across="rate"),
               Table(times, title="Where the time goes, ms a step"),
-              Plot("rate", ms("iteration_s", "ms a step"), style="bars",
-                   where={"scheme": [spec for label, spec in schemes.items() if "1 bit" not in label][:7]})],
+              Plot("rate", ms("iteration_s", "ms a step"), style="bars", where={"scheme": list(schemes.values())[:7]})],
         goals=[Goal("never slower than the bare quantiser", Column("speed_up", form=".2f"), ">=", 1.0,
                     {"scheme": lambda spec: str(spec).startswith("slimgc")}), *goals],
     )  # fmt: skip
 
-
-_SCALED = _DIGITS + ",rate_scaling="
 
 EXPERIMENTS = [
     Experiment(
@@ -127,23 +116,24 @@ EXPERIMENTS = [
     _accuracy("accuracy-gpt", "The same on a small GPT.", "Fig. 9", _STEP_BY_STEP, seeds=3, seconds=60, workload=[_GPT],
               steps=[200]),
     _accuracy("accuracy-rates", "The same with the learning rate scaled with the batch.", "Fig. 9", _STEP_BY_STEP, seeds=2,
-              seconds=90, workload={"linearly": _SCALED + "linear", "by its root": _SCALED + "square-root"}, steps=[50]),
+              seconds=90, workload={"linearly": f"{_DIGITS},rate_scaling=linear",
+                                    "by its root": f"{_DIGITS},rate_scaling=square-root"}, steps=[50]),
     _accuracy("compression", "How much does the compression threshold matter?", "Fig. 10", _COMPRESSION,
               seeds=1, seconds=150, workload=[_DIGITS], steps=[50]),
     _accuracy("communication", "How much does the communication threshold matter?", "Fig. 11", _COMMUNICATION,
               seeds=1, seconds=200, workload=[_DIGITS], steps=[50]),
-    _speed("resnet50", ["resnet50"], _specs(STRATEGIES, ["ddp"]), 300),
+    _speed("resnet50", ["resnet50"], _specs(_STRATEGIES, ["ddp"]), 300),
     # Without what takes minutes there: DDP, and the raw steps in which a threshold is measured.
-    _speed("large", ["gpt", "bert-base", "vgg16"], _specs({k: v for k, v in STRATEGIES.items() if "threshold 0" in k}), 100),
+    _speed("large", ["gpt", "bert-base", "vgg16"], _specs({k: v for k, v in _STRATEGIES.items() if _BARE in v}), 100),
     Experiment(
         key="slimgc-rivals", system="slimgc", measure="train", seconds=200,
-        baseline={"scheme": "slimgc:codec=one-bit,threshold_bytes=0"},
+        baseline={"scheme": _slimgc("one-bit", _BARE)},
         question="Is SlimGC ahead of other methods, on ResNet-50 at 1 Gb/s?",
         of=[Ref("SlimGC", "Table 3")],
         fixed={"workload": "resnet50", "ranks": 4, "rate": "1gbit", "compute": "emulate", "steps": 5, "warmup": 2},
-        axes={"scheme": {"slimgc, 1 bit": "slimgc:codec=one-bit,threshold_bytes=0",
-                         "slimgc, 2 bit": "slimgc:codec=two-bit,threshold_bytes=0",
-              "one-bit": "one-bit", "two-bit": "two-bit", **_OTHERS}},
+        axes={"scheme": {"slimgc, 1 bit": _slimgc("one-bit", _BARE), "slimgc, 2 bit": _slimgc("two-bit", _BARE),
+                         "one-bit": "one-bit", "two-bit": "two-bit", "terngrad": "terngrad",
+                         "top-k 10 %": "top-k:share=0.1", "dgc 10 %": "dgc:share=0.1", "thc": "thc"}},
         show=[Table([ITERATION, Column("iteration_s", "x slimgc, 1 bit", kind="ratio"), EXPOSED, SENT])],
     ),
 ]  # fmt: skip

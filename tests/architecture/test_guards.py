@@ -43,7 +43,7 @@ BUDGETS = {
         "gradwire/schemes": 10_520, "gradwire/doors": 2_140, "gradwire/planning": 550, "gradwire/integrations": 170,
         "gradwire_lab/loose": 280, "gradwire_lab/ranks": 1_790, "gradwire_lab/results": 1_490,
         "gradwire_lab/workloads": 2_050, "gradwire_lab/training": 1_330, "gradwire_lab/report": 630,
-        "gradwire_lab/simulator": 3_030, "gradwire_lab/bench": 5_180, "gradwire_lab/cli": 1_750,
+        "gradwire_lab/simulator": 3_013, "gradwire_lab/bench": 5_180, "gradwire_lab/cli": 1_767,
         "gradwire_lab/schemes": 160,
     },
     "native": {"native": 15_290, "gradwire/gpu/source": 3_680},

@@ -21,6 +21,7 @@ from gradwire.schemes.auto.fidelity import LEVELS, TABLE
 from gradwire_lab.cli import COMMANDS, LABORATORY, USERS, main
 from gradwire_lab.cli.bench import BENCHES
 from gradwire_lab.cli.inspection import inspect_path
+from gradwire_lab.ranks.netlab.check import RateCheck
 
 _ROOT = Path(__file__).parents[2]
 
@@ -88,7 +89,7 @@ def test_without_a_command_the_users_six_come_first_and_fit_a_screen(capsys):
     assert len(USERS) == 6
 
 
-@pytest.mark.parametrize("words", [*((one,) for one in COMMANDS), *(("bench", one) for one in BENCHES)], ids=" ".join)
+@pytest.mark.parametrize("words", [*zip(COMMANDS), *(("bench", it) for it in BENCHES), ("netlab", "run")], ids=" ".join)
 def test_every_command_explains_itself_on_one_screen(words, capsys):
     with pytest.raises(SystemExit) as end:
         main([*words, "--help"])
@@ -97,6 +98,13 @@ def test_every_command_explains_itself_on_one_screen(words, capsys):
     assert lines[0].startswith(f"usage: gradwire {' '.join(words)}")
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 80
+
+
+def test_the_nine_columns_of_netlab_check_fit_a_screen(capsys, monkeypatch):
+    one = RateCheck(4, 25 * 10**8, 2.3e9, 1.9e9, 2.5e9, 0.01, 12345, 0.12, 5e-4)
+    monkeypatch.setattr("gradwire_lab.cli.netlab.measure_rate", lambda *_: one)
+    assert main(["netlab", "check", "--rates", "2.5gbit"]) == 1
+    assert re.search(r"^set .{0,70} rtt ms +loss$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_every_command_is_named_in_the_readme():
@@ -170,13 +178,13 @@ def test_inspect_names_a_run_and_whether_it_came_to_its_end(tmp_path):
 @pytest.mark.parametrize(
     ("content", "error"),
     [
-        (b"", gradwire.InvalidArgument),
-        (b"not of gradwire", gradwire.InvalidArgument),
+        (b"", InvalidArgument),
+        (b"not of gradwire", InvalidArgument),
         (b"GWGC", gradwire.CorruptMessage),
         (b"GWGE" + bytes(40), gradwire.IncompatibleVersion),
         (b"GWHT\x01\x08\x00\x00", gradwire.CorruptMessage),
         (b"PK\x03\x04 torn", gradwire.CorruptMessage),
-        (b"[1, 2]", gradwire.InvalidArgument),
+        (b"[1, 2]", InvalidArgument),
     ],
 )
 def test_inspect_of_a_foreign_or_torn_file_raises_a_typed_error(content, error, tmp_path):
@@ -235,11 +243,12 @@ def test_options_are_checked_before_anything_is_printed(command, option, capsys,
 
 
 def test_inspect_shows_what_lies_within_in_rows_of_its_own(tmp_path, capsys):
-    (tmp_path / "summary.json").write_text(json.dumps({"stats": {"sent": 7, "auto": {"why": "fast", "of": [{}]}}}))
+    (tmp_path / "summary.json").write_text(json.dumps({"stats": {"sent": 7, "auto": {"why": "fast" * 20, "of": [{}]}}}))
     (tmp_path / "config.json").write_text("{}")
     assert main(["inspect", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "{" not in printed
+    assert max(map(len, printed.splitlines()[1:])) <= 80
     for words in ("stats.sent", "stats.auto.why", "fast", "1 entries (in full with --json)"):
         assert words in printed
 

@@ -113,7 +113,8 @@ def test_the_command_says_it_in_a_sentence(tmp_path: Path, capsys: pytest.Captur
     assert "take 8 bits" in out
     (tmp_path / "topology.txt").write_text(_NODE % ("PHB", "PHB"))
     again = ["recommend", "--profile", str(tmp_path / "plan.json"), "--topology", str(tmp_path / "topology.txt")]
-    assert main(again) == 0
+    assert main([*again, "--fidelity", "exact", "--json", str(tmp_path / "plan.json")]) == 0
+    assert '"fidelity": "exact"' in (tmp_path / "plan.json").read_text()
     assert "the farthest pair is joined by two sockets" in capsys.readouterr().out
     capsys.readouterr()
     assert main(["recommend", "--box", "ranks=8,wheels=4"]) == 1

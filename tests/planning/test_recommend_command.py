@@ -49,12 +49,9 @@ def test_a_training_of_ones_own_is_measured_and_its_plan_read_for_another_networ
 
 @pytest.mark.parametrize(
     ("entry", "why"),
-    [
-        ("train", "MODULE:FUNCTION"),
-        ("missing:build", "there is no module 'missing' here"),
-        ("missing.train:build", "No module named 'missing'"),
-    ],
-)
+    [("train", "MODULE:FUNCTION"), ("missing:build", "there is no module 'missing' here"),
+     ("missing.train:build", "No module named 'missing'")],
+)  # fmt: skip
 def test_an_entry_that_is_none_is_refused_before_a_rank_starts(
     entry: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,14 +63,11 @@ def test_an_entry_that_is_none_is_refused_before_a_rank_starts(
 
 @pytest.mark.parametrize(
     ("function", "why"),
-    [
-        ("missing", "module 'train' has no 'missing'"),
-        ("nothing", "has to give (ddp, optimizer, step)"),
-        ("stumble", "AttributeError: of my own"),  # the user's own error keeps its traceback
-    ],
-)
+    [("missing", "module 'train' has no 'missing'"), ("nothing", "has to give (ddp, optimizer, step)"),
+     ("stumble", "AttributeError: of my own")],  # the user's own error keeps its traceback
+)  # fmt: skip
 def test_an_entry_that_gives_no_training_is_named(function: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    ended = recommend(tmp_path, "--entry", f"train:{function}", "--ranks", "1", "--seconds", "1")
+    ended = recommend(tmp_path, "--entry", f"train:{function}", "--ranks", "2", "--seconds", "1")
     assert ended.returncode != 0
     assert why in ended.stdout + ended.stderr

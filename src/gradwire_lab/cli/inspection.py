@@ -43,10 +43,9 @@ def run(args: argparse.Namespace) -> int:
         found = inspect_path(path)
         records.append({"path": str(path), **found})
         # Without a terminal's escape sequences: names come from files that anyone may have written.
-        rows = [
-            [_printable(key), _printable(_show(value))] for key, value in _rows(found) if key not in ("path", "kind")
-        ]
-        print_grid(Grid(_printable(f"{path}: {found['kind']}"), ["", ""], rows), wide=True)
+        shown = {key: _show(value) for key, value in _rows(found) if key not in ("path", "kind")}
+        rows = [[_printable(key), _printable(value)] for key, value in shown.items()]
+        print_grid(Grid(_printable(f"{path}: {found['kind']}", 1000), ["", ""], rows))
     if args.json is not None:
         write_json(args.json, records)
     return 0
@@ -198,8 +197,9 @@ def _read_json(path: Path) -> Any:
         raise InvalidArgument(f"{path} is nothing that gradwire writes; {_FORMAT_ADVICE}") from error
 
 
-def _printable(text: str) -> str:
-    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+def _printable(text: str, most: int = 52) -> str:  # with the name beside it, 80 columns
+    shown = "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+    return shown if len(shown) <= most else f"{shown[: most - 12]}... (--json)"
 
 
 def _rows(record: dict[str, Any], above: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

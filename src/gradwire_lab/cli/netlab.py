@@ -20,7 +20,7 @@ from gradwire_lab.results.tables import Grid, print_grid, to_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, prog=parser.prog)
     run = actions.add_parser(
         "run",
         help="run a command in every rank",
@@ -62,6 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    for name in ("grace", "timeout"):
+        if not 0 <= (getattr(args, name) or 0) <= 1e6:  # the kernel waits for 24 days at most
+            raise InvalidArgument(f"--{name} {getattr(args, name)}: expected seconds from 0 to 1,000,000")
     n_links = max(1, args.ranks // max(1, args.ranks_per_node))
     own = with_way(args, args.rate)
     rates: list[str | float | None] = [own] * n_links
@@ -74,8 +77,7 @@ def _run(args: argparse.Namespace) -> int:
         raise InvalidArgument("--at changes a lab's links and ranks; with --rate none there is no lab")
     events = [parse_event(text, args.ranks) for text in args.at]
     rate = rates if args.straggler else own
-    names = ("mtu", "queue_ms", "require_shaping", "ranks_per_node")
-    options = {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name) for name in ("mtu", "queue_ms", "require_shaping", "ranks_per_node")}
     with end_on_signals(), start_ranks(args.rank_command, args.ranks, rate, grace_s=args.grace, **options) as launch:
         with scheduled(launch, events) as troubles:
             result = launch.wait(args.timeout)
@@ -87,7 +89,7 @@ def _run(args: argparse.Namespace) -> int:
     if counters is not None:
         rows = [[str(rank), *(f"{n:,}" for n in astuple(link))] for rank, link in enumerate(counters)]
         headings = ["rank", "sent bytes", "packets", "drops", "received bytes", "packets", "drops"]
-        print(to_text(Grid("frames on the links, headers included", headings, rows)), end="", file=sys.stderr)
+        print(to_text(Grid("frames on the links, headers included", headings, rows), None), end="", file=sys.stderr)
     if result.status != 0:
         print(f"gradwire: {result}", file=sys.stderr)
     return result.status
@@ -107,11 +109,11 @@ def _check(args: argparse.Namespace) -> int:
     rows = []
     for one in checks:
         shares = (one.deviation, one.lowest_bps / one.set_bps, one.highest_bps / one.set_bps, one.wire_overhead)
-        measured = f"{one.payload_bps / 1e6:,.1f} Mb/s"
-        way = [f"{1e3 * one.round_trip_s:.2f} ms", f"{one.loss:.2%}"]
+        measured = f"{one.payload_bps / 1e6:,.1f}"
+        way = [f"{1e3 * one.round_trip_s:.2f}", f"{one.loss:.2%}"]
         rows.append([format_rate(one.set_bps), measured, *(f"{share:.1%}" for share in shares), str(one.drops), *way])
-    headings = ["set", "median", "deviation", "lowest", "highest", "frames over payload", "drops", "round trip", "loss"]
-    print_grid(Grid(f"Gloo all_reduce, {args.ranks} ranks, payload without headers", headings, rows))
+    headings = ["set", "Mb/s", "deviation", "lowest", "highest", "overhead", "drops", "rtt ms", "loss"]
+    print_grid(Grid(f"Gloo all_reduce, {args.ranks} ranks, payload without headers", headings, rows), wide=True)
     # A connection over a lossy line does not fill it, whatever the line can do: there the way is what is checked.
     outside = [
         format_rate(one.set_bps)
@@ -121,8 +123,7 @@ def _check(args: argparse.Namespace) -> int:
         or not one.has_way_of(way, args.tolerance)
     ]
     if outside:
-        words = f"more than {args.tolerance:.0%} off: {', '.join(outside)}; is the machine busy?"
-        print(f"gradwire: {words}", file=sys.stderr)
+        print(f"gradwire: more than {args.tolerance:.0%} off: {', '.join(outside)}; a busy machine?", file=sys.stderr)
     return 1 if outside else 0
 
 

@@ -6,9 +6,11 @@ import importlib.util
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gradwire import checks
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.box import GpuLinks, advise, plan_box, read_topology
 from gradwire.planning.plan import Plan, describe_rate
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--topology", "FILE", "what `nvidia-smi topo -m` printed (default: it is asked on GPUs)", type=Path)
     option(parser, "--for-ranks", "N", "with --profile: the number of ranks to predict for", type=int)
     option(parser, "--path", "rtt_ms=MS,loss=SHARE,streams=N", "with --profile: a path between sites to predict for")
-    parser.add_argument("--fidelity", default="any", choices=["exact", "close", "any"], help="default: any")
+    parser.add_argument("--fidelity", choices=["exact", "close", "any"], help="default: any, or the plan's")
     option(parser, "--seconds", "S", "approximate time to spend", 60.0)
     add_ranks(parser)  # with --profile the other network's rate
     add_way(parser)
@@ -39,28 +41,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    checks.finite("--seconds", args.seconds, 0.001)
+    if args.profile is not None or args.box is not None:
+        names = ("ranks",) if args.box is None else ("ranks", "rate", "for_ranks", "path", "fidelity")
+        idle = [name.replace("_", "-") for name in names if getattr(args, name) not in (None, "none")]
+        idle += [word.partition("=")[0] for word in with_way(args, args.rate).split("/")[1:]]
+        if idle:
+            raise InvalidArgument(f"omit --{idle[0]}: nothing is measured; --profile takes --for-ranks, --rate, --path")
     if args.profile is not None:
         plan = _read(args.profile)
+        plan = replace(plan, fidelity=args.fidelity or plan.fidelity)
         if args.for_ranks is not None or args.rate != "none" or args.path is not None:
             rate_bps = None if args.rate == "none" else float(parse_rate(args.rate) or 0)
             plan = plan.elsewhere(args.for_ranks, rate_bps, **_path(args.path or ""))
     elif args.box is not None:
+        for name, value in (box := parse_spec(f"box:{args.box}")[1]).items():
+            if isinstance(value, str) or not 0 < value < 1e15:
+                raise InvalidArgument(f"--box {name}={value}: expected a number above 0")
         try:
-            plan = plan_box(**parse_spec(f"box:{args.box}")[1])
+            plan = plan_box(**box)
         except TypeError as error:
             raise InvalidArgument(f"--box takes what gradwire.planning.box.plan_box does: {error}") from error
     elif args.for_ranks is not None or args.path is not None:
         raise InvalidArgument("--for-ranks and --path predict from a plan: give it with --profile FILE")
     elif "RANK" not in os.environ:
-        command = ["recommend", "--fidelity", args.fidelity, "--seconds", str(args.seconds)]
+        command = ["recommend", "--fidelity", args.fidelity or "any", "--seconds", str(args.seconds)]
         for flag, value in (("--workload", args.workload), ("--entry", args.entry), ("--json", args.json)):
             command += [] if value is None else [flag, str(value)]
         if args.entry is not None:
             _check_entry(args.entry)
-        run_gradwire(command, args.ranks if args.ranks is not None else 4, with_way(args, args.rate))
+        n_ranks = checks.count("--ranks", 4 if args.ranks is None else args.ranks, 2)  # one has nothing to communicate
+        run_gradwire(command, n_ranks, with_way(args, args.rate))
         return 0
-    elif args.rate != "none" and args.ranks is None:
-        raise InvalidArgument("--rate shapes the links of ranks that this command starts: not under torchrun")
+    elif with_way(args, args.rate) != "none" or args.ranks is not None:
+        raise InvalidArgument("--ranks, --rate and ways are of ranks that this command starts: not under torchrun")
     else:
         plan = _measure(args)
         if os.environ["RANK"] != "0":
@@ -77,7 +91,7 @@ def _measure(args: argparse.Namespace) -> Plan:
     if not dist.is_initialized() and args.entry is None:
         dist.init_process_group("gloo")
     ddp, optimizer, step = _load_entry(args.entry) if args.entry else _load_workload(args.workload or "gpt")
-    plan = recommend(ddp, optimizer, step, seconds=args.seconds, fidelity=args.fidelity)
+    plan = recommend(ddp, optimizer, step, seconds=args.seconds, fidelity=args.fidelity or "any")
     if dist.is_initialized():
         dist.destroy_process_group()
     return plan
@@ -95,9 +109,7 @@ def _check_entry(entry: str) -> tuple[str, str]:
     except ImportError as error:  # a package above it
         raise InvalidArgument(f"--entry {entry}: {error}") from error
     if found is None:
-        raise InvalidArgument(
-            f"--entry {entry}: there is no module {module_path!r} here; run this where `import {module_path}` works"
-        )
+        raise InvalidArgument(f"--entry {entry}: there is no module {module_path!r} here; run this where it is found")
     return module_path, name
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec, spec_of
 from gradwire_lab.bench.driver import Progress
@@ -30,8 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--scheme", "NAME", "as NAME:option=value,...; `all`: everything", schemes, nargs="+")
     option(parser, "--workers", "N", "several: a run each (default: 16, or --cluster's)", nargs="+", type=int)
     option(parser, "--rate", "RATE", "of each link; several: a run each (default: 2.5gbit)", nargs="+")
-    words = "resnet50-Nblocks (1, 3 to 6), resnet50, bert-base (default: resnet50-4blocks)"
-    option(parser, "--workload", "NAME", words, nargs="+")
+    option(parser, "--workload", "NAME", "resnet50-Nblocks (1, 3 to 6; default: 4), resnet50, bert-base", nargs="+")
     option(parser, "--model", "FILE", "of your own: blocks, a plan, or a Chrome trace", type=Path)
     option(parser, "--cluster", "FILE", "groups of workers and what joins them, as JSON", type=Path)
     option(parser, "--step-ms", "MS", "forward and backward pass (default: the workload's)", type=float)
@@ -40,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--samples", "N", "rank by the hours that so many samples take", type=float)
     option(parser, "--batch", "N", "samples of a worker and step", 1.0)
     option(parser, "--budget", "HOURS", "of all workers together, for --samples", type=float)
-    words = "how computation times vary (default: common)"
-    parser.add_argument("--jitter", choices=JITTERS, default="common", help=words)
+    parser.add_argument("--jitter", choices=JITTERS, default="common", help="of computation times (default: common)")
     option(parser, "--sigma", "SIGMA", "tail of the stragglers' distribution", 1.5)
     option(parser, "--seed", "N", "of the jitter", 0)
     option(parser, "--racks", "N", "in a two-level tree (default: 1, one switch)", type=int)
@@ -60,11 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    checks.finite("--seconds", args.seconds or 0.0, 0)
+    checks.count("--trace-rounds", args.trace_rounds)
     runs = make_runs(args)
     if args.chrome_trace and len(runs) > 1:
-        raise InvalidArgument(
-            f"a Chrome trace shows one run, and these are {len(runs)}: name one scheme, rate and size"
-        )
+        raise InvalidArgument(f"a Chrome trace shows one run, and these are {len(runs)}: name one scheme, rate, size")
     goal = SampleGoal(args.samples, args.batch, args.budget) if args.samples is not None else None
     if goal is None and args.budget is not None:
         raise InvalidArgument("--budget bounds what --samples take: give --samples, and --batch")

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from gradwire import checks
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire_lab.cli.options import add_json, add_ranks, add_workload, option, switch
@@ -19,8 +20,7 @@ from gradwire_lab.training.launching import given_config, run_ranks, train_and_r
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
     option(parser, "--workload-option", "K=V", "such as optimizer=muon, data_dir=..., fold=2", [], action="append")
-    words = "emulate: captured gradients, calibrated waits"
-    parser.add_argument("--compute", choices=["real", "emulate"], default="real", help=words)
+    parser.add_argument("--compute", choices=["real", "emulate"], default="real", help="emulate: captured gradients")
     option(parser, "--scheme", "NAME", "a run each; ddp: without gradwire", ["gcomp"], nargs="+")
     option(parser, "--scheme-option", "K=V", "such as importance=none", [], action="append")
     add_ranks(parser)
@@ -33,18 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--bucket-mb", "MB", "DDP's bucket size (default: DDP's)", type=float, dest="bucket_cap_mb")
     option(parser, "--out", "RUN_DIR", "records of steps; of several schemes a folder each", type=Path)
     switch(parser, "--trace", "a Chrome trace per rank, in RUN_DIR")
-    words = "write gradient files into RUN_DIR/gradients"
-    option(parser, "--dump-gradients", "EVERY", words, 0, dest="dump_gradients_every")
+    option(parser, "--dump-gradients", "EVERY", "gradients, as files of RUN_DIR", 0, dest="dump_gradients_every")
     option(parser, "--checkpoint", "DIR", "write checkpoints there", type=Path)
     option(parser, "--save-every", "N", "steps between checkpoints; 0: at the end", 0)
     switch(parser, "--resume", "from the newest checkpoint in --checkpoint")
-    words = "wrap the model in a new DDP there, as a resumption does"
-    option(parser, "--rewrap-at", "STEP", words, [], nargs="+", type=int)
+    option(parser, "--rewrap-at", "STEP", "wrap anew in DDP there, as a resumption does", [], nargs="+", type=int)
     option(parser, "--local-sgd", "H", "DiLoCo: exchange every H steps", 0)
-    words = "DiLoCo's optimizer, or the mean alone"
-    parser.add_argument("--outer", default="nesterov", choices=["nesterov", "average"], help=words)
-    words = "of its residuals that last"
-    option(parser, "--feedback-decay", "SHARE", words, 1.0)
+    parser.add_argument("--outer", default="nesterov", choices=["nesterov", "average"], help="DiLoCo's, or the mean")
+    option(parser, "--feedback-decay", "SHARE", "of its residuals that last", 1.0)
     option(parser, "--fragments", "N", "parts of the model, exchanged in turn", 1)
     option(parser, "--delay", "STEPS", "that an exchange may overlap with", 0)
     _either(parser, "--evaluate", "leave out the evaluation on held-out data")
@@ -58,6 +54,12 @@ def _either(parser: argparse.ArgumentParser, name: str, words: str) -> None:
 def run(args: argparse.Namespace) -> int:
     given = given_config()
     configs = [given] if given is not None else configs_from(args)
+    for name, folder in ((name, getattr(config, name)) for config in configs for name in ("out", "checkpoint")):
+        try:  # now, not when the first of it is written
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidArgument(f"--{name} {folder}: {error.strerror}; name a folder that can be made") from error
     if "RANK" in os.environ:
         if args.rate != "none":
             raise InvalidArgument("--rate shapes the links of ranks that this command starts: not under torchrun")
@@ -80,6 +82,13 @@ def flat_record(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def configs_from(args: argparse.Namespace) -> list[TrainConfig]:
+    checks.count("--threads", 1 if args.n_threads is None else args.n_threads, 1, 1024)
+    checks.count("--seed", args.seed, 0, 2**32 - 1)
+    checks.finite("--bucket-mb", args.bucket_cap_mb or 0.0, 0)
+    checks.finite("--feedback-decay", args.feedback_decay, 0)
+    for name in () if args.local_sgd else ("outer", "feedback_decay", "fragments", "delay"):
+        if getattr(args, name) != getattr(TrainConfig, name):
+            raise InvalidArgument(f"--{name.replace('_', '-')} is local SGD's: give --local-sgd H, or leave it out")
     workload, workload_options = parse_spec(args.workload)
     workload_options |= parse_options(args.workload_option, "--workload-option")
     if args.compute != "real":

@@ -268,8 +268,8 @@ def to_markdown(grid: Grid) -> str:
     return "\n".join([*title, *lines, *caption]) + "\n"
 
 
-def to_text(grid: Grid, width: int | None = WIDTH) -> str:
-    """The table for a terminal: as many columns as fit into `width`, all of them without one."""
+def to_text(grid: Grid, width: int | None = WIDTH, left: str = "--wide also shows") -> str:
+    """The table for a terminal: as many columns as fit into `width`, all without one; `left`: the words before the others."""
     names = [" ".join(filter(None, row[: grid.n_names])) for row in grid.rows]
     columns = list(zip(grid.headings[grid.n_names :], *(row[grid.n_names :] for row in grid.rows), strict=True))
     first, wide = " ".join(grid.headings[: grid.n_names]), max(map(len, names), default=0)
@@ -293,13 +293,14 @@ def to_text(grid: Grid, width: int | None = WIDTH) -> str:
         is_long = len(name) > name_width
         lines += [name, line("", index)] if is_long else [line(name, index)]
     if left_out := columns[len(sizes) :]:
-        lines.append(f"--wide also shows: {', '.join(column[0] for column in left_out)}")
+        lines.append(f"{left}: {', '.join(column[0] for column in left_out)}")
     if grid.caption:
         lines += textwrap.wrap(grid.caption, width or used)
     return "\n".join(lines) + "\n"
 
 
-def print_grid(grid: Grid, wide: bool = False) -> None:
-    """Onto standard output: in the terminal's width, at least 80 columns, or 80 into a file or pipe; `wide`: all columns."""
+def print_grid(grid: Grid, wide: bool | None = None) -> None:
+    """Onto standard output: in the terminal's width, at least 80 columns, or 80 into a file or pipe; `wide`: all columns;
+    None: the command has no --wide."""
     width = max(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns) if sys.stdout.isatty() else WIDTH
-    print(to_text(grid, None if wide else width), flush=True)
+    print(to_text(grid, None if wide else width, "no room for" if wide is None else "--wide also shows"), flush=True)

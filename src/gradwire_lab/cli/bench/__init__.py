@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 
+from gradwire import checks
 from gradwire_lab.cli.options import ShortHelp, add_json, add_way, add_workload, option, switch
 
 
@@ -12,13 +13,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The benchmark's name, and everything after it, which its own parser reads in `run`."""
     parser.epilog = "commands:\n" + "\n".join(f"  {name:10} {add.__doc__}" for name, (_, add) in BENCHES.items())
     parser.add_argument("bench", choices=list(BENCHES), metavar="COMMAND", help="one of the commands below")
-    words = "its options; `COMMAND --help` lists them"
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help=words)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its options: `COMMAND --help`")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen command; returns its exit status."""
     parsed = parser_of(args.bench).parse_args(args.rest)
+    checks.count("--seed", getattr(parsed, "seed", 0), 0, 2**32 - 1)
     parsed.arguments = args.rest  # what a benchmark that starts ranks hands on to them
     module, _, function = BENCHES[args.bench][0].partition(":")
     return int(getattr(importlib.import_module(f"gradwire_lab.{module}"), function)(parsed))

@@ -13,10 +13,12 @@ from gradwire.schemes import Scheme, Session
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.wire import Wire
+from ranks import at_end
 
 
 class Driver:
-    """One rank's end of a scheme that reduces `parameters`, cut into buckets of `bucket_sizes` parameters each."""
+    """One rank's end of a scheme that reduces `parameters`, cut into buckets of `bucket_sizes` parameters each; closed
+    when the rank's function has returned."""
 
     def __init__(
         self, scheme: Scheme, parameters: Sequence[torch.Tensor], bucket_sizes: Sequence[int] | None = None
@@ -32,6 +34,7 @@ class Driver:
         self.slots = list(slots.values())
         shared = self.communicator, Wire(self.communicator), self.recorder, Optimizers(), slots
         scheme.bind(Session(*shared, lambda: self.loss_scale, has_scaler=True))
+        at_end.callback(self._close)
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One step: the means of `gradients`, one per parameter, in its shape."""
@@ -61,7 +64,7 @@ class Driver:
         kept = self.scheme.state_dict()[kind]
         return flat([kept.get(f"p{i}", torch.zeros(own.shape)) for i, own in enumerate(self.parameters)])
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self.scheme.close()
         self.communicator.close()
 

@@ -3,6 +3,7 @@
 Ranks are forked from a server that has imported torch, gradwire and pytest once, so that a rank starts in milliseconds.
 """
 
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -17,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import gradwire
 from gradwire_lab.ranks.network import find_free_port
@@ -44,6 +47,7 @@ class Outcome:
     exit_code: int | None = None
 
 
+at_end = contextlib.ExitStack()  # what a rank closes when its function has returned, the last one first
 _PORT_TAKEN = 98  # how rank 0 ends if another program has come to listen where its store should: all start again
 
 
@@ -63,18 +67,18 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
 
 def on_ranks(
-    world_size: int | None = None, timeout_s: float = 120, raises: type[BaseException] | None = None, match: str = ""
+    worlds: int | Sequence[int] = (), timeout_s: float = 120, raises: type[BaseException] | None = None, match: str = ""
 ) -> Callable[[Callable[..., object]], Any]:
     """A test that every rank goes through: `def test_...(rank, world_size, ...)`, with pytest's other arguments. What
-    it returns has to be the same on all ranks, to the bit. Without `world_size` it is parametrised by it; `raises`:
-    what every rank has to raise, with a text in which `match` is found."""
+    it returns has to be the same on all ranks, to the bit. `worlds`: how many ranks, or several such numbers, each a
+    case; none where a mark of its own says it. `raises`: what every rank has to raise, with `match` in its text."""
 
     def decorate(function: Callable[..., object]) -> Any:
         _, of_world, *others = inspect.signature(function).parameters.values()
 
         @functools.wraps(function)
         def test(**arguments: Any) -> None:
-            n_ranks = arguments["world_size"] if world_size is None else world_size
+            n_ranks = arguments.get("world_size", worlds)
             given = [arguments[other.name] for other in others]
             if raises is None:
                 assert_alike(run_ranks(test, n_ranks, *given, timeout_s=timeout_s))
@@ -83,8 +87,9 @@ def on_ranks(
                 assert isinstance(outcome.error, raises), outcome
                 assert re.search(match, str(outcome.error), re.DOTALL), outcome
 
-        test.__signature__ = inspect.Signature(others if world_size else [of_world, *others])  # type: ignore[attr-defined]
-        return test
+        is_one = isinstance(worlds, int)
+        test.__signature__ = inspect.Signature(others if is_one else [of_world, *others])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("world_size", worlds)(test) if worlds and not is_one else test
 
     return decorate
 
@@ -187,6 +192,7 @@ def _run_rank(
     try:
         function = getattr(function, "__wrapped__", function)  # of a test on ranks, what each does
         outcome = Outcome(result=function(rank, world_size, *args))
+        at_end.close()
     except BaseException as error:
         outcome = Outcome(error=error, traceback=traceback.format_exc())
         outcome.error.__cause__ = outcome.error.__context__ = outcome.error.__traceback__ = None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from ranks import at_end
 
 Loss = Callable[[nn.Module, int, int], Tensor]
 MakeOptimizer = Callable[[Any], Any]  # one, or a list of several
@@ -82,6 +83,19 @@ class _Give(torch.autograd.Function):
         return ctx.saved_tensors[0], None
 
 
+class GivenParts(nn.Module):
+    """A parameter of each shape, all its values `fill`, whose gradients are what `forward` is told."""
+
+    def __init__(self, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, fill: float) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Given(shape, dtype) for shape in shapes)
+        for part in self.parts:
+            nn.init.constant_(part.weight, fill)
+
+    def forward(self, gradients: Iterable[Tensor]) -> Tensor:
+        return torch.stack([part(gradient) for part, gradient in zip(self.parts, gradients, strict=True)]).sum()
+
+
 def flat(module: nn.Module) -> Tensor:
     """(n,): a copy of all parameters, on the CPU."""
     return torch.cat([parameter.detach().cpu().reshape(-1) for parameter in module.parameters()])
@@ -89,7 +103,8 @@ def flat(module: nn.Module) -> Tensor:
 
 class Training:
     """A model behind DDP, its optimizer and, where a scheme is given, the attachment; steps have numbers. `loss`: of
-    the model, on a rank, in a step; `ddp`: options of DistributedDataParallel, `options`: of `attach`."""
+    the model, on a rank, in a step; `ddp`: options of DistributedDataParallel, `options`: of `attach`. What is attached
+    is closed when the rank's function has returned, if nobody has closed it before."""
 
     def __init__(
         self,
@@ -109,6 +124,7 @@ class Training:
         self.attachment: Any = None
         if scheme is not None:
             self.attachment = gradwire.attach(self.ddp, made, scheme, **options)
+            at_end.callback(self.attachment.close)
 
     def backward(self, step: int, factor: float = 1.0) -> Tensor:
         """New gradients, of the loss times `factor`, which is returned; nobody waits for a device."""

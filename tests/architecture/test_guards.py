@@ -184,23 +184,19 @@ def test_no_long_constructor() -> None:
     assert not found, f"more than {MOST_PARAMETERS} parameters"
 
 
+def files_that_ask_for(names: set[str]) -> set[Path]:
+    """For an attribute of one of these names, of whatever object."""
+    attributes = {path: {getattr(node, "attr", "") for node in ast.walk(tree)} for path, tree in MODULES.items()}
+    return {path for path, asked in attributes.items() if asked & names}
+
+
 def test_arguments_are_parsed_in_command_files_only() -> None:
-    found = {
-        name_of(path)
-        for path, tree in MODULES.items()
-        if room_of(path) != "cli" and path.name != "cli.py"
-        if any(isinstance(node, ast.Attribute) and node.attr == "add_argument" for node in ast.walk(tree))
-    }
+    found = {name_of(path) for path in files_that_ask_for({"add_argument"}) if "cli" not in (room_of(path), path.stem)}
     assert not found, "add_argument outside a command file"
 
 
 def test_clocks_are_read_where_time_is_measured() -> None:
-    found = {
-        name_of(path)
-        for path, tree in MODULES.items()
-        if room_of(path) not in ROOMS_WITH_CLOCKS
-        if any(isinstance(node, ast.Attribute) and node.attr in CLOCKS for node in ast.walk(tree))
-    }
+    found = {name_of(path) for path in files_that_ask_for(CLOCKS) if room_of(path) not in ROOMS_WITH_CLOCKS}
     assert not found, "a clock is read"
 
 

@@ -44,4 +44,3 @@ def test_every_step_of_the_recorder_has_its_breakdown(rank: int, world_size: int
         for step in steps[1:]:  # the first one has no step before it to be timed from
             assert min(step["encode_s"], step["decode_s"]) > 0, name
             assert 0 <= step["exposed_s"] <= step["iteration_s"], name
-        attachment.close()

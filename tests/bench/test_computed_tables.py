@@ -33,8 +33,7 @@ def loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
     return module(images).square().mean()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@on_ranks([2, 3])
 def test_traffic_from_shapes_is_what_a_rank_sends(rank: int, world_size: int) -> None:
     """ACP-SGD's Tables I and II: the same sums give both."""
     reckoned = shapes.megabytes_of(shapes.sums_of(shapes.sizes_of_model(make_model(), RANK)), world_size)

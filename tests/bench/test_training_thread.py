@@ -69,4 +69,3 @@ def test_probes_count_to_their_step(rank: int, world_size: int) -> None:
             assert sent[2] > 2 * sent[0] > 0, sent
             assert sent[3] > 2 * sent[1] > 0, sent
             assert sent[4] < 2 * sent[1], sent
-        training.close()

@@ -65,7 +65,6 @@ def test_ranks_hold_the_same_bits_after_300_steps_under_random_delays(
             training.attachment.flush()
             hashes.append(hash_parameters(training.ddp))
     bits = [bits for one in training.attachment.scheme.figures.rounds for bits in one["bits"]]
-    training.close()
     assert len(set(hashes)) == 3
     assert 4 <= min(bits) <= max(bits) <= 32
     return hashes
@@ -75,8 +74,7 @@ def test_ranks_hold_the_same_bits_after_300_steps_under_random_delays(
 FEW = {name: options for name, options in CASES.items() if name.startswith(("adamw", "unused", "amp", "clip", "load"))}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
+@on_ranks([1, 2])
 def test_all_32_bits_train_as_ddp_does(rank: int, world_size: int) -> None:
     """Bit for bit, whatever the optimizer and the script around it."""
     cases = CASES if world_size > 1 else FEW

@@ -13,20 +13,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 SHAPES = [(64, 48), (48,), (3, 7, 5), (1,), (128, 33), (256,), (0, 4), (17,)]
 
 
-class Given(nn.Module):
-    """Parameters whose gradients are exactly what forward is given."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.all = nn.ParameterList(nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES)
-
-    def forward(self, gradients: list[Tensor]) -> Tensor:
-        total = torch.zeros(())
-        for parameter, gradient in zip(self.all, gradients, strict=True):
-            total = total + (parameter * gradient).sum().float()
-        return total
-
-
 def _places(values: Tensor) -> Tensor:
     return torch.arange(values.numel()).view(values.shape)
 

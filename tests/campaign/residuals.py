@@ -69,7 +69,6 @@ def look(rank: int, world_size: int, case: dict[str, Any]) -> list[float]:
             mean = torch.cat([torch.zeros(1), *(kept[name].float().reshape(-1) for name in sorted(kept))])
             dist.all_reduce(mean)
             ratios.append(float(mean.norm()) / world_size / (sum(lengths) / len(lengths)))
-    driver.close()
     return ratios
 
 

@@ -16,6 +16,7 @@ from campaign import models
 from campaign.findings import hash_of, launch, require, require_equal, results_of
 from campaign.schemes_drawn import draw_variant, optimizer_of, variant_of
 from ranks import patience
+from small_training import GivenParts
 
 FEATURES = ("accumulate", "clip", "evaluate", "look", "schedule", "late group", "join", "switch", "close and go on")
 # What a scheme that owns the step serves; clipping is an option there, and join is refused.
@@ -123,7 +124,8 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 def build(case: dict[str, Any]) -> DistributedDataParallel:
     torch.manual_seed(1)
     dtype = models.DTYPES[case["dtype"]]
-    model = models.Given(dtype) if case["model"] == "given" else models.MODELS[case["model"]]().to(dtype)
+    is_given = case["model"] == "given"
+    model = GivenParts(models.SHAPES, dtype, 1.0) if is_given else models.MODELS[case["model"]]().to(dtype)
     return DistributedDataParallel(
         model,
         bucket_cap_mb=case["bucket_cap_mb"],

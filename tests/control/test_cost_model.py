@@ -230,7 +230,6 @@ def test_ranks_agree_on_what_they_saw(rank: int, world_size: int) -> float:
     training = Training(rank, "auto", model=embedding, loss=sum_of_rows, ddp={"bucket_cap_mb": 25})
     training.take_steps(range(6))
     density: float = training.attachment.scheme._profiles[0].density
-    training.close()
     assert 0.005 <= density <= 0.05, "80 rows of 4,000, and the last layer"
     return density
 

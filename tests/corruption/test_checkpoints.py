@@ -77,7 +77,6 @@ def test_misfit_checkpoint_raises_its_error_and_changes_nothing(rank: int, world
     attachment.load_state_dict({**good, "world_size": 5}, strict=False)  # tables are the same on all ranks
     attachment.load_state_dict({**good, "rank": 1 - rank})
     attachment.load_state_dict(good)
-    attachment.close()
 
     training = start(rank, PerRank())
     attachment = training.attachment
@@ -87,4 +86,3 @@ def test_misfit_checkpoint_raises_its_error_and_changes_nothing(rank: int, world
             attachment.load_state_dict({**good, "world_size": 5}, strict=strict)
     with pytest.raises(InvalidArgument, match="load each rank's own file"):
         attachment.load_state_dict({**good, "rank": 1 - rank})
-    attachment.close()

@@ -80,7 +80,6 @@ def test_a_parameter_that_trains_late_is_frozen_late(rank: int, world_size: int,
             with refusing_reads() if place.device != CPU else contextlib.nullcontext():
                 run.take_steps(range(N_STEPS))
             ends.append((counts_of(run), run.flat()))
-            run.attachment.close()
         (counts, expected), (found_counts, found) = ends
         assert found_counts == counts
         frozen_at = counts["frozen_at"]
@@ -120,7 +119,6 @@ def test_resume_has_the_bits_of_the_cpu(rank: int, world_size: int, library: Pat
                 one.load_state_dict(state)
             run.take_steps(range(at, N_STEPS))
             ends.append((counts_of(run), run.flat()))
-            run.attachment.close()
         assert ends[0][0] == ends[1][0]
         assert torch.equal(ends[0][1], ends[1][1])
 

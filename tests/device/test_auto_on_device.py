@@ -95,8 +95,7 @@ def repeat_on_cpu(rank: int, schedule: list[tuple[int, str]], n_steps: int) -> T
 # ---- between devices
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks(timeout_s=170)
+@on_ranks([2, 3], timeout_s=170)
 def test_it_chooses_switches_and_follows_with_the_bits_of_the_cpu(
     rank: int, world_size: int, library: Path
 ) -> tuple[Tensor, Any]:
@@ -118,7 +117,6 @@ def test_it_chooses_switches_and_follows_with_the_bits_of_the_cpu(
     return found, (stats["schedule"], stats["decisions"])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("specs", "placement"),
     [
@@ -127,7 +125,7 @@ def test_it_chooses_switches_and_follows_with_the_bits_of_the_cpu(
         (["one-bit@device", "bf16", "one-bit", ON_DEVICE[1], SPECS[1], "bf16@device"], None),
     ],
 )
-@on_ranks(timeout_s=170)
+@on_ranks([2, 3], timeout_s=170)
 def test_every_switch_hands_residuals_over_as_on_the_cpu(
     rank: int, world_size: int, library: Path, specs: list[str], placement: str | None
 ) -> Tensor:

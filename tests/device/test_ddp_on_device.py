@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,26 +24,12 @@ from small_training import adamw
 Feature = Callable[[int, Place, Scheme], Tensor]
 
 
-def run(rank: int, place: Place, scheme: Scheme, model: nn.Module | None = None, **options: Any) -> Tensor:
-    training = training_at(rank, place, scheme, momentum, model, **options)
+def run(
+    rank: int, place: Place, scheme: Scheme, model: Callable[[], nn.Module] = build_model, **options: Any
+) -> Tensor:
+    training = training_at(rank, place, scheme, momentum, model(), **options)
     training.take_steps(range(N_STEPS))
     return end(training)
-
-
-def view_buckets(rank: int, place: Place, scheme: Scheme) -> Tensor:
-    return run(rank, place, scheme, gradient_as_bucket_view=True)
-
-
-def keep_graph_static(rank: int, place: Place, scheme: Scheme) -> Tensor:
-    return run(rank, place, scheme, static_graph=True)
-
-
-def leave_parameters_unused(rank: int, place: Place, scheme: Scheme) -> Tensor:
-    return run(rank, place, scheme, Branches(), find_unused_parameters=True)
-
-
-def mix_dtypes(rank: int, place: Place, scheme: Scheme) -> Tensor:
-    return run(rank, place, scheme, Mixed())
 
 
 def accumulate_and_clip(rank: int, place: Place, scheme: Scheme) -> Tensor:
@@ -64,15 +51,11 @@ def join_with_uneven_inputs(rank: int, place: Place, scheme: Scheme) -> Tensor:
     return end(training)
 
 
-class Half(nn.Module):
+class Half(nn.Sequential):
     """The forward pass in float16, parameters and gradients in float32, as autocast has it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = build_model()
-
     def forward(self, values: Tensor) -> Tensor:
-        for layer in self.layers:
+        for layer in self:
             half = [parameter.half() for parameter in layer.parameters()]
             values = nn.functional.linear(values.half(), *half) if half else layer(values)
         return values.float()
@@ -81,7 +64,7 @@ class Half(nn.Module):
 def scale_the_loss(rank: int, place: Place, scheme: Scheme) -> Tensor:
     """float16 with a GradScaler; an Inf on rank 1 in step 1, which every rank skips."""
     scaler = torch.amp.GradScaler(place.device.type, init_scale=2.0**10)
-    training = training_at(rank, place, scheme, momentum, Half(), scaler=scaler)
+    training = training_at(rank, place, scheme, momentum, Half(*build_model()), scaler=scaler)
     for step in range(N_STEPS):
         training.optimizer.zero_grad()
         loss = training.loss(training.ddp, rank, step)
@@ -128,27 +111,31 @@ def stop_and_resume(rank: int, place: Place, scheme: Scheme) -> Tensor:
     return resumed.flat()
 
 
-FEATURES: dict[Feature, list[str]] = {
-    view_buckets: ["one-bit", "gcomp", "slimgc"],
-    keep_graph_static: ["terngrad", "gcomp"],
-    leave_parameters_unused: ["one-bit", "gcomp", "power-sgd", "slimgc"],
-    mix_dtypes: ["two-bit", "gcomp", "plain", "slimgc gcomp"],
-    accumulate_and_clip: ["one-bit", "homomorphic exact", "slimgc"],
-    join_with_uneven_inputs: ["one-bit", "gcomp", "slimgc"],
-    scale_the_loss: ["one-bit", "gcomp", "plain", "slimgc", "slimgc backup", "broadcast"],
-    meet_nan: ["one-bit", "gcomp", "plain", "slimgc"],
-    stop_and_resume: ["one-bit", "gcomp", "acp-sgd", "slimgc"],
-}
+FEATURES: dict[str, tuple[Feature, list[str]]] = {
+    "view_buckets": (partial(run, gradient_as_bucket_view=True), ["one-bit", "gcomp", "slimgc"]),
+    "keep_graph_static": (partial(run, static_graph=True), ["terngrad", "gcomp"]),
+    "leave_parameters_unused": (
+        partial(run, model=Branches, find_unused_parameters=True), ["one-bit", "gcomp", "power-sgd", "slimgc"],
+    ),
+    "mix_dtypes": (partial(run, model=Mixed), ["two-bit", "gcomp", "plain", "slimgc gcomp"]),
+    "accumulate_and_clip": (accumulate_and_clip, ["one-bit", "homomorphic exact", "slimgc"]),
+    "join_with_uneven_inputs": (join_with_uneven_inputs, ["one-bit", "gcomp", "slimgc"]),
+    "scale_the_loss": (scale_the_loss, ["one-bit", "gcomp", "plain", "slimgc", "slimgc backup", "broadcast"]),
+    "meet_nan": (meet_nan, ["one-bit", "gcomp", "plain", "slimgc"]),
+    "stop_and_resume": (stop_and_resume, ["one-bit", "gcomp", "acp-sgd", "slimgc"]),
+}  # fmt: skip
 
 
 def compare_features(
-    rank: int, place: Place, makers: dict[str, Callable[[], Scheme]], features: dict[Feature, list[str]]
+    rank: int, place: Place, makers: dict[str, Callable[[], Scheme]], features: dict[str, list[str]]
 ) -> list[Tensor]:
+    """The features with the schemes of these names."""
     all_found = []
     for feature, names in features.items():
+        use, _ = FEATURES[feature]
         for name in names:
-            expected, found = (feature(rank, where, makers[name]()) for where in (Place(CPU), place))
-            assert torch.equal(found, expected), f"{feature.__name__}, {name}: off by {(found - expected).abs().max()}"
+            expected, found = (use(rank, where, makers[name]()) for where in (Place(CPU), place))
+            assert torch.equal(found, expected), f"{feature}, {name}: off by {(found - expected).abs().max()}"
             all_found.append(found)
     return all_found
 
@@ -163,7 +150,7 @@ def test_every_scheme_has_its_bits_of_the_cpu(rank: int, world_size: int, librar
 @on_ranks(2, timeout_s=170)
 def test_features_of_ddp_have_their_bits_of_the_cpu(rank: int, world_size: int, library: Path) -> None:
     _, device = begin(library, 1_000)
-    compare_features(rank, device, SCHEMES, FEATURES)
+    compare_features(rank, device, SCHEMES, {feature: names for feature, (_, names) in FEATURES.items()})
 
 
 class OnTwoDevices(nn.Module):

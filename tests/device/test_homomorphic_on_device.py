@@ -124,7 +124,6 @@ def test_an_index_that_is_changed_on_its_way(rank: int, world_size: int, library
 
         with mock.patch.object(LikeNccl, "_allgather_base", change), pytest.raises(error, match=says):
             training.backward(1)
-        training.attachment.close()
 
 
 def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:

@@ -34,7 +34,6 @@ def test_states_are_the_cpus(rank: int, world_size: int, library: Path) -> None:
             for step in range(3):
                 training.backward(step)
             states.append(training.attachment.state_dict()["state"])
-            training.attachment.close()
         on_cpu, on_device = states
         assert set(on_cpu) == set(on_device) == {"residuals", *(["momenta"] if "dgc" in name else [])}
         for kind, tensors in on_cpu.items():
@@ -149,7 +148,6 @@ def test_other_importance_is_told(rank: int, world_size: int, library: Path) -> 
     assert bool(training.gradient().isnan().any())
     with pytest.raises(gradwire.RankMismatch, match="other importance bytes"):
         training.backward(1)
-    training.attachment.close()
 
 
 @on_ranks(2)
@@ -166,7 +164,6 @@ def test_a_length_that_no_message_has(rank: int, world_size: int, library: Path)
         pytest.raises(gradwire.CorruptMessage, match="rank 1 has a message of 1099511627776 bytes"),
     ):
         training.backward(0)
-    training.attachment.close()
 
 
 # ---- gcomp's own
@@ -181,7 +178,6 @@ def test_tables_are_made_of_the_counts_of_all_ranks(rank: int, world_size: int, 
         training.take_steps(range(6))
         stats = training.attachment.stats()
         found.append({field: value for field, value in stats.items() if field.startswith(("table_id", "table_ref"))})
-        training.attachment.close()
     on_cpu, on_device = found
     assert on_cpu["table_refreshes"] == 2
     assert on_device == on_cpu
@@ -203,7 +199,6 @@ def test_gradients_that_are_scaled_up_are_noticed_later(rank: int, world_size: i
 
     with pytest.raises(gradwire.Unsupported, match="gradients are 3 times as large"):
         train_on()
-    training.attachment.close()
 
 
 @on_ranks(2)
@@ -212,7 +207,6 @@ def test_uneven_inputs_are_refused_beside_importance(rank: int, world_size: int,
     training = training_at(rank, place, SCHEMES["gcomp"]())
     with pytest.raises(gradwire.Unsupported, match=r'ddp\.join\(\) with importance="paper"'), training.ddp.join():
         training.backward(0)
-    training.attachment.close()
 
 
 # ---- slimgc's table
@@ -280,5 +274,4 @@ def test_a_nan_is_nan_on_all_ranks(rank: int, world_size: int, library: Path) ->
     after = run.attachment.state_dict()["state"]["residuals"]
     assert kept
     assert all(after[name].equal(values) for name, values in kept.items())
-    run.attachment.close()
     return gradient.nan_to_num(nan=12345.0)

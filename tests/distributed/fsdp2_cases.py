@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
-from ranks import bits_of
+from ranks import at_end, bits_of
 
 VOCABULARY, WIDTH = 53, 37
 adamw, sgd = functools.partial(torch.optim.AdamW, lr=1e-2), functools.partial(torch.optim.SGD, lr=0.1)
@@ -93,7 +93,8 @@ def batch_of(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Sharded:
-    """The net of a case, its optimizer and, where a scheme is given, the attachment (with `options`); steps have numbers."""
+    """The net of a case, its optimizer and, where a scheme is given, the attachment (with `options`), which is closed
+    when the rank's function has returned, at the latest; steps have numbers."""
 
     def __init__(
         self,
@@ -113,6 +114,7 @@ class Sharded:
 
     def attach(self, scheme: Any = "plain", **options: Any) -> None:
         self.state = gradwire.attach(self.net, self.optimizer, scheme, **{"timeout_s": 20, **options})
+        at_end.callback(self.state.close)
 
     def take_steps(self, steps: Iterable[int], n_parts: int = 1) -> "Sharded":
         """Of `n_parts` micro-batches each, or of three in a case of them."""

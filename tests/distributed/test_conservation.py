@@ -70,5 +70,4 @@ def test_what_is_sent_and_what_is_left_is_what_was_given(
         results.append(flat(result))
     stats = scheme.stats()
     assert stats.get("n_buckets_too_dense", 0) == stats.get("n_steps_not_finite", 0) == 0
-    driver.close()
     return results

@@ -141,7 +141,6 @@ def test_join_that_changes_the_divisor_is_refused(rank: int, world_size: int) ->
         training.ddp.join(divide_by_initial_world_size=False),
     ):
         training.take_steps([0])
-    training.attachment.close()
 
 
 def under_autocast(module: nn.Module, rank: int, step: int) -> Tensor:
@@ -197,16 +196,14 @@ def test_feature_works_with_every_scheme(rank: int, world_size: int, feature: st
 
 
 @pytest.mark.parametrize("optimizer", [sgd, muon_and_adamw])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
+@on_ranks([1, 2, 3])
 def test_plain_gives_the_bits_of_ddp_without_a_hook(rank: int, world_size: int, optimizer: MakeOptimizer) -> None:
     alone, plain = (Training(rank, scheme, optimizer).after(range(4)) for scheme in (None, "plain"))
     assert plain.close()["scheme"] == "plain"
     assert torch.equal(alone.flat(), plain.flat())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
+@on_ranks([1, 2, 3])
 def test_it_does_what_pytorchs_hook_does_with_half_the_bytes(rank: int, world_size: int) -> Tensor:
     theirs, ours = Training(rank), Training(rank, "bf16")
     # DDP refuses the hook itself off CUDA.

@@ -161,7 +161,6 @@ def test_zeros_in_the_variance_and_parameters_that_train_late(rank: int, world_s
     training.optimizer.param_groups[0]["lr"] = 1e-2  # a restart of the learning rate
     training.take_steps(range(8, 16))
     state = training.attachment.state_dict()["state"]
-    training.close()
     assert bool(training.flat().isfinite().all())
     assert float((training.flat() - begin).abs().max()) < 10, "a step divided by epsilon alone is some thousand"
     assert state["frozen_at"]["rows.weight"] == FREEZE
@@ -173,17 +172,11 @@ def test_zeros_in_the_variance_and_parameters_that_train_late(rank: int, world_s
 @pytest.mark.parametrize("at", [FREEZE - 1, FREEZE, FREEZE + 3])
 @on_ranks(2)
 def test_resume_before_in_and_after_the_freeze(rank: int, world_size: int, at: int) -> None:
-    ddp = {
-        "bucket_cap_mb": 25,
-        "find_unused_parameters": True,
-    }  # where DDP does not rebuild its buckets, so that both cut them alike
+    # Where DDP does not rebuild its buckets, so that both cut them alike.
+    ddp = {"bucket_cap_mb": 25, "find_unused_parameters": True}
     through = start(rank, ddp=ddp).after(range(STEPS))
-    through.close()
-    first = start(rank, ddp=ddp).after(range(at))
-    saved = first.state()
-    first.close()
+    saved = start(rank, ddp=ddp).after(range(at)).state()
     resumed = start(rank, ddp=ddp).load(saved).after(range(at, STEPS))
-    resumed.close()
     assert torch.equal(through.flat(), resumed.flat())
 
 
@@ -195,7 +188,6 @@ def test_overflow_in_the_step_of_the_freeze(rank: int, world_size: int) -> Tenso
     for step in range(STEPS):
         is_bad = rank == 1 and step in (FREEZE, FREEZE + 2)
         training.take_scaled_step(scaler, step, math.inf if is_bad else 1.0, max_norm=100.0)
-    training.close()
     assert {int(state["step"]) for state in training.optimizer.state.values()} == {STEPS - 2}
     assert bool(training.flat().isfinite().all())
     return training.flat()
@@ -227,7 +219,6 @@ def test_what_is_refused_and_how(rank: int, world_size: int) -> None:
     state["state"] = {**state["state"], "frozen_at": {"nowhere": 3}}
     with pytest.raises(InvalidArgument, match="nowhere"):
         attachment.load_state_dict(state)
-    attachment.close()
 
 
 @pytest.mark.parametrize("factor", [1_000.0, 1.0])
@@ -278,7 +269,6 @@ def test_moments_lie_as_their_bucket_does(rank: int, world_size: int) -> None:
     assert beta1 == BETAS[0]
     assert torch.equal(momentum, first.permute(0, 2, 3, 1).reshape(-1))
     assert len(adam.frozen_at) == 2
-    training.close()
 
 
 CHANGE = FREEZE + 2
@@ -320,9 +310,7 @@ def test_groups_cut_anew_after_the_freeze_rule_from_the_next_step_on(
 def save(rank: int, world_size: int) -> tuple[Any, Any]:
     """A rank's own state, and that for all ranks."""
     training = start(rank).after(range(CHANGE))
-    saved = training.state(), training.state(all_ranks=True)
-    training.close()
-    return saved
+    return training.state(), training.state(all_ranks=True)
 
 
 def go_on(rank: int, world_size: int, own: Any, whole: Any) -> tuple[dict[str, Any], list[Tensor]]:

@@ -46,7 +46,6 @@ def test_plain_between_nodes_gives_the_bits_of_native_hsdp(rank: int, world_size
         native = Sharded(rank, mesh, case).take_steps(range(5))
         ours = start(rank, mesh, case=case, bucket_dtype=torch.bfloat16 if "bf16" in case else None)
         assert ours.take_steps(range(5)).state.step == 5, case
-        ours.state.close()
         assert ours.has_bits_of(native), case
 
 
@@ -57,7 +56,6 @@ def test_accumulation_without_no_sync_costs_a_step_each_and_is_right(rank: int, 
     native = Sharded(rank, mesh, optimizer=sgd).take_steps(range(5), 2)
     ours = start(rank, mesh, optimizer=sgd).take_steps(range(5), 2)
     assert ours.state.step == 10
-    ours.state.close()
     torch.testing.assert_close(ours.shards(), native.shards(), rtol=1e-5, atol=1e-6)
 
 
@@ -69,7 +67,6 @@ def test_float16_reductions_differ_from_native_hsdp_by_their_rounding(rank: int,
     begin = native.shards()
     native.take_steps(range(5))
     ours = start(rank, mesh, case="fp16", optimizer=sgd, bucket_dtype=torch.float16).take_steps(range(5))
-    ours.state.close()
     for mine, theirs, before in zip(ours.shards(), native.shards(), begin, strict=True):
         moved = float((theirs - before).abs().max()) if theirs.numel() else 0.0
         torch.testing.assert_close(mine, theirs, rtol=0, atol=4 * 2.0**-11 * moved + 1e-7)
@@ -115,8 +112,6 @@ def test_every_reducing_scheme_serves_shards_resumes_and_shows_a_nan_to_all(rank
         loss = nn.functional.cross_entropy(first.net(x).flatten(0, 1), y.flatten())
         (loss * (float("nan") if rank == 2 else 1.0)).backward()
         assert not any(local_of(p.grad).isfinite().all() for p in first.net.head.parameters()), name
-        for one in (first, again):
-            one.state.close()
 
 
 @on_ranks(2)
@@ -184,7 +179,6 @@ def test_the_backward_pass_waits_for_no_mean(rank: int, world_size: int) -> None
     ours.net.blocks[0].register_full_backward_pre_hook(lambda *_: events.append("first layer"))
     ours.take_steps([0])
     assert events.index("first layer") < events.index("mean")
-    state.close()
 
 
 def break_it(rank: int, world_size: int, how: str) -> None:

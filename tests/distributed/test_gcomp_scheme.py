@@ -52,10 +52,7 @@ def test_resumed_run_continues_bit_by_bit(rank: int, world_size: int) -> None:
     def start(**options: int) -> Training:
         return Training(rank, schemes.by_name("gcomp", **options), adamw, loss=from_one)
 
-    training = start(refresh_every=4)
-    training.take_steps(range(5))  # step 4 was counted: the refresh is under way
-    saved = training.state()
-    training.close()
+    saved = start(refresh_every=4).after(range(5)).state()  # step 4 was counted: the refresh is under way
     results = []
     for _ in range(2):  # a run that goes on: wrapped anew at this step, as the resumed one has to be
         resumed = start(refresh_every=4).load(saved)
@@ -68,7 +65,6 @@ def test_resumed_run_continues_bit_by_bit(rank: int, world_size: int) -> None:
     other = start()
     with pytest.raises(gradwire.InvalidArgument, match="refresh_every: 4 saved, None now"):
         other.load(saved)
-    other.close()
 
 
 @on_ranks(2)
@@ -146,7 +142,6 @@ def test_table_is_refreshed_by_need_and_not_without(rank: int, world_size: int) 
         for step in range(20):
             training.backward(step % 4, scale)
         assert training.stats()["table_refreshes"] == n_refreshes
-    training.close()
 
 
 # What may become of an optimizer's group, its states and its first parameter.
@@ -187,7 +182,6 @@ def mean_of(rank: int, scheme: schemes.Scheme, gradient: Tensor, rate: float) ->
     model = partial(Given, (gradient.numel(),), gradient.dtype)
     training = Training(rank, scheme, partial(torch.optim.SGD, lr=rate), model, lambda module, *_: module(gradient))
     training.backward(0)
-    training.close()
     return training.gradient()
 
 

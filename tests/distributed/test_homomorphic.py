@@ -120,7 +120,6 @@ def test_wire_volume_is_index_plus_gamma_times_density(rank: int, world_size: in
         for _ in range(2):
             driver.reduce([gradient])
         sent = driver.last_buckets[0].record.bytes_sent * 8 / (2 * (world_size - 1) / world_size)
-        driver.close()
         n_hashes = round(math.log2(math.log(2) ** 2 * (n_elements - n) / n))  # a zero let through costs a bit
         bits = n / math.log(2) * n_hashes + n + (n_elements - n) / 2**n_hashes
         promised = (n_elements if index == "bitmap" else bits) + 1.3 * 32 * n
@@ -141,7 +140,6 @@ def test_step_without_gradients_is_not_followed_by_plain_ones(rank: int, world_s
         assert n_sent[-3] <= 1.2 * n_sent[0]  # a filter of one row came first
         assert n_sent[-1] <= n_sent[0]
         assert driver.scheme.stats()["n_bloom_fallbacks"] > 0
-        driver.close()
 
 
 @on_ranks(4)
@@ -159,7 +157,6 @@ def test_ranks_that_nearly_cancel_are_summed(rank: int, world_size: int) -> None
             if mode == "packed":
                 assert bool((error <= 2.0**-21 * shares.abs().sum(0)).all())
         assert driver.scheme.stats()["n_buckets_too_dense"] == 0
-        driver.close()
 
 
 @on_ranks(2)
@@ -171,7 +168,6 @@ def test_columns_of_a_matrix_are_sent_once(rank: int, world_size: int) -> None:
         driver.reduce([gradient.clone()])
         assert driver.last_buckets[0].record.bytes_sent <= 1.05 * (1024 * 1024 / 8 + 1.3 * 4 * 16 * 1024)
     assert driver.scheme.stats()["n_sketches_resent"] == 0
-    driver.close()
 
 
 @pytest.mark.parametrize("mode", ["packed", "sketch", "exact", "lossy"])
@@ -192,7 +188,6 @@ def test_zeros_of_all_ranks_are_zeros_and_adam_leaves_them_alone(rank: int, worl
     assert driver.scheme.stats()["n_bloom_indices"] == 3
     assert n_false == 0
     assert not bool(parameter.detach()[~is_touched].any())
-    driver.close()
 
 
 # ---- What homomorphic leaves out, by a sparsifier or by estimates: conserved, and sent later
@@ -207,7 +202,6 @@ def test_error_feedback_of_estimates_does_not_grow_without_bound(rank: int, worl
     for _ in range(n_steps):
         total += flat(driver.reduce([g.clone() for g in gradient])).double()
     left, given = mean_over_ranks(driver.state()), mean_over_ranks(flat(gradient))
-    driver.close()
     assert float(left.norm() / given.norm()) < 40
     assert float((total / n_steps - given).norm() / given.norm()) < 0.5
 
@@ -221,7 +215,6 @@ def test_sum_of_sparsified_gradients_is_that_of_top_k_without_gathering(rank: in
         for _ in range(3):
             result = flat(driver.reduce([torch.randn(shape, generator=generator) for shape in SHAPES]))
         results.append(result)
-        driver.close()
     through_sketch, gathered = results
     assert torch.allclose(through_sketch, gathered, atol=1e-5)
     assert torch.equal(through_sketch != 0, gathered != 0)
@@ -237,15 +230,13 @@ def loss_in_turn(module: nn.Module, rank: int, step: int) -> torch.Tensor:
 OPTIONS = ({}, {"mode": "sketch"}, {"mode": "exact"}, {"sparsifier": "top-k"}, {"mode": "lossy", "budget": 0.2})
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@on_ranks()
+@on_ranks([1, 2, 3, 4])
 def test_embeddings_train_alike_on_all_ranks_and_resume_bit_by_bit(rank: int, world_size: int) -> list[torch.Tensor]:
     results = []
     for options in OPTIONS:
         training, runs = start(rank, "ncf", options, loss=loss_in_turn), []
         losses = training.take_steps(range(10))
         saved = training.state()
-        training.close()
         for _ in range(2):
             resumed = start(rank, "ncf", options, loss=loss_in_turn).load(saved)
             saved = resumed.state()
@@ -275,7 +266,6 @@ def test_nan_in_a_dense_bucket_is_noticed(rank: int, world_size: int) -> None:
     assert math.isnan(float(result[0][3, 5]))
     assert driver.scheme.stats()["n_steps_not_finite"] == 1
     assert driver.scheme.state_dict() == before
-    driver.close()
 
 
 @on_ranks(2)
@@ -299,7 +289,6 @@ def test_values_too_large_for_a_sketch_of_floats_are_sent_plainly(rank: int, wor
         for name, residual in before.get("residuals", {}).items():
             if name in ("p0", "p1", "p5"):  # of the first bucket they stay, of the second they do not
                 assert torch.equal(after["residuals"][name], residual) == (name != "p5"), name
-        driver.close()
 
 
 @on_ranks(2)
@@ -313,7 +302,6 @@ def test_step_whose_mean_overflows_float16_keeps_no_residual(rank: int, world_si
     assert bool(result.isinf().any())
     assert not bool(result.isnan().any())
     assert str(driver.scheme.state_dict()) == str(before)
-    driver.close()
 
 
 @on_ranks(2, raises=gradwire.RankMismatch, match="(?=.*step).*rank 1")
@@ -323,7 +311,6 @@ def test_rank_in_another_step_is_named_where_buckets_are_too_dense_for_an_index(
     for step in range(6):
         driver.step += step == 2 and rank == 1
         driver.reduce(gradients_of(rank, world_size, step, 1.0))
-    driver.close()
 
 
 class Altering(ProcessGroup):
@@ -366,7 +353,6 @@ def test_altered_sums_raise_and_integer_aggregators_get_integers(rank: int, worl
         make(integer_bits=8, mode="exact").bind(many)
     driver = Driver(make(mode="exact", aggregator=IntegersOnly()), parameters())
     driver.reduce(gradients_of(rank, world_size, 0, 0.05))
-    driver.close()
 
 
 # ---- in training that it is made for nothing goes plainly, and what comes back are the ranks' exact sums
@@ -416,9 +402,8 @@ def check_bytes(mode: str, index: str, gradient: Tensor, n_nonzeros: int, n_byte
         assert least * cell_bytes * n_nonzeros < n_sent < 0.75 * n * gradient.element_size()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
-@on_ranks(timeout_s=200)
+@on_ranks([1, 2, 3], timeout_s=200)
 def test_sparse_gradients_are_sent_compressed_and_summed_exactly(rank: int, world_size: int, name: str) -> None:
     for (mode, options), dtype, index in itertools.product(MODES.items(), DTYPES, ("bitmap", "auto")):
         training, closed = start(rank, name, {"index": index, **options}, 0.1, dtype), []

@@ -18,7 +18,7 @@ from gradwire import schemes
 from gradwire.core.bucket import local_of
 from gradwire.doors.local_sgd import nesterov
 from quantiser_oracles import top_k
-from ranks import agree, on_ranks, patience, try_ranks
+from ranks import agree, at_end, on_ranks, patience, try_ranks
 from small_training import flat
 
 EVERY = 4
@@ -37,6 +37,7 @@ class Local:
 
     def start(self, scheme: Any = "plain", every: int = EVERY, *outer: Any, **options: Any) -> "Local":
         self.loop = gradwire.LocalSgd(self.net, self.optimizer, scheme, every, *outer, **{"timeout_s": 100, **options})
+        at_end.callback(self.loop.close)
         return self
 
     def loss(self, step: int) -> torch.Tensor:
@@ -97,7 +98,6 @@ def test_plain_is_the_loop_written_by_hand(rank: int, world_size: int) -> None:
     loop = local.loop
     assert loop.reducer.step == len({tuple(loop._fragment(i)) for i in range(12)} - {()})
     assert sorted(name for i in range(12) for name in loop._fragment(i)) == sorted(dict(local.net.named_parameters()))
-    loop.close()
 
 
 @on_ranks(2)
@@ -111,7 +111,6 @@ def test_it_resumes_in_mid_interval_bit_for_bit(rank: int, world_size: int) -> N
             other.load_state_dict(copy.deepcopy(one.state_dict()))  # type: ignore[arg-type]
         for local in (first, again):
             local.take_steps(range(cut, 3 * EVERY))
-            local.loop.close()
         assert torch.equal(first.flat(), again.flat()), name
         assert n_fragments > 1 or agree(first.flat()), name  # of fragments only the last one's are equal now
 
@@ -266,7 +265,6 @@ def break_it(rank: int, world_size: int, how: str) -> None:
     if rank == 1 and how == "codec":
         scheme.collective.codec = None  # type: ignore[attr-defined]
     local.take_steps(range(EVERY))
-    local.loop.close()
 
 
 @pytest.mark.parametrize("how", FAILURES)
@@ -285,4 +283,3 @@ def test_a_loss_that_is_not_finite_is_seen_by_all(rank: int, world_size: int) ->
     local.take_steps(range(1))
     assert not bool(torch.isfinite(first).all())
     assert agree(first.isnan())
-    local.loop.close()

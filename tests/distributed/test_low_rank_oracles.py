@@ -100,7 +100,6 @@ def test_scheme_follows_its_transcription(rank: int, world_size: int, scheme: st
         if feedback:
             assert np.allclose(state["residuals"][f"p{i}"].numpy(), oracle.errors[rank], rtol=1e-3, atol=5e-4), i
     assert len(state["residuals"]) == (len(oracles) if feedback else 0)
-    driver.close()
     return {"results": torch.stack(digest), "factors": state["factors"]}
 
 
@@ -119,7 +118,6 @@ def test_full_rank_gives_the_mean(rank: int, world_size: int, scheme: str, dtype
         assert torch.allclose(result.float(), torch.stack(everyone).mean(0), atol=limit)
     if scheme == "acp-sgd":  # its error is local; Power-SGD's holds what this rank's gradient differs from the mean
         assert driver.scheme.state_dict()["residuals"]["p0"].abs().max() < limit
-    driver.close()
 
 
 ROWS, COLUMNS, N_CHOICES, STEPS = 30, 40, 4, 6
@@ -152,7 +150,6 @@ def test_means_and_errors_are_those_of_powersgd_hook(rank: int, world_size: int,
         error = state.error_dict[0].view(ROWS, COLUMNS)
         assert torch.allclose(kept, error, rtol=1e-4, atol=1e-3), (step, float((kept - error).abs().max()))
         assert float((theirs - gradient).norm()) > 0.1 * float(gradient.norm()), "something was left out"
-    driver.close()
 
 
 @on_ranks(2)
@@ -166,7 +163,6 @@ def test_two_steps_on_a_constant_gradient_are_one_step_of_power_sgd(rank: int, w
         oracle = Transcription("power-sgd", shape, f"p{i}", world_size, feedback=False)
         expected = oracle.step([matrix(gradients[i]) for gradients in everyone])
         assert np.allclose(matrix(results[i]), expected, rtol=1e-4, atol=1e-5), i
-    driver.close()
 
 
 class Net(nn.Module):
@@ -235,16 +231,12 @@ def test_ranks_agree_with_every_option_and_overlap_and_fusion_change_no_result(r
 @pytest.mark.parametrize("steps_before", [3, 4])
 @on_ranks(2)
 def test_resumed_run_continues_bit_by_bit(rank: int, world_size: int, scheme: str, steps_before: int) -> None:
-    training, results = start(rank, scheme), []
-    training.take_steps(range(steps_before))
-    saved = training.state()
-    training.close()  # what goes on is wrapped anew, as DDP's first step has its own bucket layout
-    for _ in range(2):
+    saved, results = start(rank, scheme).after(range(steps_before)).state(), []
+    for _ in range(2):  # what goes on is wrapped anew, as DDP's first step has its own bucket layout
         resumed = start(rank, scheme).load(saved)
         saved = resumed.state()  # loading and saving again loses nothing
         resumed.take_steps(range(steps_before, steps_before + 5))
         results.append((resumed.flat(), resumed.state()[-1]["state"]["residuals"]))
-        resumed.close()
     assert_alike(results)
 
 
@@ -270,14 +262,12 @@ def test_zero_gradients_are_zero_means_and_do_no_harm(rank: int, world_size: int
     training.take_steps(range(4))
     assert training.gradient().isfinite().all()
     assert training.ddp.module.hidden[0].weight.grad.any()
-    training.close()
 
 
 @on_ranks(2)
 def test_state_of_another_rank_scheme_or_model_is_refused(rank: int, world_size: int) -> None:
     training = start(rank, "acp-sgd").after(range(2))
     saved = training.attachment.state_dict()
-    training.close()
     reshaped = copy.deepcopy(saved)
     reshaped["state"]["residuals"]["mix.weight"] = torch.zeros(3, 3)
     for other, state, words in (
@@ -289,7 +279,6 @@ def test_state_of_another_rank_scheme_or_model_is_refused(rank: int, world_size:
     ):
         with pytest.raises(gradwire.InvalidArgument, match=words):
             other.attachment.load_state_dict(state)
-        other.close()
 
 
 @pytest.mark.parametrize(
@@ -305,7 +294,6 @@ def test_rank_too_high_to_compress_is_told(rank: int, world_size: int, scheme: s
     for _ in range(2):
         driver.reduce([torch.randn(shape) for shape in shapes])
     stats = driver.scheme.stats()
-    driver.close()
     assert [f"rank={highest} or less compresses some" in text for text in texts] == [True] * bool(highest)
     assert (stats["n_matrices"], stats["n_matrices_whole"]) == ((0, 2) if highest else (1, 1))
 
@@ -317,7 +305,6 @@ def test_residuals_fade_as_asked_and_beside_momentum(rank: int, world_size: int)
         driver = Driver(schemes.by_name("acp-sgd", rank=2, **options), [torch.zeros(24, 18)])
         driver.reduce([torch.randn(24, 18, generator=torch.Generator().manual_seed(rank))])
         kept.append(driver.state())
-        driver.close()
     assert torch.equal(kept[1], kept[0] * 0.25)
     for scheme in ("acp-sgd", "power-sgd"):
         for momentum, adam in ((0.9, False), (0.0, False), (0.9, True)):

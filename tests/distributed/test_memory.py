@@ -124,7 +124,6 @@ def test_thousand_steps_do_not_grow(rank: int, world_size: int, name: str) -> No
     gc.collect()
     python_after, rss_after = tracemalloc.get_traced_memory()[0], rss_bytes()
     tracemalloc.stop()
-    training.close()
     assert python_after - python_before < 2 << 20, "Python's own objects"
     assert rss_after - rss_before < 16 << 20, "the whole process"
 

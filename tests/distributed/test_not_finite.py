@@ -59,9 +59,7 @@ def train(rank: int, name: str, options: Options, bad: float | None) -> tuple[Me
         if step == BAD_STEP and not results[-1][0].isfinite().all():
             assert_alike([before, driver.scheme.state_dict()])
             assert not driver.last_buckets[0].record.fallbacks
-    stats = driver.scheme.stats()
-    driver.close()
-    return results, stats
+    return results, driver.scheme.stats()
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
@@ -91,7 +89,6 @@ def test_only_the_first_of_such_steps_is_logged(rank: int, world_size: int) -> N
     for step in range(4):
         driver.reduce([torch.full(SHAPE, math.nan if step % 2 else 1.0) for _ in range(BUCKETS)])
         assert len(texts) == min(step, 1), texts
-    driver.close()
 
 
 @pytest.mark.parametrize("name", ["acp-sgd", "power-sgd", "one-bit", "top-k", "thc"])
@@ -107,7 +104,6 @@ def test_a_residual_beyond_float32_costs_one_step(rank: int, world_size: int, na
         driver.reduce([torch.randn(SHAPE, generator=generator) for _ in range(BUCKETS)])
         assert driver.scheme.stats()["n_steps_not_finite"] == 1
     assert feedback.state_by_name(driver.scheme.session.slots)["p0"].isfinite().all()
-    driver.close()
 
 
 IN_FLOAT16: list[tuple[str, Options]] = [
@@ -131,5 +127,4 @@ def test_a_mean_that_float16_holds_is_finite(rank: int, world_size: int, name: s
     scheme = schemes.by_name(name, **schemes.as_published(name, options))
     driver = Driver(scheme, [torch.zeros(SHAPE, dtype=torch.float16)])
     (result,) = driver.reduce([torch.full(SHAPE, 50_000.0, dtype=torch.float16)])
-    driver.close()
     torch.testing.assert_close(result, torch.full(SHAPE, 50_000.0, dtype=torch.float16), rtol=0.02, atol=0)

@@ -14,7 +14,7 @@ import gradwire
 from gradwire import schemes
 from gradwire.core import checkpoint
 from quantiser_oracles import top_k
-from ranks import agree, on_ranks, run_ranks
+from ranks import agree, at_end, on_ranks, run_ranks
 
 SHAPES = {"w": (24, 20), "b": (24,)}
 SHARE = 0.1
@@ -28,7 +28,9 @@ draw = functools.partial(cases.draw, SHAPES)
 
 def make(name: str) -> gradwire.Reducer:
     options: dict[str, dict[str, Any]] = {"gcomp": {"importance": "none"}, "top-k": {"share": SHARE}}
-    return gradwire.Reducer(schemes.by_name(name, **options.get(name, {})), names=draw(0, 0), timeout_s=100)
+    made = gradwire.Reducer(schemes.by_name(name, **options.get(name, {})), names=draw(0, 0), timeout_s=100)
+    at_end.callback(made.close)
+    return made
 
 
 def take_steps(reducer: gradwire.Reducer, rank: int, steps: range) -> list[dict[str, torch.Tensor]]:
@@ -54,7 +56,6 @@ def save(rank: int, world_size: int) -> dict[str, Any]:
         whole, own = reducer.state_dict(all_ranks=True), copy.deepcopy(reducer.state_dict())
         assert len(whole["ranks"]) == (world_size if rank == 0 else 0)
         saved[name] = whole, own, take_steps(reducer, rank, LATER)
-        reducer.close()
     return saved
 
 
@@ -64,8 +65,7 @@ def pickled() -> bytes:
     return pickle.dumps(run_ranks(save, 4))
 
 
-@pytest.mark.parametrize("world_size", [4, 5, 3, 2])
-@on_ranks()
+@on_ranks([4, 5, 3, 2])
 def test_steps_after_a_state_for_all_ranks_are_of_those_in_it(rank: int, world_size: int, pickled: bytes) -> None:
     lives: list[dict[str, Any]] = pickle.loads(pickled)
     given = torch.stack([torch.stack([flat(draw(r, step)) for r in range(world_size)]) for step in LATER])
@@ -78,14 +78,12 @@ def test_steps_after_a_state_for_all_ranks_are_of_those_in_it(rank: int, world_s
         after = residual_of(reducer.state_dict())
         saved_again = reducer.state_dict(all_ranks=True)
         assert len(saved_again["ranks"]) == (world_size if rank == 0 else 0)
-        reducer.close()
         box = [saved_again]
         dist.broadcast_object_list(box)
         second = make(name)
         second.load_state_dict(box[0])
         assert torch.equal(residual_of(second.state_dict()), after), name
         elsewhere = checkpoint.state_for(box[0], second.scheme.per_rank_state, world_size + 1, 0)
-        second.close()
         dist.all_reduce(after)
         after /= world_size
         if rank == 0:  # it may go on to another number of ranks again
@@ -128,4 +126,3 @@ def test_the_same_ranks_get_their_own_state_and_others_are_refused(rank: int, wo
                 reducer.load_state_dict(wrong)
     after = reducer.state_dict()
     assert torch.equal(residual_of(after), residual_of(own))
-    reducer.close()

@@ -76,12 +76,10 @@ def test_what_goes_in_comes_out_but_for_what_is_cut() -> None:
 
 
 @pytest.mark.parametrize("topology", ["ring", "direct"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
+@on_ranks([1, 2, 3])
 def test_ranks_get_one_mean_and_send_12_bits_a_value(rank: int, world_size: int, topology: str) -> torch.Tensor:
     driver = Driver(ThreeBitsScheme(topology), [torch.zeros(N)], [1])
     (result,) = driver.reduce([gradient_of(rank)])
-    driver.close()
     exact = torch.stack([gradient_of(rank) for rank in range(world_size)]).double().mean(0)
     n_cuts = world_size if world_size > 1 else 0
     assert bool((result <= exact * (1 + 1e-6)).all())

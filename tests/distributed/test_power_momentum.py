@@ -91,11 +91,8 @@ def save(rank: int, world_size: int) -> list[Any]:
     training = begin(rank, factor_dtype="bfloat16").after(range(5))
     state, whole = training.state(), training.state(all_ranks=True)
     training.take_steps(range(5, 8))
-    training.close()
     for _ in range(2):  # a run that was stopped goes on with the same bits
-        resumed = begin(rank, factor_dtype="bfloat16").load(state).after(range(5, 8))
-        resumed.close()
-        yielded = resumed.flat()
+        yielded = begin(rank, factor_dtype="bfloat16").load(state).after(range(5, 8)).flat()
     return [whole, yielded]
 
 
@@ -109,7 +106,6 @@ def go_on(rank: int, world_size: int, pickled: bytes) -> None:
         old = torch.stack([one["residuals"][name] for one in theirs]).mean(0).double().numpy()
         assert np.allclose(over_ranks(mine["residuals"][name].double().numpy()), old, atol=1e-7)
     training.take_steps(range(5, 8))
-    training.close()
 
 
 def test_three_ranks_go_on_from_the_state_of_two() -> None:

@@ -84,8 +84,7 @@ class AllRanks:
         return result
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@on_ranks()
+@on_ranks([2, 3, 4])
 def test_scheme_follows_its_transcription(rank: int, world_size: int) -> None:
     for name, options in CASES:
         scheme = schemes.by_name(name, **options)
@@ -103,7 +102,6 @@ def test_scheme_follows_its_transcription(rank: int, world_size: int) -> None:
                 assert torch.allclose(mean / driver.loss_scale, expected, atol=1e-5), (name, options, step)
         if followed[0].feeds_back:
             assert torch.allclose(driver.state(), torch.cat([one.residuals[rank] for one in followed]), atol=1e-4), name
-        driver.close()
 
 
 @pytest.mark.parametrize(("pull", "low", "high"), [("8-bit", 0.5, 0.6), ("raw", 0.5, 0.6), ("compressed", 1.3, 1.5)])
@@ -113,7 +111,6 @@ def test_error_of_qsgd_averages_over_the_ranks(rank: int, world_size: int, pull:
     gradient = torch.randn(65_536, generator=torch.Generator().manual_seed(1))
     driver = Driver(schemes.by_name("qsgd", pull=pull), [gradient])
     (mean,) = driver.reduce([gradient.clone()])
-    driver.close()
     assert low < float((mean - gradient).norm() / gradient.norm()) < high
 
 
@@ -132,8 +129,7 @@ TRAINED: dict[str, tuple[dict[str, Any], float, int, float]] = {
 
 
 # ---- sign-sgd and top-k
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@on_ranks()
+@on_ranks([1, 2, 3, 4])
 def test_sign_sgd_is_the_majority_of_signs_in_units_of_the_loss_scale(rank: int, world_size: int) -> None:
     for dtype, ties in itertools.product(DTYPES, ("zero", "positive")):
         driver = drive("sign-sgd", {"ties": ties}, dtype)
@@ -147,7 +143,6 @@ def test_sign_sgd_is_the_majority_of_signs_in_units_of_the_loss_scale(rank: int,
             result = flat(driver.reduce(everyone[rank]))
             assert result.dtype == dtype
             assert torch.equal(result.float(), scale * expected)
-        driver.close()
 
 
 @pytest.mark.parametrize(("world_size", "feedback"), [(2, True), (3, False), (4, True)])
@@ -172,7 +167,6 @@ def test_top_k_follows_its_float64_transcription(rank: int, world_size: int, fee
         kept.append(left[rank])
     if feedback:
         assert torch.allclose(driver.state().double(), torch.cat(kept), atol=1e-5)
-    driver.close()
 
 
 @pytest.mark.parametrize("scheme", ["top-k", "sign-sgd"])
@@ -223,8 +217,7 @@ def ring_oracle(codec: Codec, gradients: list[torch.Tensor]) -> torch.Tensor:
     return result
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@on_ranks([2, 3])
 def test_every_rank_gets_the_same_mean_and_sees_a_non_finite_gradient(rank: int, world_size: int) -> list[torch.Tensor]:
     results = []
     for (name, options), dtype in itertools.product(FLOATS, DTYPES[:2]):
@@ -234,7 +227,6 @@ def test_every_rank_gets_the_same_mean_and_sees_a_non_finite_gradient(rank: int,
         if rank == 1:
             bad[1234] = float("inf")
         (infinite,) = driver.reduce([bad])
-        driver.close()
         gradients = [gradient_of(other, dtype) for other in range(world_size)]
         exact = torch.stack([gradient.double() for gradient in gradients]).mean(0)
         is_random = options.get("rounding") == "stochastic"
@@ -251,8 +243,7 @@ def test_every_rank_gets_the_same_mean_and_sees_a_non_finite_gradient(rank: int,
 
 
 # ---- under DDP
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@on_ranks(timeout_s=170)
+@on_ranks([1, 2, 3, 4], timeout_s=170)
 def test_parameters_are_identical_on_all_ranks_and_the_loss_falls(rank: int, world_size: int) -> Any:
     parameters = {}
     for scheme, (options, rate, n_steps, left) in TRAINED.items():
@@ -283,8 +274,7 @@ def of_unlike_sizes(rank: int, step: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("per", ["layer", "bucket"])
-@pytest.mark.parametrize("world_size", [2, 4])
-@on_ranks()
+@on_ranks([2, 4])
 def test_terngrad_follows_its_transcription(rank: int, world_size: int, per: str) -> None:
     """A scale a tensor: each is divided by its own, and all are drawn in the order of their bucket."""
     driver = drive("terngrad", {"seed": SEED, "per": per})
@@ -310,11 +300,9 @@ def test_terngrad_follows_its_transcription(rank: int, world_size: int, per: str
             expected = np.sum(drawn, 0) * by_value / world_size
             wrong = ~np.isclose(result.numpy(), expected, rtol=1e-5)
             assert wrong.sum() <= 1, (step, index)  # where numpy's scale differs in its last bit
-    driver.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@on_ranks([2, 3])
 def test_thc_follows_its_transcription(rank: int, world_size: int) -> None:
     for feeds_back in (True, False):
         driver = drive("thc", {"seed": SEED, "error_feedback": feeds_back})
@@ -341,7 +329,6 @@ def test_thc_follows_its_transcription(rank: int, world_size: int) -> None:
         if feeds_back:
             expected = np.concatenate(residuals[rank])
             assert np.linalg.norm(driver.state().numpy() - expected) < 0.1 * np.linalg.norm(expected)
-        driver.close()
 
 
 def layers_of(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -351,8 +338,7 @@ def layers_of(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
     return [span for shape, span in zip(shapes, spans, strict=True) if len(shape) > 1 and len(span)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@on_ranks([2, 3])
 def test_dgc_follows_its_float64_transcription(rank: int, world_size: int) -> None:
     """Six steps in float64, all ranks at once; in buckets this small every element is sampled, so the selection is exact."""
     for options in ({}, {"momentum": 0.5, "warmup_steps": 3}, {"max_norm": 4.0}, {"nesterov": True}, {"per": "layer"}):
@@ -391,7 +377,6 @@ def test_dgc_follows_its_float64_transcription(rank: int, world_size: int) -> No
                 assert torch.allclose(result.double() / driver.loss_scale, expected, atol=1e-4), (options, step, index)
         for kind, ours in (("momenta", u), ("residuals", v)):
             assert torch.allclose(driver.state(kind).double(), torch.cat(ours[rank]), atol=1e-4), kind
-        driver.close()
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -409,9 +394,7 @@ def test_dgc_alone_is_sgd_with_momentum_and_weight_decay(rank: int, world_size: 
 
     def ended(scheme: Dgc | None, **options: Any) -> torch.Tensor:
         sgd = partial(torch.optim.SGD, lr=0.05, **options)
-        training = Training(rank, scheme, sgd, convolutional, loss, ddp={"bucket_cap_mb": 25}).after(range(6))
-        training.close()
-        return training.flat()
+        return Training(rank, scheme, sgd, convolutional, loss, ddp={"bucket_cap_mb": 25}).after(range(6)).flat()
 
     ours = ended(Dgc(nesterov=nesterov, weight_decay=0.1))
     assert torch.allclose(ours, ended(None, momentum=0.9, nesterov=nesterov, weight_decay=0.1), rtol=1e-5, atol=1e-6)
@@ -437,7 +420,6 @@ def test_dgc_takes_weight_decay_into_what_it_sends(rank: int, world_size: int) -
         (sum(loss(twin, one, step) for one in range(world_size)) / world_size).backward()
         theirs.step()
         assert torch.allclose(training.ddp.module.weight, twin.weight, rtol=1e-5, atol=1e-6)
-    training.close()
 
 
 @on_ranks(2)
@@ -458,7 +440,6 @@ def test_state_of_unused_parameters_waits(rank: int, world_size: int) -> None:
                 assert torch.equal(before[kind][parameter], after[kind][parameter]), (name, kind)
             if name == "dgc" and rank == 0:
                 assert torch.equal(before[kind]["p2"], after[kind]["p2"])
-        driver.close()
 
 
 def chosen_of(values: torch.Tensor, k: int) -> torch.Tensor:
@@ -512,5 +493,3 @@ def test_chosen_tensors_travel_in_the_dtype_of_their_bucket(rank: int, world_siz
     alone = Driver(schemes.by_name("one-bit", pull="raw"), [torch.zeros(500, dtype=torch.bfloat16)])
     assert torch.equal(chosen.reduce([*values])[1], alone.reduce([values[1]])[0])
     assert torch.equal(chosen.state()[500:], alone.state())
-    for driver in (chosen, alone):
-        driver.close()

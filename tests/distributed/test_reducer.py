@@ -71,8 +71,7 @@ def test_a_state_that_one_rank_asks_for_alone_is_named(rank: int, world_size: in
     cases.reduced(reducer, draw(rank, 0))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@on_ranks()
+@on_ranks([1, 2, 3, 4])
 def test_every_reducing_scheme_takes_named_tensors(rank: int, world_size: int) -> None:
     for name in cases.REDUCING:
         options = cases.OPTIONS.get(name, {})

@@ -19,7 +19,6 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "floor": [0.0, 1.5], "confidence": [0.0], "max_contention": [0.0, 1.5], "partition": [100], "format": [3],
         "topology": ["tree"], "blocks": [0, [], [[1]]], "max_grad_norm": [0.0],
     },
-    "auto": {"budget": [0.5]},
     "broadcast": {"bits": [1, 33]},
     "dgc": {
         "per": ["model"], "weight_decay": [-0.1], "share": [0], "momentum": [1.0], "warmup_steps": [-1],
@@ -50,7 +49,7 @@ TOLD: list[tuple[str, dict[str, Any], str]] = [
     ("auto", {"fidelity": ["slimgc"]}, "takes no turns"),
     ("auto", {"candidates": ["terngrad"]}, 'fidelity="any" would take it'),
     ("auto", {"candidates": ["gcmp"]}, "did you mean 'gcomp'"),
-    ("auto", {"budget": 0.5}, "from 0 to 0.1"),
+    ("auto", {"budget": 0.5}, "budget is a share of the time from 0 to 0.1"),
     ("acp-sgd", {"factor_dtype": "float16"}, "float32, bfloat16"),
     ("dgc", {"per": "model"}, "layer, bucket"),
     ("dgc", {"nesterov": True, "momentum": 0.0}, "nesterov"),

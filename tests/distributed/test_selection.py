@@ -54,7 +54,6 @@ def test_what_is_exempt_is_the_mean(rank: int, world_size: int, name: str, optio
     driver = Driver(schemes.by_name(name, **options), [torch.zeros(shape) for shape in SHAPES], [2, 2])
     for step in range(2):
         results = driver.reduce(scaled(rank, step))
-    driver.close()
     for place, of_ranks in enumerate(zip(scaled(0, 1), scaled(1, 1), strict=True)):
         mean = torch.stack(of_ranks).mean(0)
         deviation = float((results[place] - mean).norm() / mean.norm())
@@ -139,8 +138,6 @@ def test_what_a_spared_tensor_had_not_sent_is_sent(rank: int, world_size: int) -
     gradients[1][3] = math.inf if rank == 1 else 1.0
     assert not drivers[1].reduce(gradients)[1].isfinite().all()
     assert torch.equal(drivers[1].state(), before)
-    for driver in drivers:
-        driver.close()
     for bits, dtype in ((8, torch.bfloat16), (9, torch.float32)):  # never worse than the others
         assert schemes.by_name("embedded-float", bits=bits).small_dtype(torch.float32) == dtype
 
@@ -195,7 +192,6 @@ def test_dgc_takes_its_share_of_every_layer_or_of_the_bucket(rank: int, world_si
     driver = Driver(schemes.by_name("dgc", share=0.01, per=per), [torch.zeros(shape) for shape in shapes])
     first, second = gradients_of(rank, 0, shapes=shapes)
     n_first, n_second = (int((one != 0).sum()) for one in driver.reduce([1e3 * first, second]))
-    driver.close()
     if per == "layer":  # of both ranks, hardly any in common
         assert 2 * 160 <= n_first <= 2 * 260
         assert 2 * 80 <= n_second <= 2 * 130

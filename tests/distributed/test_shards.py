@@ -64,7 +64,6 @@ def test_plain_gradients_give_the_bits_of_fsdp2(rank: int, world_size: int, weig
 def test_two_ranks_lose_nothing_where_all_is_bfloat16(rank: int, world_size: int) -> None:
     """A float32 sum of two bfloat16 values, rounded, is their sum in bfloat16: gcomp's default there keeps every bit."""
     theirs, ours = (Sharded(rank, mesh_of(2), "bf16", scheme).take_steps(range(12)) for scheme in (None, "gcomp"))
-    ours.state.close()
     assert ours.has_bits_of(theirs)
 
 
@@ -143,7 +142,6 @@ def test_inside_and_between_have_a_scheme_each(rank: int, world_size: int) -> No
     for sharded, options in [(mesh, {}), (mesh["shard"], {"group": mesh.get_group("replicate")})]:
         ours = Sharded(rank, sharded, "", "plain", weights="exact", **options).take_steps(range(12))
         assert ours.state.stats()["inside"]["weights_bytes_sent"] > 0
-        ours.state.close()
         assert ours.has_bits_of(theirs)
     ours = Sharded(rank, mesh)
     del ours.optimizer.param_groups[0]["params"][0]
@@ -155,7 +153,6 @@ def test_inside_and_between_have_a_scheme_each(rank: int, world_size: int) -> No
     stats = ours.take_steps(range(12)).state.stats()
     assert stats["inside"]["gradients_bytes_sent"] < 0.6 * stats["inside"]["gradients_original_bytes"]
     assert stats["ratio"] < 1
-    ours.state.close()
     assert all(agree(shard, mesh.get_group("replicate")) for shard in ours.shards())
 
 
@@ -187,7 +184,6 @@ def test_a_scheme_is_switched_and_a_model_without_gradients_is_served(rank: int,
     assert (state.step, state.stats()["scheme"]) == (4, "gcomp")
     (net(x) * float("nan") if rank else net(x)).sum().backward()
     assert not net.head.weight.grad.to_local().isfinite().all()
-    state.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -332,7 +328,6 @@ def run_timed(rank: int, of: TimesOf, n_steps: int = 30, case: str = "", **optio
     with times(of, rank):
         ours = Sharded(rank, mesh_of(2), case, "auto", **options).take_steps(range(n_steps))
         stats = ours.state.stats()
-        ours.state.close()
     return stats, ours
 
 
@@ -386,6 +381,5 @@ def test_a_resumed_run_goes_on_with_what_was_best(rank: int, world_size: int) ->
         assert ours.take_steps(range(42, 49)).state.stats()["auto"]["scheme"] == GCOMP  # as if nothing had been asked
         ours.state.switch("plain")
         assert ours.take_steps(range(49, 51)).state.stats()["scheme"] == "plain"
-        ours.state.close()
     assert before == stats["scheme"] == GCOMP
     assert stats["schedule"][-1] == (40, GCOMP)

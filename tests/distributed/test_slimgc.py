@@ -56,8 +56,7 @@ def driver_of(scheme: SlimGC, dtype: torch.dtype = torch.float32, layout: Sequen
     return Driver(scheme, [torch.zeros(shape, dtype=dtype) for shape in SHAPES], layout)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@on_ranks([2, 3])
 def test_gradients_are_conserved_in_every_mode(rank: int, world_size: int) -> None:
     """Through the warm-up every tensor changes mode at every step; after it some are compressed and some are not."""
     cases: list[dict[str, Any]] = [
@@ -102,11 +101,9 @@ def test_gradients_are_conserved_in_every_mode(rank: int, world_size: int) -> No
                     assert not result[0].any()
                 old = new
             assert kinds == ({True, False} if world_size > 1 else {False})
-            driver.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@on_ranks([2, 3])
 def test_tables_are_shared(rank: int, world_size: int) -> None:
     """Ranks that measured different times end with one table, the slowest rank's."""
 
@@ -147,11 +144,9 @@ def test_tables_are_shared(rank: int, world_size: int) -> None:
         driver.reduce(gradients_of(rank, step))
         measured.append(driver.scheme.stats()["threshold_measured"])
     assert measured == [2] * 13 + [3] * 6
-    driver.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@on_ranks([2, 3])
 def test_non_finite_steps_change_nothing(rank: int, world_size: int) -> None:
     """Inf or NaN in a compressed or a raw tensor of one rank: NaN or Inf there on all of them, and no residual changes."""
     given: list[dict[str, Any]] = [{"codec": name} for name in codecs.names() if name != "gcomp"]
@@ -173,11 +168,9 @@ def test_non_finite_steps_change_nothing(rank: int, world_size: int) -> None:
             assert driver.scheme.stats()["n_steps_not_finite"] == 1
             assert [bucket.record.n_messages for bucket in driver.last_buckets] == n_messages, "nothing is sent again"
             assert flat(driver.reduce(gradients_of(rank, 2))).isfinite().all()
-            driver.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@on_ranks([2, 3])
 def test_all_are_compressed_or_none(rank: int, world_size: int) -> None:
     """A threshold of 0 compresses all; NEVER nothing, which is the mean itself."""
     for threshold, n_compressed in ((0, 6), (NEVER, 0)):
@@ -187,7 +180,6 @@ def test_all_are_compressed_or_none(rank: int, world_size: int) -> None:
         assert torch.allclose(result, expected, atol=1e-6)
         assert driver.scheme.stats()["n_tensors_compressed"] == n_compressed
         assert not driver.state().any()
-        driver.close()
 
 
 # ---- bad input, resumption, ranks that do not agree
@@ -219,7 +211,6 @@ def test_a_resumed_run_goes_on_bit_by_bit(rank: int, world_size: int) -> None:
             stored = io.BytesIO()
             torch.save(parts.scheme.state_dict(), stored)
             stored.seek(0)
-            parts.close()
             parts = driver_of(make())
             parts.step = step + 1
             parts.scheme.load_state_dict(torch.load(stored, weights_only=True))
@@ -236,15 +227,12 @@ def test_a_resumed_run_goes_on_bit_by_bit(rank: int, world_size: int) -> None:
             with pytest.raises(InvalidArgument):
                 take(whole.scheme, state)
         assert torch.equal(whole.state(), parts.state())
-        whole.close()
-        parts.close()
 
 
 SEVERAL = ["embedded-float:bits=8", "two-bit:levels=4,scale_values=64", "one-bit"]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@on_ranks([2, 3])
 def test_each_tensor_gets_one_of_several_codecs_and_gradients_are_conserved(rank: int, world_size: int) -> Tensor:
     """By the clocks given here one-bit pays for the first bucket, and embedded-float, which starts sooner, for the second."""
     lines = [(0.1, 4e-3), (0.2, 2e-3), (2.0, 4e-3), (1.0, 1e-4)]
@@ -265,13 +253,11 @@ def test_each_tensor_gets_one_of_several_codecs_and_gradients_are_conserved(rank
     state = driver.scheme.state_dict()
     assert stats["codecs"] == {"embedded-float": 3, "one-bit": 3}, stats
     assert stats["n_tensors_raw"] == 1  # the empty one
-    driver.close()
     resumed = driver_of(SlimGC(SEVERAL, drift_every=0, plain_steps=11))
     resumed.scheme.load_state_dict(state)
     resumed.step = 16
     results.append(flat(resumed.reduce(gradients_of(rank, 16))))
     assert resumed.scheme.stats()["codecs"] == stats["codecs"]
-    resumed.close()
     return torch.stack(results)
 
 
@@ -285,8 +271,7 @@ def test_ranks_with_different_tables_are_told_before_gradients_meet(rank: int, w
     training.take_steps(range(n_before, 4))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@on_ranks([2, 3])
 def test_values_are_encoded_where_they_lie_with_the_same_bits(rank: int, world_size: int) -> None:
     """Encoding gradient and residual where they lie gives the bits of encoding their sum beside them, in every mode."""
     mean = FusedExchange.mean
@@ -325,13 +310,11 @@ def test_values_are_encoded_where_they_lie_with_the_same_bits(rank: int, world_s
                     assert agree(results[-1])
                     results.append(driver.state())
                 runs.append(torch.cat(results))
-                driver.close()
         assert torch.equal(runs[0], runs[1]), options
 
 
 # ---- buckets on the lane: the next one may begin while the last one's results travel
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@on_ranks([2, 3])
 def test_buckets_that_overlap_give_the_bits_of_one_after_the_other(rank: int, world_size: int) -> None:
     """Whichever ranks begin the next bucket while results travel: the same bits, and a step with a NaN changes nothing."""
     submit, bytes_ahead = Communicator.submit, exchange._PULL_BYTES_AHEAD
@@ -371,7 +354,6 @@ def test_buckets_that_overlap_give_the_bits_of_one_after_the_other(rank: int, wo
                     assert torch.equal(driver.state(), before) == (step == 3)
                 assert driver.scheme.stats()["n_steps_not_finite"] == 1
                 runs.append(torch.cat(results))
-                driver.close()
         assert torch.equal(runs[0], runs[1]), options
         assert torch.equal(runs[0], runs[2]), options
 
@@ -396,4 +378,3 @@ def test_a_raw_bucket_that_is_finite_does_not_hide_a_nan_in_another(rank: int, w
             gradients[1][7] = math.inf
         driver.reduce(gradients)
         assert torch.equal(before, driver.state()) == (step == 1)
-    driver.close()

@@ -14,7 +14,7 @@ from gradwire.registry import parse_spec
 from gradwire.schemes import plain_steps
 from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, TABLE
 from logs import log_of
-from ranks import on_ranks, run_ranks
+from ranks import at_end, on_ranks, run_ranks
 from small_training import Training
 
 N = 1_000
@@ -42,7 +42,6 @@ def test_the_first_steps_are_the_mean_and_the_others_are_compressed(rank: int, w
         assert distance < 1e-6 if step < 3 else distance > 0.1, (step, distance)
         n_bytes = driver.last_buckets[0].record.bytes_sent
         assert (n_bytes >= 4 * N) == (step < 3), (step, n_bytes)
-    driver.close()
     return found
 
 
@@ -61,7 +60,7 @@ def test_the_log_names_the_warm_up_and_a_training_that_ended_within(rank: int, w
     option, texts = OPTION.get(name, "warmup_steps"), log_of("gradwire.schemes.plain_steps")
     driver = Driver(schemes.by_name(name, **{option: 9}), [torch.zeros(SHAPE)])
     driver.reduce([gradient_of(rank, 0).view(SHAPE)])
-    driver.close()
+    at_end.close()
     ended = f"nothing was compressed: the last step was 0, and those before 9 are plain; lower {option}"
     expected = [] if name == "dgc" else [f"{name}: steps before 9 are reduced plainly", ended]
     assert len(texts) == len(expected)
@@ -180,7 +179,6 @@ def test_ranks_compare_in_plain_steps_and_once_behind_them(rank: int, world_size
     with patch("gradwire.schemes.compressed.compare_preambles", lambda _, mine, __: compared.append(mine.step)):
         for step in range(5):
             driver.reduce([gradient_of(rank, step).view(SHAPE)] * 2)
-    driver.close()
     assert compared == [0, 1, 2][: n_plain + bool(n_plain)]
 
 

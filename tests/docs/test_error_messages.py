@@ -147,7 +147,6 @@ def test_message_says_what_where_and_what_next(said: list[Said], mistake: str) -
         (lambda: schemes.by_name("one-bit:scale=best"), ["scale", "best"]),
         (lambda: schemes.by_name("acp-sgd:rank=4", rank=2), ["rank is given twice", "leave one of them out"]),
         (lambda: schemes.by_name("one-bit", scale="best"), ["scale is one of ", "not 'best'"]),
-        (lambda: schemes.by_name("auto", fidelity="exakt"), ["did you mean 'exact'"]),
     ],
 )
 def test_wrong_name_gets_the_nearest_right_one(make: Callable[[], object], words: list[str]) -> None:

@@ -47,8 +47,7 @@ def lanes() -> int:
     return sum(thread.name == "gradwire-lane" for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks(timeout_s=60)
+@on_ranks([2, 3], timeout_s=60)
 def test_large_floats_have_a_reducers_bits_and_all_else_gloos(rank: int, world_size: int) -> list[Tensor]:
     gradwire.register_backend(LOSSY)
     restart("gradwire")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -22,7 +22,7 @@ from gradwire.schemes.aqgb.pacing import Pacing, PacingLimits
 from gradwire.schemes.aqgb.scheme import Aqgb, Broadcast
 from gradwire.telemetry.recorder import BucketRecord
 from ranks import run_ranks
-from small_training import Given
+from small_training import GivenParts
 
 # ---- reductions
 
@@ -141,24 +141,11 @@ BROADCASTS: dict[str, tuple[type, dict[str, Any], torch.dtype, tuple[int, ...]]]
 }
 
 
-class Model(nn.Module):
-    """Of zeros, whose gradients are what the forward pass is given: no arithmetic that depends on the machine."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(Given(shape, dtype) for shape in SIZES)
-        for part in self.parts:
-            nn.init.zeros_(part.weight)
-
-    def forward(self, gradients: list[Tensor]) -> Tensor:
-        return torch.stack([part(gradient) for part, gradient in zip(self.parts, gradients, strict=True)]).sum()
-
-
 def train_case(rank: int, world_size: int, name: str) -> tuple[str, int]:
     """SHA-256 of the parameters after every step, and the bytes that this rank sent."""
     make, options, dtype, _ = BROADCASTS[name]
     torch.set_num_threads(1)
-    ddp = DistributedDataParallel(Model(dtype), bucket_cap_mb=0.05)
+    ddp = DistributedDataParallel(GivenParts(SIZES, dtype, 0.0), bucket_cap_mb=0.05)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
     options = {"blocks": [[f"parts.{index}"] for index in range(len(SIZES))]} | options
     attachment = gradwire.attach(ddp, optimizer, make(**options), timeout_s=60)

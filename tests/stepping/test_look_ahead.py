@@ -99,7 +99,6 @@ def test_gradients_are_one_step_stale_and_never_two(rank: int, world_size: int) 
         assert place["aggregated", step] < place["begun", step + 2], "never more than one aggregate is missing"
     assert attachment.stats()["wait_s"] >= 0
     assert attachment.recorder.steps[-1].exposed_ns > 2e8  # what the second step waited for the first is told
-    attachment.close()
 
 
 @pytest.mark.parametrize(
@@ -112,10 +111,7 @@ def test_saved_in_the_middle_of_a_pending_step_a_run_goes_on_with_the_same_bits(
     def begin(seed: int = 1) -> Training:
         return start(rank, by_name(spec, ahead=1, sync_steps=2), lambda p: torch.optim.AdamW(p, lr=1e-2), seed)
 
-    training, results = begin(), []
-    training.take_steps(range(6))
-    saved = training.state()  # with a step pending: saving takes it
-    training.close()
+    saved, results = begin().after(range(6)).state(), []  # with a step pending: saving takes it
     for _ in range(2):
         resumed = begin(seed=9).load(saved)
         resumed.take_steps(range(6, 10))
@@ -125,8 +121,7 @@ def test_saved_in_the_middle_of_a_pending_step_a_run_goes_on_with_the_same_bits(
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@on_ranks()
+@on_ranks([1, 2, 3, 4])
 def test_global_weights_are_identical_on_all_ranks_after_300_steps(rank: int, world_size: int) -> str:
     # Measured times would make the decision, and so the hash, another one in each run.
     scheme = by_name("slimgc", codec="one-bit", threshold_bytes=300, backup=True)
@@ -160,7 +155,6 @@ def test_what_cannot_be_peeked_or_would_be_lost_is_refused(rank: int, world_size
     torch.nn.utils.clip_grad_norm_(training.ddp.parameters(), 1e-3)
     with pytest.raises(Unsupported, match="max_grad_norm"):
         training.optimizer.step()
-    training.close()
     # What the user does to parameters between steps would be lost: it is said, and after a flush it holds.
     training = start(rank, by_name("slimgc", **PLAIN, sync_steps=0), sgd)
     ddp, attachment = training.ddp, training.attachment
@@ -179,7 +173,6 @@ def test_what_cannot_be_peeked_or_would_be_lost_is_refused(rank: int, world_size
     training.take_steps([2], math.nan if rank == 0 else 1.0)
     attachment.flush()
     assert bool(next(ddp.parameters()).isnan().any())
-    training.close()
 
 
 def die_between_push_and_pull(rank: int, world_size: int) -> None:

@@ -22,8 +22,7 @@ def drawn(rank: int, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@on_ranks()
+@on_ranks([2, 3, 4])
 def test_simulated_ranks_get_the_bits_of_real_ones(rank: int, world_size: int, dtype: torch.dtype) -> None:
     for spec in SPECS:
         reducer = gradwire.Reducer(spec, timeout_s=100)
@@ -43,8 +42,7 @@ def test_simulated_ranks_get_the_bits_of_real_ones(rank: int, world_size: int, d
 
 
 @pytest.mark.parametrize("spec", ["gcomp", "gcomp:topology=direct,tolerance=8,least_bits=3", "gcomp:rounding=truncate"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@on_ranks()
+@on_ranks([2, 3, 4])
 def test_simulated_ranks_get_the_bits_of_real_ones_by_importance_too(rank: int, world_size: int, spec: str) -> None:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(torch.nn.Linear(400, 300, bias=False))

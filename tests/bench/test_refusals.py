@@ -46,62 +46,25 @@ REFUSED = [
     ("train --steps 1 --scheme plain --trace", "out=RUN_DIR"),
     ("train --steps 1 --scheme plain --ranks 0", "ranks"),
     ("recommend --profile plan.json --rate 10gbit/delay=3ms", "--delay"),
-    *(
-        (f"simulate {words}", "InvalidArgument: ")
-        for words in (
-            "--scheme nothing",
-            "--rate 0gbit",
-            "--rate none",
-            "--workers 0",
-            "--trace=-1=1gbit",
-            "--workload alexnet",
-            "--plot a.txt",
-            "--chrome-trace a.json --workers 2 4",
-        )
-    ),
 ]
-_BOX = "--box parameters=1e9,compute_s=1,"
+_BOX = "--box parameters=1e9,compute_s=1"
+# By command, what it refuses by the name of its first option.
+NAMED = {
+    "simulate": "--scheme nothing; --rate 0gbit; --rate none; --workers 0; --trace=-1=1gbit; --workload alexnet; --plot a.txt; "
+    "--chrome-trace a.json --workers 2 4; --seconds nan; --seconds inf; --trace-rounds -2",
+    "train --scheme plain": "--threads 100000; --threads 0; --bucket-mb nan; --feedback-decay nan --local-sgd 2; "
+    "--seed 99999999999999999999; --out /etc/hostname; --checkpoint /etc/hostname/x; --fragments 2; --delay 1; --outer average",
+    "bench train": "--seed 99999999999999999999",
+    "netlab run --rate none true": "--timeout inf; --timeout 1e300; --timeout -1; --timeout nan; --grace inf",
+    "recommend": f"--ranks 1; --seconds -4; {_BOX},ranks=four,plain_s=2; {_BOX},ranks=1e400,plain_s=2; "
+    f"{_BOX},ranks=8,bus_rate=0; {_BOX},ranks=8,bus_rate=-1",
+    "recommend --profile plan.json": "--ranks 4; --delay 3ms; --loss 1%",
+    f"recommend {_BOX},ranks=8,plain_s=2": "--rate 1gbit; --for-ranks 4; --path loss=0; --fidelity exact",
+}
 REFUSED += [
-    (f"{command} {words}", words.split()[0])
-    for command, all_words in {  # names its option
-        "simulate": ["--seconds nan", "--seconds inf", "--trace-rounds -2"],
-        "train --scheme plain": [
-            "--threads 100000",
-            "--threads 0",
-            "--bucket-mb nan",
-            "--feedback-decay nan --local-sgd 2",
-            "--seed 99999999999999999999",
-            "--out /etc/hostname",
-            "--checkpoint /etc/hostname/x",
-            "--fragments 2",
-            "--delay 1",
-            "--outer average",
-        ],
-        "bench train": ["--seed 99999999999999999999"],
-        "netlab run --rate none true": [
-            "--timeout inf",
-            "--timeout 1e300",
-            "--timeout -1",
-            "--timeout nan",
-            "--grace inf",
-        ],
-        "recommend": [
-            "--ranks 1",
-            "--seconds -4",
-            *(
-                _BOX + wrong
-                for wrong in (
-                    "ranks=four,plain_s=2",
-                    "ranks=1e400,plain_s=2",
-                    "ranks=8,bus_rate=0",
-                    "ranks=8,bus_rate=-1",
-                )
-            ),
-        ],
-        "recommend --profile plan.json": ["--ranks 4", "--delay 3ms", "--loss 1%"],
-        f"recommend {_BOX}ranks=8,plain_s=2": ["--rate 1gbit", "--for-ranks 4", "--path loss=0", "--fidelity exact"],
-    }.items()
-    for words in all_words
+    (f"{command} {words}", "InvalidArgument: " if "simulate" in command else words.split()[0])
+    for command, together in NAMED.items()
+    for words in together.split("; ")
 ]
 
 

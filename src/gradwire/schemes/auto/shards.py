@@ -162,10 +162,12 @@ class ShardsAuto(Turns):
     # ---- between steps
 
     def state_dict(self) -> dict[str, Any]:
-        return {"law": self.law.state_dict(), "schemes": {spec: sub.state_dict() for spec, sub in self._subs.items()}}
+        schemes = {spec: sub.state_dict() for spec, sub in self._subs.items()}
+        return {"law": self.law.state_dict(), "transfer_us": self._transfer_us, "schemes": schemes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.law.load_state_dict(state["law"])
+        self._transfer_us = int(state.get("transfer_us", 0))  # of the link that its times are of
         for spec, sub in self._subs.items():
             if spec in state["schemes"]:
                 sub.load_state_dict(state["schemes"][spec])

@@ -374,7 +374,10 @@ def test_a_resumed_run_goes_on_with_what_was_best(rank: int, world_size: int) ->
         saved, before = ours.state.state_dict(), ours.state.stats()["auto"]["scheme"]
         ours.state.close()
         ours.attach("auto")
+        assert saved["state"]["transfer_us"] == 0, "no probe was asked for"
+        saved["state"]["transfer_us"] = 700
         ours.state.load_state_dict(saved)
+        assert ours.state.state_dict()["state"]["transfer_us"] == 700, "of the link that the times are of"
         stats = ours.take_steps(range(40, 42)).state.stats()["auto"]
         with pytest.raises(gradwire.InvalidArgument, match="does not read"):
             ours.state.load_state_dict({**saved, "state": {**saved["state"], "law": {"candidates": {}}}})

@@ -321,6 +321,7 @@ def times(of: TimesOf, rank: int) -> Any:
     told = contextlib.ExitStack()
     told.enter_context(mock.patch.object(ShardsAuto, "end_watched_step", end))
     told.enter_context(mock.patch("gradwire.schemes.auto.turns.probe_transfer_us", return_value=1000))  # the link stays
+    told.enter_context(mock.patch("gradwire.schemes.auto.shards.probe_link", return_value=(1e-4, 8e-4 / 2**18)))
     return told
 
 
@@ -374,10 +375,10 @@ def test_a_resumed_run_goes_on_with_what_was_best(rank: int, world_size: int) ->
         saved, before = ours.state.state_dict(), ours.state.stats()["auto"]["scheme"]
         ours.state.close()
         ours.attach("auto")
-        assert saved["state"]["transfer_us"] == 0, "no probe was asked for"
-        saved["state"]["transfer_us"] = 700
+        assert saved["state"]["transfer_us"] == pytest.approx(1000, abs=1)
+        ours.state.load_state_dict({**saved, "state": {**saved["state"], "transfer_us": 2000}})
+        assert ours.state.scheme.law.state == "baseline", "times of another link"
         ours.state.load_state_dict(saved)
-        assert ours.state.state_dict()["state"]["transfer_us"] == 700, "of the link that the times are of"
         stats = ours.take_steps(range(40, 42)).state.stats()["auto"]
         with pytest.raises(gradwire.InvalidArgument, match="does not read"):
             ours.state.load_state_dict({**saved, "state": {**saved["state"], "law": {"candidates": {}}}})

@@ -16,10 +16,11 @@ from gradwire.core.session import Session
 from gradwire.registry import parse_spec
 from gradwire.schemes.auto.fidelity import check_spec, levels_to
 from gradwire.schemes.auto.law import PLAIN, Law, median
-from gradwire.schemes.auto.turns import Turns
+from gradwire.schemes.auto.turns import Turns, is_changed
 from gradwire.schemes.base import Scheme
 from gradwire.telemetry.stopwatch import Lap
-from gradwire.wire.link_probe import probe_link
+from gradwire.wire.communicator import ring_bytes
+from gradwire.wire.link_probe import probe_elements, probe_link
 
 _FEW = 5  # steps that say how long one waits
 _ALL, _ADAM = frozenset(FAMILIES), frozenset({"adam"})
@@ -104,10 +105,12 @@ class ShardsAuto(Turns):
             self._subs[spec] = self._make(pair.gradients)
             self._subs[spec].bind(session)
         self._compare_offers(list(self._pairs))
-        hop_s, _ = communicator.submit(probe_link, session.wire).wait()
-        slowest_us = torch.tensor([1e6 * hop_s], dtype=torch.int64, device="cpu")
+        hop_s, byte_s = communicator.submit(probe_link, session.wire).wait()
+        n_hops = 2 * (communicator.world_size - 1)
+        transfer_s = n_hops * hop_s + byte_s * ring_bytes(4 * probe_elements(session.wire), communicator.world_size)
+        slowest_us = torch.tensor([1e6 * hop_s, 1e6 * transfer_s], dtype=torch.int64, device="cpu")
         communicator.submit(communicator.all_reduce, slowest_us, dist.ReduceOp.MAX).wait()
-        self._hop_us, self._transfer_us = int(slowest_us), 0
+        self._hop_us, self._transfer_us = slowest_us.tolist()
         self._waiting_us, self._waits = 0, deque[int](maxlen=_FEW)
         known = dict.fromkeys((PLAIN, *self._pairs), 1000)
         self.law = Law(known, self._budget_permille, self._predict, self._family_of)
@@ -143,11 +146,10 @@ class ShardsAuto(Turns):
         self.choose(step + 1)
 
     def _note_transfer(self, transfer_us: int) -> bool:
-        before_us = self._transfer_us or transfer_us
-        found_us = self._probes.found(transfer_us, 1 / before_us, lambda us: 1 / us)
-        self._transfer_us = found_us or before_us
+        found_us = self._probes.found(transfer_us, 1 / self._transfer_us, lambda us: 1 / us)
         if found_us:
-            self._waiting_us = self._waiting_us * found_us // before_us
+            self._waiting_us = self._waiting_us * found_us // self._transfer_us
+            self._transfer_us = found_us
         return bool(found_us)
 
     def _note_waiting(self, step: int, waited_us: int) -> None:
@@ -166,8 +168,8 @@ class ShardsAuto(Turns):
         return {"law": self.law.state_dict(), "transfer_us": self._transfer_us, "schemes": schemes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.law.load_state_dict(state["law"])
-        self._transfer_us = int(state.get("transfer_us", 0))  # of the link that its times are of
+        if not is_changed(1 / (state.get("transfer_us") or self._transfer_us), 1 / self._transfer_us):
+            self.law.load_state_dict(state["law"])  # times of this link
         for spec, sub in self._subs.items():
             if spec in state["schemes"]:
                 sub.load_state_dict(state["schemes"][spec])

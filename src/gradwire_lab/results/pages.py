@@ -162,7 +162,7 @@ class Book:
             for one in mine
             if one.key in known
         ]
-        for most_rows in range(11, 1, -1):
+        for most_rows in range(10, 1, -1):
             sections = [
                 self._section(one, shown, _cut(grid, most_rows), pictures.get(one.key)) for one, shown, grid in grids
             ]

@@ -157,11 +157,8 @@ class Book:
         left = [[_command(one), one.question, _figures(one)] for one in mine if one.key not in known]
         head = [*_head(self.systems[system]), *_note(self.root, system), *([to_markdown(answers)] if rows else [])]
         tail = ["## Not measured yet", "", to_markdown(Grid("", ["command", "question", "figures"], left, n_names=3))]
-        grids = [
-            (one, known[one.key], make_grid(one, _first_table(one), known[one.key].records, MOST_COLUMNS))
-            for one in mine
-            if one.key in known
-        ]
+        measured = [(one, known[one.key]) for one in mine if one.key in known]
+        grids = [(one, run, make_grid(one, _first_table(one), run.records, MOST_COLUMNS)) for one, run in measured]
         for most_rows in range(10, 1, -1):
             sections = [
                 self._section(one, shown, _cut(grid, most_rows), pictures.get(one.key)) for one, shown, grid in grids

@@ -25,6 +25,8 @@ from typing import Any
 import pytest
 from page_text import PAGES, RESULTS, ROOT, name_of, prose_of
 
+from gradwire_lab.bench.catalogue import EXPERIMENTS, book
+
 _NUMBER = r"\d+(?:[.,]\d+)*"
 _FIGURE = re.compile(
     rf"(?<![\w.,/-])({_NUMBER}x(?!\w)|{_NUMBER} (?:%|ms|GB/s|MB|nats|times)(?!\w)"
@@ -97,7 +99,11 @@ def test_figures_on_the_page_have_a_source(page: Path) -> None:
     assert not listed - found, f"no longer on the page: {sorted((listed - found).elements())}"
 
 
-def test_every_line_is_of_a_page() -> None:
+def test_every_line_is_of_a_page_and_of_the_records_that_pages_show() -> None:
+    shown = {one.key: found for one in EXPERIMENTS if (found := book(ROOT).shown(one)) and found.is_current}
+    for entry in [*FIGURES, *(entry["second"] for entry in FIGURES if "second" in entry)]:
+        machine, _, key = entry.get("record", "").removesuffix(".jsonl").partition("/")
+        assert key not in shown or shown[key].machine == machine, f"{entry}: measured anew on {shown[key].machine}"
     assert {entry["page"] for entry in FIGURES} <= {name_of(page) for page in PAGES}
 
 

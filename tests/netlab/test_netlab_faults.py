@@ -51,8 +51,7 @@ def test_a_short_failure_of_a_link_is_ridden_out_and_a_lasting_one_is_an_error_o
 @pytest.mark.root
 def test_events_on_the_command_line_happen_and_the_failed_rank_is_named() -> None:
     events = "--at 0.2:rate:0=10mbit --at 0.3:down:1 --at 0.4:up:1 --at 0.5:kill:1"
-    command = [*CLI, *f"run --ranks 2 --rate 100mbit --grace 0 {events} -- sleep 60".split()]
-    done = run(command, 60)
+    done = run([*CLI, *f"run --ranks 2 --rate 100mbit --grace 0 {events} -- sleep 60".split()], 60)
     assert done.returncode == 137
     assert "rank 0's link is now at 10mbit" in done.stderr
     assert "rank 1 was killed by SIGKILL (the first to fail; then rank 0 had to be ended)" in done.stderr

@@ -33,8 +33,7 @@ def test_records_of_a_sweep_have_their_fields(tmp_path: Path) -> None:
 
 def test_details_hold_every_round_link_and_worker(tmp_path: Path) -> None:
     out = tmp_path / "details.json"
-    options = f"--scheme plain --workers 4 --racks 2 --rounds 4 --jitter per-worker --details {out}"
-    assert simulate(options) == 0
+    assert simulate(f"--scheme plain --workers 4 --racks 2 --rounds 4 --jitter per-worker --details {out}") == 0
     details = json.loads(out.read_text(encoding="utf-8"))
     count = {kind: sum(one["of"] == kind for one in details) for kind in ("round", "link", "worker")}
     # Racks of two workers: up and down of each rack's workers and of each rack; the last round's gradients are not used.
@@ -43,10 +42,11 @@ def test_details_hold_every_round_link_and_worker(tmp_path: Path) -> None:
 
 
 def test_a_chrome_trace_nests_and_names_its_rows(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    options = f"--scheme aqgb --workers 3 --rounds 4 --jitter per-worker --chrome-trace {path} --trace-rounds 2"
-    assert simulate(options) == 0
-    trace = json.loads(path.read_text(encoding="utf-8"))
+    to = tmp_path / "trace.json"
+    assert (
+        simulate(f"--scheme aqgb --workers 3 --rounds 4 --jitter per-worker --chrome-trace {to} --trace-rounds 2") == 0
+    )
+    trace = json.loads(to.read_text(encoding="utf-8"))
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M" and "name" in event["args"]}
     assert names == {"worker 0", "worker 1", "worker 2", "compute", "network"}
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]

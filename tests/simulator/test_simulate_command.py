@@ -42,11 +42,10 @@ def test_details_hold_every_round_link_and_worker(tmp_path: Path) -> None:
 
 
 def test_a_chrome_trace_nests_and_names_its_rows(tmp_path: Path) -> None:
-    to = tmp_path / "trace.json"
-    assert (
-        simulate(f"--scheme aqgb --workers 3 --rounds 4 --jitter per-worker --chrome-trace {to} --trace-rounds 2") == 0
-    )
-    trace = json.loads(to.read_text(encoding="utf-8"))
+    path = tmp_path / "trace.json"
+    options = f"--scheme aqgb --workers 3 --rounds 4 --jitter per-worker --chrome-trace {path} --trace-rounds 2"
+    assert simulate(options) == 0
+    trace = json.loads(path.read_text(encoding="utf-8"))
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M" and "name" in event["args"]}
     assert names == {"worker 0", "worker 1", "worker 2", "compute", "network"}
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]

@@ -100,10 +100,11 @@ def test_figures_on_the_page_have_a_source(page: Path) -> None:
 
 
 def test_every_line_is_of_a_page_and_of_the_records_that_pages_show() -> None:
-    shown = {one.key: found for one in EXPERIMENTS if (found := book(ROOT).shown(one)) and found.is_current}
+    pages, by_key = book(ROOT), {one.key: one for one in EXPERIMENTS}
     for entry in [*FIGURES, *(entry["second"] for entry in FIGURES if "second" in entry)]:
         machine, _, key = entry.get("record", "").removesuffix(".jsonl").partition("/")
-        assert key not in shown or shown[key].machine == machine, f"{entry}: measured anew on {shown[key].machine}"
+        found = pages.shown(by_key[key], entry["where"]) if key in by_key else None
+        assert not (found and found.is_current) or found.machine == machine, f"{entry}: by now of {found.machine}"
     assert {entry["page"] for entry in FIGURES} <= {name_of(page) for page in PAGES}
 
 

@@ -158,7 +158,7 @@ def test_tiny_gradients_do_not_underflow_in_compact_formats(bits: int) -> None:
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_a_non_finite_value_makes_its_partition_nan(dtype: torch.dtype, rounding: str, value: float) -> None:
+def test_a_non_finite_value_is_flagged_and_its_partition_nan(dtype: torch.dtype, rounding: str, value: float) -> None:
     gradient = finite_gradient(40_000, dtype)[:20_000]
     gradient[17_000] = value
     for bits, format_name in ((4, "auto"), (8, "auto"), (8, "native"), (15, "native"), (12, "auto")):

@@ -157,7 +157,7 @@ EXPERIMENTS = [
     _training(
         "muon-bytes", "AdamW and Muon, 1,000 steps, a seventh of the bytes: what does each scheme lose?",
         "optimizers", 340, 5, {"workload": {"AdamW": _GPT, "Muon": _GPT_MUON}, "scheme": {
-            "plain": "plain", "plain, disturbed: 30 of 32 bits": "truncated-float:bits=30",
+            "plain": "plain", "plain, disturbed: 30 of 32 bits": "truncated-float:bits=30",  # its control
             "power-sgd, rank 8": f"power-sgd:rank=8,{_WHOLE}",
             "acp-sgd, rank 16": f"acp-sgd:rank=16,{_WHOLE}", "power-momentum, rank 8": "power-momentum",
             "power-momentum, rank 12": "power-momentum:rank=12", "4-bit floats": "embedded-float:bits=4",

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 # would take a jump to another stack for a fault.
 FLAGS = ["-std=c++20", "-O2", "-g1", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-Wall", "-Wextra", "-fPIC", "-shared",
          "-x", "c++"]  # fmt: skip
-SANITIZED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+SANITIZED = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
 
 def build(extra_flags: list[str] | None = None, source: Path = SOURCES) -> Path:

@@ -140,7 +140,7 @@ def test_a_planted_fault_is_seen(name: str, tmp_path: Path) -> None:
     text = path.read_text()
     assert text.count(right) == 1
     path.write_text(text.replace(right, wrong))
-    library = emulated.build(source=tmp_path / "source")
+    library = emulated.build(["-O0"], tmp_path / "source")  # most of the time is the compiler's
     with pytest.raises(AssertionError, match=f"^({'|'.join(runs)}), "):  # noqa: PT012
         for order, (family, axes) in itertools.product(ORDERS, runs.items()):
             run(emulated.EmulatedKernels(library, order), family, **axes)

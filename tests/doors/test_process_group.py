@@ -26,6 +26,7 @@ def restart(backend: str, timeout_s: float = 100) -> None:
     """The default group anew, over the store of the old one."""
     store = dist.PrefixStore(backend, dist.distributed_c10d._get_default_store())
     place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    dist.barrier()  # on a busy machine ranks come here half a minute apart, and the new group's limit may be short
     dist.destroy_process_group()
     dist.init_process_group(backend, store=store, timeout=timedelta(seconds=timeout_s), **place)
 
@@ -221,9 +222,8 @@ def fail_in_a_call(rank: int, world_size: int, fault: str) -> None:
 )
 def test_errors_have_their_types_on_all_ranks(case: Any, fault: str, error: type[Exception]) -> None:
     outcomes: list[Outcome] = try_ranks(case, 3, fault, timeout_s=60)
-    spared = (1,) if fault in ("dies", "stays away") else ()
     for rank, outcome in enumerate(outcomes):
-        assert rank in spared or type(outcome.error) is error, (rank, outcome)
+        assert (rank == 1 and fault in ("dies", "stays away")) or type(outcome.error) is error, (rank, outcome)
 
 
 def test_what_needs_names_or_an_optimizer_is_refused() -> None:

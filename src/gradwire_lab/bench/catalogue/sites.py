@@ -152,7 +152,7 @@ EXPERIMENTS = [
         question="Muon for matrices and AdamW for the rest, 500 steps: what does each class lose, by the number of ranks?",
         fixed={"workload": f"{_GPT.replace(',batch_size=8', '')},optimizer=muon", "steps": 500, "global_batch": 16},
         axes={"ranks": [2, 4, 8], "seed": [0, 1, 2], "scheme": _MUON}, over=("seed",), together=("scheme", "seed"),
-        show=[Table([NATS, _BEHIND, RATIO_LAST], across="ranks")],
+        show=[Table([_BEHIND, RATIO_LAST, NATS], across="ranks")],
     ),
     _training(
         "muon-bytes", "AdamW and Muon, 1,000 steps, a seventh of the bytes: what does each scheme lose?",

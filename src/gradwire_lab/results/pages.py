@@ -159,7 +159,7 @@ class Book:
         tail = ["## Not measured yet", "", to_markdown(Grid("", ["command", "question", "figures"], left, n_names=3))]
         measured = [(one, known[one.key]) for one in mine if one.key in known]
         grids = [(one, run, make_grid(one, _first_table(one), run.records, MOST_COLUMNS)) for one, run in measured]
-        for most_rows in range(10, 1, -1):
+        for most_rows in range(9, 1, -1):
             sections = [
                 self._section(one, shown, _cut(grid, most_rows), pictures.get(one.key)) for one, shown, grid in grids
             ]

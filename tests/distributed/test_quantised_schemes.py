@@ -243,7 +243,7 @@ def test_every_rank_gets_the_same_mean_and_sees_a_non_finite_gradient(rank: int,
 
 
 # ---- under DDP
-@on_ranks([1, 3], timeout_s=170)
+@on_ranks([1, 2, 3, 4], timeout_s=170)
 def test_parameters_are_identical_on_all_ranks_and_the_loss_falls(rank: int, world_size: int) -> Any:
     parameters = {}
     for scheme, (options, rate, n_steps, left) in TRAINED.items():

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.core.bucket import local_of
-from ranks import Outcome, bits_of, on_ranks, patience, try_ranks
+from ranks import bits_of, on_ranks, patience, try_ranks
 
 LOSSY = "gcomp:importance=uniform,bits=7"
 N = 40_000  # elements: 64 KiB of 16-bit floats and more
@@ -221,8 +221,7 @@ def fail_in_a_call(rank: int, world_size: int, fault: str) -> None:
     ],
 )
 def test_errors_have_their_types_on_all_ranks(case: Any, fault: str, error: type[Exception]) -> None:
-    outcomes: list[Outcome] = try_ranks(case, 3, fault, timeout_s=60)
-    for rank, outcome in enumerate(outcomes):
+    for rank, outcome in enumerate(try_ranks(case, 3, fault, timeout_s=60)):
         assert (rank == 1 and fault in ("dies", "stays away")) or type(outcome.error) is error, (rank, outcome)
 
 

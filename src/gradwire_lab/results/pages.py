@@ -15,7 +15,8 @@ from gradwire_lab.results.plots import Series, digest_in, digest_of, series_of, 
 from gradwire_lab.results.records import Record, Store, machines, name_of, write_text
 from gradwire_lab.results.tables import VERDICTS, Answer, Grid, Summary, answer_of, chosen, make_grid, to_markdown
 
-MOST_LINES, MOST_COLUMNS, MOST_PICTURES = 150, 7, 2  # of a page, a table on it, a page
+MOST_LINES, MOST_PICTURES = 150, 2  # of a page
+MOST_ROWS, MOST_COLUMNS = 9, 7  # of a table on it; with ten rows all pages together would pass 1,600 lines
 _MARKS = re.compile(r"(<!-- generated: bench render (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 # The page of all papers' figures.
 COVERAGE = "coverage"
@@ -159,7 +160,7 @@ class Book:
         tail = ["## Not measured yet", "", to_markdown(Grid("", ["command", "question", "figures"], left, n_names=3))]
         measured = [(one, known[one.key]) for one in mine if one.key in known]
         grids = [(one, run, make_grid(one, _first_table(one), run.records, MOST_COLUMNS)) for one, run in measured]
-        for most_rows in range(9, 1, -1):
+        for most_rows in range(MOST_ROWS, 1, -1):
             sections = [
                 self._section(one, shown, _cut(grid, most_rows), pictures.get(one.key)) for one, shown, grid in grids
             ]

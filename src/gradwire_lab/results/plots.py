@@ -211,7 +211,8 @@ def _draw_in(axes: Any, plot: Plot, series: Series, are_named: bool = True) -> N
         axes.margins(0.08)
         _name_points(axes, [(*line[0], name, SLOTS[slots[name][0]][0]) for name, line in series.items()])
     elif len(series) > 1:
-        place = {"loc": "outside upper left", "ncols": 4} if plot.style == "bars" else {"loc": "outside right upper"}
+        n = max(1, min(4, 95 // (6 + max(len(name) for name in series))))  # of some 95 characters and their marks
+        place = {"loc": "outside upper left", "ncols": n} if plot.style == "bars" else {"loc": "outside right upper"}
         axes.figure.legend(fontsize=9, frameon=False, **place)
 
 

@@ -205,12 +205,10 @@ def _draw_in(axes: Any, plot: Plot, series: Series, are_named: bool = True) -> N
         _scale_by_powers(axes.xaxis if axis == "x" else axes.yaxis)
     if "y" not in plot.log and plot.style == "bars":
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
-    if not are_named:
-        return
-    if plot.style != "bars" and all(len(points) == 1 for points in series.values()):
+    if are_named and plot.style != "bars" and all(len(points) == 1 for points in series.values()):
         axes.margins(0.08)
         _name_points(axes, [(*line[0], name, SLOTS[slots[name][0]][0]) for name, line in series.items()])
-    elif len(series) > 1:
+    elif are_named and len(series) > 1:
         n = max(1, min(4, 95 // (6 + max(len(name) for name in series))))  # of some 95 characters and their marks
         place = {"loc": "outside upper left", "ncols": n} if plot.style == "bars" else {"loc": "outside right upper"}
         axes.figure.legend(fontsize=9, frameon=False, **place)

@@ -16,7 +16,7 @@ from gradwire_lab.results.records import Record, Store, machines, name_of, write
 from gradwire_lab.results.tables import VERDICTS, Answer, Grid, Summary, answer_of, chosen, make_grid, to_markdown
 
 MOST_LINES, MOST_PICTURES = 150, 2  # of a page
-MOST_ROWS, MOST_COLUMNS = 9, 7  # of a table on it; with ten rows all pages together would pass 1,600 lines
+MOST_ROWS, MOST_COLUMNS = 8, 7  # of a table on it; with nine rows all pages together would pass 1,600 lines
 _MARKS = re.compile(r"(<!-- generated: bench render (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 # The page of all papers' figures.
 COVERAGE = "coverage"
@@ -217,7 +217,7 @@ class Book:
         if experiment is None:
             raise InvalidArgument(f"no experiment is called {key!r}")
         tables = tables or [one for one in experiment.show if isinstance(one, Table)]
-        shown = self.shown(experiment, tables[0].where)
+        shown = self.shown(experiment, tables[0].where if len(tables) == 1 else {})
         if not shown:
             return "Not measured yet.\n"
         grids = [to_markdown(make_grid(experiment, table, shown.records)) for table in tables]

@@ -83,7 +83,7 @@ def test_page_says_question_values_the_papers_number_and_where_it_was_measured(p
 
 def test_page_is_cut_to_its_length_and_says_what_it_leaves_out(pages: Book) -> None:
     many = {"scheme": ["ddp", *(f"s{number}" for number in range(400))]}
-    experiments = [replace(EXPERIMENT, key=f"speed-{number}", axes={"rate": ["1gbit"], **many}) for number in range(6)]
+    experiments = [replace(EXPERIMENT, key=f"speed-{number}", axes={"rate": ["1gbit"], **many}) for number in range(7)]
     store = Store(pages.root / "results", "here-2-cores")
     for one in experiments:
         store.replace(one, one.cells(), [record(scheme, 0.1) for scheme in many["scheme"]])
@@ -114,8 +114,7 @@ def test_a_table_is_of_the_code_as_it_is_or_says_that_it_is_stale(pages: Book, s
     changed = replace(pages, code=lambda measure: "another")
     assert "Stale: code or settings have changed since; here-2-cores; commit abc" in changed.page("system")
     assert not changed.is_complete(EXPERIMENT)
-    other = replace(EXPERIMENT, fixed={"ranks": 8})
-    assert "Stale" in replace(pages, experiments=[other]).page("system"), "measured with other settings"
+    assert "Stale" in replace(pages, experiments=[replace(EXPERIMENT, fixed={"ranks": 8})]).page("system"), "settings"
     store.replace(EXPERIMENT, EXPERIMENT.cells()[1:], [record("gcomp", 0.04, code="old")])
     assert "gcomp" not in pages.page("system"), "what is current stands alone"
 
@@ -131,6 +130,8 @@ def test_tables_of_other_pages_stand_between_marks(pages: Book, store: Store) ->
     assert text.endswith("<!-- end -->\nafter\n")
     assert "here-2-cores; commit abc" in text
     assert pages.stale() == []
+    two = replace(EXPERIMENT, show=[replace(EXPERIMENT.show[0], where={"scheme": name}) for name in ("ddp", "gcomp")])
+    assert "| gcomp |" in replace(pages, experiments=[two]).snippet("speed"), "each table has records of its own"
     readme.write_text("<!-- generated: bench render nothing -->\n<!-- end -->\n")
     with pytest.raises(InvalidArgument, match="nothing"):
         pages.render()

@@ -81,13 +81,11 @@ def test_page_says_question_values_the_papers_number_and_where_it_was_measured(p
     assert "Not measured" not in text
 
 
-def test_page_is_cut_to_its_length_and_says_what_it_leaves_out(pages: Book) -> None:
+def test_page_is_cut_to_its_length_and_says_what_it_leaves_out(pages: Book, store: Store) -> None:
     many = {"scheme": ["ddp", *(f"s{number}" for number in range(400))]}
     experiments = [replace(EXPERIMENT, key=f"speed-{number}", axes={"rate": ["1gbit"], **many}) for number in range(7)]
     for one in experiments:
-        Store(pages.root / "results", "here-2-cores").replace(
-            one, one.cells(), [record(s, 0.1) for s in many["scheme"]]
-        )
+        store.replace(one, one.cells(), [record(scheme, 0.1) for scheme in many["scheme"]])
     text = replace(pages, experiments=experiments).page("system")
     assert 130 < text.count("\n") <= 150
     assert "more rows." in text

@@ -34,10 +34,8 @@ def record(scheme: str, time_s: float, **more: object) -> dict[str, object]:
 @pytest.fixture
 def pages(tmp_path: Path) -> Book:
     (tmp_path / "docs").mkdir()
-    (tmp_path / "results").mkdir()
-    systems = {"system": "A system", "coverage": "Coverage"}
     snippets = {"short": ("speed", Table(TABLE.columns[:1]))}
-    left_out = {("GComp", "Fig. 1"): Coverage("cannot be here", "no")}
+    systems, left_out = {"system": "A system", "coverage": ""}, {("GComp", "Fig. 1"): Coverage("cannot be here", "no")}
     return Book(tmp_path, [EXPERIMENT], systems, snippets, left_out, lambda measure: CODE)
 
 
@@ -113,6 +111,11 @@ def test_a_table_is_of_the_code_as_it_is_or_says_that_it_is_stale(pages: Book, s
     changed = replace(pages, code=lambda measure: "another")
     assert "Stale: code or settings have changed since; here-2-cores; commit abc" in changed.page("system")
     assert not changed.is_complete(EXPERIMENT)
+    wide = replace(EXPERIMENT, axes={"rate": ["none", "1gbit"], "scheme": ["ddp", "gcomp"]})
+    plain = record("ddp", 0.2, rate="none", settings=wide.settings(wide.cells()[:2]))
+    Store(store.folder, "slow").replace(wide, [], [plain, record("ddp", 9.0)])
+    machine, records, _ = pages.shown(wide)
+    assert (machine, [one["time_s"] for one in records]) == ("here-2-cores, and slow", [0.2, 0.1, 0.04])
     assert "Stale" in replace(pages, experiments=[replace(EXPERIMENT, fixed={"ranks": 8})]).page("system"), "settings"
     store.replace(EXPERIMENT, EXPERIMENT.cells()[1:], [record("gcomp", 0.04, code="old")])
     assert "gcomp" not in pages.page("system"), "what is current stands alone"
@@ -137,8 +140,7 @@ def test_tables_of_other_pages_stand_between_marks(pages: Book, store: Store) ->
 
 
 def test_records_of_cells_that_are_no_more_are_not_shown(pages: Book, store: Store) -> None:
-    lines = store.path("speed").read_text() + json.dumps(record("gone", 9.0)) + "\n"
-    store.path("speed").write_text(lines)
+    store.path("speed").write_text(store.path("speed").read_text() + json.dumps(record("gone", 9.0)) + "\n")
     assert "gone" not in pages.page("system")
 
 

@@ -82,15 +82,12 @@ class Runner:
     def plan(
         self, experiments: Sequence[Experiment], *, fresh: bool = False, missing: bool = False, anywhere: bool = False
     ) -> list[ExperimentRun]:
-        """Runs that are not current, cheap ones first; `missing`: only what no code measured; `fresh`: all; `anywhere`: none of
-        an experiment that is current on another machine."""
-        runs, names = [], machines(self.store.folder) if anywhere and not fresh else []
+        """Runs that are not current, cheap ones first; `missing`: only what no code measured; `fresh`: all; `anywhere`: none
+        that is current on another machine."""
+        names = machines(self.store.folder) if anywhere and not fresh else [self.store.machine]
+        runs, stores = [], [Store(self.store.folder, name) for name in names]
         for experiment in experiments:
-            code = code_of(experiment)
-            others = (Store(self.store.folder, name).read(experiment.key) for name in names)
-            if any(set(states_of(experiment, records, code)) == {"current"} for records in others):
-                continue
-            states = states_of(experiment, self.store.read(experiment.key), code)
+            states = states_of(experiment, stores, code_of(experiment))
             for cells, state in zip(experiment.groups(), states, strict=True):
                 if fresh or state == "never" or (state == "stale" and not missing):
                     runs.append(ExperimentRun(experiment, cells))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from gradwire.errors import InvalidArgument
 from gradwire_lab.results.experiment import Coverage, Experiment, Plot, Table
 from gradwire_lab.results.plots import Series, digest_in, digest_of, series_of, to_svg
-from gradwire_lab.results.records import Record, Store, machines, name_of, write_text
+from gradwire_lab.results.records import Record, Store, machines, name_of, states_of, write_text
 from gradwire_lab.results.tables import VERDICTS, Answer, Grid, Summary, answer_of, chosen, make_grid, to_markdown
 
 MOST_LINES, MOST_PICTURES = 150, 2  # of a page
@@ -26,7 +26,7 @@ Picture = tuple[Path, Plot, Series]
 
 
 class Shown(NamedTuple):
-    """Records of one experiment from one machine: if they are current, of one state of the code."""
+    """Records of one experiment: if current, of one state of the code. A run, and with it a ratio, is of one machine."""
 
     machine: str
     everything: Sequence[Record]
@@ -50,7 +50,7 @@ class Book:
     code: Callable[[Experiment], str]  # the digest of the sources that its records depend on
 
     def shown(self, experiment: Experiment, where: Mapping[str, object] | None = None) -> Shown | None:
-        """Of an experiment's records, those of `where`: the current ones of a machine, else all of one that are known."""
+        """Of those of `where`: the current ones of the machine with most, and runs of others that it lacks; else all of one."""
         code = self.code(experiment)
         asked = {
             name_of(experiment, cell): (experiment.settings(cells), code)
@@ -64,7 +64,13 @@ class Book:
             current = [r for r in known if (r.get("settings"), r.get("code")) == asked[name_of(experiment, r)]]
             if known:
                 found.append(Shown(machine, current or known, bool(current)))
-        return max(found, key=lambda one: (one.is_current, len(one.everything)), default=None)
+        found.sort(key=lambda one: (not one.is_current, -len(one.everything)))
+        for other in (one for one in found[1:] if one.is_current):
+            names = {name_of(experiment, record) for record in found[0].everything}
+            if lacked := [record for record in other.everything if name_of(experiment, record) not in names]:
+                records = sorted([*found[0].everything, *lacked], key=lambda r: [*asked].index(name_of(experiment, r)))
+                found[0] = Shown(f"{found[0].machine}, and {other.machine}", records, True)
+        return found[0] if found else None
 
     def render(self) -> list[Path]:
         """Write every page, plot and table between marks, remove what is no more; returns what changed. Raises:
@@ -225,9 +231,8 @@ class Book:
 
     def is_complete(self, experiment: Experiment) -> bool:
         """Whether every cell has been measured somewhere, by the code as it is."""
-        shown = self.shown(experiment)
-        names = {name_of(experiment, record) for record in shown.everything} if shown else set()
-        return shown is not None and shown.is_current and names >= {name_of(experiment, c) for c in experiment.cells()}
+        stores = [Store(self.root / "results", machine) for machine in machines(self.root / "results")]
+        return set(states_of(experiment, stores, self.code(experiment))) == {"current"}
 
     def _answers(self, experiment: Experiment) -> list[Answer]:
         """A row for each goal and number of the papers."""

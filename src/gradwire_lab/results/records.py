@@ -145,9 +145,12 @@ def state_of(experiment: Experiment, cells: Sequence[Cell], records: Iterable[Re
     return "current" if len(runs) == 1 and next(iter(runs))[:2] == (experiment.settings(cells), code) else "stale"
 
 
-def states_of(experiment: Experiment, records: Sequence[Record], code: str) -> list[State]:
-    """Of each of an experiment's runs."""
-    return [state_of(experiment, cells, records, code) for cells in experiment.groups()]
+def states_of(experiment: Experiment, stores: Iterable[Store], code: str) -> list[State]:
+    """Of each of an experiment's runs, in the store that knows most of it: a page shows runs of several machines."""
+    known = [store.read(experiment.key) for store in stores]
+    order: list[State] = ["current", "stale", "never"]
+    found = ({state_of(experiment, cells, records, code) for records in known} for cells in experiment.groups())
+    return [min(states, key=order.index, default="never") for states in found]
 
 
 def name_of(experiment: Experiment, record: Mapping[str, Any]) -> str:

@@ -27,9 +27,7 @@ def list_experiments(args: argparse.Namespace) -> int:
     n_stale = 0
     for experiment in chosen:
         code, runs = code_of(experiment), [ExperimentRun(experiment, cells) for cells in experiment.groups()]
-        known = [states_of(experiment, Store(store.folder, name).read(experiment.key), code) for name in names]
-        # Of the machine where most is current: a page shows those of one.
-        states = max(known, key=lambda one: (one.count("current"), one.count("stale")), default=["never"] * len(runs))
+        states = states_of(experiment, [Store(store.folder, name) for name in names], code)
         again = [run for run, state in zip(runs, states, strict=True) if state != "current"]
         count = Counter(states)
         left, n_stale = left + again, n_stale + count["stale"]

@@ -98,9 +98,9 @@ def regret(key: str, question: str, axes: dict[str, Any], *, takes: float, acros
 EXPERIMENTS = [
     regret(
         "regret", "What does auto lose against DDP, and against the best scheme that it may use, in 300 steps?",
-        {"workload": ["gpt", "resnet", "ncf", "many-tensors"], "ranks": [2, 4], "rate": _AUTO_RATES,
+        {"workload": ["gpt", "resnet", "many-tensors"], "ranks": [2, 4], "rate": _AUTO_RATES,
          "scheme": {**_DDP, "DDP, bf16 hook": "ddp-bf16", **_AUTO, "gradwire, any": "auto:fidelity=any"}},
-        across="rate", takes=225, is_long=True, steps=300, seconds=60,
+        across="rate", takes=450, is_long=True, steps=300, seconds=60,
         plots=[Plot("rate", Column("x_ddp", "speed, x DDP", form=".3f"), style="bars", x_title="every rank's link",
                     where={"workload": "gpt", "ranks": 2})],
     ),

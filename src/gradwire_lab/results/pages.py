@@ -16,7 +16,7 @@ from gradwire_lab.results.records import Record, Store, machines, name_of, state
 from gradwire_lab.results.tables import VERDICTS, Answer, Grid, Summary, answer_of, chosen, make_grid, to_markdown
 
 MOST_LINES, MOST_PICTURES = 150, 2  # of a page
-MOST_ROWS, MOST_COLUMNS = 8, 7  # of a table on it; with nine rows all pages together would pass 1,600 lines
+MOST_ROWS, MOST_COLUMNS = 9, 7  # of a table on it; with ten rows all pages together would pass 1,600 lines
 _MARKS = re.compile(r"(<!-- generated: bench render (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 # The page of all papers' figures.
 COVERAGE = "coverage"
@@ -178,7 +178,7 @@ class Book:
     def _section(self, experiment: Experiment, shown: Shown, grid: Grid, picture: Picture | None) -> str:
         """One experiment: the question, one picture, one table, what it means, where it was measured."""
         figures = _figures(experiment)
-        lines = [f"## {experiment.key}", "", f"**{experiment.question}**" + (f" ({figures})" if figures else ""), ""]
+        lines = [f"## {experiment.key}", f"**{experiment.question}**" + (f" ({figures})" if figures else ""), ""]
         if picture:
             path, plot, _ = picture
             lines += [f"![{plot.y.heading} by {plot.x.replace('_', ' ')}]({path.name})", ""]

@@ -66,8 +66,8 @@ class Book:
                 found.append(Shown(machine, current or known, bool(current)))
         found.sort(key=lambda one: (not one.is_current, -len(one.everything)))
         for other in (one for one in found[1:] if one.is_current):
-            names = {name_of(experiment, record) for record in found[0].everything}
-            if lacked := [record for record in other.everything if name_of(experiment, record) not in names]:
+            runs = [experiment.apart(record) for record in found[0].everything]
+            if lacked := [record for record in other.everything if experiment.apart(record) not in runs]:
                 records = sorted([*found[0].everything, *lacked], key=lambda r: [*asked].index(name_of(experiment, r)))
                 found[0] = Shown(f"{found[0].machine}, and {other.machine}", records, True)
         return found[0] if found else None
